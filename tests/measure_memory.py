@@ -58,7 +58,7 @@ def plan(world_size: int, overrides: dict, device_type: str = "cpu") -> tuple[Co
 def measure_peak(config: Config, model_args: ModelArgs, layout: Layout, pp_rank: int) -> int:
     """Return the allocator's peak in bytes during a second step, without other ranks."""
     rank = pp_rank * layout.world_size // layout.pp
-    stages = static_stages(config, model_args, layout, Meter(layout)) if layout.pp > 1 else nullcontext()
+    stages = static_stages(config, model_args, layout) if layout.pp > 1 else nullcontext()
     with fake_group(layout.world_size, rank=rank), stages:
         return measure_steps(config, model_args, layout, n_steps=1)[0]
 
@@ -132,6 +132,8 @@ def count_head_peak_bytes(
         head.chunked_loss = ChunkedLoss(chunk_tokens) if chunk_tokens else None
         hidden = torch.empty(1, n_tokens, dim, dtype=dtype, requires_grad=True)
         targets = torch.zeros(1, n_tokens, dtype=torch.int64)
-        meter.mark("forward and backward")
+        meter.note([hidden, targets, head.weight])
+        meter.restart()
+        before = meter.live_bytes
         head(hidden, targets).backward()
-        return meter.segments[-1].peak.total()
+        return meter.peak_bytes - before

@@ -1,6 +1,7 @@
 """`explain`: slices of weights, and collectives with their lines."""
 
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch.distributed.tensor import distribute_tensor
 from torchtitan_lite import build
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.tools.plan.dry_run import describe_sharding
+from torchtitan_lite.tools.plan.dry_run import describe_sharding, dry_run, shorten
 from torchtitan_lite.tools.plan.explain import describe_slice, draw_mesh
 from torchtitan_lite.tools.plan.fake_world import fake_group
+from torchtitan_lite.tools.plan.workload import plan_run
+from torchtitan_lite.tools.tables import format_bytes
 
 SMALL = ["--config", "debug", "--model.n_layers", "2", "--training.seq_len", "32", "--training.global_batch_size=-1"]
 TP2 = ["--gpus", "2", "--parallelism.tensor_parallel_degree", "2"]
@@ -69,20 +72,19 @@ def test_experts_are_explained_with_their_mesh_slices_and_exchange(capsys):
     assert re.split(r"  +", slices) == ["layers.2-3.feed_forward.experts.w1", "[8, 128, 96]", *held]
     # Of 32 rows, 12 stay: 20 are sent. 48 arrive, and the results of 36 go back. In bf16, 128 wide.
     exchanged = ["[8] int64", "48 B", "[32, 128] bfloat16", "5.0 KiB", "[48, 128] bfloat16", "9.0 KiB"]
-    forward = printed[printed.index("forward, once") : printed.index("backward")]
+    forward = printed[printed.index("forward, once") : printed.index("backward, 4 times")]
     assert [
         cell for line in forward.splitlines() if "over ep" in line for cell in re.split(r"  +", line)[2:4]
     ] == exchanged
-    assert "reduce-scatter over efsdp" in printed[printed.index("backward, once") :]
-    first, *_, gathered = (line for line in printed.splitlines() if re.match(r"  [15]\. ", line))
-    assert re.findall(r"\d+", first) == ["1", "4", "4", "16", "32", "4", "1"], "of 4 ranks each: 4 of 16 sequences"
+    assert "reduce-scatter over efsdp" in printed[printed.index("backward, ") :]
+    assert "Each of 4 data-parallel ranks takes 4 of 16 sequences of 32 tokens, in microbatches: 4 x 1." in printed
     assert "picks 2 of 8 experts for each token. Each of 4 ep ranks has 2" in printed
 
 
 def test_collectives_are_printed_in_order_and_equal_layers_once(capsys):
     assert main(["explain", *SMALL, *TP2]) == 0
     printed = capsys.readouterr().out
-    in_order = ["forward, once", "layers.0-1: each", "backward, once", "layers.1", "between, once", "in words"]
+    in_order = ["  1. Each of 1", "forward, once", "layers.0-1: each", "backward, once", "layers.1", "between, once"]
     places = [printed.index(words) for words in in_order]
     assert places == sorted(places)
     layer = printed[printed.index("layers.0-1: each") : printed.index("  output ")]
@@ -90,15 +92,30 @@ def test_collectives_are_printed_in_order_and_equal_layers_once(capsys):
     assert layer.count("model/llama3.py:") == 4
 
 
+def test_a_tokens_way_has_the_bytes_of_the_forward_of_the_dry_run(capsys):
+    """Of rank 3 of pp2 x dp2 x tp2: on both stages, each layer once."""
+    assert main(["explain", "--config", "debug_3d", "--gpus", "8", "--rank", "3", "--token"]) == 0
+    printed = capsys.readouterr().out
+    assert "rows 4..7 of 8" in printed and "on rank 7" in printed and "send over pp, 16.0 KiB" in printed
+    said = Counter(re.findall(r"(all-gather|reduce-scatter) over (\S+), (\S+ \S+)", printed))
+    planned = shorten(plan_run(["--config", "debug_3d"], 8, "cuda"), 1)
+    counted = Counter()
+    for pp_rank in (0, 1):
+        for call in dry_run(planned, pp_rank).collectives:
+            if call.place.walk == "forward" and call.place.module.partition(".")[2].split(".")[0] not in ("1", "3"):
+                counted[call.operation, call.axis, format_bytes(call.n_bytes)] += 1
+    assert said == counted
+
+
 @pytest.mark.parametrize(
     ("args", "printed"),
     [
         (["--config", "llama3_405b", "--gpus", "320", f"--{TP}", "3"], "n_kv_heads"),
         ([*SMALL, "--stage", "1"], "Use 0 to 0"),
-        ([*SMALL, "--imbalance", "1.5"], "--imbalance = 1.5"),
+        ([*SMALL, "--token", "--rank", "2", *TP2], "Use 0 to 1"),
         (["--config", "debug_moe", "--gpus", "2", "--imbalance", "2.1"], "Use 1 to 2"),
     ],
 )
-def test_wrong_input_ends_with_status_2_and_a_remedy(capsys, args, printed):
+def test_wrong_input_ends_with_status_2(capsys, args, printed):
     assert main(["explain", *args]) == 2
     assert printed in capsys.readouterr().err

@@ -1,192 +1,95 @@
-"""`plan`: figures of the dry run and of the closed form side by side, and warnings whose remedies work."""
+"""`plan`: answered without torch, its time and remarks, clusters, checkpoints; the closed form by hand."""
 
 import json
-import re
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import replace
-from unittest.mock import patch
+from math import sqrt
 
 import pytest
-import torch.distributed as dist
 from layouts import PP, TP
 
-from torchtitan_lite import step
 from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.config.schema import Config, with_value
-from torchtitan_lite.tools.command_lines import parse_command
-from torchtitan_lite.tools.plan import command as plan
-from torchtitan_lite.tools.plan.cluster import find_cluster
-from torchtitan_lite.tools.plan.dry_run import PlannedRun, group_pp_ranks, plan_run
-from torchtitan_lite.tools.plan.forecast import list_memory
-from torchtitan_lite.tools.plan.remedies import (
-    list_memory_of,
-    simulate_bubble,
-    warn_of_bubble,
-    warn_of_few_microbatches,
-    warn_of_groups,
-    warn_of_memory,
-)
-from torchtitan_lite.tools.plan.simulator import plan_order
-from torchtitan_lite.tools.plan.workload import Workload
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import ActivationCheckpoint
+from torchtitan_lite.parallel.activation_checkpoint import plan_recompute
+from torchtitan_lite.tools.plan.cadence import measure_goodput, plan_cadence
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, ROW_OF_GPU, find_cluster
+from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast, forecast_quickly, list_memory
+from torchtitan_lite.tools.plan.remedies import find_memory, list_remarks, warn_of_groups
+from torchtitan_lite.tools.plan.step_time import StepTime
+from torchtitan_lite.tools.plan.timeline import plan_order
+from torchtitan_lite.tools.plan.transfers import estimate_traffic
+from torchtitan_lite.tools.plan.workload import PlannedRun, count_recompute, plan_run
 
 SMALL = ["--config", "debug", "--training.seq_len", "32", "--model.n_layers", "2", "--training.global_batch_size=-1"]
-H100 = find_cluster("h100")
+H100 = CLUSTERS["h100"]
+SECTIONS = {"local_batch_size": "training", "global_batch_size": "training", "seq_len": "training"}
+SECTIONS |= {"mode": "activation_checkpoint", "enable": "compile"}
 
 
-def llama(name: str, n_gpus: int, **keys) -> PlannedRun:
-    """A shipped config on GPUs, without a dry run. Keys: of parallelism or training."""
-    sections = {"local_batch_size": "training", "global_batch_size": "training"}
-    args = [part for key, n in keys.items() for part in (f"--{sections.get(key, 'parallelism')}.{key}", str(n))]
+def read(name: str, n_gpus: int, **keys) -> PlannedRun:
+    """A shipped config on GPUs. Keys: of parallelism, training or activation_checkpoint."""
+    args = [f"--{SECTIONS.get(key, 'parallelism')}.{key}={value}" for key, value in keys.items()]
     return plan_run(["--config", name, *args], n_gpus, "cuda")
 
 
-def work(*args, **keys) -> tuple[Config, Workload]:
-    planned = llama(*args, **keys)
-    return planned.config, planned.describe_workload()
+def predict(planned: PlannedRun, cluster=H100) -> Forecast:
+    return forecast(planned.workload, cluster, plan_order(planned.config.parallelism, planned.layout))
 
 
-def test_a_plan_is_printed_and_drawn(capsys, tmp_path):
+DEGREES = {"tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "cp": "context_parallel_degree"}
+
+
+def degrees(**sizes: int) -> dict[str, int]:
+    return {DEGREES[dim]: n for dim, n in sizes.items()}
+
+
+# ---------------------------------------------------------------- the tool
+
+
+def test_a_plan_needs_no_torch_and_says_where_the_time_goes(tmp_path):
+    """Nor numpy, nor any other package that takes a second to load."""
     svg = tmp_path / "timeline.svg"
-    assert main(["plan", *SMALL, "--gpus", "2", f"--{PP}", "2", "--svg", str(svg)]) == 0
-    printed = capsys.readouterr().out
+    args = ["plan", "--config", "llama3_405b", "--gpus", "16384", f"--{PP}=16", "--training.local_batch_size=16"]
+    args += ["--mtbf-hours", "3.09", "--restart-s", "600", "--save-stall-s", "60", "--svg", str(svg)]
+    code = f"import sys; from torchtitan_lite.__main__ import main; main({args}); assert 'torch' not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for words in (
-        "1F1B, bubble",
-        "reserved (est.)",
-        "TFLOP on pp rank 1",
-        "tokens/s/GPU",
-        "\npp rank 1  .",
-        "warning: ",
+        "pp16 x dp_shard128 x tp8, 1F1B, 16 stages",
+        "data-parallel replicas 128 x microbatches 16 x sequences 1",
+        "pp rank 1 and 13 like it",
+        "median error 8%",
+        "waiting for tp",
+        "reduce-scatter",
+        "save every 18.6 minutes",
+        "goodput 85.",
+        "a lost GPU or node",
+        "remark: the pipeline is idle",
     ):
-        assert words in printed
+        assert words in run.stdout, words
     assert svg.read_text().startswith("<svg")
 
 
-def make(*args: str) -> plan.Plan:
-    options = parse_command("plan", list(args))
-    return plan.make_plan(options.config_args, options, H100)
-
-
-def test_an_extra_collective_in_the_step_is_in_the_plan_and_in_the_dry_run_with_its_line():
-    def with_one_more(run, loss):
-        dist.all_reduce(loss.new_zeros(2**20), group=run.mesh.tp.get_group())
-        return sum_losses(run, loss)
-
-    sum_losses, args = step.sum_losses, [*SMALL, f"--{TP}", "2", "--gpus", "2"]
-    before = make(*args)
-    with patch.object(step, "sum_losses", with_one_more):
-        after = make(*args)
-    of_tp, now = (
-        next(
-            each
-            for each in plan.list_for_json(one)["traffic"]
-            if (each["axis"], each["operation"]) == ("tp", "all-reduce")
-        )
-        for one in (before, after)
-    )
-    assert (now["calls"], now["bytes"]) == (of_tp["calls"] + 1, of_tp["bytes"] + 2**22)
-    (more,) = (call for call, _ in after.runs[0].collectives if call.place.function == "with_one_more")
-    assert (more.operation, more.axis, more.shape, more.n_bytes) == ("all-reduce", "tp", (2**20,), 2**22)
-    assert more.place.line == f"test_plan.py:{with_one_more.__code__.co_firstlineno + 1}"
-    rank = plan.list_for_json(before)["pp_ranks"][0]
-    assert rank["reserved_bytes"] == rank["live_bytes"] * H100.reserve_factor
-
-
-def test_stages_that_hold_the_same_are_run_once_by_the_rank_that_holds_most():
-    planned = llama("llama3_405b", 16384, pipeline_parallel_degree=16, local_batch_size=16)
-    assert group_pp_ranks(planned) == {0: [0], 1: list(range(1, 15)), 15: [15]}
-
-
-def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
-    run = work("llama3_405b", 16384, pipeline_parallel_degree=16, local_batch_size=16)
-    bubble = simulate_bubble(*run, H100, 16)
-    assert bubble > 15 / 31  # (p-1)/(m+p-1), and stages that wait for what is sent
-    (warning,) = warn_of_bubble(*run, H100, bubble)
-    n = int(warning.split("Use ")[1].split(" microbatches")[0])
-    assert simulate_bubble(*run, H100, n) <= 0.15 < simulate_bubble(*run, H100, n // 2)
-    assert f"training.global_batch_size = {n * 128}" in warning
-    assert "or about 6 stages a rank" in warning, "15 ranks x (1 / 0.15 - 1) / 16 microbatches"
-    assert not warn_of_bubble(*run, H100, 0.15)
-
-
-def test_a_batch_too_small_for_the_pipeline_gets_the_least_one():
-    few = {"pipeline_parallel_degree": 8, "pipeline_parallel_schedule": "GPipe", "tensor_parallel_degree": 8}
-    (warning,) = warn_of_few_microbatches(llama("llama3_70b", 128, local_batch_size=2, **few).layout)
-    assert "training.global_batch_size = 16" in warning
-    assert not warn_of_few_microbatches(llama("llama3_70b", 128, local_batch_size=8, **few).layout)
-
-
-def test_groups_over_nodes_or_across_two_get_a_degree_that_stays_inside():
-    layout = llama("llama3_70b", 64, tensor_parallel_degree=4).layout
-    assert not warn_of_groups(layout, H100)
-    (warning,) = warn_of_groups(layout, replace(H100, node_size=2))
-    assert "tensor_parallel_degree = 2" in warning
-    (warning,) = warn_of_groups(layout, replace(H100, node_size=6))
-    assert "tp 4 take 4 GPUs, which do not divide a node of 6" in warning and "1 or 2" in warning
-    (warning,) = warn_of_groups(llama("qwen3_30b_a3b", 64, expert_parallel_degree=32).layout, H100)
-    assert "expert_parallel_degree = 8" in warning
-    assert not warn_of_groups(llama("qwen3_30b_a3b", 64).layout, H100)
-    layout = llama("llama3_70b", 24, tensor_parallel_degree=2, context_parallel_degree=2).layout
-    (warning,) = warn_of_groups(layout, replace(H100, node_size=6))
-    assert "cp 2 take 4 GPUs" in warning
-
-
-def test_a_plan_of_experts_names_their_ranks_and_the_load(capsys, monkeypatch):
-    args = ["--config", "debug_moe_3d", "--gpus", "8", "--training.seq_len", "32", "--imbalance", "1.5"]
-    made = make(*args)
-    monkeypatch.setattr(plan, "make_plan", lambda *_: made)  # once for both
-    assert main(["plan", *args]) == 0
-    printed = capsys.readouterr().out
-    assert "pp2 x dp_shard2 x tp2, ep4" in printed
-    assert "2 of 8 experts; each rank has 2 of them" in printed and "gets 1.5 times the mean" in printed
-    assert re.search(r"\n  ep +all-to-all +\d+ calls", printed)
-    assert main(["plan", *args, "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
-    assert (values["layout"]["ep"], values["layout"]["efsdp"], values["imbalance"]) == (4, 1, 1.5)
-    config = made.planned.config
-    of_stage = list_memory(made.workload, plan_order(config.parallelism, made.planned.layout))[1]
-    n_tokens = config.training.steps * config.training.global_batch_size * 32
-    assert f"\n{n_tokens:,} tokens take " in printed
-    rank = values["pp_ranks"]["1"]
-    assert rank["flops"] == made.runs[1].n_flops
-    state = {kind: rank["memory"][kind] for kind in ("parameters", "gradients", "optimizer")}
-    assert state == pytest.approx({kind: getattr(of_stage, kind) for kind in state}, rel=0.02)
-
-    # Where memory is too small, and a node has four of the eight GPUs: each stage is on one.
-    small = replace(made, cluster=replace(H100, memory_bytes=1e6, node_size=4))
-    monkeypatch.setattr(plan, "make_plan", lambda *_: small)
-    assert main(["plan", *args, "--json"]) == 1
-    values = json.loads(capsys.readouterr().out)
-    assert not values["fits"]
-    assert {each["axis"] for each in values["traffic"] if each["tier"] == "network"} == {
-        each["axis"] for each in values["traffic"] if "pp" in each["axis"]
-    }
-
-
-@pytest.mark.slow
-def test_mixtral_on_2048_gpus_is_planned_and_fits(capsys):
+def test_a_plan_for_programs_has_the_same_numbers_and_exit_status_1_if_it_does_not_fit(capsys):
     assert main(["plan", "--config", "mixtral_8x22b", "--gpus", "2048", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert values["fits"] and values["warnings"] == []
-    assert [rank["alike"] for rank in values["pp_ranks"].values()] == [[0], [1, 2], [3]]
+    assert values["fits"] and len(values["memory"]) == 4 and values["layout"]["ep"] == 8
+    assert sum(values["parts_s"].values()) == pytest.approx(values["step_time_s"])
+    tiers = {(each["axis"], each["operation"]): each["tier"] for each in values["traffic"]}
+    assert (tiers["tp", "all-gather"], tiers["ep", "all-to-all"], tiers["pp", "send"]) == ("node", "node", "network")
+    assert main(["plan", "--config", "llama3_405b", "--gpus", "64", "--json"]) == 1
+    assert any("does not fit" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])
 
 
-def test_too_much_for_the_memory_gets_a_number_of_gpus_that_would_do():
-    warning = warn_of_memory(*work("llama3_405b", 64), H100)
-    n_gpus = int(warning.split("fits ")[1].split(" ")[0].replace(",", ""))
-    assert n_gpus * H100.memory_bytes / H100.reserve_factor > 16 * 405e9  # what the training state alone takes
-
-
-def test_too_much_for_the_memory_gets_the_fewest_changes_that_would_do():
-    """The second is needed: ZeRO 3 beside full recompute. What is named with its bytes is the peak with both."""
-    config, workload = work("llama3_8b", 8, zero_stage=1, local_batch_size=4)
-    with_one = with_value(config, "activation_checkpoint.mode", "full")
-    with_both = with_value(with_one, "parallelism.zero_stage", 3)
-    peaks = [max(each.live for each in list_memory_of(given, workload.args, 8)) for given in (with_one, with_both)]
-    cluster = replace(H100, memory_bytes=(peaks[0] * peaks[1]) ** 0.5 * H100.reserve_factor)
-    warning = warn_of_memory(config, workload, cluster)
-    assert "activation_checkpoint.mode = " in warning and "parallelism.zero_stage = 3" in warning
-    assert "local_batch_size" not in warning
-    assert f" {peaks[1] * H100.reserve_factor / GIB:.0f} GiB" in warning
+def test_a_dry_run_prints_both_columns(capsys):
+    assert main(["plan", *SMALL, "--gpus", "2", f"--{TP}=2", "--dry-run", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["what"].split(",")[0] for row in rows} >= {"live memory at the peak", "all-gather over tp"}
+    assert all(row["closed_form"] == pytest.approx(row["dry_run"], rel=0.3) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -195,12 +98,173 @@ def test_too_much_for_the_memory_gets_the_fewest_changes_that_would_do():
         ([*SMALL, "--gpu", "h1000"], "--gpu"),
         ([*SMALL, "--search"], "--gpus"),
         ([*SMALL, "--imbalance", "2"], "--imbalance"),
-        (
-            [*SMALL, "--gpus", "320", f"--{PP}", "10", "--parallelism.data_parallel_shard_degree", "8"],
-            "parallelism.data_parallel_shard_degree",
-        ),
+        ([*SMALL, "--gpus", "8", f"--{TP}=3"], "model.n_kv_heads"),
     ],
 )
 def test_wrong_input_ends_with_status_2_and_its_key(capsys, args, key):
     assert main(["plan", *args, "--json"]) == 2
     assert key in [problem["key"] for problem in json.loads(capsys.readouterr().out)["problems"]]
+
+
+# ---------------------------------------------------------------- remarks
+
+
+def remarks_of(planned: PlannedRun) -> list[str]:
+    memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
+    return list_remarks(planned, H100, predict(planned), max(each.live for each in memory))
+
+
+def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
+    planned = read("llama3_405b", 16384, **degrees(pp=16), local_batch_size=16)
+    assert predict(planned).bubble > 15 / 31  # (p-1)/(m+p-1), and stages that wait for what is sent
+    (remark,) = (remark for remark in remarks_of(planned) if "idle" in remark)
+    n = int(remark.split("Use ")[1].split(" microbatches")[0])
+    assert predict(read("llama3_405b", 16384, **degrees(pp=16), local_batch_size=n)).bubble <= 0.15
+    assert f"training.global_batch_size = {n * 128}" in remark and "or about 6 stages a rank" in remark
+
+
+def test_groups_over_nodes_get_a_degree_that_stays_inside():
+    layout = read("llama3_70b", 64, **degrees(tp=4)).layout
+    assert not warn_of_groups(layout, H100)
+    for node_size in (2, 6):
+        (warning,) = warn_of_groups(layout, replace(H100, node_size=node_size))
+        assert f"nodes of {node_size}. Use parallelism.tensor_parallel_degree = 2" in warning
+    (warning,) = warn_of_groups(read("qwen3_30b_a3b", 64, expert_parallel_degree=32).layout, H100)
+    assert "expert_parallel_degree = 8" in warning
+
+
+def test_memory_that_is_left_over_or_missing_is_called_out():
+    assert any("Try --search" in remark for remark in remarks_of(read("llama3_70b", 512)))
+    remark = find_memory(read("llama3_405b", 64), H100)
+    n_gpus = int(remark.split("fits ")[1].split(" ")[0].replace(",", ""))
+    assert n_gpus * H100.memory_bytes / H100.reserve_factor > 16 * 405e9  # what the training state alone takes
+    planned = read("llama3_8b", 8, zero_stage=1, local_batch_size=4, mode="none")
+    remark = find_memory(planned, replace(H100, memory_bytes=60 * GIB))
+    assert "activation_checkpoint.mode = " in remark and "parallelism.zero_stage = 3" in remark
+
+
+def test_the_interval_of_saves_is_youngs_for_short_stalls_and_the_best_of_all():
+    mtbf, restart, stall = 54 * 86400 / 419, 600.0, 10.0
+    cadence = plan_cadence(mtbf, restart, stall)
+    assert cadence.interval_s == pytest.approx(sqrt(2 * stall * mtbf), rel=0.05)
+    best = max(measure_goodput(seconds, mtbf, restart, stall) for seconds in range(60, 3600, 5))
+    assert cadence.goodput == pytest.approx(best, abs=1e-5) and 0.90 < cadence.goodput < 0.92
+    assert plan_cadence(10.0, 1.0, 100.0).goodput < 0.01
+
+
+# ---------------------------------------------------------------- clusters
+
+
+def test_groups_within_a_node_use_its_links_and_others_share_its_network_cards():
+    assert H100.find_bandwidth(1, 8) == 0.8 * 450e9
+    assert H100.find_bandwidth(4, 8) == 0.92 * 2 * 50e9, "two of a node's eight ranks are in a group"
+    assert H100.find_bandwidth(1, 32) == pytest.approx(0.8 * 450e9) == 360e9
+    assert H100.find_bandwidth(1, 1024) == pytest.approx(260e9, rel=0.05), "128 nodes: nccl issue 1229"
+    assert (H100.find_tier(2, 4), H100.find_tier(2, 8)) == ("node", "network")
+
+
+def test_a_file_overrides_the_row_and_may_describe_a_gpu_that_has_none(tmp_path):
+    file = tmp_path / "ours.toml"
+    file.write_text("[hardware]\nnode_size = 4\nnetwork_bandwidth = 12.5e9\n")
+    ours = find_cluster("h100", file)
+    assert (ours.node_size, ours.network_bandwidth, ours.peak_bfloat16) == (4, 12.5e9, 989e12)
+    with pytest.raises(ConfigError, match="n_multiprocessors"):
+        find_cluster("mine", file)
+    for text, key in (("node_sise = 8", "hardware.node_sise"), ("node_size = 0", "hardware.node_size")):
+        file.write_text(f"[hardware]\n{text}\n")
+        with pytest.raises(ConfigError, match=key):
+            find_cluster("h100", file)
+    with pytest.raises(ConfigError, match="h100, h200, a100-80, b200, cpu"):
+        find_cluster("h1000")
+    assert set(ROW_OF_GPU.values()) == CLUSTERS.keys() - {"cpu"}
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_fsdp_moves_what_the_parameters_weigh():
+    """8B on 8 ranks, ZeRO 3, one microbatch, by hand: every block twice, embedding and head once in bf16, all gradients
+    once in fp32, of which each rank moves 7/8."""
+    block, table, norm = 218_112_000, 128_256 * 4096, 4096
+    planned = read("llama3_8b", 8)
+    moved = estimate_traffic(planned.workload, 0, plan_order(planned.config.parallelism, planned.layout))
+    gathers, reductions = moved["dp_shard", "all-gather"], moved["dp_shard", "reduce-scatter"]
+    assert (gathers.n_calls, gathers.n_bytes) == (2 * 32 + 2, 2 * (2 * 32 * block + 2 * table + norm) * 7 / 8)
+    assert (reductions.n_calls, reductions.n_bytes) == (34, 4 * (32 * block + 2 * table + norm) * 7 / 8)
+
+
+def test_a_matmul_takes_its_flops_over_the_peak_less_its_edges():
+    """w1 of the 8B, one sequence: (8192, 4096) x (4096, 14336), 27.2 waves of tiles on 132 multiprocessors."""
+    model = StepTime(read("llama3_8b", 8).workload, H100)
+    waves = 8192 * 14336 / (128 * 256 * 132)
+    by_hand = 2 * 8192 * 14336 * 4096 / (989e12 * 0.65 * 4096 / (4096 + 256) * waves / (waves + 1)) + 6e-6
+    assert model.matmul_time(8192, 14336, 4096, "bfloat16") == pytest.approx(by_hand)
+    assert model.linear_times(8192, 14336, 4096, "bfloat16")[2] == model.matmul_time(14336, 4096, 8192, "bfloat16")
+
+
+def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop():
+    model = StepTime(read("llama3_8b", 16, **degrees(tp=2)).workload, H100)
+    assert model.collective_time(("tp",), 1e9) == pytest.approx(0.5e9 / 360e9 + 8.4e-6 + 3.4e-6)
+    inside, hops = 0.92 * 4 * 50e9, 8.4e-6 + 6 * 3.4e-6 + 14e-6  # eight ranks, two apart: four in each of two nodes
+    assert model.collective_time(("dp_shard",), 1e9) == pytest.approx(7e9 / 8 / inside + hops)
+    assert model.expose(3.0, 2.0) == 1.0 + 0.5 * 2.0 and model.expose(2.0, 3.0) == 0.5 * 2.0
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_no_schedule_undercuts_the_bound_by_which_layouts_are_pruned(schedule):
+    keys = {"pipeline_parallel_schedule": schedule, "zero_stage": 1, "local_batch_size": 16}
+    planned = read("llama3_8b", 8, **degrees(pp=4, tp=2), **keys, mode="none", enable="false")
+    model, result = StepTime(planned.workload, H100), predict(planned)
+    assert 0.8 < model.lower_bound_s / result.step_time_s <= 1 + 1e-9
+    quick = forecast_quickly(model, schedule)
+    assert (quick.bubble, quick.step_time_s) == pytest.approx((result.bubble, result.step_time_s))
+    memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
+    assert estimate_peak(planned.workload, schedule) == pytest.approx(max(each.live for each in memory))
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "2", "3"])
+def test_as_many_layers_are_recomputed_as_the_run_plans(mode):
+    options = {"mode": "selective", "selective_ac_option": mode} if mode.isdecimal() else {"mode": mode}
+    section = ActivationCheckpoint(**options)
+    assert count_recompute(section, range(5)) == Counter(plan_recompute(section, list(range(5))).values())
+
+
+def test_keys_of_the_config_that_make_a_step_faster_are_read():
+    plain = read("llama3_70b", 64)
+    faster = {
+        "parallelism.enable_async_tensor_parallel": "true",
+        "quantize.linear.float8.enable_fsdp_float8_all_gather": "true",
+    }
+    for key, value in faster.items():
+        args = ["--config", "llama3_70b", f"--{key}={value}"]
+        args += ["--model.converters=float8"] * ("float8" in key) + ["--compile.enable=true"]
+        planned = plan_run(args, 64, "cuda")
+        assert predict(planned).step_time_s < predict(plain).step_time_s, key
+
+
+# ---------------------------------------------------------------- worked examples
+
+
+def test_llama3_405b_on_16384_h100_and_its_128k_layout():
+    """Table 4 of the paper: 400 and 380 TFLOP/s, within the error bar."""
+    schedule = {"pipeline_parallel_schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 1}
+    options = {**degrees(pp=16, tp=8), **schedule, "local_batch_size": 16, "mode": "none"}
+    short = predict(read("llama3_405b", 16384, **options))
+    assert short.workload.tokens_per_step == 16 * 2**20
+    assert [stage.n_layers for stage in short.workload.stages] == [0, *[1] * 126, 0]
+    assert 15 / (8 * 16 + 15) < short.bubble < 0.15
+    assert short.mfu_causal == pytest.approx(0.41, rel=0.18)
+    long = predict(read("llama3_405b", 16384, **{**options, **degrees(cp=16)}, seq_len=131072))
+    assert long.workload.tokens_per_step == 16 * 2**20
+    assert long.mfu_causal == pytest.approx(0.38, rel=0.18)
+    assert "waiting for cp" in long.parts_s and "waiting for cp" not in short.parts_s
+
+
+def test_llama3_70b_on_64_h100_in_tp4_pp2_dp8():
+    """By hand: 12 bytes of 70.55e9 parameters on 64 ranks; 8 microbatches on two stages idle 1/9."""
+    planned = read("llama3_70b", 64, **degrees(tp=4, pp=2), local_batch_size=8)
+    layout = plan_layout(planned.config, planned.model_args, 64)
+    assert (layout.dp, layout.n_microbatches) == (8, 8)
+    for memory in list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout)):
+        assert memory.parameters + memory.optimizer == pytest.approx(12 * 70.55e9 / 64, rel=0.01)
+    assert predict(planned).bubble == pytest.approx(1 / 9, abs=0.01)

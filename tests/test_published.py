@@ -2,122 +2,185 @@
 
     assets/benchmarks/published_layouts.csv  ->  the closed form  ->  assets/benchmarks/published_layouts.md
 
-`python tests/test_published.py` writes the table; the test compares the committed one. Nothing is fitted to a row: the
-constants are those of tools/plan/cluster.py. Other code than ours made the runs, so a row says its recompute,
-fused attention, float8. A GPT block has two matrices of 4D x D where Llama has three of F x D: it counts as F = 8D/3,
-which has the same parameters and FLOPs.
+Other code than ours made the runs, so nine columns say what it did:
+
+    sequence_parallel   0: tp all-reduces whole hidden states      grad_bytes     of a gradient at rest in a pipeline
+    attention           flash2, cudnn, triton, unfused             reduce_bytes   of a gradient while dp sums it
+    fp8_recipe          tensorwise, rowwise, te                    loss_fused     1: compiled, or one kernel
+    async_tp            1: matmuls overlap tp's collectives        overlap_dp     1: dp sums them during backward
+    engine              torch, megatron, deepspeed
+
+Some constants of cluster.py are fitted to these rows, and a forecast of rows that it was fitted to proves little. So
+`fit` runs again with each source left out in turn, from values that no row has seen (PRIORS), and the error bar that
+`plan` prints is that of the left-out rows. `python tests/test_published.py` writes the table; the test compares it.
 """
 
 import csv
+import math
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from itertools import combinations
+from functools import cached_property
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan_lite.config.block import BLOCKS, BlockModule, count_all_layers, list_swiglu
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.schedule import name_modules
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
-from torchtitan_lite.tools.plan.forecast import Forecast, forecast_quickly
-from torchtitan_lite.tools.plan.search import estimate_peak
-from torchtitan_lite.tools.plan.step_time import StepTimeModel
+from torchtitan_lite.tools.plan.forecast import MEDIAN_ERROR, RANGE_80, estimate_peak, forecast_quickly
+from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.workload import Workload
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
 TABLE = ROWS.with_suffix(".md")
 GIB = 2**30
 pytestmark = pytest.mark.slow
-TOLERANCES = {"throughput": 0.20, "memory": 0.15}
-COUNTED = {  # title -> kinds of evidence; "recalled" counts for nothing
-    "read, the constants chosen with them in view": ("read", "read in a copy"),
-    "held out: read after the constants were chosen": ("held out",),
-}
-
-# The cards of torchtitan's table: 96 GB of HBM2e, and 500 W instead of 700, which lowers the clock under matmuls. The
-# bandwidth is that of such memory (2.4 TB/s), the share of the clock an estimate (0.78).
-H100_96 = replace(
-    CLUSTERS["h100"],
-    memory_bytes=96e9,
-    memory_bandwidth=2.4e12,
-    matmul_efficiency=0.78 * CLUSTERS["h100"].matmul_efficiency,
-    float8_efficiency=0.78 * CLUSTERS["h100"].float8_efficiency,
-    attention_efficiency=0.78 * CLUSTERS["h100"].attention_efficiency,
-)
 
 
-PREFACE = """# Published layouts and what the planner predicts
+# ---------------------------------------------------------------- the code and the machines of others
 
-Made by `python tests/test_published.py` from published_layouts.csv, by the closed form with the constants
-of torchtitan_lite/config/machine.py: one set for each GPU, none for a row.
 
-Published, predicted, error: first tokens per second and GPU, then GiB reserved (live bytes x reserve_factor). Rows of
-GPT shapes exist in the closed form only, since the model code here is Llama. An asterisk: the source leaves something
-open, and the last column of the file says what is assumed. Evidence: `read` rows were read in their source, and the
-constants were chosen with them in view; `held out` rows were read afterwards, and no constant may be chosen by them;
-`recalled` rows are from memory, checked by arithmetic alone. They exercise the planner, are no claim about their source
-and are not counted."""
+def list_fused_block(args: ModelArgs, moe=None) -> list[BlockModule]:
+    """A block whose queries, keys and values are one matmul, Llama's or GPT's."""
+    width = args.n_heads * args.head_dim
+    gpt = [BlockModule("feed_forward.w1", (args.ffn_dim, args.dim), "colwise")]
+    gpt.append(BlockModule("feed_forward.w2", (args.dim, args.ffn_dim), "rowwise"))
+    return [
+        BlockModule("attention_norm", (args.dim,)),
+        BlockModule("attention.wqkv", (width + 2 * args.n_kv_heads * args.head_dim, args.dim), "colwise"),
+        BlockModule("attention.wo", (args.dim, width), "rowwise"),
+        BlockModule("ffn_norm", (args.dim,)),
+        *(gpt if args.name == "gpt" else list_swiglu("feed_forward", args.dim, args.ffn_dim)),
+    ]
+
+
+BLOCKS |= {"gpt": list_fused_block, "megatron_llama": list_fused_block}
+DEEPSPEED_SLOWDOWN = 1.27  # of MT-NLG: 126 TFLOP/s where Megatron makes 159 of the same layout on the same machine
+DEEPSPEED_GIB = 3.0  # of CUDA's context and NCCL: its sources read nvidia-smi, not the allocator
+
+
+def describe_cluster(gpu: str, cluster: Cluster) -> Cluster:
+    """Return the machine of a row. `cluster`: of the chip, with the constants that a fit has changed."""
+    if gpu == "h100-96":  # torchtitan's of 2024: 96 GB of HBM2e at 2.4 TB/s, and 500 W, which lowers the clock
+        clock = 0.88
+        slower = {
+            name: clock * getattr(cluster, name)
+            for name in vars(cluster)
+            if name.endswith(("_forward", "_backward")) or name.endswith("_efficiency") and name not in MEMORY_LINKS
+        }
+        return replace(cluster, memory_bytes=96e9, memory_bandwidth=2.4e12, **slower)
+    if gpu == "h200-4":
+        return replace(cluster, node_size=4)
+    if gpu == "a100-jz":  # Jean Zay: four cards of 100 Gb/s for 8 GPUs
+        return replace(cluster, network_bandwidth=6.25e9)
+    return cluster
+
+
+MEMORY_LINKS = ("memory_efficiency", "link_efficiency", "network_efficiency")
+CHIPS = {"h100-96": "h100", "h200-4": "h200", "a100-jz": "a100-80"}
+
+
+# ---------------------------------------------------------------- a row
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published run and its forecast."""
+    """One published run."""
 
     values: dict[str, str]  # of its line in the file
-    cluster: Cluster
-    forecast: Forecast
-    reserved_gib: float
+    workload: Workload
 
     @property
-    def errors(self) -> dict[str, float]:
-        """What -> predicted / published - 1."""
-        errors = {}
-        if published := self.values["tokens_per_s_per_gpu"]:
-            errors["throughput"] = self.forecast.rate.tokens_per_s_per_gpu / float(published) - 1
-        if published := self.values["memory_gib"]:
-            errors["memory"] = self.reserved_gib / float(published) - 1
-        return errors
+    def source(self) -> str:
+        return self.values["source"].split()[0]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return float(self.values["tokens_per_s_per_gpu"] or 0)
+
+    @property
+    def gib(self) -> float:
+        return float(self.values["memory_gib"] or 0)
+
+    @property
+    def schedule(self) -> str:
+        return "1F1B" if self.values["stages_per_rank"] == "1" else "Interleaved1F1B"
+
+    @property
+    def chip(self) -> str:
+        return CHIPS.get(self.values["gpu"], self.values["gpu"])
+
+    @cached_property
+    def idle(self) -> float:
+        """Time of the pipeline over its lower bound, which hardly depends on constants."""
+        model = StepTime(self.workload, describe_cluster(self.values["gpu"], CLUSTERS[self.chip]))
+        once = model.once_s + model.optimizer_s
+        return (forecast_quickly(model, self.schedule).step_time_s - once) / (model.lower_bound_s - once)
+
+    def predict_tokens(self, clusters: dict[str, Cluster]) -> float:
+        """Return tokens per second and GPU."""
+        model = StepTime(self.workload, describe_cluster(self.values["gpu"], clusters[self.chip]))
+        once = model.once_s + model.optimizer_s
+        seconds = (model.lower_bound_s - once) * self.idle + once
+        if self.values["engine"] == "deepspeed":
+            seconds *= DEEPSPEED_SLOWDOWN
+        return self.workload.tokens_per_step / seconds / self.workload.layout.world_size
+
+    @cached_property
+    def live_gib(self) -> float:
+        return estimate_peak(self.workload, self.schedule) / GIB
+
+    def predict_gib(self, clusters: dict[str, Cluster]) -> float:
+        extra = DEEPSPEED_GIB if self.values["engine"] == "deepspeed" else 0.0
+        return self.live_gib * clusters[self.chip].reserve_factor + extra
 
 
 def read_published(path: Path = ROWS) -> list[Row]:
-    """Return every row of the file with its forecast."""
+    """Return every row of the file."""
     with path.open(newline="", encoding="utf-8") as file:
-        return [predict_row(values) for values in csv.DictReader(file)]
+        return [Row(values, describe_row(values)) for values in csv.DictReader(file)]
 
 
-def predict_row(values: dict[str, str]) -> Row:
+def describe_row(values: dict[str, str]) -> Workload:
     number = {name: int(value) for name, value in values.items() if value.isdecimal()}
-    workload = Workload(
-        args=read_model_args(number),
+    args = read_model_args(number, values["engine"])
+    linears = {module.name for module in BLOCKS[args.name](args) if not module.is_norm}
+    return Workload(
+        args=args,
         layout=describe_layout(number),
         seq_len=number["seq_len"],
         recompute=Counter({values["recompute"]: number["n_layers"]}),
-        matmul_dtype=values["matmul_dtype"],
+        float8=frozenset(linears if values["matmul_dtype"] == "float8" else ()),
+        float8_recipe=values["fp8_recipe"] or "tensorwise",
+        attention=values["attention"],
         compiled=bool(number["compiled"]),
-        fused_attention=bool(number["fused_attention"]),
+        compiles_loss=bool(number["loss_fused"]),
+        async_tp=bool(number["async_tp"]),
+        sequence_parallel=bool(number["sequence_parallel"]),
+        copies_gathered=values["engine"] == "torch",
+        receive_buffers=None if values["engine"] == "torch" else number["pp"],
+        overlaps_reduction=bool(number["overlap_dp"]),
+        grad_bytes=number["grad_bytes"],
+        reduce_bytes=number["reduce_bytes"],
     )
-    cluster = H100_96 if values["gpu"] == "h100-96" else CLUSTERS[values["gpu"]]
-    schedule = "1F1B" if number["stages_per_rank"] == 1 else "Interleaved1F1B"
-    forecast = forecast_quickly(StepTimeModel(workload, cluster), schedule)
-    return Row(values, cluster, forecast, estimate_peak(workload, schedule) * cluster.reserve_factor / GIB)
 
 
-def read_model_args(number: dict[str, int]) -> ModelArgs:
+def read_model_args(number: dict[str, int], engine: str) -> ModelArgs:
     dim, n_heads = number["dim"], number["n_heads"]
-    ffn_dim = number["ffn_dim"] if number["gated"] else number["ffn_dim"] * 2 // 3
-    return ModelArgs(
-        dim, number["n_layers"], n_heads, number["n_kv_heads"], dim // n_heads, ffn_dim, number["vocab_size"]
-    )
+    sizes = dim, number["n_layers"], n_heads, number["n_kv_heads"], dim // n_heads, number["ffn_dim"]
+    name = "gpt" if not number["gated"] else "llama3" if engine == "torch" else "megatron_llama"
+    return ModelArgs(*sizes, number["vocab_size"], name=name, tie_embeddings=name == "gpt")
 
 
 def describe_layout(number: dict[str, int]) -> Layout:
-    """Return equal stages; embedding and head count as a layer each where the layers alone do not divide."""
+    """Return equal stages; embedding and head count as a layer each if the layers alone do not divide."""
     pp, n_layers = number["pp"], number["n_layers"]
     n_stages = pp * number["stages_per_rank"]
     short = 1 if n_layers % n_stages else 0
@@ -140,81 +203,178 @@ def describe_layout(number: dict[str, int]) -> Layout:
     )
 
 
-def choose_rows(rows: list[Row], counted: str) -> list[Row]:
-    return [row for row in rows if row.values["evidence"] in COUNTED[counted]]
+# ---------------------------------------------------------------- the fit
+
+# Constant -> its value before any row was seen: papers, sheets, other people's measurements
+PRIORS = {
+    "h100.matmul_efficiency": 0.72,
+    "a100-80.matmul_efficiency": 0.80,
+    "tensorwise_efficiency": 0.55,
+    "te_efficiency": 0.55,
+    "flash2_backward": 0.30,
+    "triton_forward": 0.30,
+    "triton_backward": 0.20,
+    "unfused_efficiency": 0.5,
+    "memory_efficiency": 0.80,
+    "kernel_s": 5e-6,
+    "contention": 0.3,
+    "async_tp_hidden": 0.6,
+    "reserve_factor": 1.2,
+}
+STEPS = (1.15, 1.05, 1.02)
+LOOSENESS = 0.3  # of a prior: a constant that no row needs stays where it was
 
 
-def describe_counts(rows: list[Row]) -> list[str]:
-    """Return for each kind of evidence: rows met, median error, pairs in wrong order."""
-    lines = ["| rows | met | median error of throughput | pairs of one source in wrong order |", "|---|---|---|---|"]
-    for counted in COUNTED:
-        chosen = choose_rows(rows, counted)
-        n_met = sum(not find_unmet(row) for row in chosen)
-        middle = median(abs(row.errors["throughput"]) for row in chosen)
-        lines.append(f"| {counted} | {n_met} of {len(chosen)} | {middle:.0%} | {len(list_swaps(chosen))} |")
-    return lines
+def make_clusters(constants: dict[str, float]) -> dict[str, Cluster]:
+    """Return the rows of CLUSTERS with these constants in place of theirs."""
+    clusters = {}
+    for gpu, cluster in CLUSTERS.items():
+        own = {name.partition(".")[2]: value for name, value in constants.items() if name.startswith(f"{gpu}.")}
+        shared = {name: value for name, value in constants.items() if "." not in name}
+        if gpu == "a100-80":  # flash2 there has a source of its own
+            shared.pop("flash2_backward", None)
+        clusters[gpu] = replace(cluster, **shared, **own) if gpu != "cpu" else cluster
+    return clusters
 
 
-def find_unmet(row: Row) -> list[str]:
-    """Return what is predicted outside its tolerance."""
-    return [what for what, error in row.errors.items() if abs(error) > TOLERANCES[what]]
+def fit(rows: list[Row]) -> dict[str, float]:
+    """Return the constants that minimize the absolute log error of throughput, by coordinate descent from PRIORS.
+
+    A source counts by the 0.65th power of its rows, and rows from memory not at all. The reserve factor is the median
+    ratio of memory.
+    """
+    rows = [row for row in rows if row.values["evidence"] != "recalled"]
+    n_rows = Counter(row.source for row in rows)
+    weights = [n_rows[row.source] ** -0.35 for row in rows]
+
+    def measure(constants: dict[str, float]) -> float:
+        clusters = make_clusters(constants)
+        errors = (math.log(row.predict_tokens(clusters) / row.tokens_per_s) for row in rows)
+        away = sum((math.log(constants[name] / prior) / LOOSENESS) ** 2 for name, prior in PRIORS.items())
+        wrong = sum(weight * math.sqrt(1e-3 + error**2) for weight, error in zip(weights, errors, strict=True))
+        return wrong / sum(weights) + 1e-3 * away
+
+    constants, best = dict(PRIORS), measure(PRIORS)
+    for step in STEPS:
+        for name in PRIORS:
+            for factor in (step, 1 / step):
+                while (error := measure(moved := {**constants, name: constants[name] * factor})) < best - 1e-6:
+                    constants, best = moved, error
+    ratios = [row.gib / row.live_gib for row in rows if row.gib and row.values["engine"] != "deepspeed"]
+    return constants | ({"reserve_factor": median(ratios)} if ratios else {})
 
 
-def list_swaps(rows: list[Row]) -> list[tuple[Row, Row]]:
-    """Return pairs of rows of one source in the wrong order. Rows within 2 % of each other have none."""
-    swaps = []
-    for first, second in combinations(rows, 2):
-        published = [float(row.values["tokens_per_s_per_gpu"]) for row in (first, second)]
-        predicted = [row.forecast.rate.tokens_per_s_per_gpu for row in (first, second)]
-        told_apart = abs(published[0] / published[1] - 1) > 0.02
-        if first.values["source"] == second.values["source"] and told_apart:
-            if (published[0] < published[1]) != (predicted[0] < predicted[1]):
-                swaps.append((first, second))
-    return swaps
+# ---------------------------------------------------------------- what came of it
 
 
-def format_table(rows: list[Row]) -> str:
-    """Return Markdown: a table for each source, then how many rows are met, and which are not."""
-    lines = [PREFACE]
-    names = ["model", "GPUs", "layout", "sequence", *["published", "predicted", "error"] * 2, "evidence"]
-    head = f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
-    for source in dict.fromkeys(row.values["source"] for row in rows):
-        lines += ["", f"## {source}", "", head]
-        lines += [format_row(row) for row in rows if row.values["source"] == source]
-    limits = " and ".join(f"{tolerance:.0%} ({what})" for what, tolerance in TOLERANCES.items())
-    lines += ["", f"## Met: within {limits}", "", *describe_counts(rows)]
-    for counted in COUNTED:
-        lines += ["", f"Not met of those {counted}:", ""]
-        for row in filter(find_unmet, choose_rows(rows, counted)):
-            lines.append(f"- {name_row(row)}: {', '.join(f'{w} {row.errors[w]:+.1%}' for w in find_unmet(row))}")
+@dataclass(frozen=True)
+class Verdict:
+    """A row and its two forecasts: by the constants of cluster.py, and by a fit that saw no row of its source."""
+
+    row: Row
+    tokens_per_s: float
+    left_out_tokens_per_s: float
+    gib: float
+    left_out_gib: float
+
+    @property
+    def error(self) -> float:
+        return self.tokens_per_s / self.row.tokens_per_s - 1
+
+    @property
+    def left_out_error(self) -> float:
+        return self.left_out_tokens_per_s / self.row.tokens_per_s - 1
+
+
+def judge(rows: list[Row]) -> list[Verdict]:
+    """Return every row with its forecasts. Fits once for each source."""
+    verdicts = {}
+    for source in dict.fromkeys(row.source for row in rows):
+        unseen = make_clusters(fit([row for row in rows if row.source != source]))
+        for number, row in enumerate(rows):
+            if row.source == source:
+                times = row.predict_tokens(CLUSTERS), row.predict_tokens(unseen)
+                verdicts[number] = Verdict(row, *times, row.predict_gib(CLUSTERS), row.predict_gib(unseen))
+    return [verdicts[number] for number in range(len(rows))]
+
+
+def rank_correlation(verdicts: list[Verdict]) -> float:
+    """Return Spearman's coefficient within one source and model, averaged by rows. Models of three rows and more."""
+    groups = defaultdict(list)
+    for verdict in verdicts:
+        groups[verdict.row.source, verdict.row.values["model"]].append(verdict)
+    total = n_rows = 0.0
+    for group in (group for group in groups.values() if len(group) > 2):
+        orders = [
+            sorted(range(len(group)), key=lambda at, key=key: key(group[at]))
+            for key in (lambda v: v.row.tokens_per_s, lambda v: v.left_out_tokens_per_s)
+        ]
+        ranks = [{at: rank for rank, at in enumerate(order)} for order in orders]
+        n = len(group)
+        squares = sum((ranks[0][at] - ranks[1][at]) ** 2 for at in range(n))
+        total, n_rows = total + n * (1 - 6 * squares / (n * (n * n - 1))), n_rows + n
+    return total / n_rows
+
+
+def summarize(verdicts: list[Verdict]) -> dict[str, float]:
+    """Return the figures of left-out rows that were read: median errors, the ranges that hold 80 %, the order."""
+    read = [verdict for verdict in verdicts if verdict.row.values["evidence"] != "recalled"]
+    ratios = [1 + verdict.left_out_error for verdict in read]
+    memory = [verdict.left_out_gib / verdict.row.gib for verdict in read if verdict.row.gib]
+    figures = {}
+    for what, each in (("throughput", ratios), ("memory", memory)):
+        deciles = quantiles(each, n=10)
+        figures |= {what: median(abs(ratio - 1) for ratio in each), f"{what} range": (deciles[0], deciles[-1])}
+    return figures | {"order": rank_correlation(read)}
+
+
+# ---------------------------------------------------------------- the table
+
+PREFACE = """# Published layouts and what the planner predicts
+
+Made by `python tests/test_published.py` from published_layouts.csv, by the closed form with the constants of
+torchtitan_lite/tools/plan/cluster.py. `error`: with these constants, some of which were fitted to these rows. `left
+out`: with constants fitted anew to all other sources, from values that no row has seen. Tokens per second and GPU, then
+GiB that the allocator reserves. Evidence: `read` and `held out` rows were read in their source. `recalled` rows are
+from memory, checked by arithmetic alone: they have no part in any fit, and no figure below counts them.
+"""
+
+
+def format_results(verdicts: list[Verdict]) -> str:
+    """Return Markdown: the figures, then a table for each source."""
+    figures = summarize(verdicts)
+    lines = [PREFACE, "| of left-out rows that were read | throughput | memory |", "|---|---|---|"]
+    lines.append(f"| median error | {figures['throughput']:.1%} | {figures['memory']:.1%} |")
+    ranges = (" to ".join(f"{end:.2f}" for end in figures[f"{what} range"]) for what in ("throughput", "memory"))
+    lines.append(f"| forecast / published, 80 % of the rows | {' | '.join(ranges)} |")
+    lines.append(f"| Spearman within a source and model | {figures['order']:.2f} | |")
+    names = ["model", "GPUs", "layout", "sequence", "published", "forecast", "error", "left out"]
+    names += ["GiB", "forecast", "left out", "evidence"]
+    for source in dict.fromkeys(verdict.row.values["source"] for verdict in verdicts):
+        lines += ["", f"## {source}", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+        lines += [format_verdict(verdict) for verdict in verdicts if verdict.row.values["source"] == source]
     return "\n".join(lines) + "\n"
 
 
-def name_row(row: Row) -> str:
-    values = row.values
-    return f"{values['source']}: {values['model']} on {values['n_gpus']} GPUs, sequence {int(values['seq_len']):,}"
-
-
-def format_row(row: Row) -> str:
-    values, errors = row.values, row.errors
+def format_verdict(verdict: Verdict) -> str:
+    row, values = verdict.row, verdict.row.values
     dims = [f"{dim}{values[dim]}" for dim in ("tp", "pp", "cp", "dp") if values[dim] != "1"]
     options = [f"x{values['stages_per_rank']} stages"] * (values["stages_per_rank"] != "1")
-    options += [values["recompute"]] * (values["recompute"] != "none") + ["float8"] * (
-        values["matmul_dtype"] == "float8"
-    )
-    options += ["compile"] * (values["compiled"] == "1" and values["gpu"] == "h100-96")
-    assumed = "*" * any(words in values["notes"] for words in ("not published", "is published", "taken as"))
+    options += [f"microbatch {values['microbatch']}", values["recompute"]]
+    options += [values["fp8_recipe"] or "float8"] * (values["matmul_dtype"] == "float8")
+    memory = ["", "", ""]
+    if row.gib:
+        memory = [values["memory_gib"], f"{verdict.gib:.1f}", f"{verdict.left_out_gib / row.gib - 1:+.1%}"]
     cells = [
         values["model"],
         f"{values['n_gpus']} {values['gpu']}",
-        " ".join(dims + options) + assumed,
+        " ".join(dims + options),
         values["seq_len"],
-        f"{float(values['tokens_per_s_per_gpu']):,.0f}",
-        f"{row.forecast.rate.tokens_per_s_per_gpu:,.0f}",
-        f"{errors['throughput']:+.1%}",
-        values["memory_gib"],
-        f"{row.reserved_gib:.1f}" if values["memory_gib"] else "",
-        f"{errors['memory']:+.1%}" if "memory" in errors else "",
+        f"{row.tokens_per_s:,.0f}",
+        f"{verdict.tokens_per_s:,.0f}",
+        f"{verdict.error:+.1%}",
+        f"{verdict.left_out_error:+.1%}",
+        *memory,
         values["evidence"],
     ]
     return f"| {' | '.join(cells)} |"
@@ -224,50 +384,44 @@ def format_row(row: Row) -> str:
 
 
 @pytest.fixture(scope="module")
-def published():
-    return read_published()
+def verdicts():
+    return judge(read_published())
 
 
-def test_published_rows_are_predicted_within_the_tolerances_but_for_those_listed(published):
-    in_view = [row for row in published if row.values["evidence"] != "held out"]
-    unmet = {(row.values["model"], row.values["n_gpus"], row.values["seq_len"]) for row in in_view if find_unmet(row)}
-    assert unmet == {
-        ("Llama 3.1 8B", "8", "131072"),
-        ("Llama 3.1 8B", "8", "262144"),
-        *(("MT-NLG 530B", n, "2048") for n in ("2240", "2800", "3360")),
-    }
-    assert all("memory" not in find_unmet(row) for row in published)
-    assert sum("memory" in row.errors for row in published) == 10
-    assert not list_swaps(in_view)
+def test_rows_of_sources_that_a_fit_has_not_seen_are_forecast_within_the_error_bar(verdicts):
+    figures = summarize(verdicts)
+    assert figures["throughput"] <= MEDIAN_ERROR["throughput"] <= 0.08
+    assert figures["memory"] <= MEDIAN_ERROR["memory"] <= 0.08
+    assert figures["order"] >= 0.7
+    for what, (low, high) in RANGE_80.items():
+        assert figures[f"{what} range"] == pytest.approx((low, high), abs=0.05)
 
 
-def test_published_layouts_multiply_out_and_their_models_have_the_published_size(published):
+def test_the_constants_are_near_those_of_the_fit(verdicts):
+    """Published rows alone do not tell all of them apart, so rounding and sources of their own moved them."""
+    median_error = median(abs(verdict.error) for verdict in verdicts if verdict.row.values["evidence"] != "recalled")
+    assert median_error < 0.035
+    fitted = make_clusters(fit([verdict.row for verdict in verdicts]))
+    errors = [verdict.row.predict_tokens(fitted) / verdict.tokens_per_s - 1 for verdict in verdicts]
+    assert median(map(abs, errors)) < 0.03
+
+
+def test_the_committed_table_is_what_the_closed_form_predicts(verdicts):
+    assert TABLE.read_text(encoding="utf-8") == format_results(verdicts), "run: python tests/test_published.py"
+
+
+def test_published_layouts_multiply_out_and_their_models_have_the_published_size():
     sizes = {"MPT 70B": 64.86e9, "MPT 30B": 29.97e9, "MPT 13B": 12.85e9, "MPT 7B": 6.66e9, "MPT 3B": 2.65e9}
     sizes |= {"MPT 1B": 1.316e9, "MPT 760M": 0.7605e9}
     sizes |= {f"{n}B": float(n) * 1e9 for n in ("405", "70", "1008.0", "530", "175", "174.6")} | {"8B": 8.03e9}
-    for row in published:
+    for row in read_published():
         number = {name: int(value) for name, value in row.values.items() if value.isdecimal()}
         assert number["tp"] * number["pp"] * number["cp"] * number["dp"] == number["n_gpus"]
         model = row.values["model"]
         if size := sizes.get(model if model.startswith("MPT") else model.split()[-1]):
-            attention = 2 * number["dim"] ** 2 * (1 + number["n_kv_heads"] / number["n_heads"])
-            ffn = (3 if number["gated"] else 2) * number["dim"] * number["ffn_dim"]
-            tables = number["vocab_size"] * number["dim"] * (2 if number["gated"] else 1)
-            assert number["n_layers"] * (attention + ffn) + tables == pytest.approx(size, rel=0.02), name_row(row)
-
-
-def test_the_committed_table_is_what_the_closed_form_predicts(published):
-    assert TABLE.read_text(encoding="utf-8") == format_table(published), "run: python tests/test_published.py"
-
-
-def test_only_rows_that_were_read_are_counted_and_the_chapter_has_these_counts(published):
-    rows = [line.strip("| ").split(" | ") for line in describe_counts(published)[2:]]
-    assert [(met, error) for _, met, error, _ in rows] == [("13 of 18", "10%"), ("24 of 46", "19%")]
-    assert sum(row.values["evidence"] == "recalled" for row in published) == len(published) - 18 - 46 == 20
-    readme = " ".join((REPOSITORY / "torchtitan_lite" / "plan" / "README.md").read_text(encoding="utf-8").split())
-    for _, met, error, _ in rows:
-        assert met in readme and error.replace("%", " %") in readme
+            counted = count_all_layers(row.workload.args) + number["vocab_size"] * number["dim"] * (1 + number["gated"])
+            assert counted == pytest.approx(size, rel=0.02), model
 
 
 if __name__ == "__main__":
-    TABLE.write_text(format_table(read_published()), encoding="utf-8")
+    TABLE.write_text(format_results(judge(read_published())), encoding="utf-8")

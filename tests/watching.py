@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS
-from torchtitan_lite.tools.plan.traffic import OPERATIONS
+from torchtitan_lite.tools.plan.meter import OPERATIONS
 
 aten = torch.ops.aten
 

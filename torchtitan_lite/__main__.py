@@ -29,7 +29,8 @@ def main(args: list[str] | None = None) -> int:
     if name != "check" or not (find_spec("tomllib") or find_spec("tomli")):  # check needs no package but a TOML reader
         importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()
     try:
-        return importlib.import_module(f"torchtitan_lite.tools.{TOOLS[name].module}").main(options)
+        module = vars(options).get("module", TOOLS[name].module)  # an option may choose another one
+        return importlib.import_module(f"torchtitan_lite.tools.{module}").main(options)
     except KeyboardInterrupt:
         print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
         return 130

@@ -3,21 +3,16 @@
     placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3
     placement "v",    pp=2, 4 stages     rank 0: stages 0, 3      rank 1: stages 1, 2
 
-torch.distributed.pipelining has the order of actions of each schedule. A CSV file may give another order. It is
-simulated before launch, because a deadlock would hang every GPU of the job:
+A CSV file may give another order than torch's schedules. It is simulated first: a deadlock would hang every GPU.
 
     0F0,0F1,,0B0,0B1        row 1: pp rank 0, which holds stage 0. F forward, B backward, or its halves I and W
     ,1F0,1B0,1F1,1B1        row 2: pp rank 1. Empty cells have no meaning: a rank waits for its inputs anyway
-
-This is the "compute_only" format of torch, which adds the sends and receives.
-
-Sources: GPipe arXiv:1811.06965; 1F1B, interleaved 2104.04473; breadth first 2211.05953; zero bubble 2401.10241;
-DualPipe 2412.19437.
 """
 
 import csv
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -248,35 +243,39 @@ def find_missing_action(rows: list[list[Action]]) -> str:
 
 
 def find_deadlock(rows: list[list[Action]]) -> str:
-    """Simulate the schedule, and return the actions that wait for each other; empty if there are none.
+    """Return the actions that wait for each other; empty if the order runs to its end."""
+    n_run = Counter(rank for rank, *_ in run_on_paper(rows, lambda action: 1.0))
+    stuck = [f"row {rank + 1} at {row[n_run[rank]]}" for rank, row in enumerate(rows) if n_run[rank] < len(row)]
+    return f"deadlocks: {', '.join(stuck)} wait for one another" if stuck else ""
 
-    A rank runs its next action when all actions that it needs are done, on any rank.
-    """
+
+def run_on_paper(rows: list[list[Action]], seconds_of: Callable[[Action], float], send: float = 0.0) -> Iterator[tuple]:
+    """Yield (rank, start, end, action) of all that runs. An input from another rank arrives `send` seconds later."""
     last_stage = max(action.stage for row in rows for action in row)
-    done: set[tuple[int, str, int]] = set()
-    next_of, progressed = [0] * len(rows), True
+    rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+    done: dict[tuple[int, str, int], float] = {}
+    clocks, next_of, progressed = [0.0] * len(rows), [0] * len(rows), True
     while progressed:
         progressed = False
         for rank, row in enumerate(rows):
-            while next_of[rank] < len(row) and needs_of(row[next_of[rank]], last_stage) <= done:
-                stage, kind, microbatch = row[next_of[rank]]
-                done |= {(stage, half, microbatch) for half in ("IW" if kind == "B" else kind)}  # B is both halves
+            while next_of[rank] < len(row):
+                needs = list_needs(action := row[next_of[rank]], last_stage)
+                if any(need not in done for need in needs):
+                    break
+                start = max([clocks[rank], *(done[need] + send * (rank_of[need[0]] != rank) for need in needs)])
+                clocks[rank] = start + seconds_of(action)
+                for kind in "IW" if action.kind == "B" else action.kind:  # B is both halves
+                    done[action.stage, kind, action.microbatch] = clocks[rank]
+                yield rank, start, clocks[rank], action
                 next_of[rank] += 1
                 progressed = True
-    stuck = [(rank, row[at]) for rank, (row, at) in enumerate(zip(rows, next_of, strict=True)) if at < len(row)]
-    waits = ", ".join(f"row {rank + 1} at {action}" for rank, action in stuck)
-    return f"deadlocks: {waits} wait for one another" if stuck else ""
 
 
-def needs_of(action: Action, last_stage: int) -> set[tuple[int, str, int]]:
-    """Return the actions that must be done before this one.
-
-    Forward: the stage before it. Backward: the stage after it, and its own forward. W: its own I.
-    """
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind == "F":
-        return {(stage - 1, "F", microbatch)} if stage else set()
-    if action.kind == "W":
-        return {(stage, "I", microbatch)}
-    after = {(stage + 1, "I", microbatch)} if stage < last_stage else set()
-    return {(stage, "F", microbatch)} | after
+def list_needs(action: Action, last_stage: int) -> list[tuple[int, str, int]]:
+    """Return what must be done first. F: the stage before. Backward: the stage after, and its own F. W: its own I."""
+    stage, kind, microbatch = action
+    if kind == "F":
+        return [(stage - 1, "F", microbatch)] if stage else []
+    if kind == "W":
+        return [(stage, "I", microbatch)]
+    return [(stage, "F", microbatch), (stage + 1, "I", microbatch)][: 1 + (stage < last_stage)]

@@ -146,20 +146,25 @@ bfloat16 and float8 if the run computes in them. A layout that needs more ranks 
 
 def make_plan_parser() -> ArgumentParser:
     description = """
-What does this layout cost on these GPUs: memory, traffic, bubble, time? Which layouts are best?
+What does this layout cost on these GPUs: memory, time and where it goes, traffic? Which layouts are best?
 
-Memory, traffic and FLOPs are those of step.py, run as one rank of each kind on tensors without storage. Bubble and time
-are the schedule, simulated with the durations of a closed form."""
+A closed form answers at once, without torch. Its forecasts were compared with published runs: the output says how wrong
+they are."""
     parser = make_parser("plan", description, "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input.")
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="number of GPUs; default: the product of the degrees")
     add("--gpu", default="h100", help="GPU type, a row of tools/plan/cluster.py (%(default)s)")
     add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
     add_imbalance(parser)
-    add("--tokens", type=float, metavar="N", help="also print the days for N tokens; default: training.steps")
+    add("--tokens", type=float, metavar="N", help="print the days for N tokens; default: those of training.steps")
     add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
+    add("--mtbf-hours", type=float, metavar="H", help="hours between interruptions of the job: how often to save?")
+    add("--restart-s", type=float, default=600, metavar="S", help="... seconds until it trains again (%(default)s)")
+    add("--save-stall-s", type=float, default=10, metavar="S", help="... seconds that a save stalls it (%(default)s)")
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
     add("--toml", type=Path, metavar="FILE", help="with --search: write the best layout as a config")
+    help = "also run step.py as one rank of each kind on tensors without storage, and compare"
+    add("--dry-run", dest="module", action="store_const", const="plan.compare", default="plan.command", help=help)
     return parser
 
 
@@ -178,6 +183,8 @@ Everything is recorded while step.py runs as one rank of that world on tensors w
     add("--gpus", type=positive, metavar="N", help="number of ranks; default: the product of the degrees")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run (%(default)s)")
     add("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
+    add("--token", action="store_true", help="follow one token through the layout instead: shapes, collectives, bytes")
+    add("--rank", type=int, metavar="R", help="with --token: whose token (0)")
     add_imbalance(parser)
     return parser
 

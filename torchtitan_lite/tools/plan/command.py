@@ -1,33 +1,30 @@
-"""`plan`: print what a layout costs, before it is queued.
+"""`plan`: print what a layout costs, before it is queued. No torch: the answer is the closed form's, at once.
 
-memory, traffic, FLOPs    a dry run of step.py as one rank of each kind (dry_run.py)
-bubble, time, tokens/s    the schedule, simulated with the closed form's durations (step_time.py)
-warnings                  what wastes time or memory, and the number that would be right (remedies.py)
+    memory      memory.py           bubble, time    the schedule on paper, with the durations of step_time.py
+    traffic     transfers.py        remarks         what wastes time or memory, and what would be right
+
+`plan --dry-run` runs step.py on fake tensors besides and prints both (compare.py); `plan --search` ranks all layouts.
 """
 
 import argparse
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import cached_property
+from math import prod
 
-import torch
-
-from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.preflight import read_run_config
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.tools.plan.cadence import plan_cadence
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
-from torchtitan_lite.tools.plan.dry_run import DryRun, PlannedRun, group_pp_ranks, plan_run, sum_traffic
-from torchtitan_lite.tools.plan.forecast import Forecast, forecast
-from torchtitan_lite.tools.plan.meter import KINDS
-from torchtitan_lite.tools.plan.remedies import list_warnings
-from torchtitan_lite.tools.plan.search import Search
-from torchtitan_lite.tools.plan.search_report import print_search
-from torchtitan_lite.tools.plan.simulator import draw_svg, draw_text, plan_order
-from torchtitan_lite.tools.plan.traffic import Moved
-from torchtitan_lite.tools.plan.workload import Workload
+from torchtitan_lite.tools.plan.forecast import MEDIAN_ERROR, RANGE_80, Forecast, forecast, list_memory
+from torchtitan_lite.tools.plan.memory import Memory
+from torchtitan_lite.tools.plan.orders import Order
+from torchtitan_lite.tools.plan.remedies import list_remarks, list_risks
+from torchtitan_lite.tools.plan.search import search_layouts
+from torchtitan_lite.tools.plan.timeline import draw_svg, plan_order
+from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, max_moved
+from torchtitan_lite.tools.plan.workload import PlannedRun, group_pp_ranks, plan_run
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 
@@ -38,164 +35,157 @@ class Plan:
     planned: PlannedRun
     gpu: str
     cluster: Cluster
-    groups: dict[int, list[int]]  # pp rank that is run -> pp ranks that are like it
-    runs: dict[int, DryRun]
-    workload: Workload
-    forecast: Forecast
 
-    def reserved_bytes(self, run: DryRun) -> float:
-        """Return the estimated bytes of the allocator, which keeps more than is in use."""
-        return run.peak_bytes * self.cluster.reserve_factor
+    @cached_property
+    def order(self) -> Order:
+        return plan_order(self.planned.config.parallelism, self.planned.layout)
+
+    @cached_property
+    def memory(self) -> list[Memory]:
+        """The peak of each pp rank."""
+        return list_memory(self.planned.workload, self.order)
+
+    @cached_property
+    def forecast(self) -> Forecast:
+        return forecast(self.planned.workload, self.cluster, self.order)
+
+    @property
+    def live_bytes(self) -> float:
+        """Of the rank that holds most."""
+        return max(memory.live for memory in self.memory)
 
     @property
     def fits(self) -> bool:
-        return all(self.reserved_bytes(run) <= self.cluster.memory_bytes for run in self.runs.values())
+        return self.cluster.reserve(self.live_bytes) <= self.cluster.memory_bytes
 
-    @property
-    def warnings(self) -> list[str]:
-        bubble = self.forecast.bubble
-        return list_warnings(self.planned.config, self.workload, self.cluster, bubble=bubble, fits=self.fits)
+    @cached_property
+    def traffic(self) -> dict[tuple[str, str], Moved]:
+        """(axis, operation) -> what the rank moves that moves most."""
+        ranks = group_pp_ranks(self.planned)
+        return max_moved(estimate_traffic(self.planned.workload, rank, self.order) for rank in ranks)
 
-    @property
-    def traffic(self) -> dict[tuple[str, str, str], Moved]:
-        """(axis, operation, tier of links) -> what the rank moves that moves most."""
-        find_tier = self.cluster.find_tier
-        return sum_traffic(self.runs, lambda call: (call.axis, call.operation, find_tier(call.stride, call.n_ranks)))
+    def find_tier(self, axis: str) -> str:
+        """Return the links of a group along these mesh dims."""
+        layout, dims = self.planned.layout, axis.split(" x ")
+        return self.cluster.find_tier(layout.strides[dims[-1]], prod(getattr(layout, dim) for dim in dims))
+
+    @cached_property
+    def remarks(self) -> list[str]:
+        return list_remarks(self.planned, self.cluster, self.forecast, self.live_bytes)
 
 
 def main(options: argparse.Namespace) -> int:
-    torch.set_num_threads(1)
     try:
         cluster = find_cluster(options.gpu, options.hardware)
         if options.search:
-            search_layouts(options.config_args, options, cluster)
+            search_layouts(options, cluster)
             return 0
-        plan = make_plan(options.config_args, options, cluster)
+        plan = make_plan(options, cluster)
     except ConfigError as error:
-        if options.json:
-            print(json.dumps({"problems": list(map(asdict, error.problems))}, default=str))
-        print(f"There is no plan:\n{error}", file=sys.stderr)
-        return 2
+        return report_problems(error, options)
     if options.svg:
         options.svg.write_text(draw_svg(plan.forecast.timeline, plan.planned.config_name), encoding="utf-8")
-    print(json.dumps(list_for_json(plan)) if options.json else describe(plan, options.tokens))
+    print(json.dumps(list_for_json(plan)) if options.json else describe(plan, options))
     return 0 if plan.fits else 1
 
 
-def search_layouts(config_args: list[str], options: argparse.Namespace, cluster: Cluster) -> None:
-    reading = read_run_config(config_args)
-    problems = list(reading.problems)
-    if options.gpus is None:
-        problems.append(Problem("--gpus", None, "a search needs their number", "Write --gpus 64, for instance"))
-    if problems:
-        raise ConfigError(problems)
-    toml_file = options.toml or Path(f"{reading.config_name}_{options.gpus}_{options.gpu}.toml")
-    model_args = resolve_model(reading.config.model)
-    print_search(Search(reading.config, model_args, options.gpus, cluster, options.imbalance), toml_file)
-
-
-def make_plan(config_args: list[str], options: argparse.Namespace, cluster: Cluster) -> Plan:
+def make_plan(options: argparse.Namespace, cluster: Cluster) -> Plan:
     device_type = "cpu" if options.gpu == "cpu" else "cuda"
-    planned = plan_run(config_args, options.gpus, device_type, imbalance=options.imbalance)
-    groups, runs = group_pp_ranks(planned), {}
-    for pp_rank in groups:
-        start = time.monotonic()
-        runs[pp_rank] = planned.dry_run(pp_rank)
-        print(f"  pp rank {pp_rank} run in {time.monotonic() - start:.1f} s", file=sys.stderr)
-    workload = planned.describe_workload()
-    expected = forecast(workload, cluster, plan_order(planned.config.parallelism, planned.layout))
-    return Plan(planned, options.gpu, cluster, groups, runs, workload, expected)
+    return Plan(plan_run(options.config_args, options.gpus, device_type, options.imbalance), options.gpu, cluster)
 
 
-# ---------------------------------------------------------------- for people
+def report_problems(error: ConfigError, options: argparse.Namespace) -> int:
+    if options.json:
+        print(json.dumps({"problems": list(map(asdict, error.problems))}, default=str))
+    print(f"There is no plan:\n{error}", file=sys.stderr)
+    return 2
 
 
-def describe(plan: Plan, n_tokens: float | None) -> str:
-    planned, layout, rate = plan.planned, plan.planned.layout, plan.forecast.rate
-    config = planned.config
+def describe(plan: Plan, options: argparse.Namespace) -> str:
+    """Return the whole answer, for people."""
+    planned, layout, expected = plan.planned, plan.planned.layout, plan.forecast
+    config, moe = planned.config, planned.model_args.moe
     tokens_per_step = layout.global_batch_size * config.training.seq_len
-    n_tokens = n_tokens or tokens_per_step * config.training.steps
-    exposed = [f"{axis} {seconds:.3g} s" for axis, seconds in plan.forecast.exposed_s.items() if seconds]
-    schedule = f", {config.parallelism.pipeline_parallel_schedule}, bubble {plan.forecast.bubble:.1%}"
-    flops = [f"{run.n_flops / 1e12:,.3f} TFLOP on pp rank {rank}" for rank, run in plan.runs.items()]
+    n_tokens = options.tokens or tokens_per_step * config.training.steps
+    schedule = f", {config.parallelism.pipeline_parallel_schedule}, {len(layout.stages)} stages" * (layout.pp > 1)
+    experts = ""
+    if moe:
+        experts = f"\na token passes through {moe.top_k} of {moe.n_experts} experts; "
+        experts += (
+            f"each rank has {moe.n_experts // layout.ep}; the most loaded gets {planned.imbalance:g} times the mean"
+        )
     blocks = [
-        f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: {layout}" + schedule * (layout.pp > 1),
+        f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: {layout}{schedule}, ZeRO {layout.zero_stage}, "
+        f"recompute {config.activation_checkpoint.mode}\n"
         f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens_per_step:,} tokens a step: "
-        f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}"
-        f"{describe_experts(planned)}",
+        f"data-parallel replicas {layout.dp} x microbatches {layout.n_microbatches} x sequences "
+        f"{layout.microbatch_size}{experts}",
         f"peak memory of a GPU, of {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
+        f"one step {expected.step_time_s:.3g} s, of the rank that works longest\n{describe_time(expected)}\n"
+        f"  {n_tokens:,.0f} tokens take {expected.count_days(n_tokens):,.3g} days without interruptions",
         f"traffic of one step, of the rank that moves most\n{describe_traffic(plan)}",
-        f"FLOPs of one step (matmuls and attention, recompute included): {', '.join(flops)}",
-        f"one step {rate.step_time_s:.3g} s: {rate.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {rate.mfu_full:.1%} "
-        f"({rate.mfu_causal:.1%} with causal attention)\n"
-        f"waits for other ranks in it, without the bubble: {', '.join(exposed) or 'nothing'}\n"
-        f"{n_tokens:,.0f} tokens take {rate.count_days(n_tokens, layout.world_size):,.3g} days",
     ]
-    if layout.pp > 1:
-        blocks.append(f"timeline of a step (forecast)\n{draw_text(plan.forecast.timeline)}")
-    if config.compile.enable:
-        blocks.append("compile is on: its fusions are not known here, so activations need at most this much.")
-    blocks += [f"warning: {warning}" for warning in plan.warnings]
-    return "\n\n".join(blocks)
-
-
-def describe_experts(planned: PlannedRun) -> str:
-    """Return a line about the MoE layers; none for a dense model."""
-    moe, layout = planned.model_args.moe, planned.layout
-    if moe is None:
-        return ""
-    line = f"\na token passes through {moe.top_k} of {moe.n_experts} experts"
-    if layout.ep == 1:
-        return f"{line}, which each rank computes for its own tokens"
-    held = f"each rank has {moe.n_experts // layout.ep} of them, shared with {layout.efsdp - 1} others by FSDP"
-    return f"{line}; {held}; the most loaded rank gets {planned.imbalance:g} times the mean of the tokens"
+    if options.mtbf_hours:
+        cadence = plan_cadence(options.mtbf_hours * 3600, options.restart_s, options.save_stall_s)
+        blocks.append(f"checkpoints: {cadence.describe(expected.step_time_s)}")
+    blocks.append("\n".join(["not defended against", *(f"  {risk}" for risk in list_risks(planned, expected))]))
+    return "\n\n".join([*blocks, *(f"remark: {remark}" for remark in plan.remarks)])
 
 
 def describe_memory(plan: Plan) -> str:
-    rows = [("", *KINDS, "live", "reserved (est.)")]
-    for pp_rank, alike in plan.groups.items():
-        run = plan.runs[pp_rank]
-        numbers = [run.memory.get(kind, 0) for kind in KINDS] + [run.peak_bytes, plan.reserved_bytes(run)]
+    rows = [("", *vars(plan.memory[0]), "live", "taken (est.)")]
+    for pp_rank, alike in group_pp_ranks(plan.planned).items():
+        memory = plan.memory[pp_rank]
         like = f" and {len(alike) - 1} like it" * (len(alike) > 1)
-        rows.append((f"  pp rank {pp_rank}{like}", *map(format_bytes, numbers)))
-    return format_table(rows)
+        taken = plan.cluster.reserve(memory.live)
+        rows.append((f"  pp rank {pp_rank}{like}", *map(format_bytes, [*vars(memory).values(), memory.live, taken])))
+    error = f"a median error of {MEDIAN_ERROR['memory']:.0%} in published runs"
+    return f"{format_table(rows)}\n  taken: what the allocator reserves, and CUDA itself; {error}"
+
+
+def describe_time(expected: Forecast) -> str:
+    rows = [
+        (f"  {what}", f"{seconds:.3f} s", f"{seconds / expected.step_time_s:.1%}")
+        for what, seconds in expected.parts_s.items()
+        if seconds
+    ]
+    low, high = (expected.tokens_per_s_per_gpu / ratio for ratio in reversed(RANGE_80["throughput"]))
+    return (
+        f"{format_table(rows, '<>>')}\n"
+        f"  {expected.tokens_per_s_per_gpu:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f} in 80 % of published runs; "
+        f"median error {MEDIAN_ERROR['throughput']:.0%})\n"
+        f"  MFU {expected.mfu_full:.1%}, {expected.mfu_causal:.1%} with causal attention; "
+        f"bubble {expected.bubble:.1%}, mean of the pp ranks"
+    )
 
 
 def describe_traffic(plan: Plan) -> str:
     tiers = {"node": "inside a node", "network": "between nodes"}
     rows = [
-        (f"  {axis}", operation, f"{moved.n_calls:,} calls", format_bytes(moved.n_bytes), tiers[tier])
-        for (axis, operation, tier), moved in plan.traffic.items()
+        (
+            f"  {axis}",
+            operation,
+            f"{moved.n_calls:,.0f} calls",
+            format_bytes(moved.n_bytes),
+            tiers[plan.find_tier(axis)],
+        )
+        for (axis, operation), moved in plan.traffic.items()
     ]
-    return format_table(rows) if rows else "  none"
-
-
-# ---------------------------------------------------------------- for programs
+    return format_table(rows, "<<>>") if rows else "  none"
 
 
 def list_for_json(plan: Plan) -> dict[str, object]:
-    layout, rate = plan.planned.layout, plan.forecast.rate
+    """Return the same, for programs."""
+    expected = plan.forecast
+    names = "step_time_s", "parts_s", "bubble", "tokens_per_s_per_gpu", "mfu_full", "mfu_causal"
     return {
-        "layout": layout.degrees | ({"ep": layout.ep, "efsdp": layout.efsdp} if layout.ep else {}),
-        "imbalance": plan.planned.imbalance,
-        "gpu": plan.gpu,
+        "layout": plan.planned.layout.degrees | {"ep": plan.planned.layout.ep},
         "fits": plan.fits,
-        "pp_ranks": {
-            rank: {
-                "alike": plan.groups[rank],
-                "memory": run.memory,
-                "live_bytes": run.peak_bytes,
-                "reserved_bytes": plan.reserved_bytes(run),
-                "flops": run.n_flops,
-            }
-            for rank, run in plan.runs.items()
-        },
+        "memory": [vars(memory) | {"live": memory.live} for memory in plan.memory],
         "traffic": [
-            {"axis": axis, "operation": operation, "tier": tier, "calls": moved.n_calls, "bytes": moved.n_bytes}
-            for (axis, operation, tier), moved in plan.traffic.items()
+            {"axis": axis, "operation": operation, "tier": plan.find_tier(axis), **asdict(moved)}
+            for (axis, operation), moved in plan.traffic.items()
         ],
-        "bubble": plan.forecast.bubble,
-        **asdict(rate),
-        "exposed_s": plan.forecast.exposed_s,
-        "warnings": plan.warnings,
+        **{name: getattr(expected, name) for name in names},
+        "remarks": plan.remarks,
     }

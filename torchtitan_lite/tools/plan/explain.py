@@ -1,6 +1,7 @@
-"""`explain`: print who holds which slice of which weight, every collective of a step, and the step in words.
+"""`explain`: print a step in words, who holds which slice of which weight, and every collective with its line of code.
 
-Everything is recorded in a dry run of step.py (dry_run.py); no table says what should happen.
+Everything is recorded in a dry run of step.py (dry_run.py); no table says what should happen. `explain --token` follows
+one token through the layout instead (token_way.py).
 """
 
 import argparse
@@ -16,53 +17,80 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.tools.plan.dry_run import DryRun, PlannedRun, Sharding, group_pp_ranks, plan_run, sum_traffic
-from torchtitan_lite.tools.plan.traffic import Collective
+from torchtitan_lite.tools.plan.dry_run import DryRun, Sharding, dry_run, shorten
+from torchtitan_lite.tools.plan.meter import Collective
+from torchtitan_lite.tools.plan.token_way import describe_way
+from torchtitan_lite.tools.plan.workload import PlannedRun, group_pp_ranks, plan_run
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 MOST_SHOWN = 8  # ranks or coordinates in a row; otherwise the first two and the last
+FEW = 3  # microbatches that are run: the first, one of the middle, the last
 
 
 def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     try:
-        planned = plan_run(options.config_args, options.gpus, options.device, imbalance=options.imbalance)
-        if options.stage is not None and not 0 <= options.stage < planned.layout.pp:
-            why, remedy = f"there are {planned.layout.pp} pp ranks", f"Use 0 to {planned.layout.pp - 1}"
-            raise ConfigError([Problem("--stage", options.stage, why, remedy)])
+        planned = plan_run(options.config_args, options.gpus, options.device, options.imbalance)
+        limits = {"--stage": (options.stage, planned.layout.pp), "--rank": (options.rank, planned.layout.world_size)}
+        for key, (value, n) in limits.items():
+            if value is not None and not 0 <= value < n:
+                raise ConfigError([Problem(key, value, f"there are {n}", f"Use 0 to {n - 1}")])
     except ConfigError as error:
         print(f"This run could not start:\n{error}", file=sys.stderr)
         return 2
-    groups, runs = run_pp_ranks(planned, options.stage)
+    if options.token:
+        print(describe_way(planned, options.rank or 0))
+        return 0
+    short = shorten(planned, FEW)
+    groups = group_pp_ranks(planned) if options.stage is None else {options.stage: [options.stage]}
+    runs = {rank: dry_run(short, rank) for rank in groups}
     if options.json:
-        print(json.dumps({"layout": asdict(planned.layout), "collectives": list_for_json(runs)}))
-    else:
-        print(explain(planned, groups, runs))
+        calls = [{"pp_rank": rank, **asdict(call)} for rank, run in runs.items() for call in run.collectives]
+        print(json.dumps({"layout": asdict(planned.layout), "collectives": calls}))
+        return 0
+    layout = planned.layout
+    print(f"{planned.config_name} on {layout.world_size:,} ranks: {layout}\n\n{describe_step(planned)}\n")
+    print(draw_mesh(layout.degrees))
+    if layout.ep:
+        of_experts = {dim: getattr(layout, dim) for dim in ("pp", "dp_replicate", "efsdp", "ep")}
+        print(f"\nexperts of a layer, on the same ranks\n{draw_mesh(of_experts)}")
+    for rank, alike in groups.items():
+        title = f"pp rank {rank}" + f" (and {len(alike) - 1} like it)" * (len(alike) > 1) if layout.pp > 1 else "rank 0"
+        print(f"\n---- {title}: parameters\n\n{format_parameters(layout, runs[rank])}")
+        print(f"\n---- {title}: collectives of one step, bytes that one rank moves\n")
+        print(format_collectives(runs[rank].collectives, layout.n_microbatches))
     return 0
 
 
-def explain(planned: PlannedRun, groups: dict[int, list[int]], runs: dict[int, DryRun]) -> str:
-    """Return the whole explanation, for people."""
-    layout = planned.layout
-    blocks = [
-        f"{planned.config_name} on {layout.world_size:,} rank{'s' * (layout.world_size > 1)}: {layout}",
-        draw_mesh(layout.degrees),
+def describe_step(planned: PlannedRun) -> str:
+    """Describe one optimizer step of this layout, in numbered sentences."""
+    layout, config, moe = planned.layout, planned.config, planned.model_args.moe
+    shard = layout.dp_shard * layout.cp
+    kept = "freed after it" if layout.zero_stage == 3 else "kept until the step ends"
+    sentences = [
+        f"Each of {layout.dp} data-parallel ranks takes {layout.global_batch_size // layout.dp} of "
+        f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens, in microbatches: "
+        f"{layout.n_microbatches} x {layout.microbatch_size}.",
+        f"A cp rank computes an early and a late piece of each sequence, 1/{layout.cp} in all." * (layout.cp > 1),
+        f"Forward and backward go through {len(layout.stages)} pipeline stages in the order of "
+        f"{config.parallelism.pipeline_parallel_schedule}; hidden states and their gradients go from rank to rank."
+        * (layout.pp > 1),
+        f"Before a block runs, its parameters are gathered in {config.training.mixed_precision_param} from {shard} "
+        f"ranks; they are {kept}." * (shard > 1),
+        "Inside a block each tp rank computes its heads and its columns of the feed-forward on whole sequences, and "
+        "returns its slice of the sequence." * (layout.tp > 1),
+        f"A router picks {moe.top_k} of {moe.n_experts} experts for each token. Each of {layout.ep} ep ranks has "
+        f"{moe.n_experts // layout.ep}: tokens are sent there, and back."
+        if moe
+        else "",
+        f"Recompute: {config.activation_checkpoint.mode}. Collectives of recomputed modules are made again."
+        * (config.activation_checkpoint.mode != "none"),
+        f"Gradients are summed in {config.training.mixed_precision_reduce}; each of {shard} ranks keeps its slice."
+        * (shard > 1),
+        f"The {layout.dp_replicate} replicas add up their slices." * (layout.dp_replicate > 1),
+        f"The ranks agree on the norm of all gradients, and {config.optimizer.name} updates the slices they hold.",
     ]
-    if layout.ep:
-        of_experts = {dim: getattr(layout, dim) for dim in ("pp", "dp_replicate", "efsdp", "ep")}
-        blocks.append(f"experts of a layer, on the same ranks\n{draw_mesh(of_experts)}")
-    for rank, alike in groups.items():
-        title = f"pp rank {rank}" + f" (and {len(alike) - 1} like it)" * (len(alike) > 1) if layout.pp > 1 else "rank 0"
-        blocks += [
-            f"---- {title}: parameters",
-            format_parameters(layout, runs[rank]),
-            f"---- {title}: collectives of one step, bytes that one rank moves",
-            format_collectives(list_sections(runs[rank])),
-        ]
-    return "\n\n".join([*blocks, "---- one step in words", describe_step(planned, runs)])
-
-
-# ---------------------------------------------------------------- mesh and parameters
+    return "\n".join(f"  {number}. {line}" for number, line in enumerate(filter(None, sentences), 1))
 
 
 def draw_mesh(degrees: dict[str, int]) -> str:
@@ -81,9 +109,6 @@ def draw_mesh(degrees: dict[str, int]) -> str:
     def group(start: int) -> str:
         return f"[{' '.join('..' if i is None else str(start + i * strides[inner]) for i in steps(inner))}]"
 
-    def line(start: int) -> str:
-        return "  ".join("..." if i is None else group(start + i * strides[across]) for i in steps(across))
-
     rows = [("", 0)]
     for dim in down:
         rows = [
@@ -91,14 +116,20 @@ def draw_mesh(degrees: dict[str, int]) -> str:
             for label, start in rows
             for i in steps(dim)
         ]
-    title = f"mesh: {inner} in brackets" + f", {across} across" * bool(across)
-    return "\n".join([title, *(f"  {label}{'...' if '..' in label else line(start)}" for label, start in rows)])
+    lines = [f"mesh: {inner} in brackets" + f", {across} across" * bool(across)]
+    for label, start in rows:
+        line = "  ".join("..." if i is None else group(start + i * strides[across]) for i in steps(across))
+        lines.append(f"  {label}{'...' if '..' in label else line}")
+    return "\n".join(lines)
 
 
 def elide(values: Iterable[int]) -> list[int | None]:
     """Return all of a few values; of many the first two, None for a gap, and the last."""
     values = list(values)
     return values if len(values) <= MOST_SHOWN else [*values[:2], None, values[-1]]
+
+
+# ---------------------------------------------------------------- parameters
 
 
 def format_parameters(layout: Layout, run: DryRun) -> str:
@@ -130,12 +161,8 @@ def describe_slice(parameter: Sharding, layout: Layout, rank: int) -> str:
     if 0 in shape:
         return "nothing"
     names = {1: ("elements",), 2: ("rows", "columns"), 3: ("experts", "rows", "columns")}[len(shape)]
-    parts = [
-        f"{name} {begin}..{begin + size - 1}"
-        for name, begin, size, whole in zip(names, offset, shape, parameter.shape, strict=True)
-        if size < whole
-    ]
-    return ", ".join(parts) or "all"
+    sizes = zip(names, offset, shape, parameter.shape, strict=True)
+    return ", ".join(f"{name} {begin}..{begin + n - 1}" for name, begin, n, whole in sizes if n < whole) or "all"
 
 
 def format_layers(layers: list[str]) -> str:
@@ -145,140 +172,50 @@ def format_layers(layers: list[str]) -> str:
 
 # ---------------------------------------------------------------- collectives
 
-# (layers with equal collectives, each of these collectives with its calls in a row, its module without the layer)
-Folded = list[tuple[list[str], list[tuple[Collective, int]]]]
 
+def format_collectives(collectives: list[Collective], n_microbatches: int) -> str:
+    """Return a table of forward, backward, and what is between them: equal parts and equal layers once.
 
-def list_sections(run: DryRun) -> list[tuple[str, int, Folded]]:
-    """Return the parts of forward, of backward, and between them: which walk, how often, its collectives.
-
-    In the order of the first call; equal parts and equal layers once.
+    A part that comes in each of the FEW microbatches that were run comes in all; otherwise only in the first or last.
     """
     walks = {"forward": "forward", "": "between"}
-    sections: list[tuple[str, Folded]] = []
-    times: list[int] = []
-    # Where only the last of many microbatches reduces gradients, these are a section of their own.
-    for (walk, n), group in groupby(
-        run.collectives, key=lambda pair: (walks.get(pair[0].place.walk, "backward"), pair[1])
-    ):
-        section = walk, fold_layers(collective for collective, _ in group)
-        if section in sections:
-            times[sections.index(section)] += n
-        elif n:
-            sections.append(section)
-            times.append(n)
-    return [(walk, n, folded) for (walk, folded), n in zip(sections, times, strict=True)]
+    parts: dict[tuple, int] = {}
+    for walk, calls in groupby(collectives, key=lambda call: walks.get(call.place.walk, "backward")):
+        part = walk, fold_layers(calls)
+        parts[part] = parts.get(part, 0) + 1
+    rows: list[tuple[str, ...]] = []
+    for (walk, folded), n in parts.items():
+        times = n if n < 2 or n_microbatches <= FEW else n + n_microbatches - FEW
+        rows.append((f"{walk}, {'once' if times == 1 else f'{times} times'}", *[""] * 5))
+        for owners, calls in folded:
+            name = owners[0] or "the step"
+            if len(owners) > 1:
+                name = f"layers.{format_layers([owner.removeprefix('layers.') for owner in owners])}: each"
+            for number, (call, n_calls) in enumerate(calls):
+                operation = f"{call.operation} over {call.axis}" + f" x{n_calls}" * (n_calls > 1)
+                tensor = f"{list(call.shape)} {call.dtype}", format_bytes(call.n_bytes)
+                module = call.place.module + " again" * (call.place.walk == "recompute")
+                line = f"{call.place.line} {call.place.function}" + f", {call.place.through}" * bool(call.place.through)
+                rows.append(("  " + name * (number == 0), operation, *tensor, module, line))
+    return format_table(rows) if rows else "  none: there is only one rank"
 
 
-def fold_layers(collectives: Iterable[Collective]) -> Folded:
-    """Group collectives by layer or root module, in the order of their first call; equal neighbors share a list."""
+def fold_layers(collectives: Iterable[Collective]) -> tuple:
+    """Group collectives by layer or root module, in the order of their first call; equal neighbors share their calls.
+
+    Returns (layers, ((collective with its module inside the layer, calls in a row), ...)), ...
+    """
     by_owner: dict[str, list[Collective]] = {}
     for collective in collectives:
         parts = collective.place.module.split(".")
         n_owner = 2 if parts[0] == "layers" else 1
         place = replace(collective.place, module=".".join(parts[n_owner:]))
         by_owner.setdefault(".".join(parts[:n_owner]), []).append(replace(collective, place=place))
-    folded: Folded = []
+    folded: list[tuple[list[str], tuple]] = []
     for owner, own in by_owner.items():
-        counted = [(collective, len(list(calls))) for collective, calls in groupby(own)]
+        counted = tuple((collective, len(list(calls))) for collective, calls in groupby(own))
         if folded and folded[-1][1] == counted:
             folded[-1][0].append(owner)
         else:
             folded.append(([owner], counted))
-    return folded
-
-
-def format_collectives(sections: list[tuple[str, int, Folded]]) -> str:
-    if not sections:
-        return "  none: there is only one rank"
-    rows: list[tuple[str, ...]] = []
-    for walk, times, folded in sections:
-        rows.append((f"{walk}, {'once' if times == 1 else f'{times} times'}", *[""] * 5))
-        for owners, counted in folded:
-            name = owners[0] or "the step"
-            if len(owners) > 1:
-                name = f"layers.{format_layers([owner.removeprefix('layers.') for owner in owners])}: each"
-            for number, (collective, calls) in enumerate(counted):
-                place = collective.place
-                rows.append(
-                    (
-                        "  " + name * (number == 0),
-                        f"{collective.operation} over {collective.axis}" + f" x{calls}" * (calls > 1),
-                        f"{list(collective.shape)} {collective.dtype}",
-                        format_bytes(collective.n_bytes),
-                        place.module + " again" * (place.walk == "recompute"),
-                        f"{place.line} {place.function}" + f", {place.through}" * bool(place.through),
-                    )
-                )
-    return format_table(rows)
-
-
-# ---------------------------------------------------------------- words
-
-
-def describe_step(planned: PlannedRun, runs: dict[int, DryRun]) -> str:
-    """Describe one optimizer step of this layout, in numbered sentences."""
-    layout, config = planned.layout, planned.config
-    moved = sum_traffic(runs, lambda call: call.axis)
-    shard = layout.dp_shard * layout.cp
-    readers = f"Each of {layout.dp} data-parallel ranks" if layout.dp > 1 else "Every rank"
-    sentences = [
-        f"{readers} takes {layout.global_batch_size // layout.dp} of "
-        f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens, in microbatches: "
-        f"{layout.n_microbatches} x {layout.microbatch_size}.",
-        f"Of each sequence a cp rank computes an early and a late piece, 1/{layout.cp} in all." * (layout.cp > 1),
-        "All ranks add up how many targets count; every loss is divided by that number.",
-        f"Forward and backward go through the {len(layout.stages)} pipeline stages in the order of "
-        f"{config.parallelism.pipeline_parallel_schedule}; hidden states and their gradients go from rank to rank."
-        * (layout.pp > 1),
-        f"Before a block runs, its parameters are gathered whole in {config.training.mixed_precision_param} from "
-        f"{shard} ranks; "
-        f"{'they are freed after it' if layout.zero_stage == 3 else 'they stay until the step ends'}." * (shard > 1),
-        "Inside a block each tp rank computes its share of the heads and of the feed-forward on whole sequences, and "
-        "gives back its share of the sequence." * (layout.tp > 1),
-        f"Attention fetches the other cp ranks' keys and values ({config.parallelism.context_parallel_rotate_method})."
-        * (layout.cp > 1),
-        *describe_exchange(planned),
-        {"none": "", "full": "Backward computes each block once more, collectives included."}.get(
-            config.activation_checkpoint.mode, "Backward computes part of each block once more."
-        ),
-        f"Gradients are summed in {config.training.mixed_precision_reduce}, and each of {shard} ranks keeps its slice."
-        * (shard > 1),
-        f"The {layout.dp_replicate} replicas add up their slices." * (layout.dp_replicate > 1),
-        "The norm of all gradients is one number over all ranks; if it is too large, gradients are scaled down.",
-        f"{config.optimizer.name} updates the slices that this rank holds, without collectives.",
-        "One rank moves, most by a rank of each axis: "
-        f"{', '.join(f'{format_bytes(most.n_bytes)} over {axis}' for axis, most in moved.items())}." * bool(moved),
-    ]
-    return "\n".join(f"  {number}. {line}" for number, line in enumerate(filter(None, sentences), 1))
-
-
-def describe_exchange(planned: PlannedRun) -> list[str]:
-    """Say where the tokens of an MoE layer are computed."""
-    moe, layout = planned.model_args.moe, planned.layout
-    if moe is None:
-        return []
-    chosen = f"In {planned.model_args.n_moe_layers} layers a router picks {moe.top_k} of {moe.n_experts} experts"
-    if layout.ep == 1:
-        return [f"{chosen} for each token, and every rank computes its own tokens with all of them."]
-    n_held = moe.n_experts // layout.ep
-    exchange = f"{chosen} for each token. Each of {layout.ep} ep ranks has {n_held}: tokens are sent there, and back"
-    return [f"{exchange}; here the most loaded rank gets {planned.imbalance:g} times the mean."]
-
-
-# ---------------------------------------------------------------- the runs
-
-
-def run_pp_ranks(planned: PlannedRun, stage: int | None) -> tuple[dict[int, list[int]], dict[int, DryRun]]:
-    """Run one pp rank of each kind, or `stage` alone. Returns it with those that are like it, and its run."""
-    groups = group_pp_ranks(planned) if stage is None else {stage: [stage]}
-    return groups, {rank: planned.dry_run(rank) for rank in groups}
-
-
-def list_for_json(runs: dict[int, DryRun]) -> list[dict[str, object]]:
-    """Return every collective, in the order of its first call."""
-    return [
-        {"pp_rank": rank, "times": times, **asdict(collective)}
-        for rank, run in runs.items()
-        for collective, times in run.collectives
-    ]
+    return tuple((tuple(owners), counted) for owners, counted in folded)

@@ -1,14 +1,14 @@
 """The world of a dry run: a process group without processes, stages without neighbors, kernels as on a GPU.
 
     dist.init_process_group("fake")    all ranks, no processes: collectives return at once
-    StaticStage                        a pipeline stage that knows what it receives, and marks its actions in a Meter
+    StaticStage                        a pipeline stage that knows what it receives
     kernels_of_gpus                    what CUDA's kernels keep for backward, on fake CPU tensors
     loaded_experts                     rows of an MoE layer for a stated load, and its matmuls by any dtype
 
 Effect: none outside of the context managers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan_lite import step as stepping
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Config
@@ -28,9 +27,7 @@ from torchtitan_lite.model import attention, moe
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel import context_parallel, expert_parallel, pipeline
 from torchtitan_lite.tools.forget_groups import forget_groups
-from torchtitan_lite.tools.plan.meter import Meter
-from torchtitan_lite.tools.plan.simulator import METHODS, find_kind
-from torchtitan_lite.tools.plan.workload import count_rows_each
+from torchtitan_lite.tools.plan.workload import Workload
 
 
 @contextmanager
@@ -51,50 +48,36 @@ def make_batch(layout: Layout, seq_len: int) -> Batch:
 
 
 @contextmanager
-def static_stages(config: Config, model_args: ModelArgs, layout: Layout, meter: Meter) -> Iterator[None]:
-    """Context manager: microbatches set marks, and pipeline stages know their shapes without asking a neighbor."""
+def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iterator[None]:
+    """Context manager: pipeline stages know their shapes without asking a neighbor."""
     hidden = torch.empty(
         (layout.microbatch_size, config.training.seq_len // layout.cp // layout.tp, model_args.dim),
         dtype=getattr(torch, config.training.mixed_precision_param),
         device="meta",
         requires_grad=True,
     )
-    prepare = stepping.prepare_microbatch
-
-    def mark_and_prepare(*args, **kwargs) -> None:
-        meter.mark("microbatch")
-        prepare(*args, **kwargs)
-
     with (
-        patch.object(stepping, "prepare_microbatch", mark_and_prepare),
         # 1F1B refuses fewer microbatches than stages, though it runs with them.
         patch.object(Schedule1F1B, "__init__", PipelineScheduleSingle.__init__),
-        patch.object(pipeline, "Stage", partial(StaticStage, hidden=hidden, meter=meter)),
+        patch.object(pipeline, "Stage", partial(StaticStage, hidden=hidden)),
     ):
         yield
 
 
 class StaticStage(pipeline.Stage):
-    """A stage that knows its shapes, and sets a mark for each action."""
+    """A stage that knows its shapes."""
 
-    def __init__(self, part, index, n_stages, device, *, group, hidden: Tensor, meter: Meter):
+    def __init__(self, part, index, n_stages, device, *, group, hidden: Tensor):
         tokens = torch.empty(hidden.shape[:1], dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         received, sent = tokens if index == 0 else hidden, loss if index == n_stages - 1 else hidden
         super().__init__(part, index, n_stages, device, input_args=received, output_args=sent, group=group)
-        self.meter = meter
-        for name, kind in {**METHODS, "perform_reduce_grad": "reduce"}.items():
-            setattr(self, name, partial(self._mark_and_call, kind, getattr(self, name)))
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
         return torch.ones(1)  # all stages know their shapes
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
         return torch.ones(1)
-
-    def _mark_and_call(self, kind: str, method: Callable, *args, **kwargs):
-        self.meter.mark(f"{find_kind(kind, kwargs)}{self.stage_index}")
-        return method(*args, **kwargs)
 
 
 @contextmanager
@@ -109,12 +92,12 @@ def kernels_of_gpus() -> Iterator[None]:
 
 
 @contextmanager
-def loaded_experts(n_rows: int, ep: int, imbalance: float) -> Iterator[None]:
-    """Context manager: rank 0 of `ep`, as which a dry run runs, receives `imbalance` times the mean of `n_rows` rows.
+def loaded_experts(workload: Workload) -> Iterator[None]:
+    """Context manager: rank 0 of `ep`, as which a dry run runs, receives `imbalance` times the mean of the rows.
 
     Fake routes have no values. torch's own shape function of grouped_mm takes bfloat16 only (torch 2.13).
     """
-    each = count_rows_each(n_rows, ep, imbalance)
+    each, n_rows, ep = workload.n_rows_each, workload.n_rows, workload.layout.ep
     sent = [each, *((n_rows - each + other) // (ep - 1) for other in range(ep - 1))]
     with (
         patch.object(expert_parallel, "read_splits", lambda ours, theirs: (sent, [each] * ep)),

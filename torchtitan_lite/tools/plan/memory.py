@@ -24,7 +24,6 @@ from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.tools.plan.workload import (
     MASTER_BYTES,
     LayerKind,
-    Stage,
     Workload,
     count_layers,
 )
@@ -50,14 +49,17 @@ class Memory:
 Kept = dict[str, float]  # recompute mode -> bytes that are kept for backward, per token of T
 
 
-def list_kept_bytes(args: ModelArgs, compute_bytes: int, *, tp: int = 1, moe: bool = False, **experts) -> Kept:
-    """Return the bytes that a layer keeps per token, by recompute mode. `experts`: as list_moe_bytes takes them."""
-    pieces = list_kept_pieces(args, compute_bytes, tp=tp, moe=moe, **experts)
-    return {mode: sum(piece[mode] for piece in pieces) for mode in pieces[0]}
-
-
 @lru_cache
-def list_kept_pieces(args: ModelArgs, compute_bytes: int, *, tp: int = 1, moe: bool = False, **experts) -> list[Kept]:
+def list_kept_pieces(
+    args: ModelArgs,
+    compute_bytes: int,
+    *,
+    tp: int = 1,
+    moe: bool = False,
+    sequence_parallel: bool = True,
+    score_bytes: float = 0.0,
+    **experts,
+) -> list[Kept]:
     """Return what the pieces of a layer keep: all of a dense one; of one with experts its MoE layer, and the rest.
 
     In numbers of the compute dtype (1/tp of all but what is marked "whole"); in KiB of 8B in bf16 on one rank:
@@ -74,9 +76,9 @@ def list_kept_pieces(args: ModelArgs, compute_bytes: int, *, tp: int = 1, moe: b
                           gradients of what norms (1/tp) and linear layers give
 
     and 4 bytes per head of attention's log-sum-exp, unless backward runs attention's forward again. Rotation keeps
-    nothing: its backward needs the angles only. A norm of heads keeps its input, and 4 bytes per head. CPU kernels keep
-    one or two more tensors per norm. With experts "op" recomputes piece by piece: the norm before the experts is in no
-    piece, and its input and output are kept.
+    nothing: its backward needs the angles only. Unfused attention keeps `score_bytes` of a head. A norm of heads
+    keeps its input, and 4 bytes per head. CPU kernels keep one or two more tensors per norm. With experts "op"
+    recomputes piece by piece: the norm before the experts is in no piece, and its input and output are kept.
     """
     block = list_block(args, moe=moe)
     colwise = [module for module in block if module.split == "colwise"]
@@ -85,9 +87,12 @@ def list_kept_pieces(args: ModelArgs, compute_bytes: int, *, tp: int = 1, moe: b
     gathered = args.dim * len({module.name.rpartition(".")[0] for module in colwise})
     heads, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     hidden, of_colwise = args.dim / tp, sum(module.weight[0] for module in colwise) / tp
+    if not sequence_parallel:
+        hidden, norms, gathered = args.dim, norms * tp, 0  # norms keep the whole sequence, which linear layers read
     of_rowwise = sum(out for out, _ in rowwise)  # partial sums of the whole width
     scattered = of_rowwise / tp * (tp > 1)
-    of_products = sum(width for _, width in rowwise) + sum(width for _, width in rowwise[1:])
+    is_gated = len(colwise) > 3 or moe
+    of_products = sum(width for _, width in rowwise) + sum(width for _, width in rowwise[1:]) * is_gated
     elements = {
         "none": norms / tp + gathered + of_colwise + (of_products + (heads + keys) * args.qk_norm) / tp,
         "op": hidden + of_colwise + of_rowwise + scattered + heads / tp + 2 * hidden * moe,
@@ -96,6 +101,7 @@ def list_kept_pieces(args: ModelArgs, compute_bytes: int, *, tp: int = 1, moe: b
     }
     elements["waiting"] = elements["none"] + of_colwise + of_rowwise + norms / tp
     every_head = args.n_heads + (args.n_heads + args.n_kv_heads) * args.qk_norm
+    every_head += args.n_heads * score_bytes / 4
     of_heads = {"none": every_head, "waiting": every_head, "full": 0}
     rest = {mode: n * compute_bytes + 4 * of_heads.get(mode, args.n_heads) / tp for mode, n in elements.items()}
     return [rest, list_moe_bytes(args, compute_bytes, tp=tp, **experts)] if moe else [rest]
@@ -143,7 +149,9 @@ def estimate_layer(workload: Workload, kind: LayerKind) -> LayerBytes:
     ZeRO 3 its parameters.
     """
     args, layout, width = workload.args, workload.layout, workload.compute_bytes
-    kept_by = {"tp": layout.tp, "moe": kind.is_moe}
+    score_bytes = 5 * workload.seq_len if workload.attention == "unfused" else 0  # softmax, dropout and its mask
+    kept_by = {"tp": layout.tp, "moe": kind.is_moe, "score_bytes": score_bytes}
+    kept_by["sequence_parallel"] = workload.sequence_parallel
     if not kind.is_moe:
         (piece,) = list_kept_pieces(args, width, **kept_by)
         again = max(0, *(piece["none"] - piece[mode] for mode in kind.recompute))
@@ -181,48 +189,86 @@ def estimate_memory(workload: Workload, pp_rank: int, in_flight: Mapping[tuple[i
     """Return what a rank with this index on mesh dim `pp` holds at its peak.
 
     `in_flight`: (stage, its last action: F or I) -> microbatches that this pp rank holds at once
-    (simulator.count_in_flight). With a split backward the sum is right within 9 %.
+    (timeline.count_in_flight). With a split backward the sum is right within 9 %.
+
+    The peak is at the loss, in the first block of backward, in the last one, or when the embedding's gradient is
+    reduced: activations go as gradients come.
     """
-    layout = workload.layout
-    stages = {index: workload.stages[index] for index in layout.stages_of(pp_rank)}
-    n_parameters = sum(workload.count_stage_parameters(s) + workload.count_stage_moes(s) for s in stages.values())
-    at_rest = sum(map(workload.count_at_rest, stages.values()))
-    summed_whole = layout.zero_stage == 1 or layout.pp > 1
-    gradients = MASTER_BYTES * (n_parameters if summed_whole else at_rest)
-    embedding = workload.vocabulary_parameters * any(stage.has_embedding for stage in stages.values())
-    layers = [(kind, estimate_layer(workload, kind)) for kind in workload.kinds]
+    w, layout, width = workload, workload.layout, workload.compute_bytes
+    stages = {index: w.stages[index] for index in layout.stages_of(pp_rank)}
+    has_embedding = any(stage.has_embedding for stage in stages.values())
+    has_head = any(stage.has_head for stage in stages.values())
+    at_rest = sum(map(w.count_at_rest, stages.values()))
+    n_parameters = sum(w.stage_parameters[s] + w.count_stage_moes(s) for s in stages.values())
+    table = w.vocabulary_parameters
+    present = [
+        (kind, estimate_layer(w, kind))
+        for kind in w.kinds
+        if any(count_layers(stage, kind) for stage in stages.values())
+    ]
+    block = max((kind.parameters + kind.moe_parameters for kind, _ in present), default=0)
+    dense = max((kind.parameters for kind, _ in present), default=0)
+    working = max((held.working for _, held in present), default=0.0)
     kept = sum(
         (held.waiting if action == "I" else held.kept) * count_layers(stages[index], kind) * n
-        for kind, held in layers
+        for kind, held in present
         for (index, action), n in in_flight.items()
     )
     # A stage keeps its output too. A stage with layers has no extra bytes for it: its input is received and kept.
     kept += sum(
-        workload.hidden_bytes / layout.tp * n
+        w.hidden_bytes / layout.tp * n
         for (index, _), n in in_flight.items()
         if stages[index].has_embedding and not stages[index].n_layers
     )
-    present = [held for kind, held in layers if any(count_layers(stage, kind) for stage in stages.values())]
-    kept_of_layer = max((held.kept for held in present), default=0)
-    block = max((held.working for held in present), default=0)
-    has_head = any(stage.has_head for stage in stages.values())
-    loss = estimate_loss(workload) * has_head
-    # The head's gradients are freed when those of a whole block are reduced: after the last MoE layer's backward.
-    of_head = workload.vocabulary_parameters * MASTER_BYTES * has_head * (layout.pp == 1 and layout.ep > 0)
-    if layout.n_microbatches > 1:
-        moments = [(gradients, kept, max(block + of_head, loss, embedding * workload.compute_bytes))]
-    else:  # gradients come as activations go: the peak is at the logits, or at the very end
-        moments = [(0, kept, max(block + of_head, loss)), (gradients, kept_of_layer, block)]
-    gradients, kept, working = max(moments, key=sum)
+    # Hidden states before and after the norm, and their gradient; tp gathers the latter two.
+    states = w.hidden_bytes * (3 if layout.tp == 1 else 2 + 2 / layout.tp)
+    loss = (estimate_loss(w) + states) * has_head
+    # FSDP gathers into a buffer and copies. The buffer of the head is there until its backward, that of a block until
+    # the next one is gathered; a reduction's input, in fp32, until the next reduction.
+    if w.is_whole:
+        whole = head = blocks = reduced = 0.0
+    elif layout.zero_stage < 3:
+        whole, head, blocks, reduced = n_parameters * width, 0.0, 0.0, w.reduce_bytes * (layout.pp == 1)
+    else:
+        whole, head, blocks, reduced = 0.0, table * width, block * width, w.reduce_bytes * (layout.pp == 1)
+    if layout.pp > 1:  # gradients are whole until the end of the step, which reduces them
+        held = 2 * blocks + head * (has_head or not present)  # or an embedding that is alone on its stage
+        working = max(working, loss, table * width * has_embedding)
+        # A stage without backward so far has no gradients. After its first one it has, and one microbatch less.
+        fresh = {index for (index, _), n in in_flight.items() if n == layout.n_microbatches}
+        older = sum(
+            w.stage_parameters[stage] + w.count_stage_moes(stage)
+            for index, stage in stages.items()
+            if index not in fresh
+        )
+        first = kept / layout.n_microbatches / len(fresh) if fresh else 0.0
+        moments = [
+            (held, w.grad_bytes * older, kept, working),
+            (held, w.grad_bytes * n_parameters, kept - first, working),
+        ]
+    else:
+        summed = MASTER_BYTES * (n_parameters if layout.zero_stage == 1 else at_rest)
+        before = summed if layout.n_microbatches > 1 else 0.0
+        is_reduced = layout.zero_stage > 1 or layout.n_microbatches == 1
+        reduced *= is_reduced
+        last = max((held.kept for _, held in present), default=0.0)
+        to_come = 0.0 if before else MASTER_BYTES * (dense + table) / w.n_shards  # after the last block's backward
+        moments = [
+            (2 * head, before, kept, loss),
+            (2 * blocks, before + table * reduced, kept, working),
+            (blocks, summed - to_come + dense * reduced, last, working),
+            (0.0, summed + table * (reduced + width), 0.0, 0.0),
+        ]
+    gathered, gradients, kept, working = max(moments, key=sum)
     # Receive buffers hold hidden states for all stages but the model's first, and gradients for all but its last.
     n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in stages)
     return Memory(
         parameters=at_rest * MASTER_BYTES,
         gradients=gradients,
-        optimizer=at_rest * workload.moment_bytes,
-        gathered=estimate_gathered(workload, list(stages.values())),
+        optimizer=at_rest * w.moment_bytes,
+        gathered=whole + gathered,
         activations=kept,
-        received=n_received * layout.n_microbatches * workload.hidden_bytes / layout.tp,
+        received=n_received * (w.receive_buffers or layout.n_microbatches) * w.hidden_bytes / layout.tp,
         working=working,
     )
 
@@ -233,37 +279,15 @@ def estimate_loss(workload: Workload) -> float:
     In chunks, and over tp always: the gradient of the weight in fp32, and either a chunk's logits in compute dtype and
     in fp32 with their gradient, or that gradient and its contribution to that of the weight.
 
-    All at once on one rank, of the logits (T, V): three fp32 tensors in backward, log-softmax and two gradients.
+    All at once on one rank, of the logits (T, V): three fp32 tensors in backward, log-softmax and two gradients; one
+    if the loss is compiled.
     """
-    layout = workload.layout
+    layout, width = workload.layout, workload.compute_bytes
     if layout.tp == 1 and not workload.loss_chunk_tokens:
-        return 12 * workload.n_tokens * workload.args.vocab_size
-    width = workload.compute_bytes
+        return (4 if workload.compiles_loss else 12) * workload.n_tokens * workload.args.vocab_size
     weight = workload.args.vocab_size * workload.args.dim / layout.tp
     chunk_tokens = min(workload.loss_chunk_tokens or workload.n_tokens, workload.n_tokens)
     logits = chunk_tokens * workload.args.vocab_size / (layout.tp if workload.shards_loss else 1)
     if width == MASTER_BYTES:  # one tensor serves as both, and the contribution is added in place
         return (weight + logits) * MASTER_BYTES
     return weight * MASTER_BYTES + max(logits * (2 * width + MASTER_BYTES), (weight + logits) * width)
-
-
-def estimate_gathered(workload: Workload, stages: list[Stage]) -> float:
-    """Return the bytes of gathered parameters.
-
-    ZeRO 3: two blocks, and the head from its forward to its backward, or an embedding that is alone on its stage; and
-    the gradients of a block without its MoE, once in compute dtype and once as they are reduced. ZeRO 1 and 2: all
-    parameters.
-    """
-    if workload.is_whole:
-        return 0
-    if workload.layout.zero_stage < 3:
-        whole = sum(workload.count_stage_parameters(stage) + workload.count_stage_moes(stage) for stage in stages)
-        return whole * workload.compute_bytes
-    has_layers = any(stage.n_layers for stage in stages)
-    has_matrix = any(stage.has_head for stage in stages) or not has_layers
-    kinds = [kind for kind in workload.kinds if any(count_layers(stage, kind) for stage in stages)]
-    of_layer = max((kind.parameters + kind.moe_parameters for kind in kinds), default=0)
-    of_block = max((kind.parameters for kind in kinds), default=0)
-    reduced = of_block * (workload.compute_bytes + MASTER_BYTES) * (workload.layout.pp == 1)
-    gathered = 2 * of_layer + workload.vocabulary_parameters * has_matrix
-    return gathered * workload.compute_bytes + reduced

@@ -1,20 +1,18 @@
-"""Record what one rank's code does, operator by operator: live memory, collectives, FLOPs, and the lines behind them.
+"""Record what one rank's code does, operator by operator: live memory, collectives, and the lines behind them.
 
     train_step(run, batch)  ->  operators  ->  Meter records  ->  the same operators, on fake or on real tensors
 
-Memory is a list of events (a storage is made, resized, freed), so the peak and its parts can be read off any segment,
-once the run is over: a storage may change its kind. Backward's output becomes a gradient when FSDP takes it.
+A storage counts from the operator that returns it until nothing refers to it, as an allocator without gaps counts.
 """
 
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,67 +21,101 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.layout import MESH_DIMS, Layout
 from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.tools.plan.call_sites import CallSite, CallSites
-from torchtitan_lite.tools.plan.traffic import OPERATIONS, Collective, CollectiveReader
-
-# gathered: FSDP's whole parameters; data: the batch, and a pipeline's receive buffers
-KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "loss", "data")
+from torchtitan_lite.tools.plan.transfers import fraction_moved
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-aten = torch.ops.aten
-READ = aten._local_scalar_dense.default  # the host reads a number, by .item() or bool()
+READ = torch.ops.aten._local_scalar_dense.default  # the host reads a number, by .item() or bool()
 DEVICE = torch.ops.prim.device.default  # `tensor.device`: for fake tensors an operator, and half of all calls
-FLOPS = {  # torch counts attention of CUDA kernels only
-    aten.addmm_: lambda total, left, right: 2 * left.shape[0] * left.shape[1] * right.shape[1],
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_: sdpa_flop_count(
-        query.shape, key.shape, value.shape
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_: (
-        sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-    ),
+OPERATIONS = {  # torch's name of a collective -> ours
+    "c10d::allreduce_": "all-reduce",
+    "c10d::allreduce_coalesced_": "all-reduce",
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::allgather_": "all-gather",
+    "c10d::allgather_into_tensor_coalesced_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::reduce_scatter_": "reduce-scatter",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "c10d::alltoall_base_": "all-to-all",
+    "c10d::alltoall_": "all-to-all",
+    "c10d::broadcast_": "broadcast",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
+    "_c10d_functional::all_reduce": "all-reduce",
+    "_c10d_functional::all_reduce_": "all-reduce",
+    "_c10d_functional::all_gather_into_tensor": "all-gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+    "_c10d_functional::all_to_all_single": "all-to-all",
+    "_dtensor::shard_dim_alltoall": "all-to-all",
 }
+# Positions of the input and of its splits among the arguments
+INPUT_SPLITS = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}
+GROUPS_OF_EXPERTS = {"mesh_efsdp": "efsdp", "mesh_ep": "ep"}  # DeviceMesh's description of a group -> mesh dim
 
 
-class Storage:
-    """The size and the kind of a tensor's memory."""
-
-    __slots__ = ("kind", "n_bytes", "reference")
-
-    def __init__(self, kind: str, reference: weakref.ref):
-        self.kind, self.n_bytes, self.reference = kind, 0, reference
+# ---------------------------------------------------------------- collectives
 
 
-@dataclass
-class Segment:
-    """What ran between two marks. The optimizer's state is left out of memory: later steps find it already made."""
+@dataclass(frozen=True)
+class Collective:
+    """One call that moves bytes between this rank and others."""
 
-    name: str
-    events: list[tuple[Storage, int]] = field(default_factory=list)  # (storage, bytes more or fewer)
-    collectives: list[Collective] = field(default_factory=list)
-    n_flops: int = 0
+    operation: str
+    axis: str  # mesh dims of the group: "tp", "dp_shard x cp"
+    n_ranks: int
+    stride: int  # from one rank of the group to the next
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: str
+    n_bytes: float  # that this rank moves
+    place: CallSite
 
-    @cached_property
-    def change(self) -> Counter:
-        """Bytes by kind that remain."""
-        return sum_by_kind(self._list_kept())
 
-    @cached_property
-    def peak(self) -> Counter:
-        """Live bytes by kind at the peak, less those before the segment."""
-        n_bytes = most = most_at = 0
-        kept = self._list_kept()
-        for at, (_, change) in enumerate(kept, 1):
-            n_bytes += change
-            if n_bytes > most:
-                most, most_at = n_bytes, at
-        return sum_by_kind(kept[:most_at])
+def name_axis(layout: Layout, ranks: list[int]) -> str:
+    """Return the mesh dims of a group: those in which its first and last rank differ."""
+    first, last, dims = ranks[0], ranks[-1], []
+    for dim in reversed(MESH_DIMS):  # innermost first
+        degree = layout.degrees[dim]
+        dims = [dim] * (first % degree != last % degree) + dims
+        first, last = first // degree, last // degree
+    return " x ".join(dims)
 
-    def _list_kept(self) -> list[tuple[Storage, int]]:
-        return [event for event in self.events if event[0].kind != "optimizer"]
+
+def read_collective(
+    name: str, args: tuple, result: object, place: CallSite, axes: Callable[[dist.ProcessGroup], tuple[str, int]]
+) -> Collective | None:
+    """Read a collective off the operator's name, arguments and result; None for a group of one rank.
+
+    `name`: a key of OPERATIONS. `axes`: axis of a group, and stride of its ranks.
+    """
+    group, operation = find_group(args), OPERATIONS[name]
+    if group.size() == 1:
+        return None
+    # The larger side of the call, an argument or the result, is the whole tensor; of rows that are split unevenly it is
+    # what this rank sends.
+    sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)]
+    whole = max(sides, key=lambda side: sum(tensor.numel() for tensor in side))
+    given, at = INPUT_SPLITS.get(name, (0, len(args)))
+    splits = args[at] if len(args) > at and isinstance(args[at], list) else []
+    if splits:
+        whole = sides[given]
+    axis, stride = axes(group)
+    dtype, n_bytes = str(whole[0].dtype).removeprefix("torch."), sum(t.numel() * t.element_size() for t in whole)
+    n_bytes *= fraction_moved(operation, group.size(), group.rank(), splits)
+    return Collective(operation, axis, group.size(), stride, tuple(whole[0].shape), dtype, n_bytes, place)
+
+
+def find_group(args: tuple) -> dist.ProcessGroup:
+    """Return the process group among a collective's arguments: an object, or the name in the last string."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(argument)
+    return dist.distributed_c10d._resolve_process_group([arg for arg in args if isinstance(arg, str)][-1])
+
+
+# ---------------------------------------------------------------- the meter
 
 
 class Meter(TorchDispatchMode):
@@ -91,23 +123,18 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, layout: Layout, *, block_bytes: int = 1):
         super().__init__()
-        self.reader, self.block_bytes = CollectiveReader(layout), block_bytes
+        self.layout, self.block_bytes = layout, block_bytes
+        self._axes: dict[str, tuple[str, int]] = {}  # name of a group -> axis, and stride of its ranks
         self.places = CallSites()
-        self.segments = [Segment("")]  # the last one is running
-        self._storages: dict[int, Storage] = {}
+        self.collectives: list[Collective] = []
+        self.live_bytes = self.peak_bytes = 0
+        self._storages: dict[int, tuple[int, weakref.ref]] = {}  # address -> bytes, storage
         self._is_paused = False
 
-    def mark(self, name: str) -> None:
-        """End the current segment of the run and start the one called `name`."""
-        self.segments.append(Segment(name))
-
-    def assign(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
-        """Set the kind of these tensors' storages."""
-        for tensor in tensors:
-            if tensor is not None and (storage := self._note(tensor, kind)):
-                storage.kind = kind
-
-    # ---------------------------------------------------------------- watching
+    def restart(self) -> None:
+        """Forget what was recorded. What is live stays live."""
+        self.collectives.clear()
+        self.peak_bytes = self.live_bytes
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -118,8 +145,8 @@ class Meter(TorchDispatchMode):
 
         def resize_and_note(storage: torch.UntypedStorage, n_bytes: int) -> None:
             resize(storage, n_bytes)
-            if known := self._storages.get(storage._cdata):
-                self._note_size(known, storage.nbytes())
+            if storage._cdata in self._storages:
+                self._note_storage(storage)
 
         def infer_unseen(*args, **kwargs):
             """DTensor infers shapes by operators on tensors of the full shape, which a run does not allocate."""
@@ -153,64 +180,38 @@ class Meter(TorchDispatchMode):
             with self:
                 return CONTEXT_ATTENTION[func](*args, **kwargs)
         result = func(*args, **kwargs)
-        if func._schema.name in OPERATIONS and (call := self.reader.read(func._schema.name, args, result, place)):
-            self.segments[-1].collectives.append(call)
-        if count := FLOPS.get(func._overloadpacket):
-            self.segments[-1].n_flops += count(*args)
-        elif count := flop_registry.get(func._overloadpacket):
-            self.segments[-1].n_flops += count(*args, **kwargs, out_val=result)
-        if place.reduces:
-            self._find_gradients(args)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._note(tensor, kind_of(place))
+        if func._schema.name in OPERATIONS:
+            call = read_collective(func._schema.name, args, result, place, self._find_axis)
+            self.collectives += [call] if call else []
+        self.note(tree_leaves(result))
         return result
 
-    def _find_gradients(self, args: tuple) -> None:
-        """Mark FSDP's inputs as gradients: backward made them like any other tensor."""
-        for tensor in tree_leaves(args):
-            if isinstance(tensor, Tensor) and (known := self._storages.get(tensor.untyped_storage()._cdata)):
-                if known.kind in ("activations", "loss"):
-                    known.kind = "gradients"
+    def _find_axis(self, group: dist.ProcessGroup) -> tuple[str, int]:
+        if group.group_name not in self._axes:
+            ranks = dist.get_process_group_ranks(group)
+            # Groups of the experts' mesh may have the ranks of another group.
+            axis = GROUPS_OF_EXPERTS.get(group.group_desc) or name_axis(self.layout, ranks)
+            self._axes[group.group_name] = axis, ranks[1] - ranks[0]
+        return self._axes[group.group_name]
 
-    def _note(self, tensor: Tensor, kind: str) -> Storage | None:
-        """Return the storage of a tensor; a new one gets `kind`."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
-        if not isinstance(tensor, FakeTensor) and tensor.is_meta:
-            return None
-        if is_traceable_wrapper_subclass(tensor):  # a weight gathered in float8: its own storage holds nothing
-            return None
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = self._storages.get(key)
-        if known is None:
-            known = self._storages[key] = Storage(kind, weakref.ref(storage, lambda _: self._forget(key)))
-        self._note_size(known, storage.nbytes())
-        return known
+    def note(self, tensors: Iterable[object]) -> None:
+        """Count the storages of these tensors."""
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                tensor = tensor._local_tensor
+            # Not a tensor without storage, nor a weight gathered in float8, whose own storage holds nothing
+            is_real = isinstance(tensor, FakeTensor) or isinstance(tensor, Tensor) and not tensor.is_meta
+            if is_real and not is_traceable_wrapper_subclass(tensor):
+                self._note_storage(tensor.untyped_storage())
 
-    def _note_size(self, storage: Storage, n_bytes: int) -> None:
-        n_bytes = -(-n_bytes // self.block_bytes) * self.block_bytes
-        if n_bytes != storage.n_bytes:
-            self.segments[-1].events.append((storage, n_bytes - storage.n_bytes))
-            storage.n_bytes = n_bytes
+    def _note_storage(self, storage: torch.UntypedStorage) -> None:
+        key, n_bytes = storage._cdata, -(-storage.nbytes() // self.block_bytes) * self.block_bytes
+        if key not in self._storages:
+            self._storages[key] = 0, weakref.ref(storage, lambda _: self._forget(key))
+        before, reference = self._storages[key]
+        self._storages[key] = n_bytes, reference
+        self.live_bytes += n_bytes - before
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _forget(self, key: int) -> None:
-        self._note_size(self._storages.pop(key), 0)
-
-
-def kind_of(place: CallSite) -> str:
-    """Return the kind of a new storage from the place of its operator."""
-    if place.through == "FSDP":
-        return "gradients" if place.reduces else "gathered"
-    if place.through == "pipeline":
-        return "data"
-    return "loss" if place.module.startswith("output") else "activations"
-
-
-def sum_by_kind(events: Iterable[tuple[Storage, int]]) -> Counter:
-    """Return the change of live bytes, by kind."""
-    total: Counter = Counter()
-    for storage, n_bytes in events:
-        total[storage.kind] += n_bytes
-    return total
+        self.live_bytes -= self._storages.pop(key)[0]

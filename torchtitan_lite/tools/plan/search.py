@@ -3,27 +3,37 @@
     degrees x schedule x microbatch x ZeRO stage x recompute  ->  check's rules  ->  memory  ->  closed form, simulated
 
 Layouts that fit are sorted by a lower bound of their step time. Their schedules are simulated in this order, until the
-bound of the next one is above the tenth best time: the ten best are those that simulating all layouts would give.
+bound of the next one is above the last of the best: these are the layouts that simulating all would give. A forecast
+cannot tell layouts within TIE of each other apart, so they are shown as ties: first those with the fewest mesh dims
+besides FSDP's.
 """
 
+import argparse
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import prod
+from pathlib import Path
 
 from torchtitan_lite.config.checks import find_refused
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.layout import Layout, plan_layout
+from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, Parallelism
+from torchtitan_lite.preflight import read_run_config
 from torchtitan_lite.tools.plan.cluster import Cluster
-from torchtitan_lite.tools.plan.forecast import Forecast, forecast_quickly
-from torchtitan_lite.tools.plan.memory import estimate_memory, weigh_waiting
-from torchtitan_lite.tools.plan.simulator import extrapolate_in_flight
-from torchtitan_lite.tools.plan.step_time import StepTimeModel
+from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast_quickly
+from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.workload import Workload, describe_workload
+from torchtitan_lite.tools.tables import format_table
 
+N_BEST = 10
+TIE = 1.02
+USABLE = 0.97  # of the memory: a forecast errs, and a run that goes out of memory ends
 MICROBATCHES = (1, 2, 4, 8)  # sequences
 STAGES_PER_RANK = (2, 4, 8)  # of interleaved schedules
 LEAST_TOKENS = 1024  # of a sequence on a cp rank
@@ -36,18 +46,29 @@ class Candidate:
 
     config: Config
     workload: Workload
-    live_bytes: float  # of the rank that holds most
-    step_time: StepTimeModel
+    taken_bytes: float  # of the GPU that holds most
+    step_time: StepTime
 
     def forecast(self) -> Forecast:
         return forecast_quickly(self.step_time, self.config.parallelism.pipeline_parallel_schedule)
+
+    def __str__(self) -> str:
+        """Return "pp4 x dp_shard8 x tp2, Interleaved1F1B with 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op"."""
+        layout, section = self.workload.layout, self.config.parallelism
+        parts = [str(layout)]
+        if layout.pp > 1:
+            parts.append(f"{section.pipeline_parallel_schedule} with {len(layout.stages)} stages")
+        modes = " and ".join(f"{mode} ({n})" for mode, n in self.workload.recompute.items())
+        modes = modes if len(self.workload.recompute) > 1 else next(iter(self.workload.recompute))
+        batch = f"microbatches: {layout.n_microbatches} x {layout.microbatch_size}"
+        return ", ".join([*parts, batch, f"ZeRO {layout.zero_stage}", f"recompute {modes}"])
 
 
 @dataclass
 class Search:
     """Layouts of `config`'s model on `world_size` GPUs with its global batch; after `rank`, the result of the search.
 
-    `imbalance`: of the most loaded ep rank; where ep is smaller, ep.
+    `imbalance`: of the most loaded ep rank; if ep is smaller, ep.
     """
 
     config: Config
@@ -60,9 +81,9 @@ class Search:
     best: list[tuple[Candidate, Forecast]] = field(default_factory=list)
     leanest: Candidate | None = None  # with least memory
     refused: Counter = field(default_factory=Counter)  # key -> number of layouts that a rule refused
-    examples: dict[str, Problem] = field(default_factory=dict)  # key -> one of these problems
+    examples: dict[str, Problem] = field(default_factory=dict)  # key -> one of their problems
 
-    def rank(self, n_best: int = 10) -> None:
+    def rank(self, n_best: int = N_BEST) -> None:
         """Find the best layouts. Raises ConfigError."""
         node_size = self.cluster.node_size
         if self.world_size > node_size and self.world_size % node_size:
@@ -71,20 +92,23 @@ class Search:
             raise ConfigError([Problem("--gpus", self.world_size, why, remedy)])
         for candidate in self.list_candidates():
             self.n_accepted += 1
-            if self.fits(candidate):
+            if candidate.taken_bytes <= USABLE * self.cluster.memory_bytes:
                 self.fitting.append(candidate)
-            if self.leanest is None or candidate.live_bytes < self.leanest.live_bytes:
+            if self.leanest is None or candidate.taken_bytes < self.leanest.taken_bytes:
                 self.leanest = candidate
-        self.fitting.sort(key=lambda candidate: (candidate.step_time.lower_bound_s, candidate.live_bytes))
+        self.fitting.sort(key=lambda candidate: (candidate.step_time.lower_bound_s, candidate.taken_bytes))
         for candidate in self.fitting:
-            if len(self.best) == n_best and candidate.step_time.lower_bound_s >= self.best[-1][1].rate.step_time_s:
+            if len(self.best) == n_best and candidate.step_time.lower_bound_s >= self.best[-1][1].step_time_s:
                 break
             self.best.append((candidate, candidate.forecast()))
-            self.best.sort(key=lambda pair: (pair[1].rate.step_time_s, pair[0].live_bytes))
+            self.best.sort(key=lambda pair: (pair[1].step_time_s, pair[0].taken_bytes))
             del self.best[n_best:]
+        ties = [pair for pair in self.best if self.is_tie(pair[1])]
+        self.best[: len(ties)] = sorted(ties, key=lambda pair: count_dims(pair[0].workload.layout))
 
-    def fits(self, candidate: Candidate) -> bool:
-        return candidate.live_bytes * self.cluster.reserve_factor <= self.cluster.memory_bytes
+    def is_tie(self, forecast: Forecast) -> bool:
+        """Whether a forecast is as good as the best one."""
+        return forecast.step_time_s <= TIE * min(other.step_time_s for _, other in self.best)
 
     def list_candidates(self) -> Iterator[Candidate]:
         """Yield the layouts that `check` accepts; count the others."""
@@ -100,17 +124,18 @@ class Search:
                 if problems := find_refused(candidate, self.model_args, layout.zero_stage):
                     self.refuse(problems)
                     continue
-                yield self.describe(candidate, layout, self.imbalance)
+                yield self.describe(candidate, layout)
 
     def refuse(self, problems: list[Problem]) -> None:
         for problem in problems:
             self.refused[problem.key] += 1
             self.examples.setdefault(problem.key, problem)
 
-    def describe(self, config: Config, layout: Layout, imbalance: float) -> Candidate:
-        workload = describe_workload(config, self.model_args, layout, imbalance=min(imbalance, max(1, layout.ep)))
+    def describe(self, config: Config, layout: Layout) -> Candidate:
+        imbalance = min(self.imbalance, max(1, layout.ep))
+        workload = describe_workload(config, self.model_args, layout, imbalance=imbalance)
         live_bytes = estimate_peak(workload, config.parallelism.pipeline_parallel_schedule)
-        return Candidate(config, workload, live_bytes, StepTimeModel(workload, self.cluster))
+        return Candidate(config, workload, self.cluster.reserve(live_bytes), StepTime(workload, self.cluster))
 
     # ------------------------------------------------------------ what is tried
 
@@ -119,37 +144,36 @@ class Search:
 
         tp stays inside a node; a shard group is all of dp, or 64 or 8.
         """
-        world_size, seq_len, global_batch = self.world_size, self.config.training.seq_len, self.find_global_batch()
-        for tp in divisors(world_size, self.cluster.node_size):
-            for pp in divisors(world_size // tp, self.model_args.n_layers):
-                for cp in divisors(world_size // tp // pp, max(1, seq_len // LEAST_TOKENS)):
-                    dp = world_size // (tp * pp * cp)
-                    if global_batch % dp:
-                        why = f"{dp} data-parallel ranks (tp {tp}, pp {pp}, cp {cp}) cannot share it evenly"
-                        remedy = "Use a batch that more numbers divide, a power of two for instance"
-                        self.refuse([Problem("training.global_batch_size", global_batch, why, remedy)])
-                        continue
-                    for dp_shard in {n for n in (dp, 64, 8) if dp % n == 0}:
-                        for ep in self.list_expert_degrees(dp_shard * cp * tp):
-                            degrees = {
-                                "tensor_parallel_degree": tp,
-                                "pipeline_parallel_degree": pp,
-                                "context_parallel_degree": cp,
-                                "data_parallel_shard_degree": dp_shard,
-                                "data_parallel_replicate_degree": dp // dp_shard,
-                                "expert_parallel_degree": ep,
-                            }
-                            yield from self.list_batches(degrees, global_batch // dp)
+        seq_len, global_batch, moe = self.config.training.seq_len, self.find_global_batch(), self.model_args.moe
+        tps, pps = (
+            divisors(self.world_size, self.cluster.node_size),
+            divisors(self.world_size, self.model_args.n_layers),
+        )
+        for tp, pp, cp in product(tps, pps, divisors(self.world_size, max(1, seq_len // LEAST_TOKENS))):
+            dp, rest = divmod(self.world_size, tp * pp * cp)
+            if rest:
+                continue
+            if global_batch % dp:
+                why = f"{dp} data-parallel ranks (tp {tp}, pp {pp}, cp {cp}) cannot share it evenly"
+                remedy = "Use a batch that more numbers divide, a power of two for instance"
+                self.refuse([Problem("training.global_batch_size", global_batch, why, remedy)])
+                continue
+            for dp_shard in {n for n in (dp, 64, 8) if dp % n == 0}:
+                for ep in divisors(moe.n_experts if moe else 1, dp_shard * cp * tp):
+                    degrees = {
+                        "tensor_parallel_degree": tp,
+                        "pipeline_parallel_degree": pp,
+                        "context_parallel_degree": cp,
+                        "data_parallel_shard_degree": dp_shard,
+                        "data_parallel_replicate_degree": dp // dp_shard,
+                        "expert_parallel_degree": ep,
+                    }
+                    if dp_shard * cp * tp % ep == 0:
+                        yield from self.list_batches(degrees, global_batch // dp, global_batch)
 
-    def list_expert_degrees(self, n_ranks: int) -> list[int]:
-        """Return the degrees of ep that `n_ranks` and the experts divide into."""
-        moe = self.model_args.moe
-        return [n for n in divisors(moe.n_experts if moe else 1, n_ranks) if n_ranks % n == 0]
-
-    def list_batches(self, degrees: dict[str, int], n_sequences: int) -> Iterator[Config]:
+    def list_batches(self, degrees: dict[str, int], n_sequences: int, global_batch: int) -> Iterator[Config]:
         """Yield microbatches, ZeRO stages and schedules for one set of degrees; a rank has `n_sequences` a step."""
         config, pp = self.config, degrees["pipeline_parallel_degree"]
-        global_batch = n_sequences * degrees["data_parallel_shard_degree"] * degrees["data_parallel_replicate_degree"]
         for microbatch in (size for size in MICROBATCHES if n_sequences % size == 0):
             local_batch_size = n_sequences if pp > 1 else microbatch
             training = replace(config.training, local_batch_size=local_batch_size, global_batch_size=global_batch)
@@ -176,54 +200,14 @@ class Search:
         degrees = section.pipeline_parallel_degree, section.context_parallel_degree, section.tensor_parallel_degree
         return training.local_batch_size * max(1, self.world_size // prod(degrees))
 
-    # ------------------------------------------------------------ where nothing fits
 
-    def find_least_gpus(self) -> int | None:
-        """Return the least number of GPUs (whole nodes, above `world_size`) on which some layout fits.
-
-        None above 64 times as many. Full recompute and a batch of one sequence a rank need least memory.
-        """
-        node_size = self.cluster.node_size
-        n_nodes = max(1, self.world_size // node_size)
-        while n_nodes * node_size < 64 * self.world_size:
-            n_nodes += max(1, n_nodes // 8)
-            if self.fits_at_all(n_nodes * node_size):
-                break
-        else:
-            return None
-        # Another layout than those that were tried may fit on the GPUs that there are: those are no answer.
-        while (n_nodes - 1) * node_size > self.world_size and self.fits_at_all((n_nodes - 1) * node_size):
-            n_nodes -= 1
-        return n_nodes * node_size
-
-    def fits_at_all(self, world_size: int) -> bool:
-        """Return whether some layout fits with ZeRO 3, full recompute and one sequence a data-parallel rank."""
-        training = replace(self.config.training, local_batch_size=1, global_batch_size=-1)
-        section = replace(self.config.activation_checkpoint, mode="full")
-        for tp in divisors(world_size, self.cluster.node_size):
-            for cp in divisors(world_size // tp, max(1, training.seq_len // LEAST_TOKENS)):
-                for ep in self.list_expert_degrees(world_size):
-                    parallelism = Parallelism(
-                        tensor_parallel_degree=tp,
-                        context_parallel_degree=cp,
-                        data_parallel_shard_degree=world_size // tp // cp,
-                        expert_parallel_degree=ep,
-                        zero_stage=3,
-                    )
-                    lean = replace(
-                        self.config, parallelism=parallelism, training=training, activation_checkpoint=section
-                    )
-                    try:
-                        layout = plan_layout(lean, self.model_args, world_size)
-                    except ConfigError:
-                        continue
-                    if self.fits(self.describe(lean, layout, self.imbalance)):
-                        return True
-        return False
+def count_dims(layout: Layout) -> int:
+    """Count the mesh dims in use besides FSDP's."""
+    return sum(degree > 1 for dim, degree in layout.degrees.items() if dim != "dp_shard")
 
 
 def list_schedules(section: Parallelism, pp: int, n_layers: int) -> list[dict[str, object]]:
-    """Return the keys of every schedule; with a few numbers of stages a rank where the schedule takes any."""
+    """Return the keys of every schedule; with a few numbers of stages a rank if the schedule takes any."""
     if pp == 1:
         return [{"pipeline_parallel_layers_per_stage": None}]
     weight = n_layers + section.pipeline_parallel_first_stage_less_layers
@@ -243,16 +227,81 @@ def divisors(n: int, most: int) -> list[int]:
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
 
-def estimate_peak(workload: Workload, schedule: str) -> float:
-    """Return the highest peak: that of the first pp rank, the second (one layer more), or the last (the logits)."""
-    ranks = {0, min(1, workload.layout.pp - 1), workload.layout.pp - 1}
-    return max(estimate_live_bytes(workload, schedule, rank) for rank in ranks)
+# ---------------------------------------------------------------- the report
 
 
-def estimate_live_bytes(workload: Workload, schedule: str, pp_rank: int) -> float:
-    """Return the peak memory of a pp rank, from short schedules where that of all microbatches is long."""
-    layout = workload.layout
-    per_rank = len(layout.stages) // layout.pp
-    weight = weigh_waiting(workload) if workload.splits_backward else 1
-    in_flight = extrapolate_in_flight(schedule, layout.pp, layout.n_microbatches, per_rank, weight)
-    return estimate_memory(workload, pp_rank, in_flight[pp_rank]).live
+def search_layouts(options: argparse.Namespace, cluster: Cluster) -> None:
+    """Search, print, and write the winner. Raises ConfigError if no layout fits."""
+    reading = read_run_config(options.config_args)
+    problems = list(reading.problems)
+    if options.gpus is None:
+        problems.append(Problem("--gpus", None, "a search needs their number", "Write --gpus 64, for instance"))
+    if problems:
+        raise ConfigError(problems)
+    found = Search(reading.config, resolve_model(reading.config.model), options.gpus, cluster, options.imbalance)
+    found.rank()
+    print(
+        f"{found.n_accepted:,} layouts on {options.gpus:,} GPUs with {found.find_global_batch():,} sequences of "
+        f"{reading.config.training.seq_len:,} tokens a step pass check, {sum(found.refused.values()):,} do not; "
+        f"{len(found.fitting):,} fit the memory."
+    )
+    if not found.n_accepted:
+        raise ConfigError([found.examples[key] for key, _ in found.refused.most_common()])
+    if not found.best:
+        needed, there = found.leanest.taken_bytes / GIB, cluster.memory_bytes / GIB
+        why = f"the leanest layout ({found.leanest}) needs {needed:.1f} GiB on a GPU, which has {there:.1f} GiB"
+        remedy = "Use more GPUs, or moments of the optimizer in bfloat16 (optimizer.moments_dtype)"
+        raise ConfigError([Problem("--gpus", options.gpus, why, remedy)])
+    print(f"\n{format_best(found)}\n\n{explain_own(found)}")
+    toml_file = options.toml or Path(f"{reading.config_name}_{options.gpus}_{options.gpu}.toml")
+    toml_file.write_text(format_winner(found), encoding="utf-8")
+    print(f"\nNumber 1 is written to {toml_file}.")
+
+
+def format_best(found: Search) -> str:
+    """Return a table with one line per layout."""
+    rows = [("", "tok/s/GPU", "MFU", "step", "bubble", "GiB", "layout")]
+    for number, (candidate, forecast) in enumerate(found.best, 1):
+        speed = f"{forecast.tokens_per_s_per_gpu:,.0f}", f"{forecast.mfu_full:.1%}", f"{forecast.step_time_s:.2f}s"
+        taken = f"{candidate.taken_bytes / GIB:.1f}"
+        sign = "=" if found.is_tie(forecast) else " "
+        rows.append((f"{sign} {number}", *speed, f"{forecast.bubble:.1%}", taken, str(candidate)))
+    ties = f"= within {TIE - 1:.0%} of the best: a tie, fewest mesh dims first"
+    return f"{format_table(rows, '>>>>>>')}\n{ties}"
+
+
+def explain_own(found: Search) -> str:
+    """Say why the layout of the config loses against the best."""
+    candidate, best = found.best[0]
+    try:
+        own = found.describe(found.config, plan_layout(found.config, found.model_args, found.world_size))
+    except ConfigError as error:
+        return f"The config's own layout does not run on {found.world_size:,} GPUs:\n{error}"
+    forecast = own.forecast()
+    slower = forecast.step_time_s / best.step_time_s - 1
+    lines = [f"The config's own layout, {own}:"]
+    if own.taken_bytes > found.cluster.memory_bytes:
+        there = found.cluster.memory_bytes / GIB
+        lines.append(f"  does not fit: {own.taken_bytes / GIB:.1f} GiB of {there:.1f}")
+    lines.append(
+        f"  {forecast.tokens_per_s_per_gpu:,.0f} tok/s/GPU; a step takes {slower:+.1%} against number 1, of which:"
+    )
+    parts = dict.fromkeys([*forecast.parts_s, *best.parts_s])
+    differences = {what: forecast.parts_s.get(what, 0.0) - best.parts_s.get(what, 0.0) for what in parts}
+    rows = [
+        (f"    {what}", f"{forecast.parts_s.get(what, 0.0):.2f} s", f"number 1: {best.parts_s.get(what, 0.0):.2f} s")
+        for what in parts
+    ]
+    loses = max(differences, key=differences.get)
+    return "\n".join([*lines, format_table(rows, "<>"), f"  It loses most by {loses}: {differences[loses]:+.2f} s."])
+
+
+def format_winner(found: Search) -> str:
+    """Return the config of the best layout as TOML, which `--config` takes."""
+    candidate, forecast = found.best[0]
+    resolved = resolve_config(candidate.config, candidate.workload.layout, "cuda")
+    return (
+        f"# Found by plan --search for {found.world_size:,} GPUs: {candidate}\n# forecast: "
+        f"{forecast.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, a step in {forecast.step_time_s:.2f} s\n\n"
+        f"{dump_config_toml(resolved)}"
+    )

@@ -1,29 +1,29 @@
-"""Seconds that each stage takes on a cluster, by a roofline, and the part of the collectives that is exposed.
+"""Seconds that each stage takes on a cluster: the kernels of its layers, and the collectives that nothing hides.
 
-    matmuls       FLOPs / (peak x efficiency)            tp shares them
-    attention     FLOPs of the causal half, at its own efficiency; kernels skip the other half
-    elementwise   bytes / memory bandwidth               norms, rotary, SwiGLU, residual, loss; less where compiled
-    tp            bytes / link bandwidth                 exposed: nothing overlaps it
-    cp            the same, less the attention that overlaps it
-    ep            the same, exposed, of the most loaded rank: the others wait for it
-    dp            the same, less the block (ZeRO 3) or the pass (ZeRO 1, 2) that overlaps it
+    matmuls       by module of the block (kernels.py); tp shares them, ep shares the experts
+    attention     FLOPs of the causal half, backward 2.5 times as many, at the kernel's own efficiency
+    elementwise   norms, rotary, SwiGLU, residual, casts, loss; less if compiled
+    tp, ep        nothing overlaps them; async TP hides most of tp
+    cp            overlaps with the rank's own part of attention
+    FSDP          overlaps with the block (ZeRO 3), or with forward and backward (ZeRO 1, 2)
 
-All constants are in cluster.py: one set for each GPU. Legend in workload.py.
+Legend in workload.py.
 """
 
 from collections.abc import Sequence
 from functools import cached_property
-from math import prod
 from operator import mul
 from typing import NamedTuple
 
-from torchtitan_lite.config.block import count_expert_parameters
-from torchtitan_lite.tools.plan.cluster import Cluster
-from torchtitan_lite.tools.plan.simulator import Durations
-from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload, count_layers
+from torchtitan_lite.config.block import BlockModule
+from torchtitan_lite.config.schedule import Action
+from torchtitan_lite.tools.plan.kernels import Kernels
+from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, count_layers
 
-# Unfused attention: bytes per score (fp16) that softmax, dropout and two matmuls read and write.
-UNFUSED_SCORE_BYTES = 13
+CAUSAL_EDGE = 300  # tokens: S/(S+300) of attention's rate is left for short sequences. Fit
+UNFUSED_SCORE_BYTES = 13  # of a score (fp16) that softmax, dropout and two matmuls read and write
+KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels of a layer's forward
+LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes of a logit that the loss moves, forward and backward each
 
 
 class Phases(NamedTuple):
@@ -37,125 +37,115 @@ class Phases(NamedTuple):
     exposed_ep: float = 0.0
     again: float = 0.0  # recompute, in backward_input
 
-    @property
-    def backward(self) -> float:
-        return self.backward_input + self.backward_weight
 
+class StepTime(Kernels):
+    """The seconds of a workload's step on a cluster, stage by stage."""
 
-class StepTimeModel:
-    """The seconds of a workload's step on a cluster."""
+    # ------------------------------------------------------------ a layer
 
-    def __init__(self, workload: Workload, cluster: Cluster):
-        self.workload, self.cluster = workload, cluster
-        self.strides = workload.layout.strides
+    def linear_time(self, kind: LayerKind) -> list[float]:
+        """Return the seconds of a layer's matmuls: forward, gradients of inputs, of weights."""
+        times = [self.module_times(module) for module in kind.block if not module.is_norm]
+        return list(map(sum, zip(*times, strict=True)))
 
-    # ------------------------------------------------------------ the three kinds of work
-
-    def collective_time(self, dims: tuple[str, ...], whole_bytes: float) -> float:
-        """Return the seconds of one all-gather or reduce-scatter of a tensor over the group along `dims`."""
-        n = prod(getattr(self.workload.layout, dim) for dim in dims)
-        if n == 1:
-            return 0.0
-        bandwidth = self.cluster.find_bandwidth(self.strides[dims[-1]], n)
-        return whole_bytes * (n - 1) / n / bandwidth + self.cluster.latency_s
-
-    def matmul_time(self, flops: float, dtype: str) -> float:
-        """Return the seconds of matmuls in `dtype`."""
-        cluster = self.cluster
-        efficiency = cluster.float8_efficiency if dtype == "float8" else cluster.matmul_efficiency
-        return flops / (cluster.peak(dtype) * efficiency)
-
-    def memory_time(self, n_bytes: float) -> float:
-        """Return the seconds in which elementwise kernels read and write `n_bytes`."""
-        return n_bytes / (self.cluster.memory_bandwidth * self.cluster.memory_efficiency)
-
-    # ------------------------------------------------------------ a layer, a stage
-
-    def exchange_time(self, n_rows: float) -> float:
-        """Return the seconds of an all-to-all over ep in which a rank sends or receives `n_rows` rows, its own too.
-
-        Rows for other nodes leave by the rank's own network card, beside those for its node.
-        """
-        w, n, cluster = self.workload, max(1, self.workload.layout.ep), self.cluster
-        if n == 1:
-            return 0.0
-        n_bytes, n_near = n_rows * w.args.dim * w.compute_bytes / n, min(n, cluster.node_size)
-        near, far = (n_near - 1) * n_bytes / cluster.link_bandwidth, (n - n_near) * n_bytes / cluster.network_bandwidth
-        return max(near, far) / cluster.link_efficiency + cluster.latency_s
-
-    def linear_time(self, kind: LayerKind) -> float:
-        """Return the seconds of forward's matmuls in a layer; with experts those of the most loaded rank."""
-        w = self.workload
-        seconds = self.matmul_time(2 * w.n_tokens * kind.linear_parameters / w.layout.tp, w.matmul_dtype)
-        if kind.is_moe:
-            seconds += self.matmul_time(2 * w.n_tokens * kind.router_parameters / w.layout.tp, "float32")
-            seconds += self.matmul_time(2 * w.n_rows_received * count_expert_parameters(w.args), w.compute_dtype)
-        return seconds
+    def module_times(self, module: BlockModule) -> list[float]:
+        """Return the seconds of a module's matmuls on one rank; with experts on the most loaded one."""
+        w, tp = self.workload, self.workload.layout.tp
+        if module.split == "experts":
+            n_here, into, out = module.weight[0] // max(1, w.layout.ep), *module.weight[1:]
+            each = self.linear_times(max(1.0, w.n_rows_received / n_here), out, into, w.compute_dtype)
+            return [n_here * seconds for seconds in each]
+        out, into = module.weight
+        if module.split == "router":
+            return self.linear_times(w.n_tokens / tp, out, into, "float32")
+        sizes = (out // tp, into) if module.split == "colwise" else (out, into // tp)
+        return self.linear_times(w.n_tokens, *sizes, "float8" if module.name in w.float8 else w.compute_dtype)
 
     @cached_property
-    def attention_s(self) -> float:
-        """Forward of a layer's scores and values, the causal half: 2*T*S*H*E FLOPs."""
-        w = self.workload
-        flops = 2 * w.n_tokens * w.seq_len * w.args.n_heads * w.args.head_dim / w.layout.tp
-        return flops / (self.cluster.peak(w.compute_dtype) * self.cluster.attention_efficiency)
+    def attention_times(self) -> tuple[float, float]:
+        """Forward and backward of a layer's scores and values, of the causal half: 2*T*S*H*E FLOPs forward."""
+        w, cluster, args = self.workload, self.cluster, self.workload.args
+        flops = 2 * w.n_tokens * w.seq_len * args.n_heads * args.head_dim / w.layout.tp
+        peak = cluster.peak(w.compute_dtype)
+        if w.attention == "unfused":  # both halves, and heads of odd sizes leave the matrix units
+            rate = cluster.unfused_efficiency * peak
+            if args.head_dim % 8:
+                rate = cluster.matmul_efficiency * cluster.peak_float32
+            scores = w.n_tokens * w.seq_len * args.n_heads / w.layout.tp
+            forward = 2 * flops / rate + self.memory_time(UNFUSED_SCORE_BYTES * scores)
+            return forward, 2 * forward
+        peak *= w.seq_len / (w.seq_len + CAUSAL_EDGE) * min(1.0, 0.5 + args.head_dim / 256)
+        forward, backward = (getattr(cluster, f"{w.attention}_{way}") for way in ("forward", "backward"))
+        return flops / (peak * forward) + cluster.kernel_s, 2.5 * flops / (peak * backward) + cluster.kernel_s
 
     def elementwise_time(self, kind: LayerKind) -> float:
         """Return the seconds of the rest of a layer's forward. Each eager kernel reads and writes its tensors.
 
-        c bytes an element. Rows are copied where they are sorted, twice more where they travel, and added up in fp32.
+        c bytes an element. Rows are copied when they are sorted, twice more if they travel, and added up in fp32.
         """
-        w, c = self.workload, self.workload.compute_bytes
-        tp, turned = w.layout.tp, (w.args.n_heads + w.args.n_kv_heads) * w.args.head_dim
+        w, c, args = self.workload, self.workload.compute_bytes, self.workload.args
+        tp = w.layout.tp
         per_norm, per_product = (4 if w.compiled else 5) * c, (3 if w.compiled else 5) * c
         n_norms = sum(norm.split == "sequence" for norm in kind.norms)
-        hidden = n_norms * per_norm * w.args.dim / tp  # and as many residual additions
-        rotary = ((2 * c if w.compiled else 2 * c + 16) + per_norm * w.args.qk_norm) * turned / tp
-        swiglu = per_product * sum(kind.product_widths) / tp
-        scores = 0 if w.fused_attention else UNFUSED_SCORE_BYTES * w.seq_len * w.args.n_heads / tp
-        n_bytes = w.n_tokens * (hidden + rotary + swiglu + scores)
+        hidden = n_norms * per_norm * args.dim / (tp if w.sequence_parallel else 1)  # and as many residual additions
+        turned = (args.n_heads + args.n_kv_heads) * args.head_dim * kind.is_gated  # GPT has no rotary embedding
+        rotary = ((2 * c if w.compiled else 2 * c + 16) + per_norm * args.qk_norm) * turned / tp
+        if not kind.is_gated:
+            per_product = (2 if w.compiled else 3) * c
+        n_bytes = w.n_tokens * (
+            hidden + rotary + per_product * sum(module.weight[1] for module in kind.rowwise[1:]) / tp
+        )
         if kind.is_moe:
-            n_bytes += w.n_rows * w.args.dim * (5 * c + 16)
-            n_bytes += w.n_rows_received * (5 * c * w.args.moe.expert_ffn_dim)
-            n_bytes += w.n_rows_received * w.args.dim * 4 * c * (w.layout.ep > 1)
-        return self.memory_time(n_bytes)
+            n_bytes += w.n_rows * args.dim * (5 * c + 16)
+            n_bytes += w.n_rows_received * (5 * c * args.moe.expert_ffn_dim)
+            n_bytes += w.n_rows_received * args.dim * 4 * c * (w.layout.ep > 1)
+        return self.memory_time(n_bytes) + KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
 
     def describe_layer(self, kind: LayerKind) -> Phases:
-        """Return the mean over the recompute modes of a layer. Backward computes twice what forward does, attention
-        2.5 times.
-        """
-        w = self.workload
-        linear, elementwise = self.linear_time(kind), self.elementwise_time(kind)
-        call_s, n_calls = self.collective_time(("tp",), w.hidden_bytes), kind.n_gathers + kind.n_rowwise  # traffic.py
-        again = {"none": 0, "op": kind.n_gathers, "full": n_calls - kind.ends_in_rowwise, "alternate": kind.n_gathers}
-        tp_s, tp_again = call_s * n_calls, call_s * kind.average(again)
+        """Return the mean over the recompute modes of a layer."""
+        w, modes = self.workload, dict.fromkeys(("none", "op", "full", "alternate"), 0.0)
+        (linear, of_inputs, of_weights), elementwise = self.linear_time(kind), self.elementwise_time(kind)
+        attend, attend_back = self.attention_times
+        is_fused, if_full = w.attention != "unfused", kind.average({**modes, "full": 1})
+        n_calls = kind.n_gathers + len(kind.rowwise)
+        again = {"op": kind.n_gathers, "alternate": kind.n_gathers, "full": n_calls - kind.ends_in_rowwise}
+        if not w.sequence_parallel:  # an all-reduce in place of each pair: recompute needs all of them, or none
+            again = {"full": n_calls}
+        call_s = self.collective_time(("tp",), w.hidden_bytes)
+        call_s += self.memory_time(2 * w.hidden_bytes) * (w.copies_gathered and w.layout.tp > 1)
+        call_s *= 1 - self.cluster.async_tp_hidden * w.async_tp
+        tp_s, tp_again = call_s * n_calls, call_s * kind.average({**modes, **again})
         cp_forward, cp_backward = self.expose_context()
-        if_full = kind.average({"none": 0, "op": 0, "full": 1, "alternate": 0})
         rows_s = 2 * self.exchange_time(w.n_rows_received) if kind.is_moe else 0.0
-        ep_forward = rows_s + self.cluster.latency_s * (rows_s > 0)  # the counts
-        left_out = self.matmul_time(2 * w.n_tokens * kind.left_out_parameters / w.layout.tp, w.matmul_dtype)
+        ep_forward = rows_s + (self.exchange_time(0) if kind.is_moe else 0.0)  # with the counts
+        # Full recompute stops before the last matmul: backward does not need its output.
+        stops_early = kind.ends_in_rowwise and w.sequence_parallel
+        left_out = self.module_times(kind.rowwise[-1])[0] if stops_early else 0.0
         again_s = kind.average(
             {
                 "none": 0.0,
-                "op": elementwise,
-                "full": linear - left_out + self.attention_s + elementwise,
+                "op": elementwise * (0.5 if is_fused else 0.3) + (0.0 if is_fused else attend),
+                "full": linear - left_out + attend + elementwise,
                 "alternate": elementwise + linear / 3,
             }
         )
-        backward = linear + 2.5 * self.attention_s + 2 * elementwise + tp_s + cp_backward + rows_s
         waits_again = tp_again + (cp_forward + ep_forward) * if_full
         return Phases(
-            forward=linear + self.attention_s + elementwise + tp_s + cp_forward + ep_forward,
-            backward_input=backward + again_s + waits_again,
-            backward_weight=linear,
+            forward=linear + attend + elementwise + tp_s + cp_forward + ep_forward,
+            backward_input=of_inputs
+            + attend_back
+            + 2 * elementwise
+            + tp_s
+            + cp_backward
+            + rows_s
+            + again_s
+            + waits_again,
+            backward_weight=of_weights,
             exposed_tp=2 * tp_s + tp_again,
             exposed_cp=cp_forward + cp_backward + cp_forward * if_full,
             exposed_ep=ep_forward + rows_s + ep_forward * if_full,
             again=again_s,
         )
-
-    @cached_property
-    def layers(self) -> list[tuple[LayerKind, Phases]]:
-        return [(kind, self.describe_layer(kind)) for kind in self.workload.kinds]
 
     def expose_context(self) -> tuple[float, float]:
         """Return a layer's waits for keys and values, forward and backward.
@@ -166,21 +156,29 @@ class StepTimeModel:
         w, n = self.workload, self.workload.layout.cp
         if n == 1:
             return 0.0, 0.0
-        fetch = self.collective_time(("cp",), w.keys_values_bytes) + self.cluster.latency_s * (n - 2) * w.ring
-        reduce = self.collective_time(("cp",), w.keys_values_bytes / w.compute_bytes * 4)
-        beside = self.attention_s if w.ring else self.attention_s / n
+        fetch = self.collective_time(("cp",), w.keys_values_bytes)
+        reduce = self.collective_time(("cp",), w.keys_values_bytes / w.compute_bytes * MASTER_BYTES)
+        attend, attend_back = self.attention_times
         if w.ring:
-            return max(0.0, fetch - beside), max(0.0, fetch + reduce - 2.5 * beside)
-        return max(0.0, fetch - beside), max(0.0, fetch - 2.5 * beside) + reduce
+            return self.expose(fetch, attend), self.expose(fetch + reduce, attend_back)
+        return self.expose(fetch, attend / n), self.expose(fetch, attend_back / n) + reduce
+
+    # ------------------------------------------------------------ a stage
+
+    @cached_property
+    def layers(self) -> list[tuple[LayerKind, Phases]]:
+        return [(kind, self.describe_layer(kind)) for kind in self.workload.kinds]
 
     @cached_property
     def head(self) -> Phases:
-        """The head and its loss: logits in compute dtype, and three fp32 tensors of them written and read."""
+        """The head and its loss."""
         w = self.workload
-        linear = self.matmul_time(2 * w.n_tokens * w.args.dim * w.args.vocab_size / w.layout.tp, w.compute_dtype)
+        width = w.args.vocab_size // w.layout.tp
+        forward, of_input, of_weight = self.linear_times(w.n_tokens, width, w.args.dim, w.compute_dtype)
         logits = w.n_tokens * w.args.vocab_size / (w.layout.tp if w.shards_loss else 1)
-        loss, tp_s = self.memory_time(12 * logits), self.collective_time(("tp",), w.hidden_bytes)
-        return Phases(linear + loss + tp_s, linear + loss + tp_s, linear, exposed_tp=2 * tp_s)
+        loss = self.memory_time(LOSS_BYTES[w.compiles_loss] * logits) + 10 * self.cluster.kernel_s
+        tp_s = self.collective_time(("tp",), w.hidden_bytes)
+        return Phases(forward + loss + tp_s, of_input + loss + tp_s, of_weight, exposed_tp=2 * tp_s)
 
     @cached_property
     def embedding(self) -> Phases:
@@ -207,33 +205,43 @@ class StepTimeModel:
         return max(sum(of_stages[index] for index in layout.stages_of(rank)) for rank in range(layout.pp))
 
     @cached_property
-    def durations(self) -> Durations:
-        """Durations of the stages, for the simulator. FSDP's exposed gathers of a microbatch delay that microbatch."""
-        layout, w = self.workload.layout, self.workload
-        send = 0.0
-        if layout.pp > 1:
-            tier = self.cluster.find_bandwidth(self.strides["pp"], layout.pp)
-            send = w.hidden_bytes / layout.tp / tier + self.cluster.latency_s
-        late = [self.expose_gathers(stage) for stage in w.stages]
-        return Durations(
-            tuple(phases.forward + forward for phases, (forward, _) in zip(self.stages, late, strict=True)),
-            tuple(phases.backward_input + backward for phases, (_, backward) in zip(self.stages, late, strict=True)),
-            tuple(phases.backward_weight for phases in self.stages),
-            send,
-        )
+    def send_s(self) -> float:
+        """Seconds of hidden states, or of their gradient, from one pp rank to the next."""
+        w, cluster = self.workload, self.cluster
+        if w.layout.pp == 1:
+            return 0.0
+        bandwidth = cluster.network_bandwidth * cluster.network_efficiency
+        if cluster.find_tier(self.strides["pp"], w.layout.pp) == "node":
+            bandwidth = cluster.link_bandwidth * cluster.link_efficiency
+        return w.hidden_bytes / w.layout.tp / bandwidth + cluster.network_latency_s
+
+    @cached_property
+    def busy(self) -> list[tuple[float, float, float]]:
+        """Seconds of one microbatch on each stage: F, I, W. FSDP's exposed gathers of a microbatch delay it."""
+        late = [self.expose_gathers(stage) for stage in self.workload.stages]
+        return [
+            (phases.forward + forward, phases.backward_input + backward, phases.backward_weight)
+            for phases, (forward, backward) in zip(self.stages, late, strict=True)
+        ]
+
+    def seconds_of(self, action: Action) -> float:
+        """Return the duration of an action of a pipeline; a whole backward B is I + W."""
+        forward, of_input, of_weight = self.busy[action.stage]
+        return {"F": forward, "B": of_input + of_weight, "I": of_input, "W": of_weight}[action.kind]
 
     # ------------------------------------------------------------ sharded data parallel
 
-    def gather(self, *n_parameters: float) -> float:
-        return self.shard_time(*n_parameters, self.workload.compute_bytes)
+    def gather(self, n_parameters: float, n_of_experts: float) -> float:
+        width = 1 if self.workload.gathers_float8 else self.workload.compute_bytes
+        return self.shard_time(n_parameters * width, n_of_experts * self.workload.compute_bytes)
 
-    def reduce(self, *n_parameters: float) -> float:
-        return self.shard_time(*n_parameters, MASTER_BYTES)
+    def reduce(self, n_parameters: float, n_of_experts: float) -> float:
+        return self.shard_time(n_parameters * self.workload.reduce_bytes, n_of_experts * self.workload.reduce_bytes)
 
-    def shard_time(self, n_parameters: float, n_of_experts: float, width: int) -> float:
+    def shard_time(self, n_bytes: float, of_experts: float) -> float:
         """Return the seconds of a collective over all shards of parameters, those of experts over their own ranks."""
-        seconds = self.collective_time(("dp_shard", "cp"), n_parameters * width)
-        return seconds + (self.collective_time(("efsdp",), n_of_experts * width) if n_of_experts else 0.0)
+        seconds = self.collective_time(("dp_shard", "cp"), n_bytes)
+        return seconds + (self.collective_time(("efsdp",), of_experts) if of_experts else 0.0)
 
     def expose_gathers(self, stage: Stage) -> tuple[float, float]:
         """Return one microbatch's waits, forward and backward, for parameters and for the reduction of gradients."""
@@ -243,9 +251,10 @@ class StepTimeModel:
         for kind, layer in self.layers:
             of_layer, n = (kind.parameters, kind.moe_parameters), count_layers(stage, kind)
             gather = self.gather(*of_layer) if w.layout.zero_stage == 3 else 0.0
-            reduce = self.reduce(*of_layer) if w.n_reductions == w.layout.n_microbatches else 0.0
-            forward += n * max(0.0, gather - layer.forward)
-            backward += n * max(0.0, gather + reduce - layer.backward)
+            reduces = w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches
+            reduce = self.reduce(*of_layer) if reduces else 0.0
+            forward += n * self.expose(gather, layer.forward)
+            backward += n * self.expose(gather + reduce, layer.backward_input + layer.backward_weight)
         return forward, backward
 
     @cached_property
@@ -258,19 +267,20 @@ class StepTimeModel:
         w = self.workload
         if w.is_whole:
             return 0.0
-        waits = []
+        waits, is_whole = [], w.layout.zero_stage < 3
         largest = max(((kind.parameters, kind.moe_parameters) for kind in w.kinds), key=sum)
+        first, last = self.gather(*largest), self.reduce(*largest)
         for rank in range(w.layout.pp):
-            stages = [w.stages[index] for index in w.layout.stages_of(rank)]
-            n = sum(map(w.count_stage_parameters, stages)), sum(map(w.count_stage_moes, stages))
-            forward = sum(self.stages[index].forward for index in w.layout.stages_of(rank))
-            backward = sum(self.stages[index].backward for index in w.layout.stages_of(rank))
-            whole = w.layout.zero_stage < 3
-            wait = max(self.gather(*largest), self.gather(*n) - forward if whole else 0.0)
-            if w.layout.pp > 1:
-                wait += self.reduce(*n)
+            indices = w.layout.stages_of(rank)
+            stages = [w.stages[index] for index in indices]
+            n = sum(w.stage_parameters[stage] for stage in stages), sum(map(w.count_stage_moes, stages))
+            gather, reduce = self.gather(*n), self.reduce(*n)
+            if w.layout.pp > 1 and not w.overlaps_reduction:
+                wait = (gather if is_whole else first) + reduce
             else:
-                wait += max(self.reduce(*largest), self.reduce(*n) - backward if whole else 0.0)
+                wait = max(first, self.expose(gather, sum(self.stages[i].forward for i in indices)) * is_whole)
+                beside = sum(self.stages[i].backward_input + self.stages[i].backward_weight for i in indices)
+                wait += max(last, self.expose(reduce, beside) * (is_whole or w.layout.pp > 1))
             wait += 2 * self.collective_time(("dp_replicate",), sum(map(w.count_at_rest, stages)) * MASTER_BYTES)
             waits.append(wait)
         return max(waits)
@@ -279,35 +289,31 @@ class StepTimeModel:
     def optimizer_s(self) -> float:
         """Seconds of the optimizer on the rank with most parameters, by numbers read and written per parameter.
 
-        Norm and clipping read the gradient twice and write it; the update reads weight and gradient and writes the
-        weight, and reads and writes each moment.
+        The norm reads the gradient; the update reads weight and gradient, writes the weight, and reads and writes each
+        moment.
         """
         w = self.workload
         most = self.max_over_ranks(list(map(w.count_at_rest, w.stages)))
-        numbers = 3 + 3 + 2 * w.moment_bytes // MASTER_BYTES
-        return self.memory_time(most * MASTER_BYTES * numbers)
+        return self.memory_time(most * MASTER_BYTES * (4 + 2 * w.moment_bytes // MASTER_BYTES))
 
     # ------------------------------------------------------------ the step
 
     @cached_property
     def exposed_s(self) -> dict[str, float]:
         """Mesh axis -> exposed seconds of a step, of the worst rank."""
-        layout, m = self.workload.layout, self.workload.layout.n_microbatches
+        m, exposed = self.workload.layout.n_microbatches, {}
+        for axis in ("tp", "cp", "ep"):
+            exposed[axis] = m * self.max_over_ranks([getattr(phases, f"exposed_{axis}") for phases in self.stages])
         late = [sum(self.expose_gathers(stage)) for stage in self.workload.stages]
-        return {
-            "tp": m * self.max_over_ranks([phases.exposed_tp for phases in self.stages]),
-            "cp": m * self.max_over_ranks([phases.exposed_cp for phases in self.stages]),
-            **({"ep": m * self.max_over_ranks([phases.exposed_ep for phases in self.stages])} if layout.ep else {}),
-            "dp": self.once_s + m * self.max_over_ranks(late),
-        }
+        exposed["dp"] = self.once_s + m * self.max_over_ranks(late)
+        return {axis: seconds for axis, seconds in exposed.items() if seconds}
 
     @cached_property
     def lower_bound_s(self) -> float:
         """A lower bound for any schedule: a rank waits for its first microbatch, works, and earlier stages end."""
-        durations, layout = self.durations, self.workload.layout
-        bounds = []
+        layout, bounds = self.workload.layout, []
         for rank in range(layout.pp):
             indices = layout.stages_of(rank)
-            fill = sum(durations.forward[i] + durations.backward_input[i] for i in range(indices[0]))
-            bounds.append(fill + layout.n_microbatches * sum(durations.busy[i] for i in indices))
+            fill = sum(sum(self.busy[i][:2]) for i in range(indices[0]))
+            bounds.append(fill + layout.n_microbatches * sum(sum(self.busy[i]) for i in indices))
         return max(bounds) + self.once_s + self.optimizer_s

@@ -1,8 +1,8 @@
 """One optimizer step of a model in a layout, as numbers: the input of every closed form.
 
-    config + model_args + layout  ->  Workload  ->  memory.py           bytes that a rank holds
-                                                ->  plan/traffic.py     bytes that a rank moves
-                                                ->  plan/step_time.py   seconds
+    config + model_args + layout  ->  Workload  ->  memory.py       bytes that a rank holds
+                                                ->  transfers.py    bytes that a rank moves
+                                                ->  step_time.py    seconds
 
 Legend: B sequences of a microbatch, S sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim,
 V vocabulary, T = B*S/cp tokens of a microbatch on one rank, R = T/tp * top_k rows that it sends to experts.
@@ -15,16 +15,19 @@ from functools import cached_property, lru_cache
 from math import ceil, prod
 from typing import Literal
 
-from torchtitan_lite.config.block import BlockModule, count_expert_parameters, count_layer_parameters, list_block
+from torchtitan_lite.config.block import BlockModule, list_block, list_linears, plan_float8
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.layout import Layout, choose_chunk_tokens
+from torchtitan_lite.config.layout import Layout, choose_chunk_tokens, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import MASTER_BYTES, count_moment_bytes
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.schedule import Stages, splits_backward
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config
+from torchtitan_lite.preflight import choose_n_ranks, read_run_config
 
-# No config asks for "alternate": it is torchtitan's policy of 2024, which keeps every second matmul. Published runs
-# use it.
+ANY_CPU = Machine("cpu", 1, 0, "CPU")
+
+# No config asks for "alternate", torchtitan's policy of 2024, which keeps every second matmul: published runs used it.
 Recompute = Literal["none", "op", "full", "alternate"]
 
 
@@ -42,38 +45,22 @@ class Stage:
 class LayerKind:
     """Layers that are alike: the dense ones, or those with experts."""
 
-    args: ModelArgs
     is_moe: bool
     recompute: Counter  # Recompute -> number of layers of this kind in the whole model
-    tp: int
-    ep: int
-    efsdp: int
+    block: list[BlockModule]  # the modules of a block with weights
+    is_gated: bool  # Llama's block: SwiGLU of three matrices, and rotary embedding. GPT's has neither
+    n_gathers: int  # modules whose input tp all-gathers: those with linear layers that it splits by columns
+    rowwise: list[BlockModule]  # linear layers that tp splits by rows: their partial sums are reduce-scattered
+    # Parameters of one rank, before FSDP shards them
+    parameters: int  # of the block without its experts: every tp rank has the norms
+    router_parameters: int  # before FSDP pads it: every ep rank has the whole
+    moe_parameters: int  # of router and experts
 
-    @cached_property
-    def block(self) -> list[BlockModule]:
-        """The modules of a block with weights."""
-        return list_block(self.args, moe=self.is_moe)
-
-    @cached_property
+    @property
     def norms(self) -> list[BlockModule]:
         return [module for module in self.block if module.is_norm]
 
-    @cached_property
-    def n_gathers(self) -> int:
-        """Modules whose input tp all-gathers: those with linear layers that it splits by columns."""
-        return len({module.name.rpartition(".")[0] for module in self.block if module.split == "colwise"})
-
-    @cached_property
-    def n_rowwise(self) -> int:
-        """Linear layers that tp splits by rows: their partial sums are reduce-scattered."""
-        return sum(module.split == "rowwise" for module in self.block)
-
-    @cached_property
-    def product_widths(self) -> list[int]:
-        """Inner widths of the feed-forwards that tp splits: the one of a dense block, or the shared experts."""
-        return [module.weight[1] for module in self.block if module.split == "rowwise"][1:]
-
-    @cached_property
+    @property
     def ends_in_rowwise(self) -> bool:
         """Whether the block's last matmul is rowwise. Full recompute ends before it: backward does not need its output.
 
@@ -81,66 +68,73 @@ class LayerKind:
         """
         return self.block[-1].split != "experts"
 
-    @cached_property
-    def left_out_parameters(self) -> int:
-        """Return the weights of the matmul that full recompute leaves out, before tp shards them."""
-        last = [module for module in self.block if module.split == "rowwise"][-1]
-        return prod(last.weight) * self.ends_in_rowwise
-
     def average(self, by_mode: dict[str, float]) -> float:
         """Return the mean over the layers of a number that depends on the recompute mode."""
         return sum(by_mode[mode] * n for mode, n in self.recompute.items()) / self.recompute.total()
 
-    # ------------------------------------------------------------ parameters of one rank, before FSDP shards them
 
-    @cached_property
-    def router_parameters(self) -> int:
-        """Parameters of the router, before FSDP pads it: every ep rank has the whole."""
-        return sum(prod(module.weight) for module in self.block if module.split == "router")
+def describe_kind(args: ModelArgs, layout: Layout, recompute: Counter, *, is_moe: bool) -> LayerKind:
+    """Return the layers with or without experts. FSDP pads each parameter to equal rows for its ranks."""
+    block, n_shards, parameters, moe_parameters = list_block(args, moe=is_moe), layout.dp_shard * layout.cp, 0, 0
+    for module in block:
+        rows, rest = module.weight[0], prod(module.weight[1:])
+        if module.split == "router":
+            moe_parameters += pad(rows, layout.efsdp) * rest
+        elif module.split == "experts":
+            moe_parameters += rows // max(1, layout.ep) * rest
+        else:
+            rows = rows // layout.tp if module.split == "colwise" else rows
+            parameters += pad(rows, n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
+    return LayerKind(
+        is_moe=is_moe,
+        recompute=recompute,
+        block=block,
+        is_gated=is_moe or any(module.name.endswith("w3") for module in block),
+        n_gathers=len({module.name.rpartition(".")[0] for module in block if module.split == "colwise"}),
+        rowwise=[module for module in block if module.split == "rowwise"],
+        parameters=parameters,
+        router_parameters=sum(prod(module.weight) for module in block if module.split == "router"),
+        moe_parameters=moe_parameters,
+    )
 
-    @cached_property
-    def linear_parameters(self) -> int:
-        """Weights of the matmuls that tp shares, before it does."""
-        linears = count_layer_parameters(self.args, moe=self.is_moe, linear_only=True, experts=0)
-        return linears - self.router_parameters
 
-    @cached_property
-    def parameters(self) -> int:
-        """Parameters of the block without its MoE layer. tp shards the linear layers; every tp rank has the norms."""
-        whole = count_layer_parameters(self.args, moe=self.is_moe, tp=self.tp, experts=0)
-        return whole - self.router_parameters
-
-    @cached_property
-    def moe_parameters(self) -> int:
-        """Parameters of router and experts on one of `ep` ranks. FSDP pads the router to equal rows for its ranks."""
-        if not self.is_moe:
-            return 0
-        n_experts = self.args.moe.n_experts
-        router = self.router_parameters // n_experts * ceil(n_experts / self.efsdp) * self.efsdp
-        return router + n_experts // max(1, self.ep) * count_expert_parameters(self.args)
+def pad(rows: int, n_shards: int) -> int:
+    """Return the rows of a parameter that FSDP shards: it gives every rank as many."""
+    return ceil(rows / n_shards) * n_shards
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One optimizer step of a model in a layout. Published runs of other code are described by it too."""
+    """One optimizer step of a model in a layout."""
 
     args: ModelArgs
     layout: Layout
     seq_len: int
     recompute: Counter  # Recompute -> number of layers of the whole model
+    recompute_of_moes: Counter = field(default_factory=Counter)  # of the layers with experts
     compute_dtype: str = "bfloat16"  # of activations and gathered parameters
-    matmul_dtype: str = "bfloat16"  # of the linear layers without the head; may be "float8"
+    float8: frozenset[str] = frozenset()  # modules of a block that compute in float8
+    float8_recipe: str = "tensorwise"  # a field of Cluster: "<recipe>_efficiency"
+    gathers_float8: bool = False  # FSDP's all-gathers
+    attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"  # unfused: scores are written to memory
     moment_bytes: int = 8  # optimizer state per parameter
     splits_backward: bool = False
     shards_loss: bool = True
     loss_chunk_tokens: int = 0  # 0: all logits at once
     compiled: bool = False
+    compiles_loss: bool = False
+    async_tp: bool = False
     ring: bool = False  # under cp, keys and values travel around a ring; else by all-gather
     documents: bool = False  # attention stays inside documents
-    fused_attention: bool = True  # False: the scores (S, S) are written to memory, as before FlashAttention
-    recompute_of_moes: Counter = field(default_factory=Counter)  # of the layers with experts
     imbalance: float = 1.0  # rows that the most loaded of `ep` ranks receives, over their mean
     balances_by_loss: bool = False  # the auxiliary loss counts the routes of whole sequences
+    # How other code differs, for published runs: the defaults are this trainer's.
+    sequence_parallel: bool = True
+    copies_gathered: bool = True  # the result of tp's all-gathers, because DTensor gathers along the sequence
+    overlaps_reduction: bool = False  # of gradients in a pipeline, with the last backwards
+    receive_buffers: int | None = None  # of a stage; None: one for each microbatch, as torch's pipeline has them
+    grad_bytes: int = MASTER_BYTES  # of a gradient at rest ...
+    reduce_bytes: int = MASTER_BYTES  # ... and while it is summed over dp
 
     @property
     def compute_bytes(self) -> int:
@@ -199,21 +193,24 @@ class Workload:
     @cached_property
     def kinds(self) -> list[LayerKind]:
         """The kinds of layers that the model has."""
-        of_dense = self.recompute - self.recompute_of_moes
-        kinds = (False, of_dense), (True, self.recompute_of_moes)
-        degrees = self.layout.tp, self.layout.ep, self.layout.efsdp
-        return [LayerKind(self.args, is_moe, modes, *degrees) for is_moe, modes in kinds if modes]
+        kinds = (False, self.recompute - self.recompute_of_moes), (True, self.recompute_of_moes)
+        return [describe_kind(self.args, self.layout, modes, is_moe=is_moe) for is_moe, modes in kinds if modes]
 
     # ------------------------------------------------------------ rows of an MoE layer
 
     @property
     def n_rows(self) -> int:
-        return count_rows(self.args, self.layout, self.seq_len)
+        """R: copies of a rank's own tokens of a microbatch, one for each expert of a token."""
+        return self.n_tokens // self.layout.tp * self.args.moe.top_k
 
     @property
     def n_rows_each(self) -> int:
-        """Rows that the most loaded ep rank receives from each of them, itself included."""
-        return count_rows_each(self.n_rows, self.layout.ep, self.imbalance)
+        """Rows that the most loaded of ep ranks receives from each of them, itself included.
+
+        It receives `imbalance` times the mean. No rank has more than all rows, so ep is the largest imbalance.
+        """
+        ep = self.layout.ep
+        return min(self.n_rows, round(self.n_rows * self.imbalance / ep)) if ep > 1 else self.n_rows
 
     @property
     def n_rows_received(self) -> int:
@@ -225,49 +222,34 @@ class Workload:
     @cached_property
     def vocabulary_parameters(self) -> int:
         """Parameters of the embedding, or of the head."""
-        return self.args.vocab_size * self.args.dim // self.layout.tp
+        return pad(self.args.vocab_size // self.layout.tp, self.n_shards) * self.args.dim
 
     def groups_of(self, stage: Stage) -> list[int]:
         """Return the parameters of each FSDP group, in forward order: embedding, layers, head with the final norm.
 
         MoE layers are groups of their own, over other ranks: see `count_stage_moes`.
         """
-        embedding = [self.vocabulary_parameters] * stage.has_embedding
-        head = [self.vocabulary_parameters + self.args.dim] * stage.has_head
-        if embedding and head and self.args.tie_embeddings:
-            embedding = []
+        has_own_embedding = stage.has_embedding and not (stage.has_head and self.args.tie_embeddings)
         layers = [kind.parameters for kind in self.kinds for _ in range(count_layers(stage, kind))]
-        return embedding + layers + head
+        head = [self.vocabulary_parameters + pad(self.args.dim, self.n_shards)] * stage.has_head
+        return [self.vocabulary_parameters] * has_own_embedding + layers + head
 
-    def count_stage_parameters(self, stage: Stage) -> int:
-        """Return the parameters of a stage without its MoE layers."""
-        return sum(self.groups_of(stage))
+    @cached_property
+    def stage_parameters(self) -> dict[Stage, int]:
+        """Parameters of a stage without its experts."""
+        return {stage: sum(self.groups_of(stage)) for stage in set(self.stages)}
 
     def count_stage_moes(self, stage: Stage) -> int:
         return sum(kind.moe_parameters * count_layers(stage, kind) for kind in self.kinds)
 
     def count_at_rest(self, stage: Stage) -> float:
         """Return the parameters of a stage that one rank holds between steps."""
-        of_moes = self.count_stage_moes(stage) / self.layout.efsdp
-        return self.count_stage_parameters(stage) / self.n_shards + of_moes
+        return self.stage_parameters[stage] / self.n_shards + self.count_stage_moes(stage) / self.layout.efsdp
 
 
 def count_layers(stage: Stage, kind: LayerKind) -> int:
     """Return the layers of this kind on a stage."""
     return stage.n_moes if kind.is_moe else stage.n_layers - stage.n_moes
-
-
-def count_rows(args: ModelArgs, layout: Layout, seq_len: int) -> int:
-    """Return R: copies of a rank's own tokens of a microbatch, one for each expert of a token."""
-    return layout.microbatch_size * seq_len // layout.cp // layout.tp * args.moe.top_k
-
-
-def count_rows_each(n_rows: int, ep: int, imbalance: float) -> int:
-    """Return how many of its `n_rows` rows each of `ep` ranks sends to the most loaded one.
-
-    That one receives `imbalance` times the mean. No rank has more than all rows, so ep is the largest imbalance.
-    """
-    return min(n_rows, round(n_rows * imbalance / ep)) if ep > 1 else n_rows
 
 
 @lru_cache
@@ -289,6 +271,10 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout, *, imbala
         raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
     dtype = config.training.mixed_precision_param
     dtype = "bfloat16" if dtype == "auto" else dtype
+    float8 = config.quantize.linear.float8
+    chosen = frozenset()
+    if config.model.uses_float8:
+        chosen = choose_float8(args, tuple(float8.filter_fqns), layout.tp, float8.recipe_name)
     return Workload(
         args=args,
         layout=layout,
@@ -298,15 +284,74 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout, *, imbala
         imbalance=imbalance,
         balances_by_loss=config.training.expert_balance_loss > 0,
         compute_dtype=dtype,
-        matmul_dtype="float8" if config.model.uses_float8 else dtype,
+        float8=chosen,
+        float8_recipe=float8.recipe_name.partition("_")[0],
+        gathers_float8=config.model.uses_float8 and float8.enable_fsdp_float8_all_gather,
+        attention="triton" if config.model.attention == "document" else "cudnn",
         moment_bytes=count_moment_bytes(config.optimizer),
         splits_backward=splits_backward(config.parallelism),
         shards_loss=not config.parallelism.disable_loss_parallel,
         loss_chunk_tokens=choose_chunk_tokens(config.training, "cuda"),
-        compiled=config.compile.enable,
+        compiled=config.compile.compiles_blocks,
+        compiles_loss=config.compile.enable and "loss" in config.compile.components,
+        async_tp=config.parallelism.enable_async_tensor_parallel,
         ring=config.parallelism.context_parallel_rotate_method == "ring",
         documents=config.model.attention == "document",
     )
+
+
+@lru_cache
+def choose_float8(args: ModelArgs, filter_fqns: tuple[str, ...], tp: int, recipe_name: str) -> frozenset[str]:
+    """Return the modules of a block that compute in float8."""
+    fqns = plan_float8(list_linears(args), list(filter_fqns), tp, recipe_name)
+    return frozenset(fqn.split(".", 2)[2] for fqn in fqns)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run on other machines, whose config is sound."""
+
+    config_name: str
+    config: Config  # resolved
+    model_args: ModelArgs
+    layout: Layout
+    device_type: Literal["cuda", "cpu"]
+    imbalance: float = 1.0
+
+    @property
+    def workload(self) -> Workload:
+        return describe_workload(self.config, self.model_args, self.layout, imbalance=self.imbalance)
+
+
+def plan_run(
+    args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"], imbalance: float = 1.0
+) -> PlannedRun:
+    """Return the run of these arguments of a config. Raises ConfigError with every problem.
+
+    Without n_gpus: the product of the degrees, or two if one of them is automatic. Files, memory and GPUs of this
+    machine are not checked.
+    """
+    reading = read_run_config(args)
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    model_args = resolve_model(reading.config.model)
+    layout = plan_layout(reading.config, model_args, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1))
+    config = resolve_config(reading.config, layout, device_type)
+    most = max(1, layout.ep)
+    if imbalance > most:
+        why = f"parallelism.expert_parallel_degree = {most}: no rank can compute more than {most} times the mean"
+        remedy = f"Use {f'1 to {most}' if most > 1 else '1'}, or a larger parallelism.expert_parallel_degree"
+        raise ConfigError([Problem("--imbalance", imbalance, why, remedy)])
+    return PlannedRun(reading.config_name, config, model_args, layout, device_type, imbalance)
+
+
+def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
+    """Return pp rank -> pp ranks with equal stages, itself included. The key is the first, which holds most."""
+    workload, layout = planned.workload, planned.layout
+    alike: dict[tuple, list[int]] = {}
+    for rank in range(layout.pp):
+        alike.setdefault(tuple(workload.stages[index] for index in layout.stages_of(rank)), []).append(rank)
+    return {ranks[0]: ranks for ranks in alike.values()}
 
 
 def count_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> Counter:

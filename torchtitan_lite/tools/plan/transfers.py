@@ -1,12 +1,9 @@
-"""Bytes that one rank moves in one step: read from each call that the Meter (meter.py) sees, and by the closed form.
-
-    tensor, context parallel    _c10d_functional.reduce_scatter_tensor
-    step.py, FSDP, pipeline     c10d::_allgather_base_, c10d::send ...
+"""Bytes that one rank moves in one step, by the closed form. The dry run records the same calls one by one (meter.py).
 
     axis              what travels                                      how often
     tp                hidden states (B, S/cp, D)                        4 times a layer and microbatch, and recompute;
-                                                                        twice where the feed-forward is an MoE layer
-    ep                rows of tokens, their results and gradients       4 times an MoE layer and microbatch, recompute
+                                                                        twice in an MoE layer
+    ep                rows of tokens, their results and gradients       4 times an MoE layer, and recompute
     efsdp             experts and routers, as dp_shard x cp the rest    by ZeRO stage
     cp                keys and values, and their gradients              2 or 3 times a layer and microbatch
     dp_shard x cp     parameters (compute dtype), gradients (fp32)      by ZeRO stage: once a microbatch, or a step
@@ -15,61 +12,17 @@
 
 P = bytes of the whole tensor, n ranks: an all-gather, reduce-scatter or all-to-all moves P(n-1)/n, an all-reduce
 2P(n-1)/n, a broadcast, send or receive P. All-reduces of a few bytes (token count, loss, gradient norm) are counted
-too, so that call and closed form agree to the byte. The docstrings in parallel/ say why each collective is needed.
+too, so that the dry run and the closed form agree to the byte. The docstrings in parallel/ say why each collective is
+needed.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
-from torchtitan_lite.tools.plan.call_sites import CallSite
-from torchtitan_lite.tools.plan.simulator import PipelineOrder
+from torchtitan_lite.tools.plan.orders import Order
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload, count_layers
-
-OPERATIONS = {  # torch's name of a collective -> ours
-    "c10d::allreduce_": "all-reduce",
-    "c10d::allreduce_coalesced_": "all-reduce",
-    "c10d::_allgather_base_": "all-gather",
-    "c10d::allgather_": "all-gather",
-    "c10d::allgather_into_tensor_coalesced_": "all-gather",
-    "c10d::_reduce_scatter_base_": "reduce-scatter",
-    "c10d::reduce_scatter_": "reduce-scatter",
-    "c10d::reduce_scatter_tensor_coalesced_": "reduce-scatter",
-    "c10d::alltoall_base_": "all-to-all",
-    "c10d::alltoall_": "all-to-all",
-    "c10d::broadcast_": "broadcast",
-    "c10d::send": "send",
-    "c10d::recv_": "receive",
-    "_c10d_functional::all_reduce": "all-reduce",
-    "_c10d_functional::all_reduce_": "all-reduce",
-    "_c10d_functional::all_gather_into_tensor": "all-gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
-    "_c10d_functional::all_to_all_single": "all-to-all",
-    "_dtensor::shard_dim_alltoall": "all-to-all",
-}
-# Positions of the input and of its splits among the arguments
-INPUT_SPLITS = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}
-GROUPS_OF_EXPERTS = {"mesh_efsdp": "efsdp", "mesh_ep": "ep"}  # DeviceMesh's description of a group -> mesh dim
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One call that moves bytes between this rank and others."""
-
-    operation: str
-    axis: str  # mesh dims of the group: "tp", "dp_shard x cp"
-    n_ranks: int
-    stride: int  # from one rank of the group to the next
-    shape: tuple[int, ...]  # of the whole tensor
-    dtype: str
-    n_bytes: float  # that this rank moves
-    place: CallSite
 
 
 @dataclass(frozen=True)
@@ -110,67 +63,6 @@ def fraction_moved(operation: str, n_ranks: int, rank: int = 0, splits: Sequence
     return {"all-reduce": 2 * ring, "broadcast": 1, "send": 1, "receive": 1}.get(operation, ring)
 
 
-def name_axis(layout: Layout, ranks: list[int]) -> str:
-    """Return the mesh dims of a group: those in which its first and last rank differ."""
-    first, last, dims = ranks[0], ranks[-1], []
-    for dim in reversed(MESH_DIMS):  # innermost first
-        degree = layout.degrees[dim]
-        dims = [dim] * (first % degree != last % degree) + dims
-        first, last = first // degree, last // degree
-    return " x ".join(dims)
-
-
-class CollectiveReader:
-    """Read a collective off the operator's name, arguments and result."""
-
-    def __init__(self, layout: Layout):
-        self.layout = layout
-        self._groups: dict[str, tuple[str, int]] = {}  # name of a group -> axis, and stride of its ranks
-
-    def read(self, name: str, args: tuple, result: object = None, place: CallSite | None = None) -> Collective | None:
-        """Return what this rank moves; None for a group of one rank. `name`: a key of OPERATIONS."""
-        group, operation = find_group(args), OPERATIONS[name]
-        n = group.size()
-        if n == 1:
-            return None
-        if group.group_name not in self._groups:
-            ranks = dist.get_process_group_ranks(group)
-            # Groups of the experts' mesh may have the ranks of another group.
-            axis = GROUPS_OF_EXPERTS.get(group.group_desc) or name_axis(self.layout, ranks)
-            self._groups[group.group_name] = axis, ranks[1] - ranks[0]
-        axis, stride = self._groups[group.group_name]
-        # The larger side of the call, an argument or the result, is the whole tensor; of rows that are split unevenly
-        # it is what this rank sends.
-        sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)]
-        whole = max(sides, key=lambda side: sum(tensor.numel() for tensor in side))
-        given, at = INPUT_SPLITS.get(name, (0, len(args)))
-        splits = args[at] if len(args) > at and isinstance(args[at], list) else []
-        if splits:
-            whole = sides[given]
-        fraction = fraction_moved(operation, n, group.rank(), splits)
-        return Collective(
-            operation=operation,
-            axis=axis,
-            n_ranks=n,
-            stride=stride,
-            shape=tuple(whole[0].shape),
-            dtype=str(whole[0].dtype).removeprefix("torch."),
-            n_bytes=sum(tensor.numel() * tensor.element_size() for tensor in whole) * fraction,
-            place=place or CallSite(),
-        )
-
-
-def find_group(args: tuple) -> dist.ProcessGroup:
-    """Return the process group among a collective's arguments: an object, or the name in the last string."""
-    for argument in args:
-        if isinstance(argument, torch.ScriptObject):
-            return dist.ProcessGroup.unbox(argument)
-    return dist.distributed_c10d._resolve_process_group([arg for arg in args if isinstance(arg, str)][-1])
-
-
-# ---------------------------------------------------------------- the closed form
-
-
 class Tally:
     """Calls and bytes of one rank by axis and operation. Groups of one rank have none."""
 
@@ -188,7 +80,7 @@ class Tally:
             self.calls.append(((" x ".join(used), operation), n_calls, n_calls * whole_bytes * fraction))
 
 
-def estimate_traffic(workload: Workload, pp_rank: int, order: PipelineOrder) -> dict[tuple[str, str], Moved]:
+def estimate_traffic(workload: Workload, pp_rank: int, order: Order) -> dict[tuple[str, str], Moved]:
     """Return (axis, operation) -> what a rank with this index on mesh dim `pp` moves in one step."""
     tally = Tally(workload.layout)
     for index in workload.layout.stages_of(pp_rank):
@@ -232,9 +124,9 @@ def add_blocks(tally: Tally, workload: Workload, kind: LayerKind, n_layers: int)
     Forward gathers the input of the colwise layers and scatters the output of each rowwise one; backward mirrors that.
     Recompute gathers again. Full recompute scatters again too, but may stop before the last reduce-scatter.
     """
-    tp, mirrored, again = ("tp",), kind.n_gathers + kind.n_rowwise, kind.n_gathers
+    tp, mirrored, again = ("tp",), kind.n_gathers + len(kind.rowwise), kind.n_gathers
     gathers = mirrored + kind.average({"none": 0, "op": again, "alternate": again, "full": again})
-    repeated = kind.n_rowwise - kind.ends_in_rowwise
+    repeated = len(kind.rowwise) - kind.ends_in_rowwise
     scatters = mirrored + kind.average({"none": 0, "op": 0, "alternate": 0, "full": repeated})
     tally.add(tp, "all-gather", workload.layout.n_microbatches * n_layers * gathers, workload.hidden_bytes)
     tally.add(tp, "reduce-scatter", workload.layout.n_microbatches * n_layers * scatters, workload.hidden_bytes)

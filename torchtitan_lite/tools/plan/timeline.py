@@ -1,0 +1,155 @@
+"""A pipeline schedule on paper: how long a step takes, who idles, how many microbatches are in flight, and its picture.
+
+    pp rank 0  F0F1....B0--F2B1--F3B2--..B3--    F forward, B backward, or its halves: I gradients of inputs,
+    pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....    W gradients of weights. Dots are the bubble: idle time of all ranks
+
+With even stages, B = 2F and no delay, GPipe and 1F1B idle (p-1)/(m+p-1) of a step, interleaved (p-1)/(v*m+p-1): p pp
+ranks, m microbatches, v stages a rank. (p-1)/m, often quoted, is idle over *ideal* time. Orders are those of
+orders.py, durations those of step_time.py.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from html import escape
+from typing import NamedTuple
+
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schedule import Action, read_rows, run_on_paper
+from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.tools.plan.orders import Order, list_order
+
+MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+COLORS = {"F": "#4e79a7", "B": "#f28e2b", "I": "#edc948", "W": "#b07aa1"}
+ROW_HEIGHT, LABEL_WIDTH = 22, 72  # pixels
+
+
+def plan_order(section: Parallelism, layout: Layout) -> Order:
+    """Return the order of a layout: from its CSV file, or by its schedule."""
+    if layout.pp > 1 and section.pipeline_parallel_schedule_csv:
+        return read_rows(section.pipeline_parallel_schedule_csv)
+    n_stages_per_rank = len(layout.stages) // layout.pp
+    return list_order(section.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
+
+
+class Event(NamedTuple):
+    """An action that ran."""
+
+    rank: int  # of mesh dim pp
+    start: float  # seconds from the start of the step
+    end: float
+    action: Action
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each pp rank does what."""
+
+    events: list[Event]
+    n_ranks: int
+
+    @cached_property
+    def end_time(self) -> float:
+        return max(event.end for event in self.events)
+
+    @property
+    def bubble(self) -> float:
+        """Idle fraction of all ranks' time."""
+        return 1 - sum(event.end - event.start for event in self.events) / (self.end_time * self.n_ranks)
+
+
+def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0) -> Timeline:
+    """Return when each action runs. Orders do not deadlock: check refuses a file that does."""
+    return Timeline([Event(*each) for each in run_on_paper(order, seconds_of, send_s)], len(order))
+
+
+# ---------------------------------------------------------------- microbatches in flight
+
+
+def count_in_flight(row: list[Action], waiting_weight: float = 1.0) -> Counter[tuple[int, str]]:
+    """Return the microbatches in flight when they hold most: (stage, F or I: their last action) -> how many.
+
+    After F a microbatch holds what its backward needs. Between I and W it holds `waiting_weight` times as much
+    (memory.weigh_waiting).
+    """
+    held: Counter[tuple[int, str]] = Counter()
+    peak, n_held, most = held, 0.0, 0.0
+    for action in row:
+        if action.kind != "F":
+            held[action.stage, "I" if action.kind == "W" else "F"] -= 1
+            n_held -= waiting_weight if action.kind == "W" else 1
+        if action.kind in "FI":
+            held[action.stage, action.kind] += 1
+            n_held += waiting_weight if action.kind == "I" else 1
+        if n_held > most:
+            peak, most = held.copy(), n_held
+    return peak
+
+
+def list_samples(n_microbatches: int, n_ranks: int) -> list[tuple[int, float]]:
+    """Return short schedules and their weights: the weighted sum of their results is that of the long schedule.
+
+    Once a pipeline is full, all rounds of microbatches are alike, so time and microbatches in flight grow by the same
+    amount with each: f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. A schedule of four rounds or less
+    is its own only sample.
+    """
+    size = n_microbatches // max(1, n_microbatches // n_ranks)
+    n_skipped = (n_microbatches - 3 * size) // size
+    if n_skipped < 2:
+        return [(n_microbatches, 1)]
+    short = n_microbatches - n_skipped * size
+    return [(short, 1 - n_skipped), (short + size, n_skipped)]
+
+
+@lru_cache(maxsize=4096)
+def extrapolate_in_flight(
+    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int, waiting_weight: float
+) -> list[Counter]:
+    """Return what count_in_flight finds of each pp rank, from short schedules."""
+    total: list[Counter] = [Counter() for _ in range(pp)]
+    for length, weight in list_samples(n_microbatches, pp):
+        for in_flight, row in zip(total, list_order(schedule, pp, length, n_stages_per_rank), strict=True):
+            for key, count in count_in_flight(row, waiting_weight).items():
+                in_flight[key] += count * weight
+    return total
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def draw_svg(timeline: Timeline, title: str = "", width: int = 1000) -> str:
+    """Return the picture as a whole SVG file. A rank's later stages are paler; a tooltip names each action."""
+    scale = (width - LABEL_WIDTH - 8) / timeline.end_time
+    top = 30
+    height = top + timeline.n_ranks * ROW_HEIGHT + 30
+    frame = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11"'
+    shapes = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {frame}>',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="8" y="20" font-weight="bold">{escape(title) or "pipeline"}: bubble {timeline.bubble:.1%}</text>',
+    ]
+    for rank in range(timeline.n_ranks):
+        y = top + rank * ROW_HEIGHT
+        shapes.append(f'<text x="8" y="{y + 15}">pp rank {rank}</text>')
+        shapes.append(
+            f'<rect x="{LABEL_WIDTH}" y="{y}" width="{width - LABEL_WIDTH - 8}" height="{ROW_HEIGHT - 3}" fill="#eee"/>'
+        )
+    for event in timeline.events:
+        action, x, y = event.action, LABEL_WIDTH + event.start * scale, top + event.rank * ROW_HEIGHT
+        box_width = (event.end - event.start) * scale
+        opacity = 1 / (1 + 0.5 * (action.stage // timeline.n_ranks))
+        box = f'x="{x:.2f}" y="{y}" width="{box_width:.2f}" height="{ROW_HEIGHT - 3}" fill="{COLORS[action.kind]}"'
+        name = f"stage {action.stage}, {MEANINGS[action.kind]}, microbatch {action.microbatch}"
+        shapes.append(
+            f'<rect {box} fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5"><title>{name}</title></rect>'
+        )
+        if box_width > 7 * len(str(action.microbatch)) + 3:  # room for the number
+            middle = x + box_width / 2
+            shapes.append(f'<text x="{middle:.2f}" y="{y + 14}" text-anchor="middle">{action.microbatch}</text>')
+    kinds = [kind for kind in COLORS if any(event.action.kind == kind for event in timeline.events)]
+    for index, kind in enumerate(kinds):
+        x, y = LABEL_WIDTH + index * 150, height - 22
+        shapes.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLORS[kind]}"/>')
+        shapes.append(f'<text x="{x + 17}" y="{y + 10}">{MEANINGS[kind]}</text>')
+    return "\n".join([*shapes, "</svg>\n"])
