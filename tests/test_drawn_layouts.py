@@ -105,7 +105,13 @@ def draw_keys(draw: random.Random, degrees: dict[str, int]) -> dict[str, object]
     if draw.random() < 0.3:
         n_ranks = degrees[SHARD] * degrees[CP] * degrees[TP]
         experts = {"model.flavor": "debug_moe", EP: draw.choice([n for n in (1, 2, 4, 8) if n_ranks % n == 0])}
-        experts |= {"flavor.n_experts": draw.choice([8, 24]), "flavor.top_k": draw.choice([1, 2, 3])}
+        top_k = draw.choice([1, 2, 3])
+        # The only expert of a token would have the weight 1, and the router a gradient of rounding errors.
+        experts |= {
+            "flavor.n_experts": draw.choice([8, 24]),
+            "flavor.top_k": top_k,
+            "flavor.normalize_top_k": top_k > 1,
+        }
         keys = experts | keys
     for option in (RING, DOCUMENTS, NO_LOSS_PARALLEL):
         keys |= option if draw.random() < 0.3 else {}

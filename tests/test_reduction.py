@@ -35,7 +35,7 @@ def read(*args: str) -> Config:
         (8, {CP: 4, TP: 2, SHARD: 1}, "cp4 x tp2"),
         (1, {SHARD: 1}, "one rank"),
         (8, {REPLICATE: 2}, "dp_replicate2 x dp_shard4"),  # an automatic dp_shard takes what is left
-        (7, {TP: 2}, "dp_shard2 x tp2"),
+        (6, {TP: 2}, "dp_shard3 x tp2"),
     ],
 )
 def test_a_layout_that_fits_is_tried_exactly_as_asked(max_ranks, asked, layout):

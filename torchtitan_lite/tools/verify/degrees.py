@@ -8,7 +8,7 @@ they need more ranks   refused, with the command for the largest smaller layout 
 
 from collections.abc import Iterator
 from itertools import product
-from math import gcd, lcm, prod
+from math import gcd, prod
 
 from torchtitan_lite.config.layout import plan_degrees, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError
@@ -32,21 +32,25 @@ def read_degrees(section: Parallelism) -> dict[str, int]:
     return {dim: getattr(section, key.split(".")[1]) for dim, key in DEGREE_KEYS.items()}
 
 
+def find_shard_unit(section: Parallelism) -> int:
+    """Return the number of which an automatic dp_shard is a multiple, so that ep ranks can share experts."""
+    degrees, ep = plan_degrees(section, 1), section.expert_parallel_degree
+    return ep // gcd(ep, prod(degrees[dim] for dim in OF_EXPERTS))
+
+
 def count_ranks(section: Parallelism) -> int:
-    """Return the fewest ranks for these degrees. An automatic dp_shard is 2 or more, and makes room for ep."""
-    degrees = plan_degrees(section, 1)
-    n_ranks = prod(degrees.values())
-    if section.data_parallel_shard_degree == AUTOMATIC:
-        ep = section.expert_parallel_degree
-        n_ranks *= lcm(2, ep // gcd(ep, prod(degrees[dim] for dim in OF_EXPERTS)))
-    return n_ranks
+    """Return the fewest ranks for these degrees. An automatic dp_shard is 2 or more."""
+    n_ranks = prod(plan_degrees(section, 1).values())
+    is_automatic = section.data_parallel_shard_degree == AUTOMATIC
+    return n_ranks * max(2, find_shard_unit(section)) if is_automatic else n_ranks
 
 
 def choose_degrees(section: Parallelism, max_ranks: int) -> dict[str, int]:
-    """Return the degree of each mesh dim, as asked for. An automatic dp_shard takes what is left, in equal parts."""
-    degrees, least = plan_degrees(section, 1), count_ranks(section)
+    """Return the degree of each mesh dim, as asked for. An automatic dp_shard takes what is left."""
+    degrees = plan_degrees(section, 1)
     if section.data_parallel_shard_degree == AUTOMATIC:
-        degrees["dp_shard"] = max_ranks // least * least // prod(degrees.values())
+        n_left, unit = max_ranks // prod(degrees.values()), find_shard_unit(section)
+        degrees["dp_shard"] = n_left // unit * unit
     return degrees
 
 
