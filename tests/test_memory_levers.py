@@ -36,12 +36,12 @@ def test_the_state_of_the_8b_is_counted_by_optimizer_and_place(keys, machine, by
     assert bound.state_bytes == 8_030_261_248 * bytes_each
 
 
-def test_verify_leaves_out_what_only_a_gpu_or_adamw_has_and_keeps_the_rest():
+def test_verify_leaves_out_what_only_a_gpu_has_and_keeps_the_rest():
     args = ["--parallelism.enable_async_tensor_parallel", f"--{TP}=2", f"--{MODE}=memory_budget", "--compile.enable"]
     reduction = reduce_config(read_config([*args, f"--{MOMENTS}=bfloat16"]).config, max_ranks=4)
-    changed = {change.key for change in reduction.changes}
-    assert {"optimizer.name", MOMENTS, "parallelism.enable_async_tensor_parallel"} <= changed
-    assert not changed & {MODE, "activation_checkpoint.memory_budget", "compile.enable"}
+    changed = set(reduction.changes)
+    assert "parallelism.enable_async_tensor_parallel" in changed
+    assert not changed & {MOMENTS, MODE, "activation_checkpoint.memory_budget", "compile.enable"}
     assert check_run(reduction.config) + check_machine(reduction.config, CPU) == []
 
 

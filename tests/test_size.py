@@ -21,7 +21,7 @@ TRAINER = {
 TOOLS = {
     "torchtitan_lite/tools": 1_350,
     "torchtitan_lite/tools/corpora": 620,
-    "torchtitan_lite/tools/verify": 5_070,
+    "torchtitan_lite/tools/verify": 1_970,
     "torchtitan_lite/tools/plan": 3_650,
     "torchtitan_lite/tools/bench": 400,
 }

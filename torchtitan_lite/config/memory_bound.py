@@ -65,7 +65,8 @@ def check_memory(
     n_gpus = world_size * 2 ** max(0, ceil(log2(bound.state_bytes / bound.n_ranks / gpu_bytes)))
     if machine.device_type == "cpu":
         verify, plan = (f"`python -m torchtitan_lite {shlex.join([tool, *config_args])}" for tool in ("verify", "plan"))
-        remedy = f"Here {verify}` proves the layout; {plan} --gpus {n_gpus}` forecasts the run on GPUs"
+        more = " --ranks 16" if world_size > 4 else ""  # verify has 8, and two for each automatic degree
+        remedy = f"Here {verify}{more}` proves the layout; {plan} --gpus {n_gpus}` forecasts the run on GPUs"
     else:
         remedy = f"Use {n_gpus} such GPUs"
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]

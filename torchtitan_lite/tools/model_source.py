@@ -57,8 +57,12 @@ class ModelSource:
 def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> ModelSource:
     """Open `path`. Raises SourceError if there is no model, CheckpointError or HuggingFaceError for a bad one."""
     if (path / CONFIG).is_file():
-        return describe_hugging_face(path, tokenizer)
-    return describe_checkpoint(open_checkpoint(find_checkpoint(path), verify=verify), tokenizer)
+        source = describe_hugging_face(path, tokenizer)
+    else:
+        source = describe_checkpoint(open_checkpoint(find_checkpoint(path), verify=verify), tokenizer)
+    if (n := source.tokenizer.vocab_size) > source.model_args.vocab_size:
+        raise SourceError(f"{path}: its model knows fewer ids than the {n} tokens of {source.tokenizer.path}.")
+    return source
 
 
 def find_checkpoint(path: Path) -> Path:
