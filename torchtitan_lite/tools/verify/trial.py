@@ -18,7 +18,6 @@ RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per 
 
 # Healthy layouts: gradients 2e-6, of a dozen layers of experts 8e-6; state 2e-7, updates 4e-8.
 SUMS, SAME, EXACT = 1e-5, 5e-6, 0.0  # sums in another order; the same numbers, rounded differently; bit by bit
-ROUNDED_STATE = 3e-4  # of moments in bfloat16: one in ten thousand rounds to its other neighbor
 BOUNDS = {  # measure, in the order of a step -> the largest error that is right
     "initial weights": EXACT,
     "counted tokens": EXACT,
@@ -68,7 +67,7 @@ def try_layout(name: str, config: Config, world_size: int, run_ranks: RunRanks, 
     path = folder / f"{name}.pt"
     steps = run_plainly(config, inputs)
     torch.save(steps, path)
-    trial = judge(name, run_ranks(compare_steps, world_size, config, str(path)), list(steps[0].gradients), config)
+    trial = judge(name, run_ranks(compare_steps, world_size, config, str(path)), list(steps[0].gradients))
     if next(iter(trial.faults), "") in OF_FORWARD:
         torch.save((steps[0], watch_plainly(config, steps[0])), path)
         module = name_module(run_ranks(compare_outputs, world_size, config, str(path)))
@@ -90,7 +89,7 @@ def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
     return replace(trial, seconds=time.monotonic() - start)
 
 
-def judge(name: str, ranks: list[Seen], fqns: list[str], config: Config) -> Trial:
+def judge(name: str, ranks: list[Seen], fqns: list[str]) -> Trial:
     """Return the worst error of each measure. The culprit is the first that is wrong, in the order of a step.
 
     `fqns`: the parameters, in backward order.
@@ -106,9 +105,7 @@ def judge(name: str, ranks: list[Seen], fqns: list[str], config: Config) -> Tria
         return step, order.index(find_kind(measure)), -at if measure == "initial weights" else at, what, measure
 
     keys = sorted({key for rank in ranks for key in rank.errors}, key=place)
-    coarse = ("state", "updates") if config.optimizer.moments_dtype == "bfloat16" else ()
-    bounds = {key: ROUNDED_STATE if (kind := find_kind(key[1])) in coarse else BOUNDS[kind] for key in keys}
-    return find_worst(name, ranks, bounds)
+    return find_worst(name, ranks, {key: BOUNDS[find_kind(key[1])] for key in keys})
 
 
 def find_kind(measure: str) -> str:
