@@ -22,5 +22,5 @@ def ctrl_c_is_heard():
 
 @pytest.fixture(scope="session")
 def pool():
-    with RankPool(n_ranks=8) as ranks:
+    with RankPool() as ranks:
         yield ranks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from checkpoints import FINGERPRINT, flip_bit, make_saver, read_tensors, write_tensors
 
 from torchtitan_lite.checkpoint import load as loading
-from torchtitan_lite.checkpoint.manifest import CheckpointError, DamagedCheckpoint, find_steps, read_manifest
+from torchtitan_lite.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError
@@ -125,21 +125,6 @@ def test_all_ranks_load_the_newest_undamaged_checkpoint_and_rename_the_damaged_o
     for aside in (folder / "step-8.damaged", one_rank / "step-8.damaged-3"):
         assert {path.name for path in aside.iterdir()} == {*FILES, "checksums"}
     assert "DAMAGED CHECKPOINT" in caplog.text and str(one_rank / "step-8" / SECOND) in caplog.text
-
-
-def refuse(rank: int, world_size: int, folder: str) -> str:
-    """Worker: return the error if no checkpoint can be loaded."""
-    with pytest.raises(CheckpointError) as refusal:
-        fall_back(rank, world_size, folder)
-    return str(refusal.value)
-
-
-def test_nothing_is_renamed_if_all_are_damaged(pool, folder):
-    for step in (4, 8):
-        flip_bit(folder / f"step-{step}" / FIRST)
-    refusals = pool.run(refuse, 3, str(folder))
-    assert "(steps [4, 8])" in refusals[0] and refusals == [refusals[0]] * 3
-    assert find_steps(folder) == [4, 8]
 
 
 LAPTOP = Machine("cpu", 1, 2**34, "a laptop")

@@ -5,14 +5,12 @@ import torch
 import torch.nn.functional as F
 from compare import TABLE_CONFIG, complete, local
 from layouts import CP, MODE, ROTATIONS
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from watching import AttentionWork, Collectives, PeakMemory, Watch
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.parallel.attention_kernels import KERNELS, choose_kernel, merge_into
 from torchtitan_lite.parallel.context_parallel import CausalContext, DocumentContext, plan_query_positions
-from torchtitan_lite.parallel.ring_attention import context_attention, context_attention_backward
 from torchtitan_lite.tools.verify.plain import make_batch
 from torchtitan_lite.tools.verify.rank import build_small_run, own_rows
 
@@ -91,32 +89,6 @@ def test_the_ranks_pieces_are_the_sequence_and_positions_rise_on_each(n_ranks):
     assert all((own.diff() > 0).all() for own in places)
     assert len({own.sum().item() for own in places}) == 1, "an early piece for each late one"
     assert plan_query_positions(0, 2, 8).tolist() == [0, 1, 6, 7]
-
-
-def compare_strides(rank: int, world_size: int, method: str, batch_first: bool) -> list[tuple[str, tuple, tuple]]:
-    """Worker: of each result of the two operators its strides, and those that register_fake promises."""
-    where = (method, init_device_mesh("cpu", (world_size,)).get_group().group_name, rank, world_size)
-    query, key, value, grad_out = (tensor[:, :, : SEQ_LEN // world_size].contiguous() for tensor in make_inputs(2))
-    if batch_first:  # (B, S, H, E) in memory, as projections leave it
-        query, key, value, grad_out = (
-            tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key, value, grad_out)
-        )
-    out, lse = context_attention(query, key, value, *where)
-    backward = context_attention_backward, (grad_out, query, key, value, out, lse)
-    strides = []
-    for operator, tensors in ((context_attention, (query, key, value)), backward):
-        real = operator(*tensors, *where)
-        with FakeTensorMode() as mode:
-            fake = operator(*map(mode.from_tensor, tensors), *where)
-        strides += [(operator._name, one.stride(), other.stride()) for one, other in zip(real, fake, strict=True)]
-    return strides
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("method", METHODS)
-def test_results_have_the_strides_that_compile_expects(pool, method, batch_first):
-    for name, real, fake in pool.run(compare_strides, 2, method, batch_first)[0]:
-        assert real == fake, name
 
 
 # ---------------------------------------------------------------- work and memory

@@ -128,20 +128,6 @@ def test_bad_rows_are_counted_where_that_is_asked_for_and_the_corpus_is_checked(
     assert main(["prepare", "--check", str(tmp_path / "out")]) == 1 and "train.tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_any_stretches_are_read_in_one_call(tmp_path, dtype):
-    draw, most = random.Random(1), 2**16 if dtype == "uint16" else 2**32
-    documents = [[draw.randrange(most) for _ in range(draw.randrange(1, 9))] for _ in range(12)]
-    corpus = Corpus("", write_corpus(tmp_path / "made", [documents], dtype=dtype), "train")
-    tokens = [token for document in documents for token in document] + [0] * 99
-    begins = [place == 0 for document in documents for place in range(len(document))] + [True] + [False] * 99
-    is_target = [not first for first in begins[: corpus.n_tokens]] + [False] * 99
-    for length in (1, 2, 7, corpus.n_tokens + 5):
-        starts = draw.choices(range(corpus.n_tokens), k=40)
-        for found, expected in zip(corpus.read(torch.tensor(starts), length), (tokens, begins, is_target), strict=True):
-            assert found.tolist() == [expected[start : start + length] for start in starts]
-
-
 def read(*args: str | Path) -> Config:
     """Return the config of a run on these corpora, with these flags."""
     names = [str(arg) for arg in args if not str(arg).startswith("--")]
@@ -191,15 +177,6 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
     assert open_corpus("tiny", BYTES, tmp_path, split="validation", dataset_path=section.dataset_path).n_tokens > 0
     (tmp_path / "in" / "sub" / "more.txt").write_text("more")
     assert find_corpus("tiny", BYTES, tmp_path, section.dataset_path) != folder
-
-
-def test_python_stdlib_is_sources_without_tests_or_installed_packages():
-    files = DATASETS["python_stdlib"]("")
-    assert files == sorted(files) and sum(path.stat().st_size for path in files) > 5e6
-    assert {"json/decoder.py", "asyncio/events.py"} <= {f"{path.parent.name}/{path.name}" for path in files}
-    folders = {part for path in files for part in path.parts}
-    assert not folders & {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
-    assert not [path for path in files if path.name.startswith("_sysconfigdata")]  # written when Python is built
 
 
 def test_c4_is_its_training_files_and_c4_validation_the_others(tmp_path):

@@ -95,17 +95,6 @@ def cut_by_hand(documents: list[list[int]], seq_len: int, *, restart: bool) -> l
     return rows
 
 
-@pytest.mark.parametrize("weights", [[], [0.25, 0.75]])
-def test_a_run_says_how_often_it_reads_each_corpus(tmp_path, weights):
-    lengths = (401, 1201)  # 100 and 300 samples of 4 tokens
-    folders = [write_corpus(tmp_path / str(length), [[list(range(length))]]) for length in lengths]
-    case = Case(folders, [], seq_len=4, weights=weights[::-1], seed=0)
-    said = case.open_stream(8).describe(125)  # 1,000 samples: 2.5 epochs of all, or 750 of the smaller corpus
-    epochs = ("7.5", "0.833") if weights else ("2.5", "2.5")
-    corpora = [f"{f} ({n:,} tokens, {epoch} epochs)" for f, n, epoch in zip(folders, lengths, epochs, strict=True)]
-    assert said == f"125 steps of 32 tokens are 4,000, from {', '.join(corpora)}"
-
-
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_an_epoch_is_every_sample_once_as_cut_by_hand_so_every_token_but_a_documents_first_is_a_target(
@@ -157,21 +146,6 @@ def test_a_batch_does_not_depend_on_what_was_read_before_and_microbatches_are_it
 # ---------------------------------------------------------------- rows written out
 
 
-def read_samples(folder: Path, seq_len: int, n: int, **options) -> Batch:
-    reader = SampleReader(open_folders([folder]), seq_len, 2**16, **options)
-    return reader.read(torch.zeros(n, dtype=torch.int64), torch.arange(n))
-
-
-def test_the_picture_at_the_top_of_the_file_is_what_is_read(tmp_path):
-    a, b, c, d, e, f, g, h, i, j, k, l, m, n = range(1, 15)  # noqa: E741
-    folder = write_corpus(tmp_path / "letters", [[[a, b, c, d, e], [f, g, h, i, j, k, l]], [[m, n]]])
-    batch = read_samples(folder, 4, 4)
-    assert batch.tokens.tolist() == [[a, b, c, d], [e, f, g, h], [i, j, k, l], [m, n, 0, 0]]
-    assert batch.targets.tolist() == [[b, c, d, e], [X, g, h, i], [j, k, l, X], [n, X, X, X]]
-    assert batch.doc_ids.tolist() == [[0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [0, 0, 1, 1]]
-    assert batch.positions.tolist() == [[0, 1, 2, 3]] * 4
-
-
 def test_an_id_that_the_model_does_not_know_is_named_with_its_place(tmp_path):
     folder = write_corpus(tmp_path / "made", [[[5, 6, 7]], [[8, 299, 300, 9]]])
     reader = SampleReader(open_folders([folder]), 3, vocab_size=300)
@@ -182,30 +156,6 @@ def test_an_id_that_the_model_does_not_know_is_named_with_its_place(tmp_path):
 
 
 # ---------------------------------------------------------------- what must not have changed when a run is resumed
-
-
-def read_fingerprint(names: list[Path], *, seq_len: int = 4, weights: tuple = (), seed: int = 0) -> dict[str, object]:
-    reader = SampleReader(open_folders(names), seq_len, 2**16)
-    return SampleStream(reader, global_batch_size=2, weights=weights, seed=seed).fingerprint
-
-
-def test_facts_tell_apart_whatever_changes_the_samples_and_name_the_corpus_that_changed(tmp_path):
-    one, two, other = (write_corpus(tmp_path / name / "wiki", [[[1, 2, n], [3]]]) for n, name in enumerate("abc"))
-    variants = [
-        read_fingerprint([one]),
-        read_fingerprint([two]),
-        read_fingerprint([one, two]),
-        read_fingerprint([two, one]),
-        read_fingerprint([one, two], weights=(1.0, 2.0)),
-        read_fingerprint([one, two], weights=(2.0, 1.0)),
-        read_fingerprint([one], seq_len=5),
-        read_fingerprint([one], seed=1),
-    ]
-    assert all(a != b for a, b in itertools.combinations(variants, 2))
-    changed = read_fingerprint([other, two])
-    assert [name for name in variants[2] if variants[2][name] != changed[name]] == ["documents"]
-    moved = write_corpus(tmp_path / "elsewhere" / "wiki", [[[1, 2, 0], [3]]])
-    assert read_fingerprint([moved]) == read_fingerprint([Path(f"{one}/")]) == variants[0]
 
 
 # ---------------------------------------------------------------- validation
@@ -229,13 +179,6 @@ def test_validation_batches_are_all_samples_once_in_order_on_any_number_of_ranks
         n_padded = len(in_order) - len(by_hand)
         assert 0 <= n_padded < global_batch_size
         assert in_order == by_hand + [padding] * n_padded
-
-
-def test_a_tail_of_one_token_makes_no_sample_and_at_most_so_many_validation_batches_are_read(tmp_path):
-    reader = SampleReader(open_folders([write_corpus(tmp_path / "made", [[[*range(41)]]])]), 4, 2**16)
-    assert reader.n_samples == [10]
-    counts = [ValidationBatches(reader, global_batch_size=4, most_batches=most).n_batches for most in (-1, 1, 3, 4)]
-    assert counts == [3, 1, 3, 3]
 
 
 # ---------------------------------------------------------------- prefetching
@@ -313,29 +256,12 @@ def test_the_permutation_is_one_to_one_and_each_index_is_sent_by_itself():
         assert feistel_permute(torch.tensor([n // 2]), n, key="17 source 2 5").item() == permuted[n // 2]
 
 
-def test_a_permutation_of_more_indices_than_a_table_could_hold_stays_in_range_and_apart():
-    n = 2**62 - 57
-    some = torch.randint(0, n, (100_000,), generator=torch.Generator().manual_seed(0)).unique()
-    permuted = feistel_permute(some, n, key="a")
-    assert 0 <= permuted.min() and permuted.max() < n and len(permuted.unique()) == len(some)
-    tenths = (permuted.double() / n * 10).long().bincount(minlength=10)
-    assert tenths.min() > 0.95 * len(some) / 10 and tenths.max() < 1.05 * len(some) / 10
-
-
 def test_epochs_and_seeds_have_orders_of_their_own():
     n, two_epochs = 40, torch.arange(80)
     first, second = Sampler([n], seed=0).choose(two_epochs)[1].chunk(2)
     other_seed = Sampler([n], seed=1).choose(two_epochs)[1][:n]
     for one, another in ((first, second), (first, other_seed), (second, other_seed)):
         assert (one == another).sum() < 8  # one in a fair permutation
-
-
-def test_the_order_is_that_of_earlier_versions():
-    """A resumed run must read on where it stopped, also after an update of this code."""
-    draws = torch.tensor([0, 1, 2, 999, 1000, 123_456])
-    assert choose(Sampler([1000], seed=42), draws) == [(0, n) for n in (327, 610, 658, 330, 574, 623)]
-    drawn = [(1, 22), (0, 229), (0, 101), (1, 46), (0, 401), (0, 668)]
-    assert choose(Sampler([700, 50], weights=[3, 1], seed=42), torch.arange(123_450, 123_456)) == drawn
 
 
 def test_every_round_takes_its_share_from_each_source_spread_over_the_round():

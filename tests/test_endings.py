@@ -105,7 +105,7 @@ def work(rank, world_size):
     os.write(1, b"%d\\n" % os.getpid())
     signal.pause()
 if __name__ == "__main__":
-    RankPool(2).run(work, 2)
+    RankPool().run(work, 2)
 """,
         signal.SIGKILL,
     ),

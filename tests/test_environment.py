@@ -162,27 +162,6 @@ def test_a_command_continues_in_the_python_that_has_the_packages(checkout):
     assert line.startswith("Setting up ") and "once, as ./run_train.sh does" in line
 
 
-def test_a_second_start_waits_for_the_one_that_makes_the_venv(checkout, tmp_path):
-    gate = tmp_path / "gate"  # says when pip has started; gate.go lets it continue
-    os.mkfifo(gate)
-    os.mkfifo(f"{gate}.go")
-    first = checkout.start(HOLD=str(gate))
-    gate.read_text()
-    second = checkout.start()
-    Path(f"{gate}.go").write_text("go\n")
-    for process in (first, second):
-        out, err = process.communicate()
-        assert (process.returncode, out.strip()) == (0, checkout.python), err
-    assert len(checkout.calls()) == 2, "one venv, one pip"
-
-
-@pytest.mark.parametrize(("failing", "said"), [("PIP_FAILS", "no such package"), ("VENV_FAILS", "python3-venv")])
-def test_a_failing_set_up_is_shown_and_the_next_start_tries_again(checkout, failing, said):
-    answer = checkout.run(**{failing: "1"})
-    assert (answer.returncode, answer.stdout) == (1, "") and said in answer.stderr
-    assert checkout.run().stdout == checkout.python
-
-
 def test_a_python_that_is_too_old_is_refused():
     pretend = "import sys; sys.version_info = (3, 9, 2); exec(open(sys.argv[1]).read())"
     package = REPOSITORY / "torchtitan_lite" / "__init__.py"

@@ -40,7 +40,7 @@ import warm_start
 def call(tool, args):
     if tool != "train":
         return main([tool, *args])
-    with RankPool(args[0]) as pool:
+    with RankPool() as pool:
         return max(pool.run(warm_start.start, args[0], args[1:]))
 
 answers = {}

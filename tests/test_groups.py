@@ -1,16 +1,10 @@
-"""Process groups of a run: no two threads use the same one, and none waits longer than [comm] says.
+"""Process groups of a run: no two threads use the same one, and none waits longer than [comm] says."""
 
-STARTS=50 makes the test with slow disks as long as one likes.
-"""
-
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from unittest.mock import patch
 
 import compare
 import pytest
@@ -19,13 +13,9 @@ import torch.distributed as dist
 import warm_start
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.checkpoint.save import CheckpointSaver
-from torchtitan_lite.checkpoint.storage import StorageWriter
-from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.parallel.process_groups import Groups, make_host_group, set_timeouts
 
 FRONT = torch.DispatchKey.BackendSelect  # runs before the kernels of all devices; c10d has no kernels there
-N_STARTS = int(os.environ.get("STARTS", 3))
 INIT_TIMEOUT_S, TRAIN_TIMEOUT_S = 200, 100  # patient: a loaded machine is no failure
 KEYS = ["--training.global_batch_size=8", "--checkpoint.interval=1", "--checkpoint.enable_first_step_checkpoint"]
 KEYS += ["--checkpoint.async_mode=async", "--metrics.no_enable_tensorboard", "--job.no_overwrite"]
@@ -86,37 +76,6 @@ def test_no_two_threads_use_one_group_and_every_group_has_a_time_out_of_comm(poo
             assert set(timeouts_s.values()) == {TRAIN_TIMEOUT_S}, timeouts_s
 
 
-def start_slowly(rank: int, world_size: int, keys: list[str], slow_rank: int) -> int:
-    """Worker: start train.py. The disk of `slow_rank` has written nothing before the steps wait for it."""
-    write_data, wait = StorageWriter.write_data, CheckpointSaver.wait
-    waited_for = threading.Event()
-
-    def write_slowly(*args):
-        waited_for.wait()
-        return write_data(*args)
-
-    def wait_for_slow(saver: CheckpointSaver) -> None:
-        waited_for.set()
-        try:
-            wait(saver)
-        finally:
-            waited_for.clear()
-
-    with (
-        patch.object(StorageWriter, "write_data", write_slowly if rank == slow_rank else write_data),
-        patch.object(CheckpointSaver, "wait", wait_for_slow),
-    ):
-        return warm_start.start(rank, world_size, keys)
-
-
-def test_starts_end_whichever_disk_is_slow(pool, letters, tmp_path):
-    for number in range(N_STARTS):
-        layout, slow_rank = list(LAYOUTS)[number % len(LAYOUTS)], number % 2
-        keys = [*letters, *KEYS, *LAYOUTS[layout], f"--job.dump_folder={tmp_path}/{number}", "--training.steps=4"]
-        assert pool.run(start_slowly, 2, keys, slow_rank) == [0, 0], (layout, slow_rank)
-        assert len(list((tmp_path / str(number) / "checkpoint").iterdir())) == 4
-
-
 # ---------------------------------------------------------------- time-outs
 
 
@@ -149,29 +108,3 @@ def giving_up() -> Iterator[None]:
 
 def test_a_hung_peer_is_waited_for_as_long_as_was_set_and_no_longer(pool):
     assert "1000ms" in pool.run(wait_for_hung_peer, 2)[0]
-
-
-def wait_for_slow_disk(rank: int, world_size: int, folder: Path) -> str:
-    """Worker: return what a rank raises when the disk of rank 1 has not finished in a second."""
-    group = make_host_group("saver", timeout_s=1)
-    tensors = {name: torch.ones(3) for name in "ab"}
-    optimizer = torch.optim.SGD(list(tensors.values()))
-    options = {"fingerprint": {}, "run": {}, "group": group, "device": torch.device("cpu")}
-    saver = CheckpointSaver(folder, Checkpoint(enable=True), optimizer, **options)
-    write_data = StorageWriter.write_data
-
-    def write_late(*args):
-        dist.distributed_c10d._get_default_store().wait(["rank 0 gave up"])
-        return write_data(*args)
-
-    with patch.object(StorageWriter, "write_data", write_late if rank == 1 else write_data), giving_up():
-        try:
-            saver.save(1, tensors)
-        except RuntimeError as error:
-            return str(error)
-    return "no time-out"
-
-
-def test_a_save_that_waits_too_long_for_a_disk_names_the_key_and_ends_the_run(pool, tmp_path):
-    said = pool.run(wait_for_slow_disk, 2, tmp_path)[0]
-    assert "step-1 was not saved" in said and "comm.init_timeout_seconds" in said and "1000ms" in said

@@ -1,6 +1,5 @@
 """Pipeline plans as numbers, schedules from files, and validation forward through every schedule."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import compare
@@ -59,14 +58,6 @@ def test_stages_are_placed_round_robin_or_in_a_v():
 
 
 GIVEN = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
-FIRST_ALONE = [["tok_embeddings"], ["layers.0", *GIVEN[1]]]
-LAST_ALONE = [[*GIVEN[0], *GIVEN[1][:-2]], ["norm", "output"]]
-
-
-@pytest.mark.parametrize("given", [FIRST_ALONE, LAST_ALONE])
-def test_stages_can_be_listed_module_by_module(given):
-    listed = Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=given)
-    assert plan_stages(listed, 4) == (tuple(map(tuple, given)), [])
 
 
 @pytest.mark.parametrize(
@@ -145,13 +136,6 @@ def test_a_schedule_file_that_cannot_run_is_refused_with_the_reason(tmp_path, te
     degrees = plan_degrees(parallelism, 2)
     problems = check_mesh(Config(parallelism=parallelism), degrees, 2, {"global_batch_size": 8, "microbatch_size": 1})
     assert [problem.key for problem in problems] == [CSV]
-
-
-def test_listed_stages_are_as_many_as_the_schedule_file_has(tmp_path):
-    listed = replace(write_csv(tmp_path, GPIPE), module_fqns_per_model_part=[GIVEN[0], ["layers.1"], GIVEN[1][1:]])
-    _, (problem,) = plan_stages(listed, 4)
-    assert "lists 3 stages for 2 pp ranks" in problem.why
-    assert plan_stages(replace(listed, module_fqns_per_model_part=GIVEN), 4)[1] == []
 
 
 @pytest.mark.parametrize("text", [pytest.param(GPIPE, marks=pytest.mark.slow), SPLIT])

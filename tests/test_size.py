@@ -22,10 +22,10 @@ TOOLS = {
     "torchtitan_lite/tools": 1_350,
     "torchtitan_lite/tools/corpora": 620,
     "torchtitan_lite/tools/verify": 1_970,
-    "torchtitan_lite/tools/plan": 3_650,
+    "torchtitan_lite/tools/plan": 3_500,
     "torchtitan_lite/tools/bench": 400,
 }
-TESTS = {"tests": 15_750}
+TESTS = {"tests": 13_400}
 BUDGETS = TRAINER | TOOLS | TESTS
 
 

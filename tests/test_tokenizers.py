@@ -180,14 +180,6 @@ def test_a_tokenizer_json_gives_hugging_faces_ids_and_knows_begin_end_and_bytes(
     assert ids.count(ours.eos_id) == 1 and starts[ids.index(ours.eos_id)] == 2
 
 
-def test_identity_is_of_the_content_and_not_of_the_place(shipped, both, tmp_path):
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "tokenizer.model").write_bytes((SHIPPED / "tokenizer.model").read_bytes())
-    assert load_tokenizer(tmp_path / "m").fingerprint == shipped.fingerprint != both[0].fingerprint
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
-    assert load_tokenizer(tmp_path).fingerprint != both[0].fingerprint
-
-
 BROKEN = {
     "nowhere": {},
     "no JSON": {"tokenizer.json": "{"},

@@ -102,8 +102,9 @@ def test_a_wrong_layout_ends_with_its_first_fault(pool, tmp_path):
     text = describe(certificate)
     assert text.startswith("wrong: debug on tp2") and "first to differ: module output: output" in text
     report = json.loads(json.dumps(report_for_programs(certificate)))
-    assert (report["certified"], report["culprit"]["name"]) == (False, "output") and "loss" in report["faults"]
-    assert report["trials"][0]["measures"]["loss"]["error"] > report["trials"][0]["measures"]["loss"]["bound"]
+    (trial,) = report["trials"]
+    assert (report["certified"], trial["culprit"]["name"]) == (False, "output") and "loss" in trial["faults"]
+    assert trial["measures"]["loss"]["error"] > trial["measures"]["loss"]["bound"]
     assert report["degrees"]["tp"] == 2 and report["replaced"]["training.seq_len"] == [128, 40]
 
 
@@ -120,7 +121,7 @@ def kill(rank: int, world_size: int) -> None:
     ("function", "timeout_s", "text"), [(hang, 1, "1 did not answer within 1 s"), (kill, 60, "killed by SIGKILL")]
 )
 def test_ranks_that_hang_or_are_killed_say_nothing_about_the_layout(function, timeout_s, text):
-    with RankPool(2) as own_pool:
+    with RankPool() as own_pool:
         trial = make_trial("wide", partial(own_pool.run, function, 2, timeout_s=timeout_s))
     certificate = Certificate("debug", reduce(), [trial])
     assert certificate.verdict == "not finished" and text in describe(certificate).splitlines()[0]

@@ -40,47 +40,34 @@ def describe(certificate: Certificate) -> str:
         lines += [f"  {measure}: {fault}" for measure, fault in last.faults.items()]
     else:
         lines = [f"not finished: {subject}: trial {last.name}: {last.unfinished}"]
-    changes = (
-        f"{key.split('.')[-1]} {real} -> {small}" for key, (real, small) in certificate.reduction.changes.items()
-    )
+    changes = [f"{key.split('.')[-1]} {a} -> {b}" for key, (a, b) in certificate.reduction.changes.items()]
     lines += ["", describe_measures(certificate.trials), "", f"replaced in the wide trial: {', '.join(changes)}"]
     return "\n".join([*lines, f"outside: {OUTSIDE}"])
 
 
 def describe_measures(trials: list[Trial]) -> str:
-    """Return a table: the worst error of each measure and its bound, by trial."""
+    """Return a table: the worst error of each measure, and the largest that is right, by trial."""
     names = dict.fromkeys(measure for trial in trials for measure in trial.measures)
     rows = [("worst error", *(f"{trial.name}, {trial.seconds:.0f} s" for trial in trials))]
     for name in names:
-        found = (trial.measures.get(name) for trial in trials)
-        rows.append((name, *("" if pair is None else show_error(*pair) for pair in found)))
+        found = [trial.measures.get(name) for trial in trials]
+        rows.append((name, *("" if pair is None else "{:.0e} of {:.0e}".format(*pair) for pair in found)))
     return format_table(rows)
-
-
-def show_error(error: float, bound: float) -> str:
-    return f"{error:.0e} {'<=' if error <= bound else '> '} {bound:.0e}"
 
 
 def report_for_programs(certificate: Certificate) -> dict[str, object]:
     """Return the certificate as plain types. An error that is not finite is null."""
-    layout, last = certificate.reduction.layout, certificate.trials[-1]
+    layout, trials = certificate.reduction.layout, [asdict(trial) for trial in certificate.trials]
+    for trial in trials:
+        pairs = trial["measures"].items()
+        trial["measures"] = {
+            name: {"error": e if e < float("inf") else None, "bound": bound} for name, (e, bound) in pairs
+        }
     return {
         "config": certificate.config_name,
         "verdict": certificate.verdict,
         "certified": certificate.verdict == CERTIFIED,
-        "world_size": layout.world_size,
         "degrees": layout.degrees | ({"ep": layout.ep} if layout.ep else {}),
         "replaced": certificate.reduction.changes,
-        "outside": OUTSIDE,
-        "trials": [report_trial(trial) for trial in certificate.trials],
-        "faults": last.faults,
-        "culprit": asdict(last.culprit) if last.culprit else None,
-        "unfinished": last.unfinished or None,
-        "seconds": round(sum(trial.seconds for trial in certificate.trials), 1),
+        "trials": trials,
     }
-
-
-def report_trial(trial: Trial) -> dict[str, object]:
-    pairs = trial.measures.items()
-    measures = {name: {"error": e if e < float("inf") else None, "bound": bound} for name, (e, bound) in pairs}
-    return {"name": trial.name, "measures": measures, "seconds": round(trial.seconds, 1)}

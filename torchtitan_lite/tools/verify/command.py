@@ -42,9 +42,7 @@ def main(options: Namespace) -> int:
         print(f"verify cannot try this run:\n{error}", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
-    n_ranks = reduction.layout.world_size
-    print(f"starting {n_ranks} processes ...", file=sys.stderr)
-    with RankPool(n_ranks) as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
+    with RankPool() as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
         certificate = verify(reading.config_name, reduction, run_ranks, Path(folder))
     print(json.dumps(report_for_programs(certificate), default=str) if options.json else describe(certificate))

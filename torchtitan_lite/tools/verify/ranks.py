@@ -44,10 +44,9 @@ class NoAnswer(RankFailure):
 
 
 class RankPool:
-    """Worker processes 0 .. n_ranks - 1, started when first needed. Use as a context manager, or close()."""
+    """Worker processes, started when first needed. Use as a context manager, or close()."""
 
-    def __init__(self, n_ranks: int):
-        self.n_ranks = n_ranks
+    def __init__(self):
         self._processes: list = []
         self._connections: list[Connection] = []
         self._n_jobs = 0  # since the workers were started
@@ -64,8 +63,6 @@ class RankPool:
         Function, arguments and results must be picklable. Raises RankFailure when a rank raises, dies or takes longer
         than `timeout_s`.
         """
-        if world_size > self.n_ranks:
-            raise ValueError(f"world_size {world_size} is larger than the pool of {self.n_ranks} ranks")
         if self._n_jobs == JOBS_PER_WORKER:
             self.close()
         self._start(world_size)
@@ -128,10 +125,8 @@ class RankPool:
             return connection.recv()
         except EOFError:
             self._processes[rank].join(timeout=5)
-            status = self._processes[rank].exitcode
-            if status and status < 0:
-                return False, f"was killed by {signal.Signals(-status).name}"
-            return False, f"died with exit code {status}"
+            status = self._processes[rank].exitcode or 0
+            return False, f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended without an answer"
 
 
 def serve(rank: int, connection: Connection) -> None:

@@ -96,10 +96,9 @@ def run_train(config: Config, n_ranks: int, last_step: int, folder: Path, run_ra
     # As torchrun does: the parent holds the store by which ranks meet, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_ranks(start_train, n_ranks, ["--config", str(path)], store.port, flavor)
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     log: Log = {}
-    for record in records:
-        if record.get("kind", "step") in ("step", "validation"):
+    for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if record["kind"] in ("step", "validation"):
             log.setdefault(record["step"], {}).update(record)
     return log
 
@@ -163,12 +162,7 @@ def process_left_as_it_was() -> Iterator[None]:
     try:
         yield
     finally:
-        logger = logging.getLogger("torchtitan_lite")
-        for handler in list(logger.handlers):
-            logger.removeHandler(handler)
-            handler.close()
-        logger.setLevel(logging.NOTSET)
-        logger.propagate = True
+        logging.getLogger("torchtitan_lite").propagate = True
         gc.unfreeze()
         gc.enable()
 
