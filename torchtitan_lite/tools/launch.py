@@ -37,7 +37,6 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.preflight import Prepared
 from torchtitan_lite.tools.check import check, choose_host, describe
 from torchtitan_lite.tools.corpora.named import prepare_datasets
-from torchtitan_lite.tools.processes import prepare_forkserver
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that stopped for a signal
 STOP_FILE = "stopped"  # in the folder of the launch: the exit status, once a signal has arrived
@@ -146,7 +145,7 @@ def start_fork_server() -> None:
 
     It blocks both signals for its whole life, and so do new ranks: a signal waits until a rank can handle it.
     """
-    prepare_forkserver(["train"])
+    multiprocessing.set_forkserver_preload(["train"])
     resource_tracker.ensure_running()  # unblocks signals when it starts
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     folder = os.getcwd()

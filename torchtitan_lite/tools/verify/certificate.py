@@ -59,10 +59,8 @@ def report_for_programs(certificate: Certificate) -> dict[str, object]:
     """Return the certificate as plain types. An error that is not finite is null."""
     layout, trials = certificate.reduction.layout, [asdict(trial) for trial in certificate.trials]
     for trial in trials:
-        pairs = trial["measures"].items()
-        trial["measures"] = {
-            name: {"error": e if e < float("inf") else None, "bound": bound} for name, (e, bound) in pairs
-        }
+        for name, (error, bound) in trial["measures"].items():
+            trial["measures"][name] = {"error": error if error < float("inf") else None, "bound": bound}
     return {
         "config": certificate.config_name,
         "verdict": certificate.verdict,

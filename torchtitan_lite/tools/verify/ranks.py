@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.tools.forget_groups import forget_groups
-from torchtitan_lite.tools.processes import end_with_parent, prepare_forkserver
+from torchtitan_lite.tools.processes import end_with_parent
 
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 # Gloo groups that torch's caches still refer to keep their threads, hundreds after some tens of jobs, and all of them
@@ -85,7 +85,7 @@ class RankPool:
         """Start the workers that are missing, up to `n_ranks`."""
         os.environ.update(WORKER_ENVIRONMENT)  # read by libraries when the workers import them
         context = multiprocessing.get_context("forkserver")
-        prepare_forkserver(PRELOADED)
+        multiprocessing.set_forkserver_preload(PRELOADED)
         for rank in range(len(self._processes), n_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, theirs), daemon=True)
