@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import warm_start
