@@ -12,6 +12,7 @@ trainer, compiled and bare_loop must have the same losses.
 
 import gc
 import json
+import logging
 import sys
 import time
 from argparse import Namespace
@@ -82,6 +83,8 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
         "bare_loop": write_loop(model, partial(model, batch.tokens, positions=batch.positions), batch.targets, config),
     }
     try:
+        for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao if it is there, which warns
+            logging.getLogger(name).setLevel(logging.ERROR)
         transformers = import_extra("transformers", "test")
         written = make_config(args, dtype="float32", bos_id=None, eos_id=None)
         written |= {"attn_implementation": "sdpa", "use_cache": False}
