@@ -101,7 +101,7 @@ def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Pat
         while not (list_ranks(process) if whom == "one rank" else list_children(process.pid)):
             time.sleep(0.001)
         return output
-    output = read_until(process, "attention: " if when == "first step" else "step +3/")
+    output = read_until(process, "data: " if when == "first step" else "step +3/")
     while when == "save" and not list((folder / "checkpoint").glob("*.tmp")):
         time.sleep(0.001)
     return output
