@@ -86,7 +86,7 @@ def measure_steps(config: Config, model_args: ModelArgs, layout: Layout, *, n_st
 
 
 def choose_evenly(router: Router, scores: torch.Tensor) -> torch.Tensor:
-    """Take the place of Router.choose: every expert gets as many tokens. scores (B, S, E) -> (B, S, K)."""
+    """Replace Router.choose, so that every expert gets the same number of tokens. scores (B, S, E) -> (B, S, K)."""
     routes = (scores + router.expert_bias).topk(router.args.top_k, dim=-1).indices  # allocates what the original does
     return (torch.arange(routes.numel()) % router.n_experts).view_as(routes)
 

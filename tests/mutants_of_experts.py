@@ -20,7 +20,7 @@ SHARED_TP2 = FAST["experts, tp2, ep2, shared experts"]
 
 @mutant(EP2, "gradients", "layers.1.feed_forward.experts.w2", at=(expert_parallel, "local_experts"))
 def expert_gradients_divided_by_ep(original, weight):
-    """Gradients of experts are averaged over ep, as those of copies are."""
+    """Average the gradients of experts over ep, as if the ranks held copies."""
     own = original(weight)
     return (own + own.detach()) / 2
 

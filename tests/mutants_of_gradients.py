@@ -170,7 +170,7 @@ def loss_counted_by_every_tp_rank(original, style, module, ranks, *inputs):
 
 @mutant("tp2", "module output", "layers.0.attention.inner", at=(llama3.F, "scaled_dot_product_attention"), dims=("tp",))
 def causal_mask_lost_on_one_rank(original, query, key, value, *, is_causal, enable_gqa):
-    """Half of the heads, those of one rank, see the future."""
+    """Let the heads of one rank see the future."""
     return original(query, key, value, is_causal=is_causal and dist.get_rank() == 0, enable_gqa=enable_gqa)
 
 

@@ -108,7 +108,7 @@ def schedule_waits_for_a_finite_gradient(train_step, run, batch):
 
 @mutant(STAGES, "updates", "output.weight", at=(step, "update_weights"))
 def steps_counted_twice_on_the_last_stage(update_weights, optimizer, grad_norm, max_norm):
-    """The moments of one stage are taken for those of a later step and corrected too little for their start."""
+    """Correct the moments of one stage too little, as if they came from a later step."""
     finite = update_weights(optimizer, grad_norm, max_norm)
     if dist.get_rank() == 1 and finite:
         for state in optimizer.state.values():

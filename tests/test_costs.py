@@ -141,7 +141,7 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(
 
 
 def test_an_uneven_load_is_that_of_a_dry_run():
-    """Of the most loaded rank: its traffic exactly, and by how much more memory its activations take."""
+    """The most loaded rank: its exact traffic, and the extra memory of its activations."""
     world_size, keys = LAYOUTS["experts, dp2, ep2"]
     keys = {**MODEL, **keys, DTYPE: "bfloat16", MODE: "none", "model.n_layers": 8}
     peaks, closed = [], []

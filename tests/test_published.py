@@ -12,7 +12,7 @@ Other code than ours made the runs, so nine columns say what it did:
 
 Some constants of cluster.py are fitted to these rows, and a forecast of rows that it was fitted to proves little. So
 `fit` runs again with each source left out in turn, from values that no row has seen (PRIORS), and the error bar that
-`plan` prints is that of the left-out rows. `python tests/test_published.py` writes the table; the test compares it.
+`plan` prints comes from the left-out rows. `python tests/test_published.py` writes the table; the test compares it.
 """
 
 import csv
@@ -68,7 +68,7 @@ DEEPSPEED_GIB = 3.0  # of CUDA's context and NCCL: its sources read nvidia-smi, 
 
 
 def describe_cluster(gpu: str, cluster: Cluster) -> Cluster:
-    """Return the machine of a row. `cluster`: of the chip, with the constants that a fit has changed."""
+    """Return the machine of a row. `cluster` describes its chip, with the constants of a fit."""
     if gpu == "h100-96":  # torchtitan's of 2024: 96 GB of HBM2e at 2.4 TB/s, and 500 W, which lowers the clock
         clock = 0.88
         slower = {

@@ -29,7 +29,7 @@ class Ended(Exception):
 
 @pytest.fixture
 def request_(monkeypatch) -> StopRequest:
-    """Of a process that has finished its first step."""
+    """Return the StopRequest of a process that has finished its first step."""
 
     def end(request, received, when):
         raise Ended(received)

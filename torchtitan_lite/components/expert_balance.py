@@ -101,7 +101,7 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     return {
         "expert_max_over_mean": (counts / counts.mean(1, keepdim=True)).max().item(),  # of the busiest expert
         "expert_dead_share": (counts == 0).double().mean().item(),  # of all experts: those without a token
-        # Of a token's scores, in nats: the mean over tokens and layers. Each token has top_k routes.
+        # Entropy of a token's scores in nats, averaged over tokens and layers. Each token has top_k routes.
         "router_entropy": (entropies.sum() / counts.sum() * top_k).item(),
     }
 

@@ -9,7 +9,7 @@
     console and log.txt   one line a step, and one more if it was validated
     tb/, wandb            sinks.py, with the tags of torchtitan v0.2
 
-Loss and grad_norm are the same on every rank; times and memory are those of rank 0.
+Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
 MFU is the share of the hardware's peak that the model's own FLOPs reach (PaLM, app. B, arXiv:2204.02311).
 """
 
@@ -33,7 +33,7 @@ from torchtitan_lite.config.schema import Metrics
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-# Field of a record -> tag in TensorBoard and wandb: those of torchtitan v0.2, as far as it has them.
+# Field of a record -> tag in TensorBoard and wandb. torchtitan v0.2 has the same tags, except the last ones.
 TAGS = {
     "loss": "loss_metrics/global_avg_loss",
     "grad_norm": "grad_norm",
@@ -116,7 +116,7 @@ class MetricsWriter:
     def __init__(
         self, dump_folder: Path, section: Metrics, *, n_steps: int, resumed_step: int, settings: dict[str, object]
     ):
-        """`n_steps`: of the whole run. `settings`: the config, section by section, for sinks that show it."""
+        """`n_steps` counts the whole run. `settings` is the config by section, for sinks that show it."""
         self.n_steps = n_steps
         path = dump_folder / "metrics.jsonl"
         drop_later_steps(path, resumed_step)

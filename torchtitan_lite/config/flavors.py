@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary wavelengths are stretched for texts longer than those of the first training.
+    """How rotary wavelengths are stretched for texts longer than the first training had.
 
     llama3, as in Llama 3.1, stretches long wavelengths. linear stretches all of them, and reads only the factor.
     """

@@ -214,7 +214,7 @@ def format_toml(value: object) -> str:
 
 
 def describe_keys(section: str) -> str:
-    """Return the lines in schema.py of the sections whose names begin with `section`; of all sections if none does."""
+    """Return the schema.py lines of all sections whose names begin with `section`, or of every section if none does."""
     texts = []
     for name in [name for name in SECTIONS if name.startswith(section)] or SECTIONS:
         source = inspect.getsource(type(get_value(Config(), name)))
