@@ -30,8 +30,8 @@ FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3", "q
 
 
 def train(run: build.Run, steps: range) -> list[float]:
-    vocab_size = run.config.model.vocab_size
-    batches = (compare.own_rows(run, compare.make_batch(step, vocab_size)) for step in steps)
+    sizes = run.config.model.vocab_size, run.layout.global_batch_size
+    batches = (compare.own_rows(run, compare.make_batch(step, *sizes)) for step in steps)
     return [stepping.train_step(run, batch).loss.item() for batch in batches]
 
 

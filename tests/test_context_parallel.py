@@ -82,15 +82,6 @@ def test_attention_over_ranks_is_that_of_one_process(pool, n_ranks, dtype, n_kv_
         assert [case for case in of_rank if case[2] > most] == []
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3, 8])
-def test_the_ranks_pieces_are_the_sequence_and_positions_rise_on_each(n_ranks):
-    places = [plan_query_positions(rank, n_ranks, 48) for rank in range(n_ranks)]
-    assert torch.cat(places).sort().values.tolist() == list(range(48))
-    assert all((own.diff() > 0).all() for own in places)
-    assert len({own.sum().item() for own in places}) == 1, "an early piece for each late one"
-    assert plan_query_positions(0, 2, 8).tolist() == [0, 1, 6, 7]
-
-
 # ---------------------------------------------------------------- work and memory
 
 LONG = {  # the proportions of Llama 3 8B, small

@@ -19,10 +19,8 @@ from torchtitan_lite.data.dataset import (
     SampleReader,
     SampleStream,
     ValidationBatches,
-    feistel_permute,
     prefetch,
     rows_of_rank,
-    split_round,
 )
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
@@ -155,9 +153,6 @@ def test_an_id_that_the_model_does_not_know_is_named_with_its_place(tmp_path):
         reader.read(both, torch.arange(2))
 
 
-# ---------------------------------------------------------------- what must not have changed when a run is resumed
-
-
 # ---------------------------------------------------------------- validation
 
 
@@ -249,13 +244,6 @@ def choose(sampler: Sampler, draws: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(*(tensor.tolist() for tensor in sampler.choose(draws)), strict=True))
 
 
-def test_the_permutation_is_one_to_one_and_each_index_is_sent_by_itself():
-    for n in [*range(1, 130), 1023, 1024, 1025, 9_973]:
-        permuted = feistel_permute(torch.arange(n), n, key="17 source 2 5")
-        assert torch.equal(permuted.sort().values, torch.arange(n)), n
-        assert feistel_permute(torch.tensor([n // 2]), n, key="17 source 2 5").item() == permuted[n // 2]
-
-
 def test_epochs_and_seeds_have_orders_of_their_own():
     n, two_epochs = 40, torch.arange(80)
     first, second = Sampler([n], seed=0).choose(two_epochs)[1].chunk(2)
@@ -282,8 +270,3 @@ def test_with_weights_every_source_has_epochs_and_an_order_of_its_own():
         assert all(sorted(samples[at : at + n]) == [*range(n)] for at in range(0, len(samples) - n + 1, n))
         assert samples[:n] != samples[n : 2 * n]
     assert sum(one == other for one, other in zip(own[1][:900], own[2][:900], strict=True)) < 10
-
-
-def test_a_round_is_split_by_the_weights():
-    assert split_round([1, 1, 1]) == [3333, 3334, 3333]
-    assert split_round([0.62, 3.1, 1, 0.0033]) == [1313, 6563, 2117, 7]  # of 1312.6, 6563.0, 2117.1 and 7.0 by hand

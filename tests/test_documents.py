@@ -1,14 +1,9 @@
-"""Documents packed into one sequence: attention stops at their borders, positions restart with each."""
-
-from pathlib import Path
+"""Documents packed into one sequence: attention stops at their borders. Positions: test_data.py."""
 
 import pytest
 import torch
-from made_corpora import BYTES, write_corpus
 from torch.nn.attention.flex_attention import flex_attention
 
-from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.dataset import SampleReader
 from torchtitan_lite.model.attention import (
     DocumentAttention,
     attend_in_blocks,
@@ -67,38 +62,24 @@ BLOCK = 128
 SEQ_LEN = 3 * BLOCK + 50
 
 
+def make_whole(n_rows: int):
+    """Make query, key, value and doc_ids of whole sequences, and the output of attention."""
+    doc_ids = make_documents(n_rows, SEQ_LEN)
+    heads = [make_heads(n_rows, n, SEQ_LEN, seed=i) for i, n in enumerate((4, 2, 2))]
+    return (*heads, doc_ids), attend_document_by_document(*heads, doc_ids)
+
+
 def make_part(n_rows: int):
-    """Some queries of a sequence, and its keys in another order, as a rank of context parallel has them."""
+    """Make some queries of a sequence, and its keys in another order, as a rank of context parallel has them."""
+    (query, key, value, doc_ids), expected = make_whole(n_rows)
     query_positions = torch.cat((torch.arange(20, 200), torch.arange(300, SEQ_LEN)))
     key_positions = torch.arange(SEQ_LEN).roll(-100)
-    doc_ids = make_documents(n_rows, SEQ_LEN)
-    query, key, value = (make_heads(n_rows, n, SEQ_LEN, seed=i) for i, n in enumerate((4, 2, 2)))
-    expected = attend_document_by_document(query, key, value, doc_ids)[:, :, query_positions]
     part = query[:, :, query_positions], key[:, :, key_positions], value[:, :, key_positions]
-    return (*part, doc_ids, query_positions, key_positions), expected
+    return (*part, doc_ids, query_positions, key_positions), expected[:, :, query_positions]
 
 
 def attend_part(query, key, value, *places):
     return flex_attention(query, key, value, block_mask=plan_blocks(*places), enable_gqa=True)
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_pairs_that_see_each_other_are_in_blocks_that_are_read_and_full_blocks_hold_no_others(is_whole):
-    (*_, doc_ids, query_positions, key_positions), _ = make_part(3)
-    if is_whole:
-        query_positions = key_positions = torch.arange(SEQ_LEN)
-    same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_positions]
-    sees = same & (query_positions[:, None] >= key_positions)
-    plan = plan_blocks(doc_ids) if is_whole else plan_blocks(doc_ids, query_positions, key_positions)
-    read = plan.to_dense()[:, 0]  # (B, query blocks, key blocks)
-    row, query, key = sees.nonzero().T
-    n_seen = torch.zeros(read.shape).index_put_((row, query // BLOCK, key // BLOCK), torch.ones(()), accumulate=True)
-    assert read[n_seen > 0].all()
-    n_full = plan.full_kv_num_blocks[:, 0]
-    for row, query in n_full.nonzero().tolist():
-        full = plan.full_kv_indices[row, 0, query, : n_full[row, query]]
-        assert (n_seen[row, query, full] == BLOCK**2).all()
-    assert n_full.sum() == (n_seen == BLOCK**2).sum() and (n_full.any() or not is_whole)
 
 
 def test_blocks_that_no_document_reaches_into_are_left_out():
@@ -107,9 +88,9 @@ def test_blocks_that_no_document_reaches_into_are_left_out():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_attention_in_blocks_is_attention_document_by_document_and_compiles_without_a_break(compiled):
-    part, expected = make_part(2)
+@pytest.mark.parametrize(("make", "compiled"), [(make_whole, False), (make_part, False), (make_part, True)])
+def test_attention_in_blocks_is_attention_document_by_document_and_compiles_without_a_break(make, compiled):
+    part, expected = make(2)
     attend = torch.compile(attend_part, backend="aot_eager", fullgraph=True) if compiled else attend_part
     torch._dynamo.reset()
     with torch.no_grad():  # flex attention has no backward on a CPU
@@ -131,22 +112,3 @@ def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
         found.append([out, *torch.autograd.grad(out.square().sum(), heads)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)
-
-
-# ---------------------------------------------------------------- positions
-
-
-def test_positions_restart_with_each_document_where_asked_for(tmp_path):
-    folder = write_corpus(tmp_path / "made", [[[7, 4, 5, 6], [9, 1, 2], [9], [9, 3, 0]]])
-    corpus = open_corpus(str(folder), BYTES, Path("nowhere"))
-    plain, restarted = (
-        SampleReader([corpus], seq_len=9, vocab_size=10, restart_positions=on).read(
-            torch.tensor([0, 0]), torch.arange(2)
-        )
-        for on in (False, True)
-    )
-    assert plain.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8]] * 2
-    # the second row goes on with a document, and ends with padding, which is one of its own
-    assert restarted.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 0], [0, 1, 0, 1, 2, 3, 4, 5, 6]]
-    for batch in (plain, restarted):
-        assert batch.doc_ids.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2, 3], [0, 0, 1, 1, 1, 1, 1, 1, 1]]

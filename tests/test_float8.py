@@ -8,12 +8,10 @@ import checkpoints
 import compare
 import pytest
 import torch
-from layouts import BFLOAT16, FLOAT8, GATHER, MODE, PRECOMPUTE, REPLICATE, TP, Row
+from layouts import FLOAT8, GATHER, MODE, PRECOMPUTE, REPLICATE, TP, TWO_LAYERS
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_lite import step as stepping
 from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.checks import check_machine
 from torchtitan_lite.config.flavors import FLAVORS
@@ -23,7 +21,6 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.model.float8_linear import RECIPES, Float8Linear
 from torchtitan_lite.model.llama3 import Llama3
-from torchtitan_lite.parallel.float8 import Float8GatheredWeight, ParallelFloat8Linear, find_amax
 
 # ---------------------------------------------------------------- one linear layer
 
@@ -75,69 +72,23 @@ def test_output_and_gradients_have_the_bits_of_torchaos(recipe_name, dtype, emul
 # ---------------------------------------------------------------- on ranks
 
 
-def measure_rounding(rank: int, world_size: int, overrides: dict) -> float:
-    """Worker: error of the weights that blocks multiply by, relative to half a step of float8.
-
-    The optimizer triples all weights at each step, so that a scale of another step does not pass.
-    """
-    run = compare.build_table_run(world_size, overrides)
-
-    @torch.no_grad()
-    def triple(*_):
-        torch._foreach_mul_([compare.local(p).detach() for p in run.parameters.values()], 3.0)
-
-    run.optimizer.register_step_post_hook(triple)
-    vocab_size = run.config.model.vocab_size
-    for step in range(2):
-        rows = compare.make_batch(step, vocab_size, run.layout.global_batch_size)
-        stepping.train_step(run, compare.own_rows(run, rows))
-    full = {fqn: p.full_tensor().detach() for fqn, p in run.parameters.items() if isinstance(p, DTensor)}
-    errors = []
-
-    def look(module, args, *, fqn):
-        used, trained = module.weight, full[f"{fqn}.weight"]
-        if isinstance(used, DTensor):
-            mesh, (placement,) = used.device_mesh, used.placements
-            trained = trained.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
-            used = used._local_tensor
-        assert type(used) is Float8GatheredWeight
-        rounded = used.data8.double() / used.scale
-        least = find_amax(full[f"{fqn}.weight"]) / 448 / 1024  # half a step of the smallest float8
-        allowed = (trained.double().abs() / 16).clamp(min=least)  # half a step of 3 bits
-        errors.append(((rounded - trained).abs() / allowed).max().item())
-
-    for part in run.parts:
-        for fqn, module in part.named_modules():
-            if isinstance(module, ParallelFloat8Linear):
-                module.register_forward_pre_hook(lambda module, args, fqn=fqn: look(module, args, fqn=fqn))
-    batch = stepping.shard_for_cp(run, compare.own_rows(run, rows))
-    stepping.forward_only(run, batch, stepping.count_global_tokens(run, batch))
-    assert len(errors) == 28 * run.layout.n_microbatches
-    return max(errors)
-
-
-UNEVEN = {"training.local_batch_size": 2, "training.global_batch_size": 6}
-GATHERED = {
-    "dp3, rows that 3 does not divide": Row(3, {**GATHER, **UNEVEN}),
-    "dp2 precomputed, in bfloat16": Row(2, {**PRECOMPUTE, **BFLOAT16}),
-    "dp2 x tp2": Row(4, {TP: 2, **GATHER}),
-    "hsdp2x2": Row(4, {REPLICATE: 2, **PRECOMPUTE}),
-}
-
-
-@pytest.mark.parametrize("name", GATHERED)
-def test_blocks_multiply_by_the_weights_of_the_last_step_rounded_once(pool, name):
-    row = GATHERED[name]
-    assert max(pool.run(measure_rounding, row.world_size, row.overrides)) <= 1.001
-
-
 def train_steps(rank: int, world_size: int, overrides: dict, n_steps: int) -> list[float]:
     """Worker: the losses."""
     return checkpoints.train(compare.build_table_run(world_size, overrides), range(n_steps))
 
 
-def test_weights_that_travel_as_float8_are_the_same_as_weights_that_are_rounded_on_arrival(pool):
-    losses = [pool.run(train_steps, 2, keys, 4) for keys in (FLOAT8, GATHER, PRECOMPUTE)]
+GATHERED = {
+    "dp2": (2, {}),
+    "dp3, rows that 3 does not divide": (3, {"training.local_batch_size": 2, "training.global_batch_size": 6}),
+    "dp2 x tp2": (4, {TP: 2, **TWO_LAYERS}),
+    "hsdp2x2": (4, {REPLICATE: 2, **TWO_LAYERS}),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_weights_that_travel_as_float8_are_the_same_as_weights_that_are_rounded_on_arrival(pool, name):
+    n_ranks, layout = GATHERED[name]
+    losses = [pool.run(train_steps, n_ranks, {**layout, **keys}, 4) for keys in (FLOAT8, GATHER, PRECOMPUTE)]
     assert losses[0] == losses[1] == losses[2] and len(set(losses[0][0])) == 4
 
 

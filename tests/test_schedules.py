@@ -11,7 +11,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.checks import check_mesh
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import plan_degrees
-from torchtitan_lite.config.schedule import check_microbatches, find_csv_fault, name_modules, place_stages, plan_stages
+from torchtitan_lite.config.schedule import check_microbatches, find_csv_fault, name_modules, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.tools.verify.plain import Inputs, run_plainly
 
@@ -49,12 +49,6 @@ def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
 )
 def test_layers_are_spread_evenly_with_embedding_and_head_counted(parallelism, n_layers, layers):
     assert count_layers(parallelism, n_layers) == layers
-
-
-def test_stages_are_placed_round_robin_or_in_a_v():
-    assert place_stages(pipeline(2, "Interleaved1F1B"), 6) == (0, 1, 0, 1, 0, 1)
-    assert place_stages(pipeline(4, "ZBVZeroBubble"), 8) == (0, 1, 2, 3, 3, 2, 1, 0)
-    assert place_stages(pipeline(2, "ZBVZeroBubble"), 8) == (0, 1, 1, 0, 0, 1, 1, 0)
 
 
 GIVEN = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]

@@ -124,7 +124,9 @@ def test_a_job_before_its_limit_saves_is_queued_again_and_ends_bit_equal_to_the_
 
 
 def test_on_one_node_the_signal_goes_to_the_launcher_and_a_refusal_is_not_queued_again(cluster, tmp_path):
-    (tmp_path / "run_train.sh").write_text("#!/bin/bash\nsleep 100 &\ntrap 'kill $!; exit 143' TERM\necho ready\nwait\n")
+    (tmp_path / "run_train.sh").write_text(
+        "#!/bin/bash\nsleep 100 &\ntrap 'kill $!; exit 143' TERM\necho ready\nwait\n"
+    )
     (tmp_path / "run_train.sh").chmod(0o755)
     one_node = {"REPOSITORY": str(tmp_path), "SLURM_JOB_NUM_NODES": "1"}
     job = cluster.start(**one_node)

@@ -25,7 +25,7 @@ from torchtitan_lite.preflight import SHIPPED, Prepared, preflight
 from torchtitan_lite.tools.convert import write_folder
 
 ARGS = ModelArgs(16, 1, 2, 1, 8, 24, 2400, rope_theta=1e4, rope_scaling=RopeScaling(factor=2.5, kind="linear"))
-PATH = "checkpoint.initial_load_path"
+PATH, ASSETS = "checkpoint.initial_load_path", "model.hf_assets_path"
 RUN = ["--training.dataset=python_stdlib", "--checkpoint.enable"]
 RUN += ["--job.dump_folder=outputs/debug"]
 HF, OURS = f"--{PATH}=hf", f"--{PATH}=step-9"
@@ -79,6 +79,9 @@ def test_rope_and_sizes_of_a_run_are_those_of_the_weights_that_it_starts_from_or
         ([f"--{PATH}=cut"], PATH, "model.safetensors"),
         ([f"--{PATH}=nowhere"], PATH, "nowhere"),
         ([f"--{PATH}=outputs/debug/step-9", "--job.overwrite"], PATH, "job.overwrite"),
+        ([HF, f"--{ASSETS}=other"], ASSETS, "Leave it out"),  # another tokenizer than the one of the weights
+        ([OURS, f"--{ASSETS}=assets/tokenizer"], ASSETS, "Leave it out"),
+        ([OURS, f"--{ASSETS}=bytes"], ASSETS, "Leave it out"),
     ],
 )
 def test_weights_that_do_not_fit_are_one_problem(args, key, named):
@@ -237,12 +240,6 @@ def find_tokenizer(*args: str) -> str:
 )
 def test_the_tokenizer_of_the_weights_is_the_default(args, tokenizer):
     assert find_tokenizer(*args) == tokenizer
-
-
-@pytest.mark.parametrize(("weights", "named"), [(HF, "other"), (OURS, "assets/tokenizer"), (OURS, "bytes")])
-def test_another_tokenizer_than_that_of_the_weights_is_refused(weights, named):
-    problem = find_one_problem([*RUN, weights, f"--model.hf_assets_path={named}"])
-    assert (problem.key, problem.value) == ("model.hf_assets_path", named) and "Leave it out" in problem.remedy
 
 
 def test_a_run_that_resumes_keeps_the_tokenizer_of_its_checkpoint():
