@@ -1,7 +1,7 @@
 """Train a Llama: config, mesh, data, run, checkpoint, loop. run_train.sh starts it once per rank.
 
-Every rank runs this file from top to bottom. What a step does is in torchtitan_lite/step.py; what ranks exchange is
-said where they do it.
+Every rank runs this file from top to bottom. torchtitan_lite/step.py has the optimizer step. Comments name each
+collective in the line that calls it.
 """
 
 import logging
@@ -39,7 +39,7 @@ def main(args: list[str], stop: StopRequest) -> int:
 
     0 trained and saved, 1 a step was not finite or a checkpoint was not written, 130 stopped by SIGINT, 143 by SIGTERM.
     """
-    # ---- config: every mistake in it is reported before any process group exists
+    # ---- config: report every mistake before creating any process group
     place = read_torchrun_environment(os.environ)
     machine = detect_machine()
     plan = preflight(
@@ -52,7 +52,7 @@ def main(args: list[str], stop: StopRequest) -> int:
         return 0
     check_prepared(config, plan.tokenizer)
 
-    # ---- mesh: one process group for the world, and one for each mesh dim and view of it
+    # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     device, groups = start_process(place, machine.device_type, config, dump_folder)
     mesh = build_mesh(layout, device.type)
     starting_over = config.job.overwrite and place.restarts == 0
@@ -71,7 +71,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     # ---- run: model parts, optimizer, schedules
     run = build_run(config, model_args, layout, mesh, device)
 
-    # ---- checkpoint: resume from the newest one, or from the one that is named; or load initial weights
+    # ---- checkpoint: resume from the newest checkpoint or from load_step; otherwise load initial weights, if any
     checkpoints = dump_folder / config.checkpoint.folder
     resumed_step = restore_or_load(
         checkpoints,
@@ -112,12 +112,12 @@ def main(args: list[str], stop: StopRequest) -> int:
             is_finite, stop_signal = result.read()  # the same on every rank; waits for the device, and so for all ranks
             if not is_finite:
                 culprit = find_non_finite(run.parts, mesh.coordinates(), partial(compute_gradients, run, batch))
-                reason = f"gradient norm {result.grad_norm.item()}, weights left as they were: {culprit}"
+                reason = f"gradient norm {result.grad_norm.item()}, weights not updated: {culprit}"
                 logger.log(logging.INFO if place.rank else logging.ERROR, f"step {step}: {reason}")
                 status = 1
                 break
             stop.is_first_step = False
-            validation = validate(run, data, step)  # None if it is not due
+            validation = validate(run, data, step)  # None if this step is not validated
             log.after_step(step, result, validation)
             is_stopped = stop_signal > 0 and step < last
             saver.after_step(step, run.saved, n_steps=last, is_stopped=is_stopped)
@@ -138,20 +138,20 @@ def main(args: list[str], stop: StopRequest) -> int:
     return status
 
 
-@record  # for torchrun, which names the first rank that failed, and why
+@record  # torchrun then reports which rank failed first, and why
 def run_rank(args: list[str], stop: StopRequest) -> int:
-    """Call `main`, and print its exception for the user before it passes on. tools/launch.py calls this in a fork."""
+    """Call `main`. Print an exception for the user, then re-raise it. tools/launch.py calls this in a fork."""
     try:
         return main(args, stop)
     except UserError as error:
-        print(f"This run stops: {error}", file=sys.stderr)
+        print(f"The run stopped: {error}", file=sys.stderr)
         raise
     except Exception as error:
         if stop.received is None:
             traceback.print_exc()
             raise
-        # A peer ended at once, by a second signal or in its first step, and this rank waited for it.
-        stop.end(stop.received, f"in the midst of a step: {type(error).__name__}")
+        # A peer exited immediately (a second signal, or its first step), and a collective of this rank failed.
+        stop.end(stop.received, f"in the middle of a step: {type(error).__name__}")
 
 
 if __name__ == "__main__":  # under a bare torchrun

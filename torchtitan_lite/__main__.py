@@ -1,7 +1,7 @@
 """Run a tool: `python -m torchtitan_lite TOOL ...`, or `torchtitan-lite TOOL ...` if pip installed the package.
 
-The command line is parsed first, so help and mistakes in it need no packages. If this Python lacks the packages, the
-command then runs again in the Python that run_train.sh would take. Only the chosen tool is imported.
+The command line is parsed first, so --help and error messages need no packages. If this Python lacks the packages, the
+command is run again with the Python that run_train.sh would use. Only the chosen tool is imported.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from torchtitan_lite.tools.command_lines import TOOLS, parse_command
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the tool. Return its exit status: 0 fine, 1 the answer is no, 2 wrong input, 130 stopped by Ctrl-C."""
+    """Run the tool. Return its exit status: 0 success, 1 the answer is no, 2 wrong input, 130 stopped by Ctrl-C."""
     args = sys.argv[1:] if args is None else args
     if not args or args[0] in ("-h", "--help"):
         print("python -m torchtitan_lite TOOL ...    (TOOL --help lists its options)\n")
@@ -26,10 +26,10 @@ def main(args: list[str] | None = None) -> int:
         print(f"There is no tool named {name!r}. Use {', '.join(near)}.", file=sys.stderr)
         return 2
     options = parse_command(name, rest)
-    if name != "check" or not (find_spec("tomllib") or find_spec("tomli")):  # check needs no package but a TOML reader
+    if name != "check" or not (find_spec("tomllib") or find_spec("tomli")):  # check needs only a TOML parser
         importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()
     try:
-        module = vars(options).get("module", TOOLS[name].module)  # an option may choose another one
+        module = vars(options).get("module", TOOLS[name].module)  # an option may select another module
         return importlib.import_module(f"torchtitan_lite.tools.{module}").main(options)
     except KeyboardInterrupt:
         print(f"{name}: stopped by Ctrl-C", file=sys.stderr)

@@ -1,12 +1,12 @@
 """Build a run: the model parts of this rank, their storage and weights, optimizer and schedules.
 
     build_on_meta   the whole model without storage
-    build_parts     the parts of this rank's pipeline stages, parallelized, still without storage
-    materialize     storage and initial weights, which depend on (seed, FQN) only
+    build_parts     one model part per pipeline stage of this rank, parallelized, still without storage
+    materialize     storage and initial weights, which depend only on (seed, FQN)
     start_run       optimizer, learning-rate schedule, pipeline schedule
     build_run       all of these
 
-train.py, verify, plan, explain and bench build their runs here, so they cannot drift apart.
+train.py, verify, plan, explain and bench all build their runs here, so they cannot drift apart.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule
 
-# model.name, a row of BLOCKS in config/block.py -> (class, rule for the initial weights of one parameter)
+# model.name, also a key of BLOCKS in config/block.py -> (class, function that initializes one parameter)
 MODELS = {
     "llama3": (llama3.Llama3, llama3.init_parameter),
 }
@@ -39,23 +39,23 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a step needs. Frozen: only the tensors inside change."""
+    """Everything that an optimizer step needs. Frozen: only the contents of the tensors change."""
 
     config: Config
     layout: Layout
     mesh: Mesh
     device: torch.device
-    parts: list[nn.Module]  # this rank's pipeline stages, first to last; one without PP
-    parameters: dict[str, Tensor]  # FQN -> parameter, of all parts
+    parts: list[nn.Module]  # this rank's pipeline stages, first to last; a single part without PP
+    parameters: dict[str, Tensor]  # FQN -> parameter, for all parts
     optimizer: Optimizer
     lr_scheduler: LRScheduler
-    schedule: object | None  # of torch.distributed.pipelining; None without PP
-    float8_weights: list[Float8AllGatherHook]  # those whose scales are precomputed
+    schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
+    float8_weights: list[Float8AllGatherHook]  # weights whose scales are precomputed
     balance: ExpertBalance | None = None  # None: the model has no experts
 
     @property
     def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint holds besides the optimizer state: FQN -> parameter, or bias of a layer's experts."""
+        """Tensors in a checkpoint besides the optimizer state: FQN -> parameter, or expert bias of a layer."""
         return self.parameters | (self.balance.biases if self.balance else {})
 
 
@@ -67,7 +67,7 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
 
 
 def build_parts(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh) -> list[nn.Module]:
-    """Build the model parts of this rank, parallelized and still on meta: no memory, no communication."""
+    """Build and parallelize the model parts of this rank on the meta device. No memory, no communication."""
     model = build_on_meta(config, model_args)
     stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
     parts = [apply_stage(model, fqns) for fqns in stages]
@@ -79,14 +79,14 @@ def build_parts(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mes
 def materialize(
     parts: list[nn.Module], config: Config, device: torch.device, init_parameter: Callable | None = None
 ) -> None:
-    """Allocate the parts on `device`, or on the host under offload (own slices only), and initialize their weights.
+    """Allocate this rank's shards on `device` (on the CPU with offload), and initialize their weights.
 
-    `init_parameter`: what fills a whole tensor, of which the rank keeps its slice; by default the model's own rule.
+    `init_parameter` fills a full tensor, and the rank keeps its shard. Default: the model's function in MODELS.
     """
     init_parameter = init_parameter or MODELS[config.model.name][1]
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
-        if part.model_args.tie_embeddings:  # to_empty made two tensors of the one
+        if part.model_args.tie_embeddings:  # to_empty made two tensors out of the shared one
             part.output.weight = part.tok_embeddings.weight
         for _, moe in list_moes(part):
             moe.router.reset(device)
@@ -102,7 +102,7 @@ def build_run(
     device: torch.device,
     init_parameter: Callable | None = None,
 ) -> Run:
-    """Build a run at step 0. `config` is resolved; `init_parameter` as `materialize` takes it. Collective."""
+    """Build a run at step 0. `config` is resolved; `init_parameter` is passed to `materialize`. Collective."""
     return start_run(build_parts(config, model_args, layout, mesh), config, layout, mesh, device, init_parameter)
 
 
@@ -114,7 +114,7 @@ def start_run(
     device: torch.device,
     init_parameter: Callable | None = None,
 ) -> Run:
-    """Build a run at step 0 from parts on meta: allocate them, then make optimizer and schedules."""
+    """Build a run at step 0 from parts on meta: allocate the parts, then create the optimizer and the schedules."""
     materialize(parts, config, device, init_parameter)
     float8_weights = gather_in_float8(parts, config.quantize.linear.float8, config.compile)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}

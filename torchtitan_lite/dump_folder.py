@@ -1,8 +1,8 @@
-"""Check the paths of a run before it starts. Create, lock and empty `job.dump_folder`, to which a run writes its files.
+"""Check the paths of a run before it starts. Create, lock and empty `job.dump_folder`, which holds all files of a run.
 
-config.toml     as resolved              log.txt, metrics.jsonl, tb/                logs
+config.toml     the resolved config      log.txt, metrics.jsonl, tb/                logs
 checkpoint/     step-N/ ...              traces/, comm_traces/, memory_snapshot/    if enabled
-wandb/          Weights & Biases if enabled; job.overwrite keeps it, because it may still have to be sent
+wandb/          Weights & Biases if enabled; job.overwrite keeps it, because some of it may not be uploaded yet
 lock            locked by the run that writes here
 """
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 LOCK = "lock"
 FILES = ("config.toml", "log.txt", "metrics.jsonl")
-FOLDERS = (  # keys that name a folder inside it
+FOLDERS = (  # keys that name a folder inside job.dump_folder
     "checkpoint.folder",
     "metrics.save_tb_folder",
     "profiling.save_traces_folder",
@@ -32,13 +32,13 @@ FOLDERS = (  # keys that name a folder inside it
 
 
 def check_files(config: Config, restarted: bool) -> Problems:
-    """Find every problem with the paths of a run. A job that `restarted` finds its own files there."""
+    """Find every problem with the paths of a run. If torchrun `restarted` the job, the files there are its own."""
     problems, dump_folder, overwrite = Problems(config), Path(config.job.dump_folder), config.job.overwrite
     for key in ("job.dump_folder", "training.cache_folder"):
         path = Path(get_value(config, key)).absolute()
         nearest = next(above for above in (path, *path.parents) if above.exists())
         if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-            problems.refuse(key, f"{nearest} is no folder that this user can write", "Name another folder")
+            problems.refuse(key, f"{nearest} is not a folder that this user can write to", "Name another folder")
     earlier = [name for name in ("config.toml", "metrics.jsonl") if (dump_folder / name).exists()]
     if earlier and not (config.checkpoint.enable or overwrite or restarted):
         remedy = "Name another folder, or delete that run with --job.overwrite"
@@ -48,18 +48,18 @@ def check_files(config: Config, restarted: bool) -> Problems:
     for key in FOLDERS:
         value = get_value(config, key)
         if value in ("", ".", "..") or "/" in value:  # job.overwrite deletes what is in it
-            problems.refuse(key, "it is no name of a folder", "Use a name, such as traces")
+            problems.refuse(key, "it is not the name of a folder", "Use a plain name, such as traces")
     initial = config.checkpoint.initial_load_path
     if initial and overwrite and not restarted and Path(initial).resolve().is_relative_to(dump_folder.resolve()):
-        problems.refuse("checkpoint.initial_load_path", "job.overwrite deletes it first", "Copy it to another place")
+        problems.refuse("checkpoint.initial_load_path", "job.overwrite deletes it first", "Copy it elsewhere")
     return problems
 
 
 def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> BinaryIO:
     """Create the folder, lock it for this run, and write the resolved config there. Rank 0 calls this.
 
-    `starting_over` deletes the files of an earlier run first. Returns the open lock file: the lock ends when the file
-    is closed, also if the run is killed. Raises CheckpointError if another run has the lock.
+    `starting_over` deletes the files of an earlier run first. Returns the open lock file. The lock is released when the
+    file is closed, or when the process dies. Raises CheckpointError if another run holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / LOCK, "ab")
@@ -67,10 +67,10 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        why = f"another run is writing to {folder}: wait until it has ended, or name another job.dump_folder"
+        why = f"another run is writing to {folder}: wait until it ends, or set another job.dump_folder"
         raise CheckpointError(why) from None
     except OSError:  # Lustre may be mounted without locks
-        logger.warning(f"the file system of {folder} has no locks: nothing stops a second run from writing there")
+        logger.warning(f"the file system of {folder} has no locks, so a second run could write there too")
     if starting_over:
         for path in list_earlier(folder, config):
             if path.is_dir() and not path.is_symlink():
@@ -82,7 +82,7 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
 
 
 def list_earlier(folder: Path, config: Config) -> list[Path]:
-    """Return what job.overwrite deletes. FOLDERS themselves are kept: another rank may just have created one."""
+    """List the paths that job.overwrite deletes. FOLDERS themselves stay: another rank may just have created one."""
     files = [folder / name for name in FILES if (folder / name).exists()]
     inside = [path for key in FOLDERS for path in sorted((folder / get_value(config, key)).glob("*"))]
     return files + inside

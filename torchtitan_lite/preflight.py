@@ -1,13 +1,13 @@
-"""What a run will be, and everything that is wrong with it, before torch is imported.
+"""Resolve a run and find every problem with it, before torch is imported.
 
     the run starts from                  model.flavor = "auto" means    model.hf_assets_path = "auto" means
-    a checkpoint that it resumes         the model in its manifest      the tokenizer that its manifest names
-    initial_load_path: a checkpoint      the model in its manifest      the tokenizer that its manifest names
-    initial_load_path: Hugging Face's    the model in its config.json   the tokenizer in that folder
+    a checkpoint that it resumes         the model in the manifest      the tokenizer named in the manifest
+    initial_load_path: a checkpoint      the model in the manifest      the tokenizer named in the manifest
+    initial_load_path: Hugging Face      the model in config.json       the tokenizer in that folder
     initial weights                      debug                          assets/tokenizer
 
-config/checks.py has the rules that need numbers only; the rules here need files or the machine. `check` and train.py
-both call preflight, so a run that `check` accepts does start. All problems are reported together.
+The rules in config/checks.py need only numbers; the rules here need files or the machine. Both `check` and train.py
+call preflight, so a run that `check` accepts will start. All problems are reported together.
 """
 
 from contextlib import suppress
@@ -43,27 +43,27 @@ from torchtitan_lite.dump_folder import check_files, list_earlier
 
 PATH = "checkpoint.initial_load_path"
 SHIPPED = "assets/tokenizer"
-HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml has a tenth of it
-# What a run cannot change when it continues from the step and the optimizer state of a checkpoint
+HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
+# Keys that must not change when a run continues from the step and optimizer state of a checkpoint
 CONTINUED = [f"training.{name}" for name in ("dataset", "dataset_weights", "seq_len", "global_batch_size")]
 CONTINUED += ["debug.seed", "optimizer.name", "optimizer.moments_dtype"]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights that a run starts from, and what comes with them."""
+    """The weights that a run starts from, with their model and tokenizer."""
 
     path: Path
     model_args: ModelArgs
-    assets: str  # folder of their tokenizer
+    assets: str  # folder of the tokenizer they were trained with
     published: dict[str, dict]  # config.json and generation_config.json, if they came from a Hugging Face folder
-    manifest: Manifest | None = None  # of a checkpoint
-    is_resumed: bool = False  # the checkpoint is in the dump folder, so the run continues after its step
+    manifest: Manifest | None = None  # None: a Hugging Face folder
+    is_resumed: bool = False  # the checkpoint is in the dump folder, so the run continues from its step
 
 
 @dataclass(frozen=True)
 class RunConfig(ConfigReading):
-    """A config whose dump folder, model and tokenizer are resolved."""
+    """A config with resolved dump folder, model and tokenizer."""
 
     weights: Weights | None  # None: the run starts from initial weights
 
@@ -74,7 +74,7 @@ class Prepared(RunConfig):
 
     model_args: ModelArgs
     layout: Layout
-    memory: MemoryBound | None  # None: not judged, because the memory is not known
+    memory: MemoryBound | None  # None: not checked, because the memory of the device is unknown
     tokenizer: Tokenizer
 
     @property
@@ -83,12 +83,12 @@ class Prepared(RunConfig):
 
     @property
     def resumed_step(self) -> int:
-        """The last step that is already done; 0: the run does not resume."""
+        """Step of the checkpoint that the run resumes from; 0: the run does not resume."""
         return self.weights.manifest.step if self.weights and self.weights.is_resumed else 0
 
     @property
     def title(self) -> str:
-        """The family of the model, and its flavor or the folder of its weights: "qwen3 Qwen3-8B", "llama of DIR"."""
+        """Model family, then flavor or folder of the weights: "qwen3 Qwen3-8B", "llama of DIR"."""
         model_args, flavor = self.model_args, self.config.model.flavor
         if flavor == AUTO:
             flavor = f"of {self.weights.path}" if self.weights else "debug"
@@ -96,17 +96,17 @@ class Prepared(RunConfig):
 
     @property
     def published(self) -> dict[str, dict]:
-        """config.json and generation_config.json of the weights, if they came from a Hugging Face folder."""
+        """config.json and generation_config.json of the weights; empty if they are not from Hugging Face."""
         return self.weights.published if self.weights else {}
 
     @property
     def finished(self) -> str:
-        """What the user can do, if the checkpoint that the run resumes is at its last step; otherwise ""."""
+        """Message with the user's options if the resumed checkpoint is already at the last step; otherwise ""."""
         schedule, step = self.config.lr_scheduler, self.resumed_step
         if step == 0 or step < self.config.training.steps:
             return ""
         rises = "lr_scheduler.total_steps" not in self.given and schedule.min_lr_factor < 1
-        because = ": the learning rate rises again, because its decay ends at the new last step" * rises
+        because = ": the learning rate rises again, because the decay now ends at the new last step" * rises
         ways = [
             f"  --training.steps={2 * step}   to train further{because}",
             "  --job.dump_folder=FOLDER   to start another run",
@@ -114,7 +114,7 @@ class Prepared(RunConfig):
         ]
         if self.config.checkpoint.last_save_model_only:
             del ways[0]
-        about = f"{self.config_name} is already at step {step}: everything is in {self.dump_folder}. You can add"
+        about = f"{self.config_name} is already at step {step}: everything is in {self.dump_folder}. Options:"
         return "\n".join([about, *ways])
 
 
@@ -123,7 +123,7 @@ def preflight(
 ) -> Prepared:
     """Read a config and check it for `n_ranks` ranks on `n_hosts` hosts like `machine`.
 
-    Without n_ranks, choose_n_ranks chooses. A job that torchrun `restarted` finds its own files in the dump folder.
+    Without n_ranks, choose_n_ranks decides. If torchrun `restarted` the job, the files in the dump folder are its own.
     Writes nothing. Raises ConfigError with every problem.
     """
     run = read_run_config(args, restarted=restarted)
@@ -133,7 +133,7 @@ def preflight(
     problems += run.problems + check_run(config) + check_machine(config, machine) + check_files(config, restarted)
     tokenizer = open_tokenizer(problems, config.model.hf_assets_path, weights)
     problems += check_data(config, tokenizer)
-    # No layout is planned if a bad key fell back to its default: its problems would mean nothing.
+    # If a bad key fell back to its default, do not plan a layout: its problems would be meaningless.
     if not any(problem.key.startswith(("model.", "training.", "parallelism.")) for problem in run.problems):
         try:
             model_args = resolve_model(config.model)
@@ -155,7 +155,7 @@ def preflight(
         section = config.quantize.linear.float8
         linears = list_linears(model_args)
         chosen = plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name)
-        alone = ", and async tensor parallel overlaps none of them" * config.parallelism.enable_async_tensor_parallel
+        alone = "; async tensor parallel does not overlap these" * config.parallelism.enable_async_tensor_parallel
         notices.append(f"{len(chosen)} of {len(linears)} linear layers compute in float8{alone}")
     if config.job.overwrite and not restarted and (earlier := list_earlier(Path(config.job.dump_folder), config)):
         notices.append(f"job.overwrite deletes the earlier run: {', '.join(map(str, earlier))}")
@@ -166,16 +166,16 @@ def preflight(
 
 
 def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> int:
-    """Return the default world size: all GPUs; on CPUs the product of the degrees, from two ranks per host on."""
+    """Return the default world size: all GPUs; on CPUs the product of the degrees, at least two ranks per host."""
     if machine.device_type == "cuda":
         return machine.n_devices * n_hosts
     return prod(plan_degrees(parallelism, 2 * n_hosts).values())
 
 
 def read_run_config(args: list[str], *, restarted: bool = False) -> RunConfig:
-    """Read a config as `read_config` does, and find the weights that it names. Raises nothing: see `problems`.
+    """Read a config as `read_config` does, and find the weights that it names. Never raises: see `problems`.
 
-    A job that torchrun `restarted` resumes its own newest checkpoint.
+    If torchrun `restarted` the job, it resumes from its own newest checkpoint.
     """
     reading = read_config(args)
     config, problems, notices, weights = reading.config, list(reading.problems), list(reading.notices), None
@@ -196,7 +196,7 @@ def read_run_config(args: list[str], *, restarted: bool = False) -> RunConfig:
 
 
 def name_dump_folder(config: Config, config_name: str) -> str:
-    """Return what job.dump_folder = "auto" means. The name of runs/mine/checkpoint/step-9 is "mine"."""
+    """Return the folder for job.dump_folder = "auto". runs/mine/checkpoint/step-9 gives outputs/finetune-mine."""
     if not config.checkpoint.initial_load_path:
         return f"./outputs/{config_name}"
     path = Path(config.checkpoint.initial_load_path).absolute()
@@ -204,35 +204,35 @@ def name_dump_folder(config: Config, config_name: str) -> str:
 
 
 def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], notices: list[str]) -> Config:
-    """Return the config with the defaults for trained weights, and add notices. A key that is `given` stays."""
+    """Return the config with defaults for pretrained weights, and add notices. Keys in `given` do not change."""
     context = weights.published.get(CONFIG, {}).get(LENGTH, config.training.seq_len)
     if context < config.training.seq_len and "training.seq_len" not in given:
         config = with_value(config, "training.seq_len", context)
-        notices.append(f"training.seq_len is {context}, the context of the weights")
+        notices.append(f"training.seq_len is {context}, the context length of the weights")
     if weights.model_args.moe and "training.expert_bias_rate" not in given:
         config = with_value(config, "training.expert_bias_rate", 0.0)
-        notices.append("training.expert_bias_rate is 0, because no Hugging Face folder has a bias of experts")
+        notices.append("training.expert_bias_rate is 0, because Hugging Face formats have no expert bias")
     if config.optimizer.lr > HIGHEST_LR:
-        notices.append(f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights; finetune.toml has 1e-5")
+        notices.append(f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights; finetune.toml uses 1e-5")
     return config
 
 
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
-    """Return the checkpoint that the run resumes: load_step, or the newest one that can be read. Raises ConfigError."""
+    """Return the checkpoint to resume from: load_step, or the newest readable one. Raises ConfigError."""
     section, starts_over = config.checkpoint, config.job.overwrite and not restarted
     is_named = section.enable and section.load_step != -1 and not restarted
     folder = Path(config.job.dump_folder) / section.folder
     steps = find_steps(folder) if section.enable and not starts_over else []
-    usable = steps if section.load_only else steps[-1:]  # a run that saves would meet later steps again
+    usable = steps if section.load_only else steps[-1:]  # a run that saves would reach later saved steps again
     if is_named and section.load_step not in usable:
         why = f"{folder} has the steps {steps}; a run that saves (without load_only) resumes from the last one"
-        remedy = f"Use {usable}" if usable else "Leave it out: the run starts anew"
+        remedy = f"Use {usable}" if usable else "Leave it out: the run starts from the beginning"
         raise ConfigError([Problem("checkpoint.load_step", section.load_step, why, remedy)])
     for step in [section.load_step] if is_named else reversed(steps):
-        with suppress(CheckpointError):  # a damaged one
+        with suppress(CheckpointError):  # damaged: try an earlier one
             return replace(describe_checkpoint(folder / f"step-{step}"), is_resumed=True)
     if steps:
-        why, remedy = f"{folder} has the steps {steps}, all damaged", "Delete them, or start over with --job.overwrite"
+        why, remedy = f"{folder} has the steps {steps}, all damaged", "Delete them, or start over: --job.overwrite"
         raise ConfigError([Problem("checkpoint.enable", True, why, remedy)])
     return None
 
@@ -248,19 +248,19 @@ def find_initial(config: Config) -> Weights | None:
         model_args = replace(open_folder(path).model_args, name=config.model.name)
         return Weights(path, model_args, str(path.absolute()), read_published(path))
     except (HuggingFaceError, CheckpointError) as error:
-        remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a whole Hugging Face folder"
+        remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
         raise ConfigError([Problem(PATH, str(path), str(error), remedy)]) from None
 
 
 def describe_checkpoint(path: Path) -> Weights:
-    """Return what the manifest of a checkpoint says about its weights. Raises CheckpointError."""
+    """Read the manifest of a checkpoint: its model and tokenizer. Raises CheckpointError."""
     manifest = read_manifest(path)
     assets = manifest.run["config"]["model"]["hf_assets_path"]
     return Weights(path, parse_model_args(manifest), assets, manifest.run.get(IN_MANIFEST, {}), manifest)
 
 
 def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> Tokenizer | None:
-    """Return the tokenizer of the run, unless there is none. It must be the one of the weights."""
+    """Load the tokenizer of the run; None if it cannot be loaded. It must match the tokenizer of the weights."""
     try:
         tokenizer = load_tokenizer(assets)
         expected = tokenizer.fingerprint
@@ -273,7 +273,7 @@ def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> 
         return None
     if tokenizer.fingerprint != expected:
         why = f"the weights in {weights.path} were trained with another tokenizer, whose ids mean other words"
-        remedy = f"Leave it out to use theirs, {weights.assets}, or find theirs if that has changed since"
+        remedy = f"Leave it out to use {weights.assets}; if those files have changed since, restore them"
         problems.refuse(TOKENIZER, why, remedy)
     return tokenizer
 
@@ -281,10 +281,10 @@ def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> 
 def check_model_files(
     problems: Problems, model_args: ModelArgs, tokenizer: Tokenizer | None, weights: Weights | None
 ) -> None:
-    """Compare the model with its tokenizer, with the weights to load, and with what can be exported."""
+    """Check the model against its tokenizer, the weights to load, and the export formats."""
     config, section = problems.config, problems.config.checkpoint
     if tokenizer and tokenizer.vocab_size > model_args.vocab_size:
-        why = f"the ids of the tokenizer {config.model.hf_assets_path} go from 0 to {tokenizer.vocab_size - 1}"
+        why = f"the tokenizer {config.model.hf_assets_path} has ids from 0 to {tokenizer.vocab_size - 1}"
         remedy = f"Set model.vocab_size to {tokenizer.vocab_size} or more, or choose another model.hf_assets_path"
         problems.append(Problem("model.vocab_size", model_args.vocab_size, why, remedy))
     if section.enable and section.last_save_in_hf and (why := explain_unwritable(model_args, config.model.attention)):
@@ -293,12 +293,12 @@ def check_model_files(
         theirs, ours = (vars(each) | vars(each.moe or each) for each in (weights.model_args, model_args))
         names = [name for name in theirs | ours if name != "moe" and theirs.get(name) != ours.get(name)]
         different = ", ".join(f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names)
-        remedy = 'Leave out [model] and set flavor "auto" for that model, or train this one in another job.dump_folder'
+        remedy = 'Leave out [model] and set flavor "auto" to use that model, or use another job.dump_folder for this'
         problems.refuse("model.flavor", f"it is not the model in {weights.path}: {different}", remedy)
 
 
 def check_continued(problems: Problems, config: Config, weights: Weights, documents: dict[str, str]) -> None:
-    """Find what differs between a resolved config and the run that saved the checkpoint that it continues."""
+    """Find differences between a resolved config and the run that saved the checkpoint to continue from."""
     path, manifest, exclude = weights.path, weights.manifest, config.checkpoint.exclude_from_loading
     options = f"--job.dump_folder=FOLDER --{PATH}={path} --checkpoint.initial_load_model_only"
     new_run = f"start another run from these weights: {options}"
@@ -318,5 +318,5 @@ def check_continued(problems: Problems, config: Config, weights: Weights, docume
             problems.refuse("training.dataset", why, f"Put them back, or {new_run}")
     has_state = exclude or any(name.startswith("optimizer.") for name in manifest.tensors)
     if OPTIMIZERS[config.optimizer.name].n_moments and not has_state and manifest.step < config.training.steps:
-        why = f"{path} has weights alone (checkpoint.last_save_model_only), so training cannot continue from it"
+        why = f"{path} has only weights (checkpoint.last_save_model_only), so training cannot continue from it"
         problems.refuse("training.steps", why, f"To use them, {new_run}")

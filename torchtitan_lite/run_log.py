@@ -1,7 +1,7 @@
-"""Do what a run needs between two steps besides training: measure, record, profile, collect garbage.
+"""Work between two steps besides training: timing, metrics, profiling, garbage collection.
 
-A CUDA step is only queued when its call returns, so timing one step on the host is wrong. Reading the loss for a record
-waits for the device: between two records the host's clock is right. Rank 0 writes; all ranks profile and collect.
+A CUDA step is only queued when its call returns, so timing a single step on the host is wrong. Reading the loss for a
+record waits for the device, so the time between two records is right. Rank 0 writes; all ranks profile and collect.
 """
 
 import gc
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class RunLog:
-    """The record of a run. A context manager around its steps: leaving it names a rank that failed.
+    """Writes the metrics of a run. Use it as a context manager around the steps: on an exception it logs the rank.
 
-    Time-outs change once, after the first step and the first validation: by then every rank has compiled its code and
-    connected to its peers.
+    The time-outs of collectives change once, after the first step and the first validation. By then every rank has
+    compiled its code and connected to its peers.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RunLog:
             "flops": count_flops_per_token(model_args, config.training.seq_len),
             "peak_flops": peak_flops(device_name) if run.device.type == "cuda" else None,
         }
-        self.n_collapsed = 0  # logged steps in a row with a collapsed load of experts
+        self.n_collapsed = 0  # consecutive logged steps with collapsed expert loads
         self.progress = ProgressLine("train: step", self.n_steps, n_done=resumed_step)
         self.is_warm = False
         self.writer = None
@@ -67,7 +67,7 @@ class RunLog:
         self.record("start", resumed_step, **degrees, resumed=resumed_step > 0, restarts=restarts)
 
     def record(self, kind: str, step: int, **fields: object) -> None:
-        """Write a record, on rank 0."""
+        """Write a record to metrics.jsonl. Only rank 0 writes."""
         if self.writer:
             self.writer.write(kind, step, **fields)
 
@@ -85,7 +85,7 @@ class RunLog:
         self.started_s, self.data_time_s, self.n_timed = time.perf_counter(), 0.0, 0
 
     def after_step(self, step: int, result: StepResult, validation: dict[str, float] | None) -> None:
-        """Record the step if that is due. `validation`: what `validate` returned after it."""
+        """Record the step if it is due. `validation`: the result of `validate` for this step."""
         section = self.run.config.metrics
         self.step, self.n_timed = step, self.n_timed + 1
         if validation:
@@ -105,7 +105,7 @@ class RunLog:
             gc.collect(1)
 
     def write_step(self, step: int, result: StepResult) -> None:
-        """Write the record of a step, with times since the last one. Waits for the device."""
+        """Write the record of a step, with average times since the last record. Waits for the device."""
         fields = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item(), "lr": result.lr}
         fields["tokens"] = step * self.workload["tokens_per_step"]  # of all ranks, from the first step to this one
         step_time_s = (time.perf_counter() - self.started_s) / self.n_timed
@@ -126,10 +126,10 @@ class RunLog:
         profiling = profile_steps(section, self.dump_folder, rank, resumed_step=self.resumed_step)
         self.end_profiled_step = self.exits.enter_context(profiling)
         if self.run.device.type == "cuda":
-            torch.cuda.empty_cache()  # weights were made or loaded one whole tensor at a time
+            torch.cuda.empty_cache()  # initializing or loading weights allocated one full tensor at a time
         gc.collect()
-        gc.freeze()  # objects that exist now are never collected
-        gc.disable()  # collect at fixed steps: a rank that collects alone makes all others wait
+        gc.freeze()  # never scan objects that exist now
+        gc.disable()  # after_step collects at fixed steps: a rank that collects alone makes all others wait
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, *rest: object) -> None:

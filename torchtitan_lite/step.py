@@ -1,7 +1,7 @@
 """Make one optimizer step over the global batch. train.py, verify, plan and bench call the same functions.
 
-Loss everywhere is (sum of token losses) / (counted tokens of the *global* batch), whatever the accumulation,
-microbatches and data-parallel degree; so gradients are sums over microbatches and ranks, never means of means.
+The loss is always (sum of token losses) / (counted tokens of the *global* batch), for any accumulation, number of
+microbatches and data-parallel degree. Gradients are therefore sums over microbatches and ranks, never means of means.
 """
 
 from collections.abc import Callable
@@ -22,24 +22,24 @@ from torchtitan_lite.parallel.fsdp import free_gathered, prepare_microbatch
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars on the device: reading one makes the host wait for the step."""
+    """Scalars on the device. Reading one makes the host wait for the step."""
 
     loss: Tensor  # of the global batch, the same on every rank
-    local_loss: Tensor  # what this rank's tokens and stages contribute to it
+    local_loss: Tensor  # contribution of this rank's tokens and stages
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
     finite: Tensor  # False: the gradient norm was not finite and no weight was changed
-    stop: Tensor  # the signal for which all ranks stop after this step; 0: none
-    lr: float  # that this step used
+    stop: Tensor  # number of the signal that makes all ranks stop after this step; 0: none
+    lr: float  # learning rate of this step
     expert_loads: Tensor | None = None  # as ExpertBalance.update returns them
 
     def read(self) -> tuple[bool, int]:
-        """Return `finite` and `stop` in one read-back, for which the host waits for the device."""
+        """Return `finite` and `stop` in one device-to-host copy. The host waits for the device."""
         finite, stop = torch.stack([self.finite.to(self.stop.dtype), self.stop]).tolist()
         return bool(finite), stop
 
 
 def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
-    """Make one optimizer step. No result is read back.
+    """Run one optimizer step. Nothing is copied to the host.
 
     `batch` is this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
     """
@@ -48,24 +48,24 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     grad_norm, stop = measure_grad_norm(run.parameters.values(), stop_signal)  # three floats over all ranks
     finite = update_weights(run.optimizer, grad_norm, run.config.training.max_norm)  # clips too
     expert_loads = run.balance.update(finite) if run.balance else None  # all-reduces layers x (experts + 1) x 8 bytes
-    precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)  # if asked for: all-reduces one float per weight
+    precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)  # if enabled: all-reduces one float per weight
     (lr,) = set(run.lr_scheduler.get_last_lr())
     run.lr_scheduler.step()
     return StepResult(loss, local_loss, grad_norm, finite, stop, lr, expert_loads)
 
 
 def compute_gradients(run: Run, batch: Batch) -> Tensor:
-    """Compute the gradients of `batch`; they replace earlier ones. Returns the local loss of `forward_backward`."""
+    """Compute the gradients of `batch`, replacing earlier gradients. Returns the local loss of `forward_backward`."""
     run.optimizer.zero_grad()
     if run.balance:
         run.balance.reset_loads()
     batch = shard_for_cp(run, batch)
     n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over dp and cp
-    return forward_backward(run, batch, n_tokens)  # FSDP reduce-scatters gradients as they come
+    return forward_backward(run, batch, n_tokens)  # FSDP reduce-scatters gradients during backward
 
 
 def shard_for_cp(run: Run, batch: Batch) -> Batch:
-    """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp); doc_ids stay whole. No communication."""
+    """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp), except doc_ids (B, S). No communication."""
     if run.layout.cp == 1:
         return batch
     names = ("tokens", "targets", "positions")
@@ -73,10 +73,10 @@ def shard_for_cp(run: Run, batch: Batch) -> Batch:
 
 
 def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Run forward and backward of all microbatches. Adds to the gradients, which are complete on return.
+    """Run forward and backward for all microbatches. Adds to the gradients; they are complete on return.
 
-    `batch` comes from `shard_for_cp`, here and in the functions below.
-    Returns this rank's part of the loss, () fp32: zero if no stage of this rank holds the head.
+    Here and in the functions below, `batch` is the result of `shard_for_cp`.
+    Returns this rank's part of the loss, () fp32: zero if no stage of this rank has the head.
     """
     loss = torch.zeros((), device=run.device)
     if run.schedule is not None:
@@ -93,7 +93,7 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Compute the same loss without gradients, microbatch by microbatch: (n_microbatches,) fp32, which add up to it.
+    """Compute the loss without gradients. Returns one summand per microbatch, (n_microbatches,) fp32.
 
     Weights and gradients do not change.
     """
@@ -109,21 +109,21 @@ def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
 
 
 def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor) -> list[Tensor]:
-    """Run the pipeline schedule. Return the loss of each microbatch on the rank that has the head, elsewhere nothing.
+    """Run the pipeline schedule. Return the loss of each microbatch on the rank with the head, [] on other ranks.
 
-    `schedule_fn` is its method `step` or `eval`. Stages send hidden states and their gradients. Every rank passes the
-    other inputs itself, and torch cuts them into microbatches along the rows. The token count is passed as the target,
-    because torch hands that to the loss function.
+    `schedule_fn` is the schedule's `step` or `eval`. Stages send hidden states and their gradients. Every rank passes
+    the other inputs itself, and torch splits them into microbatches along dim 0. The token count is passed as `target`,
+    because torch hands `target` to the loss function.
     """
     tokens = [batch.tokens] if run.parts[0].tok_embeddings is not None else []
-    losses: list[Tensor] = []  # of the microbatches, on the rank that has the head
+    losses: list[Tensor] = []  # one per microbatch, on the rank that has the head
     target = n_tokens.expand(len(batch.tokens))
     schedule_fn(*tokens, target=target, losses=losses, return_outputs=False, **stage_kwargs(batch))
     return [loss.detach() for loss in losses]
 
 
 def stage_kwargs(batch: Batch) -> dict[str, Tensor]:
-    """Return the keyword arguments of every model part, (rows, S) each."""
+    """Return the keyword arguments for every model part, (rows, S) each."""
     return {"positions": batch.positions, "doc_ids": batch.doc_ids, "targets": batch.targets}
 
 
@@ -131,11 +131,11 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
     """Count the valid targets of the global batch, () int64. All-reduces 8 bytes over dp_replicate, dp_shard and cp."""
     n_tokens = count_valid_tokens(batch.targets)
     dist.all_reduce(n_tokens, group=run.mesh.dp_cp_mesh.get_group())
-    return n_tokens.clamp(min=1)  # a batch of conversations may have no target: then the loss is 0, not 0/0
+    return n_tokens.clamp(min=1)  # a batch of conversations may have no targets; the loss is then 0, not 0/0
 
 
 def sum_losses(run: Run, local_loss: Tensor) -> Tensor:
-    """Sum the loss of the global batch, () fp32. All-reduces 4 bytes over pp, dp_replicate, dp_shard and cp."""
+    """Return the loss of the global batch, () fp32. All-reduces 4 bytes over pp, dp_replicate, dp_shard and cp."""
     loss = local_loss.clone()
     dist.all_reduce(loss, group=run.mesh.loss_mesh.get_group())
     return loss

@@ -1,7 +1,7 @@
-"""Compute the loss on held-out text, for the validation steps of a run and for `eval`. Equal on every layout.
+"""Compute the loss on validation text, for a training run and for `eval`. The result is equal on every layout.
 
-All layouts read the same samples in batches of the training shape. Padding that does not count fills the last batch,
-so every rank makes the same number of forward passes.
+All layouts read the same samples, in batches of the training shape. Padding completes the last batch and is not
+counted, so every rank runs the same number of forward passes.
 """
 
 import math
@@ -25,7 +25,7 @@ def is_validated(step: int, section: Validation, n_steps: int) -> bool:
 
 
 def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
-    """Return val_loss (nats per token), val_perplexity, val_bits_per_byte and val_time_s after a step; None if not due.
+    """Return val_loss (nats per token), val_perplexity, val_bits_per_byte and val_time_s; None if not due at this step.
 
     Weights and gradients do not change. Collective: all-reduces 8 bytes over pp, dp_replicate, dp_shard and cp, and 16
     bytes over the last three.
@@ -33,7 +33,7 @@ def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
     if not is_validated(step, run.config.validation, run.config.training.steps):
         return None
     started_s = time.perf_counter()
-    one = torch.ones((), dtype=torch.int64, device=run.device)  # dividing by one leaves the sum of token losses
+    one = torch.ones((), dtype=torch.int64, device=run.device)  # divide by one to keep the sum of token losses
     local = (shard_for_cp(run, batch) for batch in data.validation_batches())
     nats, counts = sum_losses(local, lambda batch: forward_only(run, batch, one).sum(), data.bytes_of_tokens)
     dist.all_reduce(nats, group=run.mesh.loss_mesh.get_group())
@@ -45,7 +45,7 @@ def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
 def sum_losses(
     batches: Iterable[Batch], compute_loss: Callable[[Batch], Tensor], bytes_of_tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of all batches in nats, () float64, and counts of its tokens and bytes, (2,) int64.
+    """Return the loss summed over all batches in nats, () float64, and the number of tokens and bytes, (2,) int64.
 
     `compute_loss` returns the sum of token losses of a batch, (). `bytes_of_tokens` (V,) int64: UTF-8 bytes of each id.
     """
@@ -59,7 +59,7 @@ def sum_losses(
 
 
 def describe_loss(nats: Tensor, counts: Tensor) -> dict[str, float]:
-    """Return loss (nats per token), perplexity and bits_per_byte, which compares tokenizers. NaN without tokens."""
+    """Return loss (nats per token), perplexity, and bits_per_byte for comparing tokenizers. NaN without tokens."""
     n_tokens, n_bytes = counts
     loss, bits = nats / n_tokens, nats / math.log(2)
     return {"loss": loss.item(), "perplexity": loss.exp().item(), "bits_per_byte": (bits / n_bytes).item()}
