@@ -113,7 +113,7 @@ def write_csv(tmp_path: Path, text: str) -> Parallelism:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("0F0,0G0\n1F0,1B0\n", "'0G0', which is no action"),
+        ("0F0,0G0\n1F0,1B0\n", "the cell '0G0' in line 1"),
         ("", "no actions"),
         ("0F0,0B0\n", "1 rows for 2 pp ranks"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0\n", "nothing for microbatch 1 of stage 1"),

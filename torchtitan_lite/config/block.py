@@ -1,7 +1,7 @@
-"""The modules of a block, and what derives from them: parameter counts, FLOPs, layers in float8.
+"""The modules of a transformer block, with parameter counts, FLOPs and float8 layers derived from them.
 
-One table per model. A row is a module with its name, the size of its weight, and how ranks split it. TP plan, float8,
-Hugging Face names, memory and traffic derive from the same table.
+One table per model. Each row is a module: its name, the size of its weight, and how ranks split it. The TP plan, the
+Hugging Face names, memory and traffic are derived from the same table.
 
 Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
 """
@@ -16,13 +16,13 @@ from torchtitan_lite.config.flavors import ModelArgs, MoEArgs
 
 @dataclass(frozen=True)
 class BlockModule:
-    """A module of a transformer block with one weight."""
+    """One module of a transformer block, with one weight."""
 
-    name: str  # FQN inside the block; for experts the FQN of the parameter
-    # (out, in) features of a linear layer; (size,) of a norm; (experts, in, out) of one matrix of all experts
+    name: str  # FQN inside the block; for experts, the FQN of the parameter
+    # linear layer: (out, in) features; norm: (size,); one matrix of all experts: (experts, in, out)
     weight: tuple[int, ...]
-    # colwise, rowwise: tp splits the output features, or the input features. sequence, heads: every tp rank has the
-    # whole weight, for its slice of the sequence or for its heads. experts: split over ep. router: whole on every rank.
+    # colwise, rowwise: tp splits the output or the input features. sequence, heads: replicated on every tp rank, which
+    # applies it to its slice of the sequence or to its heads. experts: split over ep. router: replicated.
     split: Literal["colwise", "rowwise", "sequence", "heads", "router", "experts"] = "sequence"
 
     @property
@@ -31,7 +31,7 @@ class BlockModule:
 
 
 def list_llama_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[BlockModule]:
-    """List the modules of a Llama block in the order of the model file. `moe`: the block has experts."""
+    """List the modules of a Llama block, in the order of model/llama3.py. With `moe`, the block has experts."""
     dim, head_dim = model_args.dim, model_args.head_dim
     query, key = model_args.n_heads * head_dim, model_args.n_kv_heads * head_dim
     norms_of_heads = ["attention.q_norm", "attention.k_norm"] if model_args.qk_norm else []
@@ -56,7 +56,7 @@ def list_swiglu(name: str, dim: int, ffn_dim: int) -> list[BlockModule]:
 
 
 def list_moe(dim: int, moe: MoEArgs) -> list[BlockModule]:
-    """List router, experts and shared experts of a feed-forward with experts."""
+    """List the router, the experts and the shared experts of an MoE feed-forward."""
     n_experts, ffn_dim = moe.n_experts, moe.expert_ffn_dim
     shared_dim = moe.n_shared_experts * ffn_dim
     return [
@@ -69,7 +69,7 @@ def list_moe(dim: int, moe: MoEArgs) -> list[BlockModule]:
 
 
 def list_expert_biases(model_args: ModelArgs) -> dict[str, tuple[int]]:
-    """Return FQN -> size of the experts' fp32 biases (moe.py), which checkpoints store beside the parameters."""
+    """Return FQN -> size of the fp32 expert biases (moe.py), which checkpoints store along with the parameters."""
     layers = filter(model_args.is_moe, range(model_args.n_layers))
     return {f"layers.{layer}.feed_forward.router.expert_bias": (model_args.moe.n_experts,) for layer in layers}
 
@@ -87,7 +87,7 @@ def list_block(model_args: ModelArgs, *, moe: bool = False) -> list[BlockModule]
 def count_layer_parameters(
     model_args: ModelArgs, *, moe: bool = False, tp: int = 1, linear_only: bool = False, experts: int | None = None
 ) -> int:
-    """Count the parameters of one block on one of `tp` ranks. `experts`: number of experts to count; None: all."""
+    """Count the parameters of one block on one tp rank. `experts`: number of experts to count; None: all."""
     n_parameters = 0
     for module in list_block(model_args, moe=moe):
         if module.split == "experts" and experts is not None:
@@ -98,14 +98,14 @@ def count_layer_parameters(
 
 
 def count_all_layers(model_args: ModelArgs, *, linear_only: bool = False, experts: int | None = None) -> int:
-    """Count the parameters of all blocks. Options as in count_layer_parameters."""
+    """Count the parameters of all blocks. The options are those of count_layer_parameters."""
     counted = {"linear_only": linear_only, "experts": experts}
     layers = map(model_args.is_moe, range(model_args.n_layers))
     return sum(count_layer_parameters(model_args, moe=moe, **counted) for moe in layers)
 
 
 def list_experts(model_args: ModelArgs) -> list[tuple[int, ...]]:
-    """List the sizes (experts, in, out) of the expert matrices of a layer; empty without experts."""
+    """List the sizes (experts, in, out) of the expert matrices in a layer; empty without experts."""
     block = list_block(model_args, moe=True) if model_args.moe else []
     return [module.weight for module in block if module.split == "experts"]
 
@@ -124,28 +124,28 @@ def find_expert_dim(model_args: ModelArgs, ep: int, n_ranks: int) -> int | None:
 
 
 def count_parameters(model_args: ModelArgs, *, active: bool = False) -> int:
-    """Count all parameters, a tied embedding once, as the model cards do.
+    """Count all parameters. A tied embedding counts once, as in the model cards.
 
-    `active`: only parameters that a token passes through, so top_k of the experts.
+    `active`: count only the parameters that one token uses, so top_k of the experts.
     """
-    n_matrices = 1 if model_args.tie_embeddings else 2  # over the vocabulary
+    n_matrices = 1 if model_args.tie_embeddings else 2  # embedding and head
     experts = model_args.moe.top_k if model_args.moe and active else None
     return count_all_layers(model_args, experts=experts) + (n_matrices * model_args.vocab_size + 1) * model_args.dim
 
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """FLOPs of one token in forward and backward, without recompute."""
+    """FLOPs per token, forward and backward, without recompute."""
 
-    full: int  # with all of attention
-    causal: int  # with its causal half
+    full: int  # counts the full attention matrix
+    causal: int  # counts only its causal half
 
 
 def count_flops_per_token(model_args: ModelArgs, seq_len: int) -> FlopsPerToken:
     """Count 6 FLOPs per matmul weight and token, plus 12*L*H*E*S of attention (PaLM, app. B, arXiv:2204.02311).
 
-    The embedding is a lookup and costs nothing; the head counts, even if both are one tied matrix. top_k experts count.
-    Both conventions are in use: 57.9 GFLOP (full) and 51.5 (causal) for 8B at 8,192 tokens.
+    The embedding is a lookup and costs nothing. The head counts even if it is tied, and top_k experts count.
+    Both conventions are in use: for 8B at 8,192 tokens, full gives 57.9 GFLOP and causal 51.5.
     """
     experts = model_args.moe.top_k if model_args.moe else None
     matmul_weights = (
@@ -157,8 +157,8 @@ def count_flops_per_token(model_args: ModelArgs, seq_len: int) -> FlopsPerToken:
 
 # ---------------------------------------------------------------- float8
 
-FLOAT8_BLOCK = 16  # the matrix units take float8 in blocks of this size
-SKIP_SMALL = "auto_filter_small_kn"  # in filter_fqns, as in torchtitan: leave out layers that float8 would slow down
+FLOAT8_BLOCK = 16  # float8 matmuls need every dim to be a multiple of this
+SKIP_SMALL = "auto_filter_small_kn"  # in filter_fqns, as in torchtitan: skip layers that float8 would slow down
 
 
 def plan_float8(
@@ -166,9 +166,9 @@ def plan_float8(
 ) -> list[str]:
     """Return the FQNs of the layers that compute in float8.
 
-    `linears`: FQN -> (out, in) features of the whole layer. A filter matches any part of an FQN, as in torchtitan.
-    Every dim of every matmul must be a multiple of FLOAT8_BLOCK on each rank: out and in of a layer (times tp, because
-    tp ranks multiply slices), and the tokens of a microbatch (checks.py). Head and experts never compute in float8.
+    `linears`: FQN -> (out, in) features of the full layer. A filter matches any part of an FQN, as in torchtitan.
+    Every matmul dim on a rank must be a multiple of FLOAT8_BLOCK: out and in features (of FLOAT8_BLOCK * tp, because tp
+    splits them) and the tokens of a microbatch (checks.py). The head and the experts never compute in float8.
     """
     return [
         fqn
@@ -180,7 +180,7 @@ def plan_float8(
 
 
 def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
-    """Whether rounding costs more than the matmul gains: torchao's thresholds, measured on an H100."""
+    """Whether rounding costs more time than the float8 matmul saves. torchao's thresholds, measured on an H100."""
     if recipe_name == "tensorwise":
         return n_out <= 1024 and n_in <= 4096
     return n_out <= 2048 or n_in <= 1024 or (n_out <= 4096 and n_in <= 2048)

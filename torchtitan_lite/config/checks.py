@@ -1,8 +1,8 @@
-"""The rules that a config must satisfy, as far as numbers alone can tell. No torch.
+"""Rules for configs that need only numbers: no files, no torch.
 
 layout.resolve_model calls check_model. layout.plan_layout calls check_mesh, check_layout and find_refused. preflight.py
-calls the other checks, and adds those that read files. Each function asks all of its rules, so a user
-sees every problem at once.
+calls the other checks, and adds checks that read files. Each function checks all of its rules, so that a user sees
+every problem at once.
 """
 
 import re
@@ -30,7 +30,7 @@ class Problems(list):
         self.config, self.model_args = config, model_args
 
     def refuse(self, key: str, why: str, remedy: str) -> None:
-        """Add a problem with the value of this key; for a size that [model] does not give, the value of the flavor."""
+        """Add a problem with the value of this key. If [model] does not set a size, use the value of the flavor."""
         value = get_value(self.config, key)
         if value is None:
             value = getattr(self.model_args, key.removeprefix("model."))
@@ -38,14 +38,14 @@ class Problems(list):
 
 
 def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
-    """Find numbers of [model] that do not make a model. `model_args`: the flavor with these numbers."""
+    """Find inconsistent sizes in [model]. `model_args`: the flavor with these sizes applied."""
     problems = Problems(Config(model=model), model_args)
     is_derived = model.head_dim is None and (model.dim is not None or model.n_heads is not None)
     if is_derived and model_args.dim % model_args.n_heads:
         why = f"it does not divide model.dim = {model_args.dim}, and head_dim is dim / n_heads"
         problems.refuse("model.n_heads", why, "Use a divisor of model.dim, or set model.head_dim")
     elif model_args.head_dim % 2:
-        problems.refuse("model.head_dim", "rotary embedding rotates pairs of numbers", "Use an even number")
+        problems.refuse("model.head_dim", "rotary embedding rotates pairs of features", "Use an even number")
     if model_args.n_heads % model_args.n_kv_heads:
         why = f"it does not divide model.n_heads = {model_args.n_heads}"
         problems.refuse("model.n_kv_heads", why, "Use a divisor of n_heads")
@@ -53,27 +53,27 @@ def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
 
 
 def check_mesh(config: Config, degrees: dict[str, int], world_size: int, batch: dict[str, int]) -> list[Problem]:
-    """Find degrees that do not make this world size, and batches that do not divide into microbatches."""
+    """Find degrees that do not multiply to the world size, and batches that do not divide into microbatches."""
     problems, section, training = Problems(config), config.parallelism, config.training
     if prod(degrees.values()) != world_size:
         others = prod(degree for dim, degree in degrees.items() if dim != "dp_shard")
         shown = " x ".join(f"{dim} {degree}" for dim, degree in degrees.items() if degree > 1) or "all 1"
         why = f"the degrees ({shown}) do not multiply to the world size {world_size}"
-        remedy = f"Use a multiple of {others} ranks, and -1 for the rest of them"
+        remedy = f"Use a multiple of {others} ranks, and -1 here for the remaining factor"
         problems.refuse("parallelism.data_parallel_shard_degree", why, remedy)
     if fault := find_csv_fault(section):
-        remedy = "Write one row for each pp rank and one action a cell, or remove the key"
+        remedy = "Write one row per pp rank and one action per cell, or remove the key"
         problems.refuse("parallelism.pipeline_parallel_schedule_csv", f"it {fault}", remedy)
     n_local = training.local_batch_size if degrees["pp"] > 1 else batch["microbatch_size"]
     unit = n_local * degrees["dp_replicate"] * degrees["dp_shard"]
     if batch["global_batch_size"] % unit:
-        why = f"it is no multiple of local_batch_size {n_local} x data-parallel ranks = {unit}"
+        why = f"it is not a multiple of local_batch_size {n_local} x data-parallel ranks = {unit}"
         problems.refuse("training.global_batch_size", why, f"Use a multiple of {unit}, or a smaller local_batch_size")
     if training.local_batch_size % batch["microbatch_size"]:
         why = f"it does not divide training.local_batch_size = {training.local_batch_size}"
-        problems.refuse("parallelism.pipeline_parallel_microbatch_size", why, "Use a divisor of it, 1 for instance")
+        problems.refuse("parallelism.pipeline_parallel_microbatch_size", why, "Use a divisor of it, such as 1")
     if section.pipeline_parallel_degree > 1 and section.zero_stage == 2:
-        why = "torch's pipeline runtime reduces gradients once per step, so no rank can shard them earlier"
+        why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"
         problems.refuse("parallelism.zero_stage", why, "Use 1, or 3 to shard the parameters too")
     return problems
 
@@ -81,16 +81,16 @@ def check_mesh(config: Config, degrees: dict[str, int], world_size: int, batch: 
 def check_layout(
     config: Config, model_args: ModelArgs, degrees: dict[str, int], batch: dict[str, int]
 ) -> list[Problem]:
-    """Find parts of this model that cannot be cut into these degrees."""
+    """Find sizes of the model that these degrees do not divide."""
     problems, tp, cp = Problems(config, model_args), degrees["tp"], degrees["cp"]
     for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
         if getattr(model_args, name) % tp:
-            why = f"parallelism.tensor_parallel_degree = {tp} does not divide it, and tp ranks hold equal shards"
+            why = f"parallelism.tensor_parallel_degree = {tp} does not divide it, but tp ranks need equal shards"
             remedy = f"Use a parallelism.tensor_parallel_degree that divides {getattr(model_args, name)}"
             problems.refuse(f"model.{name}", why, remedy)
-    pieces = (2 * cp if cp > 1 else 1) * tp  # each cp rank takes an early and a late piece, and tp splits these
+    pieces = (2 * cp if cp > 1 else 1) * tp  # each cp rank has an early and a late piece, and tp splits both
     if config.training.seq_len % pieces:
-        why = f"it does not divide into {pieces} equal pieces (tp {tp}; cp {cp} cuts 2 x cp)"
+        why = f"it does not divide into {pieces} equal pieces (tp {tp}; cp {cp} needs 2 x cp pieces)"
         problems.refuse("training.seq_len", why, f"Use a multiple of {pieces}")
     if model_args.moe:
         check_experts(problems, degrees)
@@ -102,21 +102,21 @@ def check_layout(
 
 
 def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
-    """Find why experts cannot be cut into these degrees, or cannot be exported."""
+    """Find why the experts cannot be sharded with these degrees, or cannot be exported."""
     config, model_args, moe = problems.config, problems.model_args, problems.model_args.moe
     ep, n_ranks = config.parallelism.expert_parallel_degree, degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     if n_ranks % ep:
         why = f"it does not divide the {n_ranks} ranks of dp_shard x cp x tp"
         problems.refuse(EP, why, f"Use a divisor of {n_ranks}")
     elif moe.n_experts % ep:
-        why = f"it does not divide the {moe.n_experts} experts of a layer: every ep rank holds equally many"
+        why = f"it does not divide the {moe.n_experts} experts of a layer, but every ep rank needs the same number"
         problems.refuse(EP, why, f"Use a divisor of {moe.n_experts}")
     elif find_expert_dim(model_args, ep, n_ranks // ep) is None:
-        why = f"no dim of {moe.n_experts} x {model_args.dim} x {moe.expert_ffn_dim} divides over the ranks of FSDP"
+        why = f"FSDP cannot shard any dim of {moe.n_experts} x {model_args.dim} x {moe.expert_ffn_dim} evenly"
         problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
     if config.checkpoint.enable and config.checkpoint.last_save_in_hf and config.training.expert_bias_rate:
-        why = "no format of Hugging Face has a bias of experts, and training.expert_bias_rate moves it"
-        remedy = "Set training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss"
+        why = "Hugging Face formats have no expert bias, but training.expert_bias_rate trains one"
+        remedy = "Set training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
         problems.refuse("checkpoint.last_save_in_hf", why, remedy)
 
 
@@ -124,24 +124,24 @@ def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
     """Find why linear layers cannot compute in float8. `n_tokens`: tokens in a microbatch of one rank."""
     config, section = problems.config, problems.config.quantize.linear.float8
     if not plan_float8(list_linears(problems.model_args), section.filter_fqns, tp, section.recipe_name):
-        why = "no linear layer is left to compute in float8: all are filtered, or not in multiples of 16 per tp rank"
+        why = "no linear layer can use float8: all are filtered out, or have sizes that are not multiples of 16 x tp"
         problems.refuse("model.converters", why, 'Leave out "float8"')
     if n_tokens % FLOAT8_BLOCK:
-        why = f"float8 multiplies {FLOAT8_BLOCK} tokens at a time, and a microbatch of a rank has {n_tokens}"
+        why = f"float8 needs a multiple of {FLOAT8_BLOCK} tokens, but a microbatch of a rank has {n_tokens}"
         remedy = f"Use a multiple of {FLOAT8_BLOCK * config.parallelism.context_parallel_degree}"
         problems.refuse("training.seq_len", why, remedy)
     if section.enable_fsdp_float8_all_gather and section.recipe_name != "tensorwise":
-        why = "a weight that is gathered in float8 has one scale, and this recipe needs one for each row"
+        why = "a weight gathered in float8 has a single scale, but this recipe needs one per row"
         problems.refuse(f"{FLOAT8}.recipe_name", why, 'Use "tensorwise", or no enable_fsdp_float8_all_gather')
     if section.enable_fsdp_float8_all_gather and config.training.enable_cpu_offload:
-        why = "with offload FSDP gathers a copy that it makes on the GPU, and does not round it to float8 first"
+        why = "with offload, FSDP gathers a copy that it makes on the GPU, without rounding it to float8 first"
         problems.refuse("training.enable_cpu_offload", why, f"Set {FLOAT8}.enable_fsdp_float8_all_gather = false")
 
 
 def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list[Problem]:
-    """Find combinations that are known to give wrong numbers or to crash (torch 2.13).
+    """Find combinations known to give wrong numbers or to crash (torch 2.13).
 
-    tests/test_refused.py runs each of them and expects it to fail, so the test reports it when torch repairs one.
+    tests/test_refused.py runs each of them and expects a failure, so that test reports when torch fixes one.
     """
     problems, section = Problems(config), config.parallelism
     splits = not find_csv_fault(section) and splits_backward(section)
@@ -151,39 +151,39 @@ def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list
         remedy = "Use pipeline_parallel_degree = 1, or a flavor whose embedding is not tied"
         problems.refuse("parallelism.pipeline_parallel_degree", why, remedy)
     if splits and zero_stage == 3:
-        why = "it computes gradients of weights after their parameters were freed: gradients are missing or wrong"
+        why = "it computes weight gradients after FSDP freed the parameters, so gradients are missing or wrong"
         remedy = 'Set parallelism.zero_stage = 1 (fsdp_reshard_after_forward = "never"), or use Interleaved1F1B'
         problems.refuse("parallelism.pipeline_parallel_schedule", why, remedy)
     if splits and config.activation_checkpoint.mode != "none":
-        why = "both halves of a split backward would recompute, and torch allows one: it stops in the first backward"
+        why = "both halves of a split backward would recompute, but torch allows only one: the first backward fails"
         problems.refuse("activation_checkpoint.mode", why, 'Set it to "none", or use Interleaved1F1B')
     if splits and config.compile.enable:
-        why = "the backward of a compiled block cannot be split: torch stops in the first step"
+        why = "the backward of a compiled block cannot be split: torch fails in the first step"
         problems.refuse("compile.enable", why, "Set it to false, or use Interleaved1F1B")
     if section.context_parallel_degree > 1 and section.context_parallel_rotate_method not in methods:
-        why = f"this method does not compute model.attention = {config.model.attention!r} (under_cp in choices.py)"
+        why = f"this method does not support model.attention = {config.model.attention!r} (under_cp in choices.py)"
         remedy = f"Use {' or '.join(map(repr, methods)) or 'context_parallel_degree = 1'}"
         problems.refuse("parallelism.context_parallel_rotate_method", why, remedy)
     return problems
 
 
 def check_run(config: Config) -> list[Problem]:
-    """Find settings that contradict each other, whatever the layout."""
+    """Find settings that contradict each other on every layout."""
     problems, optimizer = Problems(config), config.optimizer
     recompute, compiled, profiling = config.activation_checkpoint, config.compile, config.profiling
     if optimizer.moments_dtype == "bfloat16":
         if not OPTIMIZERS[optimizer.name].has_bfloat16_moments or optimizer.implementation != "fused":
-            why = f"{optimizer.name} with implementation {optimizer.implementation!r} keeps no moments in bfloat16"
+            why = f"{optimizer.name} with implementation {optimizer.implementation!r} has no bfloat16 moments"
             problems.refuse("optimizer.moments_dtype", why, "Use AdamW with the implementation fused")
         elif optimizer.beta2 > 0.99:
-            why = f"bfloat16 rounds away a second moment that falls by the factor optimizer.beta2 = {optimizer.beta2}"
+            why = f"with optimizer.beta2 = {optimizer.beta2}, bfloat16 rounds away the decay of the second moment"
             problems.refuse("optimizer.moments_dtype", why, "Use a beta2 of at most 0.99, or moments in float32")
     option = recompute.selective_ac_option
     if option != "op" and not (option.isdecimal() and int(option)):
-        remedy = 'Use "op", or "n" to recompute every n-th layer, "2" for instance'
-        problems.refuse("activation_checkpoint.selective_ac_option", "it is no policy and no number of layers", remedy)
+        remedy = 'Use "op", or a number n to recompute every n-th layer, such as "2"'
+        problems.refuse("activation_checkpoint.selective_ac_option", 'it is neither "op" nor a number', remedy)
     if recompute.mode == "memory_budget" and not (compiled.compiles_blocks and compiled.backend != "eager"):
-        why = "the compiler chooses what to recompute, and no block is compiled"
+        why = "the compiler chooses what to recompute, but no block is compiled"
         problems.refuse("activation_checkpoint.mode", why, 'Set compile.enable = true, or use "selective"')
     n_steps = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < n_steps:
@@ -191,39 +191,39 @@ def check_run(config: Config) -> list[Problem]:
         problems.refuse("profiling.profile_freq", why, f"Use {n_steps} or more")
     is_rewritten = compiled.compiles_blocks and compiled.backend == "inductor"
     if config.parallelism.enable_async_tensor_parallel and not is_rewritten:
-        why = "inductor rewrites the matmuls, and it compiles no block (compile.enable, components, backend)"
+        why = "inductor must rewrite the matmuls, but it compiles no block (compile.enable, components, backend)"
         problems.refuse(ASYNC_TP, why, "Leave this key out")
     return problems
 
 
 def check_machine(config: Config, machine: Machine) -> list[Problem]:
-    """Find what these devices cannot do, and compilers and packages that this host lacks."""
+    """Find features that these devices lack, and compilers and packages that this host lacks."""
     problems, compiled, section = Problems(config), config.compile, config.quantize.linear.float8
     if machine.device_type != "cuda":
         for key in (ASYNC_TP, "training.enable_cpu_offload", "profiling.enable_memory_snapshot"):
             if get_value(config, key):
-                problems.refuse(key, "it is for GPUs, and there is none", "Leave this key out")
+                problems.refuse(key, "it needs a GPU, and there is none", "Leave this key out")
     if config.model.uses_float8 and not section.emulate and re.search(WITHOUT_FLOAT8, machine.name):
-        why = f"{machine.name} does not multiply in float8, which needs compute capability 8.9"
+        why = f"{machine.name} has no float8 matmul, which needs compute capability 8.9"
         problems.refuse("model.converters", why, f'Leave out "float8", or set {FLOAT8}.emulate = true')
     if machine.is_here and compiled.enable and compiled.backend == "inductor":
         otherwise = 'or set compile.backend = "aot_eager" or compile.enable = false'
         for what, how in find_missing_compiler(machine.device_type):
-            problems.refuse("compile.backend", f"its code is compiled, and {what}", f"{how}, {otherwise}")
+            problems.refuse("compile.backend", f"inductor compiles C or C++, but {what}", f"{how}, {otherwise}")
     if machine.is_here and config.metrics.enable_wandb and not find_spec("wandb"):
-        remedy = "It is the extra `wandb` (pip install wandb). Or set the key to false: TensorBoard gets the same"
+        remedy = "Run `pip install wandb` (the extra `wandb`), or set the key to false: TensorBoard gets the same"
         problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
     return problems
 
 
 def check_context_parallel(config: Config, args: ModelArgs, machine: Machine) -> list[Problem]:
-    """Find why no kernel of a GPU computes causal attention under cp (attention_kernels.py). `config` is resolved."""
+    """Find why the GPU kernels for causal attention under cp cannot run. `config` is resolved."""
     problems, is_split = Problems(config, args), config.parallelism.context_parallel_degree > 1
     if machine.device_type == "cuda" and is_split and config.model.attention == "causal":
         if config.training.mixed_precision_param == "float32":
-            why = "the kernels of context parallel on a GPU compute in 16 bits"
+            why = "the GPU kernels for context parallel compute in 16 bits"
             problems.refuse("training.mixed_precision_param", why, 'Use "bfloat16"')
         if args.head_dim % 8 or args.head_dim > 256:
-            why = "the kernels of context parallel on a GPU take multiples of 8 up to 256"
+            why = "the GPU kernels for context parallel support multiples of 8 up to 256"
             problems.refuse("model.head_dim", why, "Use 64 or 128")
     return problems

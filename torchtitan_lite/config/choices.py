@@ -1,4 +1,4 @@
-"""The choices that a config selects by name: one row per choice, with what it needs.
+"""The choices that a config selects by name. One row per choice says what it supports and needs.
 
     key                                    row here      code
     optimizer.name                         OPTIMIZERS    components/optim.py
@@ -7,7 +7,7 @@
     parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
     model.name                             BLOCKS, in block.py; MODELS in build.py
 
-A row claims nothing by default. A config that needs more than its row claims is refused before launch.
+A row supports nothing by default. A config that needs an unsupported feature is refused before launch.
 """
 
 import math
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """The state that an optimizer keeps, and the kernels that torch has for it."""
+    """The state of an optimizer, and its kernels in torch."""
 
-    n_moments: int  # numbers per parameter, fp32
+    n_moments: int  # fp32 values per parameter
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
     has_bfloat16_moments: bool = False  # optimizer.moments_dtype may be bfloat16
 
@@ -40,11 +40,11 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """Where a kind of attention can be computed, besides on one device that has the whole sequence."""
+    """Support of a kind of attention, besides one device with the full sequence."""
 
     uses_documents: bool = False  # it reads doc_ids
-    under_cp: tuple[str, ...] = ()  # values of parallelism.context_parallel_rotate_method that compute it
-    is_plain: bool = False  # only causal within a document, so `generate` and transformers can compute it
+    under_cp: tuple[str, ...] = ()  # values of parallelism.context_parallel_rotate_method that support it
+    is_plain: bool = False  # plain causal attention inside a document, so `generate` and transformers support it
 
 
 ATTENTIONS = {
@@ -55,14 +55,14 @@ ATTENTIONS = {
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """What one of torch's pipeline schedules requires."""
+    """Requirements of one of torch's pipeline schedules."""
 
     least_stages_per_rank: int = 1
     most_stages_per_rank: int | None = None  # None: any number
     placement: str = "loop"
-    splits_backward: bool = False  # gradients of inputs and of weights are computed at different times
-    in_rounds: bool = False  # microbatches come in equal rounds
-    fills_pipeline: bool = False  # at least as many microbatches as stages
+    splits_backward: bool = False  # computes gradients of inputs and gradients of weights at different times
+    in_rounds: bool = False  # runs microbatches in rounds of equal size
+    fills_pipeline: bool = False  # needs at least as many microbatches as stages
 
 
 SCHEDULES = {  # spelled as torch spells them

@@ -13,16 +13,16 @@ LFS = b"version https://git-lfs.github.com/spec/v1"
 
 
 def import_extra(name: str, extra: str) -> ModuleType:
-    """Import a module of an optional package. Raises ImportError that names the extra of pyproject.toml."""
+    """Import a module of an optional package. If it is missing, the ImportError names the extra in pyproject.toml."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise ImportError(f"{error}. It is in the extra `{extra}`: pip install {package}") from None
+        raise ImportError(f"{error}. Run `pip install {package}` (the extra `{extra}`)") from None
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise ValueError if a file is the pointer that Git LFS leaves in its place."""
+    """Raise ValueError if a file is only a Git LFS pointer."""
     with open(path, "rb") as file:
         if file.read(len(LFS)) == LFS:
             command = shlex.join(["git", "-C", str(path.parent), "lfs", "pull"])
@@ -30,7 +30,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal, while other threads continue. Raises OSError."""
+    """Return the SHA-256 of a file in hexadecimal. Hashing releases the GIL. Raises OSError."""
     digest, block = hashlib.sha256(), bytearray(2**20)
     with open(path, "rb", buffering=0) as file:
         while n := file.readinto(block):
@@ -39,7 +39,7 @@ def hash_file(path: Path) -> str:
 
 
 def find_damage(hashes: Mapping[Path, str]) -> list[str]:
-    """Hash all files. Return what is wrong with each file whose SHA-256 is not the expected one."""
+    """Hash all files. Return one message for each file whose SHA-256 differs from the expected value."""
 
     def describe_damage(path: Path) -> str | None:
         try:
@@ -53,7 +53,7 @@ def find_damage(hashes: Mapping[Path, str]) -> list[str]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in `folder` to the disk, so that a file created or renamed there survives a power cut."""
+    """Flush the directory entries of `folder` to disk. Files created or renamed there survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

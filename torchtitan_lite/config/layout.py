@@ -2,8 +2,8 @@
 
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 
-The innermost dims communicate most: tp several times per layer, so it stays inside a node; then cp; dp_shard once per
-layer; dp_replicate once per step, pp once per microbatch. A plan is numbers and names, without a process group.
+The innermost dims communicate most: tp several times per layer, so keep it inside a node; then cp; dp_shard once per
+layer; dp_replicate once per step; pp once per microbatch. A plan needs no process group: it is only numbers and names.
 checks.py has the rules. Training, planner, tests and docs call the same functions.
 
 Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
@@ -23,7 +23,7 @@ SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 
 
 def resolve_model(model: Model) -> ModelArgs:
-    """Return the model: the row of its flavor, or of loaded weights, with the sizes in [model]. Raises ConfigError."""
+    """Return the model of the flavor, or of the loaded weights, with the sizes in [model]. Raises ConfigError."""
     given = {name: value for name in SIZES if (value := getattr(model, name)) is not None}
     model_args = replace(model.row or FLAVORS[model.flavor], **given, name=model.name)
     if model.head_dim is None and (model.dim or model.n_heads):
@@ -35,7 +35,7 @@ def resolve_model(model: Model) -> ModelArgs:
 
 @dataclass(frozen=True)
 class Layout:
-    """The work of each rank, with every automatic value resolved."""
+    """How the work is divided among ranks, with every automatic value resolved."""
 
     pp: int
     dp_replicate: int
@@ -45,9 +45,9 @@ class Layout:
     stages: Stages  # FQNs of the modules of each pipeline stage, first to last
     stage_ranks: tuple[int, ...]  # the pp rank of each stage
     global_batch_size: int  # sequences per optimizer step
-    microbatch_size: int  # sequences of a rank in one forward pass
+    microbatch_size: int  # sequences per rank and forward pass
     n_microbatches: int  # per rank and step: accumulation steps; under PP, microbatches of the schedule
-    zero_stage: int  # 1, 2 or 3: what FSDP shards over dp_shard x cp, see parallel/fsdp.py
+    zero_stage: int  # 1, 2 or 3: the tensors that FSDP shards over dp_shard x cp, see parallel/fsdp.py
     ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0: the model has no experts
 
     @property
@@ -66,12 +66,12 @@ class Layout:
 
     @property
     def efsdp(self) -> int:
-        """Number of ranks over which FSDP shards the experts of one ep rank."""
+        """Number of ranks among which FSDP shards the experts of one ep rank."""
         return self.dp_shard * self.cp * self.tp // max(1, self.ep)
 
     @property
     def strides(self) -> dict[str, int]:
-        """Distance in ranks between neighbors on each mesh dim, and on the dims of FSDP and of experts."""
+        """Distance in ranks between neighbors on each mesh dim, and on the dims fsdp, ep and efsdp."""
         strides, stride = {}, 1
         for dim, degree in reversed(self.degrees.items()):
             strides[dim] = stride
@@ -90,14 +90,14 @@ class Layout:
 
 
 def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layout:
-    """Return the layout of a run on `world_size` ranks. Raises ConfigError with every problem, not only the first."""
+    """Return the layout of a run on `world_size` ranks. Raises ConfigError with all problems, not only the first."""
     section = config.parallelism
     degrees = plan_degrees(section, world_size)
     zero_stage = plan_zero_stage(section, n_shards=degrees["dp_shard"] * degrees["cp"])
     batch = plan_batch(config, degrees)
     problems = check_mesh(config, degrees, world_size, batch) + check_layout(config, model_args, degrees, batch)
     problems += find_refused(config, model_args, zero_stage)
-    if find_csv_fault(section):  # what follows would read the file again
+    if find_csv_fault(section):  # the calls below read the file too
         raise ConfigError(problems)
     stages, stage_problems = plan_stages(section, model_args.n_layers)
     problems += stage_problems
@@ -117,13 +117,13 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
 
 
 def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
-    """Replace every automatic value of a config by the value in use. A run logs and saves the result."""
+    """Replace every automatic value of a config with the resolved value. A run logs and saves the result."""
     param = config.training.mixed_precision_param
     if param == "auto":
         param = "bfloat16" if device_type == "cuda" else "float32"
     for key, value in {
         "parallelism.data_parallel_shard_degree": layout.dp_shard,
-        "parallelism.fsdp_reshard_after_forward": "default",  # zero_stage has the number
+        "parallelism.fsdp_reshard_after_forward": "default",  # zero_stage replaces it
         "parallelism.zero_stage": layout.zero_stage,
         "training.global_batch_size": layout.global_batch_size,
         "training.mixed_precision_param": param,
@@ -135,13 +135,13 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
 
 
 def choose_chunk_tokens(section: Training, device_type: str) -> int:
-    """Return loss_chunk_tokens. A GPU needs large matmuls; a CPU's caches like small ones."""
+    """Resolve loss_chunk_tokens. Large matmuls are faster on a GPU; small ones fit the caches of a CPU."""
     automatic = 4096 if device_type == "cuda" else 1024
     return automatic if section.loss_chunk_tokens == -1 else section.loss_chunk_tokens
 
 
 def plan_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
-    """Return the size of each mesh dim. An automatic dp_shard takes the remaining ranks."""
+    """Return the size of each mesh dim. dp_shard = -1 becomes all remaining ranks."""
     degrees = {
         "pp": parallelism.pipeline_parallel_degree,
         "dp_replicate": parallelism.data_parallel_replicate_degree,
@@ -158,9 +158,9 @@ def plan_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
 def plan_zero_stage(parallelism: Parallelism, *, n_shards: int) -> int:
     """Return ZeRO stage 1, 2 or 3 from zero_stage, else from torchtitan's fsdp_reshard_after_forward.
 
-    Under PP torch's runtime gathers parameters once per step (1) or for every microbatch (3), and reduces gradients
-    once in both cases: there is no 2, and 3 shards parameters but not gradients. If nothing is sharded, 3 would only
-    cast the parameters again in each backward.
+    Under PP, torch's runtime gathers parameters once per step (stage 1) or for every microbatch (stage 3), and always
+    reduces gradients once. So stage 2 does not exist, and stage 3 shards parameters but not gradients. With one shard,
+    stage 3 would only cast the parameters again in each backward.
     """
     if parallelism.zero_stage != "auto":
         return parallelism.zero_stage
@@ -170,10 +170,10 @@ def plan_zero_stage(parallelism: Parallelism, *, n_shards: int) -> int:
 
 
 def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
-    """Return the sequences of a step and of a microbatch, and the microbatches of a rank: fields of Layout.
+    """Return global_batch_size, microbatch_size and n_microbatches, as in Layout.
 
-    Without PP, a microbatch is an accumulation step of local_batch_size sequences, or of all sequences if a rank has
-    fewer. With PP, all sequences of a step are microbatches of one schedule, so a step has one bubble.
+    Without PP, a microbatch is an accumulation step of local_batch_size sequences, or fewer if a rank has fewer. With
+    PP, all sequences of a step are microbatches of a single schedule, so each step has a single bubble.
     """
     training, section = config.training, config.parallelism
     dp = degrees["dp_replicate"] * degrees["dp_shard"]

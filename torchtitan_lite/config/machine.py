@@ -1,4 +1,4 @@
-"""This host: its GPUs, memory limits, compilers, and the peak FLOP/s of a GPU. No torch."""
+"""Detect the GPUs, memory limits and compilers of this host. Look up the peak FLOP/s of a GPU. No torch."""
 
 import csv
 import json
@@ -23,13 +23,13 @@ class Machine:
 
     device_type: Literal["cuda", "cpu"]
     n_devices: int
-    memory_bytes_per_device: int | None  # None: not known
-    name: str  # as the driver spells it
-    is_here: bool = True  # False: another host, so compilers and memory of this one do not matter
+    memory_bytes_per_device: int | None  # None: unknown
+    name: str  # as the driver reports it
+    is_here: bool = True  # False: another host, so this host's compilers and memory do not matter
 
 
-# Dense bfloat16 peak of one GPU in FLOP/s: half of NVIDIA's number if that counts 2:4 sparsity. The first row whose
-# words occur in the driver's name is used.
+# Dense bfloat16 peak of one GPU in FLOP/s: half of NVIDIA's number if that number assumes 2:4 sparsity. The first key
+# found in the driver's name of the GPU applies.
 PEAK_BF16_FLOPS = {
     "GB200": 2.5e15,  # nvidia.com, Blackwell architecture datasheet: 5 PFLOP/s sparse
     "B200": 2.25e15,  # same sheet: 4.5 PFLOP/s sparse
@@ -51,27 +51,27 @@ PEAK_BF16_FLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a GPU; None if unknown, without bfloat16 (V100, T4), or a MIG slice."""
+    """Return the peak dense bfloat16 FLOP/s of a GPU; None if unknown, for V100 and T4, and for a MIG slice."""
     if "MIG" in name.split():
-        return None  # a slice has the name of its GPU and a fraction of the cores
+        return None  # a slice has the name of its GPU, but only a fraction of the cores
     return next((peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
-# Names of GPUs without float8: compute capability below 8.9. A GPU of another name is tried.
+# Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to have it.
 WITHOUT_FLOAT8 = r"\b(V100|T4|A100|A800|A40|A30|A16|A10|A10G|A2|GeForce RTX [23]0..|RTX A....)\b"
 
 
 def detect_machine() -> Machine:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as the driver reports them; without any, the CPU.
+    """Return the GPUs that are visible under CUDA_VISIBLE_DEVICES, or the CPU if there are none.
 
-    The ranks of a launcher take its answer: one that asked a slow driver again could be alone on the CPU.
+    Ranks use the launcher's answer. If every rank asked a slow driver, one could time out and fall back to the CPU.
     """
     if answer := os.environ.get(FROM_LAUNCHER):
         return Machine(**json.loads(answer))
     gpus = select_visible(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus:
         known = [gpu.memory_bytes for gpu in gpus if gpu.memory_bytes]
-        # FSDP shards evenly, so the smallest GPU decides what fits
+        # FSDP shards evenly, so the smallest GPU is the limit
         return Machine("cuda", len(gpus), min(known, default=None), gpus[0].name)
     return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
 
@@ -81,11 +81,11 @@ class Gpu:
     index: str
     uuid: str
     name: str
-    memory_bytes: int | None  # None: the driver does not say
+    memory_bytes: int | None  # None: not reported by the driver
 
 
 def list_gpus() -> list[Gpu]:
-    """Return all GPUs of this host in the order of nvidia-smi; empty if that is missing or fails."""
+    """Return all GPUs of this host in the order of nvidia-smi; empty if nvidia-smi is missing or fails."""
     query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -96,14 +96,14 @@ def list_gpus() -> list[Gpu]:
 
 
 def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names by index or UUID prefix. As in CUDA, a bad name ends the list."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES, by index or UUID prefix. As in CUDA, an invalid entry ends the list."""
     if visible is None:
         return gpus
     selected = []
     for name in map(str.strip, visible.split(",")):
         named = [gpu for gpu in gpus if name == gpu.index or (name.startswith("GPU-") and gpu.uuid.startswith(name))]
         if name.startswith("MIG-") and gpus:
-            # nvidia-smi does not list slices. A slice gets the memory of its GPU here, which is more than it has.
+            # nvidia-smi does not list MIG slices. Use the memory of the whole GPU, which is more than the slice has.
             named = [replace(gpus[0], uuid=name, name=f"{gpus[0].name} MIG")]
         if len(named) != 1:
             break
@@ -112,9 +112,9 @@ def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
 
 
 def measure_cpu_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that processes of this host may use: its memory, or the lowest limit of a control group.
+    """Return the bytes that processes on this host may use: its memory, or the lowest cgroup limit.
 
-    In cgroup version 2, Slurm and Docker limit the group of this process, or a parent. Version 1 is not read.
+    Slurm and Docker set limits on the cgroup of this process or on a parent. Only cgroup version 2 is read.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     group = re.search("^0::/(.*)$", proc.read_text(), re.MULTILINE) if proc.exists() else None
@@ -126,7 +126,7 @@ def measure_cpu_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path
 
 
 def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
-    """Return what torch.compile lacks here for the backend inductor, and how to get it.
+    """Return pairs: a requirement of inductor that this host lacks, and how to install it.
 
     On a CPU, inductor needs a C++ compiler (CXX, else g++). On CUDA, triton needs a C compiler (CC, else gcc or clang).
     Both need Python's headers.
@@ -135,7 +135,7 @@ def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
     names = [os.environ[variable]] if variable in os.environ else names
     missing = []
     if not any(map(shutil.which, names)):
-        how = f"Install one (apt install g++), name another one in {variable}"
+        how = f"Install one (apt install g++), set {variable} to another one"
         missing.append((f"there is no compiler {' or '.join(names)} here", how))
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():

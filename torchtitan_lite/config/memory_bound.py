@@ -1,10 +1,10 @@
-"""The bound by which `check` refuses a run: weights, gradients and optimizer state must fit in memory.
+"""Lower bound on the memory of a run: `check` refuses a run whose weights, gradients and optimizer state do not fit.
 
     bytes per parameter   16 for AdamW: 4 weight (fp32) + 4 gradient + 8 moments; 12 with bfloat16 moments; 8 for SGD
-    a rank                (parameters / ranks that hold one copy of the model) * bytes per parameter
+    bytes per rank        (parameters / ranks that share one copy of the model) * bytes per parameter
 
-A GPU holds one rank; the memory of a host without GPUs holds all of its ranks. Activations come on top:
-`python -m torchtitan_lite plan` forecasts them.
+Each GPU holds one rank. On a host without GPUs, all ranks share the memory. Activations come on top:
+`python -m torchtitan_lite plan` predicts them.
 """
 
 import shlex
@@ -18,17 +18,17 @@ from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schema import Config, Optimizer
 
-USUAL_GPU_BYTES = 40 * GIB  # for this state, on the GPU that `plan` assumes: activations take the rest of its 80 GB
-MASTER_BYTES = 4  # of a parameter and of its gradient, both fp32
+USUAL_GPU_BYTES = 40 * GIB  # left for this state on the 80 GB GPU that `plan` assumes; activations take the rest
+MASTER_BYTES = 4  # a parameter and its gradient are fp32
 
 
 @dataclass(frozen=True)
 class MemoryBound:
-    """The bytes of weights, gradients and optimizer state in one memory: a GPU's, or a host's for all its ranks."""
+    """Bytes of weights, gradients and optimizer state on a GPU, or on a host without GPUs for all of its ranks."""
 
     state_bytes: int
     available_bytes: int
-    n_ranks: int  # that share this memory
+    n_ranks: int  # ranks that share this memory
 
     def __str__(self) -> str:
         ranks = f"{self.n_ranks} ranks share" if self.n_ranks > 1 else "a rank has"
@@ -37,14 +37,14 @@ class MemoryBound:
 
 
 def count_moment_bytes(section: Optimizer) -> int:
-    """Return the bytes per parameter that the optimizer keeps between steps."""
+    """Return the bytes of optimizer state per parameter."""
     return OPTIMIZERS[section.name].n_moments * (2 if section.moments_dtype == "bfloat16" else 4)
 
 
 def bound_memory(
     config: Config, model_args: ModelArgs, degrees: dict[str, int], machine: Machine, n_hosts: int
 ) -> MemoryBound | None:
-    """Return the bound of a GPU, or of a host without GPUs; None if its memory is not known."""
+    """Return the bound for a GPU, or for a host without GPUs; None if its memory is unknown."""
     if machine.memory_bytes_per_device is None:
         return None
     on_gpu, world_size = machine.device_type == "cuda", prod(degrees.values())
@@ -58,15 +58,15 @@ def bound_memory(
 def check_memory(
     flavor: str, config_args: list[str], world_size: int, bound: MemoryBound | None, machine: Machine
 ) -> list[Problem]:
-    """Return a problem if the memory is too small for the state. The remedy names a number of GPUs that is enough."""
+    """Return a problem if the state does not fit in memory. The remedy names a sufficient number of GPUs."""
     if bound is None or bound.state_bytes <= bound.available_bytes:
         return []
     gpu_bytes = bound.available_bytes if machine.device_type == "cuda" else USUAL_GPU_BYTES
     n_gpus = world_size * 2 ** max(0, ceil(log2(bound.state_bytes / bound.n_ranks / gpu_bytes)))
     if machine.device_type == "cpu":
         verify, plan = (f"`python -m torchtitan_lite {shlex.join([tool, *config_args])}" for tool in ("verify", "plan"))
-        more = " --ranks 16" if world_size > 4 else ""  # verify has 8, and two for each automatic degree
-        remedy = f"Here {verify}{more}` proves the layout; {plan} --gpus {n_gpus}` forecasts the run on GPUs"
+        more = " --ranks 16" if world_size > 4 else ""  # verify starts 8 ranks, and uses 2 for each automatic degree
+        remedy = f"Here {verify}{more}` checks the layout; {plan} --gpus {n_gpus}` predicts the run on GPUs"
     else:
         remedy = f"Use {n_gpus} such GPUs"
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]

@@ -1,14 +1,14 @@
-"""What is wrong with a config: problems with their remedies."""
+"""Problems with a config, each with a remedy, and the exceptions that carry them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a config, with a remedy that needs no reading of code."""
+    """One problem with a config. The user must understand the remedy without reading code."""
 
     key: str  # as in TOML: "parallelism.tensor_parallel_degree"
-    value: object  # as seen
+    value: object  # the value that was set
     why: str
     remedy: str
 
@@ -17,11 +17,11 @@ class Problem:
 
 
 class UserError(ValueError):
-    """An error that the user can mend. Its text says how, so it is printed without a traceback."""
+    """An error that the user can fix. Its message says how, so it is printed without a traceback."""
 
 
 class ConfigError(UserError):
-    """A config that cannot run. Holds every problem that was found, not only the first."""
+    """A config that cannot run. Lists every problem that was found, not only the first."""
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems

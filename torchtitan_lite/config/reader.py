@@ -1,11 +1,11 @@
-"""Read TOML and command line as a Config, with every problem in one list.
+"""Read a TOML file and the command line into a Config, and collect every problem in one list.
 
-    command line  --section.key value | --section.key=value | --section.flag | --section.no_flag      wins over
-    TOML          the file that --config (or --job.config_file) names, a path or a bare name          wins over
+    command line  --section.key value | --section.key=value | --section.flag | --section.no_flag      overrides
+    TOML          the file that --config (or --job.config_file) names, a path or a bare name          overrides
     default       schema.py
 
-Values are converted by the types in schema.py, so a new key needs no line here. A bad value is reported, its key keeps
-the default, and the other keys are checked too.
+The types in schema.py say how to convert values, so a new key needs no change here. If a value is bad, the problem is
+reported, the key keeps its default, and the other keys are still checked.
 """
 
 import inspect
@@ -33,11 +33,11 @@ CONFIG_FOLDER = REPOSITORY / "configs"
 
 
 def list_keys(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the type of every key below a section class."""
+    """Yield the dotted name and the type of every key in a section class and its subsections."""
     for name, kind in get_type_hints(section, include_extras=True).items():
         if is_dataclass(kind):
             yield from list_keys(kind, f"{prefix}{name}.")
-        elif kind != ModelArgs | None:  # Model.row, which no user writes
+        elif kind != ModelArgs | None:  # Model.row, which users cannot set
             yield prefix + name, kind
 
 
@@ -47,24 +47,24 @@ SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 @dataclass(frozen=True)
 class ConfigReading:
-    """The result of reading. The config is complete even if there are problems: bad keys have their defaults."""
+    """Result of read_config. The config is complete even if there are problems: bad keys keep their defaults."""
 
     config: Config
     problems: list[Problem]
-    notices: list[str]  # one line for each old name in use
-    config_name: str  # of the TOML file, without folder and ending
-    given: frozenset[str]  # keys that the file or the command line sets
+    notices: list[str]  # one line for each old key name that was used
+    config_name: str  # name of the TOML file, without folder and extension
+    given: frozenset[str]  # keys set by the file or the command line
 
 
 def read_config(args: list[str]) -> ConfigReading:
-    """Read command-line arguments and the TOML file that they name. Never raises: see `problems`."""
+    """Read command-line arguments and the TOML file that they name. Does not raise: see `problems`."""
     texts, problems = parse_arguments(args)
     config_file = str(texts.pop("job.config_file", Job.config_file))
     table = {"job.config_file": config_file}
     try:
         table |= dict(flatten_table(load_toml(find_config_file(config_file))))
     except ValueError as error:
-        problems.append(Problem("job.config_file", config_file, str(error), "Name a TOML file, or one of configs/"))
+        problems.append(Problem("job.config_file", config_file, str(error), "Name a TOML file, or one in configs/"))
     notices = [f"{name} is now {new}" for name in (*table, *texts) if (new := resolve_alias(name)) != name]
     texts = {resolve_alias(name): text for name, text in texts.items()}
     values = {resolve_alias(name): value for name, value in table.items()} | texts
@@ -88,7 +88,7 @@ def read_config(args: list[str]) -> ConfigReading:
 
 
 def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Problem]]:
-    """Return name -> text. A bare `--section.flag` is True, and `--section.no_flag` is False. - and _ are equal."""
+    """Return name -> text. `--section.flag` gives True, `--section.no_flag` gives False; - and _ are equivalent."""
     values: dict[str, str | bool] = {}
     problems, rest = [], list(args)
     while rest:
@@ -97,7 +97,7 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
         name = "job.config_file" if name == "config" else name.replace("-", "_")
         if not argument.startswith("--") or not name:
             remedy = "Write --section.key value, or --section.key=value"
-            problems.append(Problem("argument", argument, "it belongs to no key", remedy))
+            problems.append(Problem("argument", argument, "it does not follow a key", remedy))
             continue
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else True
@@ -110,7 +110,7 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
 
 
 def find_config_file(name: str) -> Path:
-    """Look for a path first, then for a bare name in configs/; both with or without `.toml`. Raises ValueError."""
+    """Look for a path first, then for a name in configs/, each with or without `.toml`. Raises ValueError."""
     for path in (Path(name), Path(f"{name}.toml"), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.toml"):
         if path.is_file():
             return path
@@ -128,7 +128,7 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ("a.b.c", 1) for `[a.b]` with `c = 1`. A table in place of a value is yielded whole, and refused later."""
+    """Yield ("a.b.c", 1) for `[a.b]` with `c = 1`. A table in place of a value is yielded as is, and refused later."""
     for name, value in table.items():
         if isinstance(value, dict) and prefix + name not in KEYS:
             yield from flatten_table(value, f"{prefix}{name}.")
@@ -140,14 +140,14 @@ def flatten_table(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 class WrongValue(Exception):
-    """A value that a key cannot have. The arguments are why and remedy, as in Problem."""
+    """Raised for an invalid value of a key. The arguments are `why` and `remedy`, as in Problem."""
 
 
 NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Convert a TOML value to the type of its key. An integer is also a float. Raises WrongValue."""
+    """Convert a TOML value to the type of its key. Integers are accepted as floats. Raises WrongValue."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         limits, value = inner[1], convert(inner[0], value)
@@ -163,19 +163,19 @@ def convert(kind: Any, value: Any) -> Any:
             separator = ";" if get_origin(inner[0]) is list else ","
             return [convert_text(inner[0], item.strip()) for item in value.split(separator) if item.strip()]
         if not isinstance(value, list):
-            raise WrongValue("a list is needed", 'Write ["a", "b"], or a,b on the command line')
+            raise WrongValue("it must be a list", 'Write ["a", "b"], or a,b on the command line')
         return [convert(inner[0], item) for item in value]
     if NoneType in inner:  # `X | None`
         return None if value == "none" else convert(inner[0], value)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is float and not isfinite(value)):
-        raise WrongValue(f"{NAMES[kind]} is needed", f"Write {NAMES[kind]}")
+        raise WrongValue(f"it must be {NAMES[kind]}", f"Write {NAMES[kind]}")
     return value
 
 
 def convert_text(kind: Any, text: str | bool) -> Any:
-    """Convert text of the command line to the type of its key, as it is or as TOML. Raises WrongValue."""
+    """Convert command-line text to the type of its key, first as a string, then as TOML. Raises WrongValue."""
     try:
         return convert(kind, text)
     except WrongValue as wrong:
@@ -187,7 +187,7 @@ def convert_text(kind: Any, text: str | bool) -> Any:
 
 
 def suggest_key(key: str) -> str:
-    """Return the remedy of an unknown key. The nearest key has its name in another section, or looks similar."""
+    """Return a remedy for an unknown key: a key with the same name in another section, or with a similar name."""
     section, _, name = key.rpartition(".")
     near = [known for known in (*KEYS, *ABSENT) if known.rpartition(".")[2] == name]
     near += get_close_matches(key, [known for known in KEYS if known.startswith(f"{section}.")], n=1)
@@ -199,7 +199,7 @@ def suggest_key(key: str) -> str:
 
 
 def dump_config_toml(config: Config) -> str:
-    """Write a config as TOML that reads back as the same config. Keys that are None are left out: TOML has no None."""
+    """Write a config as TOML. Reading it gives the same config. Keys that are None are omitted: TOML has no None."""
     lines = {section: [f"[{section}]"] for section in SECTIONS}
     for key in KEYS:
         section, _, name = key.rpartition(".")
@@ -209,12 +209,12 @@ def dump_config_toml(config: Config) -> str:
 
 
 def format_toml(value: object) -> str:
-    """Write a TOML literal. Strings, lists, numbers and booleans are the same in JSON."""
+    """Write a TOML literal. For strings, lists, numbers and booleans, JSON has the same syntax."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def describe_keys(section: str) -> str:
-    """Return the schema.py lines of all sections whose names begin with `section`, or of every section if none does."""
+    """Return the schema.py lines of all sections whose name starts with `section`; of all sections if there is none."""
     texts = []
     for name in [name for name in SECTIONS if name.startswith(section)] or SECTIONS:
         source = inspect.getsource(type(get_value(Config(), name)))

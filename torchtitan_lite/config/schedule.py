@@ -3,10 +3,10 @@
     placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3
     placement "v",    pp=2, 4 stages     rank 0: stages 0, 3      rank 1: stages 1, 2
 
-A CSV file may give another order than torch's schedules. It is simulated first: a deadlock would hang every GPU.
+A CSV file may replace torch's schedules. It is simulated before launch, because a deadlock would hang every GPU.
 
     0F0,0F1,,0B0,0B1        row 1: pp rank 0, which holds stage 0. F forward, B backward, or its halves I and W
-    ,1F0,1B0,1F1,1B1        row 2: pp rank 1. Empty cells have no meaning: a rank waits for its inputs anyway
+    ,1F0,1B0,1F1,1B1        row 2: pp rank 1. Empty cells are ignored: a rank waits for its inputs anyway
 """
 
 import csv
@@ -38,9 +38,9 @@ def splits_backward(parallelism: Parallelism) -> bool:
 def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
     """Return the FQNs of each stage, first to last, and problems.
 
-    Every stage between the first and the last gets one layer. Each further layer goes to the stage with the least load;
-    ties go to a stage without a layer, then to the earliest. The two `less_layers` keys are the loads of embedding and
-    head. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1, ..., 1, 0.
+    Every stage except the first and the last gets one layer. Each remaining layer goes to the stage with least load;
+    ties go to a stage without layers, then to the earliest. The two `less_layers` keys are the loads of embedding and
+    head, in layers. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1, ..., 1, 0.
     """
     if parallelism.module_fqns_per_model_part:
         return check_given_stages(parallelism, n_layers)
@@ -66,15 +66,15 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[P
 
 
 def name_modules(layers: range, *, first: bool, last: bool) -> tuple[str, ...]:
-    """Return the names of the modules of a stage with these layers."""
+    """Return the FQNs of a stage with these layers."""
     middle = tuple(f"layers.{layer}" for layer in layers)
     return ("tok_embeddings",) * first + middle + ("norm", "output") * last
 
 
 def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Problem]]:
-    """Return the number of stages that schedule and layers_per_stage make, and problems.
+    """Return the number of stages from the schedule and layers_per_stage, and problems.
 
-    The first stage may hold the embedding alone, and the last stage norm and head. Every other stage needs a layer.
+    The first stage may have only the embedding, and the last only norm and head. Every other stage needs a layer.
     """
     pp, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     schedule, layers_per_stage = SCHEDULES[name], parallelism.pipeline_parallel_layers_per_stage
@@ -88,12 +88,12 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Pro
         n_stages = -(-(n_layers + weights) // layers_per_stage)
     if not can_run(parallelism, n_stages):
         least, only = schedule.least_stages_per_rank, "exactly" if schedule.most_stages_per_rank else "at least"
-        why = f"it makes {n_stages} stages for {pp} pp ranks, and {name} takes {only} {least} on every rank"
-        remedy = f"Remove the key, for {pp * schedule.least_stages_per_rank} stages, or choose another schedule"
+        why = f"it makes {n_stages} stages for {pp} pp ranks, but {name} needs {only} {least} per rank"
+        remedy = f"Remove the key to get {pp * schedule.least_stages_per_rank} stages, or choose another schedule"
         key = "parallelism.pipeline_parallel_layers_per_stage"
         return 0, [Problem(key, layers_per_stage, why, remedy)]
     if n_layers < n_stages - 2:
-        why = f"{n_stages} pipeline stages ({pp} pp ranks, {name}) need a layer each, except the first and the last"
+        why = f"each of the {n_stages} pipeline stages ({pp} pp ranks, {name}) needs a layer, except the first and last"
         return 0, [Problem("model.n_layers", n_layers, why, f"Use {n_stages - 2} layers or more, or fewer pp ranks")]
     return n_stages, []
 
@@ -108,7 +108,7 @@ def can_run(parallelism: Parallelism, n_stages: int) -> bool:
 
 
 def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
-    """Return the stages of module_fqns_per_model_part, and problems if they are not the modules in order."""
+    """Return the stages in module_fqns_per_model_part, and problems if they do not list all modules in order."""
     key, given = "parallelism.module_fqns_per_model_part", parallelism.module_fqns_per_model_part
     problems = []
     expected = list(name_modules(range(n_layers), first=True, last=True))
@@ -119,10 +119,10 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
         if not any(fqn.startswith("layers.") for fqn in stage) and stage != may_lack_layers.get(index)
     ]
     if [fqn for stage in given for fqn in stage] != expected:
-        why = "all lists together must name every module once, in the order of the model"
+        why = "together the lists must name every module once, in the order of the model"
         problems.append(Problem(key, given, why, f"The order is {', '.join(expected)}"))
     elif lacking:
-        why = f"stage {lacking[0]} has no layer; only a first stage tok_embeddings and a last stage norm, output may"
+        why = f"stage {lacking[0]} has no layer; only a first stage [tok_embeddings] and a last [norm, output] may"
         problems.append(Problem(key, given, why, "Give it a layer"))
     if parallelism.pipeline_parallel_degree == 1 or not can_run(parallelism, len(given)):
         order = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
@@ -159,13 +159,13 @@ def check_microbatches(
         why = f"the CSV schedule has {written}"
         remedy = f"Choose batch sizes that make {written}, or write another schedule"
     elif schedule.fills_pipeline and n_microbatches < n_stages:
-        why = f"{name} needs one for each of the {n_stages} stages"
+        why = f"{name} needs at least one for each of the {n_stages} stages"
         remedy = "Raise it (or global_batch_size), lower pipeline_parallel_microbatch_size, or use GPipe"
     elif schedule.in_rounds and n_microbatches % rounds:
-        why, remedy = f"{name} runs them in {rounds} equal rounds", f"Use a number of microbatches that {pp} divides"
+        why, remedy = f"{name} runs them in {rounds} equal rounds", f"Use a multiple of {pp} microbatches"
     else:
         return []
-    why = f"it makes {n_microbatches} microbatches, and {why}"
+    why = f"it makes {n_microbatches} microbatches, but {why}"
     return [Problem("training.local_batch_size", local_batch_size, why, remedy)]
 
 
@@ -195,7 +195,7 @@ def read_rows(path: str) -> list[list[Action]]:
     for number, cells in enumerate(csv.reader(lines), 1):
         matches = [(cell, CELL.fullmatch(cell)) for cell in map(str.strip, cells) if cell]
         if wrong := [cell for cell, match in matches if match is None]:
-            raise ValueError(f"has in line {number} {wrong[0]!r}, which is no action such as 0F3, 0B3, 0I3, 0W3")
+            raise ValueError(f"has the cell {wrong[0]!r} in line {number}; an action looks like 0F3, 0B3, 0I3, 0W3")
         rows.append([Action(int(match[1]), match[2], int(match[3])) for _, match in matches])
     if not any(rows):
         raise ValueError("has no actions")
@@ -211,7 +211,7 @@ def count_csv_stages(parallelism: Parallelism) -> int:
 
 
 def find_csv_fault(parallelism: Parallelism) -> str:
-    """Return what is wrong with the CSV file, as a predicate ("has no actions"); empty if it is correct."""
+    """Describe the first problem with the CSV file as a predicate ("has no actions"); empty if there is none."""
     path, pp = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree
     if not path or pp == 1:
         return ""
@@ -224,7 +224,7 @@ def find_csv_fault(parallelism: Parallelism) -> str:
 
 
 def find_missing_action(rows: list[list[Action]]) -> str:
-    """Return a stage and microbatch that does not have F and B, or F, I and W, once each; empty if all have."""
+    """Describe a stage and microbatch without exactly F and B, or F, I and W; empty if there is none."""
     ranks_of, kinds = defaultdict(set), defaultdict(str)
     for rank, row in enumerate(rows):
         for stage, kind, microbatch in row:
@@ -232,7 +232,7 @@ def find_missing_action(rows: list[list[Action]]) -> str:
             kinds[stage, microbatch] += kind
     for stage, ranks in ranks_of.items():
         if len(ranks) > 1:
-            return f"has stage {stage} on rows {sorted(ranks)}, and one rank holds a stage"
+            return f"has stage {stage} on rows {sorted(ranks)}, but a stage belongs to one rank"
     for stage in range(1 + max(stage for stage, _ in kinds)):
         for microbatch in range(1 + max(microbatch for _, microbatch in kinds)):
             found = "".join(sorted(kinds[stage, microbatch]))
@@ -243,14 +243,14 @@ def find_missing_action(rows: list[list[Action]]) -> str:
 
 
 def find_deadlock(rows: list[list[Action]]) -> str:
-    """Return the actions that wait for each other; empty if the order runs to its end."""
+    """Describe the actions that wait for each other; empty if the schedule completes."""
     n_run = Counter(rank for rank, *_ in run_on_paper(rows, lambda action: 1.0))
     stuck = [f"row {rank + 1} at {row[n_run[rank]]}" for rank, row in enumerate(rows) if n_run[rank] < len(row)]
     return f"deadlocks: {', '.join(stuck)} wait for one another" if stuck else ""
 
 
 def run_on_paper(rows: list[list[Action]], seconds_of: Callable[[Action], float], send: float = 0.0) -> Iterator[tuple]:
-    """Yield (rank, start, end, action) of all that runs. An input from another rank arrives `send` seconds later."""
+    """Simulate the schedule and yield (rank, start, end, action). Sending to another rank takes `send` seconds."""
     last_stage = max(action.stage for row in rows for action in row)
     rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
     done: dict[tuple[int, str, int], float] = {}
@@ -264,7 +264,7 @@ def run_on_paper(rows: list[list[Action]], seconds_of: Callable[[Action], float]
                     break
                 start = max([clocks[rank], *(done[need] + send * (rank_of[need[0]] != rank) for need in needs)])
                 clocks[rank] = start + seconds_of(action)
-                for kind in "IW" if action.kind == "B" else action.kind:  # B is both halves
+                for kind in "IW" if action.kind == "B" else action.kind:  # B does both halves
                     done[action.stage, kind, action.microbatch] = clocks[rank]
                 yield rank, start, clocks[rank], action
                 next_of[rank] += 1
@@ -272,7 +272,7 @@ def run_on_paper(rows: list[list[Action]], seconds_of: Callable[[Action], float]
 
 
 def list_needs(action: Action, last_stage: int) -> list[tuple[int, str, int]]:
-    """Return what must be done first. F: the stage before. Backward: the stage after, and its own F. W: its own I."""
+    """Return what an action waits for. F: the previous stage. Backward: its F and the next stage. W: its I."""
     stage, kind, microbatch = action
     if kind == "F":
         return [(stage - 1, "F", microbatch)] if stage else []

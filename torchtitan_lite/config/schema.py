@@ -1,6 +1,6 @@
-"""Every key of a run: one frozen dataclass per TOML section, in the order of use. The comments document the keys.
+"""Every config key: one frozen dataclass per TOML section, in the order of use. The comments document the keys.
 
-Keys have torchtitan's names (v0.2); `new` marks keys that exist only here. The type of a key is its range of values:
+Keys have torchtitan's names (v0.2); `new` marks keys that exist only here. The type of a key defines its valid values:
 `Literal` for a choice (often the rows of a table in choices.py), `Range` for a number. `reader.py` fills these classes
 from TOML and the command line, and `layout.py` plans the layout from them.
 """
@@ -25,7 +25,7 @@ class Range:
 
     def __str__(self) -> str:
         bounds = f"{self.low} or more" if self.high == inf else f"a value from {self.low} to {self.high}"
-        return bounds if self.auto is None else f"{bounds}, or {self.auto} to have it derived"
+        return bounds if self.auto is None else f"{bounds}, or {self.auto} for the automatic value"
 
 
 Positive = Annotated[int, Range(1)]
@@ -40,10 +40,10 @@ Decay = Annotated[float, Range(0, 0.999999)]  # Adam divides by 1 - beta
 @dataclass(frozen=True)
 class Model:
     name: Literal[tuple(BLOCKS)] = "llama3"  # a row of BLOCKS (block.py) and of MODELS (build.py)
-    # a row of flavors.py, whose numbers the keys below override; auto: the model of the weights that the run loads
+    # a row of flavors.py; the keys below override its sizes. auto: the model of the weights that the run loads
     # (its own checkpoint, or checkpoint.initial_load_path), else debug
     flavor: Literal[tuple(FLAVORS)] = AUTO
-    # folder with tokenizer.json or tokenizer.model, looked up here, then in this repository; or "bytes";
+    # folder with tokenizer.json or tokenizer.model, in the working directory or in this repository; or "bytes".
     # auto: the tokenizer of the weights that the run loads, else assets/tokenizer
     hf_assets_path: str = "auto"
     dim: Positive | None = None  # new: width of the residual stream
@@ -51,13 +51,13 @@ class Model:
     n_heads: Positive | None = None  # new: query heads
     n_kv_heads: Positive | None = None  # new: key/value heads, each shared by a group of query heads
     head_dim: Positive | None = None  # new: an even number; default: dim / n_heads
-    ffn_dim: Positive | None = None  # new: inner width of the feed-forward
+    ffn_dim: Positive | None = None  # new: hidden dim of the feed-forward
     vocab_size: Positive | None = None  # new
-    attention: Literal[tuple(ATTENTIONS)] = "causal"  # new: document: tokens attend within their document only
+    attention: Literal[tuple(ATTENTIONS)] = "causal"  # new: document: tokens attend only within their document
     # ["float8"]: linear layers compute in float8, see [quantize.linear.float8]
     converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
 
-    row: ModelArgs | None = None  # not a key: the model of the loaded weights, which replaces the flavor
+    row: ModelArgs | None = None  # not a key: the model of the loaded weights; replaces the flavor
 
     @property
     def uses_float8(self) -> bool:
@@ -70,23 +70,23 @@ class Training:
     # corpora: names in DATASETS (data/corpus_folder.py), or folders that `prepare` wrote
     dataset: list[str] = field(default_factory=lambda: ["python_stdlib"])
     dataset_path: str = ""  # folder or file of a downloaded corpus (c4, c4_test); empty: the folder in DATASETS
-    dataset_weights: list[AboveZero] = field(default_factory=list)  # new: of corpora; empty: by size
-    cache_folder: str = "outputs/cache"  # new: tokens of named corpora and compiled code, shared by all runs
-    local_batch_size: Positive = 8  # most sequences per data-parallel rank and forward pass; under PP, per schedule
+    dataset_weights: list[AboveZero] = field(default_factory=list)  # new: sampling weight per corpus; empty: by size
+    cache_folder: str = "outputs/cache"  # new: tokens of named corpora, and compiled code; all runs share it
+    local_batch_size: Positive = 8  # sequences per data-parallel rank and forward pass; under PP, per schedule
     global_batch_size: PositiveOrAuto = -1  # sequences per step; auto: local_batch_size x data-parallel ranks
-    seq_len: Positive = 2048  # tokens per sequence; lowered to the context of Hugging Face weights unless set
+    seq_len: Positive = 2048  # tokens per sequence; lowered to the context length of Hugging Face weights unless set
     steps: Positive = 10000
     max_norm: AboveZero = 1.0  # gradients are scaled down to this global 2-norm
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype; auto: bfloat16 on CUDA
     mixed_precision_reduce: Literal["float32"] = "float32"  # dtype of gradient reduction
-    enable_cpu_offload: bool = False  # keep weights, gradients and optimizer state on the host, and update them there
-    # new: tokens whose logits a rank computes at a time; 0: all of them; auto: 4096 on CUDA, else 1024
+    enable_cpu_offload: bool = False  # keep weights, gradients and optimizer state on the host; update weights there
+    # new: number of tokens whose logits a rank computes at a time; 0: all; auto: 4096 on CUDA, else 1024
     loss_chunk_tokens: NotNegativeOrAuto = -1
-    # new: change per step of an expert's bias towards an even load; 0: no bias, the default with Hugging Face weights
+    # new: change of an expert's bias per step to balance the load; 0: no bias (default with Hugging Face weights)
     expert_bias_rate: Share = 1e-3
     # new: weight of the load-balancing loss per sequence (DeepSeek-V3: 1e-4; Mixtral and Qwen3: 1e-3 or more)
     expert_balance_loss: Annotated[float, Range(0)] = 0.0
-    gc_freq: Positive = 50  # steps between two Python garbage collections, at the same step on every rank
+    gc_freq: Positive = 50  # steps between Python garbage collections, which all ranks run at the same step
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,16 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = (
         "default"  # read if zero_stage is auto. always: 3; never: 2, under PP 1
     )
-    # new: what FSDP shards, see parallel/fsdp.py; auto: 3, under PP 1, with one shard 2
+    # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; under PP 1; with a single shard 2
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     tensor_parallel_degree: Positive = 1
-    enable_async_tensor_parallel: bool = False  # overlap TP collectives with pieces of matmuls; inductor on CUDA
+    enable_async_tensor_parallel: bool = False  # overlap TP collectives with chunks of matmuls; inductor on CUDA
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
     pipeline_parallel_degree: Positive = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
-    pipeline_parallel_schedule_csv: str = ""  # CSV file in place of the schedule: one row per pp rank, cells like 0F3
+    pipeline_parallel_schedule_csv: str = ""  # CSV file that replaces the schedule: one row per pp rank, cells like 0F3
     pipeline_parallel_microbatch_size: Positive = 1  # sequences per microbatch
-    pipeline_parallel_layers_per_stage: Positive | None = None  # default: one stage per rank; if interleaved, two
+    pipeline_parallel_layers_per_stage: Positive | None = None  # default: one stage per rank, or two if interleaved
     pipeline_parallel_first_stage_less_layers: NotNegative = 1  # load of the embedding, in layers
     pipeline_parallel_last_stage_less_layers: NotNegative = 1  # load of norm and head, in layers
     module_fqns_per_model_part: list[list[str]] = field(default_factory=list)  # the modules of each stage, by FQN
@@ -120,7 +120,7 @@ class Optimizer:
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
     beta1: Decay = 0.9
     beta2: Decay = 0.95
-    eps: AboveZero = 1e-8  # with 0, a gradient of 0 would give 0/0
+    eps: AboveZero = 1e-8  # must be positive: otherwise a zero gradient gives 0/0
     weight_decay: Annotated[float, Range(0)] = 0.1  # decoupled, on every parameter
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # SGD has no fused kernel and uses foreach
     moments_dtype: Literal["float32", "bfloat16"] = "float32"  # new: bfloat16 saves 4 bytes per parameter of AdamW
@@ -130,7 +130,7 @@ class Optimizer:
 class LRScheduler:
     warmup_steps: NotNegative = 200  # linear, from 0 to the peak
     total_steps: Positive | None = None  # length of the whole schedule; default: training.steps
-    decay_ratio: Share | None = None  # fraction of the steps that decay, at the end; default: all steps after warm-up
+    decay_ratio: Share | None = None  # fraction of the steps, at the end, that decay; default: all steps after warm-up
     decay_type: Literal[tuple(DECAYS)] = "linear"
     min_lr_factor: Share = 0.0  # the decay ends at this fraction of the peak
 
@@ -139,30 +139,30 @@ class LRScheduler:
 class Checkpoint:
     enable: bool = False  # save checkpoints, and resume from the newest undamaged one in the dump folder
     folder: str = "checkpoint"  # inside dump_folder
-    interval: Positive = 500  # steps between two saves; the last step is always saved
-    enable_first_step_checkpoint: bool = False  # also save after the first step, which finds bad storage early
-    # async: copy to host memory, and write while training continues; without pinned memory a GPU waits for the copy
+    interval: Positive = 500  # steps between saves; the last step is always saved
+    enable_first_step_checkpoint: bool = False  # also save after the first step, to detect bad storage early
+    # async: copy to host memory, then write while training continues; without pinned memory the GPU waits for the copy
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     keep_latest_k: NotNegative = 10  # 0 keeps all
     keep_every_m: NotNegative = 0  # new: also keep every checkpoint whose step is a multiple of m; 0: none
     load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest undamaged one
-    load_only: bool = False  # resume, and save nothing
-    verify: bool = True  # new: hash every file of a checkpoint before loading it; ranks share the work
+    load_only: bool = False  # resume, but never save
+    verify: bool = True  # new: check the hash of every file before loading a checkpoint; ranks share the work
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)  # start with new optimizer state
-    # checkpoint or Hugging Face folder with the weights to start from if the run does not resume; needs no `enable`
+    # checkpoint or Hugging Face folder with initial weights, used if the run does not resume; works without `enable`
     initial_load_path: str = ""
     initial_load_model_only: bool = True  # load initial_load_path without optimizer state and step
-    last_save_model_only: bool = False  # save only weights at the last step; no run can resume from them
+    last_save_model_only: bool = False  # save only the weights at the last step; runs cannot resume from them
     last_save_in_hf: bool = False  # also convert the last checkpoint to a Hugging Face folder
-    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights saved by these two keys
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of the weights for the two keys above
 
 
 @dataclass(frozen=True)
 class Validation:
     enable: bool = False  # compute the loss on validation documents, which are the same on every layout
-    dataset: list[str] = field(default_factory=list)  # as training.dataset; empty: validation split of those corpora
-    dataset_path: str = ""  # as training.dataset_path; empty: that path
-    freq: Positive = 10  # steps between two validations; the first and the last step are validated too
+    dataset: list[str] = field(default_factory=list)  # as training.dataset; empty: validation split of training.dataset
+    dataset_path: str = ""  # as training.dataset_path; empty: the same path
+    freq: Positive = 10  # steps between validations; also runs after the first and the last step
     steps: PositiveOrAuto = -1  # batches of training.global_batch_size, spread over the split; auto: all of it
 
 
@@ -175,8 +175,8 @@ class ActivationCheckpoint:
 
 @dataclass(frozen=True)
 class Compile:
-    enable: bool = False  # compile the components below by torch.compile
-    # model: each block separately; loss: the loss that the head computes
+    enable: bool = False  # compile the components below with torch.compile
+    # model: each block separately; loss: the loss computed in the head
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
 
@@ -188,10 +188,10 @@ class Compile:
 @dataclass(frozen=True)
 class Float8:
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"  # see model/float8_linear.py
-    # leave out layers whose FQN contains one of these; "auto_filter_small_kn": layers that float8 would slow down
+    # skip layers whose FQN contains one of these; "auto_filter_small_kn": skip layers that float8 would slow down
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
     enable_fsdp_float8_all_gather: bool = False  # all-gather weights in float8; tensorwise only
-    precompute_float8_dynamic_scale_for_fsdp: bool = False  # their scales: one all-reduce per step, not per weight
+    precompute_float8_dynamic_scale_for_fsdp: bool = False  # compute all their scales in one all-reduce per step
     emulate: bool = False  # round to float8 and multiply in higher precision, for devices without float8
 
 
@@ -207,31 +207,31 @@ class Quantize:
 
 @dataclass(frozen=True)
 class Metrics:
-    log_freq: Positive = 10  # steps between two log lines; the first step is always logged
+    log_freq: Positive = 10  # steps between log lines; the first step is always logged
     enable_tensorboard: bool = True  # write TensorBoard events
     save_tb_folder: str = "tb"  # inside dump_folder
     enable_wandb: bool = False  # also send metrics to Weights & Biases; needs the extra `wandb`
-    disable_color_printing: bool = False  # never color the log; by default it is colored on a terminal
+    disable_color_printing: bool = False  # never color the log; default: color on a terminal
 
 
 @dataclass(frozen=True)
 class Comm:
-    init_timeout_seconds: Positive = 300  # time-out of collectives until the first step ends, and of checkpoints
+    init_timeout_seconds: Positive = 300  # time-out of collectives until the first step ends, and for checkpoints
     train_timeout_seconds: Positive = 100  # time-out of collectives after the first step
-    trace_buf_size: NotNegative = 20000  # entries of NCCL's flight recorder, written on a time-out; 0: off
+    trace_buf_size: NotNegative = 20000  # entries in NCCL's flight recorder, which is written on a time-out; 0: off
     save_traces_folder: str = "comm_traces"  # inside dump_folder
 
 
 @dataclass(frozen=True)
 class Debug:
-    seed: NotNegative = 0  # of the initial weights and the order of samples, on every layout
+    seed: NotNegative = 0  # for initial weights and order of samples, which are the same on every layout
     deterministic: bool = False  # use torch's deterministic algorithms
-    deterministic_warn_only: bool = False  # warn instead of raising if an operation has none
+    deterministic_warn_only: bool = False  # warn instead of raising if an operation has no deterministic algorithm
 
 
 @dataclass(frozen=True)
 class Job:
-    config_file: str = "debug"  # path of a TOML file, or a name in configs/; `--config` is short for it
+    config_file: str = "debug"  # path of a TOML file, or a name in configs/; short form: --config
     # folder for the files of a run; auto: outputs/<config name>, or outputs/finetune-<name of initial_load_path>
     dump_folder: str = "auto"
     description: str = ""  # printed at the start
@@ -243,9 +243,9 @@ class Job:
 class Profiling:
     enable_profiling: bool = False  # write a Chrome trace of some steps of every rank
     save_traces_folder: str = "traces"  # inside dump_folder
-    profile_freq: Positive = 10  # steps from one trace to the next; at least warm-up + active
+    profile_freq: Positive = 10  # steps from one trace to the next; at least profiler_warmup + profiler_active
     profiler_active: Positive = 1  # steps recorded in each trace
-    profiler_warmup: NotNegative = 3  # steps before a trace in which the profiler runs and records nothing
+    profiler_warmup: NotNegative = 3  # steps before each trace in which the profiler runs but discards its results
     enable_memory_snapshot: bool = False  # CUDA: record allocations every profile_freq steps, and when memory runs out
     save_memory_snapshot_folder: str = "memory_snapshot"  # inside dump_folder
 
@@ -270,11 +270,11 @@ class Config:
 
 
 def get_value(config: Config, key: str) -> Any:
-    """Return the value of a dotted name."""
+    """Return the value of a dotted key."""
     return reduce(getattr, key.split("."), config)
 
 
 def with_value(section: Any, key: str, value: object) -> Any:
-    """Return a copy of a config, or of one of its sections, in which the dotted name `key` has that value."""
+    """Return a copy of a config, or of one of its sections, with the dotted `key` set to `value`."""
     name, _, rest = key.partition(".")
     return replace(section, **{name: with_value(getattr(section, name), rest, value) if rest else value})
