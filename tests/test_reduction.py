@@ -149,7 +149,7 @@ def test_each_small_run_keeps_the_layout_and_the_deep_one_is_deep_long_and_far(n
     assert small.rope_scaling == real.rope_scaling and small.tie_embeddings == real.tie_embeddings
     assert small.dim <= 512 and small.n_layers <= 16 and "training.seq_len" in reduction.changes
     assert reduction.config.optimizer == config.optimizer and deep.optimizer == config.optimizer
-    assert deep.model.n_layers >= 12 and deep.training.seq_len >= 560
+    assert deep.model.n_layers >= 12 and deep.training.seq_len > 256
     assert any({"layers.9", "layers.10"} <= set(stage) for stage in layout.stages)
     assert layout.n_microbatches >= 12 or layout.pp == 1
     assert find_far_position(config) >= max(8192, config.training.seq_len)

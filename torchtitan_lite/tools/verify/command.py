@@ -1,7 +1,7 @@
 """`verify`: run a config, reduced, beside one process; print a certificate or the first difference.
 
 wide        the run's own optimizer and schedule: five steps, two of them with a gradient that is not finite
-deep        twelve layers, rows of 560 tokens at positions beyond 8,192, twelve microbatches: one step
+deep        twelve layers, rows of 280 tokens or more at positions beyond 8,192, twelve microbatches: one step
 train.py    three starts of the file: one process unbroken; the layout; another layout that resumes
 bfloat16    one step beside one rank that rounds alike; float8: two
 """

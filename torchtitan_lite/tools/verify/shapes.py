@@ -2,14 +2,15 @@
 
                 layers        sequence                         microbatches    experts
     wide        1 or 2 each   about 40                         as related      8
-    deep        12 or more    560 tokens beyond position 8,192 12 under pp     20
+    deep        12 or more    280 tokens beyond position 8,192 12 under pp     20
 
-It has the degrees and the options of the wide run, except recompute. No torch here: numbers only.
+Rows with documents have 560 tokens. Degrees and options are those of the wide run, except recompute. No torch here.
 """
 
 from dataclasses import replace
 
 from torchtitan_lite.config.block import FLOAT8_BLOCK, SKIP_SMALL
+from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.schedule import check_microbatches, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
@@ -28,7 +29,7 @@ from torchtitan_lite.tools.verify.reduction import (
 )
 
 N_LAYERS = 12  # some numbers have two digits: as text, 10 comes before 2
-N_TOKENS = 560  # of a sequence
+N_TOKENS = 280  # of a sequence, and twice as many with documents of two tokens: more than a byte can number
 N_MICROBATCHES = 12
 N_EXPERTS = 20
 N_CHUNKS = 12  # of each row's loss
@@ -51,7 +52,7 @@ def deepen(reduction: Reduction) -> Config:
     small = give_sizes(plan_own_stages(reduction.config), sizes)
     small = override(small, {"model.n_layers": choose_depth(small.parallelism)})
     small = keep_moe_layers(small, args)
-    seq_len = reduce_sequence(degrees, sizes, N_TOKENS)
+    seq_len = reduce_sequence(degrees, sizes, N_TOKENS * (1 + ATTENTIONS[real.model.attention].uses_documents))
     small = override(small, give_batch(degrees, 1, choose_microbatches(small, layout.n_microbatches), seq_len))
     chunk = -(-seq_len // layout.cp // N_CHUNKS) if real.training.loss_chunk_tokens else 0
     # Recompute would take a third of the time, and fails in the wide run if it is wrong.
@@ -79,12 +80,11 @@ def plan_own_stages(config: Config) -> Config:
 def choose_depth(section: Parallelism) -> int:
     """Return N_LAYERS or more: layers 9 and 10 share a stage, and several stages of a rank are uneven."""
     n_stages = len(plan_stages(section, 2**14)[0])
-    several = n_stages > section.pipeline_parallel_degree
     depths = range(max(N_LAYERS, n_stages), N_LAYERS + 4 * n_stages)
     for n_layers in depths:
         stages, _ = plan_stages(section, n_layers)
-        is_uneven = len(set(count_layers(stages))) > 1
-        if any({"layers.9", "layers.10"} <= set(stage) for stage in stages) and (is_uneven or not several):
+        suits = n_stages == section.pipeline_parallel_degree or len(set(count_layers(stages))) > 1
+        if any({"layers.9", "layers.10"} <= set(stage) for stage in stages) and suits:
             return n_layers
     return depths[-1]
 
