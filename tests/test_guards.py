@@ -1,11 +1,12 @@
 """Mistakes that one process and every layout would share, or that only large sizes show: `verify` cannot see them."""
 
-import json
-
+import compare
 import pytest
 import torch
 import torch.nn.functional as F
 import warm_start
+from layouts import TP
+from made_corpora import write_corpus
 
 from torchtitan_lite.components.optim import learning_rate_factor
 from torchtitan_lite.config.flavors import FLAVORS
@@ -13,6 +14,7 @@ from torchtitan_lite.config.schema import LRScheduler
 from torchtitan_lite.model.head import ChunkedLoss
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.parallel.initial_weights import copy_local_shard
+from torchtitan_lite.step import train_step
 
 
 def test_each_shard_of_a_large_vocabulary_finds_its_own_targets():
@@ -57,9 +59,41 @@ def test_a_router_computes_in_float32_whatever_its_tokens_and_weights_are(monkey
     assert torch.equal(seen[0], F.linear(x.float(), router.weight.float()).softmax(-1))
 
 
-def test_a_run_logs_the_rate_that_each_step_used(pool, tmp_path):
-    keys = [*warm_start.write_letters(tmp_path / "letters"), f"--job.dump_folder={tmp_path / 'run'}"]
-    schedule = ["--training.steps=3", "--lr_scheduler.warmup_steps=2", "--lr_scheduler.total_steps=4"]
-    assert pool.run(warm_start.start, 1, [*keys, *schedule, "--optimizer.lr=0.01", "--checkpoint.no_enable"]) == [0]
-    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert [record["lr"] for record in records if record["kind"] == "step"] == pytest.approx([0.005, 0.01, 0.01])
+def count_wrong_norms(rank: int, world_size: int) -> list[float]:
+    """Worker: return which share of each norm's outputs is not that of float32, in a step in bfloat16."""
+    run = compare.build_table_run(world_size, {TP: 2, "training.mixed_precision_param": "bfloat16"})
+    shares = []
+
+    def compare_norm(norm, args, output):
+        x = args[0].float()
+        right = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * compare.local(norm.weight).float()
+        shares.append((output != right.to(output.dtype)).float().mean().item())
+
+    for module in run.parts[0].modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            module.register_forward_hook(compare_norm)
+    train_step(run, compare.own_rows(run, compare.make_batch(0, 256)))
+    return shares
+
+
+def test_each_tp_rank_computes_norms_in_float32_in_a_run_in_bfloat16(pool):
+    for shares in pool.run(count_wrong_norms, 2):
+        assert len(shares) >= 9 and max(shares) < 0.01
+
+
+def test_a_run_logs_rate_and_norm_of_each_step_and_validates_other_documents_without_effect(pool, tmp_path):
+    keys = [*warm_start.write_letters(tmp_path / "letters"), f"--training.dataset={tmp_path / 'abc'}"]
+    write_corpus(tmp_path / "abc", [[[97, 98, 99] * 50] * 20], validation=[[[120, 121, 122] * 50]])
+    keys += ["--training.steps=4", "--lr_scheduler.warmup_steps=2", "--lr_scheduler.total_steps=5"]
+    keys += ["--optimizer.lr=0.01", "--training.max_norm=0.1", "--checkpoint.no_enable", "--validation.freq=1"]
+    for option in ("enable", "no_enable"):
+        options = [f"--validation.{option}", f"--job.dump_folder={tmp_path / option}"]
+        assert pool.run(warm_start.start, 1, [*keys, *options]) == [0]
+    losses, rates, norms, held_out = (
+        list(warm_start.read_losses(tmp_path / "enable", name).values())
+        for name in ("loss", "lr", "grad_norm", "val_loss")
+    )
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.01 * 2 / 3])
+    assert min(norms) > 0.2, "before clipping"
+    assert losses == list(warm_start.read_losses(tmp_path / "no_enable").values())
+    assert losses[3] < losses[0] - 0.5 and held_out[3] > losses[0]
