@@ -26,7 +26,7 @@ from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools.model_source import build_model, open_source
-from torchtitan_lite.tools.plan.workload import plan_run
+from torchtitan_lite.tools.plan.planned_run import plan_run
 
 BOS, EOS, EOT = "<s>", "</s>", "<|eot|>"
 ODD = RopeScaling(factor=5.5, low_freq_factor=1.5, high_freq_factor=3.0, original_length=96)

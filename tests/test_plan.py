@@ -18,12 +18,12 @@ from torchtitan_lite.config.schema import ActivationCheckpoint
 from torchtitan_lite.parallel.activation_checkpoint import plan_recompute
 from torchtitan_lite.tools.plan.cadence import measure_goodput, plan_cadence
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, ROW_OF_GPU, find_cluster
-from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast, forecast_quickly, list_memory
+from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast, list_memory
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, count_recompute, plan_run
 from torchtitan_lite.tools.plan.remedies import find_memory, list_remarks, warn_of_groups
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.timeline import plan_order
+from torchtitan_lite.tools.plan.timeline import list_samples, plan_order
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
-from torchtitan_lite.tools.plan.workload import PlannedRun, count_recompute, plan_run
 
 SMALL = ["--config", "debug", "--training.seq_len", "32", "--model.n_layers", "2", "--training.global_batch_size=-1"]
 H100 = CLUSTERS["h100"]
@@ -38,7 +38,8 @@ def read(name: str, n_gpus: int, **keys) -> PlannedRun:
 
 
 def predict(planned: PlannedRun, cluster=H100) -> Forecast:
-    return forecast(planned.workload, cluster, plan_order(planned.config.parallelism, planned.layout))
+    order = plan_order(planned.config.parallelism, planned.layout)
+    return forecast(StepTime(planned.workload, cluster), [(order, 1)])
 
 
 DEGREES = {"tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "cp": "context_parallel_degree"}
@@ -97,7 +98,6 @@ def test_a_dry_run_prints_both_columns(capsys):
     [
         ([*SMALL, "--gpu", "h1000"], "--gpu"),
         ([*SMALL, "--search"], "--gpus"),
-        ([*SMALL, "--imbalance", "2"], "--imbalance"),
         ([*SMALL, "--gpus", "8", f"--{TP}=3"], "model.n_kv_heads"),
     ],
 )
@@ -111,7 +111,7 @@ def test_wrong_input_ends_with_status_2_and_its_key(capsys, args, key):
 
 def remarks_of(planned: PlannedRun) -> list[str]:
     memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
-    return list_remarks(planned, H100, predict(planned), max(each.live for each in memory))
+    return list_remarks(planned, predict(planned), H100.reserve(max(each.live for each in memory)))
 
 
 def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
@@ -135,9 +135,7 @@ def test_groups_over_nodes_get_a_degree_that_stays_inside():
 
 def test_memory_that_is_left_over_or_missing_is_called_out():
     assert any("Try --search" in remark for remark in remarks_of(read("llama3_70b", 512)))
-    remark = find_memory(read("llama3_405b", 64), H100)
-    n_gpus = int(remark.split("fits ")[1].split(" ")[0].replace(",", ""))
-    assert n_gpus * H100.memory_bytes / H100.reserve_factor > 16 * 405e9  # what the training state alone takes
+    assert "Use more GPUs" in find_memory(read("llama3_405b", 64), H100)
     planned = read("llama3_8b", 8, zero_stage=1, local_batch_size=4, mode="none")
     remark = find_memory(planned, replace(H100, memory_bytes=60 * GIB))
     assert "activation_checkpoint.mode = " in remark and "parallelism.zero_stage = 3" in remark
@@ -163,17 +161,7 @@ def test_groups_within_a_node_use_its_links_and_others_share_its_network_cards()
     assert (H100.find_tier(2, 4), H100.find_tier(2, 8)) == ("node", "network")
 
 
-def test_a_file_overrides_the_row_and_may_describe_a_gpu_that_has_none(tmp_path):
-    file = tmp_path / "ours.toml"
-    file.write_text("[hardware]\nnode_size = 4\nnetwork_bandwidth = 12.5e9\n")
-    ours = find_cluster("h100", file)
-    assert (ours.node_size, ours.network_bandwidth, ours.peak_bfloat16) == (4, 12.5e9, 989e12)
-    with pytest.raises(ConfigError, match="n_multiprocessors"):
-        find_cluster("mine", file)
-    for text, key in (("node_sise = 8", "hardware.node_sise"), ("node_size = 0", "hardware.node_size")):
-        file.write_text(f"[hardware]\n{text}\n")
-        with pytest.raises(ConfigError, match=key):
-            find_cluster("h100", file)
+def test_a_gpu_without_a_row_is_refused_and_every_driver_name_has_one():
     with pytest.raises(ConfigError, match="h100, h200, a100-80, b200, cpu"):
         find_cluster("h1000")
     assert set(ROW_OF_GPU.values()) == CLUSTERS.keys() - {"cpu"}
@@ -216,7 +204,9 @@ def test_no_schedule_undercuts_the_bound_by_which_layouts_are_pruned(schedule):
     planned = read("llama3_8b", 8, **degrees(pp=4, tp=2), **keys, mode="none", enable="false")
     model, result = StepTime(planned.workload, H100), predict(planned)
     assert 0.8 < model.lower_bound_s / result.step_time_s <= 1 + 1e-9
-    quick = forecast_quickly(model, schedule)
+    layout = planned.layout
+    numbers = layout.pp, layout.n_microbatches, len(layout.stages) // layout.pp
+    quick = forecast(model, list_samples(schedule, *numbers))
     assert (quick.bubble, quick.step_time_s) == pytest.approx((result.bubble, result.step_time_s))
     memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
     assert estimate_peak(planned.workload, schedule) == pytest.approx(max(each.live for each in memory))

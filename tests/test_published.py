@@ -35,8 +35,9 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.config.schedule import name_modules
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
-from torchtitan_lite.tools.plan.forecast import MEDIAN_ERROR, RANGE_80, estimate_peak, forecast_quickly
+from torchtitan_lite.tools.plan.forecast import MEDIAN_ERROR, RANGE_80, estimate_peak, forecast
 from torchtitan_lite.tools.plan.step_time import StepTime
+from torchtitan_lite.tools.plan.timeline import list_samples
 from torchtitan_lite.tools.plan.workload import Workload
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"
@@ -123,7 +124,10 @@ class Row:
         """Time of the pipeline over its lower bound, which hardly depends on constants."""
         model = StepTime(self.workload, describe_cluster(self.values["gpu"], CLUSTERS[self.chip]))
         once = model.once_s + model.optimizer_s
-        return (forecast_quickly(model, self.schedule).step_time_s - once) / (model.lower_bound_s - once)
+        layout = self.workload.layout
+        numbers = layout.pp, layout.n_microbatches, len(layout.stages) // layout.pp
+        step_time_s = forecast(model, list_samples(self.schedule, *numbers)).step_time_s
+        return (step_time_s - once) / (model.lower_bound_s - once)
 
     def predict_tokens(self, clusters: dict[str, Cluster]) -> float:
         """Return tokens per second and GPU."""

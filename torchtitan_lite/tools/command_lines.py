@@ -154,9 +154,6 @@ they are."""
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="number of GPUs; default: the product of the degrees")
     add("--gpu", default="h100", help="GPU type, a row of tools/plan/cluster.py (%(default)s)")
-    add("--hardware", type=Path, metavar="FILE", help="TOML whose [hardware] replaces numbers of the row")
-    add_imbalance(parser)
-    add("--tokens", type=float, metavar="N", help="print the days for N tokens; default: those of training.steps")
     add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
     add("--mtbf-hours", type=float, metavar="H", help="hours between interruptions of the job: how often to save?")
     add("--restart-s", type=float, default=600, metavar="S", help="... seconds until it trains again (%(default)s)")

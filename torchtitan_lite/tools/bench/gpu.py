@@ -41,7 +41,7 @@ from torchtitan_lite.config.schema import Checkpoint, Config, get_value, with_va
 from torchtitan_lite.parallel.process_groups import prepare_process
 from torchtitan_lite.tools.bench.one_rank import build_alone, make_step, one_rank
 from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
-from torchtitan_lite.tools.plan.workload import describe_workload
+from torchtitan_lite.tools.plan.planned_run import describe_workload
 
 N_STEPS = 5  # of the warm-up, and of the measurement
 SIZES = ("8B", "3B", "1B")
@@ -122,7 +122,8 @@ def set_keys(config: Config, keys: dict[str, object]) -> Config:
 def plan_memory(config: Config) -> Memory:
     """Return the peak memory of a step by the planner's closed form, by part."""
     model_args = resolve_model(config.model)
-    return estimate_memory(describe_workload(config, model_args, plan_layout(config, model_args, 1)), 0, {(0, "F"): 1})
+    workload = describe_workload(config, model_args, plan_layout(config, model_args, 1))
+    return estimate_memory(workload, {0: {(0, "F"): 1}})[0]
 
 
 def measure_training(config: Config, trace: Path) -> dict:

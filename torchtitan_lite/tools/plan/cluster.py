@@ -2,21 +2,14 @@
 
 Every constant has its source beside it, or "fit": chosen so that published runs come out right, rounded to two digits
 and the same for all of them (tests/test_published.py fits them anew, with each source left out in turn).
-
-`plan --hardware FILE` overrides them:
-
-    [hardware]
-    node_size = 4                    # in the row that --gpu names; a GPU without a row needs all keys without default
-    network_bandwidth = 12.5e9
+Another machine, with four GPUs a node for instance, is one more row of CLUSTERS.
 """
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from math import ceil, log2
-from pathlib import Path
 
 from torchtitan_lite.config.machine import GIB, MIB, PEAK_BF16_FLOPS, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.reader import load_toml
 
 GB = 10**9
 
@@ -147,22 +140,8 @@ def describe_node(gpu: str, cluster: Cluster, n_ranks: int) -> Machine:
     return Machine("cuda", n_ranks, int(cluster.memory_bytes), name, is_here=False)
 
 
-def find_cluster(gpu: str, file: Path | None = None) -> Cluster:
-    """Return the row of CLUSTERS, with values replaced by [hardware] of a TOML file. Raises ConfigError."""
-    row, given = vars(CLUSTERS[gpu]) if gpu in CLUSTERS else {}, {}
-    if file:
-        try:
-            given = load_toml(file).get("hardware", {})
-        except ValueError as error:
-            raise ConfigError([Problem("--hardware", str(file), f"it {error}", "Name a TOML file")]) from None
-    elif not row:
-        remedy = f"Known: {', '.join(CLUSTERS)}; describe others by --hardware FILE"
-        raise ConfigError([Problem("--gpu", gpu, "there is no such row", remedy)])
-    known = {field.name: field.default is MISSING for field in fields(Cluster)}
-    wrong = [key for key, value in given.items() if key not in known or type(value) not in (int, float) or value <= 0]
-    problems = [Problem(f"hardware.{key}", given[key], "no such number", f"Known: {', '.join(known)}") for key in wrong]
-    missing = [key for key, is_needed in known.items() if is_needed and key not in {**row, **given}]
-    problems += [Problem(f"hardware.{key}", None, f"there is no row for --gpu {gpu}", "Add it") for key in missing]
-    if problems:
-        raise ConfigError(problems)
-    return Cluster(**{**row, **given})
+def find_cluster(gpu: str) -> Cluster:
+    """Return the row of CLUSTERS. Raises ConfigError."""
+    if gpu not in CLUSTERS:
+        raise ConfigError([Problem("--gpu", gpu, "there is no such row", f"Known: {', '.join(CLUSTERS)}")])
+    return CLUSTERS[gpu]

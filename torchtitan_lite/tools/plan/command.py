@@ -1,4 +1,4 @@
-"""`plan`: print what a layout costs, before it is queued. No torch: the answer is the closed form's, at once.
+"""`plan`: print what a layout costs, before it is queued. No torch: the closed form answers at once.
 
     memory      memory.py           bubble, time    the schedule on paper, with the durations of step_time.py
     traffic     transfers.py        remarks         what wastes time or memory, and what would be right
@@ -20,12 +20,15 @@ from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.forecast import MEDIAN_ERROR, RANGE_80, Forecast, forecast, list_memory
 from torchtitan_lite.tools.plan.memory import Memory
 from torchtitan_lite.tools.plan.orders import Order
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks, list_risks
 from torchtitan_lite.tools.plan.search import search_layouts
+from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.timeline import draw_svg, plan_order
-from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, max_moved
-from torchtitan_lite.tools.plan.workload import PlannedRun, group_pp_ranks, plan_run
+from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
+
+SECONDS_PER_DAY = 86400
 
 
 @dataclass(frozen=True)
@@ -47,22 +50,25 @@ class Plan:
 
     @cached_property
     def forecast(self) -> Forecast:
-        return forecast(self.planned.workload, self.cluster, self.order)
+        return forecast(StepTime(self.planned.workload, self.cluster), [(self.order, 1)])
 
     @property
-    def live_bytes(self) -> float:
-        """Of the rank that holds most."""
-        return max(memory.live for memory in self.memory)
+    def taken_bytes(self) -> float:
+        """Of the GPU that holds most."""
+        return self.cluster.reserve(max(memory.live for memory in self.memory))
 
     @property
     def fits(self) -> bool:
-        return self.cluster.reserve(self.live_bytes) <= self.cluster.memory_bytes
+        return self.taken_bytes <= self.cluster.memory_bytes
 
     @cached_property
     def traffic(self) -> dict[tuple[str, str], Moved]:
         """(axis, operation) -> what the rank moves that moves most."""
-        ranks = group_pp_ranks(self.planned)
-        return max_moved(estimate_traffic(self.planned.workload, rank, self.order) for rank in ranks)
+        most: dict[tuple[str, str], Moved] = {}
+        for rank in group_pp_ranks(self.planned):
+            for key, moved in estimate_traffic(self.planned.workload, rank, self.order).items():
+                most[key] = max(most.get(key, moved), moved, key=lambda each: each.n_bytes)
+        return most
 
     def find_tier(self, axis: str) -> str:
         """Return the links of a group along these mesh dims."""
@@ -71,16 +77,15 @@ class Plan:
 
     @cached_property
     def remarks(self) -> list[str]:
-        return list_remarks(self.planned, self.cluster, self.forecast, self.live_bytes)
+        return list_remarks(self.planned, self.forecast, self.taken_bytes)
 
 
 def main(options: argparse.Namespace) -> int:
     try:
-        cluster = find_cluster(options.gpu, options.hardware)
         if options.search:
-            search_layouts(options, cluster)
+            print(search_layouts(options))
             return 0
-        plan = make_plan(options, cluster)
+        plan = make_plan(options)
     except ConfigError as error:
         return report_problems(error, options)
     if options.svg:
@@ -89,9 +94,10 @@ def main(options: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
-def make_plan(options: argparse.Namespace, cluster: Cluster) -> Plan:
-    device_type = "cpu" if options.gpu == "cpu" else "cuda"
-    return Plan(plan_run(options.config_args, options.gpus, device_type, options.imbalance), options.gpu, cluster)
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Return the plan that these options ask for. Raises ConfigError."""
+    cluster, device_type = find_cluster(options.gpu), "cpu" if options.gpu == "cpu" else "cuda"
+    return Plan(plan_run(options.config_args, options.gpus, device_type), options.gpu, cluster)
 
 
 def report_problems(error: ConfigError, options: argparse.Namespace) -> int:
@@ -103,32 +109,31 @@ def report_problems(error: ConfigError, options: argparse.Namespace) -> int:
 
 def describe(plan: Plan, options: argparse.Namespace) -> str:
     """Return the whole answer, for people."""
-    planned, layout, expected = plan.planned, plan.planned.layout, plan.forecast
-    config, moe = planned.config, planned.model_args.moe
-    tokens_per_step = layout.global_batch_size * config.training.seq_len
-    n_tokens = options.tokens or tokens_per_step * config.training.steps
+    layout, expected = plan.planned.layout, plan.forecast
+    config, moe = plan.planned.config, plan.planned.model_args.moe
+    tokens = expected.workload.tokens_per_step
+    days = config.training.steps * expected.step_time_s / SECONDS_PER_DAY
     schedule = f", {config.parallelism.pipeline_parallel_schedule}, {len(layout.stages)} stages" * (layout.pp > 1)
     experts = ""
     if moe:
-        experts = f"\na token passes through {moe.top_k} of {moe.n_experts} experts; "
-        experts += (
-            f"each rank has {moe.n_experts // layout.ep}; the most loaded gets {planned.imbalance:g} times the mean"
-        )
+        experts = f"\na token passes through {moe.top_k} of {moe.n_experts} experts; each rank has "
+        experts += f"{moe.n_experts // layout.ep}, and all are taken to be equally loaded"
     blocks = [
-        f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: {layout}{schedule}, ZeRO {layout.zero_stage}, "
-        f"recompute {config.activation_checkpoint.mode}\n"
-        f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens_per_step:,} tokens a step: "
+        f"{plan.planned.config_name} on {layout.world_size:,} x {plan.gpu}: {layout}{schedule}, ZeRO "
+        f"{layout.zero_stage}, recompute {config.activation_checkpoint.mode}\n"
+        f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens:,} tokens a step: "
         f"data-parallel replicas {layout.dp} x microbatches {layout.n_microbatches} x sequences "
         f"{layout.microbatch_size}{experts}",
         f"peak memory of a GPU, of {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
         f"one step {expected.step_time_s:.3g} s, of the rank that works longest\n{describe_time(expected)}\n"
-        f"  {n_tokens:,.0f} tokens take {expected.count_days(n_tokens):,.3g} days without interruptions",
+        f"  {config.training.steps:,} steps, {tokens * config.training.steps:,} tokens, take {days:,.3g} days without "
+        "interruptions",
         f"traffic of one step, of the rank that moves most\n{describe_traffic(plan)}",
     ]
     if options.mtbf_hours:
         cadence = plan_cadence(options.mtbf_hours * 3600, options.restart_s, options.save_stall_s)
         blocks.append(f"checkpoints: {cadence.describe(expected.step_time_s)}")
-    blocks.append("\n".join(["not defended against", *(f"  {risk}" for risk in list_risks(planned, expected))]))
+    blocks.append("\n".join(["not defended against", *(f"  {risk}" for risk in list_risks(plan.planned, expected))]))
     return "\n\n".join([*blocks, *(f"remark: {remark}" for remark in plan.remarks)])
 
 
@@ -137,8 +142,8 @@ def describe_memory(plan: Plan) -> str:
     for pp_rank, alike in group_pp_ranks(plan.planned).items():
         memory = plan.memory[pp_rank]
         like = f" and {len(alike) - 1} like it" * (len(alike) > 1)
-        taken = plan.cluster.reserve(memory.live)
-        rows.append((f"  pp rank {pp_rank}{like}", *map(format_bytes, [*vars(memory).values(), memory.live, taken])))
+        sizes = [*vars(memory).values(), memory.live, plan.cluster.reserve(memory.live)]
+        rows.append((f"  pp rank {pp_rank}{like}", *map(format_bytes, sizes)))
     error = f"a median error of {MEDIAN_ERROR['memory']:.0%} in published runs"
     return f"{format_table(rows)}\n  taken: what the allocator reserves, and CUDA itself; {error}"
 
@@ -162,21 +167,14 @@ def describe_time(expected: Forecast) -> str:
 def describe_traffic(plan: Plan) -> str:
     tiers = {"node": "inside a node", "network": "between nodes"}
     rows = [
-        (
-            f"  {axis}",
-            operation,
-            f"{moved.n_calls:,.0f} calls",
-            format_bytes(moved.n_bytes),
-            tiers[plan.find_tier(axis)],
-        )
-        for (axis, operation), moved in plan.traffic.items()
+        (f"  {axis}", name, f"{moved.n_calls:,.0f} calls", format_bytes(moved.n_bytes), tiers[plan.find_tier(axis)])
+        for (axis, name), moved in plan.traffic.items()
     ]
     return format_table(rows, "<<>>") if rows else "  none"
 
 
 def list_for_json(plan: Plan) -> dict[str, object]:
     """Return the same, for programs."""
-    expected = plan.forecast
     names = "step_time_s", "parts_s", "bubble", "tokens_per_s_per_gpu", "mfu_full", "mfu_causal"
     return {
         "layout": plan.planned.layout.degrees | {"ep": plan.planned.layout.ep},
@@ -186,6 +184,6 @@ def list_for_json(plan: Plan) -> dict[str, object]:
             {"axis": axis, "operation": operation, "tier": plan.find_tier(axis), **asdict(moved)}
             for (axis, operation), moved in plan.traffic.items()
         ],
-        **{name: getattr(expected, name) for name in names},
+        **{name: getattr(plan.forecast, name) for name in names},
         "remarks": plan.remarks,
     }

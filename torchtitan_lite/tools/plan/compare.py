@@ -9,20 +9,19 @@ import json
 import torch
 
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.tools.plan.cluster import find_cluster
 from torchtitan_lite.tools.plan.command import describe, make_plan, report_problems
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.forecast import list_memory
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks
 from torchtitan_lite.tools.plan.timeline import plan_order
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
-from torchtitan_lite.tools.plan.workload import PlannedRun, group_pp_ranks
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 
 def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     try:
-        plan = make_plan(options, find_cluster(options.gpu, options.hardware))
+        plan = make_plan(options)
     except ConfigError as error:
         return report_problems(error, options)
     layout = plan.planned.layout

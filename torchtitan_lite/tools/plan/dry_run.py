@@ -27,8 +27,8 @@ from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.fake_world import fake_group, kernels_of_gpus, loaded_experts, make_batch, static_stages
 from torchtitan_lite.tools.plan.meter import Collective, Meter
+from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.transfers import Moved, sum_moved
-from torchtitan_lite.tools.plan.workload import PlannedRun
 
 CPU = torch.device("cpu")  # the device of fake tensors: torch has CUDA kernels only where there is CUDA
 BLOCK_BYTES = {"cuda": 512, "cpu": 1}  # of the allocator

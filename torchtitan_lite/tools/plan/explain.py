@@ -19,8 +19,8 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.tools.plan.dry_run import DryRun, Sharding, dry_run, shorten
 from torchtitan_lite.tools.plan.meter import Collective
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, plan_run
 from torchtitan_lite.tools.plan.token_way import describe_way
-from torchtitan_lite.tools.plan.workload import PlannedRun, group_pp_ranks, plan_run
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 MOST_SHOWN = 8  # ranks or coordinates in a row; otherwise the first two and the last
@@ -30,7 +30,7 @@ FEW = 3  # microbatches that are run: the first, one of the middle, the last
 def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     try:
-        planned = plan_run(options.config_args, options.gpus, options.device, options.imbalance)
+        planned = plan_run(options.config_args, options.gpus, options.device)
         limits = {"--stage": (options.stage, planned.layout.pp), "--rank": (options.rank, planned.layout.world_size)}
         for key, (value, n) in limits.items():
             if value is not None and not 0 <= value < n:

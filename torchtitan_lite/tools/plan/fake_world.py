@@ -97,7 +97,7 @@ def loaded_experts(workload: Workload) -> Iterator[None]:
 
     Fake routes have no values. torch's own shape function of grouped_mm takes bfloat16 only (torch 2.13).
     """
-    each, n_rows, ep = workload.n_rows_each, workload.n_rows, workload.layout.ep
+    each, n_rows, ep = workload.n_rows // max(1, workload.layout.ep), workload.n_rows, workload.layout.ep
     sent = [each, *((n_rows - each + other) // (ep - 1) for other in range(ep - 1))]
     with (
         patch.object(expert_parallel, "read_splits", lambda ours, theirs: (sent, [each] * ep)),

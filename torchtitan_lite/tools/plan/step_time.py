@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torchtitan_lite.config.block import BlockModule
 from torchtitan_lite.config.schedule import Action
 from torchtitan_lite.tools.plan.kernels import Kernels
-from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, count_layers
+from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage
 
 CAUSAL_EDGE = 300  # tokens: S/(S+300) of attention's rate is left for short sequences. Fit
 UNFUSED_SCORE_BYTES = 13  # of a score (fp16) that softmax, dropout and two matmuls read and write
@@ -49,11 +49,11 @@ class StepTime(Kernels):
         return list(map(sum, zip(*times, strict=True)))
 
     def module_times(self, module: BlockModule) -> list[float]:
-        """Return the seconds of a module's matmuls on one rank; with experts on the most loaded one."""
+        """Return the seconds of a module's matmuls on one rank. Experts are taken to be equally loaded."""
         w, tp = self.workload, self.workload.layout.tp
         if module.split == "experts":
             n_here, into, out = module.weight[0] // max(1, w.layout.ep), *module.weight[1:]
-            each = self.linear_times(max(1.0, w.n_rows_received / n_here), out, into, w.compute_dtype)
+            each = self.linear_times(max(1.0, w.n_rows / n_here), out, into, w.compute_dtype)
             return [n_here * seconds for seconds in each]
         out, into = module.weight
         if module.split == "router":
@@ -83,75 +83,62 @@ class StepTime(Kernels):
 
         c bytes an element. Rows are copied when they are sorted, twice more if they travel, and added up in fp32.
         """
-        w, c, args = self.workload, self.workload.compute_bytes, self.workload.args
-        tp = w.layout.tp
+        w, c, args, tp = self.workload, self.workload.compute_bytes, self.workload.args, self.workload.layout.tp
         per_norm, per_product = (4 if w.compiled else 5) * c, (3 if w.compiled else 5) * c
+        if not kind.is_gated:
+            per_product = (2 if w.compiled else 3) * c
         n_norms = sum(norm.split == "sequence" for norm in kind.norms)
         hidden = n_norms * per_norm * args.dim / (tp if w.sequence_parallel else 1)  # and as many residual additions
         turned = (args.n_heads + args.n_kv_heads) * args.head_dim * kind.is_gated  # GPT has no rotary embedding
         rotary = ((2 * c if w.compiled else 2 * c + 16) + per_norm * args.qk_norm) * turned / tp
-        if not kind.is_gated:
-            per_product = (2 if w.compiled else 3) * c
-        n_bytes = w.n_tokens * (
-            hidden + rotary + per_product * sum(module.weight[1] for module in kind.rowwise[1:]) / tp
-        )
+        products = per_product * sum(module.weight[1] for module in kind.rowwise[1:]) / tp
+        n_bytes = w.n_tokens * (hidden + rotary + products)
         if kind.is_moe:
-            n_bytes += w.n_rows * args.dim * (5 * c + 16)
-            n_bytes += w.n_rows_received * (5 * c * args.moe.expert_ffn_dim)
-            n_bytes += w.n_rows_received * args.dim * 4 * c * (w.layout.ep > 1)
+            copied = (5 + 4 * (w.layout.ep > 1)) * c + 16
+            n_bytes += w.n_rows * (args.dim * copied + 5 * c * args.moe.expert_ffn_dim)
         return self.memory_time(n_bytes) + KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
 
     def describe_layer(self, kind: LayerKind) -> Phases:
         """Return the mean over the recompute modes of a layer."""
-        w, modes = self.workload, dict.fromkeys(("none", "op", "full", "alternate"), 0.0)
+        w, if_full = self.workload, kind.average(full=1)
         (linear, of_inputs, of_weights), elementwise = self.linear_time(kind), self.elementwise_time(kind)
         attend, attend_back = self.attention_times
-        is_fused, if_full = w.attention != "unfused", kind.average({**modes, "full": 1})
-        n_calls = kind.n_gathers + len(kind.rowwise)
-        again = {"op": kind.n_gathers, "alternate": kind.n_gathers, "full": n_calls - kind.ends_in_rowwise}
-        if not w.sequence_parallel:  # an all-reduce in place of each pair: recompute needs all of them, or none
-            again = {"full": n_calls}
+        n_calls, gathers = kind.n_gathers + len(kind.rowwise), kind.n_gathers
+        # Full recompute stops before the last matmul, whose output backward does not need. Without sequence parallel an
+        # all-reduce takes the place of each pair of calls: recompute makes all of them, or none.
+        stops_early = kind.ends_in_rowwise and w.sequence_parallel
+        calls_again = {"op": gathers, "alternate": gathers} if w.sequence_parallel else {}
+        tp_again = kind.average(**calls_again, full=n_calls - stops_early)
         call_s = self.collective_time(("tp",), w.hidden_bytes)
         call_s += self.memory_time(2 * w.hidden_bytes) * (w.copies_gathered and w.layout.tp > 1)
         call_s *= 1 - self.cluster.async_tp_hidden * w.async_tp
-        tp_s, tp_again = call_s * n_calls, call_s * kind.average({**modes, **again})
         cp_forward, cp_backward = self.expose_context()
-        rows_s = 2 * self.exchange_time(w.n_rows_received) if kind.is_moe else 0.0
-        ep_forward = rows_s + (self.exchange_time(0) if kind.is_moe else 0.0)  # with the counts
-        # Full recompute stops before the last matmul: backward does not need its output.
-        stops_early = kind.ends_in_rowwise and w.sequence_parallel
+        ep_backward = 2 * self.exchange_time(w.n_rows) if kind.is_moe else 0.0
+        ep_forward = ep_backward + (self.exchange_time(0) if kind.is_moe else 0.0)  # with the counts
         left_out = self.module_times(kind.rowwise[-1])[0] if stops_early else 0.0
-        again_s = kind.average(
-            {
-                "none": 0.0,
-                "op": elementwise * (0.5 if is_fused else 0.3) + (0.0 if is_fused else attend),
-                "full": linear - left_out + attend + elementwise,
-                "alternate": elementwise + linear / 3,
-            }
+        is_fused = w.attention != "unfused"
+        again = kind.average(
+            op=elementwise * 0.5 if is_fused else elementwise * 0.3 + attend,
+            full=linear - left_out + attend + elementwise,
+            alternate=elementwise + linear / 3,
         )
-        waits_again = tp_again + (cp_forward + ep_forward) * if_full
+        tp_s, tp_again, rest_again = call_s * n_calls, call_s * tp_again, (cp_forward + ep_forward) * if_full
+        backward = of_inputs + attend_back + 2 * elementwise + tp_s + cp_backward + ep_backward
         return Phases(
             forward=linear + attend + elementwise + tp_s + cp_forward + ep_forward,
-            backward_input=of_inputs
-            + attend_back
-            + 2 * elementwise
-            + tp_s
-            + cp_backward
-            + rows_s
-            + again_s
-            + waits_again,
+            backward_input=backward + again + tp_again + rest_again,
             backward_weight=of_weights,
             exposed_tp=2 * tp_s + tp_again,
             exposed_cp=cp_forward + cp_backward + cp_forward * if_full,
-            exposed_ep=ep_forward + rows_s + ep_forward * if_full,
-            again=again_s,
+            exposed_ep=ep_forward + ep_backward + ep_forward * if_full,
+            again=again,
         )
 
     def expose_context(self) -> tuple[float, float]:
         """Return a layer's waits for keys and values, forward and backward.
 
         An all-gather overlaps with the rank's own part of attention, 1/cp of it; a ring overlaps with all of it. The
-        reduction of fp32 gradients overlaps with nothing.
+        reduction of fp32 gradients overlaps with nothing, in a ring with attention's backward.
         """
         w, n = self.workload, self.workload.layout.cp
         if n == 1:
@@ -192,7 +179,7 @@ class StepTime(Kernels):
         kinds, layers = zip(*self.layers, strict=True)
 
         def add_up(stage: Stage) -> Phases:
-            counts = [*(count_layers(stage, kind) for kind in kinds), stage.has_embedding, stage.has_head]
+            counts = [*(kind.count(stage) for kind in kinds), stage.has_embedding, stage.has_head]
             phases = [*layers, self.embedding, self.head]
             return Phases(*(sum(map(mul, counts, seconds)) for seconds in zip(*phases, strict=True)))
 
@@ -208,20 +195,17 @@ class StepTime(Kernels):
     def send_s(self) -> float:
         """Seconds of hidden states, or of their gradient, from one pp rank to the next."""
         w, cluster = self.workload, self.cluster
-        if w.layout.pp == 1:
-            return 0.0
-        bandwidth = cluster.network_bandwidth * cluster.network_efficiency
+        n_bytes = w.hidden_bytes / w.layout.tp * (w.layout.pp > 1)
         if cluster.find_tier(self.strides["pp"], w.layout.pp) == "node":
-            bandwidth = cluster.link_bandwidth * cluster.link_efficiency
-        return w.hidden_bytes / w.layout.tp / bandwidth + cluster.network_latency_s
+            return n_bytes / (cluster.link_bandwidth * cluster.link_efficiency) + cluster.network_latency_s
+        return n_bytes / (cluster.network_bandwidth * cluster.network_efficiency) + cluster.network_latency_s
 
     @cached_property
     def busy(self) -> list[tuple[float, float, float]]:
         """Seconds of one microbatch on each stage: F, I, W. FSDP's exposed gathers of a microbatch delay it."""
-        late = [self.expose_gathers(stage) for stage in self.workload.stages]
         return [
             (phases.forward + forward, phases.backward_input + backward, phases.backward_weight)
-            for phases, (forward, backward) in zip(self.stages, late, strict=True)
+            for phases, (forward, backward) in zip(self.stages, self.late, strict=True)
         ]
 
     def seconds_of(self, action: Action) -> float:
@@ -243,19 +227,26 @@ class StepTime(Kernels):
         seconds = self.collective_time(("dp_shard", "cp"), n_bytes)
         return seconds + (self.collective_time(("efsdp",), of_experts) if of_experts else 0.0)
 
-    def expose_gathers(self, stage: Stage) -> tuple[float, float]:
-        """Return one microbatch's waits, forward and backward, for parameters and for the reduction of gradients."""
-        w, forward, backward = self.workload, 0.0, 0.0
+    @cached_property
+    def late(self) -> list[tuple[float, float]]:
+        """One microbatch's waits on each stage, forward and backward, for parameters and reductions of gradients."""
+        w, of_layers = self.workload, []
         if w.is_whole:
-            return 0.0, 0.0
+            return [(0.0, 0.0)] * len(w.stages)
+        reduces = w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches
         for kind, layer in self.layers:
-            of_layer, n = (kind.parameters, kind.moe_parameters), count_layers(stage, kind)
-            gather = self.gather(*of_layer) if w.layout.zero_stage == 3 else 0.0
-            reduces = w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches
-            reduce = self.reduce(*of_layer) if reduces else 0.0
-            forward += n * self.expose(gather, layer.forward)
-            backward += n * self.expose(gather + reduce, layer.backward_input + layer.backward_weight)
-        return forward, backward
+            parameters = kind.parameters, kind.moe_parameters
+            gather = self.gather(*parameters) if w.layout.zero_stage == 3 else 0.0
+            beside = gather + (self.reduce(*parameters) if reduces else 0.0)
+            waits = (
+                self.expose(gather, layer.forward),
+                self.expose(beside, layer.backward_input + layer.backward_weight),
+            )
+            of_layers.append((kind, waits))
+        return [
+            tuple(sum(kind.count(stage) * waits[way] for kind, waits in of_layers) for way in (0, 1))
+            for stage in w.stages
+        ]
 
     @cached_property
     def once_s(self) -> float:
@@ -264,23 +255,23 @@ class StepTime(Kernels):
         Nothing overlaps with the first gather and the last reduction. In a pipeline torch reduces all gradients after
         the last backward.
         """
-        w = self.workload
+        w, waits = self.workload, []
         if w.is_whole:
             return 0.0
-        waits, is_whole = [], w.layout.zero_stage < 3
+        is_kept = w.layout.zero_stage < 3
         largest = max(((kind.parameters, kind.moe_parameters) for kind in w.kinds), key=sum)
         first, last = self.gather(*largest), self.reduce(*largest)
         for rank in range(w.layout.pp):
             indices = w.layout.stages_of(rank)
             stages = [w.stages[index] for index in indices]
-            n = sum(w.stage_parameters[stage] for stage in stages), sum(map(w.count_stage_moes, stages))
+            n = sum(w.stage_parameters[stage] for stage in stages), sum(map(w.count_moes, stages))
             gather, reduce = self.gather(*n), self.reduce(*n)
             if w.layout.pp > 1 and not w.overlaps_reduction:
-                wait = (gather if is_whole else first) + reduce
+                wait = (gather if is_kept else first) + reduce
             else:
-                wait = max(first, self.expose(gather, sum(self.stages[i].forward for i in indices)) * is_whole)
+                wait = max(first, self.expose(gather, sum(self.stages[i].forward for i in indices)) * is_kept)
                 beside = sum(self.stages[i].backward_input + self.stages[i].backward_weight for i in indices)
-                wait += max(last, self.expose(reduce, beside) * (is_whole or w.layout.pp > 1))
+                wait += max(last, self.expose(reduce, beside) * (is_kept or w.layout.pp > 1))
             wait += 2 * self.collective_time(("dp_replicate",), sum(map(w.count_at_rest, stages)) * MASTER_BYTES)
             waits.append(wait)
         return max(waits)
@@ -304,8 +295,7 @@ class StepTime(Kernels):
         m, exposed = self.workload.layout.n_microbatches, {}
         for axis in ("tp", "cp", "ep"):
             exposed[axis] = m * self.max_over_ranks([getattr(phases, f"exposed_{axis}") for phases in self.stages])
-        late = [sum(self.expose_gathers(stage)) for stage in self.workload.stages]
-        exposed["dp"] = self.once_s + m * self.max_over_ranks(late)
+        exposed["dp"] = self.once_s + m * self.max_over_ranks(list(map(sum, self.late)))
         return {axis: seconds for axis, seconds in exposed.items() if seconds}
 
     @cached_property

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schedule import Action, read_rows, run_on_paper
 from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.tools.plan.memory import WAITING
 from torchtitan_lite.tools.plan.orders import Order, list_order
 
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
@@ -67,50 +68,48 @@ def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float 
 # ---------------------------------------------------------------- microbatches in flight
 
 
-def count_in_flight(row: list[Action], waiting_weight: float = 1.0) -> Counter[tuple[int, str]]:
+def count_in_flight(row: list[Action]) -> Counter[tuple[int, str]]:
     """Return the microbatches in flight when they hold most: (stage, F or I: their last action) -> how many.
 
-    After F a microbatch holds what its backward needs. Between I and W it holds `waiting_weight` times as much
-    (memory.weigh_waiting).
+    After F a microbatch holds what its backward needs. Between I and W it holds WAITING times as much.
     """
     held: Counter[tuple[int, str]] = Counter()
     peak, n_held, most = held, 0.0, 0.0
     for action in row:
         if action.kind != "F":
             held[action.stage, "I" if action.kind == "W" else "F"] -= 1
-            n_held -= waiting_weight if action.kind == "W" else 1
+            n_held -= WAITING if action.kind == "W" else 1
         if action.kind in "FI":
             held[action.stage, action.kind] += 1
-            n_held += waiting_weight if action.kind == "I" else 1
+            n_held += WAITING if action.kind == "I" else 1
         if n_held > most:
             peak, most = held.copy(), n_held
     return peak
 
 
-def list_samples(n_microbatches: int, n_ranks: int) -> list[tuple[int, float]]:
-    """Return short schedules and their weights: the weighted sum of their results is that of the long schedule.
+def list_samples(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[tuple[Order, int]]:
+    """Return short orders and their weights: the weighted sum of their results is that of the long order.
 
     Once a pipeline is full, all rounds of microbatches are alike, so time and microbatches in flight grow by the same
     amount with each: f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. A schedule of four rounds or less
     is its own only sample.
     """
-    size = n_microbatches // max(1, n_microbatches // n_ranks)
+    size = n_microbatches // max(1, n_microbatches // pp)
     n_skipped = (n_microbatches - 3 * size) // size
-    if n_skipped < 2:
-        return [(n_microbatches, 1)]
-    short = n_microbatches - n_skipped * size
-    return [(short, 1 - n_skipped), (short + size, n_skipped)]
+    lengths = [(n_microbatches, 1)]
+    if n_skipped > 1:
+        short = n_microbatches - n_skipped * size
+        lengths = [(short, 1 - n_skipped), (short + size, n_skipped)]
+    return [(list_order(schedule, pp, n, n_stages_per_rank), weight) for n, weight in lengths]
 
 
 @lru_cache(maxsize=4096)
-def extrapolate_in_flight(
-    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int, waiting_weight: float
-) -> list[Counter]:
-    """Return what count_in_flight finds of each pp rank, from short schedules."""
+def extrapolate_in_flight(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Counter]:
+    """Return what count_in_flight finds of each pp rank, from short orders."""
     total: list[Counter] = [Counter() for _ in range(pp)]
-    for length, weight in list_samples(n_microbatches, pp):
-        for in_flight, row in zip(total, list_order(schedule, pp, length, n_stages_per_rank), strict=True):
-            for key, count in count_in_flight(row, waiting_weight).items():
+    for order, weight in list_samples(schedule, pp, n_microbatches, n_stages_per_rank):
+        for in_flight, row in zip(total, order, strict=True):
+            for key, count in count_in_flight(row).items():
                 in_flight[key] += count * weight
     return total
 

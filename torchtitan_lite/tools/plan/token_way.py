@@ -9,8 +9,9 @@ Legend: B sequences of a microbatch, S sequence, D model dim; shapes are those t
 from math import prod
 
 from torchtitan_lite.config.block import list_block
+from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.transfers import fraction_moved
-from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, PlannedRun
+from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 Line = tuple[str, str, str, str]  # module, weight here, states after it, collective
@@ -78,7 +79,7 @@ def list_layer(planned: PlannedRun, fqn: str, kind: LayerKind) -> list[Line]:
             call = describe_call(planned, "reduce-scatter", ("tp",), workload.hidden_bytes)
         elif module.split == "experts":
             weight = weight[0] // max(1, layout.ep), *weight[1:]
-            states = shape(workload.n_rows_received, module.weight[2])
+            states = shape(workload.n_rows, module.weight[2])
             if layout.ep > 1 and not module.name.endswith("w3"):
                 rows = workload.n_rows * args.dim * workload.compute_bytes
                 way = "rows to their experts" if module.name.endswith("w1") else "results back"

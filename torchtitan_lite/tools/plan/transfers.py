@@ -12,17 +12,17 @@
 
 P = bytes of the whole tensor, n ranks: an all-gather, reduce-scatter or all-to-all moves P(n-1)/n, an all-reduce
 2P(n-1)/n, a broadcast, send or receive P. All-reduces of a few bytes (token count, loss, gradient norm) are counted
-too, so that the dry run and the closed form agree to the byte. The docstrings in parallel/ say why each collective is
-needed.
+too, because the dry run and the closed form must agree to the byte. The docstrings in parallel/ say why each collective
+is needed.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torchtitan_lite.config.layout import MESH_DIMS, Layout
+from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.tools.plan.orders import Order
-from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload, count_layers
+from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,6 @@ def sum_moved(calls: Iterable[tuple[Hashable, float, float]]) -> dict[Hashable, 
     return moved
 
 
-def max_moved(ranks: Iterable[dict[Hashable, Moved]]) -> dict[Hashable, Moved]:
-    """Return key -> what the rank moves that moves most bytes of this key."""
-    most: dict[Hashable, Moved] = {}
-    for moved in ranks:
-        for key, each in moved.items():
-            if key not in most or each.n_bytes > most[key].n_bytes:
-                most[key] = each
-    return most
-
-
 def fraction_moved(operation: str, n_ranks: int, rank: int = 0, splits: Sequence[int] = ()) -> float:
     """Return the fraction of the whole tensor's bytes that one rank of a group moves.
 
@@ -63,166 +53,144 @@ def fraction_moved(operation: str, n_ranks: int, rank: int = 0, splits: Sequence
     return {"all-reduce": 2 * ring, "broadcast": 1, "send": 1, "receive": 1}.get(operation, ring)
 
 
-class Tally:
-    """Calls and bytes of one rank by axis and operation. Groups of one rank have none."""
+def estimate_traffic(w: Workload, pp_rank: int, order: Order) -> dict[tuple[str, str], Moved]:
+    """Return (axis, operation) -> what a rank with this index on mesh dim `pp` moves in one step."""
+    return Traffic(w).estimate(pp_rank, order)
 
-    def __init__(self, layout: Layout):
-        self.layout = layout
+
+class Traffic:
+    """Tallies the calls of one rank, part by part of its model."""
+
+    def __init__(self, workload: Workload):
+        self.workload, self.layout = workload, workload.layout
         self.calls: list[tuple[tuple[str, str], float, float]] = []  # (axis, operation), calls, bytes of all of them
 
     def add(self, dims: tuple[str, ...], operation: str, n_calls: float, whole_bytes: float) -> None:
-        """Add `n_calls` on a tensor of `whole_bytes` over the group along `dims`."""
+        """Add `n_calls` on a tensor of `whole_bytes` over the group along `dims`. A group of one rank has none."""
         used = [dim for dim in dims if getattr(self.layout, dim) > 1]
-        n = prod(getattr(self.layout, dim) for dim in used)
-        if n > 1 and n_calls:
-            # A ring's all-to-all sends all of the tensor to the next rank.
-            fraction = 1 if operation == "all-to-all" else fraction_moved(operation, n)
+        if used and n_calls:
+            fraction = fraction_moved(operation, prod(getattr(self.layout, dim) for dim in used))
             self.calls.append(((" x ".join(used), operation), n_calls, n_calls * whole_bytes * fraction))
 
+    def estimate(self, pp_rank: int, order: Order) -> dict[tuple[str, str], Moved]:
+        w = self.workload
+        for index in w.layout.stages_of(pp_rank):
+            stage = w.stages[index]
+            self.add_ends(stage)
+            for kind in w.kinds:
+                self.add_blocks(kind, kind.count(stage))
+                self.add_context_parallel(kind, kind.count(stage))
+                if kind.is_moe:
+                    self.add_expert_parallel(kind, stage.n_moes)
+            self.add_sharding(stage, [action.kind for action in order[pp_rank] if action.stage == index])
+            self.add_sends(index)
+        # Counted tokens (int64), loss (fp32), squared gradient norm and two signals (float64), once a step.
+        self.add(("dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 8)
+        self.add(("pp", "dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 4)
+        self.add(MESH_DIMS, "all-reduce", 1, 24)
+        if moe := w.args.moe:  # loads of all layers, float64
+            self.add(MESH_DIMS, "all-reduce", 1, w.args.n_layers * (moe.n_experts + 1) * 8)
+        return sum_moved(self.calls)
 
-def estimate_traffic(workload: Workload, pp_rank: int, order: Order) -> dict[tuple[str, str], Moved]:
-    """Return (axis, operation) -> what a rank with this index on mesh dim `pp` moves in one step."""
-    tally = Tally(workload.layout)
-    for index in workload.layout.stages_of(pp_rank):
-        stage = workload.stages[index]
-        add_tensor_parallel(tally, workload, stage)
-        for kind in workload.kinds:
-            add_blocks(tally, workload, kind, count_layers(stage, kind))
-            add_context_parallel(tally, workload, kind, count_layers(stage, kind))
-            if kind.is_moe:
-                add_expert_parallel(tally, workload, kind, stage.n_moes)
-        add_sharding(tally, workload, stage, [action.kind for action in order[pp_rank] if action.stage == index])
-        add_sends(tally, workload, index)
-    # Counted tokens (int64), loss (fp32), squared gradient norm and two signals (float64), once a step.
-    tally.add(("dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 8)
-    tally.add(("pp", "dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 4)
-    tally.add(MESH_DIMS, "all-reduce", 1, 24)
-    if moe := workload.args.moe:  # loads of all layers, float64
-        tally.add(MESH_DIMS, "all-reduce", 1, workload.args.n_layers * (moe.n_experts + 1) * 8)
-    return sum_moved(tally.calls)
+    def add_ends(self, stage: Stage) -> None:
+        """tp in the embedding, the final norm, the head and the loss."""
+        w, m, tp = self.workload, self.layout.n_microbatches, ("tp",)
+        for operation in ("all-gather", "reduce-scatter"):
+            self.add(tp, operation, m * (stage.has_embedding + stage.has_head), w.hidden_bytes)
+        self.add(tp, "all-reduce", stage.has_head * w.n_reductions, w.args.dim * w.reduced_bytes)
+        # All logits; or from each rank and token the sum of exponentials and the target's logit, in fp32
+        gathered = self.layout.tp * 8 if w.shards_loss else w.args.vocab_size * w.compute_bytes
+        n_chunks = w.n_loss_chunks
+        self.add(tp, "all-gather", stage.has_head * m * n_chunks, w.n_tokens * gathered / n_chunks)
 
+    def add_blocks(self, kind: LayerKind, n_layers: int) -> None:
+        """tp in the layers of one kind.
 
-def add_tensor_parallel(tally: Tally, workload: Workload, stage: Stage) -> None:
-    """Embedding, final norm, head and loss."""
-    m, tp = workload.layout.n_microbatches, ("tp",)
-    for operation in ("all-gather", "reduce-scatter"):
-        tally.add(tp, operation, m * (stage.has_embedding + stage.has_head), workload.hidden_bytes)
-    tally.add(tp, "all-reduce", stage.has_head * workload.n_reductions, workload.args.dim * workload.reduced_bytes)
-    if not stage.has_head:
-        return
-    if not workload.shards_loss:
-        logits = workload.n_tokens * workload.args.vocab_size * workload.compute_bytes
-        tally.add(tp, "all-gather", m * workload.n_loss_chunks, logits / workload.n_loss_chunks)
-    else:  # from each rank and token: sum of exponentials, the target's logit, in fp32
-        sums = workload.layout.tp * workload.n_tokens * 8
-        tally.add(tp, "all-gather", m * workload.n_loss_chunks, sums / workload.n_loss_chunks)
+        Forward gathers the input of the colwise layers and scatters the output of each rowwise layer; backward mirrors
+        that. Recompute gathers again. Full recompute scatters again too, but may stop before the last reduce-scatter.
+        """
+        w, tp, both, again = self.workload, ("tp",), kind.n_gathers + len(kind.rowwise), kind.n_gathers
+        n_passes = self.layout.n_microbatches * n_layers
+        gathers = both + kind.average(op=again, alternate=again, full=again)
+        scatters = both + kind.average(full=len(kind.rowwise) - kind.ends_in_rowwise)
+        self.add(tp, "all-gather", n_passes * gathers, w.hidden_bytes)
+        self.add(tp, "reduce-scatter", n_passes * scatters, w.hidden_bytes)
+        # Each tp rank's norms saw its part of the sequence, or of the heads: their gradients are summed over tp too.
+        for norm in kind.norms:
+            self.add(tp, "all-reduce", n_layers * w.n_reductions, norm.weight[0] * w.reduced_bytes)
 
+    def add_expert_parallel(self, kind: LayerKind, n_layers: int) -> None:
+        """Counts and rows travel to the experts, results come back; backward mirrors the latter two.
 
-def add_blocks(tally: Tally, workload: Workload, kind: LayerKind, n_layers: int) -> None:
-    """Tensor parallel in the layers of one kind.
+        Full recompute repeats forward. Experts are taken to be equally loaded.
+        """
+        w, n_passes, again = self.workload, self.layout.n_microbatches * n_layers, kind.average(full=1)
+        n_experts = w.args.moe.n_experts
+        self.add(("ep",), "all-to-all", n_passes * (4 + 2 * again), w.n_rows * w.args.dim * w.compute_bytes)
+        self.add(("ep",), "all-to-all", n_passes * (1 + again), n_experts * 8)
+        # Each ep rank's router saw its own tokens.
+        router = sum(prod(module.weight) for module in kind.block if module.split == "router")
+        self.add(("ep",), "all-reduce", n_layers * w.n_reductions, router * w.reduced_bytes)
+        for dim in ("cp", "tp"):  # routes of whole sequences, int64
+            self.add((dim,), "all-reduce", n_passes * w.balances_by_loss, self.layout.microbatch_size * n_experts * 8)
 
-    Forward gathers the input of the colwise layers and scatters the output of each rowwise one; backward mirrors that.
-    Recompute gathers again. Full recompute scatters again too, but may stop before the last reduce-scatter.
-    """
-    tp, mirrored, again = ("tp",), kind.n_gathers + len(kind.rowwise), kind.n_gathers
-    gathers = mirrored + kind.average({"none": 0, "op": again, "alternate": again, "full": again})
-    repeated = len(kind.rowwise) - kind.ends_in_rowwise
-    scatters = mirrored + kind.average({"none": 0, "op": 0, "alternate": 0, "full": repeated})
-    tally.add(tp, "all-gather", workload.layout.n_microbatches * n_layers * gathers, workload.hidden_bytes)
-    tally.add(tp, "reduce-scatter", workload.layout.n_microbatches * n_layers * scatters, workload.hidden_bytes)
-    # Each tp rank's norms saw its part of the sequence, or of the heads, so FSDP's reduction sums their gradients over
-    # tp too.
-    for norm in kind.norms:
-        n_calls = n_layers * workload.n_reductions
-        tally.add(tp, "all-reduce", n_calls, norm.weight[0] * workload.reduced_bytes)
+    def add_context_parallel(self, kind: LayerKind, n_layers: int) -> None:
+        """Forward, backward, and the recomputed forward of full recompute. Gradients of keys and values are fp32."""
+        w, cp, n, n_passes = self.workload, ("cp",), self.layout.cp, self.layout.n_microbatches * n_layers
+        keys_values, fp32 = w.keys_values_bytes, w.keys_values_bytes / w.compute_bytes * MASTER_BYTES
+        if w.documents:
+            again = kind.average(op=1, alternate=1, full=1)
+            self.add(cp, "all-gather", n_passes * (1 + again), keys_values)
+            self.add(cp, "reduce-scatter", n_passes, keys_values)
+        elif w.ring and n > 1:  # each call sends a whole piece to the next rank
+            whole = n / (n - 1)
+            n_calls = n_passes * (2 + kind.average(full=1)) * (n - 1)
+            self.add(cp, "all-to-all", n_calls, keys_values / n * whole)
+            self.add(cp, "all-to-all", n_passes * n, fp32 / n * whole)
+        else:
+            self.add(cp, "all-gather", n_passes * (2 + kind.average(full=1)), keys_values)
+            self.add(cp, "reduce-scatter", n_passes, fp32)
 
+    def add_sharding(self, stage: Stage, kinds: list[str]) -> None:
+        """FSDP gathers and reduces each group of parameters (fsdp.py). `kinds`: the stage's actions in their order."""
+        w, layout = self.workload, self.layout
+        if w.is_whole:
+            return
+        moes = [kind.moe_parameters for kind in w.kinds if kind.is_moe for _ in range(stage.n_moes)]
+        others = w.groups_of(stage)
+        has_own_embedding = stage.has_embedding and not (stage.has_head and w.args.tie_embeddings)
+        for index, n_parameters in enumerate(moes + others):
+            is_moe = index < len(moes)
+            shard, n_shards = (("efsdp",), layout.efsdp) if is_moe else (("dp_shard", "cp"), w.n_shards)
+            n_gathers = self.count_gathers(
+                kinds,
+                is_head=stage.has_head and index == len(moes + others) - 1,
+                is_embedding=has_own_embedding and index == len(moes),
+            )
+            self.add(shard, "all-gather", n_gathers, n_parameters * w.compute_bytes)
+            self.add(shard, "reduce-scatter", w.n_reductions, n_parameters * MASTER_BYTES)
+            self.add(("dp_replicate",), "all-reduce", 1, n_parameters / n_shards * MASTER_BYTES)
 
-def add_expert_parallel(tally: Tally, workload: Workload, kind: LayerKind, n_layers: int) -> None:
-    """Counts and rows travel to the experts, results come back; backward mirrors the latter two.
+    def count_gathers(self, kinds: list[str], *, is_head: bool, is_embedding: bool) -> int:
+        """Return how often a stage's actions gather a group of parameters.
 
-    Full recompute repeats forward. Of the most loaded rank: what it keeps for itself is not sent.
-    """
-    n_passes = workload.layout.n_microbatches * n_layers
-    again = kind.average({"none": 0, "op": 0, "alternate": 0, "full": 1})
-    n, n_experts = workload.layout.ep, workload.args.moe.n_experts
-    if n > 1:
-        own, row_bytes = workload.n_rows_each, workload.args.dim * workload.compute_bytes
-        for n_rows in (workload.n_rows - own, own * (n - 1)):
-            tally.add(("ep",), "all-to-all", n_passes * (2 + again), n_rows * row_bytes)
-        tally.add(("ep",), "all-to-all", n_passes * (1 + again), n_experts * 8 * (n - 1) / n)
-    # Each ep rank's router saw its own tokens.
-    reduced = kind.router_parameters * workload.reduced_bytes
-    tally.add(("ep",), "all-reduce", n_layers * workload.n_reductions, reduced)
-    for dim in ("cp", "tp"):  # routes of whole sequences, int64
-        of_sequences = workload.layout.microbatch_size * n_experts * 8
-        tally.add((dim,), "all-reduce", n_passes * workload.balances_by_loss, of_sequences)
+        ZeRO 3 frees them after each forward and each backward; in a pipeline torch frees them after forwards only. The
+        head is kept from its forward to its backward. The backward of an embedding needs no weight.
+        """
+        if self.layout.zero_stage < 3:
+            return 1
+        if is_embedding:
+            return kinds.count("F")
+        n_gathers, is_here = 0, False
+        for kind in kinds:
+            n_gathers += not is_here
+            is_here = is_head if kind == "F" else self.layout.pp > 1
+        return n_gathers
 
-
-def add_context_parallel(tally: Tally, workload: Workload, kind: LayerKind, n_layers: int) -> None:
-    """Forward, backward, and the recomputed forward of full recompute. Gradients of keys and values are fp32."""
-    cp, n = ("cp",), workload.layout.cp
-    calls = workload.layout.n_microbatches * n_layers
-    again = kind.average({"none": 0, "op": workload.documents, "alternate": workload.documents, "full": 1})
-    keys_values, fp32 = workload.keys_values_bytes, workload.keys_values_bytes / workload.compute_bytes * 4
-    if n == 1:
-        return
-    if workload.documents:
-        tally.add(cp, "all-gather", calls * (1 + again), keys_values)
-        tally.add(cp, "reduce-scatter", calls, keys_values)
-    elif workload.ring:
-        tally.add(cp, "all-to-all", calls * (2 + again) * (n - 1), keys_values / n)
-        tally.add(cp, "all-to-all", calls * n, fp32 / n)
-    else:
-        tally.add(cp, "all-gather", calls * (2 + again), keys_values)
-        tally.add(cp, "reduce-scatter", calls, fp32)
-
-
-def add_sharding(tally: Tally, workload: Workload, stage: Stage, kinds: list[str]) -> None:
-    """FSDP gathers and reduces each group of parameters (fsdp.py). `kinds`: the stage's actions in their order."""
-    if workload.is_whole:
-        return
-    moes = [
-        (("efsdp",), workload.layout.efsdp, kind.moe_parameters)
-        for kind in workload.kinds
-        if kind.is_moe
-        for _ in range(stage.n_moes)
-    ]
-    others = [(("dp_shard", "cp"), workload.n_shards, n) for n in workload.groups_of(stage)]
-    tied = stage.has_head and workload.args.tie_embeddings
-    for index, (shard, n_shards, n_parameters) in enumerate(moes + others):
-        n_gathers = count_gathers(
-            kinds,
-            workload,
-            is_head=stage.has_head and index == len(moes + others) - 1,
-            is_embedding=stage.has_embedding and not tied and index == len(moes),
-        )
-        tally.add(shard, "all-gather", n_gathers, n_parameters * workload.compute_bytes)
-        tally.add(shard, "reduce-scatter", workload.n_reductions, n_parameters * MASTER_BYTES)
-        tally.add(("dp_replicate",), "all-reduce", 1, n_parameters / n_shards * MASTER_BYTES)
-
-
-def count_gathers(kinds: list[str], workload: Workload, *, is_head: bool, is_embedding: bool) -> int:
-    """Return how often a stage's actions gather a group of parameters.
-
-    ZeRO 3 frees them after each forward and each backward; in a pipeline torch frees them after forwards only. The head
-    is kept from its forward to its backward. The backward of an embedding needs no weight.
-    """
-    if workload.layout.zero_stage < 3:
-        return 1
-    if is_embedding:
-        return kinds.count("F")
-    n_gathers, is_here = 0, False
-    for kind in kinds:
-        n_gathers += not is_here
-        freed_after_backward = workload.layout.pp == 1
-        is_here = is_head if kind == "F" else not freed_after_backward
-    return n_gathers
-
-
-def add_sends(tally: Tally, workload: Workload, index: int) -> None:
-    """Hidden states go to the next stage, gradients come back, where that stage is on another rank."""
-    ranks = workload.layout.stage_ranks
-    neighbors = [other for other in (index - 1, index + 1) if 0 <= other < len(ranks) and ranks[other] != ranks[index]]
-    for operation in ("send", "receive"):  # with each neighbor one of each: states or gradients
-        n_bytes = workload.hidden_bytes / workload.layout.tp
-        tally.add(("pp",), operation, len(neighbors) * workload.layout.n_microbatches, n_bytes)
+    def add_sends(self, index: int) -> None:
+        """Hidden states go to the next stage, gradients come back, if that stage is on another rank."""
+        w, ranks = self.workload, self.layout.stage_ranks
+        neighbors = [at for at in (index - 1, index + 1) if 0 <= at < len(ranks) and ranks[at] != ranks[index]]
+        for operation in ("send", "receive"):  # with each neighbor one of each: states or gradients
+            n_calls = len(neighbors) * self.layout.n_microbatches
+            self.add(("pp",), operation, n_calls, w.hidden_bytes / self.layout.tp)

@@ -1,0 +1,110 @@
+"""A run on other machines, and its workload: config + GPUs -> layout -> the numbers of workload.py."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from torchtitan_lite.config.block import list_linears, plan_float8
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.layout import Layout, choose_chunk_tokens, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.machine import Machine
+from torchtitan_lite.config.memory_bound import count_moment_bytes
+from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config
+from torchtitan_lite.preflight import choose_n_ranks, read_run_config
+from torchtitan_lite.tools.plan.workload import Workload
+
+ANY_CPU = Machine("cpu", 1, 0, "CPU")
+
+
+def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Workload:
+    """Return the workload of a run. Automatic values are those of a GPU. Raises ConfigError."""
+    if config.activation_checkpoint.mode == "memory_budget":
+        why = "the compiler decides what is recomputed, so no closed form exists"
+        remedy = 'Ask for "none" and for "full": the answer lies between'
+        raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
+    dtype = config.training.mixed_precision_param
+    dtype = "bfloat16" if dtype == "auto" else dtype
+    float8 = config.quantize.linear.float8
+    chosen = frozenset()
+    if config.model.uses_float8:
+        chosen = choose_float8(args, tuple(float8.filter_fqns), layout.tp, float8.recipe_name)
+    return Workload(
+        args=args,
+        layout=layout,
+        seq_len=config.training.seq_len,
+        recompute=count_recompute(config.activation_checkpoint, range(args.n_layers)),
+        recompute_of_moes=count_recompute(config.activation_checkpoint, filter(args.is_moe, range(args.n_layers))),
+        balances_by_loss=config.training.expert_balance_loss > 0,
+        compute_dtype=dtype,
+        float8=chosen,
+        float8_recipe=float8.recipe_name.partition("_")[0],
+        gathers_float8=config.model.uses_float8 and float8.enable_fsdp_float8_all_gather,
+        attention="triton" if config.model.attention == "document" else "cudnn",
+        moment_bytes=count_moment_bytes(config.optimizer),
+        shards_loss=not config.parallelism.disable_loss_parallel,
+        loss_chunk_tokens=choose_chunk_tokens(config.training, "cuda"),
+        compiled=config.compile.compiles_blocks,
+        compiles_loss=config.compile.enable and "loss" in config.compile.components,
+        async_tp=config.parallelism.enable_async_tensor_parallel,
+        ring=config.parallelism.context_parallel_rotate_method == "ring",
+        documents=config.model.attention == "document",
+    )
+
+
+@lru_cache
+def choose_float8(args: ModelArgs, filter_fqns: tuple[str, ...], tp: int, recipe_name: str) -> frozenset[str]:
+    """Return the modules of a block that compute in float8."""
+    fqns = plan_float8(list_linears(args), list(filter_fqns), tp, recipe_name)
+    return frozenset(fqn.split(".", 2)[2] for fqn in fqns)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run on other machines, whose config is sound."""
+
+    config_name: str
+    config: Config  # resolved
+    model_args: ModelArgs
+    layout: Layout
+    device_type: Literal["cuda", "cpu"]
+
+    @cached_property
+    def workload(self) -> Workload:
+        return describe_workload(self.config, self.model_args, self.layout)
+
+
+def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]) -> PlannedRun:
+    """Return the run of these arguments of a config. Raises ConfigError with every problem.
+
+    Without n_gpus: the product of the degrees, or two if one of them is automatic. Files, memory and GPUs of this
+    machine are not checked.
+    """
+    reading = read_run_config(args)
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    model_args = resolve_model(reading.config.model)
+    layout = plan_layout(reading.config, model_args, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1))
+    return PlannedRun(
+        reading.config_name, resolve_config(reading.config, layout, device_type), model_args, layout, device_type
+    )
+
+
+def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
+    """Return pp rank -> pp ranks with equal stages, itself included. The key is the first, which holds most."""
+    workload, layout = planned.workload, planned.layout
+    alike: dict[tuple, list[int]] = {}
+    for rank in range(layout.pp):
+        alike.setdefault(tuple(workload.stages[index] for index in layout.stages_of(rank)), []).append(rank)
+    return {ranks[0]: ranks for ranks in alike.values()}
+
+
+def count_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> Counter:
+    """Return mode -> number of these layers, as plan_recompute of activation_checkpoint.py has it layer by layer."""
+    by_op = section.selective_ac_option == "op"
+    if section.mode != "selective" or by_op:
+        return Counter(section.mode if section.mode != "selective" else "op" for _ in layers)
+    every = int(section.selective_ac_option)
+    return Counter("none" if layer % every else "full" for layer in layers)
