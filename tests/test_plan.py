@@ -241,7 +241,7 @@ def test_llama3_405b_on_16384_h100_and_its_128k_layout():
     options = {**degrees(pp=16, tp=8), **schedule, "local_batch_size": 16, "mode": "none"}
     short = predict(read("llama3_405b", 16384, **options))
     assert short.workload.tokens_per_step == 16 * 2**20
-    assert [stage.n_layers for stage in short.workload.stages] == [0, *[1] * 126, 0]
+    assert [stage.n_dense for stage in short.workload.stages] == [0, *[1] * 126, 0]
     assert 15 / (8 * 16 + 15) < short.bubble < 0.15
     assert short.mfu_causal == pytest.approx(0.41, rel=0.18)
     long = predict(read("llama3_405b", 16384, **{**options, **degrees(cp=16)}, seq_len=131072))

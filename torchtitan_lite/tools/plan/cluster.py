@@ -1,8 +1,16 @@
-"""Constants of the planner: what a GPU's sheet says, and how much of it kernels and collectives reach. No torch.
+"""Seconds of one kernel and of one collective on a cluster, by size, and the constants of each GPU.
 
-Every constant has its source beside it, or "fit": chosen so that published runs come out right, rounded to two digits
-and the same for all of them (tests/test_published.py fits them anew, with each source left out in turn).
-Another machine, with four GPUs a node for instance, is one more row of CLUSTERS.
+    matmul (m, k) x (k, n)   2mnk / (peak * efficiency * size) + a kernel's start
+      size                   k/(k+256) * w/(w+1), w = mn / (128 * 256 * multiprocessors): waves of tiles
+    elementwise              bytes / memory bandwidth
+    collective               bytes / bandwidth + latency of each hop
+    beside work w            a collective c costs max(0, c - w) + contention * min(c, w)
+
+Small matmuls are slow and overlap is not free: without these two terms all layouts of a model take about the same time.
+
+Every constant has its source beside it, or "fit": published runs set it, rounded to two digits and the same for all of
+them (tests/test_published.py fits them anew, with each source left out in turn). Another machine, with four GPUs a node
+for instance, is one more row of CLUSTERS.
 """
 
 from dataclasses import dataclass
@@ -12,6 +20,7 @@ from torchtitan_lite.config.machine import GIB, MIB, PEAK_BF16_FLOPS, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 
 GB = 10**9
+TILE = 128 * 256  # of a matmul's result, computed by one multiprocessor
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,27 @@ class Cluster:
     def reserve(self, live_bytes: float) -> float:
         """Return the bytes of a GPU that a rank takes which has this much in use."""
         return live_bytes * self.reserve_factor + self.context_bytes
+
+    def matmul_time(self, m: float, n: float, k: float, dtype: str, float8_recipe: str = "") -> float:
+        """Return the seconds of (m, k) x (k, n)."""
+        efficiency = getattr(self, f"{float8_recipe}_efficiency") if dtype == "float8" else self.matmul_efficiency
+        waves = m * n / (TILE * self.n_multiprocessors)
+        size = k / (k + self.tile_depth) * waves / (waves + 1)
+        return 2 * m * n * k / (self.peak(dtype) * efficiency * size) + self.kernel_s
+
+    def memory_time(self, n_bytes: float) -> float:
+        """Return the seconds in which elementwise kernels read and write `n_bytes`."""
+        return n_bytes / (self.memory_bandwidth * self.memory_efficiency)
+
+    def collective_time(self, stride: int, n: int, whole_bytes: float) -> float:
+        """Return the seconds of an all-gather or reduce-scatter of a tensor over n ranks, `stride` ranks apart."""
+        if n == 1:
+            return 0.0
+        return whole_bytes * (n - 1) / n / self.find_bandwidth(stride, n) + self.find_latency(stride, n)
+
+    def expose(self, seconds: float, work: float) -> float:
+        """Return what a collective costs that runs beside `work` seconds of kernels."""
+        return max(0.0, seconds - work) + self.contention * min(seconds, work)
 
     def find_tier(self, stride: int, n: int) -> str:
         """Return the links of a group of n ranks, `stride` ranks apart: "node" (inside one) or "network"."""

@@ -16,11 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchtitan_lite.config.block import find_expert_dim
-from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Workload
+from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 
 # Between its two backwards (a split backward allows no recompute) a microbatch also holds the gradients of what norms
 # and linear layers give: 264 instead of 164 KiB a token in a block of 8B. The ratio is about the same in other models.
 WAITING = 1.6
+
+
+EMBEDDING_ALONE = Stage(0, 0, has_embedding=True, has_head=False)
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,19 @@ def list_kept(w: Workload, kind: LayerKind) -> Kept:
     piece: the norm before the experts is in no piece, and its input and output are kept.
     """
     args, tp = w.args, w.layout.tp
-    colwise = [module.weight[0] for module in kind.block if module.split == "colwise"]
     heads, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    hidden, of_colwise, of_rowwise = args.dim / tp, sum(colwise) / tp, args.dim * len(kind.rowwise)
+    hidden, of_colwise, of_rowwise = (
+        args.dim / tp,
+        sum(module.weight[0] for module in kind.colwise) / tp,
+        args.dim * len(kind.rowwise),
+    )
     norms, gathered = hidden * sum(module.split == "sequence" for module in kind.norms), args.dim * kind.n_gathers
     if not w.sequence_parallel:
         hidden, norms, gathered = args.dim, norms * tp, 0  # norms keep the whole sequence, which linear layers read
     widths = [module.weight[1] for module in kind.rowwise]
-    has_silu = kind.is_moe or len(colwise) > 3  # code that joins queries, keys and values joins silu and product too
+    has_silu = (
+        kind.is_moe or len(kind.colwise) > 3
+    )  # code that joins queries, keys and values joins silu and product too
     of_products = sum(widths) + sum(widths[1:]) * has_silu
     elements = {
         "none": norms + gathered + of_colwise + (of_products + (heads + keys) * args.qk_norm) / tp,
@@ -191,7 +199,7 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
         for (index, action), n in in_flight.items()
     )
     # A stage keeps its output too. With layers it needs no extra bytes: they keep its input, which is a receive buffer.
-    alone = sum(n for (index, _), n in in_flight.items() if stages[index].has_embedding and not stages[index].n_layers)
+    alone = sum(n for (index, _), n in in_flight.items() if stages[index] == EMBEDDING_ALONE)
     kept += alone * w.hidden_bytes / layout.tp
     # Hidden states before and after the norm, and their gradient; tp gathers the latter two.
     loss = (estimate_loss(w) + w.hidden_bytes * (3 if layout.tp == 1 else 2 + 2 / layout.tp)) * has_head

@@ -1,6 +1,6 @@
 """Seconds that each stage takes on a cluster: the kernels of its layers, and the collectives that nothing hides.
 
-    matmuls       by module of the block (kernels.py); tp shares them, ep shares the experts
+    matmuls       by module of the block; tp shares them, ep shares the experts
     attention     FLOPs of the causal half, backward 2.5 times as many, at the kernel's own efficiency
     elementwise   norms, rotary, SwiGLU, residual, casts, loss; less if compiled
     tp, ep        nothing overlaps them; async TP hides most of tp
@@ -12,13 +12,14 @@ Legend in workload.py.
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import prod
 from operator import mul
 from typing import NamedTuple
 
 from torchtitan_lite.config.block import BlockModule
 from torchtitan_lite.config.schedule import Action
-from torchtitan_lite.tools.plan.kernels import Kernels
-from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage
+from torchtitan_lite.tools.plan.cluster import Cluster
+from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 
 CAUSAL_EDGE = 300  # tokens: S/(S+300) of attention's rate is left for short sequences. Fit
 UNFUSED_SCORE_BYTES = 13  # of a score (fp16) that softmax, dropout and two matmuls read and write
@@ -38,15 +39,31 @@ class Phases(NamedTuple):
     again: float = 0.0  # recompute, in backward_input
 
 
-class StepTime(Kernels):
+class StepTime:
     """The seconds of a workload's step on a cluster, stage by stage."""
+
+    def __init__(self, workload: Workload, cluster: Cluster):
+        self.workload, self.cluster = workload, cluster
+        self.memory_time, self.expose = cluster.memory_time, cluster.expose
+
+    def collective_time(self, dims: tuple[str, ...], whole_bytes: float) -> float:
+        """Return the seconds of one all-gather or reduce-scatter of a tensor over the group along `dims`."""
+        layout = self.workload.layout
+        return self.cluster.collective_time(
+            layout.strides[dims[-1]], prod(getattr(layout, dim) for dim in dims), whole_bytes
+        )
 
     # ------------------------------------------------------------ a layer
 
-    def linear_time(self, kind: LayerKind) -> list[float]:
-        """Return the seconds of a layer's matmuls: forward, gradients of inputs, of weights."""
-        times = [self.module_times(module) for module in kind.block if not module.is_norm]
-        return list(map(sum, zip(*times, strict=True)))
+    def linear_times(self, rows: float, out: float, into: float, dtype: str) -> list[float]:
+        """Return the seconds of a linear layer: forward, gradient of its input, of its weight."""
+        recipe = self.workload.float8_recipe
+        sizes = (rows, out, into), (rows, into, out), (out, into, rows)
+        times = [self.cluster.matmul_time(*each, dtype, recipe) for each in sizes]
+        if dtype == "float8":  # Transformer Engine casts inside other kernels, and weights once a step
+            cast = self.memory_time(rows * into if recipe == "te" else 3 * into * (rows + out))
+            times = [times[0] + cast, times[1] + cast, times[2]]
+        return times
 
     def module_times(self, module: BlockModule) -> list[float]:
         """Return the seconds of a module's matmuls on one rank. Experts are taken to be equally loaded."""
@@ -101,8 +118,9 @@ class StepTime(Kernels):
     def describe_layer(self, kind: LayerKind) -> Phases:
         """Return the mean over the recompute modes of a layer."""
         w, if_full = self.workload, kind.average(full=1)
-        (linear, of_inputs, of_weights), elementwise = self.linear_time(kind), self.elementwise_time(kind)
-        attend, attend_back = self.attention_times
+        times = [self.module_times(module) for module in kind.block if not module.is_norm]
+        linear, of_inputs, of_weights = map(sum, zip(*times, strict=True))
+        elementwise, (attend, attend_back) = self.elementwise_time(kind), self.attention_times
         n_calls, gathers = kind.n_gathers + len(kind.rowwise), kind.n_gathers
         # Full recompute stops before the last matmul, whose output backward does not need. Without sequence parallel an
         # all-reduce takes the place of each pair of calls: recompute makes all of them, or none.
@@ -133,6 +151,17 @@ class StepTime(Kernels):
             exposed_ep=ep_forward + ep_backward + ep_forward * if_full,
             again=again,
         )
+
+    def exchange_time(self, n_rows: float) -> float:
+        """Return the seconds of an all-to-all over ep in which a rank sends or receives `n_rows` rows, its own too.
+
+        Rows for other nodes leave by the rank's own network card, beside those for its node.
+        """
+        w, n, cluster = self.workload, max(1, self.workload.layout.ep), self.cluster
+        n_bytes, n_near = n_rows * w.args.dim * w.compute_bytes / n, min(n, cluster.node_size)
+        near = (n_near - 1) * n_bytes / (cluster.link_bandwidth * cluster.link_efficiency)
+        far = (n - n_near) * n_bytes / (cluster.network_bandwidth * cluster.network_efficiency)
+        return (max(near, far) + cluster.find_latency(1, n)) * (n > 1)
 
     def expose_context(self) -> tuple[float, float]:
         """Return a layer's waits for keys and values, forward and backward.
@@ -168,19 +197,13 @@ class StepTime(Kernels):
         return Phases(forward + loss + tp_s, of_input + loss + tp_s, of_weight, exposed_tp=2 * tp_s)
 
     @cached_property
-    def embedding(self) -> Phases:
-        tp_s = self.collective_time(("tp",), self.workload.hidden_bytes)
-        lookup = self.memory_time(2 * self.workload.hidden_bytes)
-        return Phases(lookup + tp_s, tp_s, lookup, exposed_tp=2 * tp_s)
-
-    @cached_property
     def stages(self) -> list[Phases]:
-        """The layers, the embedding and the head of each stage."""
+        """The layers and the head of each stage. An embedding takes no time to speak of."""
         kinds, layers = zip(*self.layers, strict=True)
 
         def add_up(stage: Stage) -> Phases:
-            counts = [*(kind.count(stage) for kind in kinds), stage.has_embedding, stage.has_head]
-            phases = [*layers, self.embedding, self.head]
+            counts = [*(kind.count(stage) for kind in kinds), stage.has_head]
+            phases = [*layers, self.head]
             return Phases(*(sum(map(mul, counts, seconds)) for seconds in zip(*phases, strict=True)))
 
         of_kinds = {stage: add_up(stage) for stage in set(self.workload.stages)}  # most are alike
@@ -196,7 +219,7 @@ class StepTime(Kernels):
         """Seconds of hidden states, or of their gradient, from one pp rank to the next."""
         w, cluster = self.workload, self.cluster
         n_bytes = w.hidden_bytes / w.layout.tp * (w.layout.pp > 1)
-        if cluster.find_tier(self.strides["pp"], w.layout.pp) == "node":
+        if cluster.find_tier(w.layout.strides["pp"], w.layout.pp) == "node":
             return n_bytes / (cluster.link_bandwidth * cluster.link_efficiency) + cluster.network_latency_s
         return n_bytes / (cluster.network_bandwidth * cluster.network_efficiency) + cluster.network_latency_s
 
@@ -215,17 +238,15 @@ class StepTime(Kernels):
 
     # ------------------------------------------------------------ sharded data parallel
 
-    def gather(self, n_parameters: float, n_of_experts: float) -> float:
-        width = 1 if self.workload.gathers_float8 else self.workload.compute_bytes
-        return self.shard_time(n_parameters * width, n_of_experts * self.workload.compute_bytes)
-
-    def reduce(self, n_parameters: float, n_of_experts: float) -> float:
-        return self.shard_time(n_parameters * self.workload.reduce_bytes, n_of_experts * self.workload.reduce_bytes)
-
-    def shard_time(self, n_bytes: float, of_experts: float) -> float:
-        """Return the seconds of a collective over all shards of parameters, those of experts over their own ranks."""
-        seconds = self.collective_time(("dp_shard", "cp"), n_bytes)
-        return seconds + (self.collective_time(("efsdp",), of_experts) if of_experts else 0.0)
+    def shard_time(self, n_parameters: tuple[float, float], *, reduces: bool = False) -> float:
+        """Return the seconds of FSDP's all-gather, or reduce-scatter, of these parameters: all but experts, experts."""
+        w = self.workload
+        width = w.reduce_bytes if reduces else 1 if w.gathers_float8 else w.compute_bytes
+        width_of_experts = w.reduce_bytes if reduces else w.compute_bytes
+        seconds = self.collective_time(("dp_shard", "cp"), n_parameters[0] * width)
+        if n_parameters[1]:
+            seconds += self.collective_time(("efsdp",), n_parameters[1] * width_of_experts)
+        return seconds
 
     @cached_property
     def late(self) -> list[tuple[float, float]]:
@@ -236,8 +257,8 @@ class StepTime(Kernels):
         reduces = w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches
         for kind, layer in self.layers:
             parameters = kind.parameters, kind.moe_parameters
-            gather = self.gather(*parameters) if w.layout.zero_stage == 3 else 0.0
-            beside = gather + (self.reduce(*parameters) if reduces else 0.0)
+            gather = self.shard_time(parameters) if w.layout.zero_stage == 3 else 0.0
+            beside = gather + (self.shard_time(parameters, reduces=True) if reduces else 0.0)
             waits = (
                 self.expose(gather, layer.forward),
                 self.expose(beside, layer.backward_input + layer.backward_weight),
@@ -260,12 +281,12 @@ class StepTime(Kernels):
             return 0.0
         is_kept = w.layout.zero_stage < 3
         largest = max(((kind.parameters, kind.moe_parameters) for kind in w.kinds), key=sum)
-        first, last = self.gather(*largest), self.reduce(*largest)
+        first, last = self.shard_time(largest), self.shard_time(largest, reduces=True)
         for rank in range(w.layout.pp):
             indices = w.layout.stages_of(rank)
             stages = [w.stages[index] for index in indices]
             n = sum(w.stage_parameters[stage] for stage in stages), sum(map(w.count_moes, stages))
-            gather, reduce = self.gather(*n), self.reduce(*n)
+            gather, reduce = self.shard_time(n), self.shard_time(n, reduces=True)
             if w.layout.pp > 1 and not w.overlaps_reduction:
                 wait = (gather if is_kept else first) + reduce
             else:

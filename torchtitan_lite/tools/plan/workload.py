@@ -33,12 +33,8 @@ class Stage:
     has_embedding: bool
     has_head: bool  # and the final norm
 
-    @property
-    def n_layers(self) -> int:
-        return self.n_dense + self.n_moes
 
-
-@dataclass(frozen=True)
+@dataclass
 class LayerKind:
     """Layers that are alike: the dense ones, or those with experts."""
 
@@ -49,32 +45,16 @@ class LayerKind:
     parameters: int  # of the block without its experts: every tp rank has the norms
     moe_parameters: int  # of router and experts
 
-    @cached_property
-    def norms(self) -> list[BlockModule]:
-        return [module for module in self.block if module.is_norm]
-
-    @cached_property
-    def rowwise(self) -> list[BlockModule]:
-        """Linear layers that tp splits by rows: it reduce-scatters their partial sums."""
-        return [module for module in self.block if module.split == "rowwise"]
-
-    @cached_property
-    def n_gathers(self) -> int:
-        """Modules whose input tp all-gathers: those with linear layers that it splits by columns."""
-        return len({module.name.rpartition(".")[0] for module in self.block if module.split == "colwise"})
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether it is Llama's block, with SwiGLU and rotary embedding. GPT's block has neither."""
-        return self.is_moe or any(module.name.endswith("w3") for module in self.block)
-
-    @property
-    def ends_in_rowwise(self) -> bool:
-        """Whether the block's last matmul is rowwise. Full recompute stops before it: backward needs no output.
-
-        The results of experts are multiplied by their weights, so backward needs them.
-        """
-        return self.block[-1].split != "experts"
+    def __post_init__(self):
+        self.norms = [module for module in self.block if module.is_norm]
+        self.colwise = [module for module in self.block if module.split == "colwise"]  # tp gathers their input
+        self.rowwise = [module for module in self.block if module.split == "rowwise"]  # tp scatters their output
+        self.n_gathers = len({module.name.rpartition(".")[0] for module in self.colwise})  # one for wq, wk, wv
+        # Llama's block has SwiGLU and rotary embedding, GPT's has neither.
+        self.is_gated = self.is_moe or any(module.name.endswith("w3") for module in self.block)
+        # Full recompute stops before a last rowwise matmul, whose output backward does not need. It needs the outputs
+        # of experts, because weights multiply them.
+        self.ends_in_rowwise = self.block[-1].split != "experts"
 
     def count(self, stage: Stage) -> int:
         """Return the layers of this kind on a stage."""
@@ -85,7 +65,7 @@ class LayerKind:
         return sum(by_mode.get(mode, 0.0) * n for mode, n in self.recompute.items()) / self.recompute.total()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Workload:
     """One optimizer step of a model in a layout."""
 
@@ -116,72 +96,28 @@ class Workload:
     grad_bytes: int = MASTER_BYTES  # of a gradient at rest ...
     reduce_bytes: int = MASTER_BYTES  # ... and while it is summed over dp
 
-    @property
-    def compute_bytes(self) -> int:
-        return 4 if self.compute_dtype == "float32" else 2
-
-    @property
-    def n_tokens(self) -> int:
-        """T: tokens of a microbatch on one rank."""
-        return self.layout.microbatch_size * self.seq_len // self.layout.cp
-
-    @property
-    def n_loss_chunks(self) -> int:
-        """Chunks of the loss of one microbatch."""
-        return ceil(self.n_tokens / self.loss_chunk_tokens) if self.loss_chunk_tokens else 1
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Bytes of the hidden states of a microbatch, (B, S/cp, D), before tp shards them."""
-        return self.n_tokens * self.args.dim * self.compute_bytes
-
-    @property
-    def keys_values_bytes(self) -> int:
-        """Bytes of the keys and values of a microbatch on all cp ranks: 2 x (B, K/tp, S, E)."""
-        width = 2 * self.args.n_kv_heads * self.args.head_dim // self.layout.tp
-        return self.layout.microbatch_size * self.seq_len * width * self.compute_bytes
-
-    @property
-    def n_reductions(self) -> int:
-        """Reductions of the gradients in a step: one a microbatch where gradients are sharded, else one."""
-        per_microbatch = self.layout.zero_stage > 1 and self.layout.pp == 1
-        return self.layout.n_microbatches if per_microbatch else 1
-
-    @property
-    def reduced_bytes(self) -> int:
-        """Bytes of a number of a gradient that is summed over tp or ep. Sums over several microbatches are in fp32."""
-        return self.compute_bytes if self.n_reductions == self.layout.n_microbatches else MASTER_BYTES
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.layout.global_batch_size * self.seq_len
-
-    @property
-    def n_shards(self) -> int:
-        """Ranks that share parameters, gradients and optimizer state of a stage."""
-        return self.layout.dp_shard * self.layout.cp
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the rank runs without FSDP: it has its stage alone and computes in fp32 (parallelize.py)."""
-        return self.layout.dp * self.layout.cp * self.layout.tp == 1 and self.compute_dtype == "float32"
-
-    @property
-    def n_rows(self) -> int:
-        """R: copies of a rank's own tokens of a microbatch, one for each expert of a token. As many come back to it."""
-        return self.n_tokens // self.layout.tp * self.args.moe.top_k
-
-    @cached_property
-    def stages(self) -> tuple[Stage, ...]:
-        return count_modules(self.layout.stages, self.args)
-
-    @cached_property
-    def kinds(self) -> list[LayerKind]:
-        """The kinds of layers that the model has."""
+    def __post_init__(self):
+        args, layout = self.args, self.layout
+        self.tokens_per_step = layout.global_batch_size * self.seq_len
+        self.compute_bytes = 4 if self.compute_dtype == "float32" else 2
+        self.n_tokens = layout.microbatch_size * self.seq_len // layout.cp  # T
+        self.n_rows = self.n_tokens // layout.tp * args.moe.top_k if args.moe else 0  # R; as many come back
+        # Hidden states of a microbatch, (B, S/cp, D), before tp shards them
+        self.hidden_bytes = self.n_tokens * args.dim * self.compute_bytes
+        # Keys and values of a microbatch on all cp ranks: 2 x (B, K/tp, S, E)
+        width = 2 * args.n_kv_heads * args.head_dim // layout.tp
+        self.keys_values_bytes = layout.microbatch_size * self.seq_len * width * self.compute_bytes
+        # Ranks that share parameters, gradients and optimizer state of a stage
+        self.n_shards = layout.dp_shard * layout.cp
+        # A rank that has its stage alone and computes in fp32 runs without FSDP (parallelize.py).
+        self.is_whole = layout.dp * layout.cp * layout.tp == 1 and self.compute_dtype == "float32"
+        # Gradients are reduced once a microbatch where they are sharded, else once a step.
+        self.n_reductions = layout.n_microbatches if layout.zero_stage > 1 and layout.pp == 1 else 1
+        # Parameters of the embedding, or of the head, before dp shards them
+        self.vocabulary_parameters = pad(args.vocab_size // layout.tp, self.n_shards) * args.dim
+        self.stages = count_modules(layout.stages, args)
         kinds = (False, self.recompute - self.recompute_of_moes), (True, self.recompute_of_moes)
-        return [self.describe_kind(modes, is_moe=is_moe) for is_moe, modes in kinds if modes]
-
-    # ------------------------------------------------------------ parameters of one rank, before dp shards them
+        self.kinds = [self.describe_kind(modes, is_moe=is_moe) for is_moe, modes in kinds if modes]
 
     def describe_kind(self, recompute: Counter, *, is_moe: bool) -> LayerKind:
         layout, block, parameters, moe_parameters = self.layout, list_block(self.args, moe=is_moe), 0, 0
@@ -196,10 +132,7 @@ class Workload:
                 parameters += pad(rows, self.n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
         return LayerKind(is_moe, recompute, block, parameters, moe_parameters)
 
-    @cached_property
-    def vocabulary_parameters(self) -> int:
-        """Parameters of the embedding, or of the head."""
-        return pad(self.args.vocab_size // self.layout.tp, self.n_shards) * self.args.dim
+    # ------------------------------------------------------------ parameters of one rank, before dp shards them
 
     def groups_of(self, stage: Stage) -> list[int]:
         """Return the parameters of each FSDP group, in forward order: embedding, layers, head with the final norm.
@@ -216,13 +149,13 @@ class Workload:
         """Parameters of a stage without its experts."""
         return {stage: sum(self.groups_of(stage)) for stage in set(self.stages)}
 
-    def count_whole(self, stage: Stage) -> int:
-        """Return all parameters of a stage, before FSDP shards them."""
-        return self.stage_parameters[stage] + self.count_moes(stage)
-
     def count_moes(self, stage: Stage) -> int:
         """Return the parameters of a stage's routers and experts."""
         return sum(kind.moe_parameters * kind.count(stage) for kind in self.kinds)
+
+    def count_whole(self, stage: Stage) -> int:
+        """Return all parameters of a stage, before FSDP shards them."""
+        return self.stage_parameters[stage] + self.count_moes(stage)
 
     def count_at_rest(self, stage: Stage) -> float:
         """Return the parameters of a stage that one rank holds between steps."""
