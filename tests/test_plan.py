@@ -80,7 +80,7 @@ def test_a_plan_for_programs_has_the_same_numbers_and_exit_status_1_if_it_does_n
     values = json.loads(capsys.readouterr().out)
     assert values["fits"] and len(values["memory"]) == 4 and values["layout"]["ep"] == 8
     assert sum(values["parts_s"].values()) == pytest.approx(values["step_time_s"])
-    tiers = {(each["axis"], each["operation"]): each["tier"] for each in values["traffic"]}
+    tiers = {(each["axis"], each["operation"]): each["links"] for each in values["traffic"]}
     assert (tiers["tp", "all-gather"], tiers["ep", "all-to-all"], tiers["pp", "send"]) == ("node", "node", "network")
     assert main(["plan", "--config", "llama3_405b", "--gpus", "64", "--json"]) == 1
     assert any("does not fit" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])
@@ -186,8 +186,8 @@ def test_a_matmul_takes_its_flops_over_the_peak_less_its_edges():
     model = StepTime(read("llama3_8b", 8).workload, H100)
     waves = 8192 * 14336 / (128 * 256 * 132)
     by_hand = 2 * 8192 * 14336 * 4096 / (989e12 * 0.65 * 4096 / (4096 + 256) * waves / (waves + 1)) + 6e-6
-    assert model.matmul_time(8192, 14336, 4096, "bfloat16") == pytest.approx(by_hand)
-    assert model.linear_times(8192, 14336, 4096, "bfloat16")[2] == model.matmul_time(14336, 4096, 8192, "bfloat16")
+    assert H100.matmul_time(8192, 14336, 4096, "bfloat16") == pytest.approx(by_hand)
+    assert model.linear_times(8192, 14336, 4096, "bfloat16")[2] == H100.matmul_time(14336, 4096, 8192, "bfloat16")
 
 
 def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop():

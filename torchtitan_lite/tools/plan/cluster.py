@@ -75,7 +75,7 @@ class Cluster:
 
     def peak(self, dtype: str) -> float:
         """Return the dense FLOP/s of matmuls in `bfloat16`, `float32` or `float8`."""
-        return {"bfloat16": self.peak_bfloat16, "float32": self.peak_float32, "float8": self.peak_float8}[dtype]
+        return getattr(self, f"peak_{dtype}")
 
     def reserve(self, live_bytes: float) -> float:
         """Return the bytes of a GPU that a rank takes which has this much in use."""

@@ -9,17 +9,15 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict
 from math import prod
+from typing import NamedTuple
 
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.plan.cadence import plan_cadence
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.forecast import MEDIAN_ERROR, RANGE_80, Forecast, forecast, list_memory
-from torchtitan_lite.tools.plan.memory import Memory
-from torchtitan_lite.tools.plan.orders import Order
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks, list_risks
 from torchtitan_lite.tools.plan.search import search_layouts
@@ -31,53 +29,36 @@ from torchtitan_lite.tools.tables import format_bytes, format_table
 SECONDS_PER_DAY = 86400
 
 
-@dataclass(frozen=True)
+class Traffic(NamedTuple):
+    """Calls of one step over a mesh axis, of the rank that moves most."""
+
+    axis: str
+    operation: str
+    n_calls: int
+    n_bytes: float
+    links: str  # of the group: inside a node or between nodes
+
+
 class Plan:
     """A run's costs before it starts."""
 
-    planned: PlannedRun
-    gpu: str
-    cluster: Cluster
+    def __init__(self, planned: PlannedRun, gpu: str, cluster: Cluster):
+        self.planned, self.gpu, self.cluster, workload = planned, gpu, cluster, planned.workload
+        order = plan_order(planned.config.parallelism, planned.layout)
+        self.memory = list_memory(workload, order)  # the peak of each pp rank
+        self.taken_bytes = cluster.reserve(max(memory.live for memory in self.memory))  # of the GPU that holds most
+        self.fits = self.taken_bytes <= cluster.memory_bytes
+        self.forecast = forecast(StepTime(workload, cluster), [(order, 1)])
+        self.remarks = list_remarks(planned, self.forecast, self.taken_bytes)
+        moved = [estimate_traffic(workload, rank, order) for rank in group_pp_ranks(planned)]
+        self.traffic = [self.find_most(key, moved) for key in dict.fromkeys(key for each in moved for key in each)]
 
-    @cached_property
-    def order(self) -> Order:
-        return plan_order(self.planned.config.parallelism, self.planned.layout)
-
-    @cached_property
-    def memory(self) -> list[Memory]:
-        """The peak of each pp rank."""
-        return list_memory(self.planned.workload, self.order)
-
-    @cached_property
-    def forecast(self) -> Forecast:
-        return forecast(StepTime(self.planned.workload, self.cluster), [(self.order, 1)])
-
-    @property
-    def taken_bytes(self) -> float:
-        """Of the GPU that holds most."""
-        return self.cluster.reserve(max(memory.live for memory in self.memory))
-
-    @property
-    def fits(self) -> bool:
-        return self.taken_bytes <= self.cluster.memory_bytes
-
-    @cached_property
-    def traffic(self) -> dict[tuple[str, str], Moved]:
-        """(axis, operation) -> what the rank moves that moves most."""
-        most: dict[tuple[str, str], Moved] = {}
-        for rank in group_pp_ranks(self.planned):
-            for key, moved in estimate_traffic(self.planned.workload, rank, self.order).items():
-                most[key] = max(most.get(key, moved), moved, key=lambda each: each.n_bytes)
-        return most
-
-    def find_tier(self, axis: str) -> str:
-        """Return the links of a group along these mesh dims."""
-        layout, dims = self.planned.layout, axis.split(" x ")
-        return self.cluster.find_tier(layout.strides[dims[-1]], prod(getattr(layout, dim) for dim in dims))
-
-    @cached_property
-    def remarks(self) -> list[str]:
-        return list_remarks(self.planned, self.forecast, self.taken_bytes)
+    def find_most(self, key: tuple[str, str], moved: list[dict[tuple[str, str], Moved]]) -> Traffic:
+        """Return what the rank moves that moves most of this (axis, operation)."""
+        layout, dims = self.planned.layout, key[0].split(" x ")
+        most = max((each[key] for each in moved if key in each), key=lambda each: each.n_bytes)
+        tier = self.cluster.find_tier(layout.strides[dims[-1]], prod(getattr(layout, dim) for dim in dims))
+        return Traffic(*key, most.n_calls, most.n_bytes, tier)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -165,10 +146,10 @@ def describe_time(expected: Forecast) -> str:
 
 
 def describe_traffic(plan: Plan) -> str:
-    tiers = {"node": "inside a node", "network": "between nodes"}
+    links = {"node": "inside a node", "network": "between nodes"}
     rows = [
-        (f"  {axis}", name, f"{moved.n_calls:,.0f} calls", format_bytes(moved.n_bytes), tiers[plan.find_tier(axis)])
-        for (axis, name), moved in plan.traffic.items()
+        (f"  {each.axis}", each.operation, f"{each.n_calls:,.0f} calls", format_bytes(each.n_bytes), links[each.links])
+        for each in plan.traffic
     ]
     return format_table(rows, "<<>>") if rows else "  none"
 
@@ -180,10 +161,7 @@ def list_for_json(plan: Plan) -> dict[str, object]:
         "layout": plan.planned.layout.degrees | {"ep": plan.planned.layout.ep},
         "fits": plan.fits,
         "memory": [vars(memory) | {"live": memory.live} for memory in plan.memory],
-        "traffic": [
-            {"axis": axis, "operation": operation, "tier": plan.find_tier(axis), **asdict(moved)}
-            for (axis, operation), moved in plan.traffic.items()
-        ],
+        "traffic": [each._asdict() for each in plan.traffic],
         **{name: getattr(plan.forecast, name) for name in names},
         "remarks": plan.remarks,
     }

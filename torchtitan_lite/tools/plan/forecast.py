@@ -49,7 +49,7 @@ def forecast(model: StepTime, orders: list[tuple[Order, int]]) -> Forecast:
     """Forecast one step from the order of all its microbatches, or from samples of it with their weights."""
     timelines = [(simulate(order, model.seconds_of, model.send_s), weight) for order, weight in orders]
     end_time = sum(weight * timeline.end_time for timeline, weight in timelines)
-    m, busy = model.workload.layout.n_microbatches, [sum(seconds) for seconds in model.busy]
+    m, busy = model.workload.layout.n_microbatches, model.busy
     step_time_s = end_time + model.once_s + model.optimizer_s
     parts = {
         "recompute": m * model.max_over_ranks([phases.again for phases in model.stages]),

@@ -181,17 +181,13 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     The peak is at the loss, in the first block of backward, in the last block, or when the embedding's gradient is
     reduced: activations are freed as gradients are made.
     """
-    layout, width = w.layout, w.compute_bytes
+    layout, width, table = w.layout, w.compute_bytes, w.vocabulary_parameters
     stages = {index: w.stages[index] for index in layout.stages_of(pp_rank)}
     layers = [layer for layer in layers if any(layer[0].count(stage) for stage in stages.values())]
-    has_embedding, has_head = (
-        any(getattr(s, f"has_{what}") for s in stages.values()) for what in ("embedding", "head")
-    )
+    has_embedding = any(stage.has_embedding for stage in stages.values())
+    has_head = any(stage.has_head for stage in stages.values())
     at_rest, n_parameters = sum(map(w.count_at_rest, stages.values())), sum(map(w.count_whole, stages.values()))
-    table, block = (
-        w.vocabulary_parameters,
-        max((kind.parameters + kind.moe_parameters for kind, *_ in layers), default=0),
-    )
+    block = max((kind.parameters + kind.moe_parameters for kind, *_ in layers), default=0)
     working = max((working for *_, working in layers), default=0.0)
     kept = sum(
         (WAITING if action == "I" else 1) * each * kind.count(stages[index]) * n

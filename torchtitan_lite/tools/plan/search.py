@@ -120,47 +120,42 @@ class Search:
 
         Nodes are full: a number of GPUs that is no multiple of a node has no layout.
         """
-        world_size, node_size, moe = self.world_size, self.cluster.node_size, self.model_args.moe
-        tps, pps = divisors(world_size, node_size), divisors(world_size, self.model_args.n_layers)
+        config, world_size, node_size = self.config, self.world_size, self.cluster.node_size
+        n_layers, moe, global_batch = self.model_args.n_layers, self.model_args.moe, self.find_global_batch()
         if world_size > node_size and world_size % node_size:
             return
-        cps, global_batch = divisors(world_size, self.config.training.seq_len // LEAST_TOKENS), self.find_global_batch()
-        for tp, pp, cp in product(tps, pps, cps or [1]):
+        cps = divisors(world_size, max(1, config.training.seq_len // LEAST_TOKENS))
+        for tp, pp, cp in product(divisors(world_size, node_size), divisors(world_size, n_layers), cps):
             dp, rest = divmod(world_size, tp * pp * cp)
             if rest or global_batch % dp:
                 continue
-            for dp_shard in {n for n in (dp, 64, 8) if dp % n == 0}:
-                for ep in divisors(moe.n_experts if moe else 1, dp_shard * cp * tp):
-                    degrees = {
-                        "tensor_parallel_degree": tp,
-                        "pipeline_parallel_degree": pp,
-                        "context_parallel_degree": cp,
-                        "data_parallel_shard_degree": dp_shard,
-                        "data_parallel_replicate_degree": dp // dp_shard,
-                        "expert_parallel_degree": ep,
-                    }
-                    if dp_shard * cp * tp % ep == 0:
-                        yield from self.list_batches(degrees, global_batch // dp, global_batch)
-
-    def list_batches(self, degrees: dict[str, int], n_sequences: int, global_batch: int) -> Iterator[Config]:
-        """Yield microbatches, ZeRO stages and schedules for one set of degrees; a rank has `n_sequences` a step."""
-        config, pp = self.config, degrees["pipeline_parallel_degree"]
-        section = replace(config.activation_checkpoint, mode="none")
-        for microbatch in (size for size in MICROBATCHES if n_sequences % size == 0):
-            local_batch_size = n_sequences if pp > 1 else microbatch
-            training = replace(config.training, local_batch_size=local_batch_size, global_batch_size=global_batch)
-            schedules = list_schedules(config.parallelism, pp, self.model_args.n_layers)
-            for schedule, zero_stage in product(schedules, (1, 3) if pp > 1 else (1, 2, 3)):
+            for dp_shard, microbatch, schedule, zero_stage, ep in product(
+                {n for n in (dp, 64, 8) if dp % n == 0},
+                [n for n in MICROBATCHES if global_batch // dp % n == 0],
+                list_schedules(config.parallelism, pp, n_layers),
+                (1, 3) if pp > 1 else (1, 2, 3),
+                divisors(moe.n_experts, world_size) if moe else [1],
+            ):
+                if dp_shard * cp * tp % ep:
+                    continue
+                local_batch = global_batch // dp if pp > 1 else microbatch
+                training = replace(config.training, local_batch_size=local_batch, global_batch_size=global_batch)
                 parallelism = replace(
                     config.parallelism,
-                    **degrees,
-                    **schedule,
+                    tensor_parallel_degree=tp,
+                    pipeline_parallel_degree=pp,
+                    context_parallel_degree=cp,
+                    data_parallel_shard_degree=dp_shard,
+                    data_parallel_replicate_degree=dp // dp_shard,
+                    expert_parallel_degree=ep,
                     zero_stage=zero_stage,
                     fsdp_reshard_after_forward="default",
                     pipeline_parallel_microbatch_size=microbatch if pp > 1 else 1,
                     pipeline_parallel_schedule_csv="",
                     module_fqns_per_model_part=[],
+                    **schedule,
                 )
+                section = replace(config.activation_checkpoint, mode="none")
                 yield replace(config, training=training, parallelism=parallelism, activation_checkpoint=section)
 
     def find_global_batch(self) -> int:

@@ -28,15 +28,16 @@ LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes of a logit that the loss 
 
 
 class Phases(NamedTuple):
-    """Seconds of one microbatch on a rank. In the exposed part of them it waits for other ranks."""
+    """Seconds of one microbatch on a rank, and what is in them: waits for other ranks by mesh axis, and recompute."""
 
     forward: float = 0.0
-    backward_input: float = 0.0  # with recompute
+    backward_input: float = 0.0
     backward_weight: float = 0.0
-    exposed_tp: float = 0.0
-    exposed_cp: float = 0.0
-    exposed_ep: float = 0.0
-    again: float = 0.0  # recompute, in backward_input
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    dp: float = 0.0
+    again: float = 0.0
 
 
 class StepTime:
@@ -141,14 +142,18 @@ class StepTime:
             alternate=elementwise + linear / 3,
         )
         tp_s, tp_again, rest_again = call_s * n_calls, call_s * tp_again, (cp_forward + ep_forward) * if_full
+        forward = linear + attend + elementwise + tp_s + cp_forward + ep_forward
         backward = of_inputs + attend_back + 2 * elementwise + tp_s + cp_backward + ep_backward
+        backward += again + tp_again + rest_again
+        dp_forward, dp_backward = self.expose_shards(kind, forward, backward + of_weights)
         return Phases(
-            forward=linear + attend + elementwise + tp_s + cp_forward + ep_forward,
-            backward_input=backward + again + tp_again + rest_again,
+            forward=forward + dp_forward,
+            backward_input=backward + dp_backward,
             backward_weight=of_weights,
-            exposed_tp=2 * tp_s + tp_again,
-            exposed_cp=cp_forward + cp_backward + cp_forward * if_full,
-            exposed_ep=ep_forward + ep_backward + ep_forward * if_full,
+            tp=2 * tp_s + tp_again,
+            cp=cp_forward + cp_backward + cp_forward * if_full,
+            ep=ep_forward + ep_backward + ep_forward * if_full,
+            dp=dp_forward + dp_backward,
             again=again,
         )
 
@@ -179,6 +184,26 @@ class StepTime:
             return self.expose(fetch, attend), self.expose(fetch + reduce, attend_back)
         return self.expose(fetch, attend / n), self.expose(fetch, attend_back / n) + reduce
 
+    def expose_shards(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
+        """Return a layer's waits for its parameters and for the reduction of its gradients, forward and backward."""
+        w, parameters = self.workload, (kind.parameters, kind.moe_parameters)
+        if w.is_whole:
+            return 0.0, 0.0
+        gather = self.shard_time(parameters) if w.layout.zero_stage == 3 else 0.0
+        reduces = w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches
+        reduce = self.shard_time(parameters, reduces=True) if reduces else 0.0
+        return self.expose(gather, forward), self.expose(gather + reduce, backward)
+
+    def shard_time(self, n_parameters: tuple[float, float], *, reduces: bool = False) -> float:
+        """Return the seconds of FSDP's all-gather, or reduce-scatter, of these parameters: all but experts, experts."""
+        w = self.workload
+        width = w.reduce_bytes if reduces else 1 if w.gathers_float8 else w.compute_bytes
+        width_of_experts = w.reduce_bytes if reduces else w.compute_bytes
+        seconds = self.collective_time(("dp_shard", "cp"), n_parameters[0] * width)
+        if n_parameters[1]:
+            seconds += self.collective_time(("efsdp",), n_parameters[1] * width_of_experts)
+        return seconds
+
     # ------------------------------------------------------------ a stage
 
     @cached_property
@@ -194,7 +219,7 @@ class StepTime:
         logits = w.n_tokens * w.args.vocab_size / (w.layout.tp if w.shards_loss else 1)
         loss = self.memory_time(LOSS_BYTES[w.compiles_loss] * logits) + 10 * self.cluster.kernel_s
         tp_s = self.collective_time(("tp",), w.hidden_bytes)
-        return Phases(forward + loss + tp_s, of_input + loss + tp_s, of_weight, exposed_tp=2 * tp_s)
+        return Phases(forward + loss + tp_s, of_input + loss + tp_s, of_weight, tp=2 * tp_s)
 
     @cached_property
     def stages(self) -> list[Phases]:
@@ -223,51 +248,17 @@ class StepTime:
             return n_bytes / (cluster.link_bandwidth * cluster.link_efficiency) + cluster.network_latency_s
         return n_bytes / (cluster.network_bandwidth * cluster.network_efficiency) + cluster.network_latency_s
 
-    @cached_property
-    def busy(self) -> list[tuple[float, float, float]]:
-        """Seconds of one microbatch on each stage: F, I, W. FSDP's exposed gathers of a microbatch delay it."""
-        return [
-            (phases.forward + forward, phases.backward_input + backward, phases.backward_weight)
-            for phases, (forward, backward) in zip(self.stages, self.late, strict=True)
-        ]
-
     def seconds_of(self, action: Action) -> float:
         """Return the duration of an action of a pipeline; a whole backward B is I + W."""
-        forward, of_input, of_weight = self.busy[action.stage]
+        forward, of_input, of_weight, *_ = self.stages[action.stage]
         return {"F": forward, "B": of_input + of_weight, "I": of_input, "W": of_weight}[action.kind]
 
-    # ------------------------------------------------------------ sharded data parallel
+    @property
+    def busy(self) -> list[float]:
+        """Seconds of one microbatch on each stage, forward and backward."""
+        return [sum(phases[:3]) for phases in self.stages]
 
-    def shard_time(self, n_parameters: tuple[float, float], *, reduces: bool = False) -> float:
-        """Return the seconds of FSDP's all-gather, or reduce-scatter, of these parameters: all but experts, experts."""
-        w = self.workload
-        width = w.reduce_bytes if reduces else 1 if w.gathers_float8 else w.compute_bytes
-        width_of_experts = w.reduce_bytes if reduces else w.compute_bytes
-        seconds = self.collective_time(("dp_shard", "cp"), n_parameters[0] * width)
-        if n_parameters[1]:
-            seconds += self.collective_time(("efsdp",), n_parameters[1] * width_of_experts)
-        return seconds
-
-    @cached_property
-    def late(self) -> list[tuple[float, float]]:
-        """One microbatch's waits on each stage, forward and backward, for parameters and reductions of gradients."""
-        w, of_layers = self.workload, []
-        if w.is_whole:
-            return [(0.0, 0.0)] * len(w.stages)
-        reduces = w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches
-        for kind, layer in self.layers:
-            parameters = kind.parameters, kind.moe_parameters
-            gather = self.shard_time(parameters) if w.layout.zero_stage == 3 else 0.0
-            beside = gather + (self.shard_time(parameters, reduces=True) if reduces else 0.0)
-            waits = (
-                self.expose(gather, layer.forward),
-                self.expose(beside, layer.backward_input + layer.backward_weight),
-            )
-            of_layers.append((kind, waits))
-        return [
-            tuple(sum(kind.count(stage) * waits[way] for kind, waits in of_layers) for way in (0, 1))
-            for stage in w.stages
-        ]
+    # ------------------------------------------------------------ the step
 
     @cached_property
     def once_s(self) -> float:
@@ -291,7 +282,7 @@ class StepTime:
                 wait = (gather if is_kept else first) + reduce
             else:
                 wait = max(first, self.expose(gather, sum(self.stages[i].forward for i in indices)) * is_kept)
-                beside = sum(self.stages[i].backward_input + self.stages[i].backward_weight for i in indices)
+                beside = sum(sum(self.stages[i][1:3]) for i in indices)
                 wait += max(last, self.expose(reduce, beside) * (is_kept or w.layout.pp > 1))
             wait += 2 * self.collective_time(("dp_replicate",), sum(map(w.count_at_rest, stages)) * MASTER_BYTES)
             waits.append(wait)
@@ -308,23 +299,21 @@ class StepTime:
         most = self.max_over_ranks(list(map(w.count_at_rest, w.stages)))
         return self.memory_time(most * MASTER_BYTES * (4 + 2 * w.moment_bytes // MASTER_BYTES))
 
-    # ------------------------------------------------------------ the step
-
-    @cached_property
+    @property
     def exposed_s(self) -> dict[str, float]:
         """Mesh axis -> exposed seconds of a step, of the worst rank."""
         m, exposed = self.workload.layout.n_microbatches, {}
-        for axis in ("tp", "cp", "ep"):
-            exposed[axis] = m * self.max_over_ranks([getattr(phases, f"exposed_{axis}") for phases in self.stages])
-        exposed["dp"] = self.once_s + m * self.max_over_ranks(list(map(sum, self.late)))
+        for axis in ("tp", "cp", "ep", "dp"):
+            exposed[axis] = m * self.max_over_ranks([getattr(phases, axis) for phases in self.stages])
+        exposed["dp"] += self.once_s
         return {axis: seconds for axis, seconds in exposed.items() if seconds}
 
     @cached_property
     def lower_bound_s(self) -> float:
         """A lower bound for any schedule: a rank waits for its first microbatch, works, and earlier stages end."""
-        layout, bounds = self.workload.layout, []
+        layout, busy, bounds = self.workload.layout, self.busy, []
         for rank in range(layout.pp):
             indices = layout.stages_of(rank)
-            fill = sum(sum(self.busy[i][:2]) for i in range(indices[0]))
-            bounds.append(fill + layout.n_microbatches * sum(sum(self.busy[i]) for i in indices))
+            fill = sum(sum(self.stages[i][:2]) for i in range(indices[0]))
+            bounds.append(fill + layout.n_microbatches * sum(busy[i] for i in indices))
         return max(bounds) + self.once_s + self.optimizer_s

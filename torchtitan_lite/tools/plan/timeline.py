@@ -119,36 +119,36 @@ def extrapolate_in_flight(schedule: str, pp: int, n_microbatches: int, n_stages_
 
 def draw_svg(timeline: Timeline, title: str = "", width: int = 1000) -> str:
     """Return the picture as a whole SVG file. A rank's later stages are paler; a tooltip names each action."""
-    scale = (width - LABEL_WIDTH - 8) / timeline.end_time
-    top = 30
+    span, top = width - LABEL_WIDTH - 8, 30
     height = top + timeline.n_ranks * ROW_HEIGHT + 30
     frame = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11"'
     shapes = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {frame}>',
-        '<rect width="100%" height="100%" fill="white"/>',
+        draw_box(0, 0, width, height, "white"),
         f'<text x="8" y="20" font-weight="bold">{escape(title) or "pipeline"}: bubble {timeline.bubble:.1%}</text>',
     ]
     for rank in range(timeline.n_ranks):
         y = top + rank * ROW_HEIGHT
         shapes.append(f'<text x="8" y="{y + 15}">pp rank {rank}</text>')
-        shapes.append(
-            f'<rect x="{LABEL_WIDTH}" y="{y}" width="{width - LABEL_WIDTH - 8}" height="{ROW_HEIGHT - 3}" fill="#eee"/>'
+        shapes.append(draw_box(LABEL_WIDTH, y, span, ROW_HEIGHT - 3, "#eee"))
+    for rank, start, end, action in timeline.events:
+        x, y = LABEL_WIDTH + start / timeline.end_time * span, top + rank * ROW_HEIGHT
+        box_width, opacity = (
+            (end - start) / timeline.end_time * span,
+            1 / (1 + 0.5 * (action.stage // timeline.n_ranks)),
         )
-    for event in timeline.events:
-        action, x, y = event.action, LABEL_WIDTH + event.start * scale, top + event.rank * ROW_HEIGHT
-        box_width = (event.end - event.start) * scale
-        opacity = 1 / (1 + 0.5 * (action.stage // timeline.n_ranks))
-        box = f'x="{x:.2f}" y="{y}" width="{box_width:.2f}" height="{ROW_HEIGHT - 3}" fill="{COLORS[action.kind]}"'
         name = f"stage {action.stage}, {MEANINGS[action.kind]}, microbatch {action.microbatch}"
-        shapes.append(
-            f'<rect {box} fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5"><title>{name}</title></rect>'
-        )
+        shapes.append(draw_box(x, y, box_width, ROW_HEIGHT - 3, COLORS[action.kind], opacity, name))
         if box_width > 7 * len(str(action.microbatch)) + 3:  # room for the number
             middle = x + box_width / 2
             shapes.append(f'<text x="{middle:.2f}" y="{y + 14}" text-anchor="middle">{action.microbatch}</text>')
-    kinds = [kind for kind in COLORS if any(event.action.kind == kind for event in timeline.events)]
-    for index, kind in enumerate(kinds):
+    kinds = {event.action.kind for event in timeline.events}
+    for index, kind in enumerate(kind for kind in COLORS if kind in kinds):
         x, y = LABEL_WIDTH + index * 150, height - 22
-        shapes.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLORS[kind]}"/>')
-        shapes.append(f'<text x="{x + 17}" y="{y + 10}">{MEANINGS[kind]}</text>')
+        shapes += [draw_box(x, y, 12, 12, COLORS[kind]), f'<text x="{x + 17}" y="{y + 10}">{MEANINGS[kind]}</text>']
     return "\n".join([*shapes, "</svg>\n"])
+
+
+def draw_box(x: float, y: float, width: float, height: float, fill: str, opacity: float = 1.0, name: str = "") -> str:
+    box = f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" fill="{fill}" fill-opacity="{opacity:.2f}"'
+    return f"{box}><title>{name}</title></rect>" if name else f"{box}/>"
