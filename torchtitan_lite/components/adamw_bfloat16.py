@@ -1,20 +1,20 @@
-"""Store both moments of torch's AdamW in bfloat16: 12 bytes of training state per parameter instead of 16.
+"""AdamW with both moments in bfloat16: 12 bytes of training state per parameter instead of 16.
 
     between steps        weight fp32 4   gradient fp32 4   moments bf16 2 + 2
-    during its update    moments of one tensor in fp32 -> torch's AdamW -> rounded back
+    during an update     moments of one tensor in fp32 -> torch's AdamW -> rounded to bf16
 
-All arithmetic is torch's own in fp32. Only the moments are rounded, once per step, to 8 significant bits.
+All arithmetic is torch's, in fp32. Only the moments are rounded to 8 significant bits, once per step.
 
-    bytes moved per parameter and step    20    compiled: one kernel that clips, widens, updates and rounds
-                                          56    eager: fp32 copies for the fused kernel, one tensor at a time, take 8
-                                                bytes more memory per number of the largest local tensor
-                                          32    torch's fused kernel with moments in fp32
+    bytes moved per parameter and step    20    compiled: one kernel clips, converts, updates and rounds
+                                          56    eager: fp32 copies for the fused kernel, one tensor at a time; needs 8
+                                                extra bytes per element of the largest local tensor
+                                          32    torch's fused kernel with fp32 moments
 
-Why beta2 may not exceed 0.99: in a step without gradient the second moment should fall by the factor beta2. Numbers of
-bf16 are 0.4 to 0.8 % apart, so rounding removes a fall of less than half of that in every step. With beta2 = 0.999, one
-large gradient would slow its weight forever. At 0.99 every fall has an effect, though a coarse one.
+Why beta2 must not exceed 0.99: in a step without a gradient, the second moment should decay by the factor beta2. bf16
+values are 0.4 to 0.8 % apart, and rounding undoes any decay smaller than half of that. With beta2 = 0.999, one large
+gradient would slow down its weight forever. With 0.99 the decay always has an effect, although a coarse one.
 
-No communication: each rank updates its shards. Sources: AdamW arXiv:1711.05101; bf16 moments: DeepSeek-V3
+No communication: each rank updates its own shards. Sources: AdamW arXiv:1711.05101; bf16 moments: DeepSeek-V3
 arXiv:2412.19437.
 """
 
@@ -24,33 +24,33 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
-# A kernel for any number of rows of 16 numbers loads 16 bytes at a time; for any number of numbers, 4. Shards that are
-# not in rows of 16 are rare: if a model has both, torch.compile makes both dims dynamic, and all loads have 4 bytes.
+# A compiled kernel loads 16 bytes at a time for the shape (dynamic, 16), but 4 bytes for (dynamic,). Shards whose size
+# is no multiple of 16 are rare. If a model has both, torch.compile makes both dims dynamic, and all loads are 4 bytes.
 ROW = 16
 
 
 class AdamWBFloat16(AdamW):
-    """Make it with `fused=True`. Its state has the names and layout of torch's AdamW, for checkpoints."""
+    """Construct it with `fused=True`. The state has the same names and layout as torch's AdamW, for checkpoints."""
 
     compiled_update = None
-    grad_scale: Tensor | None = None  # () fp32: gradients are divided by it
-    found_inf: Tensor | None = None  # () fp32: if 1, nothing changes
+    grad_scale: Tensor | None = None  # () fp32: divide gradients by this
+    found_inf: Tensor | None = None  # () fp32: if 1, skip the update
 
     def compile(self, backend: str) -> None:
-        """Compile one kernel per tensor. It serves all sizes from the second on."""
+        """Compile the update of a tensor. From the second size on, a single kernel serves all sizes."""
         self.compiled_update = torch.compile(update_unless, backend=backend, fullgraph=True)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            # Largest first, because inductor tunes the kernel of all sizes for the second size that it sees.
+            # Largest first, because inductor tunes the kernel for all sizes on the second size that it sees.
             parameters = sorted((p for p in group["params"] if p.grad is not None), key=Tensor.numel, reverse=True)
             if not parameters:
                 continue
             n_steps = self.initialize_state(parameters)
             keys = {key: group[key] for key in ("weight_decay", "eps", "amsgrad", "maximize")}
             keys["beta1"], keys["beta2"] = group["betas"]
-            # On the device, because a Python number that changes would compile anew.
+            # A tensor, because every new value of a Python number would recompile.
             lr = torch.full_like(n_steps, group["lr"]) if self.compiled_update else group["lr"]
             for parameter in parameters:
                 state = self.state[parameter]
@@ -65,7 +65,7 @@ class AdamWBFloat16(AdamW):
             n_steps += 1 if self.found_inf is None else 1 - self.found_inf
 
     def initialize_state(self, parameters: list[Tensor]) -> Tensor:
-        """Allocate the moments before the first step. Return the number of steps, () fp32, one tensor for all."""
+        """Allocate the moments before the first step. Return the step count, () fp32, shared by all parameters."""
         if not self.state[parameters[0]]:
             n_steps = torch.zeros((), device=local_tensor(parameters[0]).device)
             for parameter in parameters:
@@ -106,5 +106,5 @@ def update_unless(
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; any other tensor itself."""
+    """Return this rank's shard of a DTensor, or the tensor itself if it is not a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

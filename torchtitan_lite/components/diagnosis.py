@@ -1,15 +1,15 @@
-"""Find the rank and the module that made the first NaN or infinity, after a step whose gradient norm was not finite.
+"""Find the rank and module that produced the first NaN or infinity, if the gradient norm of a step is not finite.
 
-The norm is one number for the whole model, so every rank knows at the same step that something went wrong. The tensors
-of a rank do not say which rank was first: a NaN of one pipeline stage reaches the loss of the last stage, and a NaN of
-one tp rank reaches the sums of all tp ranks. So all ranks repeat forward and backward (the weights did not change) with
-hooks on every module:
+The norm covers the whole model, so every rank notices the problem in the same step. But the tensors of a rank do not
+show which rank was first: a NaN in one pipeline stage reaches the loss in the last stage, and a NaN on one tp rank
+reaches the sums on all tp ranks. So all ranks repeat forward and backward (the weights did not change) with hooks on
+every module. A module is at fault if
 
-    forward     the inputs of a module are finite, its output is not
-    backward    the gradient of its output is finite, the gradient of an input is not
+    forward     its inputs are finite, but its output is not
+    backward    the gradient of its output is finite, but the gradient of an input is not
 
-Hooks run inside out, and before a module's own collective. The ranks of a stage run the same hooks in the same order,
-so the earliest one on any rank is the origin. Stages are in order in forward, and in reverse order in backward.
+Hooks run for inner modules first, and before a module's collective. All ranks of a stage run the same hooks in the same
+order, so the earliest fault is the origin. Stages run first to last in forward, and last to first in backward.
 """
 
 import itertools
@@ -28,16 +28,16 @@ from torchtitan_lite.components.log import describe_rank
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank knows about the step."""
+    """Findings of one rank about the step."""
 
     rank: str  # with its mesh coordinates
     bad_weight: str | None  # FQN of the first parameter that was not finite before the step
-    origin: tuple[int, int, int, str] | None  # sort key of three numbers, and what was not finite
+    origin: tuple[int, int, int, str] | None  # three numbers to sort by, and the name of the tensor that was not finite
     bad_gradient: str | None  # FQN of the first parameter whose gradient was not finite
 
 
 def find_non_finite(parts: list[nn.Module], coordinates: dict[str, int], repeat: Callable[[], object]) -> str:
-    """Return one sentence: which rank and module made the first number that is not finite. Collective.
+    """Return one sentence that names the rank and module of the first NaN or infinity. Collective.
 
     `parts` have the gradients of the step; `repeat` computes them again.
     """
@@ -54,7 +54,7 @@ def find_non_finite(parts: list[nn.Module], coordinates: dict[str, int], repeat:
 def repeat_with_hooks(
     parts: list[nn.Module], pp_rank: int, repeat: Callable[[], object]
 ) -> tuple[int, int, int, str] | None:
-    """Call `repeat`. Return the first number that was not finite, as in `Finding.origin`."""
+    """Call `repeat` with hooks. Return where the first NaN or infinity appeared, as in `Finding.origin`."""
     origins: list[tuple[int, int, int, str]] = []
     calls = itertools.count()
 
@@ -62,7 +62,7 @@ def repeat_with_hooks(
         call, name = next(calls), fqn or "the model"
         if not origins and not is_finite(output) and is_finite((args, kwargs)):
             origins.append((0, pp_rank, call, f"the output of {name}"))
-        is_right = [True]  # the gradient of the output
+        is_right = [True]  # False if the gradient of the output is not finite
         for tensor in list_differentiable(output):
             tensor.register_hook(partial(check_output_gradient, is_right))
         for tensor in list_differentiable((args, kwargs)):
@@ -81,7 +81,7 @@ def repeat_with_hooks(
         for part in parts
         for fqn, module in part.named_modules()
     ]
-    with torch.compiler.set_stance("force_eager"):  # compiled code calls no hooks
+    with torch.compiler.set_stance("force_eager"):  # compiled code does not call hooks
         repeat()
     for handle in handles:
         handle.remove()
@@ -92,9 +92,9 @@ def list_differentiable(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-@torch.no_grad()  # recompute counts the tensors that autograd saves
+@torch.no_grad()  # recompute fails if a hook makes autograd save more tensors
 def is_finite(tree: object) -> bool:
-    """Return whether every floating-point number in this rank's slices of the tensors of a tree is finite."""
+    """Return whether all floating-point values in the local shards of a tree of tensors are finite."""
     for leaf in tree_leaves(tree):
         local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
         if isinstance(local, Tensor) and local.is_floating_point() and not local.isfinite().all():
@@ -103,14 +103,14 @@ def is_finite(tree: object) -> bool:
 
 
 def name_culprit(findings: list[Finding]) -> str:
-    """Return the sentence, from the findings of all ranks."""
+    """Combine the findings of all ranks into one sentence."""
     for finding in findings:
         if finding.bad_weight:
             return f"the weight {finding.bad_weight} on {finding.rank} was not finite before the step"
     if made := [finding for finding in findings if finding.origin]:
         first = min(made, key=lambda finding: finding.origin[:3])
-        return f"{first.rank} made the first: {first.origin[3]}"
+        return f"{first.rank} was first: {first.origin[3]}"
     for finding in findings:
         if finding.bad_gradient:
             return f"the gradient of {finding.bad_gradient} on {finding.rank}; inputs and outputs of modules are finite"
-    return "every gradient is finite: together they are more than fp32 holds"
+    return "every gradient is finite, but their norm overflows fp32"

@@ -1,10 +1,10 @@
-"""Write log lines for people, and one line of progress at the bottom of a terminal.
+"""Write log lines, and one progress line at the bottom of a terminal.
 
     rank 0         INFO and above       stdout, and dump_folder/log.txt with the date
     other ranks    WARNING and above    stderr, with the rank
 
-Modules log through `logging.getLogger(__name__)` and may `paint` words. The formatter removes the color for files and
-pipes.
+Modules log through `logging.getLogger(__name__)` and can color words with `paint`. The formatter removes the color for
+files and pipes.
 """
 
 import logging
@@ -20,12 +20,12 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 def paint(text: str, color: str) -> str:
-    """Wrap `text` in the escape codes of a row of COLORS."""
+    """Color `text` with escape codes. `color` is a key of COLORS."""
     return f"\x1b[{COLORS[color]}m{text}\x1b[0m"
 
 
 class LineFormatter(logging.Formatter):
-    """`12:30:01 text`. Above INFO the line names its level, and on ranks other than 0 the rank."""
+    """Formats lines as `12:30:01 text`. Adds the level if it is above INFO, and the rank if it is not 0."""
 
     def __init__(self, rank: int, *, date_format: str, color: bool, start: str = ""):
         super().__init__("%(message)s", date_format)
@@ -37,18 +37,18 @@ class LineFormatter(logging.Formatter):
             words.append(paint(record.levelname, "red"))
         if self.rank > 0:
             words.append(f"rank {self.rank}:")
-        line = " ".join([*words, super().format(record)])  # with the traceback, if any
+        line = " ".join([*words, super().format(record)])  # includes the traceback, if any
         return self.start + (line if self.color else ESCAPE_CODE.sub("", line))
 
 
 def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) -> None:
-    """Set up the logger of this package in this process; a second call replaces the first. `rank` is the global rank.
+    """Set up this package's logger in this process. A second call replaces the first. `rank` is the global rank.
 
-    `color` allows color on a terminal. Without `dump_folder`, write no log.txt.
+    `color`: use color on a terminal. Without `dump_folder`, no log.txt is written.
     """
     stream = sys.stdout if rank == 0 else sys.stderr
     console = logging.StreamHandler(stream)
-    start = CLEAR_LINE if stream.isatty() else ""  # a ProgressLine may be there
+    start = CLEAR_LINE if stream.isatty() else ""  # erase a ProgressLine
     console.setFormatter(LineFormatter(rank, date_format="%H:%M:%S", color=color and stream.isatty(), start=start))
     handlers: list[logging.Handler] = [console]
     if rank == 0 and dump_folder is not None:
@@ -63,24 +63,24 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
     for handler in handlers:
         logger.addHandler(handler)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logger.propagate = False  # a library that sets up the root logger must not print our lines a second time
+    logger.propagate = False  # otherwise a library that configures the root logger would print every line again
 
 
 def describe_rank(rank: int, coordinates: dict[str, int]) -> str:
-    """Return the rank with its mesh coordinates: `rank 3 (pp 0, dp_replicate 0, dp_shard 1, cp 0, tp 1)`."""
+    """Format a rank and its mesh coordinates: `rank 3 (pp 0, dp_replicate 0, dp_shard 1, cp 0, tp 1)`."""
     return f"rank {rank} ({', '.join(f'{dim} {coordinate}' for dim, coordinate in coordinates.items())})"
 
 
 class ProgressLine:
-    """Show on a terminal how much of a long job is done, and how long the rest will take. Write nothing elsewhere."""
+    """Shows the progress and the remaining time of a long job on a terminal. Writes nothing if stderr is not one."""
 
     def __init__(self, what: str, n: int, *, n_done: int = 0):
-        """`n`: the size of the job, of which `n_done` are done already."""
+        """`n`: total number of items. `n_done`: number of items that are already done."""
         self.what, self.n, self.n_done, self.n_before = what, n, n_done, n_done
         self.started_s = self.shown_s = time.monotonic()
 
     def add(self, n: int = 1) -> None:
-        """Count `n` more as done, and show that at most twice a second."""
+        """Add `n` completed items. Redraw the line at most twice a second."""
         self.n_done += n
         now_s = time.monotonic()
         if now_s - self.shown_s >= 0.5 and sys.stderr.isatty():

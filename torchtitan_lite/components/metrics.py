@@ -1,16 +1,16 @@
-"""Write the records of a run for people, programs and plots. Rank 0 writes; other ranks send nothing.
+"""Write the metrics of a run to a file, the console and TensorBoard. Only rank 0 writes; other ranks send nothing.
 
-    metrics.jsonl         one JSON object a line, with `kind`, `step` and `time`
+    metrics.jsonl         one JSON object per line, with `kind`, `step` and `time`
         start             layout, number of ranks, the step that the run resumes from, restarts of the job
         step              the fields of `describe_step`, and the load of each expert
         validation        val_loss, val_perplexity, val_bits_per_byte
-        save              the checkpoint, and the seconds for which the ranks waited for it
+        save              the checkpoint, and the seconds that the ranks waited for it
         stop              why the run ended
-    console and log.txt   one line a step, and one more if it was validated
+    console and log.txt   one line per logged step, and one per validation
     tb/, wandb            sinks.py, with the tags of torchtitan v0.2
 
 Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
-MFU is the share of the hardware's peak that the model's own FLOPs reach (PaLM, app. B, arXiv:2204.02311).
+MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
 """
 
 import json
@@ -33,7 +33,7 @@ from torchtitan_lite.config.schema import Metrics
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-# Field of a record -> tag in TensorBoard and wandb. torchtitan v0.2 has the same tags, except the last ones.
+# Field of a record -> tag in TensorBoard and wandb. The tags are torchtitan's, except for experts and validation.
 TAGS = {
     "loss": "loss_metrics/global_avg_loss",
     "grad_norm": "grad_norm",
@@ -61,20 +61,20 @@ TAGS = {
 
 def describe_step(
     *,
-    tokens_per_step: int,  # of the global batch, padding included
-    world_size: int,  # all ranks: a pipeline or tensor parallel group shares one batch, and each rank counts
+    tokens_per_step: int,  # in the global batch, including padding
+    world_size: int,  # all ranks, including the pp and tp ranks that share a batch
     flops: FlopsPerToken,
-    peak_flops: float | None,  # of one device, FLOP/s; None: not known
-    step_time_s: float,  # mean wall time of a step since the last record, validation excluded
-    data_time_s: float,  # the part of it in which the host waited for a batch
+    peak_flops: float | None,  # FLOP/s of one device; None: unknown
+    step_time_s: float,  # mean wall time per step since the last record, without validation
+    data_time_s: float,  # the part of step_time_s in which the host waited for a batch
 ) -> dict[str, float | None]:
-    """Return throughput, MFU (0 to 1) and times of a step."""
+    """Return throughput, MFU (from 0 to 1) and times of a step."""
     tokens_per_s_per_rank = tokens_per_step / step_time_s / world_size
     return {
         "tokens_per_s_per_rank": tokens_per_s_per_rank,
         "tflops_per_rank": flops.full * tokens_per_s_per_rank / 1e12,
-        "mfu_full": peak_flops and flops.full * tokens_per_s_per_rank / peak_flops,  # attention counted in full
-        "mfu_causal": peak_flops and flops.causal * tokens_per_s_per_rank / peak_flops,  # half of it: the causal mask
+        "mfu_full": peak_flops and flops.full * tokens_per_s_per_rank / peak_flops,  # counts the full attention matrix
+        "mfu_causal": peak_flops and flops.causal * tokens_per_s_per_rank / peak_flops,  # counts its causal half
         "step_time_s": step_time_s,
         "data_time_s": data_time_s,
         "data_time_share": data_time_s / step_time_s,
@@ -82,41 +82,41 @@ def describe_step(
 
 
 def read_peak_memory(device: torch.device) -> dict[str, float]:
-    """Return the peak memory of this rank: on CUDA since the last call; on a CPU since the process started."""
-    if device.type != "cuda":  # resident, with Python and torch (about 0.3 GiB) in it
-        unit_bytes = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+    """Return the peak memory of this rank: on CUDA since the last call, on a CPU since the process started."""
+    if device.type != "cuda":  # resident memory, including about 0.3 GiB for Python and torch
+        unit_bytes = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
         return {"peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / GIB}
     stats = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     peak_bytes, reserved_bytes = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
     return {
-        "peak_memory_gib": peak_bytes / GIB,  # in live tensors
+        "peak_memory_gib": peak_bytes / GIB,  # live tensors
         "peak_memory_share": peak_bytes / total_bytes,
-        "reserved_memory_gib": reserved_bytes / GIB,  # held by torch's allocator, gaps included
+        "reserved_memory_gib": reserved_bytes / GIB,  # reserved by torch's allocator, including gaps
         "reserved_memory_share": reserved_bytes / total_bytes,
-        "n_alloc_retries": stats["num_alloc_retries"],  # it gave its cache back and asked again: memory is too tight
+        "n_alloc_retries": stats["num_alloc_retries"],  # the allocator freed its cache and retried: memory is tight
         "n_ooms": stats["num_ooms"],
     }
 
 
 def describe_out_of_memory(dump_folder: Path, world_size: int) -> str:
-    """Return one line: the memory of this rank, and the command that forecasts it."""
+    """Return one line: the memory in use on this rank, and the command that predicts memory."""
     peak, live = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     command = f"python -m torchtitan_lite plan --gpus {world_size} --config {shlex.quote(f'{dump_folder}/config.toml')}"
-    return f"out of memory: {peak:,} bytes at the peak, {live:,} bytes live. To see what takes them: {command}"
+    return f"out of memory: {peak:,} bytes at the peak, {live:,} bytes live. To see what uses the memory: {command}"
 
 
 class MetricsWriter:
-    """Write records to metrics.jsonl, the console and the sinks of [metrics]. Only rank 0 makes one.
+    """Writes records to metrics.jsonl, to the console and to the sinks that [metrics] enables. Only rank 0 creates one.
 
-    A resumed run logs each step once: records of an earlier attempt beyond `resumed_step` are dropped.
+    A resumed run logs each step once: it drops the records of an earlier attempt after `resumed_step`.
     """
 
     def __init__(
         self, dump_folder: Path, section: Metrics, *, n_steps: int, resumed_step: int, settings: dict[str, object]
     ):
-        """`n_steps` counts the whole run. `settings` is the config by section, for sinks that show it."""
+        """`n_steps`: number of steps in the whole run. `settings`: the config by section, for sinks that display it."""
         self.n_steps = n_steps
         path = dump_folder / "metrics.jsonl"
         drop_later_steps(path, resumed_step)
@@ -128,7 +128,7 @@ class MetricsWriter:
             self.sinks.append(WandbSink(dump_folder, settings=settings, resumed_step=resumed_step))
 
     def write(self, kind: str, step: int, **fields: object) -> None:
-        """Write one record. JSON has no NaN and no infinity: a number that is not finite becomes null."""
+        """Write one record. JSON has no NaN or infinity, so numbers that are not finite become null."""
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         record = {"kind": kind, "step": step, "time": time, **fields}
         finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
@@ -147,7 +147,7 @@ class MetricsWriter:
 
 
 def format_step(fields: dict[str, object]) -> str:
-    """Format a step for people, in color. metrics.jsonl has all figures."""
+    """Format a step for the console, in color. metrics.jsonl has all figures."""
     loss = paint(f"loss {fields['loss']:.5f}", "green")
     speed = paint(f"{fields['tokens_per_s_per_rank']:,.0f} tok/s/rank", "cyan")
     if fields["mfu_full"] is not None:
@@ -165,7 +165,7 @@ def format_validation(fields: dict[str, object]) -> str:
     return f"{val_loss}  perplexity {fields['val_perplexity']:.4g}  {fields['val_bits_per_byte']:.4f} bits/byte"
 
 
-FORMATS = {"step": format_step, "validation": format_validation}  # kinds that the console shows
+FORMATS = {"step": format_step, "validation": format_validation}  # kinds of records on the console
 
 
 def drop_later_steps(path: Path, last_step: int) -> None:
@@ -181,4 +181,4 @@ def drop_later_steps(path: Path, last_step: int) -> None:
             continue
     new = path.with_name(path.name + ".new")
     new.write_text("".join(kept), encoding="utf-8")
-    os.replace(new, path)  # atomic: a kill loses nothing
+    os.replace(new, path)  # atomic: killing the process here loses nothing

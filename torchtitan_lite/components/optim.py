@@ -19,7 +19,7 @@ from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16, local_tenso
 from torchtitan_lite.config.choices import DECAYS, OPTIMIZERS
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
-# optimizer.name, a row of config/choices.py -> the optimizer over the parameters of all parts of this rank
+# optimizer.name, a row of config/choices.py -> builder of the optimizer for all parameters of this rank
 BUILDERS = {
     "AdamW": lambda parameters, section, implementation: AdamW(
         parameters,
@@ -36,14 +36,14 @@ BUILDERS = {
 
 
 def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOptimizer:
-    """Build one optimizer for all parameters of this rank. Each rank updates its own slices; no communication."""
-    if section.moments_dtype == "bfloat16":  # `check` refuses it unless this is AdamW, fused
+    """Build one optimizer for all parameters of this rank. Each rank updates its own shards; no communication."""
+    if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
         betas = (section.beta1, section.beta2)
         return AdamWBFloat16(parameters, section.lr, betas, section.eps, section.weight_decay, fused=True)
-    # DTensor has no fused SGD (torch 2.13): `fused` then means foreach.
+    # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
     fused = section.implementation == "fused" and OPTIMIZERS[section.name].has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
-    # One group of parameters for each mesh, because torch's kernels take DTensors of one mesh. Experts have their own.
+    # One parameter group per mesh, because torch's kernels need all DTensors on one mesh. Experts have another mesh.
     by_mesh: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -52,9 +52,9 @@ def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOp
 
 
 def learning_rate_factor(section: LRScheduler, step: int) -> float:
-    """Return the share of the peak learning rate at `step` (0 = first): linear warm-up, stable, decay to min_lr_factor.
+    """Return the fraction of the peak learning rate at `step` (0 = first): warm-up, constant, decay to min_lr_factor.
 
-    `total_steps` is resolved. Without decay_ratio the decay follows the warm-up. A run may end during its warm-up.
+    `total_steps` is resolved. Without decay_ratio the decay starts after the warm-up. A run may end during its warm-up.
     """
     if step < section.warmup_steps:
         return (step + 1) / section.warmup_steps
@@ -73,18 +73,18 @@ def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> Lambd
 
 @torch.no_grad()
 def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[Tensor, Tensor]:
-    """Measure the 2-norm of all gradients of the model, and agree on whether to stop.
+    """Compute the 2-norm of all gradients of the model, and decide on all ranks together whether to stop.
 
     `stop_signal`: the signal that this rank received (SIGINT or SIGTERM), or 0.
-    Returns the norm, () fp32, and the signal for which all ranks stop, () int64: 0 for none; SIGTERM wins.
+    Returns the norm, () fp32, and the signal that stops all ranks, () int64: 0 for none; SIGTERM wins.
     """
-    # Each rank works on local shards. As DTensors they would be planned first: 28 ms each on a mesh of three dims.
+    # Work on local shards, because planning a DTensor operation takes 28 ms per tensor on a mesh of three dims.
     by_copies: dict[int, list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         by_copies.setdefault(count_copies(gradient), []).append(local_tensor(gradient))
-    # A shard that n ranks hold, such as a norm weight under tp, counts 1/n on each, so that it counts once in the sum.
+    # If n ranks hold the same shard (a norm weight under tp), each counts 1/n of it, so the sum counts it once.
     squares = sum(sum_squares(shards) / n_copies for n_copies, shards in by_copies.items())
-    # The flags are filled on the device, because a copy from the host would wait for it.
+    # Fill the flags on the device, because a copy from the host would wait for the device.
     flags = [squares.new_full((), stop_signal == number) for number in (signal.SIGINT, signal.SIGTERM)]
     numbers = torch.stack([squares, *flags])
     dist.all_reduce(numbers)  # 24 bytes over all ranks
@@ -94,7 +94,7 @@ def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[T
 
 
 def count_copies(tensor: Tensor) -> int:
-    """Return the number of ranks that hold the same slice of a tensor: 1 if it is not a DTensor."""
+    """Return the number of ranks that hold the same shard of a tensor; 1 if it is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -102,11 +102,11 @@ def count_copies(tensor: Tensor) -> int:
 
 
 def sum_squares(tensors: list[Tensor]) -> Tensor:
-    """Sum the squares of all numbers in `tensors`, which are on one device. Returns () float64.
+    """Sum the squares of all values in `tensors`, which are on one device. Returns () float64.
 
-    A CPU adds fp32 numbers one after another: the norm of 5e7 numbers is then off by 4e-3, and by 1e-3 where eight
-    ranks hold them, so that clipping depends on the layout. There squares are summed in float64, in pieces, because
-    torch widens the whole of its input. A GPU sums in a tree, which is right in fp32.
+    A CPU adds fp32 values one by one. The norm of 5e7 values is off by 4e-3 on one rank but by 1e-3 on eight ranks, so
+    clipping would depend on the layout. CPU tensors are summed in float64, and in pieces, because torch makes a float64
+    copy of each input. A GPU sums in a tree, which is accurate in fp32.
     """
     dtype = None
     if tensors[0].device.type == "cpu":
@@ -118,9 +118,9 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
 def update_weights(optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float) -> Tensor:
     """Clip the gradients to a norm of at most `max_norm` and step the optimizer, if the norm is finite.
 
-    Otherwise gradients, weights and moments do not change. Returns whether it was finite, () bool on the device.
-    Fused kernels read the scale and the flag on the device (the protocol of torch.amp.GradScaler) and clip as they
-    update. Other optimizers need a pass over the gradients and one synchronization per step.
+    Otherwise gradients, weights and moments do not change. Returns whether the norm is finite, () bool on the device.
+    Fused kernels read the scale and the flag on the device (as with torch.amp.GradScaler), and clip during the update.
+    Other optimizers need an extra pass over the gradients and one host-device synchronization per step.
     """
     finite = grad_norm.isfinite()
     divisor = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0)  # 1e-6 as in torch.nn.utils

@@ -1,12 +1,12 @@
-"""Record traces of steps, and snapshots of CUDA memory.
+"""Record Chrome traces of steps, and snapshots of CUDA memory.
 
     steps  1 ... 6   7 ... 9   10         | 11 ... 16   17 ... 19   20      profile_freq 10, warm-up 3, active 1
            idle      warm-up   recorded   | idle        warm-up     recorded
                                -> traces/step-10/rank-R.json        -> traces/step-20/rank-R.json
                                -> memory_snapshot/step-10/rank-R.pickle ...
 
-Open traces at https://ui.perfetto.dev, snapshots at https://pytorch.org/memory_viz. Rank 0 logs torch's table of the
-operators that took most of the time. For recompiles set TORCH_LOGS=recompiles.
+Open traces at https://ui.perfetto.dev and snapshots at https://pytorch.org/memory_viz. Rank 0 logs torch's table of the
+slowest operators. To see recompiles, set TORCH_LOGS=recompiles.
 """
 
 import logging
@@ -21,17 +21,17 @@ from torchtitan_lite.config.schema import Profiling
 
 logger = logging.getLogger(__name__)
 
-N_OPERATORS = 12  # in the log
-MEMORY_EVENTS = 100_000  # allocations and frees in a snapshot: a few steps of a large model, 100 MB
+N_OPERATORS = 12  # rows of the logged table
+MEMORY_EVENTS = 100_000  # allocations and frees per snapshot: a few steps of a large model, 100 MB
 
 
 @contextmanager
 def profile_steps(
     section: Profiling, dump_folder: Path, rank: int, *, resumed_step: int = 0
 ) -> Iterator[Callable[[], None]]:
-    """Context manager of the training loop. Yields a function to call at the end of each step.
+    """Context manager around the training loop. Yields a function to call at the end of each step.
 
-    `resumed_step` is the last step before this process: file names count the steps of the whole run. An incomplete
+    `resumed_step` is the step that the run resumed from: file names count the steps of the whole run. An incomplete
     period at the end of the loop writes no trace.
     """
     profilers = []
@@ -52,7 +52,7 @@ def profile_steps(
 
 
 def make_tracer(section: Profiling, folder: Path, rank: int, resumed_step: int) -> profile:
-    """Make torch's profiler, which records the last steps of each period."""
+    """Create torch's profiler, which records the last steps of each period."""
 
     def write_trace(profiler: profile) -> None:
         if profiler.step_num % section.profile_freq != 0:  # the loop ended in the middle of a recording
@@ -71,12 +71,12 @@ def make_tracer(section: Profiling, folder: Path, rank: int, resumed_step: int) 
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether a GPU's memory ran out. torch's pipeline raises another error from that one."""
+    """Return whether the error is a CUDA out-of-memory error, or was raised from one as torch's pipeline does."""
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__))
 
 
 class MemorySnapshots:
-    """Context manager: write this GPU's allocations and their stacks after each period, and when memory runs out."""
+    """Context manager that writes this GPU's allocations and their stacks after each period and on out of memory."""
 
     def __init__(self, profile_freq: int, folder: Path, rank: int, resumed_step: int):
         self.profile_freq, self.folder, self.rank = profile_freq, folder, rank

@@ -1,18 +1,17 @@
-"""Stop a run on SIGINT or SIGTERM after a step that all ranks agree on: Ctrl-C, scancel, pre-emption, a spot notice.
+"""Stop all ranks after the same step on SIGINT or SIGTERM: Ctrl-C, scancel, preemption, a spot termination notice.
 
     rank that gets a signal   step s - 1 ... | forward, backward | all-reduce | update | save, end
-                              notes it                             its signal
+                              stores it                            sends it
     every other rank          step s - 1 ... | forward, backward | all-reduce | update | save, end
-                                                                   reads it
+                                                                   receives it
 
 Ranks get a signal at different times, and some get none. Each rank adds its signal to the all-reduce of the gradient
-norm (components/optim.py), which every rank reads once per step. So all ranks stop after the same step, without a
-message of its own.
+norm (components/optim.py), which every rank reads once per step. So all ranks stop after the same step, without an
+extra collective.
 
-One signal, however often it arrives within 5 s, stops the run after a step. `timeout`, systemd, Slurm and terminals
-signal the launcher and the ranks, and the launcher passes the signal on, so a rank gets several copies. An impatient
-second Ctrl-C within the 5 s is also taken for a copy. A signal after the 5 s ends the process at once. So does the
-first one before the end of the first step, because there is nothing to save.
+All signals within 5 s count as one. `timeout`, systemd, Slurm and terminals signal the launcher and the ranks, and the
+launcher forwards the signal, so a rank gets several copies. A later signal ends the process immediately. Before the end
+of the first step, the first signal already does, because there is nothing to save.
 """
 
 import logging
@@ -33,31 +32,31 @@ COPIES_ARRIVE_WITHIN_S = 5.0
 
 
 class StopRequest:
-    """The signal that this process received. Without `listen`, it receives none. `rank` is for messages."""
+    """Holds the signal that this process received. Call `listen` to receive signals. `rank` is for messages."""
 
     def __init__(self, rank: str = ""):
         self.rank = rank
         self.received: signal.Signals | None = None
         self.received_at_s = 0.0
-        self.is_first_step = True  # nothing is worth saving yet
+        self.is_first_step = True  # there is nothing to save yet
 
     @property
     def requested(self) -> int:
-        """The signal for which this rank wants to stop; 0: none."""
+        """The signal that this rank received, as a number; 0: none."""
         return self.received or 0
 
     def listen(self) -> None:
-        """Record the signals of this process from now on. Call it in the main thread.
+        """Start receiving signals. Call this in the main thread.
 
-        A thread reads them from a pipe that C code writes to: no Python handler runs while the main thread waits for a
-        device or for a peer.
+        A thread reads the signals from a pipe that C code writes to, because no Python signal handler runs while the
+        main thread waits for a device or for a peer.
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
-            signal.siginterrupt(number, False)  # no library sees a call interrupted
+            signal.siginterrupt(number, False)  # do not interrupt system calls of libraries
         threading.Thread(target=self.read, args=(reader,), name="signals", daemon=True).start()
 
     def read(self, reader: int) -> None:
@@ -66,19 +65,19 @@ class StopRequest:
                 self.note(signal.Signals(number))
 
     def note(self, received: signal.Signals) -> None:
-        """Keep the first signal until the end of a step. End this process on a later one, or before the first step."""
+        """Store the first signal until the end of a step. End this process on a later one, or during the first step."""
         now_s = time.monotonic()
         if self.is_first_step:
             self.end(received, "before the end of its first step, so there is nothing to save")
         elif self.received is None:
             self.received, self.received_at_s = received, now_s
-            later = f"a signal later than {COPIES_ARRIVE_WITHIN_S:g} s from now ends it at once"
+            later = f"a signal more than {COPIES_ARRIVE_WITHIN_S:g} s from now ends it immediately"
             logger.info(f"{received.name}: the run stops at the end of a step; {later}")
         elif now_s - self.received_at_s > COPIES_ARRIVE_WITHIN_S:
-            self.end(received, "at once, because this is the second signal")
+            self.end(received, "immediately, because this is the second signal")
 
     def end(self, received: signal.Signals, when: str) -> NoReturn:
-        """End this process from any thread, with exit status 128 + signal, as shells report it."""
+        """End this process from any thread, with exit status 128 + signal number, the convention of shells."""
         os.write(2, f"rank {self.rank} was stopped by {received.name} {when}\n".encode())
         os._exit(128 + received)
 
@@ -86,18 +85,18 @@ class StopRequest:
 def describe_stop(
     received: int, step: int, config: Config, newest: Path | None, args: list[str], ngpu: str | None
 ) -> str:
-    """Return one line: where the run stopped, its newest checkpoint, and the command that continues the run.
+    """Return one line: the step at which the run stopped, its newest checkpoint, and the command that resumes it.
 
     `args` are the arguments of the run, `ngpu` is the environment variable NGPU.
     """
     stopped = f"stopped by {signal.Signals(received).name} after step {step} of {config.training.steps}"
     if newest is None:
-        return f"{stopped}; nothing is saved{'' if config.checkpoint.enable else ', which takes --checkpoint.enable'}"
+        return f"{stopped}; nothing is saved{'' if config.checkpoint.enable else ' (add --checkpoint.enable)'}"
     return f"{stopped}; {describe_newest(newest, config, args, ngpu)}"
 
 
 def describe_newest(newest: Path, config: Config, args: list[str], ngpu: str | None) -> str:
-    """Return the newest checkpoint and the command that continues the run from it. See describe_stop."""
+    """Name the newest checkpoint and the command that resumes from it. For the arguments see describe_stop."""
     variable = f"NGPU={ngpu} " if ngpu else ""
     changes = ["--job.no_overwrite"] if config.job.overwrite else []
     changes += ["--checkpoint.load_step=-1"] if config.checkpoint.load_step != -1 else []

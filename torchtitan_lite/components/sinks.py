@@ -1,7 +1,7 @@
-"""Send the numbers of a run to TensorBoard and Weights & Biases, besides its log and metrics.jsonl.
+"""Send metrics to TensorBoard and Weights & Biases, in addition to the log and metrics.jsonl.
 
-A sink has `write(step, scalars)`, with a number for each tag, and `close()`. Only rank 0 makes one. wandb reads its own
-environment variables (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WANDB_API_KEY). A resumed run continues its page.
+A sink has `write(step, scalars)`, with `scalars` from tag to value, and `close()`. Only rank 0 creates sinks. wandb
+reads the environment (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WANDB_API_KEY). A resumed run continues there.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from torchtitan_lite.config.files import import_extra
 
 
 class TensorBoardSink:
-    """Write events to a folder. TensorBoard deletes no events: its readers skip events of earlier attempts."""
+    """Writes events to a folder. TensorBoard keeps events of earlier attempts in its files, but does not show them."""
 
     def __init__(self, folder: Path, *, resumed_step: int):
         self.writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
@@ -20,17 +20,17 @@ class TensorBoardSink:
     def write(self, step: int, scalars: dict[str, float]) -> None:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        self.writer.flush()  # half a millisecond: a thread of its own writes the file
+        self.writer.flush()  # takes half a millisecond, because a background thread writes the file
 
     def close(self) -> None:
         self.writer.close()
 
 
 class WandbSink:
-    """Write a run of Weights & Biases, whose own files are in `folder`/wandb. The package is the extra `wandb`."""
+    """Writes to Weights & Biases, which stores its local files in `folder`/wandb. Needs the extra `wandb`."""
 
     def __init__(self, folder: Path, *, settings: dict[str, object], resumed_step: int):
-        """`settings`: the config, section by section."""
+        """`settings`: the config by section."""
         wandb = import_extra("wandb", "wandb")
         self.run = wandb.init(dir=str(folder), config=settings, resume="auto" if resumed_step else None)
 

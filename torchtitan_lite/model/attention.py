@@ -1,21 +1,21 @@
-"""The kinds of attention (model.attention). Each is a module that a block holds as `attention.inner`.
+"""Kinds of attention (model.attention). Each is a module that a block uses as `attention.inner`.
 
-    causal      a token sees itself and all tokens before it
-    document    a token sees itself and all tokens before it in its own document
+    causal      a token attends to itself and all earlier tokens
+    document    a token attends to itself and all earlier tokens in its document
 
-    doc_ids     0 0 0 1 1 2 2 2       keys that query 4 sees: 3, 4
+    doc_ids     0 0 0 1 1 2 2 2       query 4 attends to keys 3 and 4
     positions   0 1 2 0 1 0 1 2       restart with each document (data/dataset.py)
 
-On a CPU document attention uses an explicit mask (B, 1, queries, keys), readable and slow. On CUDA it is compiled flex
-attention, which reads only the blocks of 128 x 128 pairs that a document reaches. The model plans these blocks once per
-batch, before the first layer. Both are compiled, so no mask of queries x keys is stored.
+On a CPU, document attention uses an explicit mask (B, 1, queries, keys), which is simple but slow. On CUDA it uses
+compiled flex attention, which reads only blocks of 128 x 128 pairs that contain unmasked pairs. The model plans these
+blocks once per batch, before the first layer. The planning is compiled too, so no mask of queries x keys is stored.
 
-Queries and keys may be any part of the sequence in any order: a context-parallel rank asks for its own queries. The
-CUDA path was not run on a GPU; on a CPU, tests check its blocks, its outputs, and that it compiles without a graph
-break.
+Queries and keys may be any part of the sequence in any order, because a context-parallel rank has only some queries.
+The CUDA path was never run on a GPU; on a CPU, tests check its blocks, its outputs, and that it compiles without a
+graph break.
 
-To add a kind, write a module here with a row in ATTENTION_MODULES, and a row in config/choices.py. That row says where
-else it can be computed: under context parallel, in the cache of `generate`.
+To add a kind, add a module with a row in ATTENTION_MODULES here, and a row in config/choices.py. That row says whether
+it also works under context parallel and with the KV cache of `generate`.
 
 Legend: B batch, S sequence, Q and K queries and keys of one call, E head dim.
 Sources: documents in a batch: Llama 3, arXiv:2407.21783; FlexAttention arXiv:2412.05496.
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-LEAST_HEAD_DIM = 16  # of flex attention on CUDA
+LEAST_HEAD_DIM = 16  # minimum of flex attention on CUDA
 
 
 class CausalAttention(nn.Module):
@@ -62,11 +62,11 @@ def attend_within_documents(
 ) -> Tensor:
     """Attend with an explicit mask. query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E).
 
-    doc_ids (B, S) of the whole sequence; query_positions (Q,) and key_positions (K,) index into it. Raises ValueError
+    doc_ids (B, S) cover the full sequence; query_positions (Q,) and key_positions (K,) index into it. Raises ValueError
     without doc_ids.
     """
     if doc_ids is None:
-        raise ValueError('model.attention = "document" needs doc_ids (B, S): the model was called without')
+        raise ValueError('model.attention = "document" needs doc_ids (B, S), but the model was called without them')
     same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_positions]
     mask = same & (query_positions[:, None] >= key_positions)  # (B, Q, K)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], enable_gqa=True)
@@ -77,32 +77,32 @@ def attend_within_documents(
 
 def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask) -> Tensor:
     """query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E)."""
-    # A compiled block compiles it too. Not compiled, it makes all the scores.
+    # Inside a compiled block, flex attention is compiled with it. In eager mode it would store all scores.
     attend = flex_attention if torch.compiler.is_compiling() else compile_once(flex_attention)
     head_dim = query.shape[-1]
-    missing = max(0, LEAST_HEAD_DIM - head_dim)  # zeros change no score
+    missing = max(0, LEAST_HEAD_DIM - head_dim)  # padding with zeros does not change the scores
     query, key, value = (F.pad(each, (0, missing)) if missing else each for each in (query, key, value))
     return attend(query, key, value, block_mask=blocks, enable_gqa=True, scale=head_dim**-0.5)[..., :head_dim]
 
 
 @cache
 def compile_once(function: Callable) -> Callable:
-    """Return the compiled function: at its first use, because torch.compile loads inductor (1 s and 50 MB)."""
-    # The option shows the compiled region to per-op recompute, which keeps its output (activation_checkpoint.py).
+    """Return the compiled function. Called at its first use, because torch.compile loads inductor (1 s and 50 MB)."""
+    # The option shows compiled regions to per-op recompute, which keeps their output (activation_checkpoint.py).
     is_visible = hasattr(torch.ops.higher_order, "inductor_compiled_code")
     options = {"wrap_inductor_compiled_regions": True} if is_visible else None
     return torch.compile(function, dynamic=False, options=options)
 
 
 def plan_documents(doc_ids: Tensor, *positions: Tensor) -> Tensor | BlockMask:
-    """Return the blocks that flex attention reads, as `plan_blocks`; on a CPU return doc_ids (B, S)."""
+    """Return the result of `plan_blocks`; on a CPU, return doc_ids (B, S)."""
     return doc_ids if doc_ids.device.type == "cpu" else plan_blocks(doc_ids, *positions)
 
 
 def plan_blocks(
     doc_ids: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None
 ) -> BlockMask:
-    """Plan which blocks of queries x keys flex attention reads. Without positions, both are the whole sequence."""
+    """Plan which blocks of queries x keys flex attention reads. Positions default to the full sequence."""
     query_docs, key_docs = (
         doc_ids if positions is None else doc_ids[:, positions] for positions in (query_positions, key_positions)
     )

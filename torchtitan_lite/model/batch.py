@@ -11,9 +11,9 @@ class Batch:
     """Rows of a global batch. Each field is (B, S) int64."""
 
     tokens: Tensor
-    targets: Tensor  # the token after each one; IGNORE_INDEX if it is not counted
-    positions: Tensor  # of a token in its row, or in its document
-    doc_ids: Tensor  # number of a token's document in its row, from 0
+    targets: Tensor  # the next token; IGNORE_INDEX if it does not count
+    positions: Tensor  # position of each token in its row, or in its document
+    doc_ids: Tensor  # index of each token's document in its row, from 0
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Batch":
         return Batch(*(field.to(device, non_blocking=non_blocking) for field in self._fields()))
@@ -25,7 +25,7 @@ class Batch:
         return Batch(*(field.pin_memory() for field in self._fields()))
 
     def split(self, n: int) -> "list[Batch]":
-        """Return n microbatches of equally many rows, in order."""
+        """Split into n microbatches of equal size, in order."""
         assert self.tokens.shape[0] % n == 0, f"{self.tokens.shape[0]} rows do not split into {n} equal parts"
         return [Batch(*fields) for fields in zip(*(field.chunk(n) for field in self._fields()), strict=True)]
 

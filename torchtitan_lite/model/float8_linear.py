@@ -1,21 +1,21 @@
-"""A linear layer that multiplies in float8: 8 bits a number, at twice the matmul rate of bfloat16.
+"""A linear layer that multiplies in float8: 8 bits per value, at twice the matmul rate of bfloat16.
 
-    y  = x  @ w.T      forward       both factors of each matmul are rounded to float8 just before it;
-    dx = dy @ w        backward      products are summed in fp32 and leave in the dtype of x
+    y  = x  @ w.T      forward       both operands of each matmul are rounded to float8 just before it;
+    dx = dy @ w        backward      products are summed in fp32, and the result has the dtype of x
     dw = dy.T @ x
 
-A float8 has 2 or 3 bits of fraction and little range, so a tensor is first scaled until its largest number is the
-largest float8. The recipe decides which numbers share a scale:
+A float8 has a mantissa of 2 or 3 bits and a small range. So each tensor is first scaled: its largest value becomes the
+largest float8. The recipe says which values share a scale:
 
-    recipe               one scale for each                   dy     dw
-    tensorwise           tensor                               e5m2   in float8
-    rowwise              vector that a dot product runs over  e4m3   in float8
-    rowwise_with_gw_hp   the same; for dx, w as a whole       e4m3   as before, in high precision
+    recipe               one scale for each                        dy     dw
+    tensorwise           tensor                                    e5m2   in float8
+    rowwise              row or column that a dot product sums     e4m3   in float8
+    rowwise_with_gw_hp   the same, but one scale for all of w in dx e4m3   not in float8
 
-x and w are always e4m3 (3 bits of fraction, up to 448); e5m2 has one bit less and reaches 57,344. Rowwise scales are
-powers of two. Scaling by them rounds nothing, so a number is the same float8 in forward and backward.
+x and w are always e4m3 (mantissa of 3 bits, up to 448). e5m2 has one bit less, and reaches 57,344. Rowwise scales are
+powers of two. Multiplying by them is exact, so a value becomes the same float8 in forward and backward.
 
-Legend: M tokens, K in features, N out features. Sources: arXiv:2209.05433; the recipes are torchao's.
+Legend: M tokens, K in features, N out features. Sources: arXiv:2209.05433; the recipes come from torchao.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LEAST_AMAX = 1e-12  # so that a tensor of zeros has a scale
+LEAST_AMAX = 1e-12  # gives a tensor of zeros a finite scale
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class Float8Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    by_row: bool  # one scale for each vector that a dot product runs over; else one for the tensor
-    of_gradient: torch.dtype  # dtype of dy: with more range if the whole tensor shares a scale
+    by_row: bool  # one scale for each row or column that a dot product sums; otherwise one for the tensor
+    of_gradient: torch.dtype  # dtype of dy; needs more range if the whole tensor shares a scale
     dw_in_float8: bool
 
     def round(self, x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> Float8Tensor:
-        """Round to float8, with one scale for each vector along `dim` if `by_row`. None: one scale for the tensor."""
+        """Round to float8. With `by_row`, one scale for each vector along `dim`; with dim None, one for the tensor."""
         amax = x.abs().amax(dim, keepdim=True) if self.by_row and dim is not None else x.abs().amax()
         scale = choose_scale(amax, dtype, power_of_two=self.by_row)
         return Float8Tensor(cast(x, scale, dtype), scale)
 
 
-RECIPES = {  # TOML's recipe_name
+RECIPES = {  # quantize.linear.float8.recipe_name
     "tensorwise": Recipe(by_row=False, of_gradient=E5M2, dw_in_float8=True),
     "rowwise": Recipe(by_row=True, of_gradient=E4M3, dw_in_float8=True),
     "rowwise_with_gw_hp": Recipe(by_row=True, of_gradient=E4M3, dw_in_float8=False),
@@ -59,28 +59,28 @@ RECIPES = {  # TOML's recipe_name
 
 
 def choose_scale(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Tensor:
-    """Return the scale, fp32, that maps `amax` to the largest float8. By fp64: compiled fp32 code rounds otherwise."""
+    """Return the fp32 scale that maps `amax` to the largest float8. In fp64, as compiled fp32 rounds differently."""
     scale = (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
     return scale.log2().floor().exp2() if power_of_two else scale
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x * scale to float8. Clamped, because torch before 2.12 turns larger numbers into nan or infinity."""
+    """Round x * scale to float8. Clamp first, because torch before 2.12 turns larger values into nan or infinity."""
     largest = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
 
 def multiply(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, emulate: bool, fast: bool = False) -> Tensor:
-    """Multiply a (M, K) @ b (K, N) -> (M, N). `fast`: accumulate in fewer bits, which suffices for activations.
+    """Multiply a (M, K) @ b (K, N) -> (M, N). `fast`: accumulate in fewer bits, which is enough for activations.
 
-    `emulate`: round in the same way, then multiply in fp32, which runs on every device.
+    `emulate`: multiply the rounded values in fp32, which runs on every device.
     """
     if emulate:
         return ((a.data.float() / a.scale) @ (b.data.float() / b.scale)).to(dtype)
     scale_a, scale_b = a.scale.reciprocal(), b.scale.reciprocal()
     by_row = a.scale.dim() > 0
     scale_after = None
-    if by_row and not fast:  # the kernel that scales rows is slow when it sums exactly; the kernel for tensors is not
+    if by_row and not fast:  # with exact accumulation, the rowwise kernel is slow, but the tensorwise kernel is not
         scale_after = scale_a * scale_b
         scale_a = scale_b = torch.ones((), device=scale_a.device)
     product = torch._scaled_mm(
@@ -88,16 +88,16 @@ def multiply(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, emulate: b
         b.data.t().contiguous().t(),  # column-major
         scale_a=scale_a,
         scale_b=scale_b,
-        out_dtype=torch.bfloat16 if by_row else dtype,  # by row there is no fp32 output
+        out_dtype=torch.bfloat16 if by_row else dtype,  # the rowwise kernel has no fp32 output
         use_fast_accum=fast,
     )
     return (product if scale_after is None else (product * scale_after).bfloat16()).to(dtype)
 
 
 class Float8MatmulFunction(torch.autograd.Function):
-    """x (..., K), weight (N, K) -> (..., N). Saves x and the weight for backward, as any linear layer does.
+    """x (..., K), weight (N, K) -> (..., N). Saves x and the weight for backward, like any linear layer.
 
-    A weight that was gathered as float8 (tensorwise) comes as `data8` and `scale`; `weight` then only receives its
+    A weight that FSDP gathered in float8 (tensorwise) is passed as `data8` and `scale`; `weight` then only receives the
     gradient.
     """
 
@@ -118,14 +118,14 @@ class Float8MatmulFunction(torch.autograd.Function):
         rows = dy.flatten(0, -2)  # (M, N)
         dy8 = recipe.round(rows, 1, recipe.of_gradient)
         dx = dw = None
-        if ctx.needs_input_grad[0]:  # a dot product runs over N: a scale for each column of w
+        if ctx.needs_input_grad[0]:  # dot products sum over N: one scale per column of w
             w8 = Float8Tensor(data8, scale)
             if data8 is None:
                 w8 = recipe.round(weight, 0 if recipe.dw_in_float8 else None)
             dx = multiply(dy8, w8, **options).view_as(x)
         if ctx.needs_input_grad[1] and not recipe.dw_in_float8:
             dw = rows.t() @ x.flatten(0, -2)
-        elif ctx.needs_input_grad[1]:  # and here over M
+        elif ctx.needs_input_grad[1]:  # dot products sum over M
             if recipe.by_row:
                 dy8 = recipe.round(rows, 0, recipe.of_gradient)
             dw = multiply(dy8.t(), recipe.round(x.flatten(0, -2), 0), **options)
@@ -133,7 +133,7 @@ class Float8MatmulFunction(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """nn.Linear without bias that multiplies in float8. The trained and saved weight is fp32."""
+    """nn.Linear without bias that multiplies in float8. Its trained and saved weight is fp32."""
 
     def __init__(self, in_features: int, out_features: int, *, recipe_name: str, emulate: bool):
         super().__init__(in_features, out_features, bias=False)

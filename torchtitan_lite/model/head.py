@@ -1,19 +1,19 @@
 """The head: hidden states to logits, or to the sum of token losses.
 
-One module does both: hidden states and targets go in, the loss comes out. So a pipeline's last stage, tensor parallel
-and the chunked loss need no second path.
+The projection and the loss are one module: hidden states and targets go in, the loss comes out. The last pipeline
+stage, tensor parallel and the chunked loss share this code path.
 
-The chunked loss never holds all logits. It computes the head's matmul and the loss for one chunk of tokens at a time:
+The chunked loss never stores all logits. It computes the projection and the loss for one chunk of tokens at a time:
 
-    hidden (N, D)   forward, for each chunk                                       kept for backward
+    hidden (N, D)   forward, for each chunk                                       saved for backward
     [n tokens]      logits (n, V) -> losses, added to the sum ()
-    [n tokens]                    -> gradient of logits (n, V)  -> x weight       its rows of grad_hidden (N, D)
+    [n tokens]                    -> gradient of logits (n, V)  -> x weight       rows of grad_hidden (N, D)
     [n tokens]                                                  -> x hidden       added to grad_weight (V, D)
 
-Backward only scales the gradient of a sum of losses, so forward computes this gradient while it has the logits. Logits
-are computed once, by the same three matmuls as in the plain loss. The plain loss holds several tensors of N x V
-numbers, 4 GiB each in fp32 for 8,192 tokens of Llama 3. The chunked loss holds n x V numbers and grad_weight. Under TP,
-subclasses in parallel/tensor_parallel.py compute the loss of a split vocabulary.
+Backward only scales the gradient of a sum of losses, so forward computes this gradient while it has the logits.
+The logits are computed once, with the same three matmuls as the plain loss. The plain loss stores several tensors of
+N x V values, 4 GiB each in fp32 for 8,192 tokens of Llama 3. The chunked loss stores n x V values and grad_weight. With
+TP, subclasses in parallel/tensor_parallel.py compute the loss from a sharded vocabulary.
 
 Legend: B batch, S sequence, N = B*S tokens, n tokens of a chunk, D model dim, V vocabulary.
 """
@@ -23,21 +23,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-IGNORE_INDEX = -100  # a target that is not counted, neither in the loss nor in the number of tokens
+IGNORE_INDEX = -100  # a target that counts neither in the loss nor in the number of tokens
 
 
 class Head(nn.Linear):
-    """The last projection, `output.weight` (V, D)."""
+    """The output projection, `output.weight` (V, D), and the loss."""
 
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
-        self.chunked_loss: nn.Module | None = None  # if set, it computes logits and loss chunk by chunk
+        self.chunked_loss: nn.Module | None = None  # if set, computes logits and loss chunk by chunk
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """hidden (B, S, D) -> logits (B, S, V); with targets (B, S) -> the sum of token losses, () fp32.
 
-        A sum and not a mean: the number of counted tokens differs from rank to rank and microbatch to microbatch, so a
-        mean of means would weigh tokens unequally. `step.py` divides by the counted tokens of the global batch.
+        The loss is a sum, because ranks and microbatches have different numbers of counted tokens: a mean of means
+        would weigh tokens unequally. `step.py` divides by the counted tokens of the global batch.
         """
         if targets is not None and self.chunked_loss is not None:
             return self.chunked_loss(hidden, self.weight, targets)
@@ -45,7 +45,7 @@ class Head(nn.Linear):
         return logits if targets is None else self.sum_token_losses(logits.flatten(0, 1), targets.flatten())
 
     def sum_token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits (N, V), targets (N,) int64 with IGNORE_INDEX -> the sum of the cross entropies, () fp32."""
+        """logits (N, V), targets (N,) int64 with IGNORE_INDEX -> summed cross entropy, () fp32."""
         return F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
@@ -55,10 +55,10 @@ def count_valid_tokens(targets: Tensor) -> Tensor:
 
 
 class ChunkedLoss(nn.Module):
-    """Sum of the cross entropy of all valid tokens, in fp32: the same as Head.sum_token_losses."""
+    """Summed cross entropy of all valid tokens, in fp32. Computes the same value as Head.sum_token_losses."""
 
     def __init__(self, chunk_tokens: int):
-        """`chunk_tokens` 0: one chunk of all tokens."""
+        """With `chunk_tokens` = 0, all tokens form one chunk."""
         super().__init__()
         self.chunk_tokens = chunk_tokens
 
@@ -76,15 +76,15 @@ class ChunkedLoss(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """logits (n, V), targets (n,) -> sum of losses, () fp32, and its gradient with respect to the logits, (n, V).
 
-        The first logit belongs to `first_id`. Logits are overwritten. Compiled if compile.components has "loss".
+        Column 0 of the logits is token id `first_id`. Overwrites the logits. Compiled if compile.components has "loss".
         """
         column = (targets - first_id)[:, None]
-        is_here = (column >= 0) & (column < logits.shape[1])  # IGNORE_INDEX is negative: never
+        is_here = (column >= 0) & (column < logits.shape[1])  # False for IGNORE_INDEX, which is negative
         column = column.where(is_here, 0)
         counted = targets[:, None] != IGNORE_INDEX
 
         values = logits.float()
-        of_target = values.gather(1, column).where(is_here, 0)  # (n, 1), as all that follows but `values`
+        of_target = values.gather(1, column).where(is_here, 0)  # (n, 1), like all tensors below except `values`
         largest = values.amax(1, keepdim=True)
         values.sub_(largest).exp_()
         log_total = largest + values.sum(1, keepdim=True).log()
@@ -98,18 +98,18 @@ class ChunkedLoss(nn.Module):
         return loss, values.to(logits.dtype).scatter_(1, column, at_target.to(logits.dtype))
 
     def combine(self, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-sum-exp and target logit over the whole vocabulary. A subclass may hold only part of it."""
+        """Return log-sum-exp and target logit over the full vocabulary. Subclasses reduce over vocabulary shards."""
         return log_total, of_target
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The loop over chunks as one autograd function."""
+    """The loop over all chunks, as one autograd function."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, loss: ChunkedLoss) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # the sum over many chunks would lose bits in bf16
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # a sum over many chunks is too inexact in bf16
         n = loss.chunk_tokens or len(hidden)
         pieces = (tensor.split(n) for tensor in (hidden, targets, grad_hidden))
         for some_hidden, some_targets, some_grad_hidden in zip(*pieces, strict=True):
@@ -117,23 +117,23 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             total += some_loss
             torch.mm(grad_logits, weight, out=some_grad_hidden)
             add_product(grad_weight, grad_logits.t(), some_hidden)
-            del grad_logits  # before the next chunk's logits are there
+            del grad_logits  # free it before allocating the next chunk's logits
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        # Not in place: a schedule that splits its backward comes here twice.
+        # Not in place: a pipeline schedule that splits backward calls this twice.
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad_total, grad_weight * grad_total, None, None
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total`, fp32, in place."""
+    """Add a @ b to `total` (fp32) in place."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda:  # the matmul itself adds in fp32; there is no such kernel for a CPU
+    elif a.is_cuda:  # the matmul kernel accumulates into fp32; CPUs have no such kernel
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b

@@ -1,12 +1,12 @@
-"""A cache of keys and values: one more token costs the work of one token, not of the whole text.
+"""KV cache: with cached keys and values, reading one more token does not recompute the earlier tokens.
 
-    read([a, b, c])    computes keys and values of a b c      keeps a b c .      returns the logits after c
-    read([d])          computes keys and values of d only     keeps a b c d      returns the logits after d
-    rewind(3)          computes nothing                       keeps a b c .      as if d had never been read
+    read([a, b, c])    computes keys and values of a b c      caches a b c .     returns the logits after c
+    read([d])          computes keys and values of d only     caches a b c d     returns the logits after d
+    rewind(3)          computes nothing                       caches a b c .     removes d
 
 The cache replaces the submodule `attention.inner`, as document attention and context parallel do, so training and
-generation run the same model code. It computes causal attention over one document that starts at position 0. A row of
-config/choices.py says whether this is right for a value of `model.attention`: ATTENTIONS[name].is_plain.
+generation run the same model code. It computes causal attention over one document that starts at position 0. In
+config/choices.py, ATTENTIONS[name].is_plain says whether this is correct for a value of `model.attention`.
 
 Legend: B batch (1 here), S sequence, Q tokens being read, L tokens read so far, H heads, K kv heads, E head dim.
 """
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# cuDNN's kernel is left out: it builds a plan for each length of the text, 0.4 s each.
+# Without cuDNN, because it takes 0.4 s to plan each new text length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class CachedAttention(nn.Module):
-    """Causal attention of the tokens being read to themselves and to all tokens before them."""
+    """Causal attention from the tokens being read to themselves and to all cached tokens."""
 
     def __init__(self):
         super().__init__()
@@ -30,10 +30,10 @@ class CachedAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
         new = torch.stack((key, value))
-        # Copies the cache, which attention reads in any case. In return no capacity must be known in advance.
+        # This copies the cache, but attention reads all of it anyway, and no capacity must be known in advance.
         self.kept = new if self.kept is None else torch.cat((self.kept, new), dim=3)
         n_read, n_kept = query.shape[2], self.kept.shape[3]
-        mask = None  # a single token attends to everything; the first tokens need no mask (Q, L)
+        mask = None  # a single token attends to everything; an empty cache needs only is_causal
         if 1 < n_read < n_kept:
             mask = torch.ones(n_read, n_kept, dtype=torch.bool, device=query.device).tril(n_kept - n_read)
         return F.scaled_dot_product_attention(
@@ -42,19 +42,19 @@ class CachedAttention(nn.Module):
 
 
 class CachedModel:
-    """A whole model with a cache in every block. Changes the model: train with another copy."""
+    """A full model with a KV cache in every block. Modifies the model, so do not train it afterwards."""
 
     def __init__(self, model: nn.Module):
         self.model, self.length = model, 0
         self.caches = [CachedAttention() for _ in model.layers]
         for block, cache in zip(model.layers.values(), self.caches, strict=True):
             block.attention.inner = cache
-        # Only the last token's logits are needed; V numbers for each token of a long prompt are gigabytes.
+        # Only the last token's logits are needed. Logits for every token of a long prompt would take gigabytes.
         model.norm.register_forward_pre_hook(lambda norm, args: (args[0][:, -1:],))
 
     @torch.inference_mode()
     def read(self, tokens: list[int]) -> Tensor:
-        """Read `tokens` after those that are kept. Return the logits of the next token, (V,) fp32 on the CPU."""
+        """Append `tokens` to the cached text. Return the logits of the next token, (V,) fp32 on the CPU."""
         device = self.model.tok_embeddings.weight.device
         positions = torch.arange(self.length, self.length + len(tokens), device=device)[None]
         with sdpa_kernel(KERNELS):

@@ -1,16 +1,16 @@
-"""Llama 3, 3.1 and 3.2 as plain single-device code: no ranks, no groups, no environment.
+"""Llama 3, 3.1 and 3.2 as plain single-device code: no ranks, no process groups, no environment variables.
 
     tokens -> tok_embeddings -> n_layers x (attention, feed-forward) -> norm -> output -> logits, or the loss
 
-Mixtral is the same with experts for a feed-forward (moe.py). Qwen3 norms each query and key head, with or without
-experts.
+Mixtral is the same model with experts in place of the feed-forward (moe.py). Qwen3 adds an RMSNorm to each query and
+key head, with or without experts.
 
 Legend: B batch, S sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim, V vocabulary.
 Sources: Llama 3, arXiv:2407.21783; RoPE 2104.09864; RMSNorm 1910.07467; SwiGLU 2002.05202; GQA 2305.13245;
 QK-norm 2302.05442.
 
-Names of modules and parameters are those of Meta's checkpoints (`layers.3.attention.wq.weight`), and so is the order
-of the rotary pairs: neighboring numbers (2i, 2i+1) of a head turn together.
+Modules and parameters have the names of Meta's checkpoints (`layers.3.attention.wq.weight`). Rotary pairs also follow
+Meta's order: the neighboring features (2i, 2i+1) of a head are rotated together.
 """
 
 import math
@@ -26,14 +26,14 @@ from torchtitan_lite.model.moe import MoE
 
 
 class Llama3(nn.Module):
-    """The whole model, or what a pipeline stage keeps of it: any of the four children may be None (layers: fewer)."""
+    """The full model, or a pipeline stage of it: absent children are None, and `layers` has only the stage's layers."""
 
     def __init__(self, model_args: ModelArgs, *, attention: str = "causal"):
-        """`attention` is a row of ATTENTION_MODULES (attention.py)."""
+        """`attention` is a key of ATTENTION_MODULES (attention.py)."""
         super().__init__()
         self.model_args = model_args
         self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
-        # A dict keyed by layer number, so that a stage that holds layers 3 and 4 still calls them that.
+        # A dict keyed by layer number: on a stage with layers 3 and 4, their FQNs still say 3 and 4.
         self.layers = nn.ModuleDict(
             {
                 str(layer): TransformerBlock(
@@ -55,10 +55,10 @@ class Llama3(nn.Module):
         doc_ids: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """x: tokens (B, S) int64 for the part that embeds, hidden states (B, S, D) for later parts.
+        """x: tokens (B, S) int64 for the part with the embedding, hidden states (B, S, D) for later parts.
 
         positions, doc_ids, targets: (B, S) int64; only document attention reads doc_ids. Returns logits (B, S, V), or
-        with targets the sum of token losses, () fp32; a part without head returns hidden states (B, S, D).
+        with targets the sum of token losses, () fp32. A part without head returns hidden states (B, S, D).
         """
         hidden = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         rotation = rotary_angles(positions, self.model_args)
@@ -78,7 +78,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.attention = Attention(model_args, inner_attention)
         self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
-        self.shared_experts = None  # what every token passes through besides its own experts
+        self.shared_experts = None  # a feed-forward for every token, in addition to its routed experts
         if is_moe:
             moe = model_args.moe
             self.feed_forward = MoE(model_args.dim, moe)
@@ -88,14 +88,14 @@ class TransformerBlock(nn.Module):
             self.feed_forward = FeedForward(model_args.dim, model_args.ffn_dim)
 
     def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        """x (B, S, D) -> (B, S, D). doc_ids (B, S) or their plan."""
+        """x (B, S, D) -> (B, S, D). doc_ids: (B, S), or the result of the attention's `plan`."""
         x = self.attend(x, rotation, doc_ids)
         normed = self.ffn_norm(x)
         x = x + self.feed_forward(normed)
         return x if self.shared_experts is None else x + self.shared_experts(normed)
 
     def attend(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        """Return x with attention added, (B, S, D) -> (B, S, D)."""
+        """Add attention to the residual stream: (B, S, D) -> (B, S, D)."""
         return x + self.attention(self.attention_norm(x), rotation, doc_ids)
 
 
@@ -115,7 +115,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
-        # The number of heads is read off the projections (-1), so that code that splits the heads changes nothing here.
+        # The number of heads follows from the projections (-1), so TP can split the heads without changes here.
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H or K, E)
             for projection in (self.wq, self.wk, self.wv)
@@ -142,7 +142,7 @@ class FeedForward(nn.Module):
 
 
 def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
-    """Return radians per position of each rotary pair, (E/2,) fp32, scaled as RopeScaling says."""
+    """Return the radians per position for each rotary pair, (E/2,) fp32, with RopeScaling applied."""
     exponents = torch.arange(0, model_args.head_dim, 2, dtype=torch.float32, device=device) / model_args.head_dim
     frequencies = model_args.rope_theta**-exponents
     scaling = model_args.rope_scaling
@@ -150,8 +150,8 @@ def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    # How often a pair turns within the context that the model was first trained on: often enough to tell positions
-    # apart (keep), hardly once (stretch by `factor`), or between (blend).
+    # Number of full turns of each pair within the original context. Pairs with many turns are kept, pairs with less
+    # than about one turn are slowed down by `factor`, and pairs in between are interpolated.
     turns = scaling.original_length * frequencies / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0, 1)
@@ -159,11 +159,10 @@ def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
-    """Return the factors of `rotate`, (B, S, 1, 3, E) fp32, shared by all heads and layers.
+    """Return the factors for `rotate`, (B, S, 1, 3, E) fp32, shared by all heads and layers.
 
-    Three rows of E numbers: (cos, cos) and (-sin, sin) of each pair, for a compiled block, and (cos, sin), the complex
-    number for eager mode. fp32 under every compute dtype: at position 8,191 a bf16 angle would be wrong by up to 16
-    radians.
+    Three rows of E values: (cos, cos) and (-sin, sin) of each pair for compiled code, and (cos, sin) as complex
+    numbers for eager mode. Always fp32: at position 8,191, a bf16 angle would be off by up to 16 radians.
     """
     angles = positions[..., None].float() * rotary_frequencies(model_args, positions.device)  # (B, S, E/2)
     cos, sin = angles.cos(), angles.sin()
@@ -172,10 +171,10 @@ def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn the pairs (x[2i], x[2i+1]) by their angles. x (B, S, heads, E) -> same shape and dtype; computed in fp32.
+    """Rotate the pairs (x[2i], x[2i+1]) by their angles. x (B, S, heads, E) -> same shape and dtype; computed in fp32.
 
-    A pair is a complex number: in eager mode that takes a sixth of the time. Inductor does not fuse complex numbers; a
-    compiled block swaps the numbers of a pair and loads eight neighbors at once, which needs x before the transpose.
+    Eager mode multiplies complex numbers, which takes a sixth of the time. Inductor does not fuse complex numbers, so
+    compiled code swaps the two values of each pair. It loads eight neighbors at once, so x must not be transposed yet.
     """
     cos, sin, turn = rotation.float().unbind(-2)  # (B, S, 1, E)
     pairs = x.float().unflatten(-1, (-1, 2))  # (B, S, heads, E/2, 2)
@@ -186,10 +185,10 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def init_parameter(fqn: str, full: Tensor, model_args: ModelArgs, generator: torch.Generator) -> None:
-    """Fill the full tensor of one parameter in place: normal, cut off at three standard deviations; norms are 1.
+    """Fill the full tensor of one parameter in place: normal, clamped at three standard deviations; norms are 1.
 
-    Matrices that write into the residual stream (wo, w2) start smaller, so that the stream's variance does not grow
-    with depth (GPT-2's rule). The cut-off is a clamp: `trunc_normal_` draws five times slower.
+    Matrices that write to the residual stream (wo, w2) start smaller, which keeps its variance from growing with depth
+    (as in GPT-2). Values are clamped, because `trunc_normal_` is five times slower.
     """
     if full.dim() == 1:
         full.fill_(1.0)

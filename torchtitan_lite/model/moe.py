@@ -1,25 +1,25 @@
-"""Mixture of experts as plain single-device code: a router sends each token to a few of many feed-forwards.
+"""Mixture of experts (MoE) as plain single-device code: a router sends each token to a few of many feed-forwards.
 
-    x (T, D) -> router -> K experts of each token, and a weight for each
+    x (T, D) -> router -> K experts for each token, and their weights
     token      0     1     2              routes (T, K), here K = 2 of 3 experts: A B, C A, B C
     rows       0A 1A | 0B 2B | 1C 2C      (T*K, D): copies of the tokens, sorted by expert
-    experts    one matmul for all groups of rows (grouped_mm), of any size: no token is dropped
-    output     each token's K rows, times their weights, added up
+    experts    one grouped matmul over all groups of rows (grouped_mm); groups may have any size: no token is dropped
+    output     weighted sum of each token's K rows
 
-Balance. If a few experts get all tokens, the others learn nothing. Two methods prevent this; both give the same numbers
-on every layout:
+Load balancing. If a few experts get all tokens, the others learn nothing. Two methods prevent this. Both give the same
+numbers on every layout:
 
-    bias            added to the scores when experts are chosen, but not to the weights. After each step it moves by a
-                    fixed amount: up for experts below the mean load, down for experts above (expert_balance.py)
+    bias            added to the scores when experts are chosen, but not to the weights. After each step it changes by a
+                    fixed amount: up for experts below the mean load, down for experts above it (expert_balance.py)
     auxiliary loss  sum over experts of f x P, for each sequence separately. f is the expert's fraction of the routes
-                    (times n_experts, so 1 means balanced), P the mean of its normalized scores
+                    (times n_experts, so 1 means balanced); P is the mean of its normalized scores
 
-The gradient of the auxiliary loss is added where the scores are computed, so the model still returns one tensor. All
-tokens are counted, including those whose target is ignored.
+The backward of the scores adds the gradient of the auxiliary loss, so the model still returns a single tensor. All
+tokens count, including tokens whose target is ignored.
 
-Legend: B batch, S sequence, T = B*S tokens, D model dim, F inner width of an expert, E experts, K = top_k, R = T*K.
+Legend: B batch, S sequence, T = B*S tokens, D model dim, F expert hidden dim, E experts, K = top_k, R = T*K.
 Sources: arXiv:1701.06538; Mixtral arXiv:2401.04088; bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3
-arXiv:2412.19437, eq. 17 to 20. There f ignores the bias; here f counts the routes taken.
+arXiv:2412.19437, eq. 17 to 20, except that f ignores the bias there, and counts the routes actually taken here.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ from torchtitan_lite.config.flavors import MoEArgs
 
 
 class MoE(nn.Module):
-    """The feed-forward of a block with experts."""
+    """A feed-forward with a router and experts."""
 
     def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
@@ -52,27 +52,27 @@ class MoE(nn.Module):
         return self.combine(copies, weights)
 
     def combine(self, copies: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's copies, (B, S, K, D) -> (B, S, D). In fp32: K products lose bits."""
+        """Return the weighted sum of each token's copies, (B, S, K, D) -> (B, S, D). Summed in fp32 for accuracy."""
         return (copies.float() * weights[..., None]).sum(2).to(copies.dtype)
 
 
 class Router(nn.Module):
-    """A linear layer that scores every expert for a token, and the choice of the K best. Computes in fp32."""
+    """Score every expert for each token with a linear layer, and choose the K best. Computes in fp32."""
 
     def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
         self.args, self.n_experts = args, args.n_experts
         self.weight = nn.Parameter(torch.empty(args.n_experts, dim))
-        self.register_buffer("expert_bias", torch.zeros(args.n_experts, dtype=torch.float32))  # in checkpoints
-        # Sums over this step's microbatches: routes of each expert, and the entropy of the tokens' scores in nats.
-        # float64 holds integers up to 2**53.
+        self.register_buffer("expert_bias", torch.zeros(args.n_experts, dtype=torch.float32))  # saved in checkpoints
+        # Sums over the microbatches of a step: number of routes per expert, and entropy of the scores in nats.
+        # float64 is exact for integers up to 2**53.
         self.register_buffer("load", torch.zeros(args.n_experts + 1, dtype=torch.float64), persistent=False)
-        self.last_load: Tensor | None = None  # the same of the last forward
-        self.balance_loss = 0.0  # weight of the auxiliary loss of one sequence
-        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts  # of ranks that share sequences
+        self.last_load: Tensor | None = None  # the same sums for the last forward pass only
+        self.balance_loss = 0.0  # weight of the auxiliary loss per sequence
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts  # sum over cp ranks
 
     def reset(self, device: torch.device) -> None:
-        """Allocate the buffers on `device`: no bias, no load."""
+        """Allocate the buffers on `device` and set bias and load to zero."""
         self.expert_bias = torch.zeros(self.n_experts, dtype=torch.float32, device=device)
         self.load = torch.zeros(self.n_experts + 1, dtype=torch.float64, device=device)
 
@@ -94,21 +94,21 @@ class Router(nn.Module):
         counts = count_routes(routes, self.n_experts)
         share = probabilities.detach()
         entropy = -torch.xlogy(share, share).sum()
-        # Set, not added, because recompute comes here again. A hook outside of it adds (components/expert_balance.py).
+        # Assign, do not add: recompute runs this line again. A hook outside of it adds (components/expert_balance.py).
         self.last_load = torch.cat([counts.sum(0), entropy[None]])
         if self.balance_loss:
             weights = AuxiliaryGradient.apply(weights, probabilities, counts, self)
         return weights, routes
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Return the K experts of each token, best first: (B, S, E) -> (B, S, K). The bias affects only this choice."""
+        """Return the K best experts for each token: (B, S, E) -> (B, S, K). The bias affects only this choice."""
         return (scores + self.expert_bias).topk(self.args.top_k, dim=-1).indices
 
 
 class AuxiliaryGradient(torch.autograd.Function):
     """Return the weights unchanged. Backward adds the gradient of the auxiliary loss to that of the probabilities.
 
-    With f of one sequence of S tokens: d loss / d probability = balance_loss x f / S, for each of its tokens.
+    For a sequence of S tokens: d loss / d probability = balance_loss x f / S, for every token.
     """
 
     @staticmethod
@@ -120,8 +120,8 @@ class AuxiliaryGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (counts,), router = ctx.saved_tensors, ctx.router
-        of_sequence = router.sum_over_sequence(counts)  # (B, E) of the whole sequences
-        # f / S, and S = routes of a sequence / top_k
+        of_sequence = router.sum_over_sequence(counts)  # (B, E), over full sequences
+        # f / S, with S = routes of a sequence / top_k
         n_routes = of_sequence.sum(-1, keepdim=True).float()
         per_token = router.n_experts * router.args.top_k * of_sequence.float() / n_routes.square()
         of_probabilities = router.balance_loss * per_token[:, None].expand(-1, ctx.n_tokens, -1)
@@ -129,7 +129,7 @@ class AuxiliaryGradient(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """SwiGLU of each expert: w2(silu(w1 x) * w3 x), the matrices of all experts in one parameter."""
+    """SwiGLU experts: w2(silu(w1 x) * w3 x). Each parameter stacks the matrices of all experts."""
 
     def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
@@ -139,11 +139,11 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows (R, D), the first counts[0] of them for expert 0; counts (E,) int64 -> (R, D)."""
+        """rows (R, D), sorted by expert; counts (E,) int64, the number of rows per expert -> (R, D)."""
         return self.compute(rows, counts, self.w1, self.w2, self.w3)
 
     def compute(self, rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        """Compute the experts whose matrices are given."""
+        """Apply the experts with these matrices."""
         if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
             w1, w2, w3 = (ZeroIdleGradient.apply(weight, counts) for weight in (w1, w2, w3))
         ends = counts.cumsum(0).to(torch.int32)
@@ -157,7 +157,7 @@ class Experts(nn.Module):
 class ZeroIdleGradient(torch.autograd.Function):
     """Return the matrices unchanged. Backward zeroes the gradients of experts without rows.
 
-    On Blackwell GPUs grouped_mm leaves them uninitialized (pytorch issue 172439).
+    On Blackwell GPUs, grouped_mm leaves these gradients uninitialized (pytorch issue 172439).
     """
 
     @staticmethod
@@ -174,14 +174,14 @@ class ZeroIdleGradient(torch.autograd.Function):
 def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of rows by its own matrix: rows (R, in), matrices (E, in, out) -> (R, out).
 
-    `ends` (E,) int32: the row after the last one of each group. The last end must be R: grouped_mm leaves rows beyond
-    it uninitialized.
+    `ends` (E,) int32: end index of each group. The last end must be R, because grouped_mm leaves later rows
+    uninitialized.
     """
     return F.grouped_mm(rows, matrices, offs=ends)
 
 
 def count_routes(routes: Tensor, n_experts: int) -> Tensor:
-    """Count the routes of each sequence by expert: (B, S, K) -> (B, E) int64."""
+    """Count the routes to each expert, per sequence: (B, S, K) -> (B, E) int64."""
     first = torch.arange(len(routes), device=routes.device)[:, None, None] * n_experts
     counts = torch.zeros(len(routes) * n_experts, dtype=torch.int64, device=routes.device)
     counts.scatter_add_(0, (routes + first).flatten(), torch.ones_like(routes).flatten())
@@ -196,9 +196,9 @@ def invert(order: Tensor) -> Tensor:
 
 
 class TakeRows(torch.autograd.Function):
-    """Return x[rows], which holds each row of x n_copies times, at the places `copies` (T * n_copies,), in order.
+    """Return x[rows], which repeats each row of x n_copies times. `copies` (T * n_copies,): indices of the repeats.
 
-    Backward sums the copies in this order. The backward of x[rows] sums in any order on a GPU, so runs would differ.
+    Backward sums the copies in this order. On a GPU the backward of x[rows] sums in any order, so runs would differ.
     """
 
     @staticmethod
@@ -220,7 +220,7 @@ take_rows = TakeRows.apply
 
 
 def list_moes(part: nn.Module) -> Iterator[tuple[int, MoE]]:
-    """Yield the number and the MoE layer of each layer with experts."""
+    """Yield the layer number and the MoE module of each layer with experts."""
     for layer, block in part.layers.items():
         if isinstance(block.feed_forward, MoE):
             yield int(layer), block.feed_forward
