@@ -12,7 +12,6 @@ from layouts import PP, TP
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.layout import plan_layout
-from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import ActivationCheckpoint
 from torchtitan_lite.parallel.activation_checkpoint import plan_recompute
@@ -20,7 +19,7 @@ from torchtitan_lite.tools.plan.cadence import measure_goodput, plan_cadence
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, ROW_OF_GPU, find_cluster
 from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast, list_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, count_recompute, plan_run
-from torchtitan_lite.tools.plan.remedies import find_memory, list_remarks, warn_of_groups
+from torchtitan_lite.tools.plan.remedies import list_remarks, warn_of_groups
 from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.timeline import list_samples, plan_order
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
@@ -80,7 +79,7 @@ def test_a_plan_for_programs_has_the_same_numbers_and_exit_status_1_if_it_does_n
     values = json.loads(capsys.readouterr().out)
     assert values["fits"] and len(values["memory"]) == 4 and values["layout"]["ep"] == 8
     assert sum(values["parts_s"].values()) == pytest.approx(values["step_time_s"])
-    tiers = {(each["axis"], each["operation"]): each["links"] for each in values["traffic"]}
+    tiers = {(each["axis"], each["operation"]): each["tier"] for each in values["traffic"]}
     assert (tiers["tp", "all-gather"], tiers["ep", "all-to-all"], tiers["pp", "send"]) == ("node", "node", "network")
     assert main(["plan", "--config", "llama3_405b", "--gpus", "64", "--json"]) == 1
     assert any("does not fit" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])
@@ -135,10 +134,7 @@ def test_groups_over_nodes_get_a_degree_that_stays_inside():
 
 def test_memory_that_is_left_over_or_missing_is_called_out():
     assert any("Try --search" in remark for remark in remarks_of(read("llama3_70b", 512)))
-    assert "Use more GPUs" in find_memory(read("llama3_405b", 64), H100)
-    planned = read("llama3_8b", 8, zero_stage=1, local_batch_size=4, mode="none")
-    remark = find_memory(planned, replace(H100, memory_bytes=60 * GIB))
-    assert "activation_checkpoint.mode = " in remark and "parallelism.zero_stage = 3" in remark
+    assert any("does not fit" in remark for remark in remarks_of(read("llama3_405b", 64)))
 
 
 def test_the_interval_of_saves_is_youngs_for_short_stalls_and_the_best_of_all():
@@ -247,7 +243,7 @@ def test_llama3_405b_on_16384_h100_and_its_128k_layout():
     long = predict(read("llama3_405b", 16384, **{**options, **degrees(cp=16)}, seq_len=131072))
     assert long.workload.tokens_per_step == 16 * 2**20
     assert long.mfu_causal == pytest.approx(0.38, rel=0.18)
-    assert "waiting for cp" in long.parts_s and "waiting for cp" not in short.parts_s
+    assert long.parts_s["waiting for cp"] > 0 == short.parts_s["waiting for cp"]
 
 
 def test_llama3_70b_on_64_h100_in_tp4_pp2_dp8():

@@ -11,7 +11,6 @@ import json
 import sys
 from dataclasses import asdict
 from math import prod
-from typing import NamedTuple
 
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
@@ -23,20 +22,10 @@ from torchtitan_lite.tools.plan.remedies import list_remarks, list_risks
 from torchtitan_lite.tools.plan.search import search_layouts
 from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.timeline import draw_svg, plan_order
-from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
+from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 SECONDS_PER_DAY = 86400
-
-
-class Traffic(NamedTuple):
-    """Calls of one step over a mesh axis, of the rank that moves most."""
-
-    axis: str
-    operation: str
-    n_calls: int
-    n_bytes: float
-    links: str  # of the group: inside a node or between nodes
 
 
 class Plan:
@@ -51,14 +40,12 @@ class Plan:
         self.forecast = forecast(StepTime(workload, cluster), [(order, 1)])
         self.remarks = list_remarks(planned, self.forecast, self.taken_bytes)
         moved = [estimate_traffic(workload, rank, order) for rank in group_pp_ranks(planned)]
-        self.traffic = [self.find_most(key, moved) for key in dict.fromkeys(key for each in moved for key in each)]
+        self.traffic = max(moved, key=lambda each: sum(moved.n_bytes for moved in each.values()))  # of one rank
 
-    def find_most(self, key: tuple[str, str], moved: list[dict[tuple[str, str], Moved]]) -> Traffic:
-        """Return what the rank moves that moves most of this (axis, operation)."""
-        layout, dims = self.planned.layout, key[0].split(" x ")
-        most = max((each[key] for each in moved if key in each), key=lambda each: each.n_bytes)
-        tier = self.cluster.find_tier(layout.strides[dims[-1]], prod(getattr(layout, dim) for dim in dims))
-        return Traffic(*key, most.n_calls, most.n_bytes, tier)
+    def find_tier(self, axis: str) -> str:
+        """Return the links of a group along these mesh dims: inside a node, or between nodes."""
+        layout, dims = self.planned.layout, axis.split(" x ")
+        return self.cluster.find_tier(layout.strides[dims[-1]], prod(getattr(layout, dim) for dim in dims))
 
 
 def main(options: argparse.Namespace) -> int:
@@ -148,8 +135,8 @@ def describe_time(expected: Forecast) -> str:
 def describe_traffic(plan: Plan) -> str:
     links = {"node": "inside a node", "network": "between nodes"}
     rows = [
-        (f"  {each.axis}", each.operation, f"{each.n_calls:,.0f} calls", format_bytes(each.n_bytes), links[each.links])
-        for each in plan.traffic
+        (f"  {axis}", name, f"{moved.n_calls:,.0f} calls", format_bytes(moved.n_bytes), links[plan.find_tier(axis)])
+        for (axis, name), moved in plan.traffic.items()
     ]
     return format_table(rows, "<<>>") if rows else "  none"
 
@@ -161,7 +148,10 @@ def list_for_json(plan: Plan) -> dict[str, object]:
         "layout": plan.planned.layout.degrees | {"ep": plan.planned.layout.ep},
         "fits": plan.fits,
         "memory": [vars(memory) | {"live": memory.live} for memory in plan.memory],
-        "traffic": [each._asdict() for each in plan.traffic],
+        "traffic": [
+            {"axis": axis, "operation": name, "tier": plan.find_tier(axis), **asdict(moved)}
+            for (axis, name), moved in plan.traffic.items()
+        ],
         **{name: getattr(plan.forecast, name) for name in names},
         "remarks": plan.remarks,
     }

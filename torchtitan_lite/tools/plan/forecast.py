@@ -14,6 +14,7 @@ from torchtitan_lite.tools.plan.workload import Workload
 # median of |forecast / published - 1|, and the range of forecast / published of 80 % of the rows
 MEDIAN_ERROR = {"throughput": 0.08, "memory": 0.03}
 RANGE_80 = {"throughput": (0.95, 1.18), "memory": (0.98, 1.12)}
+PARTS = {"recompute": "again", **{f"waiting for {axis}": axis for axis in ("tp", "cp", "ep", "dp")}}  # -> of Phases
 
 
 @dataclass(frozen=True)
@@ -26,40 +27,31 @@ class Forecast:
     parts_s: dict[str, float]  # what -> seconds of the step, of the rank that works longest
     bubble: float  # idle fraction of the pipeline
     timeline: Timeline  # of the whole step, or of its first sample
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float:
-        return self.workload.tokens_per_step / self.step_time_s / self.workload.layout.world_size
-
-    @property
-    def mfu_full(self) -> float:
-        """Model FLOP/s over the bf16 peak, attention counted in full; fp32 runs over the fp32 peak."""
-        return self._mfu(count_flops_per_token(self.workload.args, self.workload.seq_len).full)
-
-    @property
-    def mfu_causal(self) -> float:
-        """The same with the causal half of attention."""
-        return self._mfu(count_flops_per_token(self.workload.args, self.workload.seq_len).causal)
-
-    def _mfu(self, flops: int) -> float:
-        return self.tokens_per_s_per_gpu * flops / self.cluster.peak(self.workload.compute_dtype)
+    tokens_per_s_per_gpu: float
+    # Model FLOP/s over the bf16 peak, with all of attention and with its causal half; fp32 runs over the fp32 peak
+    mfu_full: float
+    mfu_causal: float
 
 
 def forecast(model: StepTime, orders: list[tuple[Order, int]]) -> Forecast:
     """Forecast one step from the order of all its microbatches, or from samples of it with their weights."""
     timelines = [(simulate(order, model.seconds_of, model.send_s), weight) for order, weight in orders]
     end_time = sum(weight * timeline.end_time for timeline, weight in timelines)
-    m, busy = model.workload.layout.n_microbatches, model.busy
+    w, layout, busy = model.workload, model.workload.layout, model.busy
+    m, flops = layout.n_microbatches, count_flops_per_token(w.args, w.seq_len)
     step_time_s = end_time + model.once_s + model.optimizer_s
     parts = {
-        "recompute": m * model.max_over_ranks([phases.again for phases in model.stages]),
-        "bubble": max(0.0, end_time - m * model.max_over_ranks(busy)) * (model.workload.layout.pp > 1),
-        "optimizer": model.optimizer_s,
-        **{f"waiting for {axis}": seconds for axis, seconds in model.exposed_s.items()},
+        what: m * model.max_over_ranks([getattr(phases, name) for phases in model.stages])
+        for what, name in PARTS.items()
     }
+    parts["waiting for dp"] += model.once_s
+    parts["bubble"] = max(0.0, end_time - m * model.max_over_ranks(busy)) * (layout.pp > 1)
+    parts["optimizer"] = model.optimizer_s
     parts = {"compute": step_time_s - sum(parts.values()), **parts}
-    bubble = max(0.0, 1 - m * sum(busy) / (end_time * model.workload.layout.pp))
-    return Forecast(model.workload, model.cluster, step_time_s, parts, bubble, timelines[0][0])
+    bubble = max(0.0, 1 - m * sum(busy) / (end_time * layout.pp))
+    speed = w.tokens_per_step / step_time_s / layout.world_size
+    mfu = (speed * each / model.cluster.peak(w.compute_dtype) for each in (flops.full, flops.causal))
+    return Forecast(w, model.cluster, step_time_s, parts, bubble, timelines[0][0], speed, *mfu)
 
 
 def list_memory(workload: Workload, order: Order) -> list[Memory]:

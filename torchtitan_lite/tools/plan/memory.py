@@ -1,7 +1,5 @@
 """Bytes that one rank holds at its peak: the one closed form.
 
-plan, search, the out-of-memory report and `bench gpu` use it; the dry run and tests/measure_memory.py check it.
-
     at rest      parameters, gradients (fp32) and optimizer state of the rank's stages, over tp and over dp_shard x cp;
                  experts over ep and over efsdp
     gathered     whole parameters in compute dtype: of a block and the next (ZeRO 3), or of everything (ZeRO 1, 2)
@@ -9,7 +7,8 @@ plan, search, the out-of-memory report and `bench gpu` use it; the dry run and t
     received     receive buffers of a pipeline: torch allocates them for all microbatches of a step at once
     working      temporary tensors of the block in backward, or the logits and their gradients
 
-These are live bytes. The allocator reserves more: Cluster.reserve_factor. Legend in workload.py.
+These are live bytes; the allocator reserves more (Cluster.reserve_factor). The dry run checks them.
+Legend in workload.py.
 """
 
 from collections.abc import Mapping
@@ -60,10 +59,9 @@ def list_kept(w: Workload, kind: LayerKind) -> Kept:
         full         8.0  input of the block
         alternate   62.1  input of the block, outputs of wq, wv, w1, attention and w2 (whole)
 
-    and 4 bytes per head of attention's log-sum-exp, unless backward runs attention's forward again. Rotation keeps
-    nothing: its backward needs the angles only. Unfused attention keeps its scores. A norm of heads keeps its input,
-    and 4 bytes per head. CPU kernels keep one or two more tensors per norm. With experts "op" recomputes piece by
-    piece: the norm before the experts is in no piece, and its input and output are kept.
+    and 4 bytes per head of attention's log-sum-exp, unless backward runs attention's forward again. Unfused attention
+    keeps its scores. A norm of heads keeps its input, and 4 bytes per head. With experts "op" recomputes pieces: the
+    norm before the experts is in no piece, and its input and output are kept.
     """
     args, tp = w.args, w.layout.tp
     heads, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
@@ -146,11 +144,9 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
 def estimate_loss(w: Workload) -> float:
     """Return what the loss holds at its peak.
 
-    In chunks, and over tp always: the gradient of the weight in fp32, and either a chunk's logits in compute dtype and
-    in fp32 with their gradient, or that gradient and its contribution to that of the weight.
-
-    All at once on one rank, of the logits (T, V): three fp32 tensors in backward, log-softmax and two gradients; one
-    if the loss is compiled.
+    All logits (T, V) at once on one rank: three fp32 tensors in backward, log-softmax and two gradients; one if the
+    loss is compiled. In chunks, and over tp always: the gradient of the weight in fp32, and either a chunk's logits in
+    compute dtype and fp32 with their gradient, or that gradient and what it adds to the weight's.
     """
     width, vocab_size = w.compute_bytes, w.args.vocab_size
     if w.layout.tp == 1 and not w.loss_chunk_tokens:

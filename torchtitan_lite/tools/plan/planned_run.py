@@ -79,8 +79,7 @@ class PlannedRun:
 def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]) -> PlannedRun:
     """Return the run of these arguments of a config. Raises ConfigError with every problem.
 
-    Without n_gpus: the product of the degrees, or two if one of them is automatic. Files, memory and GPUs of this
-    machine are not checked.
+    Without n_gpus: the product of the degrees, or two if one of them is automatic.
     """
     reading = read_run_config(args)
     if reading.problems:

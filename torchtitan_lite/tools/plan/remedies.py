@@ -1,22 +1,15 @@
 """Remarks of `plan` about a layout: what wastes time or memory, each with the number that would be right."""
 
-from dataclasses import replace
-from math import ceil, inf
+from math import ceil
 
-from torchtitan_lite.config.checks import check_run
-from torchtitan_lite.config.layout import Layout, plan_layout
+from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.reader import format_toml
-from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.tools.plan.cluster import Cluster
-from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak
+from torchtitan_lite.tools.plan.forecast import Forecast
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 
 MOST_BUBBLE = 0.15
 LEAST_USED = 0.6  # of the memory
-# Changes that free memory, cheapest first
-LEVERS = (("activation_checkpoint.mode", "full"), ("parallelism.zero_stage", 3), ("training.local_batch_size", 1))
 
 
 def list_remarks(planned: PlannedRun, expected: Forecast, taken_bytes: float) -> list[str]:
@@ -24,7 +17,7 @@ def list_remarks(planned: PlannedRun, expected: Forecast, taken_bytes: float) ->
     remarks, cluster = warn_of_bubble(planned, expected.bubble), expected.cluster
     remarks += warn_of_groups(planned.layout, cluster)
     if taken_bytes > cluster.memory_bytes:
-        remarks.append(find_memory(planned, cluster))
+        remarks.append("it does not fit the memory. `--search` ranks the layouts that fit")
     elif taken_bytes < LEAST_USED * cluster.memory_bytes:
         used = f"it uses {taken_bytes / GIB:.0f} of {cluster.memory_bytes / GIB:.1f} GiB"
         remarks.append(f"{used}: less recompute, a larger microbatch or fewer ranks of tp may be faster. Try --search")
@@ -58,31 +51,6 @@ def warn_of_groups(layout: Layout, cluster: Cluster) -> list[str]:
             inner = max(n for n in range(1, size + 1) if size % n == 0 and degree % n == 0)
             warnings.append(f"{dim} {degree} {what} across nodes of {size}. Use parallelism.{key} = {inner}")
     return warnings
-
-
-def find_memory(planned: PlannedRun, cluster: Cluster) -> str:
-    """Name the first changes that make it fit."""
-    config, tried = planned.config, []
-    for key, value in LEVERS:
-        config = with_value(config, key, value)
-        tried.append(f"{key} = {format_toml(value)}")
-        if (needed := find_needed(planned, config, cluster)) <= cluster.memory_bytes:
-            return f"it does not fit the memory. With {' and '.join(tried)} it needs {needed / GIB:.0f} GiB"
-    return (
-        f"it does not fit the memory, nor with {' and '.join(tried)}. Use more GPUs, or look for a layout by --search"
-    )
-
-
-def find_needed(planned: PlannedRun, config: Config, cluster: Cluster) -> float:
-    """Return the bytes of a GPU that the same model needs under another config; infinite if check refuses it."""
-    if check_run(config):
-        return inf
-    try:
-        layout = plan_layout(config, planned.model_args, planned.layout.world_size)
-    except ConfigError:
-        return inf
-    other = replace(planned, config=config, layout=layout)
-    return cluster.reserve(estimate_peak(other.workload, config.parallelism.pipeline_parallel_schedule))
 
 
 def list_risks(planned: PlannedRun, expected: Forecast) -> list[str]:

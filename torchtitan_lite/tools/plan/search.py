@@ -9,6 +9,7 @@ cannot tell layouts within TIE of each other apart, so they are shown as ties, t
 
 import argparse
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -20,7 +21,7 @@ from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, r
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config, Parallelism
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism
 from torchtitan_lite.preflight import read_run_config
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast
@@ -35,7 +36,7 @@ USABLE = 0.97  # of the memory: a forecast errs, and a run that goes out of memo
 MICROBATCHES = (1, 2, 4, 8)  # sequences
 STAGES_PER_RANK = (2, 4, 8)  # of interleaved schedules
 LEAST_TOKENS = 1024  # of a sequence on a cp rank
-RECOMPUTE = [("none", "op"), ("selective", "op"), ("selective", "2"), ("full", "op")]  # mode, selective_ac_option
+RECOMPUTE = [ActivationCheckpoint(*each) for each in (("none",), ("selective", "op"), ("selective", "2"), ("full",))]
 
 
 class Candidate:
@@ -75,22 +76,17 @@ class Search:
 
     def rank(self, n_best: int = N_BEST) -> list[tuple[Candidate, Forecast]]:
         """Return the best layouts, ties first. Raises ConfigError if no layout runs or fits."""
-        self.n_accepted, fitting, best, leanest = 0, [], [], None
-        for candidate in self.list_candidates():
-            self.n_accepted += 1
-            if candidate.taken_bytes <= USABLE * self.cluster.memory_bytes:
-                fitting.append(candidate)
-            if leanest is None or candidate.taken_bytes < leanest.taken_bytes:
-                leanest = candidate
-        self.n_fitting = len(fitting)
-        if leanest is None:
+        candidates, best = list(self.list_candidates()), []
+        usable = USABLE * self.cluster.memory_bytes
+        fitting = [candidate for candidate in candidates if candidate.taken_bytes <= usable]
+        self.n_accepted, self.n_fitting = len(candidates), len(fitting)
+        if not fitting:
             why = f"no layout of {self.find_global_batch()} sequences a step passes check"
             remedy = "Use whole nodes, and a training.global_batch_size that many numbers divide"
-            raise ConfigError([Problem("--gpus", self.world_size, why, remedy)])
-        if not fitting:
-            needed, there = leanest.taken_bytes / GIB, self.cluster.memory_bytes / GIB
-            why = f"the leanest layout ({leanest}) needs {needed:.1f} GiB on a GPU, which has {there:.1f} GiB"
-            remedy = "Use more GPUs, or moments of the optimizer in bfloat16 (optimizer.moments_dtype)"
+            if candidates:
+                leanest = min(candidates, key=lambda candidate: candidate.taken_bytes)
+                why = f"the leanest layout ({leanest}) needs {leanest.taken_bytes / GIB:.1f} GiB on a GPU"
+                remedy = "Use more GPUs, or moments of the optimizer in bfloat16 (optimizer.moments_dtype)"
             raise ConfigError([Problem("--gpus", self.world_size, why, remedy)])
         fitting.sort(key=lambda candidate: (candidate.step_time.lower_bound_s, candidate.taken_bytes))
         for candidate in fitting:
@@ -105,21 +101,15 @@ class Search:
     def list_candidates(self) -> Iterator[Candidate]:
         """Yield the layouts that `check` accepts."""
         for proposal in self.list_proposals():
-            try:
+            with suppress(ConfigError):
                 layout = plan_layout(proposal, self.model_args, self.world_size)
-            except ConfigError:
-                continue
-            for mode, option in RECOMPUTE:
-                section = replace(proposal.activation_checkpoint, mode=mode, selective_ac_option=option)
-                config = replace(proposal, activation_checkpoint=section)
-                if not find_refused(config, self.model_args, layout.zero_stage):
-                    yield Candidate(config, self.model_args, layout, self.cluster)
+                for section in RECOMPUTE:
+                    config = replace(proposal, activation_checkpoint=section)
+                    if not find_refused(config, self.model_args, layout.zero_stage):
+                        yield Candidate(config, self.model_args, layout, self.cluster)
 
     def list_proposals(self) -> Iterator[Config]:
-        """Yield every layout to try, without recompute. tp stays inside a node; a shard group is all of dp, or 64 or 8.
-
-        Nodes are full: a number of GPUs that is no multiple of a node has no layout.
-        """
+        """Yield every layout to try. Nodes are full, tp stays inside a node; a shard group is all of dp, or 64 or 8."""
         config, world_size, node_size = self.config, self.world_size, self.cluster.node_size
         n_layers, moe, global_batch = self.model_args.n_layers, self.model_args.moe, self.find_global_batch()
         if world_size > node_size and world_size % node_size:
@@ -155,8 +145,7 @@ class Search:
                     module_fqns_per_model_part=[],
                     **schedule,
                 )
-                section = replace(config.activation_checkpoint, mode="none")
-                yield replace(config, training=training, parallelism=parallelism, activation_checkpoint=section)
+                yield replace(config, training=training, parallelism=parallelism, activation_checkpoint=RECOMPUTE[0])
 
     def find_global_batch(self) -> int:
         """Return the sequences of a step: from the config, or from its local batch and its own degrees."""
@@ -208,43 +197,39 @@ def search_layouts(options: argparse.Namespace) -> str:
     best = search.rank()
     if options.toml:
         options.toml.write_text(format_winner(*best[0]), encoding="utf-8")
+    fastest = min(expected.step_time_s for _, expected in best)
+    table = [("", "tok/s/GPU", "MFU", "step", "bubble", "GiB", "layout")]
+    for number, pair in enumerate(best, 1):
+        table.append((f"{'=' * (pair[1].step_time_s <= TIE * fastest)} {number}", *format_row(*pair)))
+    own, verdict = judge_own(search, best[0][1])
     return (
         f"{search.n_accepted:,} layouts on {options.gpus:,} GPUs with {search.find_global_batch():,} sequences of "
         f"{reading.config.training.seq_len:,} tokens a step pass check; {search.n_fitting:,} fit the memory.\n\n"
-        f"{format_best(best)}\n\n{explain_own(search, best[0][1])}"
+        f"{format_table(table + own, '>>>>>>')}\n= within {TIE - 1:.0%} of the best: a tie, fewest mesh dims first\n\n"
+        f"{verdict}"
     )
 
 
-def format_best(best: list[tuple[Candidate, Forecast]]) -> str:
-    """Return a table with one line per layout."""
-    rows, fastest = [("", "tok/s/GPU", "MFU", "step", "bubble", "GiB", "layout")], min(f.step_time_s for _, f in best)
-    for number, (candidate, expected) in enumerate(best, 1):
-        sign = "=" if expected.step_time_s <= TIE * fastest else " "
-        speed = f"{expected.tokens_per_s_per_gpu:,.0f}", f"{expected.mfu_full:.1%}", f"{expected.step_time_s:.2f}s"
-        taken = f"{candidate.taken_bytes / GIB:.1f}"
-        rows.append((f"{sign} {number}", *speed, f"{expected.bubble:.1%}", taken, str(candidate)))
-    return f"{format_table(rows, '>>>>>>')}\n= within {TIE - 1:.0%} of the best: a tie, fewest mesh dims first"
+def format_row(candidate: Candidate, expected: Forecast) -> tuple[str, ...]:
+    speed = f"{expected.tokens_per_s_per_gpu:,.0f}", f"{expected.mfu_full:.1%}", f"{expected.step_time_s:.2f}s"
+    return *speed, f"{expected.bubble:.1%}", f"{candidate.taken_bytes / GIB:.1f}", str(candidate)
 
 
-def explain_own(search: Search, best: Forecast) -> str:
-    """Say why the layout of the config loses against the best."""
+def judge_own(search: Search, best: Forecast) -> tuple[list[tuple[str, ...]], str]:
+    """Return the config's own layout as a row of the table, if it runs, and why it loses against number 1."""
     try:
         layout = plan_layout(search.config, search.model_args, search.world_size)
     except ConfigError as error:
-        return f"The config's own layout does not run on {search.world_size:,} GPUs:\n{error}"
+        return [], f"The config's own layout does not run on {search.world_size:,} GPUs:\n{error}"
     own = Candidate(search.config, search.model_args, layout, search.cluster)
-    expected, taken, there = own.forecast(), own.taken_bytes / GIB, search.cluster.memory_bytes / GIB
-    slower = expected.step_time_s / best.step_time_s - 1
-    parts = dict.fromkeys([*expected.parts_s, *best.parts_s])
-    pairs = {what: (expected.parts_s.get(what, 0.0), best.parts_s.get(what, 0.0)) for what in parts}
-    loses = max(pairs, key=lambda what: pairs[what][0] - pairs[what][1])
-    rows = [(f"    {what}", f"{own_s:.2f} s", f"number 1: {best_s:.2f} s") for what, (own_s, best_s) in pairs.items()]
-    return (
-        f"The config's own layout, {own}:\n"
-        + f"  does not fit: {taken:.1f} GiB of {there:.1f}\n" * (taken > there)
-        + f"  {expected.tokens_per_s_per_gpu:,.0f} tok/s/GPU; a step takes {slower:+.1%} against number 1, of which:\n"
-        + f"{format_table(rows, '<>')}\n  It loses most by {loses}: {pairs[loses][0] - pairs[loses][1]:+.2f} s."
-    )
+    expected = own.forecast()
+    verdict = f"The config's own layout takes {expected.step_time_s / best.step_time_s - 1:+.1%} against number 1"
+    lost = {what: seconds - best.parts_s.get(what, 0.0) for what, seconds in expected.parts_s.items()}
+    worst = max(lost, key=lost.get)
+    verdict += f", and loses most by {worst}: {lost[worst]:+.2f} s."
+    if own.taken_bytes > search.cluster.memory_bytes:
+        verdict += f" It does not fit the {search.cluster.memory_bytes / GIB:.1f} GiB of a GPU."
+    return [("own", *format_row(own, expected))], verdict
 
 
 def format_winner(candidate: Candidate, expected: Forecast) -> str:

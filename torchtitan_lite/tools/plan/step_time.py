@@ -49,10 +49,8 @@ class StepTime:
 
     def collective_time(self, dims: tuple[str, ...], whole_bytes: float) -> float:
         """Return the seconds of one all-gather or reduce-scatter of a tensor over the group along `dims`."""
-        layout = self.workload.layout
-        return self.cluster.collective_time(
-            layout.strides[dims[-1]], prod(getattr(layout, dim) for dim in dims), whole_bytes
-        )
+        layout, n = self.workload.layout, prod(getattr(self.workload.layout, dim) for dim in dims)
+        return self.cluster.collective_time(layout.strides[dims[-1]], n, whole_bytes)
 
     # ------------------------------------------------------------ a layer
 
@@ -298,15 +296,6 @@ class StepTime:
         w = self.workload
         most = self.max_over_ranks(list(map(w.count_at_rest, w.stages)))
         return self.memory_time(most * MASTER_BYTES * (4 + 2 * w.moment_bytes // MASTER_BYTES))
-
-    @property
-    def exposed_s(self) -> dict[str, float]:
-        """Mesh axis -> exposed seconds of a step, of the worst rank."""
-        m, exposed = self.workload.layout.n_microbatches, {}
-        for axis in ("tp", "cp", "ep", "dp"):
-            exposed[axis] = m * self.max_over_ranks([getattr(phases, axis) for phases in self.stages])
-        exposed["dp"] += self.once_s
-        return {axis: seconds for axis, seconds in exposed.items() if seconds}
 
     @cached_property
     def lower_bound_s(self) -> float:

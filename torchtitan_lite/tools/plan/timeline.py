@@ -3,9 +3,8 @@
     pp rank 0  F0F1....B0--F2B1--F3B2--..B3--    F forward, B backward, or its halves: I gradients of inputs,
     pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....    W gradients of weights. Dots are the bubble: idle time of all ranks
 
-With even stages, B = 2F and no delay, GPipe and 1F1B idle (p-1)/(m+p-1) of a step, interleaved (p-1)/(v*m+p-1): p pp
-ranks, m microbatches, v stages a rank. (p-1)/m, often quoted, is idle over *ideal* time. Orders are those of
-orders.py, durations those of step_time.py.
+With even stages, B = 2F and no delay, p pp ranks with v stages each and m microbatches idle (p-1)/(v*m+p-1) of a step.
+(p-1)/m, often quoted, is idle over *ideal* time. Orders are those of orders.py, durations those of step_time.py.
 """
 
 from collections import Counter
@@ -90,9 +89,8 @@ def count_in_flight(row: list[Action]) -> Counter[tuple[int, str]]:
 def list_samples(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[tuple[Order, int]]:
     """Return short orders and their weights: the weighted sum of their results is that of the long order.
 
-    Once a pipeline is full, all rounds of microbatches are alike, so time and microbatches in flight grow by the same
-    amount with each: f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. A schedule of four rounds or less
-    is its own only sample.
+    Once a pipeline is full, time and microbatches in flight grow by the same amount with each round of microbatches:
+    f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. Four rounds or less are their own only sample.
     """
     size = n_microbatches // max(1, n_microbatches // pp)
     n_skipped = (n_microbatches - 3 * size) // size

@@ -12,8 +12,7 @@
 
 P = bytes of the whole tensor, n ranks: an all-gather, reduce-scatter or all-to-all moves P(n-1)/n, an all-reduce
 2P(n-1)/n, a broadcast, send or receive P. All-reduces of a few bytes (token count, loss, gradient norm) are counted
-too, because the dry run and the closed form must agree to the byte. The docstrings in parallel/ say why each collective
-is needed.
+too, because the dry run and the closed form must agree to the byte. parallel/ says why each collective is needed.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -118,10 +117,7 @@ class Traffic:
             self.add(tp, "all-reduce", n_layers * w.n_reductions, norm.weight[0] * self.reduced_bytes)
 
     def add_expert_parallel(self, kind: LayerKind, n_layers: int) -> None:
-        """Counts and rows travel to the experts, results come back; backward mirrors the latter two.
-
-        Full recompute repeats forward. Experts are taken to be equally loaded.
-        """
+        """Counts and rows travel to equally loaded experts, results come back; backward mirrors the latter two."""
         w, n_passes, again = self.workload, self.layout.n_microbatches * n_layers, kind.average(full=1)
         n_experts = w.args.moe.n_experts if n_layers else 0
         self.add(("ep",), "all-to-all", n_passes * (4 + 2 * again), w.n_rows * w.args.dim * w.compute_bytes)
@@ -132,7 +128,7 @@ class Traffic:
             self.add((dim,), "all-reduce", n_passes * w.balances_by_loss, self.layout.microbatch_size * n_experts * 8)
 
     def add_context_parallel(self, kind: LayerKind, n_layers: int) -> None:
-        """Forward, backward, and the recomputed forward of full recompute. Gradients of keys and values are fp32."""
+        """Keys and values, and their gradients in fp32."""
         w, cp, n, n_passes = self.workload, ("cp",), self.layout.cp, self.layout.n_microbatches * n_layers
         keys_values, fp32 = w.keys_values_bytes, w.keys_values_bytes / w.compute_bytes * MASTER_BYTES
         if w.documents:
