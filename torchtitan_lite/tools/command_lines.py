@@ -179,10 +179,8 @@ Everything is recorded while step.py runs as one rank of that world on tensors w
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="number of ranks; default: the product of the degrees")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run (%(default)s)")
-    add("--stage", type=int, metavar="P", help="only this pp rank; default: one of each kind")
-    add("--token", action="store_true", help="follow one token through the layout instead: shapes, collectives, bytes")
-    add("--rank", type=int, metavar="R", help="with --token: whose token (0)")
-    add_imbalance(parser)
+    add("--token", action="store_true", help="print the way of a token forward through the stages instead")
+    add("--rank", type=int, default=0, metavar="R", help="with --token: the rank that reads it (%(default)s)")
     return parser
 
 

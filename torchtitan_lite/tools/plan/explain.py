@@ -1,221 +1,181 @@
 """`explain`: print a step in words, who holds which slice of which weight, and every collective with its line of code.
 
-Everything is recorded in a dry run of step.py (dry_run.py); no table says what should happen. `explain --token` follows
-one token through the layout instead (token_way.py).
+Everything is recorded in dry runs of step.py (dry_run.py).
 """
 
 import argparse
-import json
+import re
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, replace
-from itertools import groupby
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby, product
 from math import prod
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.tools.plan.dry_run import DryRun, Sharding, dry_run, shorten
+from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.meter import Collective
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, plan_run
-from torchtitan_lite.tools.plan.token_way import describe_way
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
-MOST_SHOWN = 8  # ranks or coordinates in a row; otherwise the first two and the last
-FEW = 3  # microbatches that are run: the first, one of the middle, the last
+LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
+FEW = 3  # microbatches that are run: the first, one in the middle, the last
+MOST_SHOWN, GAP = 8, ".."  # ranks or coordinates in a row; of more the first two, a gap, and the last
+ROLES = {  # mesh dim -> what its ranks do in a step
+    "pp": "{n} ranks hold successive layers, send hidden states on, and the gradients of hidden states back",
+    "dp_replicate": "{n} ranks read different sequences, hold the same weights, and all-reduce gradients",
+    "dp_shard": "{n} ranks read different sequences, gather the weights of a block, and reduce-scatter gradients",
+    "cp": "{n} ranks hold an early and a late piece of every sequence, and exchange keys and values",
+    "tp": "{n} ranks gather the sequence, compute their heads and columns, and reduce-scatter partial sums",
+    "ep": "{n} ranks hold different experts; tokens are sent to their experts, and the results back",
+}
 
 
 def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     try:
         planned = plan_run(options.config_args, options.gpus, options.device)
-        limits = {"--stage": (options.stage, planned.layout.pp), "--rank": (options.rank, planned.layout.world_size)}
-        for key, (value, n) in limits.items():
-            if value is not None and not 0 <= value < n:
-                raise ConfigError([Problem(key, value, f"there are {n}", f"Use 0 to {n - 1}")])
+        n = planned.layout.world_size
+        if not 0 <= options.rank < n:
+            raise ConfigError([Problem("--rank", options.rank, f"there are {n} ranks", f"Use 0 to {n - 1}")])
     except ConfigError as error:
         print(f"This run could not start:\n{error}", file=sys.stderr)
         return 2
+    print(f"{planned.config_name} on {n:,} ranks: {planned.layout}\n")
     if options.token:
-        print(describe_way(planned, options.rank or 0))
-        return 0
-    short = shorten(planned, FEW)
-    groups = group_pp_ranks(planned) if options.stage is None else {options.stage: [options.stage]}
-    runs = {rank: dry_run(short, rank) for rank in groups}
-    if options.json:
-        calls = [{"pp_rank": rank, **asdict(call)} for rank, run in runs.items() for call in run.collectives]
-        print(json.dumps({"layout": asdict(planned.layout), "collectives": calls}))
-        return 0
-    layout = planned.layout
-    print(f"{planned.config_name} on {layout.world_size:,} ranks: {layout}\n\n{describe_step(planned)}\n")
-    print(draw_mesh(layout.degrees))
-    if layout.ep:
-        of_experts = {dim: getattr(layout, dim) for dim in ("pp", "dp_replicate", "efsdp", "ep")}
-        print(f"\nexperts of a layer, on the same ranks\n{draw_mesh(of_experts)}")
-    for rank, alike in groups.items():
-        title = f"pp rank {rank}" + f" (and {len(alike) - 1} like it)" * (len(alike) > 1) if layout.pp > 1 else "rank 0"
-        print(f"\n---- {title}: parameters\n\n{format_parameters(layout, runs[rank])}")
-        print(f"\n---- {title}: collectives of one step, bytes that one rank moves\n")
-        print(format_collectives(runs[rank].collectives, layout.n_microbatches))
+        explain_token(planned, options.rank)
+    else:
+        explain_step(planned)
     return 0
 
 
+def explain_step(planned: PlannedRun) -> None:
+    """Print the step in words, the mesh, and the parameters and collectives of one rank of each kind of stage."""
+    layout, short, per_stage = planned.layout, shorten(planned, FEW), planned.layout.strides["pp"]
+    print(f"{describe_step(planned)}\n\n{draw_mesh(layout.degrees)}")
+    if layout.ep:
+        of_experts = {dim: getattr(layout, dim) for dim in ("pp", "dp_replicate", "efsdp", "ep")}
+        print(f"\nexperts of a layer, on the same ranks\n{draw_mesh(of_experts)}")
+    n_more = layout.n_microbatches - short.layout.n_microbatches
+    for pp_rank, alike in group_pp_ranks(planned).items():
+        run, ranks = dry_run(short, pp_rank), range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
+        title = f"pp rank {pp_rank}" + f" and {len(alike) - 1} like it" * (len(alike) > 1)
+        print(f"\n---- {title}: parameters\n\n{format_parameters(run.parameters, elide(ranks))}")
+        print(f"\n---- {title}: collectives of one rank\n\n{format_collectives(run.collectives, n_more)}")
+
+
+def explain_token(planned: PlannedRun, rank: int) -> None:
+    """Print slices of weights and collectives of the rank's first microbatch, forward through all stages."""
+    layout, short, per_stage = planned.layout, shorten(planned, 1), planned.layout.strides["pp"]
+    at = {dim: rank // layout.strides[dim] % degree for dim, degree in layout.degrees.items()}
+    n_rows = layout.global_batch_size // layout.dp
+    first = (at["dp_replicate"] * layout.dp_shard + at["dp_shard"]) * n_rows
+    print(f"rank {rank} has the coordinates {', '.join(f'{dim} {index}' for dim, index in at.items())}")
+    print(
+        f"and reads rows {first} to {first + n_rows - 1} of {layout.global_batch_size}. Its first microbatch, forward:"
+    )
+    runs = [dry_run(short, pp_rank) for pp_rank in range(layout.pp)]
+    for stage, (fqns, pp_rank) in enumerate(zip(layout.stages, layout.stage_ranks, strict=True)):
+        run, here = runs[pp_rank], rank % per_stage + pp_rank * per_stage
+        own = tuple(fqn + end for fqn in fqns for end in ".,")  # FSDP gathers "norm, output" together
+        parameters = {fqn: parameter for fqn, parameter in run.parameters.items() if fqn.startswith(own)}
+        print(f"\n---- stage {stage}: parameters\n\n{format_parameters(parameters, [here])}")
+        arrives = stage > 0 and layout.stage_ranks[stage - 1] != pp_rank
+        calls = [call for call in run.collectives if call.operation == "receive"][:arrives]
+        forward = [call for call in run.collectives if call.site.phase == "forward"]
+        calls += [call for call in forward if f"{call.site.module}.".startswith(own)]
+        print(f"\n---- stage {stage}: collectives of rank {here}\n\n{format_collectives(calls)}")
+
+
 def describe_step(planned: PlannedRun) -> str:
-    """Describe one optimizer step of this layout, in numbered sentences."""
-    layout, config, moe = planned.layout, planned.config, planned.model_args.moe
-    shard = layout.dp_shard * layout.cp
-    kept = "freed after it" if layout.zero_stage == 3 else "kept until the step ends"
-    sentences = [
-        f"Each of {layout.dp} data-parallel ranks takes {layout.global_batch_size // layout.dp} of "
-        f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens, in microbatches: "
-        f"{layout.n_microbatches} x {layout.microbatch_size}.",
-        f"A cp rank computes an early and a late piece of each sequence, 1/{layout.cp} in all." * (layout.cp > 1),
-        f"Forward and backward go through {len(layout.stages)} pipeline stages in the order of "
-        f"{config.parallelism.pipeline_parallel_schedule}; hidden states and their gradients go from rank to rank."
-        * (layout.pp > 1),
-        f"Before a block runs, its parameters are gathered in {config.training.mixed_precision_param} from {shard} "
-        f"ranks; they are {kept}." * (shard > 1),
-        "Inside a block each tp rank computes its heads and its columns of the feed-forward on whole sequences, and "
-        "returns its slice of the sequence." * (layout.tp > 1),
-        f"A router picks {moe.top_k} of {moe.n_experts} experts for each token. Each of {layout.ep} ep ranks has "
-        f"{moe.n_experts // layout.ep}: tokens are sent there, and back."
-        if moe
-        else "",
-        f"Recompute: {config.activation_checkpoint.mode}. Collectives of recomputed modules are made again."
-        * (config.activation_checkpoint.mode != "none"),
-        f"Gradients are summed in {config.training.mixed_precision_reduce}; each of {shard} ranks keeps its slice."
-        * (shard > 1),
-        f"The {layout.dp_replicate} replicas add up their slices." * (layout.dp_replicate > 1),
-        f"The ranks agree on the norm of all gradients, and {config.optimizer.name} updates the slices they hold.",
+    """Describe one optimizer step of this layout in words."""
+    layout, config = planned.layout, planned.config
+    rows, sizes = layout.global_batch_size, layout.degrees | {"ep": layout.ep}
+    lines = [
+        f"step: {rows} rows of {config.training.seq_len} tokens. Each of {layout.dp} data-parallel ranks reads "
+        f"{rows // layout.dp}, in {layout.n_microbatches} microbatches of {layout.microbatch_size}",
+        *(f"{dim}: {role.format(n=sizes[dim])}" for dim, role in ROLES.items() if sizes[dim] > 1),
+        f"recompute: {config.activation_checkpoint.mode}. Backward computes again what forward did not keep",
+        f"update: all ranks compute the norm of all gradients, and {config.optimizer.name} updates their slices",
     ]
-    return "\n".join(f"  {number}. {line}" for number, line in enumerate(filter(None, sentences), 1))
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def draw_mesh(degrees: dict[str, int]) -> str:
-    """Draw every rank in the mesh: the innermost dim in brackets, the next across, the outer ones down.
-
-    `degrees`: size of each dim, outermost first.
-    """
-    used = [dim for dim, degree in degrees.items() if degree > 1] or [list(degrees)[-1]]
-    *down, across, inner = [None, *used] if len(used) == 1 else used
-    sizes = list(degrees.values())
-    strides = {None: 0, **{dim: prod(sizes[place + 1 :]) for place, dim in enumerate(degrees)}}
-
-    def steps(dim: str | None) -> list[int | None]:
-        return elide(range(degrees[dim] if dim else 1))
-
-    def group(start: int) -> str:
-        return f"[{' '.join('..' if i is None else str(start + i * strides[inner]) for i in steps(inner))}]"
-
-    rows = [("", 0)]
-    for dim in down:
-        rows = [
-            (f"{label}{dim} {'..' if i is None else i}  ", start + (i or 0) * strides[dim])
-            for label, start in rows
-            for i in steps(dim)
-        ]
+    """Draw every rank in its place. Dims are outermost first: the last in brackets, the next across, others down."""
+    used = {dim: degree for dim, degree in degrees.items() if degree > 1} or {"tp": 1}
+    *down, across, inner = used if len(used) > 1 else ["", *used]
+    ranks = torch.arange(prod(used.values())).view(*(used[dim] for dim in down), used.get(across, 1), used[inner])
     lines = [f"mesh: {inner} in brackets" + f", {across} across" * bool(across)]
-    for label, start in rows:
-        line = "  ".join("..." if i is None else group(start + i * strides[across]) for i in steps(across))
-        lines.append(f"  {label}{'...' if '..' in label else line}")
+    for place in product(*(elide(range(used[dim])) for dim in down)):
+        label = "".join(f"{dim} {index}  " for dim, index in zip(down, place, strict=True))
+        groups = [] if GAP in place else elide(ranks[place].tolist())
+        lines.append(f"  {label}" + "  ".join(g if g == GAP else f"[{' '.join(map(str, elide(g)))}]" for g in groups))
     return "\n".join(lines)
 
 
-def elide(values: Iterable[int]) -> list[int | None]:
-    """Return all of a few values; of many the first two, None for a gap, and the last."""
-    values = list(values)
-    return values if len(values) <= MOST_SHOWN else [*values[:2], None, values[-1]]
+def elide(values: Sequence) -> list:
+    return list(values) if len(values) <= MOST_SHOWN else [*values[:2], GAP, values[-1]]
 
 
-# ---------------------------------------------------------------- parameters
-
-
-def format_parameters(layout: Layout, run: DryRun) -> str:
-    """Return a table of each parameter's slices on the ranks of this stage, with one row for equal layers."""
-    per_stage = layout.world_size // layout.pp
-    ranks = elide(range(run.pp_rank * per_stage, (run.pp_rank + 1) * per_stage))
+def format_parameters(parameters: dict[str, Tensor], ranks: list[int | str]) -> str:
+    """Return a table of the parameters' slices on these ranks of a stage, with one row for equal layers."""
     rows: dict[tuple, list[str]] = {}
-    for fqn, parameter in run.parameters.items():
-        head, _, rest = fqn.partition(".")
-        layer, _, name = rest.partition(".") if head == "layers" else ("", "", fqn)
-        slices = tuple("..." if rank is None else describe_slice(parameter, layout, rank) for rank in ranks)
-        rows.setdefault((name, parameter.shape, slices), []).append(layer)
-    table = [("", "", *("..." if rank is None else f"rank {rank}" for rank in ranks))]
-    for (name, shape, slices), layers in rows.items():
-        prefix = f"layers.{format_layers(layers)}." if layers[0] else ""
-        table.append((prefix + name, str(list(shape)), *slices))
+    for fqn, parameter in parameters.items():
+        owner, name = LAYER.fullmatch(fqn).groups()
+        slices = tuple(GAP if rank == GAP else describe_slice(parameter, rank) for rank in ranks)
+        rows.setdefault((owner.partition(".")[0], name, parameter.shape, slices), []).append(owner)
+    table = [("", "", *(f"rank {rank}" for rank in ranks))]
+    for (_, name, shape, slices), owners in rows.items():
+        table.append((f"  {join_layers(owners)}.{name}", str(list(shape)), *slices))
     return format_table(table)
 
 
-def describe_slice(parameter: Sharding, layout: Layout, rank: int) -> str:
-    """Return the slice of a parameter that this rank holds: "rows 0..31, columns 16..31".
-
-    A matrix of all experts has its rows as (in, out) features.
-    """
-    coordinates = {dim: rank // stride % getattr(layout, dim, 1) for dim, stride in layout.strides.items()}
-    coordinates["dp_shard_cp"] = coordinates["dp_shard"] * layout.cp + coordinates["cp"]
-    degrees, coordinate = tuple(parameter.degrees.values()), [coordinates[dim] for dim in parameter.degrees]
-    shape, offset = _compute_local_shape_and_global_offset(parameter.shape, degrees, coordinate, parameter.placements)
+def describe_slice(parameter: Tensor, rank: int) -> str:
+    """Return the slice of a parameter that a rank holds: "rows 0..31, columns 16..31"."""
+    if not isinstance(parameter, DTensor):
+        return "all"
+    mesh, whole = parameter.device_mesh, parameter.shape  # the mesh has all ranks of a stage
+    coordinate = [int(index) for index in torch.unravel_index(torch.tensor(rank % mesh.size()), mesh.shape)]
+    shape, offset = _compute_local_shape_and_global_offset(whole, mesh.shape, coordinate, parameter.placements)
     if 0 in shape:
         return "nothing"
-    names = {1: ("elements",), 2: ("rows", "columns"), 3: ("experts", "rows", "columns")}[len(shape)]
-    sizes = zip(names, offset, shape, parameter.shape, strict=True)
-    return ", ".join(f"{name} {begin}..{begin + n - 1}" for name, begin, n, whole in sizes if n < whole) or "all"
+    names = {1: ["elements"], 2: ["rows", "columns"], 3: ["experts", "rows", "columns"]}[len(shape)]
+    sizes = zip(names, offset, shape, whole, strict=True)
+    return ", ".join(f"{name} {begin}..{begin + n - 1}" for name, begin, n, of in sizes if n < of) or "all"
 
 
-def format_layers(layers: list[str]) -> str:
-    """Return ["2", "3", "4"] as 2-4, and ["4", "3", "2"], the order of backward, as 4-2."""
-    return layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+def join_layers(owners: list[str]) -> str:
+    """Return "layers.2", "layers.3", "layers.4" as "layers.2-4"; in the order of backward as "layers.4-2"."""
+    return owners[0] if len(owners) == 1 else f"{owners[0]}-{owners[-1].removeprefix('layers.')}"
 
 
-# ---------------------------------------------------------------- collectives
-
-
-def format_collectives(collectives: list[Collective], n_microbatches: int) -> str:
+def format_collectives(collectives: list[Collective], n_more: int = 0) -> str:
     """Return a table of forward, backward, and what is between them: equal parts and equal layers once.
 
-    A part that comes in each of the FEW microbatches that were run comes in all; otherwise only in the first or last.
+    `n_more`: microbatches that were not run. A part that comes more than once comes in each of them too.
     """
-    walks = {"forward": "forward", "": "between"}
-    parts: dict[tuple, int] = {}
-    for walk, calls in groupby(collectives, key=lambda call: walks.get(call.place.walk, "backward")):
-        part = walk, fold_layers(calls)
-        parts[part] = parts.get(part, 0) + 1
-    rows: list[tuple[str, ...]] = []
-    for (walk, folded), n in parts.items():
-        times = n if n < 2 or n_microbatches <= FEW else n + n_microbatches - FEW
-        rows.append((f"{walk}, {'once' if times == 1 else f'{times} times'}", *[""] * 5))
-        for owners, calls in folded:
-            name = owners[0] or "the step"
-            if len(owners) > 1:
-                name = f"layers.{format_layers([owner.removeprefix('layers.') for owner in owners])}: each"
-            for number, (call, n_calls) in enumerate(calls):
-                operation = f"{call.operation} over {call.axis}" + f" x{n_calls}" * (n_calls > 1)
-                tensor = f"{list(call.shape)} {call.dtype}", format_bytes(call.n_bytes)
-                module = call.place.module + " again" * (call.place.walk == "recompute")
-                line = f"{call.place.line} {call.place.function}" + f", {call.place.through}" * bool(call.place.through)
-                rows.append(("  " + name * (number == 0), operation, *tensor, module, line))
-    return format_table(rows) if rows else "  none: there is only one rank"
-
-
-def fold_layers(collectives: Iterable[Collective]) -> tuple:
-    """Group collectives by layer or root module, in the order of their first call; equal neighbors share their calls.
-
-    Returns (layers, ((collective with its module inside the layer, calls in a row), ...)), ...
-    """
-    by_owner: dict[str, list[Collective]] = {}
-    for collective in collectives:
-        parts = collective.place.module.split(".")
-        n_owner = 2 if parts[0] == "layers" else 1
-        place = replace(collective.place, module=".".join(parts[n_owner:]))
-        by_owner.setdefault(".".join(parts[:n_owner]), []).append(replace(collective, place=place))
-    folded: list[tuple[list[str], tuple]] = []
-    for owner, own in by_owner.items():
-        counted = tuple((collective, len(list(calls))) for collective, calls in groupby(own))
-        if folded and folded[-1][1] == counted:
-            folded[-1][0].append(owner)
-        else:
-            folded.append(([owner], counted))
-    return tuple((tuple(owners), counted) for owners, counted in folded)
+    parts = Counter()
+    for phase, calls in groupby(collectives, key=lambda call: call.site.phase.replace("recompute", "backward")):
+        by_owner: dict[str, list[tuple]] = {}
+        for call in calls:
+            owner, module = LAYER.fullmatch(call.site.module).groups()
+            tensor = f"{list(call.shape)} {call.dtype}", format_bytes(call.n_bytes)
+            place = module + " again" * (call.site.phase == "recompute"), call.site.line
+            by_owner.setdefault(owner, []).append((f"{call.operation} over {call.axis}", *tensor, *place))
+        parts[phase, tuple((owner, tuple(rows)) for owner, rows in by_owner.items())] += 1
+    table = []
+    for (phase, by_owner), n in parts.items():
+        table.append((f"{phase}, {'once' if n == 1 else f'{n + n_more} times'}", *[""] * 5))
+        for rows, alike in groupby(by_owner, key=lambda each: each[1]):
+            owners = [owner for owner, _ in alike]
+            name = f"  {join_layers(owners) or 'the step'}" + ": each" * (len(owners) > 1)
+            for (operation, *rest), same in groupby(rows):
+                n_calls = len(list(same))
+                table.append((name, operation + f" x{n_calls}" * (n_calls > 1), *rest))
+                name = ""
+    return format_table(table) if table else "  none"

@@ -1,9 +1,10 @@
-"""The world of a dry run: a process group without processes, stages without neighbors, kernels as on a GPU.
+"""The world of a dry run: a process group without processes, tensors without numbers, kernels as on a GPU.
 
-    dist.init_process_group("fake")    all ranks, no processes: collectives return at once
-    StaticStage                        a pipeline stage that knows what it receives
-    kernels_of_gpus                    what CUDA's kernels keep for backward, on fake CPU tensors
-    loaded_experts                     rows of an MoE layer for a stated load, and its matmuls by any dtype
+    fake_group      all ranks, no processes: collectives return at once
+    fake_tensors    tensors with shapes only
+    static_stages   pipeline stages that know what they receive
+    gpu_kernels     what CUDA's kernels keep for backward, on fake CPU tensors
+    even_experts    every ep rank receives equally many rows
 
 Effect: none outside of the context managers.
 """
@@ -17,8 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
@@ -28,6 +32,8 @@ from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel import context_parallel, expert_parallel, pipeline
 from torchtitan_lite.tools.forget_groups import forget_groups
 from torchtitan_lite.tools.plan.workload import Workload
+
+INFER = "_propagate_tensor_meta_non_cached"  # DTensor infers shapes by operators on tensors of the full shape
 
 
 @contextmanager
@@ -41,6 +47,30 @@ def fake_group(world_size: int, *, rank: int) -> Iterator[None]:
         forget_groups()
 
 
+class FakeMode(FakeTensorMode):
+    """Fake mode without numbers: each number that the host reads is 1 or True."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:  # .item(), bool()
+            return True if args[0].dtype is torch.bool else 1
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # as on a device; torch's shape function makes another tensor
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Context manager: new tensors have a shape and no storage."""
+    infer = getattr(ShardingPropagator, INFER)
+
+    def infer_unseen(*args):
+        with _disable_current_modes():  # a run does not allocate these tensors
+            return infer(*args)
+
+    with patch.object(ShardingPropagator, INFER, infer_unseen), FakeMode(allow_non_fake_inputs=True):
+        yield
+
+
 def make_batch(layout: Layout, seq_len: int) -> Batch:
     """Return a rank's rows of a step. Their values do not matter."""
     shape = (layout.global_batch_size // layout.dp, seq_len)
@@ -50,12 +80,9 @@ def make_batch(layout: Layout, seq_len: int) -> Batch:
 @contextmanager
 def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iterator[None]:
     """Context manager: pipeline stages know their shapes without asking a neighbor."""
-    hidden = torch.empty(
-        (layout.microbatch_size, config.training.seq_len // layout.cp // layout.tp, model_args.dim),
-        dtype=getattr(torch, config.training.mixed_precision_param),
-        device="meta",
-        requires_grad=True,
-    )
+    shape = layout.microbatch_size, config.training.seq_len // layout.cp // layout.tp, model_args.dim
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     with (
         # 1F1B refuses fewer microbatches than stages, though it runs with them.
         patch.object(Schedule1F1B, "__init__", PipelineScheduleSingle.__init__),
@@ -73,15 +100,27 @@ class StaticStage(pipeline.Stage):
         received, sent = tokens if index == 0 else hidden, loss if index == n_stages - 1 else hidden
         super().__init__(part, index, n_stages, device, input_args=received, output_args=sent, group=group)
 
-    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+    def _warmup_forward_vote(self, *args, **received) -> Tensor:
         return torch.ones(1)  # all stages know their shapes
 
-    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        return torch.ones(1)
+    _warmup_backward_result = _warmup_forward_vote
 
 
 @contextmanager
-def kernels_of_gpus() -> Iterator[None]:
+def even_experts(workload: Workload) -> Iterator[None]:
+    """Context manager: every ep rank receives equally many rows from each. Fake routes have no values."""
+    n, ep = workload.n_rows, workload.layout.ep
+    sent, received = [(n + rank) // ep for rank in range(ep)], [n // ep] * ep
+    with (
+        patch.object(expert_parallel, "read_splits", lambda ours, theirs: (sent, received)),
+        # One matrix for all rows: equal tensors. torch's own shape function of grouped_mm takes bfloat16 only.
+        patch.object(moe, "multiply_groups", lambda rows, matrices, ends: rows @ matrices[0]),
+    ):
+        yield
+
+
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
     """Context manager: attention without a mask and fused norms, as on CUDA; a CPU has other kernels."""
     with (
         patch.object(attention, "attend_within_documents", attend_without_mask),
@@ -91,39 +130,8 @@ def kernels_of_gpus() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def loaded_experts(workload: Workload) -> Iterator[None]:
-    """Context manager: rank 0 of `ep`, as which a dry run runs, receives `imbalance` times the mean of the rows.
-
-    Fake routes have no values. torch's own shape function of grouped_mm takes bfloat16 only (torch 2.13).
-    """
-    each, n_rows, ep = workload.n_rows // max(1, workload.layout.ep), workload.n_rows, workload.layout.ep
-    sent = [each, *((n_rows - each + other) // (ep - 1) for other in range(ep - 1))]
-    with (
-        patch.object(expert_parallel, "read_splits", lambda ours, theirs: (sent, [each] * ep)),
-        patch.object(moe, "multiply_groups", lambda rows, matrices, ends: GroupedProduct.apply(rows, matrices)),
-    ):
-        yield
-
-
-class GroupedProduct(torch.autograd.Function):
-    """The tensors and FLOPs of grouped_mm: all rows times one matrix."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, matrices: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, matrices)
-        return rows @ matrices[0]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        rows, matrices = ctx.saved_tensors
-        of_matrices = torch.empty_like(matrices)
-        torch.mm(rows.T, grad, out=of_matrices[0])
-        return grad @ matrices[0].T, of_matrices
-
-
 def attend_without_mask(query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor, **places: Tensor) -> Tensor:
-    """Replace flex attention: the same tensors for backward, and the FLOPs of its worst case, all blocks."""
+    """Replace flex attention: it keeps the same tensors for backward."""
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
 
@@ -132,8 +140,7 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        per_token = x.sum(-1, dtype=torch.float32)  # stands for 1 / rms
-        ctx.save_for_backward(x, weight, per_token)
+        ctx.save_for_backward(x, weight, x.sum(-1, dtype=torch.float32))  # the sum stands for 1 / rms
         return torch.empty_like(x)
 
     @staticmethod

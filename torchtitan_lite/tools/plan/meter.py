@@ -2,61 +2,40 @@
 
     train_step(run, batch)  ->  operators  ->  Meter records  ->  the same operators, on fake or on real tensors
 
-A storage counts from the operator that returns it until nothing refers to it, as an allocator without gaps counts.
+A storage counts from the operator that returns it until nothing refers to it, as in an allocator without gaps.
 """
 
+import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._ops import OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_lite.config.layout import MESH_DIMS, Layout
+from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.tools.plan.call_sites import CallSite, CallSites
 from torchtitan_lite.tools.plan.transfers import fraction_moved
 
-WAIT = torch.ops._c10d_functional.wait_tensor.default
-READ = torch.ops.aten._local_scalar_dense.default  # the host reads a number, by .item() or bool()
-DEVICE = torch.ops.prim.device.default  # `tensor.device`: for fake tensors an operator, and half of all calls
-OPERATIONS = {  # torch's name of a collective -> ours
-    "c10d::allreduce_": "all-reduce",
-    "c10d::allreduce_coalesced_": "all-reduce",
-    "c10d::_allgather_base_": "all-gather",
-    "c10d::allgather_": "all-gather",
-    "c10d::allgather_into_tensor_coalesced_": "all-gather",
-    "c10d::_reduce_scatter_base_": "reduce-scatter",
-    "c10d::reduce_scatter_": "reduce-scatter",
-    "c10d::reduce_scatter_tensor_coalesced_": "reduce-scatter",
-    "c10d::alltoall_base_": "all-to-all",
-    "c10d::alltoall_": "all-to-all",
-    "c10d::broadcast_": "broadcast",
-    "c10d::send": "send",
-    "c10d::recv_": "receive",
-    "_c10d_functional::all_reduce": "all-reduce",
-    "_c10d_functional::all_reduce_": "all-reduce",
-    "_c10d_functional::all_gather_into_tensor": "all-gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
-    "_c10d_functional::all_to_all_single": "all-to-all",
-    "_dtensor::shard_dim_alltoall": "all-to-all",
+OPERATIONS = {  # part of an operator's name, without "_" -> operation
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
 }
-# Positions of the input and of its splits among the arguments
-INPUT_SPLITS = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}
-GROUPS_OF_EXPERTS = {"mesh_efsdp": "efsdp", "mesh_ep": "ep"}  # DeviceMesh's description of a group -> mesh dim
-
-
-# ---------------------------------------------------------------- collectives
 
 
 @dataclass(frozen=True)
@@ -65,46 +44,23 @@ class Collective:
 
     operation: str
     axis: str  # mesh dims of the group: "tp", "dp_shard x cp"
-    n_ranks: int
-    stride: int  # from one rank of the group to the next
     shape: tuple[int, ...]  # of the whole tensor
     dtype: str
     n_bytes: float  # that this rank moves
-    place: CallSite
+    site: CallSite
 
 
-def name_axis(layout: Layout, ranks: list[int]) -> str:
-    """Return the mesh dims of a group: those in which its first and last rank differ."""
-    first, last, dims = ranks[0], ranks[-1], []
-    for dim in reversed(MESH_DIMS):  # innermost first
-        degree = layout.degrees[dim]
-        dims = [dim] * (first % degree != last % degree) + dims
-        first, last = first // degree, last // degree
-    return " x ".join(dims)
+@cache
+def name_operation(func: OpOverload) -> str | None:
+    """Return the operation of "c10d::_allgather_base_" or "_c10d_functional::all_gather_into_tensor": "all-gather"."""
+    name = func._opname.replace("_", "") if func.namespace in ("c10d", "_c10d_functional", "_dtensor") else ""
+    return next((operation for part, operation in OPERATIONS.items() if part in name), None)
 
 
-def read_collective(
-    name: str, args: tuple, result: object, place: CallSite, axes: Callable[[dist.ProcessGroup], tuple[str, int]]
-) -> Collective | None:
-    """Read a collective off the operator's name, arguments and result; None for a group of one rank.
-
-    `name`: a key of OPERATIONS. `axes`: axis of a group, and stride of its ranks.
-    """
-    group, operation = find_group(args), OPERATIONS[name]
-    if group.size() == 1:
-        return None
-    # The larger side of the call, an argument or the result, is the whole tensor; of rows that are split unevenly it is
-    # what this rank sends.
-    sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)]
-    whole = max(sides, key=lambda side: sum(tensor.numel() for tensor in side))
-    given, at = INPUT_SPLITS.get(name, (0, len(args)))
-    splits = args[at] if len(args) > at and isinstance(args[at], list) else []
-    if splits:
-        whole = sides[given]
-    axis, stride = axes(group)
-    dtype, n_bytes = str(whole[0].dtype).removeprefix("torch."), sum(t.numel() * t.element_size() for t in whole)
-    n_bytes *= fraction_moved(operation, group.size(), group.rank(), splits)
-    return Collective(operation, axis, group.size(), stride, tuple(whole[0].shape), dtype, n_bytes, place)
+def name_axis(layout: Layout, group: dist.ProcessGroup) -> str:
+    """Return the mesh dims of a group: DeviceMesh describes it as "mesh_dp_shard_cp", or as the group of all ranks."""
+    named = re.findall("pp|dp_replicate|dp_shard|efsdp|ep|cp|tp", group.group_desc.removeprefix("mesh_"))
+    return " x ".join(named or [dim for dim, degree in layout.degrees.items() if degree > 1])
 
 
 def find_group(args: tuple) -> dist.ProcessGroup:
@@ -115,103 +71,75 @@ def find_group(args: tuple) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group([arg for arg in args if isinstance(arg, str)][-1])
 
 
-# ---------------------------------------------------------------- the meter
+def measure(operation: str, group: dist.ProcessGroup, args: tuple, result: object) -> tuple[Tensor, float]:
+    """Return the whole tensor of a collective, or the first of several, and the bytes that this rank moves."""
+    sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)]
+    whole, splits = max(sides, key=lambda side: sum(tensor.numel() for tensor in side)), []
+    if operation == "all-to-all":  # it may send more than it receives: the rows for each rank are the last list
+        whole, splits = sides[0], next((arg for arg in reversed(args) if isinstance(arg, list)), [])
+    n_bytes = sum(tensor.nbytes for tensor in whole)
+    return whole[0], n_bytes * fraction_moved(operation, group.size(), group.rank(), splits)
 
 
 class Meter(TorchDispatchMode):
-    """Records what runs `with meter.watching()`. An allocator hands out whole blocks: 512 bytes on CUDA."""
+    """Records what runs `with meter.watching()`."""
 
-    def __init__(self, layout: Layout, *, block_bytes: int = 1):
+    def __init__(self, layout: Layout):
         super().__init__()
-        self.layout, self.block_bytes = layout, block_bytes
-        self._axes: dict[str, tuple[str, int]] = {}  # name of a group -> axis, and stride of its ranks
-        self.places = CallSites()
+        self.layout, self.sites = layout, CallSites()
         self.collectives: list[Collective] = []
         self.live_bytes = self.peak_bytes = 0
-        self._storages: dict[int, tuple[int, weakref.ref]] = {}  # address -> bytes, storage
-        self._is_paused = False
+        self._sizes: dict[int, int] = {}  # address of a live storage -> bytes
 
     def restart(self) -> None:
-        """Forget what was recorded. What is live stays live."""
+        """Forget what was recorded. Live storages stay counted."""
         self.collectives.clear()
         self.peak_bytes = self.live_bytes
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context manager: records everything inside. Enter it inside the fake mode, if there is one."""
-        self._is_fake = active_fake_mode() is not None
-        resize, infer = torch.UntypedStorage.resize_, "_propagate_tensor_meta_non_cached"
-        infer_shapes = getattr(ShardingPropagator, infer)
+        resize = torch.UntypedStorage.resize_
 
-        def resize_and_note(storage: torch.UntypedStorage, n_bytes: int) -> None:
+        def resize_and_count(storage: torch.UntypedStorage, n_bytes: int) -> None:
             resize(storage, n_bytes)
-            if storage._cdata in self._storages:
-                self._note_storage(storage)
+            if storage._cdata in self._sizes:
+                self._count(storage)
 
-        def infer_unseen(*args, **kwargs):
-            """DTensor infers shapes by operators on tensors of the full shape, which a run does not allocate."""
-            was_paused, self._is_paused = self._is_paused, True
-            try:
-                return infer_shapes(*args, **kwargs)
-            finally:
-                self._is_paused = was_paused
-
-        with (
-            patch.object(torch.UntypedStorage, "resize_", resize_and_note),
-            patch.object(ShardingPropagator, infer, infer_unseen),
-            self,
-        ):
+        with patch.object(torch.UntypedStorage, "resize_", resize_and_count), self:
             yield
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # they call the operator again on their plain tensors
-        kwargs = kwargs or {}
-        if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
-        if self._is_paused:
-            return func(*args, **kwargs)
-        if self._is_fake and func is READ:
-            return True if args[0].dtype is torch.bool else 1  # a fake tensor has no value; the run takes this one
-        if self._is_fake and func is WAIT:
-            return args[0]  # a device returns the tensor itself
-        place = self.places.find()
+        site = self.sites.find()
         if func in CONTEXT_ATTENTION:
             with self:
-                return CONTEXT_ATTENTION[func](*args, **kwargs)
-        result = func(*args, **kwargs)
-        if func._schema.name in OPERATIONS:
-            call = read_collective(func._schema.name, args, result, place, self._find_axis)
-            self.collectives += [call] if call else []
+                return CONTEXT_ATTENTION[func](*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if (operation := name_operation(func)) and (group := find_group(args)).size() > 1:
+            whole, n_bytes = measure(operation, group, args, result)
+            dtype = str(whole.dtype).removeprefix("torch.")
+            axis = name_axis(self.layout, group)
+            self.collectives.append(Collective(operation, axis, tuple(whole.shape), dtype, n_bytes, site))
         self.note(tree_leaves(result))
         return result
 
-    def _find_axis(self, group: dist.ProcessGroup) -> tuple[str, int]:
-        if group.group_name not in self._axes:
-            ranks = dist.get_process_group_ranks(group)
-            # Groups of the experts' mesh may have the ranks of another group.
-            axis = GROUPS_OF_EXPERTS.get(group.group_desc) or name_axis(self.layout, ranks)
-            self._axes[group.group_name] = axis, ranks[1] - ranks[0]
-        return self._axes[group.group_name]
+    def note(self, values: Iterable[object]) -> None:
+        """Count the storages of the tensors among these values."""
+        for value in values:
+            # A weight gathered in float8 is a wrapper, whose own storage holds nothing.
+            if isinstance(value, Tensor) and value.device.type != "meta" and not is_traceable_wrapper_subclass(value):
+                self._count(value.untyped_storage())
 
-    def note(self, tensors: Iterable[object]) -> None:
-        """Count the storages of these tensors."""
-        for tensor in tensors:
-            if isinstance(tensor, DTensor):
-                tensor = tensor._local_tensor
-            # Not a tensor without storage, nor a weight gathered in float8, whose own storage holds nothing
-            is_real = isinstance(tensor, FakeTensor) or isinstance(tensor, Tensor) and not tensor.is_meta
-            if is_real and not is_traceable_wrapper_subclass(tensor):
-                self._note_storage(tensor.untyped_storage())
-
-    def _note_storage(self, storage: torch.UntypedStorage) -> None:
-        key, n_bytes = storage._cdata, -(-storage.nbytes() // self.block_bytes) * self.block_bytes
-        if key not in self._storages:
-            self._storages[key] = 0, weakref.ref(storage, lambda _: self._forget(key))
-        before, reference = self._storages[key]
-        self._storages[key] = n_bytes, reference
-        self.live_bytes += n_bytes - before
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, n_bytes = storage._cdata, storage.nbytes()
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._release, key)
+        self.live_bytes += n_bytes - self._sizes[key]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._sizes[key] = n_bytes
 
-    def _forget(self, key: int) -> None:
-        self.live_bytes -= self._storages.pop(key)[0]
+    def _release(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key)
