@@ -97,7 +97,7 @@ def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
     for pp_rank in {0, planned.layout.pp - 1}:
         run = dry_run(planned, pp_rank)
         closed = estimate_traffic(planned.workload, pp_rank, order)
-        assert_equal_traffic(closed, run.sum_traffic(lambda call: (call.axis, call.operation)))
+        assert_equal_traffic(closed, run.traffic)
         memory.append((run.peak_bytes, list_memory(planned.workload, order)[pp_rank].live))
     assert all(closed == pytest.approx(peak, rel=0.25) for peak, closed in memory), "a tiny model: batch, angles, ids"
     if planned.layout.pp <= 2:  # what `check` compares with the memory is below what some rank holds
@@ -200,17 +200,14 @@ def test_a_real_step_moves_what_was_forecast(pool, all_keys):
 
 
 def test_backward_collectives_bear_the_line_and_module_of_their_forward():
-    of_layer = [
-        call
-        for call in dry_run(make(2, {TP: 2, MODE: "full"}, "cpu")).collectives
-        if call.place.module.startswith("layers.2.")
-    ]
-    walks = Counter((each.place.walk, each.operation) for each in of_layer)
+    run = dry_run(make(2, {TP: 2, MODE: "full"}, "cpu"))
+    of_layer = [call for call in run.collectives if call.site.module.startswith("layers.2.")]
+    phases = Counter((call.site.phase, call.operation) for call in of_layer)
     # Backward mirrors forward; and the inputs of attention and feed-forward are gathered again, as is what wo puts out.
-    assert walks["forward", "all-gather"] == walks["forward", "reduce-scatter"] == 2
-    assert walks["backward", "reduce-scatter"] == walks["backward", "all-gather"] == 2
-    assert walks["recompute", "all-gather"] == 2
-    assert all(each.place.line.startswith("model/llama3.py:") for each in of_layer)
+    assert phases["forward", "all-gather"] == phases["forward", "reduce-scatter"] == 2
+    assert phases["backward", "reduce-scatter"] == phases["backward", "all-gather"] == 2
+    assert phases["recompute", "all-gather"] == 2
+    assert all(call.site.line.startswith("model/llama3.py:") for call in of_layer)
 
 
 def test_an_extra_collective_in_the_step_is_in_the_dry_run_with_its_line():
@@ -223,9 +220,10 @@ def test_an_extra_collective_in_the_step_is_in_the_dry_run_with_its_line():
     with patch.object(stepping, "sum_losses", with_one_more):
         after = dry_run(planned)
     assert len(after.collectives) == len(before.collectives) + 1
-    (more,) = (call for call in after.collectives if call.place.function == "with_one_more")
-    assert (more.operation, more.axis, more.shape, more.n_bytes) == ("all-reduce", "tp", (2**20,), 2**22)
-    assert more.place.line == f"test_costs.py:{with_one_more.__code__.co_firstlineno + 1}"
+    (more,) = (call for call in after.collectives if call.shape == (2**20,))
+    assert (more.operation, more.axis, more.n_bytes, more.site.phase) == ("all-reduce", "tp", 2**22, "between")
+    called = stepping.train_step.__code__.co_firstlineno
+    assert called < int(more.site.line.removeprefix("step.py:")) < called + 12
 
 
 def test_a_gpu_makes_no_mask_of_the_sequence_and_keeps_no_steps_of_a_norm():

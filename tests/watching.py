@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS
-from torchtitan_lite.tools.plan.meter import OPERATIONS
+from torchtitan_lite.tools.plan.meter import name_operation
 
 aten = torch.ops.aten
 
@@ -98,7 +98,7 @@ class Collectives(Watch):
         self.n_calls = Counter()
 
     def note(self, func, args, outputs):
-        if func.namespace == "_c10d_functional" and func._schema.name in OPERATIONS:  # FSDP calls those of c10d
+        if func.namespace == "_c10d_functional" and name_operation(func):  # FSDP calls those of c10d
             self.n_calls[func._opname] += 1
 
     def result(self) -> dict[str, int]:

@@ -44,7 +44,7 @@ def make_parser(tool: str, description: str, epilog: str = STATUS) -> ArgumentPa
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    if tool not in ("train", "bench"):
+    if tool not in ("train", "explain", "bench"):
         parser.add_argument("--json", action="store_true", help="print for programs")
     return parser
 
@@ -54,11 +54,6 @@ def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise ValueError
     return number
-
-
-def add_imbalance(parser: ArgumentParser) -> None:
-    help = "tokens of the most loaded rank among those that share experts, divided by their mean (%(default)s)"
-    parser.add_argument("--imbalance", type=float, default=1.0, metavar="X", help=help)
 
 
 def add_source(parser: ArgumentParser) -> None:
@@ -169,18 +164,18 @@ def make_explain_parser() -> ArgumentParser:
     description = """
 Who holds which slice of which weight? What do ranks exchange in a step, and which line causes it?
 
+    the step      in words
     mesh          where each rank is
     parameters    which rows and columns of which weight each rank holds
-    collectives   of one step in order: operation, mesh axis, shape, bytes, the line of code that causes it
-    the step      in words
+    collectives   of one step in order: operation, mesh axis, shape, bytes that one rank moves, module, line of code
 
 Everything is recorded while step.py runs as one rank of that world on tensors without storage."""
     parser = make_parser("explain", description, "Exit status: 0 explained, 2 wrong input.")
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="number of ranks; default: the product of the degrees")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run (%(default)s)")
-    add("--token", action="store_true", help="print the way of a token forward through the stages instead")
-    add("--rank", type=int, default=0, metavar="R", help="with --token: the rank that reads it (%(default)s)")
+    add("--token", action="store_true", help="follow a token forward through all pipeline stages instead")
+    add("--rank", type=int, default=0, metavar="R", help="with --token: the rank that reads the token (%(default)s)")
     return parser
 
 

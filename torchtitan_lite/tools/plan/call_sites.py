@@ -60,7 +60,8 @@ class CallSites:
                 phase = "forward" if node is None else "recompute"
                 module = module or self.names[id(frame.f_locals["self"])]
             elif code.co_filename.endswith("_fsdp_param_group.py"):
-                module = module or getattr(frame.f_locals.get("self"), "_module_fqn", None) or ""
+                group = getattr(frame.f_locals.get("self"), "modules", ())  # "norm, output"
+                module = module or ", ".join(self.names.get(id(each), "") for each in group)
                 outside = FSDP.get(code.co_name, outside)
             elif not line and (file := name_file(code)):
                 line = f"{file}:{frame.f_lineno}"

@@ -1,7 +1,4 @@
-"""`explain`: print a step in words, who holds which slice of which weight, and every collective with its line of code.
-
-Everything is recorded in dry runs of step.py (dry_run.py).
-"""
+"""Explain a layout by dry runs of step.py: the step in words, slices of weights, collectives with the line of each."""
 
 import argparse
 import re
@@ -70,13 +67,13 @@ def explain_step(planned: PlannedRun) -> None:
 
 def explain_token(planned: PlannedRun, rank: int) -> None:
     """Print slices of weights and collectives of the rank's first microbatch, forward through all stages."""
-    layout, short, per_stage = planned.layout, shorten(planned, 1), planned.layout.strides["pp"]
+    layout, short, per_stage = planned.layout, shorten(planned, FEW), planned.layout.strides["pp"]
     at = {dim: rank // layout.strides[dim] % degree for dim, degree in layout.degrees.items()}
     n_rows = layout.global_batch_size // layout.dp
     first = (at["dp_replicate"] * layout.dp_shard + at["dp_shard"]) * n_rows
-    print(f"rank {rank} has the coordinates {', '.join(f'{dim} {index}' for dim, index in at.items())}")
+    print(f"rank {rank} has the coordinates {', '.join(f'{dim} {index}' for dim, index in at.items())}.")
     print(
-        f"and reads rows {first} to {first + n_rows - 1} of {layout.global_batch_size}. Its first microbatch, forward:"
+        f"It reads rows {first} to {first + n_rows - 1} of {layout.global_batch_size}. Forward of its first microbatch:"
     )
     runs = [dry_run(short, pp_rank) for pp_rank in range(layout.pp)]
     for stage, (fqns, pp_rank) in enumerate(zip(layout.stages, layout.stage_ranks, strict=True)):
@@ -87,7 +84,10 @@ def explain_token(planned: PlannedRun, rank: int) -> None:
         arrives = stage > 0 and layout.stage_ranks[stage - 1] != pp_rank
         calls = [call for call in run.collectives if call.operation == "receive"][:arrives]
         forward = [call for call in run.collectives if call.site.phase == "forward"]
-        calls += [call for call in forward if f"{call.site.module}.".startswith(own)]
+        n_calls = Counter(call for call in forward if f"{call.site.module}.".startswith(own))
+        for call in forward:  # of several microbatches with the same calls: keep those of one
+            if calls.count(call) * short.layout.n_microbatches < n_calls[call]:
+                calls.append(call)
         print(f"\n---- stage {stage}: collectives of rank {here}\n\n{format_collectives(calls)}")
 
 
@@ -100,7 +100,7 @@ def describe_step(planned: PlannedRun) -> str:
         f"{rows // layout.dp}, in {layout.n_microbatches} microbatches of {layout.microbatch_size}",
         *(f"{dim}: {role.format(n=sizes[dim])}" for dim, role in ROLES.items() if sizes[dim] > 1),
         f"recompute: {config.activation_checkpoint.mode}. Backward computes again what forward did not keep",
-        f"update: all ranks compute the norm of all gradients, and {config.optimizer.name} updates their slices",
+        f"update: ranks sum the norm of all gradients; {config.optimizer.name} updates the slices they hold",
     ]
     return "\n".join(f"  {line}" for line in lines)
 
@@ -142,11 +142,10 @@ def describe_slice(parameter: Tensor, rank: int) -> str:
     mesh, whole = parameter.device_mesh, parameter.shape  # the mesh has all ranks of a stage
     coordinate = [int(index) for index in torch.unravel_index(torch.tensor(rank % mesh.size()), mesh.shape)]
     shape, offset = _compute_local_shape_and_global_offset(whole, mesh.shape, coordinate, parameter.placements)
-    if 0 in shape:
-        return "nothing"
     names = {1: ["elements"], 2: ["rows", "columns"], 3: ["experts", "rows", "columns"]}[len(shape)]
     sizes = zip(names, offset, shape, whole, strict=True)
-    return ", ".join(f"{name} {begin}..{begin + n - 1}" for name, begin, n, of in sizes if n < of) or "all"
+    held = [f"{name} {begin}..{begin + n - 1}" for name, begin, n, of in sizes if n < of]
+    return "nothing" if 0 in shape else ", ".join(held) or "all"
 
 
 def join_layers(owners: list[str]) -> str:
@@ -168,7 +167,7 @@ def format_collectives(collectives: list[Collective], n_more: int = 0) -> str:
             place = module + " again" * (call.site.phase == "recompute"), call.site.line
             by_owner.setdefault(owner, []).append((f"{call.operation} over {call.axis}", *tensor, *place))
         parts[phase, tuple((owner, tuple(rows)) for owner, rows in by_owner.items())] += 1
-    table = []
+    table = [("", "collective", "whole tensor", "bytes of a rank", "module", "line")]
     for (phase, by_owner), n in parts.items():
         table.append((f"{phase}, {'once' if n == 1 else f'{n + n_more} times'}", *[""] * 5))
         for rows, alike in groupby(by_owner, key=lambda each: each[1]):
@@ -178,4 +177,4 @@ def format_collectives(collectives: list[Collective], n_more: int = 0) -> str:
                 n_calls = len(list(same))
                 table.append((name, operation + f" x{n_calls}" * (n_calls > 1), *rest))
                 name = ""
-    return format_table(table) if table else "  none"
+    return format_table(table) if parts else "none"
