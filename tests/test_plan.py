@@ -16,7 +16,7 @@ from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import ActivationCheckpoint
 from torchtitan_lite.parallel.activation_checkpoint import plan_recompute
-from torchtitan_lite.tools.plan.cadence import measure_goodput, plan_cadence
+from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, ROW_OF_GPU, find_cluster
 from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast, list_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, count_recompute, plan_run
@@ -80,8 +80,8 @@ def test_a_plan_for_programs_has_the_same_numbers_and_exit_status_1_if_it_does_n
     values = json.loads(capsys.readouterr().out)
     assert values["fits"] and len(values["memory"]) == 4 and values["layout"]["ep"] == 8
     assert sum(values["parts_s"].values()) == pytest.approx(values["step_time_s"])
-    tiers = {(each["axis"], each["operation"]): each["tier"] for each in values["traffic"]}
-    assert (tiers["tp", "all-gather"], tiers["ep", "all-to-all"], tiers["pp", "send"]) == ("node", "node", "network")
+    tiers = {(each["axis"], each["operation"]): each["nodes"] for each in values["traffic"]}
+    assert (tiers["tp", "all-gather"], tiers["ep", "all-to-all"], tiers["pp", "send"]) == (1, 1, 4)
     assert main(["plan", "--config", "llama3_405b", "--gpus", "64", "--json"]) == 1
     assert any("does not fit" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])
 
@@ -142,11 +142,12 @@ def test_memory_that_is_left_over_or_missing_is_called_out():
 
 def test_the_interval_of_saves_is_youngs_for_short_stalls_and_the_best_of_all():
     mtbf, restart, stall = 54 * 86400 / 419, 600.0, 10.0
-    cadence = plan_cadence(mtbf, restart, stall)
-    assert cadence.interval_s == pytest.approx(sqrt(2 * stall * mtbf), rel=0.05)
+    interval = find_interval(mtbf, stall)
+    goodput = measure_goodput(interval, mtbf, restart, stall)
+    assert interval == pytest.approx(sqrt(2 * stall * mtbf), rel=0.05)
     best = max(measure_goodput(seconds, mtbf, restart, stall) for seconds in range(60, 3600, 5))
-    assert cadence.goodput == pytest.approx(best, abs=1e-5) and 0.90 < cadence.goodput < 0.92
-    assert plan_cadence(10.0, 1.0, 100.0).goodput < 0.01
+    assert goodput == pytest.approx(best, abs=1e-5) and 0.90 < goodput < 0.92
+    assert measure_goodput(find_interval(10.0, 100.0), 10.0, 1.0, 100.0) < 0.01
 
 
 # ---------------------------------------------------------------- clusters
@@ -157,7 +158,7 @@ def test_groups_within_a_node_use_its_links_and_others_share_its_network_cards()
     assert H100.find_bandwidth(4, 8) == 0.92 * 2 * 50e9, "two of a node's eight ranks are in a group"
     assert H100.find_bandwidth(1, 32) == pytest.approx(0.8 * 450e9) == 360e9
     assert H100.find_bandwidth(1, 1024) == pytest.approx(260e9, rel=0.05), "128 nodes: nccl issue 1229"
-    assert (H100.find_tier(2, 4), H100.find_tier(2, 8)) == ("node", "network")
+    assert (H100.count_nodes(2, 4), H100.count_nodes(2, 8)) == (1, 2)
 
 
 def test_a_gpu_without_a_row_is_refused_and_every_driver_name_has_one():

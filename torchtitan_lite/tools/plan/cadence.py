@@ -10,31 +10,15 @@ Llama 3 405B on 16,384 GPUs had 419 unexpected interruptions in 54 days (arXiv:2
 91 %; the paper reports more than 90 %. With stalls of 60 s instead: 18.6 minutes, and 85 %.
 """
 
-from dataclasses import dataclass
 from math import exp, sqrt
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """The best interval between two saves."""
-
-    interval_s: float
-    goodput: float  # useful fraction of the time
-
-    def describe(self, step_time_s: float) -> str:
-        """Return the sentence that `plan` prints."""
-        n_steps = max(1, round(self.interval_s / step_time_s))
-        every = f"save every {self.interval_s / 60:.1f} minutes (checkpoint.interval = {n_steps})"
-        return f"{every}: goodput {self.goodput:.1%}"
-
-
-def plan_cadence(mtbf_s: float, restart_s: float, save_stall_s: float) -> Cadence:
-    """Return the interval of Daly's higher-order estimate. All in seconds, of the whole job."""
+def find_interval(mtbf_s: float, save_stall_s: float) -> float:
+    """Return the seconds between saves by Daly's higher-order estimate, for the whole job."""
     ratio = save_stall_s / (2 * mtbf_s)
-    interval = mtbf_s  # saving takes longer than the time between interruptions: nothing helps
-    if ratio < 1:
-        interval = sqrt(2 * save_stall_s * mtbf_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_stall_s
-    return Cadence(interval, measure_goodput(interval, mtbf_s, restart_s, save_stall_s))
+    if ratio >= 1:
+        return mtbf_s  # saving takes longer than the time between interruptions: nothing helps
+    return sqrt(2 * save_stall_s * mtbf_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_stall_s
 
 
 def measure_goodput(interval_s: float, mtbf_s: float, restart_s: float, save_stall_s: float) -> float:

@@ -102,12 +102,8 @@ class Cluster:
         """Return what a collective costs that runs beside `work` seconds of kernels."""
         return max(0.0, seconds - work) + self.contention * min(seconds, work)
 
-    def find_tier(self, stride: int, n: int) -> str:
-        """Return the links of a group of n ranks, `stride` ranks apart: "node" (inside one) or "network"."""
-        return "node" if stride * n <= self.node_size else "network"
-
     def count_nodes(self, stride: int, n: int) -> int:
-        """Return the nodes that such a group spans."""
+        """Return the nodes that a group of n ranks spans, `stride` ranks apart."""
         return ceil(n / max(1, min(n, self.node_size // stride)))
 
     def find_bandwidth(self, stride: int, n: int) -> float:

@@ -14,7 +14,7 @@ from math import prod
 
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.tools.plan.cadence import plan_cadence
+from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.forecast import MEDIAN_ERROR, RANGE_80, Forecast, forecast, list_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, plan_run
@@ -42,10 +42,10 @@ class Plan:
         moved = [estimate_traffic(workload, rank, order) for rank in group_pp_ranks(planned)]
         self.traffic = max(moved, key=lambda each: sum(moved.n_bytes for moved in each.values()))  # of one rank
 
-    def find_tier(self, axis: str) -> str:
-        """Return the links of a group along these mesh dims: inside a node, or between nodes."""
+    def count_nodes(self, axis: str) -> int:
+        """Return the nodes that a group along these mesh dims spans."""
         layout, dims = self.planned.layout, axis.split(" x ")
-        return self.cluster.find_tier(layout.strides[dims[-1]], prod(getattr(layout, dim) for dim in dims))
+        return self.cluster.count_nodes(layout.strides[dims[-1]], prod(getattr(layout, dim) for dim in dims))
 
 
 def main(options: argparse.Namespace) -> int:
@@ -99,8 +99,13 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
         f"traffic of one step, of the rank that moves most\n{describe_traffic(plan)}",
     ]
     if options.mtbf_hours:
-        cadence = plan_cadence(options.mtbf_hours * 3600, options.restart_s, options.save_stall_s)
-        blocks.append(f"checkpoints: {cadence.describe(expected.step_time_s)}")
+        mtbf_s, stall_s = options.mtbf_hours * 3600, options.save_stall_s
+        interval_s = find_interval(mtbf_s, stall_s)
+        goodput = measure_goodput(interval_s, mtbf_s, options.restart_s, stall_s)
+        blocks.append(
+            f"checkpoints: save every {interval_s / 60:.1f} minutes (checkpoint.interval = "
+            f"{max(1, round(interval_s / expected.step_time_s))}): goodput {goodput:.1%}"
+        )
     blocks.append("\n".join(["not defended against", *(f"  {risk}" for risk in list_risks(plan.planned, expected))]))
     return "\n\n".join([*blocks, *(f"remark: {remark}" for remark in plan.remarks)])
 
@@ -133,11 +138,10 @@ def describe_time(expected: Forecast) -> str:
 
 
 def describe_traffic(plan: Plan) -> str:
-    links = {"node": "inside a node", "network": "between nodes"}
-    rows = [
-        (f"  {axis}", name, f"{moved.n_calls:,.0f} calls", format_bytes(moved.n_bytes), links[plan.find_tier(axis)])
-        for (axis, name), moved in plan.traffic.items()
-    ]
+    rows = []
+    for (axis, operation), moved in plan.traffic.items():
+        nodes = f"over {n} nodes" if (n := plan.count_nodes(axis)) > 1 else "inside a node"
+        rows.append((f"  {axis}", operation, f"{moved.n_calls:,.0f} calls", format_bytes(moved.n_bytes), nodes))
     return format_table(rows, "<<>>") if rows else "  none"
 
 
@@ -149,7 +153,7 @@ def list_for_json(plan: Plan) -> dict[str, object]:
         "fits": plan.fits,
         "memory": [vars(memory) | {"live": memory.live} for memory in plan.memory],
         "traffic": [
-            {"axis": axis, "operation": name, "tier": plan.find_tier(axis), **asdict(moved)}
+            {"axis": axis, "operation": name, "nodes": plan.count_nodes(axis), **asdict(moved)}
             for (axis, name), moved in plan.traffic.items()
         ],
         **{name: getattr(plan.forecast, name) for name in names},

@@ -129,7 +129,7 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
     # Gradients of rows and of weights; before they are weighted: rows that travel in forward, gradients of the experts.
     temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
     is_cut = find_expert_dim(args, layout.ep, layout.efsdp) != 0  # FSDP then joins the slices in a further copy
-    moments = [kind.moe_parameters * width * (1 + is_cut) * (layout.zero_stage == 3)]
+    moments = [kind.parameters[1] * width * (1 + is_cut) * (layout.zero_stage == 3)]
     for mode in kind.recompute:
         of_rest, of_moe = rest["none"] - rest[mode], experts["none"] - experts[mode]
         again = max(of_rest, of_moe) if mode == "op" else of_rest + of_moe
@@ -137,7 +137,7 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
         if layout.pp == 1:
             freed = experts[mode] - of_rest * (mode == "full")
             n_bytes = MASTER_BYTES + width * (layout.zero_stage < 3)
-            moments.append(kind.moe_parameters * n_bytes - freed * w.n_tokens)
+            moments.append(kind.parameters[1] * n_bytes - freed * w.n_tokens)
     return (kind.average(**rest) + kind.average(**experts)) * w.n_tokens, max(moments)
 
 
@@ -182,8 +182,11 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     layers = [layer for layer in layers if any(layer[0].count(stage) for stage in stages.values())]
     has_embedding = any(stage.has_embedding for stage in stages.values())
     has_head = any(stage.has_head for stage in stages.values())
-    at_rest, n_parameters = sum(map(w.count_at_rest, stages.values())), sum(map(w.count_whole, stages.values()))
-    block = max((kind.parameters + kind.moe_parameters for kind, *_ in layers), default=0)
+    at_rest, n_parameters = (
+        sum(map(w.count_at_rest, stages.values())),
+        sum(sum(w.parameters[stage]) for stage in stages.values()),
+    )
+    block = max((sum(kind.parameters) for kind, *_ in layers), default=0)
     working = max((working for *_, working in layers), default=0.0)
     kept = sum(
         (WAITING if action == "I" else 1) * each * kind.count(stages[index]) * n
@@ -205,7 +208,7 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
         working = max(working, loss, table * width * has_embedding)
         # A stage without backward so far has no gradients. After its first one it has, and one microbatch less.
         fresh = {index for (index, _), n in in_flight.items() if n == layout.n_microbatches}
-        older = sum(w.count_whole(stage) for index, stage in stages.items() if index not in fresh)
+        older = sum(sum(w.parameters[stage]) for index, stage in stages.items() if index not in fresh)
         first = kept / layout.n_microbatches / len(fresh) if fresh else 0.0
         moments = [
             (gathered, w.grad_bytes * older, kept, working),
@@ -216,7 +219,7 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
         before = summed if layout.n_microbatches > 1 else 0.0
         reduced = w.reduce_bytes * (not w.is_whole and (layout.zero_stage > 1 or layout.n_microbatches == 1))
         last = max((each for _, each, _ in layers), default=0.0)
-        dense = max((kind.parameters for kind, *_ in layers), default=0)
+        dense = max((kind.parameters[0] for kind, *_ in layers), default=0)
         to_come = 0.0 if before else MASTER_BYTES * (dense + table) / w.n_shards  # after the last block's backward
         moments = [
             (2 * head, before, kept, loss),

@@ -47,7 +47,7 @@ def warn_of_groups(layout: Layout, cluster: Cluster) -> list[str]:
         ("ep", "expert_parallel_degree", "sends tokens four times a layer"),
     ):
         degree = getattr(layout, dim)
-        if degree > 1 and (size % degree or cluster.find_tier(1, degree) == "network"):
+        if degree > 1 and (size % degree or cluster.count_nodes(1, degree) > 1):
             inner = max(n for n in range(1, size + 1) if size % n == 0 and degree % n == 0)
             warnings.append(f"{dim} {degree} {what} across nodes of {size}. Use parallelism.{key} = {inner}")
     return warnings

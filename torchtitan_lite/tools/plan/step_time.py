@@ -184,7 +184,7 @@ class StepTime:
 
     def expose_shards(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
         """Return a layer's waits for its parameters and for the reduction of its gradients, forward and backward."""
-        w, parameters = self.workload, (kind.parameters, kind.moe_parameters)
+        w, parameters = self.workload, kind.parameters
         if w.is_whole:
             return 0.0, 0.0
         gather = self.shard_time(parameters) if w.layout.zero_stage == 3 else 0.0
@@ -242,7 +242,7 @@ class StepTime:
         """Seconds of hidden states, or of their gradient, from one pp rank to the next."""
         w, cluster = self.workload, self.cluster
         n_bytes = w.hidden_bytes / w.layout.tp * (w.layout.pp > 1)
-        if cluster.find_tier(w.layout.strides["pp"], w.layout.pp) == "node":
+        if cluster.count_nodes(w.layout.strides["pp"], w.layout.pp) == 1:
             return n_bytes / (cluster.link_bandwidth * cluster.link_efficiency) + cluster.network_latency_s
         return n_bytes / (cluster.network_bandwidth * cluster.network_efficiency) + cluster.network_latency_s
 
@@ -269,12 +269,12 @@ class StepTime:
         if w.is_whole:
             return 0.0
         is_kept = w.layout.zero_stage < 3
-        largest = max(((kind.parameters, kind.moe_parameters) for kind in w.kinds), key=sum)
+        largest = max((kind.parameters for kind in w.kinds), key=sum)
         first, last = self.shard_time(largest), self.shard_time(largest, reduces=True)
         for rank in range(w.layout.pp):
             indices = w.layout.stages_of(rank)
             stages = [w.stages[index] for index in indices]
-            n = sum(w.stage_parameters[stage] for stage in stages), sum(map(w.count_moes, stages))
+            n = tuple(map(sum, zip(*(w.parameters[stage] for stage in stages), strict=True)))
             gather, reduce = self.shard_time(n), self.shard_time(n, reduces=True)
             if w.layout.pp > 1 and not w.overlaps_reduction:
                 wait = (gather if is_kept else first) + reduce
@@ -288,10 +288,9 @@ class StepTime:
 
     @cached_property
     def optimizer_s(self) -> float:
-        """Seconds of the optimizer on the rank with most parameters, by numbers read and written per parameter.
+        """Seconds of the optimizer on the rank with most parameters.
 
-        The norm reads the gradient; the update reads weight and gradient, writes the weight, and reads and writes each
-        moment.
+        The norm reads the gradient; the update reads gradient, weight and moments, and writes weight and moments.
         """
         w = self.workload
         most = self.max_over_ranks(list(map(w.count_at_rest, w.stages)))

@@ -146,7 +146,7 @@ class Traffic:
         w, layout = self.workload, self.layout
         if w.is_whole:
             return
-        moes = [kind.moe_parameters for kind in w.kinds if kind.is_moe for _ in range(stage.n_moes)]
+        moes = [kind.parameters[1] for kind in w.kinds if kind.is_moe for _ in range(stage.n_moes)]
         others = w.groups_of(stage)
         has_own_embedding = stage.has_embedding and not (stage.has_head and w.args.tie_embeddings)
         for index, n_parameters in enumerate(moes + others):

@@ -41,9 +41,7 @@ class LayerKind:
     is_moe: bool
     recompute: Counter  # Recompute -> number of layers of this kind in the whole model
     block: list[BlockModule]  # the modules of a block with weights
-    # Parameters of one rank, before FSDP shards them
-    parameters: int  # of the block without its experts: every tp rank has the norms
-    moe_parameters: int  # of router and experts
+    parameters: tuple[int, int]  # of one rank before FSDP shards them: all but experts (with whole norms), MoE
 
     def __post_init__(self):
         self.norms = [module for module in self.block if module.is_norm]
@@ -120,46 +118,38 @@ class Workload:
         self.kinds = [self.describe_kind(modes, is_moe=is_moe) for is_moe, modes in kinds if modes]
 
     def describe_kind(self, recompute: Counter, *, is_moe: bool) -> LayerKind:
-        layout, block, parameters, moe_parameters = self.layout, list_block(self.args, moe=is_moe), 0, 0
+        layout, block, dense, moes = self.layout, list_block(self.args, moe=is_moe), 0, 0
         for module in block:
             rows, rest = module.weight[0], prod(module.weight[1:])
             if module.split == "router":
-                moe_parameters += pad(rows, layout.efsdp) * rest
+                moes += pad(rows, layout.efsdp) * rest
             elif module.split == "experts":
-                moe_parameters += rows // max(1, layout.ep) * rest
+                moes += rows // max(1, layout.ep) * rest
             else:
                 rows = rows // layout.tp if module.split == "colwise" else rows
-                parameters += pad(rows, self.n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
-        return LayerKind(is_moe, recompute, block, parameters, moe_parameters)
+                dense += pad(rows, self.n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
+        return LayerKind(is_moe, recompute, block, (dense, moes))
 
     # ------------------------------------------------------------ parameters of one rank, before dp shards them
 
     def groups_of(self, stage: Stage) -> list[int]:
-        """Return the parameters of each FSDP group, in forward order: embedding, layers, head with the final norm.
-
-        MoE layers are groups of their own, over other ranks: see `count_moes`.
-        """
+        """Return the parameters of each FSDP group: embedding, layers without experts, head with the final norm."""
         has_own_embedding = stage.has_embedding and not (stage.has_head and self.args.tie_embeddings)
-        layers = [kind.parameters for kind in self.kinds for _ in range(kind.count(stage))]
+        layers = [kind.parameters[0] for kind in self.kinds for _ in range(kind.count(stage))]
         head = [self.vocabulary_parameters + pad(self.args.dim, self.n_shards)] * stage.has_head
         return [self.vocabulary_parameters] * has_own_embedding + layers + head
 
     @cached_property
-    def stage_parameters(self) -> dict[Stage, int]:
-        """Parameters of a stage without its experts."""
-        return {stage: sum(self.groups_of(stage)) for stage in set(self.stages)}
-
-    def count_moes(self, stage: Stage) -> int:
-        """Return the parameters of a stage's routers and experts."""
-        return sum(kind.moe_parameters * kind.count(stage) for kind in self.kinds)
-
-    def count_whole(self, stage: Stage) -> int:
-        """Return all parameters of a stage, before FSDP shards them."""
-        return self.stage_parameters[stage] + self.count_moes(stage)
+    def parameters(self) -> dict[Stage, tuple[int, int]]:
+        """Stage -> its parameters: all but experts, and MoEs."""
+        return {
+            stage: (sum(self.groups_of(stage)), sum(kind.parameters[1] * kind.count(stage) for kind in self.kinds))
+            for stage in set(self.stages)
+        }
 
     def count_at_rest(self, stage: Stage) -> float:
         """Return the parameters of a stage that one rank holds between steps."""
-        return self.stage_parameters[stage] / self.n_shards + self.count_moes(stage) / self.layout.efsdp
+        return self.parameters[stage][0] / self.n_shards + self.parameters[stage][1] / self.layout.efsdp
 
 
 def pad(rows: int, n_shards: int) -> int:
