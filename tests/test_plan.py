@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from math import sqrt
 
@@ -14,12 +13,10 @@ from layouts import PP, TP
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.schema import ActivationCheckpoint
-from torchtitan_lite.parallel.activation_checkpoint import plan_recompute
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
-from torchtitan_lite.tools.plan.cluster import CLUSTERS, ROW_OF_GPU, find_cluster
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, find_cluster
 from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast, list_memory
-from torchtitan_lite.tools.plan.planned_run import PlannedRun, count_recompute, plan_run
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks, warn_of_groups
 from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.timeline import list_samples, plan_order
@@ -161,10 +158,9 @@ def test_groups_within_a_node_use_its_links_and_others_share_its_network_cards()
     assert (H100.count_nodes(2, 4), H100.count_nodes(2, 8)) == (1, 2)
 
 
-def test_a_gpu_without_a_row_is_refused_and_every_driver_name_has_one():
+def test_a_gpu_without_a_row_is_refused():
     with pytest.raises(ConfigError, match="h100, h200, a100-80, b200, cpu"):
         find_cluster("h1000")
-    assert set(ROW_OF_GPU.values()) == CLUSTERS.keys() - {"cpu"}
 
 
 # ---------------------------------------------------------------- by hand
@@ -210,13 +206,6 @@ def test_no_schedule_undercuts_the_bound_by_which_layouts_are_pruned(schedule):
     assert (quick.bubble, quick.step_time_s) == pytest.approx((result.bubble, result.step_time_s))
     memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
     assert estimate_peak(planned.workload, schedule) == pytest.approx(max(each.live for each in memory))
-
-
-@pytest.mark.parametrize("mode", ["none", "full", "selective", "2", "3"])
-def test_as_many_layers_are_recomputed_as_the_run_plans(mode):
-    options = {"mode": "selective", "selective_ac_option": mode} if mode.isdecimal() else {"mode": mode}
-    section = ActivationCheckpoint(**options)
-    assert count_recompute(section, range(5)) == Counter(plan_recompute(section, list(range(5))).values())
 
 
 def test_keys_of_the_config_that_make_a_step_faster_are_read():

@@ -9,6 +9,7 @@ checks.py has the rules. Training, planner, tests and docs call the same functio
 Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -16,7 +17,7 @@ from torchtitan_lite.config.checks import check_layout, check_mesh, check_model,
 from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schedule import Stages, check_microbatches, find_csv_fault, place_stages, plan_stages
-from torchtitan_lite.config.schema import Config, Model, Parallelism, Training, with_value
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Model, Parallelism, Training, with_value
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")  # keys of [model]
@@ -185,3 +186,15 @@ def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
         microbatch_size = section.pipeline_parallel_microbatch_size
     sizes = {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size}
     return sizes | {"n_microbatches": global_batch_size // dp // microbatch_size}
+
+
+def plan_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> dict[int, str]:
+    """Return layer number -> "none", "op" or "full", counted in the whole model: a stage does what one device would."""
+    if section.mode == "memory_budget":  # set_memory_budget, and compile, do all of it
+        return dict.fromkeys(layers, "none")
+    if section.mode != "selective":
+        return dict.fromkeys(layers, section.mode)
+    if section.selective_ac_option == "op":
+        return dict.fromkeys(layers, "op")
+    every = int(section.selective_ac_option)
+    return {layer: "full" if layer % every == 0 else "none" for layer in layers}

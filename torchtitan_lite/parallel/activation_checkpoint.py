@@ -48,18 +48,6 @@ KEPT_OPS = {
 }.union(CONTEXT_ATTENTION)
 
 
-def plan_recompute(section: ActivationCheckpoint, layers: list[int]) -> dict[int, str]:
-    """Return layer number -> "none", "op" or "full", counted in the whole model: a stage does what one device would."""
-    if section.mode == "memory_budget":  # set_memory_budget, and compile, do all of it
-        return dict.fromkeys(layers, "none")
-    if section.mode != "selective":
-        return dict.fromkeys(layers, section.mode)
-    if section.selective_ac_option == "op":
-        return dict.fromkeys(layers, "op")
-    every = int(section.selective_ac_option)
-    return {layer: "full" if layer % every == 0 else "none" for layer in layers}
-
-
 def set_memory_budget(section: ActivationCheckpoint) -> None:
     """Set the partitioner's memory budget for the whole process: torch has no option per call."""
     partitioner_config.activation_memory_budget = section.memory_budget if section.mode == "memory_budget" else 1.0

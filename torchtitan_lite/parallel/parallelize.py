@@ -19,14 +19,10 @@ compile x TP x FSDP x PP), keeps FQNs clean and recompiles nothing.
 import torch
 from torch import nn
 
-from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.layout import Layout, plan_recompute
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.moe import MoE
-from torchtitan_lite.parallel.activation_checkpoint import (
-    apply_recompute,
-    plan_recompute,
-    set_memory_budget,
-)
+from torchtitan_lite.parallel.activation_checkpoint import apply_recompute, set_memory_budget
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
 from torchtitan_lite.parallel.expert_parallel import apply_expert_parallel, share_sequences
 from torchtitan_lite.parallel.float8 import apply_float8

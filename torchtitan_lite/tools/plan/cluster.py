@@ -149,21 +149,11 @@ CLUSTERS = {
 }  # fmt: skip
 
 
-# A GPU as its driver spells it -> its row. Variants of the same chip have other peaks or links, and no row.
-ROW_OF_GPU = {
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h200",
-    "NVIDIA A100-SXM4-80GB": "a100-80",
-    "NVIDIA B200": "b200",
-}
-
-
 def describe_node(gpu: str, cluster: Cluster, n_ranks: int) -> Machine:
     """Return a host elsewhere with `n_ranks` GPUs of the row `gpu`."""
     if gpu == "cpu":  # a row is one core with its share of the memory
         return Machine("cpu", 1, int(cluster.memory_bytes * n_ranks), "CPU", is_here=False)
-    name = next((name for name, row in ROW_OF_GPU.items() if row == gpu), gpu)
-    return Machine("cuda", n_ranks, int(cluster.memory_bytes), name, is_here=False)
+    return Machine("cuda", n_ranks, int(cluster.memory_bytes), gpu.upper(), is_here=False)
 
 
 def find_cluster(gpu: str) -> Cluster:

@@ -1,18 +1,24 @@
 """A run on other machines, and its workload: config + GPUs -> layout -> the numbers of workload.py."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
 from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.layout import Layout, choose_chunk_tokens, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.layout import (
+    Layout,
+    choose_chunk_tokens,
+    plan_layout,
+    plan_recompute,
+    resolve_config,
+    resolve_model,
+)
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import count_moment_bytes
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.preflight import choose_n_ranks, read_run_config
 from torchtitan_lite.tools.plan.workload import Workload
 
@@ -25,6 +31,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         why = "the compiler decides what is recomputed, so no closed form exists"
         remedy = 'Ask for "none" and for "full": the answer lies between'
         raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
+    recompute = plan_recompute(config.activation_checkpoint, range(args.n_layers))
     dtype = config.training.mixed_precision_param
     dtype = "bfloat16" if dtype == "auto" else dtype
     float8 = config.quantize.linear.float8
@@ -35,8 +42,8 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         args=args,
         layout=layout,
         seq_len=config.training.seq_len,
-        recompute=count_recompute(config.activation_checkpoint, range(args.n_layers)),
-        recompute_of_moes=count_recompute(config.activation_checkpoint, filter(args.is_moe, range(args.n_layers))),
+        recompute=Counter(recompute.values()),
+        recompute_of_moes=Counter(mode for layer, mode in recompute.items() if args.is_moe(layer)),
         balances_by_loss=config.training.expert_balance_loss > 0,
         compute_dtype=dtype,
         float8=chosen,
@@ -98,12 +105,3 @@ def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
     for rank in range(layout.pp):
         alike.setdefault(tuple(workload.stages[index] for index in layout.stages_of(rank)), []).append(rank)
     return {ranks[0]: ranks for ranks in alike.values()}
-
-
-def count_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> Counter:
-    """Return mode -> number of these layers, as plan_recompute of activation_checkpoint.py has it layer by layer."""
-    by_op = section.selective_ac_option == "op"
-    if section.mode != "selective" or by_op:
-        return Counter(section.mode if section.mode != "selective" else "op" for _ in layers)
-    every = int(section.selective_ac_option)
-    return Counter("none" if layer % every else "full" for layer in layers)
