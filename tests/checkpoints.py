@@ -13,10 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
@@ -137,24 +134,3 @@ def flip_bit(path: Path, place: int = -1, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1 << bit
     path.write_bytes(content)
-
-
-class PeakBytes(TorchDispatchMode):
-    """Measure the most bytes of tensors made inside that are alive at once, mapped ones too; not those in `own`."""
-
-    def __init__(self, own: list[Tensor]):
-        super().__init__()
-        self.own = {tensor.untyped_storage()._cdata for tensor in own}
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.own:
-                    self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.alive = {key: (storage, n) for key, (storage, n) in self.alive.items() if not storage.expired()}
-        self.peak = max(self.peak, sum(n for _, n in self.alive.values()))
-        return result

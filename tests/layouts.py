@@ -175,94 +175,45 @@ EXPERT_LAYOUTS = {
     "pp2, shared experts": Row(2, {PP: 2, **SHARED}),
 }
 FAST |= {f"experts, {name}": Row(row.world_size, {**MOE, **row.overrides}) for name, row in EXPERT_LAYOUTS.items()}
-SLOW_EXPERT_LAYOUTS = {
-    "accumulation 2": Row(1, accumulate(4)),
-    "pp2 Interleaved1F1B": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", "model.n_layers": 4}),
-    "dp2, ep2, offloaded": Row(2, {EP: 2, **OFFLOAD}),
-    "dp4, ep4": Row(4, {EP: 4}),
-    "ddp2 x tp2, ep2": Row(4, {REPLICATE: 2, TP: 2, EP: 2}),
-    "dp2 x tp2, ep2": Row(4, {TP: 2, EP: 2}),
-    "dp8, ep8": Row(8, {EP: 8}),
-    "dp2 x cp2 x tp2, ep8": Row(8, {CP: 2, TP: 2, EP: 8}),
-    "dp2 x cp2 x tp2, ep2": Row(8, {CP: 2, TP: 2, EP: 2}),
-    "hsdp2x2 x tp2, ep4": Row(8, {REPLICATE: 2, TP: 2, EP: 4}),
-    "pp2 x cp2 x tp2, ep4, shared experts": Row(8, {PP: 2, CP: 2, TP: 2, EP: 4, **SHARED}),
-    "pp2 x dp2 x tp2, ep2, resharded": Row(8, {PP: 2, TP: 2, EP: 2, RESHARD: "always"}),
-    "pp2 x dp2 x tp2, ep4, DualPipeV": Row(
-        8, {PP: 2, TP: 2, EP: 4, SCHEDULE: "DualPipeV", MODE: "none", "model.n_layers": 4}
-    ),
-    "dp2 x tp2, ep4, compile": Row(4, {TP: 2, EP: 4, **COMPILED}),
-    **{
-        f"pp2 x dp2, ep2, {name}": Row(4, {PP: 2, EP: 2, SCHEDULE: name, "model.n_layers": 4, **PLAIN_FOR[name]})
-        for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble")
-    },
-    **{
-        f"dp2, ep2, compile, {name}": Row(2, {EP: 2, **COMPILED, **keys})
-        for name, keys in (("no recompute", {MODE: "none"}), ("full recompute", {MODE: "full"}), ("budget", BUDGET))
-    },
-    "dp2, ep2, 12 layers, accumulation 4": Row(2, {EP: 2, **ACCUMULATION_4, "model.n_layers": 12}),
-}
 
-# Every value of one axis with every value of another, and what has three axes. Slow: minutes.
+# Slow: every schedule on four stages, and three axes. test_drawn_layouts.py draws the pairs that are not here.
 CROSSES = {
     **{f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8, **PLAIN_FOR[name]}) for name in SCHEDULES},
     **{
-        f"pp2 {name}, {mode} recompute": Row(2, {PP: 2, SCHEDULE: name, **keys})
-        for name in SCHEDULES
-        for mode, keys in RECOMPUTE.items()
-        if not SCHEDULES[name].splits_backward
-    },
-    **{
-        f"{name} {method}": Row(world_size, {**degrees, **rotation})
+        f"{name} {method}": Row(world_size, {**degrees, **rotation, **TWO_LAYERS})
         for method, rotation in ROTATIONS.items()
         for name, world_size, degrees in (
-            ("cp2", 2, {CP: 2}),
-            ("cp4", 4, {CP: 4}),
-            ("cp2 x tp2", 4, {CP: 2, TP: 2, **TWO_LAYERS}),
-            ("cp4 x tp2", 8, {CP: 4, TP: 2, **TWO_LAYERS}),
-            ("dp2 x cp2", 4, {CP: 2}),
-            ("dp2 x cp4", 8, {CP: 4, **TWO_LAYERS}),
-            ("pp2 x cp2", 4, {CP: 2, PP: 2}),
-            ("pp2 x cp4", 8, {CP: 4, PP: 2, **TWO_LAYERS}),
-            ("pp2 x cp2 x tp2", 8, {CP: 2, PP: 2, TP: 2, **TWO_LAYERS}),
+            ("cp2 x tp2", 4, {CP: 2, TP: 2}),
+            ("dp2 x cp4", 8, {CP: 4}),
+            ("pp2 x cp4", 8, {CP: 4, PP: 2}),
+            ("pp2 x cp2 x tp2", 8, {CP: 2, PP: 2, TP: 2}),
             ("cp2 compile", 2, {CP: 2, **COMPILED}),
         )
     },
-    **{
-        f"{name}, {loss}": Row(world_size, {**keys, **chunking})
-        for loss, chunking in (("plain loss", WHOLE_LOGITS), ("many chunks", CHUNKS))
-        for name, world_size, keys in (
-            ("one rank", 1, {}),
-            ("dp2 tied", 2, TIED),
-            ("tp2 tied", 2, {TP: 2, **TIED}),
-            ("cp2", 2, {CP: 2}),
-            ("dp2 x tp2", 4, {TP: 2, **TWO_LAYERS}),
-            ("pp2", 2, {PP: 2}),
-            ("compile", 1, COMPILED),
-        )
-    },
-    **{f"ddp2 accumulation 4 ZeRO-{stage}": Row(2, {REPLICATE: 2, ZERO: stage, **ACCUMULATION_4}) for stage in (1, 2)},
-    "dp2 accumulation 2": Row(2, accumulate(2)),
-    "ddp2 accumulation 2": Row(2, {REPLICATE: 2, **accumulate(2)}),
     "dp2 x tp2, all parameters in one operation": Row(4, {TP: 2, "optimizer.implementation": "foreach", **TWO_LAYERS}),
-    "dp2 x tp2 full recompute": Row(4, {TP: 2, MODE: "full", **TWO_LAYERS}),
-    **{
-        f"dp2 x tp2 compile, {name}": Row(4, {TP: 2, **COMPILED, **keys, **TWO_LAYERS})
-        for name, keys in (("no recompute", {MODE: "none"}), ("full recompute", {MODE: "full"}), ("budget", BUDGET))
-    },
-    "pp2 x dp2 ZBVZeroBubble": Row(4, {PP: 2, SCHEDULE: "ZBVZeroBubble", **PLAIN_FOR["ZBVZeroBubble"]}),
+    "dp2 x tp2 compile, full recompute": Row(4, {TP: 2, **COMPILED, MODE: "full", **TWO_LAYERS}),
     "pp2 x cp2 ring ZBVZeroBubble": Row(4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", MODE: "none"}),
-    "pp2 x dp2 x tp2 Interleaved1F1B": Row(8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
     "pp2 x dp2 x tp2 DualPipeV": Row(8, {PP: 2, TP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
     "pp2 x dp2 x tp2 offloaded": Row(8, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
     "tp2 compile, many chunks": Row(2, {TP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
-    "cp2 ring, no recompute": Row(2, {CP: 2, **RING, MODE: "none"}),
-    "cp2 documents, no recompute": Row(2, {CP: 2, **DOCUMENTS, MODE: "none"}),
     "cp2 compile documents": Row(2, {CP: 2, **COMPILED, **DOCUMENTS, **TWO_LAYERS}),
     "pp2 x cp2 x tp2 documents": Row(8, {PP: 2, CP: 2, TP: 2, **DOCUMENTS, **TWO_LAYERS}),
-}
-CROSSES |= {
-    f"experts, {name}": Row(row.world_size, {**MOE, **row.overrides}) for name, row in SLOW_EXPERT_LAYOUTS.items()
+    "experts, dp8, ep8": Row(8, {**MOE, EP: 8}),
+    "experts, dp2, ep2, offloaded": Row(2, {**MOE, EP: 2, **OFFLOAD}),
+    "experts, dp2, ep2, compile, budget": Row(2, {**MOE, EP: 2, **BUDGET}),
+    "experts, dp2, ep2, 12 layers, accumulation 4": Row(2, {**MOE, EP: 2, **ACCUMULATION_4, "model.n_layers": 12}),
+    "experts, dp2 x cp2 x tp2, ep8": Row(8, {**MOE, CP: 2, TP: 2, EP: 8}),
+    "experts, hsdp2x2 x tp2, ep4": Row(8, {**MOE, REPLICATE: 2, TP: 2, EP: 4}),
+    "experts, pp2 x cp2 x tp2, ep4, shared experts": Row(8, {**SHARED, PP: 2, CP: 2, TP: 2, EP: 4}),
+    "experts, pp2 x dp2 x tp2, ep4, DualPipeV": Row(
+        8, {**MOE, PP: 2, TP: 2, EP: 4, SCHEDULE: "DualPipeV", MODE: "none", "model.n_layers": 4}
+    ),
+    **{
+        f"experts, pp2 x dp2, ep2, {name}": Row(
+            4, {**MOE, PP: 2, EP: 2, SCHEDULE: name, "model.n_layers": 4, **PLAIN_FOR[name]}
+        )
+        for name in ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble")
+    },
 }
 LAYOUTS = {**CROSSES, **FAST}
 

@@ -3,15 +3,14 @@
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from layouts import FAST
 from mutant_table import mutant
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_lite.components import expert_balance, optim
+from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import ExpertBalance
 from torchtitan_lite.model import moe
-from torchtitan_lite.parallel import expert_parallel, initial_weights, parallelize, pipeline
+from torchtitan_lite.parallel import expert_parallel, initial_weights, parallelize
 
 EP2, TP2 = FAST["experts, dp2, ep2"], FAST["experts, tp2, ep2"]
 SHARED_TP2 = FAST["experts, tp2, ep2, shared experts"]
@@ -23,12 +22,6 @@ def expert_gradients_divided_by_ep(original, weight):
     """Average the gradients of experts over ep, as if the ranks held copies."""
     own = original(weight)
     return (own + own.detach()) / 2
-
-
-@mutant(EP2, "gradient norm", "all gradients", at=(optim, "count_copies"))
-def norm_counts_experts_once_per_ep_rank(original, tensor):
-    """Squares of the experts' gradients are summed over ep and multiplied by it."""
-    return original(tensor) / (2 if is_of_experts(tensor) else 1)
 
 
 def is_of_experts(tensor) -> bool:
@@ -81,30 +74,6 @@ def one_run_of_results_sent_back_in_another_order(original, order):
     return torch.cat([place[:n_wrong].roll(1), place[n_wrong:]])
 
 
-@mutant(EP2, "module output", "layers.0.feed_forward", at=(moe.MoE, "forward"))
-def weights_applied_before_the_experts(original, layer, x):
-    """A token is multiplied by its weight before an expert computes it, instead of after."""
-    weights, routes = layer.router(x)
-    order = routes.flatten().argsort(stable=True)
-    rows = (x[:, :, None] * weights[..., None]).flatten(0, 2)[order]
-    rows = layer.experts(rows, moe.count_routes(routes, layer.router.n_experts).sum(0))
-    return rows[moe.invert(order)].view(*routes.shape, -1).sum(2)
-
-
-@mutant(EP2, "module output", "layers.0.feed_forward", at=(moe.Router, "route"))
-def combine_weights_in_bfloat16(original, router, x, weight):
-    """The weights of a token's experts are rounded to bf16."""
-    weights, routes = original(router, x, weight)
-    return weights.bfloat16().float(), routes
-
-
-@mutant(SHARED_TP2, "module output", "layers.1.shared_experts", at=(parallelize, "apply_tensor_parallel"))
-def shared_experts_counted_by_every_tp_rank(original, part, mesh, plan):
-    """Shared experts are computed whole and then added up over tp, as partial sums are."""
-    original(part, mesh, plan)
-    part.layers["1"].shared_experts.register_forward_hook(lambda module, args, output: mesh.size() * output)
-
-
 # ---------------------------------------------------------------- the choice
 
 
@@ -112,12 +81,6 @@ def shared_experts_counted_by_every_tp_rank(original, part, mesh, plan):
 def scores_rounded_before_the_choice(original, router, scores):
     """Experts are chosen by scores in bf16, of which many are equal."""
     return (scores + router.expert_bias).bfloat16().topk(router.args.top_k, dim=-1).indices
-
-
-@mutant(EP2, "module output", "layers.0.feed_forward", at=(moe.Router, "choose"), dims=("dp_shard",))
-def bias_forgotten_on_one_rank(original, router, scores):
-    """One rank restores no biases, and its tokens go to the experts that all others have learned to spare."""
-    return scores.topk(router.args.top_k, dim=-1).indices if dist.get_rank() == 1 else original(router, scores)
 
 
 # ---------------------------------------------------------------- loads and biases
@@ -135,31 +98,6 @@ def loads_counted_again_by_recompute(original, router, x, weight):
 def loads_of_own_tokens():
     """Loads are not added up over the ranks."""
     return patch.object(expert_balance, "dist")
-
-
-@mutant(
-    "experts, pp2",
-    "expert loads",
-    "layers.0.feed_forward.router",
-    at=(pipeline.Stage, "_post_metadata_inference_cleanup"),
-)
-def made_up_tokens_counted(original, stage):
-    """torch's pipeline learns shapes by a forward and a backward over uninitialised memory, and the routes of that
-    are counted."""
-    super(pipeline.Stage, stage)._post_metadata_inference_cleanup()
-
-
-@mutant(
-    "experts, dp2, ep2, accumulation 4 ZeRO-2",
-    "expert biases",
-    "layers.0.feed_forward.router.expert_bias",
-    at=(ExpertBalance, "update"),
-)
-def bias_moved_in_every_microbatch(original, balance, finite):
-    """Biases move after each microbatch instead of each step."""
-    for _ in range(3):
-        loads = original(balance, finite)
-    return loads
 
 
 @mutant(EP2, "expert biases", "layers.0.feed_forward.router.expert_bias", at=(ExpertBalance, "update"))

@@ -225,13 +225,6 @@ def small_error_from_layer_0(original, part, mesh, plan):
         part.layers["0"].feed_forward.w1.register_forward_hook(lambda module, args, output: output * 1.001)
 
 
-@mutant(Row(2, {PP: 2, **DOCUMENTS}), "module output", "layers.1.attention.inner", at=(step, "stage_kwargs"))
-def later_stages_count_as_another_row(original, batch):
-    """Later stages get the positions of the row before."""
-    positions = batch.positions.roll(1, 0) if dist.get_rank() == 1 else batch.positions
-    return {**original(batch), "positions": positions}
-
-
 # ---------------------------------------------------------------- one collective of each mesh dim
 
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # 2.13

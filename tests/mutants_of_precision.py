@@ -1,38 +1,23 @@
 """Mutants that round otherwise: bfloat16 and float8."""
 
 from contextlib import ExitStack
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from layouts import CHUNKS, CP, FAST, GATHER, PRECOMPUTE, RING, TP, Row
+from layouts import CP, GATHER, PRECOMPUTE, RING, TP, Row
 from mutant_table import mutant
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step
-from torchtitan_lite.model.moe import MoE
-from torchtitan_lite.parallel import float8, fsdp, parallelize, ring_attention, tensor_parallel
+from torchtitan_lite.parallel import float8, fsdp, parallelize, ring_attention
 
 
 @mutant("dp2", "reduced in float32", "FSDP", at=(parallelize, "apply_fsdp"), trial="bfloat16")
 def gradients_reduced_in_bfloat16(apply, part, mesh, **options):
     """FSDP adds the gradients of the ranks in the compute dtype."""
     apply(part, mesh, **{**options, "reduce_dtype": torch.bfloat16})
-
-
-@mutant(FAST["experts, dp2"], "reduced in float32", "FSDP", trial="bfloat16")
-def gradients_of_experts_reduced_in_bfloat16():
-    """The MoE layer is sharded by a call of its own, which lacks the dtype of the reduction."""
-    original = fsdp.fully_shard
-
-    def shard(module, *, mp_policy, **options):
-        if isinstance(module, MoE):
-            mp_policy = replace(mp_policy, reduce_dtype=torch.bfloat16)
-        return original(module, mp_policy=mp_policy, **options)
-
-    return patch.object(fsdp, "fully_shard", shard)
 
 
 @mutant("one rank", "rotary angles", "layers.0", at=(fsdp, "MixedPrecisionPolicy"), trial="bfloat16")
@@ -52,13 +37,6 @@ def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
     """Around the ring the attention to each rank's keys is added to what there is, which is kept in bf16."""
     merge(out, lse, new_out, new_lse)
     out.copy_(out.bfloat16())
-
-
-@mutant(Row(2, {TP: 2, **CHUNKS}), "module output", "output", at=(tensor_parallel.ShardedLoss, "combine"))
-def softmax_normalised_in_bfloat16(combine, loss, log_total, of_target):
-    """The logarithm of the sum over the vocabulary is exchanged in bf16."""
-    log_total, of_target = combine(loss, log_total, of_target)
-    return log_total.bfloat16().float(), of_target
 
 
 # ---------------------------------------------------------------- float8

@@ -29,12 +29,6 @@ def tp_peers_read_other_rows(original, data_rank, dp, n_rows):
     return original(dist.get_rank() % dp, dp, n_rows)
 
 
-@in_first_start("hsdp2x2", kind="loss", at=(dataset, "rows_of_rank"))
-def replicas_read_the_same_rows(original, data_rank, dp, n_rows):
-    """The coordinate on dp_replicate is left out: half of the rows are never read."""
-    return original(data_rank % (dp // 2) if dp > 1 else 0, dp, n_rows)
-
-
 @in_first_start("dp2", kind="loss", at=(dataset, "SampleStream"))
 def every_rank_shuffles_with_a_seed_of_its_own(original, *args, seed, **options):
     """Rows of one step come from two orders."""

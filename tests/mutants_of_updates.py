@@ -9,7 +9,7 @@ from mutant_table import mutant
 
 from torchtitan_lite import build, step
 from torchtitan_lite.checkpoint.load import set_step
-from torchtitan_lite.components import adamw_bfloat16, optim
+from torchtitan_lite.components import optim
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor as local
 
 # Warm-up, peak and decay all differ, and the decay ends above zero.
@@ -41,18 +41,6 @@ def one_rank_clips_only_very_large_gradients(update_weights, optimizer, grad_nor
     return update_weights(optimizer, grad_norm, max_norm)
 
 
-@mutant(TENSOR, "updates", "norm.weight", at=(build, "build_optimizer"), dims=("tp",))
-def norms_decay_on_one_tp_rank(build, section, parameters):
-    """One tensor-parallel rank's AdamW spares its norm weights the weight decay."""
-    optimizer = build(section, parameters)
-    if dist.get_rank() == 1:
-        (group,) = optimizer.param_groups
-        norms = [parameter for parameter in group["params"] if parameter.dim() == 1]
-        group["params"] = [parameter for parameter in group["params"] if parameter.dim() > 1]
-        optimizer.add_param_group({"params": norms, "weight_decay": 0.0})
-    return optimizer
-
-
 @mutant(SHARDED, "state exp_avg_sq", "output.weight", at=(build, "build_optimizer"), dims=("dp_shard",))
 def another_beta_on_one_rank(build, section, parameters):
     """One host reads an older config."""
@@ -66,12 +54,6 @@ def schedule_stepped_on_the_first_stage_only(build, section, optimizer):
     if dist.get_rank() == 1:
         scheduler.step = lambda: None
     return scheduler
-
-
-@mutant(Row(2, RATES), "learning rate", "lr_scheduler", at=(optim, "learning_rate_factor"))
-def decay_ends_at_zero(factor, section, at):
-    """min_lr_factor is not read."""
-    return factor(replace(section, min_lr_factor=0.0), at)
 
 
 @mutant(Row(2, {PP: 2}), "finite flag", "train_step", at=(step, "update_weights"), dims=("pp",))
@@ -106,37 +88,12 @@ def schedule_waits_for_a_finite_gradient(train_step, run, batch):
     return result
 
 
-@mutant(STAGES, "updates", "output.weight", at=(step, "update_weights"))
-def steps_counted_twice_on_the_last_stage(update_weights, optimizer, grad_norm, max_norm):
-    """Correct the moments of one stage too little, as if they came from a later step."""
-    finite = update_weights(optimizer, grad_norm, max_norm)
-    if dist.get_rank() == 1 and finite:
-        for state in optimizer.state.values():
-            state["step"] += 1
-    return finite
-
-
 @mutant(Row(2, MOMENTS_IN_BFLOAT16), "state exp_avg", "output.weight", at=(torch.Tensor, "copy_"))
 def moments_cut_instead_of_rounded(copy, target, source, *args, **options):
     """The lower half of the bits of each moment is dropped, so that it moves toward zero."""
     if target.dtype == torch.bfloat16 and source.dtype == torch.float32:
         source = (source.contiguous().view(torch.int32) & -65536).view(torch.float32)
     return copy(target, source, *args, **options)
-
-
-@mutant(Row(2, {TP: 2, **MOMENTS_IN_BFLOAT16}), "updates", "output.weight", at=(adamw_bfloat16, "adamw"))
-def weights_moved_by_rounded_moments(adamw, weights, gradients, firsts, seconds, _, steps, **options):
-    """Moments are rounded to bf16 before the weight takes its step instead of after."""
-    if options.get("found_inf") is not None and options["found_inf"] > 0:
-        return
-    (weight,), (gradient,), (first,), (second,), (n,) = weights, gradients, firsts, seconds, steps
-    beta1, beta2, lr = options["beta1"], options["beta2"], options["lr"]
-    gradient = gradient / options["grad_scale"]
-    n += 1
-    first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    corrected = first.bfloat16().float() / (1 - beta1**n), second.bfloat16().float() / (1 - beta2**n)
-    weight.mul_(1 - lr * options["weight_decay"]).sub_(lr * corrected[0] / (corrected[1].sqrt() + options["eps"]))
 
 
 @mutant(SHARDED, "learning rate", "lr_scheduler", at=(optim, "learning_rate_factor"))

@@ -8,11 +8,12 @@ import kill_while_saving
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import PeakBytes, limit_files, make_saver, write_tensors
+from checkpoints import limit_files, make_saver, write_tensors
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from watching import PeakMemory
 
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.load import load_checkpoint
@@ -137,12 +138,14 @@ def watch_loading(rank: int, world_size: int, path: str, n_tensors: int, shape: 
         for n in range(n_tensors)
     }
     group = dist.new_group(backend="gloo")
-    with PeakBytes([tensor.to_local() for tensor in tensors.values()]) as loading:
+    loading = PeakMemory()
+    loading.know([tensor.to_local() for tensor in tensors.values()])
+    with loading:
         load_checkpoint(Path(path), tensors, verify=True, group=group)
     for n, tensor in enumerate(tensors.values()):
         assert isinstance(tensor, DTensor) and tensor.to_local().shape == (shape[0], shape[1] // world_size)
         assert (tensor.to_local() == n).all()
-    return loading.peak
+    return loading.peak_bytes
 
 
 def test_loading_on_another_layout_takes_its_share_and_no_more_than_one_tensor(pool, tmp_path):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import PeakBytes, flip_bit, limit_files, write_tensors
+from checkpoints import flip_bit, limit_files, write_tensors
 from test_model import FLAVORS, PLAIN, build_ours
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from watching import PeakMemory
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint.manifest import CheckpointError
@@ -71,10 +72,10 @@ def test_the_dtype_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path)
 def test_one_file_is_in_memory(tmp_path, monkeypatch):
     save_ours(tmp_path / "step-7", replace(PLAIN, n_layers=30, vocab_size=258))
     monkeypatch.setattr(convert, "MOST_FILE_BYTES", 100_000)
-    with PeakBytes([]) as converting:
+    with PeakMemory() as converting:
         assert run(tmp_path / "step-7", tmp_path / "hf") == 0
     total = (tmp_path / "step-7" / "rank-00000.safetensors").stat().st_size
-    assert converting.peak <= 400_000 < total / 8  # tensors, a transposed copy, and the file that is mapped
+    assert converting.peak_bytes <= 400_000 < total / 8  # tensors, a transposed copy, and the file that is mapped
 
 
 # ---------------------------------------------------------------- refused

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from their_llama import make_their_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from watching import PeakMemory
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
@@ -67,10 +68,12 @@ def load_shards(rank: int, world_size: int, overrides: dict, source: str) -> tup
     with torch.no_grad():
         for tensor in own:
             tensor.fill_(torch.nan)
-    with checkpoints.PeakBytes(own) as loading:
+    loading = PeakMemory()
+    loading.know(own)
+    with loading:
         load_weights(open_folder(Path(source)), run.saved)
     assert not any(bias.any() for fqn, bias in run.saved.items() if fqn.endswith("expert_bias"))
-    return compare.gather(run, lambda parameter: parameter), loading.peak
+    return compare.gather(run, lambda parameter: parameter), loading.peak_bytes
 
 
 @pytest.mark.parametrize(
