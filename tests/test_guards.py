@@ -8,9 +8,7 @@ import warm_start
 from layouts import TP
 from made_corpora import write_corpus
 
-from torchtitan_lite.components.optim import learning_rate_factor
 from torchtitan_lite.config.flavors import FLAVORS
-from torchtitan_lite.config.schema import LRScheduler
 from torchtitan_lite.model.head import ChunkedLoss
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.parallel.initial_weights import copy_local_shard
@@ -37,14 +35,6 @@ def test_a_large_initial_weight_is_copied_to_its_end():
     parameter = torch.zeros_like(full)
     copy_local_shard(parameter, full)
     assert torch.equal(parameter, full)
-
-
-@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
-def test_the_decay_reaches_its_lowest_rate_one_step_after_the_last_and_stays_there(decay_type):
-    section = LRScheduler(warmup_steps=2, total_steps=10, decay_type=decay_type, min_lr_factor=0.1)
-    rates = [learning_rate_factor(section, step) for step in range(14)]
-    assert rates[1] == 1 and all(one > next_one for one, next_one in zip(rates[2:9], rates[3:10], strict=True))
-    assert rates[9] > 0.1 and rates[10:] == pytest.approx([0.1] * 4)
 
 
 def test_a_router_computes_in_float32_whatever_its_tokens_and_weights_are(monkeypatch):

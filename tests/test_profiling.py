@@ -8,10 +8,7 @@ import torch
 import warm_start
 
 from torchtitan_lite.components.profiling import profile_steps
-from torchtitan_lite.config.machine import Machine
-from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Profiling
-from torchtitan_lite.preflight import preflight
 
 # torch says so at the end of the first period; that is what we want.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
@@ -89,12 +86,3 @@ def test_where_memory_runs_out_it_is_written_and_the_error_goes_on(tmp_path, rec
     assert list_snapshots(tmp_path) == ["memory/step-2-out-of-memory/rank-0.pickle"]
     assert list_traces(tmp_path) == []
     assert recording[-1] == {"enabled": None}
-
-
-def test_without_a_gpu_snapshots_are_refused():
-    args = ["--profiling.enable_memory_snapshot", "--job.dump_folder", "outputs/none"]
-    with pytest.raises(ConfigError) as refused:
-        preflight(args, machine=Machine("cpu", 1, 2**40, "x86_64 CPU"))
-    assert [problem.key for problem in refused.value.problems] == ["profiling.enable_memory_snapshot"]
-    gpu = Machine("cuda", 1, 2**40, "NVIDIA H100")
-    assert preflight(args, machine=gpu).config.profiling.enable_memory_snapshot

@@ -113,6 +113,15 @@ def test_accumulation_documents_recompute_and_sizes_that_do_not_divide_are_kept(
         reduce_config(read("debug", f"--{TP}=4", f"--{SHARD}=1"), 8)
 
 
+def test_what_only_a_gpu_has_is_left_out_and_what_saves_memory_stays():
+    args = ["--parallelism.enable_async_tensor_parallel", "--activation_checkpoint.mode=memory_budget"]
+    args += [f"--{TP}=2", "--compile.enable", "--optimizer.moments_dtype=bfloat16"]
+    reduction = reduce_config(read("debug", *args), 4)
+    assert "parallelism.enable_async_tensor_parallel" in reduction.changes
+    kept = {"optimizer.moments_dtype", "activation_checkpoint.mode", "compile.enable"}
+    assert not reduction.changes.keys() & kept
+
+
 @pytest.mark.parametrize(
     ("args", "efsdp", "n_experts", "n_deep"),
     [

@@ -160,7 +160,3 @@ def test_the_files_of_the_debug_model_train_two_steps(pool, tmp_path, c4, tokeni
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [record["loss"] for record in records if record["kind"] == "step"]
     assert losses[0] == pytest.approx(7.6246, rel=0.05) and losses[1] < losses[0]  # ln(2048): nothing is learned yet
-
-
-def test_a_dataset_path_that_no_corpus_is_read_from_is_refused(tmp_path):
-    assert find_problems([f"--training.dataset_path={tmp_path}"]) == [("training.dataset_path", str(tmp_path))]
