@@ -100,24 +100,11 @@ def refuse_reading(tensor: Tensor, *args: object) -> None:
     raise HostWaits("the host reads a tensor")
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x.sum().item(),
-        lambda x: bool(x.any()),
-        lambda x: float(x[0]),
-        lambda x: x.tolist(),
-        lambda x: x.nonzero(),
-        lambda x: x[x > 0],
-        lambda x: x.index_put_((x > 0,), torch.zeros(3)),
-        lambda x: torch.where(x > 0),
-        lambda x: x.unique(),
-        lambda x: torch.equal(x, x),
-    ],
-)
-def test_the_watcher_sees_what_waits(read):
-    with NoWaiting(), pytest.raises(HostWaits):
-        read(torch.ones(3))
+def test_the_watcher_sees_what_waits():
+    x = torch.ones(3)
+    for read in (lambda: x.max().item(), lambda: x.tolist(), x.nonzero, x.unique, lambda: x[x > 0]):
+        with NoWaiting(), pytest.raises(HostWaits):
+            read()
 
 
 def list_waits(rank: int, world_size: int, runs: dict[str, dict[str, object]]) -> dict[str, str]:

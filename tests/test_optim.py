@@ -175,25 +175,18 @@ def test_moments_in_bfloat16_are_adamw_with_rounded_moments_on_every_shard(pool,
     assert max(pool.run(step_on_given_gradients, 4, overrides, n_steps=5)) < 3e-5
 
 
-def move(section: Optimizer, gradients: torch.Tensor) -> tuple[torch.Tensor, torch.optim.Optimizer, torch.Tensor]:
-    """How far one weight per column gets by these gradients (steps, n), its optimizer, and the parameter."""
-    parameter = torch.zeros(gradients.shape[1], requires_grad=True)
-    optimizer = build_optimizer(section, [parameter])
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
-        optimizer.step()
-    return parameter.detach().clone(), optimizer, parameter
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_gradient_norm_that_is_not_finite_leaves_bfloat16_moments_and_weights_as_they_are(compiled):
-    _, optimizer, parameter = move(BFLOAT16, torch.ones(2, 10))
+    parameter = torch.zeros(10, requires_grad=True)
+    optimizer = build_optimizer(BFLOAT16, [parameter])
     if compiled:
         optimizer.compile("aot_eager")
+    parameter.grad = torch.ones(10)
+    update_weights(optimizer, torch.tensor(1.0), 1.0)
     state = optimizer.state[parameter]
     before = {"weight": parameter.detach().clone(), **{name: value.clone() for name, value in state.items()}}
     parameter.grad = torch.full((10,), math.nan)
     assert not update_weights(optimizer, torch.tensor(math.nan), 1.0)
     assert all(torch.equal(before[name], value) for name, value in {"weight": parameter, **state}.items())
     parameter.grad = torch.ones(10)
-    assert update_weights(optimizer, torch.tensor(1.0), 1.0) and state["step"] == 3
+    assert update_weights(optimizer, torch.tensor(1.0), 1.0) and state["step"] == 2

@@ -206,10 +206,10 @@ def write_corpus(folder: Path, config: Config) -> None:
     """Prepare a corpus of random documents, so short that a second epoch begins within the steps."""
     folder.parent.mkdir(parents=True)
     n_tokens, draw = config.training.global_batch_size * config.training.seq_len, random.Random(0)
-    documents = ("".join(draw.choices(ascii_letters, k=draw.randint(1, 48))) for _ in range(n_tokens // 4))
+    documents = ("".join(draw.choices(ascii_letters, k=draw.randint(1, 48))) for _ in range(n_tokens // 5))
     file = folder.with_suffix(".jsonl")
     file.write_text("\n".join(json.dumps({"text": document}) for document in documents))
-    prepare([file], folder, PrepareSettings(TOKENIZER, validation_share=0.5))
+    prepare([file], folder, PrepareSettings(TOKENIZER, validation_share=0.35))
 
 
 def choose_other_layout(config: Config, reduction: Reduction) -> Config:
