@@ -189,8 +189,8 @@ def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
 
 
 def plan_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> dict[int, str]:
-    """Return layer number -> "none", "op" or "full", counted in the whole model: a stage does what one device would."""
-    if section.mode == "memory_budget":  # set_memory_budget, and compile, do all of it
+    """Return layer number -> "none", "op" or "full". Layer numbers are global, so pipeline stages do not change it."""
+    if section.mode == "memory_budget":  # handled by set_memory_budget and the compiler
         return dict.fromkeys(layers, "none")
     if section.mode != "selective":
         return dict.fromkeys(layers, section.mode)

@@ -1,10 +1,10 @@
 """Open a corpus and read rows of it.
 
-    corpus     one row of tokens, document after document: "a b c" "d e" "f g h i"
-    read       a stretch for each row of a batch, with a mark on the first token of each document
+    corpus     one sequence of tokens, document after document: "a b c" "d e" "f g h i"
+    read       a slice of it for each row of a batch, and a mark on the first token of each document
 
-The files are mapped. Neither start-up time nor the memory of a process grows with the corpus, and the ranks of a host
-share the pages that the system keeps.
+The files are memory-mapped. Start-up time and memory of a process do not grow with the corpus, and the ranks of a host
+share the page cache.
 """
 
 import mmap
@@ -22,10 +22,10 @@ class Corpus:
     """One split of a prepared corpus. Safe to read from any thread."""
 
     def __init__(self, name: str, folder: Path, split: str):
-        """`name` is what the config calls it. Raises CorpusError."""
+        """`name` is the name in the config. Raises CorpusError."""
         self.name = name
         manifest = read_split(folder, split, tokenizer=None)
-        self.fingerprint = manifest.hash_split(split)  # two corpora share it only if they are equal
+        self.fingerprint = manifest.hash_split(split)  # differs if any token, document or target differs
         self.tokens = map_file(folder / f"{split}.tokens", getattr(torch, manifest.dtype))
         self.documents = map_file(folder / f"{split}.documents", torch.int64)
         self.targets = (
@@ -34,18 +34,18 @@ class Corpus:
         self.n_tokens = len(self.tokens)
 
     def read(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tokens of the stretches at `starts`, and whether each begins a document, and may be a target.
+        """Return tokens, whether each starts a document, and whether each may be a target, for slices at `starts`.
 
-        Three tensors (len(starts), length): int64, bool, bool. Past the end, a document of zeros begins.
+        Three tensors (len(starts), length): int64, bool, bool. After the end of the corpus, a document of zeros starts.
         """
         index = starts[:, None] + torch.arange(length)
         inside, begins = index < self.n_tokens, index == self.n_tokens
         index.clamp_(max=self.n_tokens - 1)
         tokens = self.tokens[index].long().masked_fill_(~inside, 0)
-        # Documents first .. last-1 begin in a row. Mark them in all rows at once.
+        # Documents first .. last-1 start in a row. Mark them in all rows at once.
         first, last = torch.searchsorted(self.documents, torch.stack([starts, starts + length]))
         rows = torch.repeat_interleave(last - first)
-        ends = (last - first).cumsum(0)  # of the rows, in the list of all these documents
+        ends = (last - first).cumsum(0)  # end of each row in the list of all these documents
         documents = torch.arange(len(rows)) + (last - ends)[rows]
         begins[rows, self.documents[documents] - starts[rows]] = True
         is_target = inside & ~begins
@@ -55,15 +55,15 @@ class Corpus:
 
 
 def map_file(path: Path, dtype: torch.dtype) -> Tensor:
-    """Return the numbers in a file, which are read from the disk when they are used."""
+    """Memory-map a file as a tensor. Data is read from disk on use."""
     with open(path, "rb") as file, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nobody writes to it
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # we never write to it
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype)
 
 
 def open_corpus(
     name: str, tokenizer: Tokenizer, cache_folder: Path, *, split: str = "train", dataset_path: str = ""
 ) -> Corpus:
-    """Open split "train" or "validation" of a corpus that training.dataset can name. Raises CorpusError."""
+    """Open the split "train" or "validation" of a corpus named as in training.dataset. Raises CorpusError."""
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
     return Corpus(name, folder, "train" if name in VALIDATION_ONLY else split)

@@ -1,6 +1,6 @@
-"""What `training.dataset` may name, the folder of a prepared corpus, and the checks before a run. Needs no torch.
+"""Find corpora by their names in `training.dataset`, read their manifests, and check them before a run. Needs no torch.
 
-    python_stdlib, c4    rows of DATASETS: the launcher prepares them, in training.cache_folder
+    python_stdlib, c4    rows of DATASETS: the launcher prepares them in training.cache_folder
     data/my_corpus       a folder that `python -m torchtitan_lite prepare` wrote
 
 A prepared corpus is a folder with a manifest and up to three files per split, "train" and "validation":
@@ -10,8 +10,8 @@ A prepared corpus is a folder with a manifest and up to three files per split, "
     train.targets      conversations only: one byte per token, 1 if the token is a target
     manifest.json      sizes and SHA-256 of these files
 
-The folder is written under another name and renamed when it is complete. Opening it compares file sizes with the
-manifest; `prepare --check` compares the hashes.
+The folder is written under a temporary name, and renamed when it is complete. Opening a corpus compares file sizes with
+the manifest; `prepare --check` compares hashes.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ MANIFEST = "manifest.json"
 
 
 class CorpusError(UserError):
-    """A corpus cannot be used. `why` names the file and what is wrong; `remedy` says what to do."""
+    """Raised if a corpus cannot be used. `why` names the file and the problem; `remedy` says how to fix it."""
 
     def __init__(self, why: str, remedy: str = "Delete the folder, and prepare or copy it again"):
         self.why, self.remedy = why, remedy
@@ -48,9 +48,9 @@ class Split:
 
     n_tokens: int
     n_documents: int
-    n_targets: int  # conversations: tokens of the assistant
+    n_targets: int  # conversations: number of the assistant's tokens
     n_text_bytes: int  # in UTF-8
-    sha256: dict[str, str]  # suffix of a file -> its hash
+    sha256: dict[str, str]  # suffix of a file -> hash
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class CorpusManifest:
     format: int = FORMAT
 
     def hash_split(self, split: str) -> str:
-        """Return a hash that two splits share only if their tokens, documents and targets are equal."""
+        """Return a hash of the split's tokens, documents and targets."""
         return hashlib.sha256(json.dumps(self.splits[split].sha256).encode()).hexdigest()
 
     def list_sizes(self) -> dict[str, int]:
-        """Return the bytes of each file, by its name."""
+        """Return file name -> size in bytes."""
         widths = {"tokens": {"uint16": 2, "uint32": 4}[self.dtype], "documents": 8, "targets": 1}
         return {
             f"{name}.{suffix}": widths[suffix] * (split.n_documents if suffix == "documents" else split.n_tokens)
@@ -82,12 +82,12 @@ def dump_manifest(manifest: CorpusManifest) -> str:
 
 
 def read_manifest(folder: Path) -> CorpusManifest:
-    """Read the manifest, and compare the size of every file with it. Raises CorpusError."""
+    """Read the manifest and compare it with the size of every file. Raises CorpusError."""
     path = folder / MANIFEST
     try:
         raw = json.loads(path.read_bytes())
         if raw["format"] != FORMAT:
-            raise ValueError(f"its format is {raw['format']}, and this program reads {FORMAT}")
+            raise ValueError(f"its format is {raw['format']}, but this version reads {FORMAT}")
         manifest = CorpusManifest(**{**raw, "splits": {name: Split(**split) for name, split in raw["splits"].items()}})
         sizes = manifest.list_sizes()
     except (OSError, KeyError, TypeError, ValueError) as error:
@@ -95,62 +95,62 @@ def read_manifest(folder: Path) -> CorpusManifest:
     for name, n_bytes in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != n_bytes:
-            raise CorpusError(f"{folder / name} has {found or 'no'} bytes, and the manifest says {n_bytes}")
+            raise CorpusError(f"{folder / name} has {found or 'no'} bytes, but the manifest says {n_bytes}")
     return manifest
 
 
 def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
-    """Return the manifest. Raises CorpusError if the split is empty, or if another tokenizer made it."""
+    """Return the manifest. Raises CorpusError if the split does not exist, or was made with another tokenizer."""
     manifest = read_manifest(folder)
     if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
         remedy = "Set model.hf_assets_path to that tokenizer, or prepare the corpus again with --tokenizer"
-        raise CorpusError(f"{folder} was made with another tokenizer than {tokenizer.path}", remedy)
+        raise CorpusError(f"{folder} was made with another tokenizer, not with {tokenizer.path}", remedy)
     if split not in manifest.splits:
-        remedy = "Prepare it again with a larger --validation-share, or name another one in validation.dataset"
+        remedy = "Prepare it again with a larger --validation-share, or name another corpus in validation.dataset"
         raise CorpusError(f"{folder} has no {split} documents", remedy)
     return manifest
 
 
-# ---------------------------------------------------------------- corpora with a name
+# ---------------------------------------------------------------- named corpora
 
 
 @cache
 def list_python_stdlib(_: str = "") -> list[Path]:
-    """Return the sources of the running Python's standard library, about 11 MB: real text on every machine."""
+    """Return the source files of the running Python's standard library: 11 MB of real text on every machine."""
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"}
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = set(folders) - left_out
-        # _sysconfigdata* is written when Python is built, so it differs between machines that have the same Python.
+        # _sysconfigdata* is generated when Python is built, so it differs between machines with the same Python.
         names = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
         files += [Path(folder, name) for name in names]
     return sorted(files)
 
 
 def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -> list[Path]:
-    """Return the files of a downloaded corpus, in `dataset_path` or else in `folder`. Raises CorpusError."""
+    """Return the files of a downloaded corpus in `dataset_path`, or in `folder` by default. Raises CorpusError."""
     path = Path(dataset_path or folder)
     files = [path] if path.is_file() else sorted(path.rglob(pattern))
-    files = [file for file in files if not file.relative_to(path).parts[:1] == (".cache",)]  # Hugging Face's notes
+    files = [file for file in files if not file.relative_to(path).parts[:1] == (".cache",)]  # Hugging Face metadata
     if not files:
-        raise CorpusError(f"{path.absolute()} holds no {pattern}", f"{advice}, and set training.dataset_path")
+        raise CorpusError(f"{path.absolute()} has no {pattern}", f"{advice}, and set training.dataset_path")
     return files
 
 
-# Name for training.dataset -> function that lists the files for a training.dataset_path. A fork adds a row.
-C4 = "Download en/c4-train.00000-of-01024.json.gz, and as many of the others as you want, of the dataset allenai/c4"
+# Name in training.dataset -> function from training.dataset_path to the list of files. A fork adds a row.
+C4 = "Download en/c4-train.00000-of-01024.json.gz, and more such files if you like, from the dataset allenai/c4"
 DATASETS: dict[str, Callable[[str], list[Path]]] = {
     "python_stdlib": list_python_stdlib,
     "c4": partial(list_downloaded, "allenai/c4", "c4-train.*", C4),
     "c4_validation": partial(list_downloaded, "allenai/c4", "c4-validation.*", C4.replace("train", "validation")),
     "c4_test": partial(list_downloaded, "tests/assets/c4_test", "*.json*", "Start in a checkout of torchtitan"),
 }
-DOWNLOADS = DATASETS.keys() - {"python_stdlib"}  # they have a training.dataset_path
-VALIDATION_ONLY = {"c4_validation"}  # all of their documents are for validation
+DOWNLOADS = DATASETS.keys() - {"python_stdlib"}  # these use training.dataset_path
+VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
 
 def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
-    """Return the folder of a corpus. A named one has a folder per tokenizer and files. Raises CorpusError."""
+    """Return the folder of a corpus. A named corpus has a folder per tokenizer and set of files. Raises CorpusError."""
     if name not in DATASETS:
         return Path(name)
     stats = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in DATASETS[name](dataset_path)]
@@ -159,7 +159,7 @@ def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
 
 
 def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
-    """Return key of the config, name, split and dataset_path of every corpus that a run reads."""
+    """Return (config key, name, split, dataset_path) for every corpus that a run reads."""
     training, validation = config.training, config.validation
     corpora = [("training.dataset", name, "train", training.dataset_path) for name in training.dataset]
     if validation.enable:
@@ -170,12 +170,12 @@ def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
 
 
 def list_named(config: Config) -> set[tuple[str, str]]:
-    """Return (name, dataset_path) of the corpora of DATASETS that a run reads."""
+    """Return (name, dataset_path) for every corpus of DATASETS that a run reads."""
     return {(name, dataset_path) for _, name, _, dataset_path in list_corpora(config) if name in DATASETS}
 
 
 def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return name -> fingerprint of the documents to train on, for each corpus that is prepared already."""
+    """Return name -> fingerprint of the training documents, for each corpus that is already prepared."""
     training, fingerprints = config.training, {}
     for name in training.dataset:
         with suppress(CorpusError):
@@ -188,7 +188,7 @@ def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str
 
 
 def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
-    """Find corpora that are missing, damaged, or made with another tokenizer. None: the tokenizer is not known."""
+    """Find corpora that are missing, damaged, or made with another tokenizer. None: unknown tokenizer."""
     training, problems = config.training, []
     for key, name, split, dataset_path in list_corpora(config):
         try:
@@ -198,23 +198,23 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
                 read_split(Path(name), split, tokenizer)
         except CorpusError as error:
             problem = Problem(key, name, error.why, error.remedy)
-            problems += [problem] * (problem not in problems)  # both splits of a corpus may be missing
+            problems += [problem] * (problem not in problems)  # both splits of a corpus may have the same problem
     if not training.dataset:
-        remedy = f"Name one, {', '.join(DATASETS)} for instance"
+        remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"
         problems.append(Problem("training.dataset", [], "it names no corpus", remedy))
     if training.dataset_path and not set(training.dataset) & DOWNLOADS:
-        why = f"training.dataset names none of {', '.join(DOWNLOADS)}, whose files it would hold"
-        remedy = "Leave it out: training.dataset itself takes paths of other corpora"
+        why = f"it is only used for {', '.join(DOWNLOADS)}, and training.dataset names none of them"
+        remedy = "Leave it out. For other corpora, set training.dataset to a path"
         problems.append(Problem("training.dataset_path", training.dataset_path, why, remedy))
     weights, n_corpora = training.dataset_weights, len(training.dataset)
     if weights and len(weights) != n_corpora:
-        remedy = "Give one weight for each, or none: every sample then counts the same"
+        remedy = "Give one weight per corpus, or none to draw every sample equally often"
         problems.append(Problem("training.dataset_weights", weights, f"there are {n_corpora} corpora", remedy))
     return problems
 
 
 def check_prepared(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise CorpusError if a named corpus is not prepared on this host. The launcher prepares them; ranks only read."""
+    """Raise CorpusError if a named corpus is not prepared on this host. The launcher prepares it; ranks only read."""
     folder = config.training.cache_folder
     for name, path in sorted(list_named(config)):
         if not (find_corpus(name, tokenizer, Path(folder), path) / MANIFEST).is_file():

@@ -1,17 +1,17 @@
-"""Cut corpora into samples, and draw the batches of a run. The samples of global step s depend on (seed, s) alone.
+"""Cut corpora into samples, and draw the batches of a run. The samples of global step s depend only on (seed, s).
 
-A corpus is one long row of tokens, document after document, cut into samples of S tokens and the token after them:
+A corpus is one long sequence of tokens, cut into samples of S tokens. Targets also need the token after a sample:
 
     tokens     a b c d e | f g h i j k l | m n      documents a-e, f-l and m-n; S = 4
     sample 0   a b c d      targets b c d e
-    sample 1   e f g h      targets - g h i         nothing predicts a document's first token: f is no target
+    sample 1   e f g h      targets - g h i         f starts a document, so nothing can predict it: no target
     sample 2   i j k l      targets j k l -
-    sample 3   m n . .      targets n - - -         the tail is padded
+    sample 3   m n . .      targets n - - -         the end is padded
 
-Each token except a document's first is a target once per epoch; in conversations, only the assistant's tokens are. Step
-s takes the samples that `Sampler` chooses for draws s*B .. s*B + B-1, in an order that is shuffled without a table.
+Each token except the first of a document is a target once per epoch; in conversations, only the assistant's tokens are.
+Step s uses the samples that `Sampler` chooses for draws s*B .. s*B + B-1, in an order that is shuffled without a table.
 Data-parallel rank r of n reads rows r*B/n .. (r+1)*B/n - 1 of the global batch; all tp and pp ranks of a replica read
-the same rows. A resume needs only the number of the step. Ranks exchange nothing. Legend: B sequences, S tokens each.
+the same rows. Resuming needs only the step number. Ranks do not communicate. Legend: B sequences, S tokens each.
 """
 
 import hashlib
@@ -34,25 +34,25 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 
-DRAWS_PER_ROUND = 10_000  # of several sources with weights
+DRAWS_PER_ROUND = 10_000  # if there are weights
 
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Reads samples of some corpora as the rows of a batch."""
+    """Reads samples from several corpora into the rows of a batch."""
 
     corpora: Sequence[Corpus]
     seq_len: int
     vocab_size: int  # rows of the model's embedding
-    restart_positions: bool = False  # positions count from the start of a token's document, else of its row
+    restart_positions: bool = False  # positions restart at 0 with each document; otherwise with each row
 
     @property
     def n_samples(self) -> list[int]:
-        """Number of samples of each corpus: every token except the first is a target of one."""
+        """Number of samples in each corpus. They cover every token except the first as a target."""
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
     def read(self, sources: Tensor, samples: Tensor) -> Batch:
-        """Return a row for each sample of corpus number `source`, (B,) int64 each; -1 is a row of padding.
+        """Return one row per sample. `sources`: index of the corpus, or -1 for padding. Both inputs are (B,) int64.
 
         Raises CorpusError.
         """
@@ -66,14 +66,14 @@ class SampleReader:
             row, column = (tokens >= self.vocab_size).nonzero()[0].tolist()
             raise CorpusError(
                 f"token {samples[row] * self.seq_len + column} of {self.corpora[sources[row]].name} is "
-                f"{tokens[row, column]}, and the model knows ids below {self.vocab_size} (model.vocab_size)",
-                "Use the tokenizer that made this corpus (model.hf_assets_path)",
+                f"{tokens[row, column]}, but the model only has ids below {self.vocab_size} (model.vocab_size)",
+                "Use the tokenizer that this corpus was made with (model.hf_assets_path)",
             )
         targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
         begins = begins[:, :-1]
         begins[:, 0] = False  # documents are numbered from 0 in each row
         positions = torch.arange(self.seq_len).repeat(len(samples), 1)
-        if self.restart_positions:  # a document that began before the row counts from the row's start
+        if self.restart_positions:  # positions of a document from an earlier row count from the start of this row
             positions -= torch.where(begins, positions, 0).cummax(dim=1).values
         return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=begins.cumsum(dim=1))
 
@@ -82,32 +82,32 @@ class SampleReader:
 
 
 class Sampler:
-    """Chooses the samples of one or several sources in the order in which a run draws them, by the seed alone.
+    """Chooses the order in which a run draws samples from its sources. The order depends only on the seed.
 
-    Without weights, all sources are one row of samples, and an epoch has each sample of each source once. With weights,
-    every round of 10,000 draws takes a fixed number from each source, spread over the round by a permutation, and each
-    source has its own epochs.
+    Without weights, all sources form a single list of samples, and an epoch has every sample once. With weights, every
+    round of 10,000 draws has a fixed number from each source, shuffled within the round, and each source has its own
+    epochs.
     """
 
     def __init__(self, n_samples: Sequence[int], *, weights: Sequence[float] = (), seed: int):
-        """`n_samples` of each source; `weights`, one for each, need not add up to 1."""
+        """`n_samples`: number per source. `weights`: one per source; they need not sum to 1."""
         self.n_samples, self.weights, self.seed = list(n_samples), weights, seed
         if weights:
             counts, n = split_round(weights), DRAWS_PER_ROUND
             self.counts = torch.tensor(counts)
-            # Source of each draw of a round, and how many earlier draws of the round have that source.
+            # Source of each draw in a round, and the number of earlier draws in the round from the same source.
             self.sources, _ = locate_in_parts(feistel_permute(torch.arange(n), n, key=f"{seed} round"), counts)
             self.turns = torch.empty_like(self.sources)
             for source, count in enumerate(counts):
                 self.turns[self.sources == source] = torch.arange(count)
 
     def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Return source and sample of each of `draws`; all (n,) int64."""
+        """Return the source and the sample for each draw; all (n,) int64."""
         if not self.weights:
             return locate_in_parts(self._permute(draws, sum(self.n_samples), name="all"), self.n_samples)
         rounds, in_round = draws // len(self.sources), draws % len(self.sources)
         sources = self.sources[in_round]
-        turns = rounds * self.counts[sources] + self.turns[in_round]  # earlier draws from its source, in the whole run
+        turns = rounds * self.counts[sources] + self.turns[in_round]  # earlier draws from the same source in the run
         samples = torch.empty_like(draws)
         for source in sources.unique().tolist():
             own = sources == source
@@ -115,7 +115,7 @@ class Sampler:
         return sources, samples
 
     def _permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
-        """Return permutation number d // n, applied to d % n, for each draw d."""
+        """For each draw d, apply permutation number d // n to d % n."""
         permuted = torch.empty_like(draws)
         for epoch in (draws // n).unique().tolist():
             in_epoch = draws // n == epoch
@@ -124,24 +124,24 @@ class Sampler:
 
 
 def split_round(weights: Sequence[float]) -> list[int]:
-    """Return how many of DRAWS_PER_ROUND draws each source gets."""
+    """Return the number of draws per round for each source. They sum to DRAWS_PER_ROUND."""
     ends = [round(end / sum(weights) * DRAWS_PER_ROUND) for end in accumulate(weights, initial=0)]
     return [end - start for start, end in pairwise(ends)]
 
 
 def locate_in_parts(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return part and index in it, (n,) int64 each, of indices into the concatenation of parts of these sizes."""
+    """Return part and index in the part, (n,) int64 each, for indices into concatenated parts of `sizes`."""
     ends = torch.tensor(list(accumulate(sizes)))
     parts = torch.searchsorted(ends, index, right=True)
     return parts, index - (ends - torch.tensor(sizes))[parts]
 
 
 def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
-    """Return `index` (any shape, int64) mapped by a permutation of 0 .. n-1 that `key` chooses.
+    """Map `index` (any shape, int64) by a pseudo-random permutation of 0 .. n-1, selected by `key`.
 
-    A Feistel network on the cells of the smallest square with at least n cells: each round adds a hash of the column to
-    the row, modulo the side, and swaps the two. The hash can be subtracted again, so a round is one-to-one for any
-    hash, and needs no table of n entries. A cell outside 0 .. n-1 is permuted again until it is inside ("cycle
+    A Feistel network on the cells of the smallest square with at least n cells. Each round adds a hash of the column to
+    the row, modulo the side, and swaps row and column. Subtracting the hash undoes a round, so it is one-to-one for any
+    hash and needs no table of n entries. A result outside 0 .. n-1 is permuted again until it is inside ("cycle
     walking"), which is one-to-one too. Luby & Rackoff 1988; Black & Rogaway 2002.
     """
     side = math.isqrt(n - 1) + 1
@@ -158,7 +158,7 @@ def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
 
 
 def hash_32_bits(x: Tensor) -> Tensor:
-    """Mix the bits of numbers below 2**32. The factor is below 2**27, so no product overflows int64."""
+    """Mix the bits of integers below 2**32. The factor is below 2**27, so no product overflows int64."""
     x = (x ^ (x >> 16)) * 0x45D9F3B & 0xFFFFFFFF
     x = (x ^ (x >> 16)) * 0x45D9F3B & 0xFFFFFFFF
     return x ^ (x >> 16)
@@ -174,12 +174,12 @@ class SampleStream:
         self.reader, self.global_batch_size = reader, global_batch_size
         self.sampler = Sampler(reader.n_samples, weights=weights, seed=seed)
         names = [Path(corpus.name).name for corpus in reader.corpora]  # a corpus may move to another folder
-        # Streams with equal fingerprints have the same samples in the same order. Checkpoints store it.
+        # Streams with equal fingerprints have the same samples in the same order. Checkpoints store the fingerprint.
         self.fingerprint = {"dataset": names, "dataset_weights": list(weights), "seq_len": reader.seq_len, "seed": seed}
         self.fingerprint["documents"] = [corpus.fingerprint for corpus in reader.corpora]
 
     def describe(self, n_steps: int) -> str:
-        """Describe the corpora that a run of `n_steps` reads, and how many epochs of each."""
+        """Describe the corpora that a run of `n_steps` reads, and the number of epochs of each."""
         sizes, n_draws = self.reader.n_samples, n_steps * self.global_batch_size
         parts = self.sampler.counts.tolist() if self.sampler.weights else sizes
         corpora = [
@@ -196,10 +196,10 @@ class SampleStream:
 
 
 class ValidationBatches:
-    """Reads all samples of some corpora once, in order; rows of padding complete the last batch.
+    """Reads all samples of the validation corpora once, in order. Padding rows complete the last batch.
 
     With `most_batches`, samples are taken at equal distances, because the first ones could be a single odd document.
-    Batches have the shape of training batches, so they use the same model, schedule and compiled graphs.
+    Batches have the shape of training batches, so they use the same schedule and compiled graphs.
     """
 
     def __init__(self, reader: SampleReader, *, global_batch_size: int, most_batches: int = -1):
@@ -220,7 +220,7 @@ class ValidationBatches:
 
 def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:
     """Return the rows of each global batch that data-parallel rank `rank` of `n_ranks` reads."""
-    assert global_batch_size % n_ranks == 0, f"{global_batch_size} rows cannot be shared by {n_ranks} ranks"
+    assert global_batch_size % n_ranks == 0, f"{global_batch_size} rows cannot be split evenly among {n_ranks} ranks"
     n_rows = global_batch_size // n_ranks
     return range(rank * n_rows, (rank + 1) * n_rows)
 
@@ -230,33 +230,33 @@ def prefetch(
 ) -> Iterator[Batch]:
     """Yield rows `rows` of the batches of these steps, on `device`. A CUDA device needs an index.
 
-    A thread reads the next batch while the caller computes with this one. An error in the thread is raised at the batch
-    that was being read. `close()` of the iterator ends the thread.
+    A thread reads the next batch while the caller uses the current one. An error in the thread is raised when its batch
+    is requested. Closing the iterator ends the thread.
     """
     on_cuda = device.type == "cuda"
 
     def load(step: int) -> Batch:
         batch = stream.batch(step, rows)
-        return batch.pin_memory() if on_cuda else batch  # only a copy from pinned memory is asynchronous
+        return batch.pin_memory() if on_cuda else batch  # only copies from pinned memory are asynchronous
 
-    # In a new thread the current GPU is number 0, and pinning memory would make a context there for every rank.
+    # A new thread starts with GPU 0 as its current device. Pinning memory would create a context there for every rank.
     set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_cuda else {}
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch", **set_device) as thread:
         reads = (thread.submit(load, step) for step in steps)
-        for read, _ in pairwise(chain(reads, [None])):  # the next one is submitted before this one is awaited
+        for read, _ in pairwise(chain(reads, [None])):  # submits the next read before waiting for this one
             yield read.result().to(device, non_blocking=True)
 
 
-# ---------------------------------------------------------------- what a rank reads
+# ---------------------------------------------------------------- data of a rank
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The batches of a run, of which this rank reads some rows. All tp and pp ranks of a replica read the same rows."""
+    """The batches of a run, and the rows that this rank reads. All tp and pp ranks of a replica read the same rows."""
 
     stream: SampleStream
     validation: ValidationBatches | None
-    bytes_of_tokens: Tensor  # (V,) int64, on the device: UTF-8 bytes of each id
+    bytes_of_tokens: Tensor  # (V,) int64, on the device: number of UTF-8 bytes of each id
     rows: range
     fingerprint: dict[str, object]  # must match when a run resumes
 

@@ -1,18 +1,18 @@
-"""Text to token ids and back, by the vocabulary that `model.hf_assets_path` names.
+"""Encode text to token ids and decode ids to text, with the vocabulary at `model.hf_assets_path`.
 
-    tokenizer.model    as published with Llama 3: tiktoken encodes
-    tokenizer.json     Hugging Face's file. A plain byte-level BPE: tiktoken encodes, three times as fast as the package
-                       `tokenizers`, which encodes by every other file (the extra `hf`)
-    bytes              no file: id 0-255 is that byte, 256 begins a document, 257 ends it
+    tokenizer.model    as published with Llama 3: encoded by tiktoken
+    tokenizer.json     Hugging Face's file. A plain byte-level BPE is encoded by tiktoken, which is three times as fast
+                       as the package `tokenizers`; that package (extra `hf`) encodes with every other file
+    bytes              no file: ids 0-255 are bytes, 256 starts a document, 257 ends it
 
-Llama, Qwen and GPT encode byte pairs. A pattern cuts a text into words; each word starts as its UTF-8 bytes, and the
-neighbors that form the token of lowest rank are joined until no two neighbors form a token:
+Llama, Qwen and GPT use byte-pair encoding. A pattern cuts a text into words. Each word starts as its UTF-8 bytes; the
+two neighbors that form the token of lowest rank are merged, until no two neighbors form a token:
 
     word        ranks: 256 "re", 257 "tu", 258 "retu", 259 "rn"
     r e t u r n  ->  re t u r n  ->  re tu r n  ->  retu r n  ->  retu rn  =  [258, 259]
 
-A special token that is spelled out in a text is plain text: a document cannot end itself. Only `encode_special`, for
-conversations, finds it.
+If a text contains the name of a special token, it is encoded as plain text, so a document cannot end itself. Only
+`encode_special`, for conversations, recognizes special tokens.
 """
 
 import hashlib
@@ -40,11 +40,11 @@ from torchtitan_lite.data.vocabulary import (
 )
 
 KEY = "model.hf_assets_path"
-BYTES = "bytes"  # the word for plain bytes
-IN_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")  # the first one that exists is read
-REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets/tokenizer holds a small one"
+BYTES = "bytes"  # value of the key that means plain bytes
+IN_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")  # the first existing file is used
+REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets/tokenizer has a small one"
 
-# tiktoken's regular expression overflows its stack on a longer run of spaces. Llama 3's own code cuts at this length.
+# tiktoken's regular expression overflows its stack on longer runs of spaces. Llama 3's own code cuts here too.
 MAX_CHARACTERS = 400_000
 
 compose = partial(unicodedata.normalize, "NFC")
@@ -52,26 +52,26 @@ compose = partial(unicodedata.normalize, "NFC")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary and the functions that encode by it."""
+    """A vocabulary, with functions that encode and decode."""
 
-    path: Path  # the file; for plain bytes, the word
-    fingerprint: str  # a hash that two tokenizers share only if they give equal ids
+    path: Path  # path of the file, or "bytes"
+    fingerprint: str  # hash of the tokenizer: equal hashes give equal ids
     bos_id: int | None  # first token of every document, unless None
     eos_id: int  # last token of every document
-    special: dict[str, int]  # tokens that no text contains, by name
-    bytes_of_id: dict[int, bytes]  # the text that each token stands for; a special token stands for its name
+    special: dict[str, int]  # name -> id of special tokens, which never come from plain text
+    bytes_of_id: dict[int, bytes]  # id -> text of the token; for a special token, its name
     encode_text: Callable[[str], array]  # uint32
-    # Finds special tokens. Also returns the character of the text at which each token starts.
+    # Recognizes special tokens. Also returns the index of each token's first character in the normalized text.
     encode_special: Callable[[str], tuple[list[int], list[int]]]
-    normalize: Callable[[str], str] = str  # applied to a text before these characters are counted
+    normalize: Callable[[str], str] = str  # normalization that encode_special applies to a text
 
     @cached_property
     def vocab_size(self) -> int:
-        """The largest id + 1: the embedding needs at least as many rows."""
+        """Largest id + 1, which is the minimum number of embedding rows."""
         return max(self.bytes_of_id) + 1
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Return the ids of `text`, in which special tokens are plain text."""
+        """Return the ids of `text`. Special tokens in it are encoded as plain text."""
         before = [self.bos_id] if bos and self.bos_id is not None else []
         return [*before, *self.encode_text(text), *[self.eos_id] * eos]
 
@@ -80,18 +80,18 @@ class Tokenizer:
         return b"".join(self.bytes_of_id[token_id] for token_id in ids).decode("utf-8", errors="replace")
 
     def bytes_of_tokens(self) -> list[int]:
-        """Return for each id how many bytes of a text it stands for: 0 for special tokens and unused ids."""
+        """Return the number of text bytes of each id; 0 for special tokens and unused ids."""
         names = set(self.special.values())
         return [0 if id in names else len(self.bytes_of_id.get(id, b"")) for id in range(self.vocab_size)]
 
 
 def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
-    """Return the tokenizer at a path. Raises ConfigError if there is none, or if it cannot be used."""
+    """Load the tokenizer at a path. Raises ConfigError if there is none, or if it cannot be used."""
     if str(hf_assets_path) == BYTES:
         return make_byte_tokenizer()
     path = find_tokenizer(hf_assets_path)
     if path is None:
-        why = f"there is no {' and no '.join(IN_FOLDER[:2])} in {Path(hf_assets_path).absolute()}"
+        why = f"there is no {' or '.join(IN_FOLDER[:2])} in {Path(hf_assets_path).absolute()}"
         raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)])
     try:
         refuse_pointer(path)
@@ -99,13 +99,13 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
         if path.suffix == ".json":
             return read_tokenizer_json(path, content)
         return make_llama3_tokenizer(path, content, parse_tokenizer_model(content), SPECIAL_TOKENS)
-    except Exception as error:  # the package raises nothing more specific
+    except Exception as error:  # the package `tokenizers` raises plain Exception
         why = f"{path} cannot be used: {type(error).__name__}: {error}"
         raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)]) from None
 
 
 def find_tokenizer(hf_assets_path: str | Path) -> Path | None:
-    """Return the file of a tokenizer: from the working directory, else from the repository."""
+    """Find the file of a tokenizer, in the working directory first, then in the repository."""
     for folder in (Path.cwd(), REPOSITORY):
         named = folder / hf_assets_path
         for path in [named, *(named / name for name in IN_FOLDER)]:
@@ -118,13 +118,13 @@ def find_tokenizer(hf_assets_path: str | Path) -> Path | None:
 
 
 def make_byte_tokenizer() -> Tokenizer:
-    """Return the tokenizer of plain bytes."""
-    pairs = BytePairs({bytes([byte]): byte for byte in range(256)}, pattern="(?s:.{1,64})")  # nothing is joined
+    """Return a tokenizer whose tokens are bytes."""
+    pairs = BytePairs({bytes([byte]): byte for byte in range(256)}, pattern="(?s:.{1,64})")  # merges nothing
     return make_llama3_tokenizer(Path(BYTES), BYTES.encode(), pairs, SPECIAL_TOKENS[:2])
 
 
 def make_llama3_tokenizer(path: Path, content: bytes, pairs: BytePairs, names: list[str]) -> Tokenizer:
-    """Return a tokenizer whose special tokens follow the others."""
+    """Return a tokenizer whose special tokens have the ids after all other tokens."""
     special = {name: len(pairs.ranks) + number for number, name in enumerate(names)}
     bytes_of_id = {id: token for token, id in pairs.ranks.items()} | {id: name.encode() for name, id in special.items()}
     encode_text, encode_special = encode_by_tiktoken(pairs, special)
@@ -141,11 +141,11 @@ def make_llama3_tokenizer(path: Path, content: bytes, pairs: BytePairs, names: l
 
 
 def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callable, Callable]:
-    """Return Tokenizer.encode_text and encode_special."""
+    """Return Tokenizer.encode_text and encode_special, implemented with tiktoken."""
     encoding = tiktoken.Encoding(
         "torchtitan_lite", pat_str=pairs.pattern, mergeable_ranks=pairs.ranks, special_tokens=added
     )
-    # Without the list of integers that Encoding.encode makes: a quarter less time.
+    # Avoids the list of integers that Encoding.encode builds, which saves a quarter of the time.
     fill_buffer = encoding._core_bpe.encode_to_tiktoken_buffer
 
     def encode_text(text: str) -> array:
@@ -165,7 +165,7 @@ def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callabl
 
 
 def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
-    """Read Hugging Face's file. BOS is the token that it puts before a text; the config beside it names EOS."""
+    """Read tokenizer.json. BOS comes from its post-processor, EOS from tokenizer_config.json in the same folder."""
     file = json.loads(content)
     added, vocab = file.get("added_tokens") or [], file["model"]["vocab"]
     added_ids = {token["content"]: token["id"] for token in added}
@@ -189,11 +189,11 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
 
 
 def encode_by_package(content: bytes) -> tuple[Callable, Callable]:
-    """Return Tokenizer.encode_text and encode_special by the package `tokenizers`."""
+    """Return Tokenizer.encode_text and encode_special, implemented with the package `tokenizers`."""
     package = import_extra("tokenizers", "hf").Tokenizer.from_buffer(content)
     package.no_truncation()
     package.no_padding()
-    package.encode_special_tokens = True  # their names are plain text
+    package.encode_special_tokens = True  # treats names of special tokens as plain text
 
     def encode_text(text: str) -> array:
         return array("I", package.encode_batch_fast([text], add_special_tokens=False)[0].ids)

@@ -1,16 +1,16 @@
-"""Read the tokens of a vocabulary, without a library: tokenizer.model, and a tokenizer.json that tiktoken can encode.
+"""Parse vocabulary files for tiktoken: tokenizer.model, and any tokenizer.json that tiktoken can encode with.
 
-    tokenizer.model    as published with Llama 3: a line per token, `<base64 of its bytes> <rank>`; ids are the ranks,
-                       and 256 special tokens follow
-    tokenizer.json     Hugging Face's file. A plain byte-level BPE (Llama 3, Qwen, GPT-2) is turned into ranks:
+    tokenizer.model    as published with Llama 3: one line per token, `<base64 of its bytes> <rank>`; ids are the ranks,
+                       followed by 256 special tokens
+    tokenizer.json     Hugging Face's file. A plain byte-level BPE (Llama 3, Qwen, GPT-2) is converted to ranks:
 
         model           tokens with one printable character per byte ("Ġreturn" is " return"), and merges
         pre_tokenizer   a pattern that cuts a text into words: one of PATTERNS
         normalizer      none, or NFC
-        added_tokens    special tokens, and tokens such as "<think>" that are found in a text before it is cut
+        added_tokens    special tokens, and tokens such as "<think>" that are matched before the text is cut
 
-tiktoken joins the two neighbors that form the token of lowest id; Hugging Face's library applies the first merge of its
-list. Both give the same ids if the merges are in the order of the ids that they make, as training writes them.
+tiktoken merges the two neighbors that form the token with the lowest id; Hugging Face's library applies the first merge
+in its list. Both give the same ids if the merges are sorted by the ids that they produce, as in trained files.
 """
 
 import json
@@ -21,7 +21,7 @@ from pathlib import Path
 
 CONFIG = "tokenizer_config.json"
 
-# The first alternative that matches takes the next word.
+# The first alternative that matches is the next word.
 LLAMA3_PATTERN = "|".join(
     [
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # the end of an English contraction
@@ -37,7 +37,7 @@ QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PATTERNS = (LLAMA3_PATTERN, QWEN_PATTERN, GPT2_PATTERN)
 
-# Llama 3.1's special tokens, which follow the others
+# Special tokens of Llama 3.1, whose ids follow all other tokens
 SPECIAL = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"]
 SPECIAL += ["finetune_right_pad_id", "step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag"]
 SPECIAL += [f"reserved_special_token_{number}" for number in range(2, 247)]
@@ -46,20 +46,20 @@ SPECIAL_TOKENS = [f"<|{name}|>" for name in SPECIAL]
 
 @dataclass(frozen=True)
 class BytePairs:
-    """What tiktoken needs to encode by a vocabulary."""
+    """A vocabulary in the form that tiktoken needs."""
 
     ranks: dict[bytes, int]
     pattern: str  # cuts a text into words
-    nfc: bool = False  # put a text in Unicode's composed form first
-    found_in_text: frozenset[str] = frozenset()  # added tokens that are not special
+    nfc: bool = False  # normalize texts to NFC first
+    found_in_text: frozenset[str] = frozenset()  # added tokens that are not special, so they are matched in plain text
 
 
 def parse_tokenizer_model(content: bytes) -> BytePairs:
-    """Return the tokens of Llama 3's file. Raises ValueError."""
+    """Parse Llama 3's tokenizer.model. Raises ValueError."""
     lines = [line.split() for line in content.splitlines()]
     ranks = {b64decode(token, validate=True): int(rank) for token, rank in lines}
     if sorted(ranks.values()) != list(range(len(lines))) or not all(bytes([n]) in ranks for n in range(256)):
-        raise ValueError("its ranks do not count its tokens, or one of the 256 bytes is missing")
+        raise ValueError("its ranks are not 0, 1, 2, ..., or one of the 256 bytes is missing")
     return BytePairs(ranks, LLAMA3_PATTERN)
 
 
@@ -67,7 +67,7 @@ def parse_tokenizer_model(content: bytes) -> BytePairs:
 
 
 def read_byte_level_bpe(file: dict) -> BytePairs | None:
-    """Return the ranks of a plain byte-level BPE, or None if the file is anything else."""
+    """Convert a plain byte-level BPE to ranks. Return None for any other tokenizer."""
     model, normalizer, added = file["model"], file.get("normalizer"), file.get("added_tokens") or []
     pattern = read_pattern(file.get("pre_tokenizer"))
     flags = ("lstrip", "rstrip", "single_word", "normalized")
@@ -79,14 +79,14 @@ def read_byte_level_bpe(file: dict) -> BytePairs | None:
     made = ["".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     if not vocab.keys() >= BYTE_OF.keys() or any(vocab[first] > vocab[second] for first, second in pairwise(made)):
         return None
-    joined = vocab if model.get("ignore_merges") else {*BYTE_OF, *made}  # the others are never made
+    joined = vocab if model.get("ignore_merges") else {*BYTE_OF, *made}  # no merge produces the other tokens
     ranks = {bytes(BYTE_OF[c] for c in token): vocab[token] for token in joined if BYTE_OF.keys() >= set(token)}
     found_in_text = frozenset(token["content"] for token in added if not token["special"])
     return BytePairs(ranks, pattern, normalizer is not None, found_in_text)
 
 
 def read_pattern(pre_tokenizer: dict | None) -> str | None:
-    """Return the regular expression that cuts a text into words, or None if it is not the only thing done."""
+    """Return the regular expression that cuts a text into words; None if the pre-tokenizer does anything else."""
     stages = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
     byte_level = stages[-1] if stages and stages[-1] else {}
     if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space", True):
@@ -96,11 +96,11 @@ def read_pattern(pre_tokenizer: dict | None) -> str | None:
     if len(stages) != 2 or stages[0]["type"] != "Split" or stages[0]["behavior"] != "Isolated":
         return None
     regex = stages[0]["pattern"].get("Regex", "")
-    return regex.replace("\r", r"\r").replace("\n", r"\n")  # some files have the characters themselves
+    return regex.replace("\r", r"\r").replace("\n", r"\n")  # some files contain the unescaped characters
 
 
 def find_bos(file: dict) -> str | None:
-    """Return the token that the post-processor puts before a text."""
+    """Return the token that the post-processor adds before a text, or None."""
     processor = file.get("post_processor") or {}
     for stage in processor.get("processors", [processor]):
         if stage.get("type") == "TemplateProcessing" and "SpecialToken" in stage["single"][0]:
@@ -109,20 +109,20 @@ def find_bos(file: dict) -> str | None:
 
 
 def find_eos(path: Path, ids: dict[str, int]) -> int:
-    """Return the token that ends a document: eos_token of tokenizer_config.json beside the file."""
+    """Return the id of the token that ends a document: eos_token in tokenizer_config.json in the same folder."""
     eos = read_json(path.with_name(CONFIG)).get("eos_token")
     if eos is None:
-        raise ValueError(f"{CONFIG} beside it does not say which token ends a document")
+        raise ValueError(f"{CONFIG} in the same folder has no eos_token, which ends a document")
     return ids[eos["content"] if isinstance(eos, dict) else eos]
 
 
 def read_json(path: Path) -> dict:
-    """Return the JSON object in a file, or an empty one if there is no file."""
+    """Return the JSON object in a file, or {} if there is no file."""
     return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
 def spell_token(token: str, *, is_byte_level: bool) -> bytes:
-    """Return the bytes that a token stands for: a character per byte, or text with SentencePiece's "▁" for a space."""
+    """Return the bytes of a token, which has one character per byte, or is text with SentencePiece's "▁" for spaces."""
     if is_byte_level:
         return bytes(BYTE_OF[character] for character in token if character in BYTE_OF)
     if len(token) == 6 and token.startswith("<0x"):
@@ -131,7 +131,7 @@ def spell_token(token: str, *, is_byte_level: bool) -> bytes:
 
 
 def spell_bytes() -> dict[str, int]:
-    """Return GPT-2's character for each byte: itself if it is printable, else the next one from U+0100 on."""
+    """Return GPT-2's character for each byte: printable bytes map to themselves, others to U+0100, U+0101, ..."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

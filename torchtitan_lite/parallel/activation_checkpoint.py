@@ -1,15 +1,15 @@
-"""Activation checkpointing: keep less of the forward pass and compute it again in backward. Memory for time.
+"""Activation checkpointing: save fewer activations in forward, and recompute the others in backward.
 
-    mode        kept for backward, per block          recomputed
-    none        every intermediate                    nothing
-    selective   "op": outputs of matmuls, attention   norms, rotary embedding, SwiGLU's product: cheap
-                "n":  every n-th block as in full     those blocks
+    mode        saved for backward, per block         recomputed
+    none        every activation                      nothing
+    selective   "op": outputs of matmuls, attention   norms, rotary embedding, SwiGLU product: cheap
+                "n":  every n-th block uses full      those blocks
     full        the block's input (B, S, D)           the block: a third more FLOPs
-    memory_budget, a share of what a compiled block would keep: the compiler picks what is cheapest to compute again
+    memory_budget: the fraction of activations that a compiled block may save; the compiler recomputes the cheapest
 
-No communication of its own; but recompute repeats the collectives of TP whose outputs are not kept, so "op" keeps those
-that reduce. Each block's bound `forward` is replaced in place, so names of modules and parameters do not change. A
-schedule that splits the backward would recompute in each half and for each weight: config/checks.py refuses it.
+It adds no collectives, but recompute repeats the TP collectives whose outputs are not saved. So "op" saves the outputs
+of the reducing ones. The bound `forward` of each block is replaced in place, so FQNs do not change. A pipeline schedule
+that splits backward would recompute in each half and for each weight, so config/checks.py refuses it.
 
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """
@@ -25,8 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torchtitan_lite.config.schema import ActivationCheckpoint
 from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
-# Outputs worth their memory: expensive to compute, or received from other ranks. Looked up by name, because torch
-# builds have different attention kernels.
+# Outputs worth saving: expensive to compute, or received from other ranks. Looked up by name, because torch builds have
+# different attention kernels.
 KEPT_OPS = {
     getattr(getattr(namespace, name), "default", getattr(namespace, name))  # higher-order operators have no overloads
     for namespace, name in [
@@ -37,10 +37,10 @@ KEPT_OPS = {
         (torch.ops.aten, "_scaled_dot_product_efficient_attention"),
         (torch.ops.aten, "_scaled_dot_product_cudnn_attention"),
         (torch.ops.aten, "_grouped_mm"),
-        (torch.ops.aten, "amax"),  # scales of float8: a number or a column, and a pass over the tensor to recompute
-        (torch.ops.aten, "topk"),  # the routes of an MoE layer: small, and recompute must not find others
-        (torch.ops.higher_order, "flex_attention"),  # in a compiled block
-        (torch.ops.higher_order, "inductor_compiled_code"),  # in an eager block: flex attention compiled by itself
+        (torch.ops.aten, "amax"),  # float8 scales: tiny, but recompute would read the full tensor
+        (torch.ops.aten, "topk"),  # routes of an MoE layer: small, and recompute must not choose different ones
+        (torch.ops.higher_order, "flex_attention"),  # inside a compiled block
+        (torch.ops.higher_order, "inductor_compiled_code"),  # separately compiled flex attention in an eager block
         (torch.ops._c10d_functional, "reduce_scatter_tensor"),
         (torch.ops._c10d_functional, "all_to_all_single"),
     ]
@@ -49,16 +49,16 @@ KEPT_OPS = {
 
 
 def set_memory_budget(section: ActivationCheckpoint) -> None:
-    """Set the partitioner's memory budget for the whole process: torch has no option per call."""
+    """Set the partitioner's memory budget for the whole process, because torch has no option per compile call."""
     partitioner_config.activation_memory_budget = section.memory_budget if section.mode == "memory_budget" else 1.0
     if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
-        # torch 2.13 refuses to plan with objects of unknown size. The only such objects of a block are TP's process
-        # groups, which hold no tensors.
+        # torch 2.13 refuses to plan for objects of unknown size. In a block, only TP's process groups are such objects,
+        # and they hold no tensors.
         partitioner_config.unsafe_treat_script_objects_as_zero_size = True
 
 
 def apply_recompute(module: nn.Module, *, keep_expensive_ops: bool, method: str = "forward") -> None:
-    """Replace a method of a block, or of a part of it, so that backward recomputes all of it or only its cheap ops."""
+    """Make backward recompute a method of a block or of one of its modules: all of it, or only its cheap ops."""
     forward = getattr(module, method)
     if keep_expensive_ops:
         recomputing = recomputed(forward, context_fn=partial(create_selective_checkpoint_contexts, choose_policy))
@@ -68,7 +68,7 @@ def apply_recompute(module: nn.Module, *, keep_expensive_ops: bool, method: str 
 
 
 def recomputed(forward: Callable, **options) -> Callable:
-    """Wrap `forward` in torch's checkpoint, without random state: there is no dropout."""
+    """Wrap `forward` in torch's checkpoint. The RNG state is not saved, because there is no dropout."""
 
     @wraps(forward)
     def run(*args, **kwargs):

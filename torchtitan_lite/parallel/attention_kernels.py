@@ -1,19 +1,19 @@
-"""Attention of some queries to some of their keys: parts of one attention are computed apart and merged.
+"""Attention kernels that return out and lse, so that attention to parts of the keys can be computed and then merged.
 
-    softmax over all keys      = merge of (out, lse) of any parts that the keys are cut into
-    lse (B, H, S)              = log of the sum of exp(scores) over the keys of the part: its weight in the merge
-    gradients of a part        = what the same kernel's backward gives for the *merged* out and lse
+    softmax over all keys      = merge of (out, lse) over any partition of the keys
+    lse (B, H, S)              = log-sum-exp of the scores over the keys of a part: its weight in the merge
+    gradients of a part        = backward of the same kernel, called with the *merged* out and lse
 
-A part is causal (as many queries as keys, which start at the same position) or not masked at all, so no S x S mask is
-ever made. A kernel keeps its scores to itself; all other tensors that it takes or returns are no larger than query.
+A part is either causal (with as many queries as keys, from the same position on) or not masked at all, so no S x S mask
+is ever stored. Kernels do not store their scores; their other inputs and outputs are no larger than query.
 
     device   kernel
     cpu      torch's CPU flash attention
-    cuda     cuDNN's, on GPUs for which torch's SDPA prefers it: Hopper, Blackwell
+    cuda     cuDNN, on GPUs for which torch's SDPA prefers it: Hopper, Blackwell
     cuda     FlashAttention 2 on other GPUs
 
-The CUDA kernels take bf16 and fp16, and a head_dim that is a multiple of 8 up to 256; config/checks.py refuses the
-rest. They were not run on a GPU: their arguments are checked on meta tensors, their numbers by tests that need a GPU.
+The CUDA kernels support bf16 and fp16, and a head_dim that is a multiple of 8 up to 256; config/checks.py refuses
+anything else. They were never run on a GPU. Their arguments are checked on meta tensors; GPU tests check their results.
 
 Legend: B batch, S sequence, H query heads, K key/value heads, E head dim.
 Sources: online softmax arXiv:1805.02867; FlashAttention arXiv:2205.14135, 2307.08691.
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Kernel:
-    """Two functions that agree on how lse looks: (B, H, S) fp32, contiguous."""
+    """Forward and backward of one kernel. lse is always (B, H, S) fp32, contiguous."""
 
     attend: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, causal) -> out (B, H, S, E), lse
     # (grad_out, query, key, value, out, lse, causal) -> gradients of query, key, value
@@ -49,8 +49,8 @@ def choose_kernel(query: Tensor) -> Kernel:
 
 
 def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Merge the attention to other keys into (out, lse), both fp32, in place."""
-    weight = torch.sigmoid(new_lse - lse)  # of the new keys in the softmax over both: never overflows
+    """Merge the attention to more keys into (out, lse), both fp32, in place."""
+    weight = torch.sigmoid(new_lse - lse)  # share of the new keys in the softmax over all; cannot overflow
     out.lerp_(new_out.float(), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
 
@@ -73,7 +73,7 @@ def attend_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tup
 def attend_cudnn_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # No bias, and no cumulative lengths: the sequences of a batch are equally long.
+    # No bias, and no cumulative lengths, because all sequences of a batch have the same length.
     inputs, lengths = (query, key, value, out, lse[..., None]), (None, None, query.shape[2], key.shape[2])
     return aten._scaled_dot_product_cudnn_attention_backward(
         grad_out, *inputs, *no_random_state(query), None, *lengths, 0.0, causal
@@ -95,7 +95,7 @@ def attend_flash_backward(
         value,
         out,
         lse,
-        None,  # no cumulative lengths: the sequences of a batch are equally long
+        None,  # no cumulative lengths, because all sequences of a batch have the same length
         None,
         query.shape[2],
         key.shape[2],
@@ -106,7 +106,7 @@ def attend_flash_backward(
 
 
 def no_random_state(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an empty seed and offset: there is no dropout."""
+    """Return an empty seed and offset, because there is no dropout."""
     return tuple(torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
 
 

@@ -4,22 +4,22 @@
     tokens, targets, positions (B, S)    piece 0 and 3  piece 1 and 2    "zig-zag": an early and a late piece
     hidden states (B, S/cp, D)           0 and 3        1 and 2          with tp, split again over tp
     query, key, value                    0 and 3        1 and 2
-    keys that the queries see            0..3           0..2             fetched in attention, layer by layer
-    doc_ids (B, S)                       all            all              a document spans pieces
-    parameters                           as dp_shard: FSDP shards them over dp_shard x cp
+    keys that the queries attend to      0..3           0..2             fetched in attention, layer by layer
+    doc_ids (B, S)                       all            all              a document may span pieces
+    parameters                           FSDP shards them over dp_shard x cp, as if cp were data parallel
 
-A token sees all tokens before it, so late pieces cost more than early pieces; one of each gives all ranks equal work.
-Only attention changes: all other modules work on each token alone, the loss is a sum over tokens, and FSDP sums the
-gradients.
+A token attends to all earlier tokens, so late pieces cost more than early pieces. With one of each, all ranks have
+equal work. Only attention changes: all other modules process each token separately, the loss is a sum over tokens, and
+FSDP sums the gradients.
 
-Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. Memory per rank falls
-with n. Document attention all-gathers keys and values and masks them: P(n-1)/n, P = 2*B*K*S*E*2 bytes in bf16, and a
-reduce-scatter of P in backward. The gathered keys and values are kept for backward, unless recompute (any mode but
-"none") fetches them again.
+Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. Its memory per rank is
+proportional to 1/n. Document attention all-gathers keys and values and masks them: P(n-1)/n, P = 2*B*K*S*E*2 bytes in
+bf16, and a reduce-scatter of P in backward. The gathered keys and values are saved for backward, unless recompute (any
+mode except "none") fetches them again.
 
-Legend: B batch, S sequence of all n ranks, D model dim, H query heads, K key/value heads, E head dim.
+Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
 Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783, and arXiv:2311.09431 for another balanced order.
-Effect: `attention.inner` of each block is another module, without parameters; FQNs do not change.
+Effect: replaces `attention.inner` of each block, which has no parameters; FQNs do not change.
 """
 
 from collections.abc import Callable
@@ -36,9 +36,9 @@ from torchtitan_lite.parallel.ring_attention import context_attention
 
 
 def plan_query_positions(rank: int | Tensor, n_ranks: int, seq_len: int, device: torch.device | None = None) -> Tensor:
-    """Return the positions in the sequence of the tokens of a cp rank, (S/cp,), ascending.
+    """Return the positions of a cp rank's tokens in the full sequence, (S/cp,), ascending.
 
-    For a column of ranks (R, 1), return (R, S/cp).
+    With a column of ranks (R, 1), returns (R, S/cp).
     """
     piece = seq_len // (2 * n_ranks)
     place = torch.arange(2 * piece, device=device)
@@ -46,15 +46,15 @@ def plan_query_positions(rank: int | Tensor, n_ranks: int, seq_len: int, device:
 
 
 def shard_sequence(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Keep this rank's pieces: (B, S) -> (B, S/cp). No communication: every rank has read the whole sequence."""
+    """Keep this rank's pieces: (B, S) -> (B, S/cp). No communication, because every rank reads the full sequence."""
     return whole[:, plan_query_positions(mesh.get_local_rank(), mesh.size(), whole.shape[1], whole.device)]
 
 
 def apply_context_parallel(part: nn.Module, mesh: DeviceMesh, *, attention: str, method: str) -> None:
-    """Replace the attention of each block by attention that fetches keys and values over cp.
+    """Replace the attention of each block with attention that fetches keys and values over cp.
 
-    `attention` is model.attention, `method` context_parallel_rotate_method. Raises KeyError for a pair without a row in
-    CONTEXT_ATTENTIONS; config/checks.py refuses the pair before launch, by `under_cp` in config/choices.py.
+    `attention` is model.attention; `method` is context_parallel_rotate_method. Raises KeyError for a pair without a row
+    in CONTEXT_ATTENTIONS; config/checks.py refuses such a pair before launch (`under_cp` in config/choices.py).
     """
     build = CONTEXT_ATTENTIONS[attention, method]
     for block in part.layers.values():
@@ -62,7 +62,7 @@ def apply_context_parallel(part: nn.Module, mesh: DeviceMesh, *, attention: str,
 
 
 class CausalContext(nn.Module):
-    """Every token sees all tokens before it, on every rank."""
+    """Causal attention: every token attends to all earlier tokens, on every rank."""
 
     def __init__(self, mesh: DeviceMesh, method: str):
         super().__init__()
@@ -74,14 +74,14 @@ class CausalContext(nn.Module):
 
 
 class DocumentContext(nn.Module):
-    """Every token sees its document up to itself, on every rank."""
+    """Document attention: every token attends to its document up to itself, on every rank."""
 
     def __init__(self, mesh: DeviceMesh):
         super().__init__()
         self.ranks = list_ranks(mesh)
 
     def plan(self, doc_ids: Tensor) -> Tensor | BlockMask:
-        """As DocumentAttention.plan."""
+        """See DocumentAttention.plan."""
         return plan_documents(doc_ids, *self.positions(doc_ids.shape[1], doc_ids.device))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask | None = None) -> Tensor:
@@ -96,13 +96,13 @@ class DocumentContext(nn.Module):
         return attend_within_documents(query, keys, values, doc_ids, query_positions=own, key_positions=of_all)
 
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the positions of this rank's queries, (S/cp,), and of all keys, (S,), in the order of the ranks."""
+        """Return the positions of this rank's queries, (S/cp,), and of all gathered keys, (S,), in rank order."""
         ranks = torch.arange(self.ranks.n, device=device)[:, None]
         own = plan_query_positions(self.ranks.own, self.ranks.n, seq_len, device)
         return own, plan_query_positions(ranks, self.ranks.n, seq_len, device).flatten()
 
 
-# (model.attention, context_parallel_rotate_method) -> the module that computes it, built from the cp mesh
+# (model.attention, context_parallel_rotate_method) -> builds the attention module from the cp mesh
 CONTEXT_ATTENTIONS: dict[tuple[str, str], Callable[[DeviceMesh], nn.Module]] = {
     ("causal", "allgather"): partial(CausalContext, method="allgather"),
     ("causal", "ring"): partial(CausalContext, method="ring"),

@@ -1,4 +1,4 @@
-"""Exchange plain tensors between the ranks of tp, cp or ep, by functions with their own backward.
+"""Exchange plain tensors between the ranks of tp, cp or ep. Each function defines its own backward.
 
     over tp            tp rank 0    tp rank 1         forward           backward                where
     Gather             S[:S/2]      S[S/2:]    -> S   all-gather        reduce-scatter          before attention,
@@ -6,14 +6,14 @@
     Scatter            part of sum  the other  -> S/2 reduce-scatter    all-gather              after wo, w2, embedding
     GatherVocabulary   V[:V/2]      V[V/2:]    -> V   all-gather        none: the local shard   logits without a loss
     over cp
-    Gather             its pieces   the other  -> S   all-gather        reduce-scatter          keys and values of
+    Gather             its pieces   the others -> S   all-gather        reduce-scatter          keys and values of
                                                                                                 document attention
     over ep
-    ExchangeRows       rows for 0 and 1        -> those for this rank   all-to-all, back        around the experts
+    ExchangeRows       rows for 0 and 1        -> rows for this rank    all-to-all back         around the experts
 
-Drawn for two ranks. Each collective moves P(n-1)/n bytes per rank, where P is the size of the whole tensor, and is
-waited for at once: on a GPU the stream waits, not the host. torch.compile takes these operators as they are, so
-inductor may split them.
+Drawn for two ranks. Each collective moves P(n-1)/n bytes per rank, where P is the size of the full tensor. The wait
+follows immediately: on a GPU the stream waits, not the host. torch.compile sees these operators, so inductor may split
+them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +27,7 @@ collectives = torch.ops._c10d_functional
 
 
 class Ranks(NamedTuple):
-    """The ranks of a mesh dim, as collectives name them."""
+    """The ranks of a mesh dim, in the form that collectives need."""
 
     own: int
     n: int
@@ -39,14 +39,14 @@ def list_ranks(mesh: DeviceMesh) -> Ranks:
 
 
 def all_gather(own: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Join the ranks' tensors along `dim`. Collective; not differentiable."""
+    """Concatenate the tensors of all ranks along `dim`. Collective; not differentiable."""
     with below_autograd():
         gathered = collectives.all_gather_into_tensor.default(own.contiguous(), ranks.n, ranks.group_name)
         return torch.cat(collectives.wait_tensor.default(gathered).chunk(ranks.n), dim)
 
 
 def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Add the ranks' tensors up and keep this rank's part along `dim`. Collective; not differentiable."""
+    """Sum the tensors of all ranks, and keep this rank's chunk along `dim`. Collective; not differentiable."""
     with below_autograd():
         stacked = torch.cat(whole.chunk(ranks.n, dim))
         summed = collectives.reduce_scatter_tensor.default(stacked, "sum", ranks.n, ranks.group_name)
@@ -54,9 +54,9 @@ def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def all_to_all(rows: Tensor, ranks: Ranks, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
-    """Send each rank its rows, and return those that came, by rank. Collective; not differentiable.
+    """Send rows to each rank, and return the received rows in rank order. Collective; not differentiable.
 
-    `received`, `sent`: rows from and for each rank; None: equally many.
+    `received`, `sent`: number of rows from and to each rank; None: equal numbers.
     """
     with below_autograd():
         if sent is None:
@@ -66,12 +66,12 @@ def all_to_all(rows: Tensor, ranks: Ranks, received: list[int] | None = None, se
 
 
 def below_autograd() -> AbstractContextManager:
-    """Context manager: operators skip autograd, which for collectives is Python code that takes longer than they do."""
+    """Context manager: skip autograd, because its Python code for collectives is slower than the collectives."""
     return nullcontext() if torch.compiler.is_compiling() else torch._C._AutoDispatchBelowAutograd()
 
 
 class Gather(torch.autograd.Function):
-    """All-gathers along `dim`, (B, S/tp, D) -> (B, S, D). Each rank's gradient is one part of the sum."""
+    """All-gathers along `dim`, (B, S/tp, D) -> (B, S, D). The gradient on each rank is a partial sum."""
 
     @staticmethod
     def forward(ctx, own: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -97,7 +97,7 @@ class Scatter(torch.autograd.Function):
 
 
 class GatherVocabulary(torch.autograd.Function):
-    """All-gathers logits, (B, S, V/tp) -> (B, S, V). Every rank has the same gradient of all logits."""
+    """All-gathers logits, (B, S, V/tp) -> (B, S, V). The gradient is the same on every rank."""
 
     @staticmethod
     def forward(ctx, own: Tensor, ranks: Ranks) -> Tensor:
@@ -110,7 +110,7 @@ class GatherVocabulary(torch.autograd.Function):
 
 
 class ExchangeRows(torch.autograd.Function):
-    """Sends rows to other ranks, (sum of sent, D) -> (sum of received, D), sorted by rank."""
+    """Exchanges rows with all ranks, (sum of sent, D) -> (sum of received, D), in rank order."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, received: list[int], sent: list[int], ranks: Ranks) -> Tensor:

@@ -1,19 +1,19 @@
-"""Float8 on many ranks: local matmuls under TP, weights gathered as float8 under FSDP (drawn for dp_shard=2).
+"""Float8 on many ranks: local matmuls under TP, weights gathered in float8 under FSDP (drawn for dp_shard=2).
 
     wq.weight (N, K)   rank 0              rank 1
-    at rest            rows [:N/2], fp32   rows [N/2:], fp32     what the optimizer and checkpoints see
-    all-reduce         max |w| of both, 4 bytes                  both must round with the same scale
-    all-gather         all rows in float8, one scale             N*K bytes, half of what bf16 takes
+    at rest            rows [:N/2], fp32   rows [N/2:], fp32     for the optimizer and checkpoints
+    all-reduce         max |w| over both, 4 bytes                both must round with the same scale
+    all-gather         all rows in float8, one scale             N*K bytes, half as much as bf16
     in its block       all rows in float8                        already rounded, for forward and backward
 
-The all-reduce is made for each weight when it is gathered; or, with precomputed scales, once for all weights, after
-each optimizer step: 4 bytes for each weight over dp_shard x cp.
+Each weight needs this all-reduce when it is gathered. With precomputed scales, a single all-reduce after each optimizer
+step covers all weights instead: 4 bytes per weight over dp_shard x cp.
 
-Under TP each rank multiplies the slice that it has, of x and of w, and rounds it with its own scale: no traffic is
-added. (torch's DTensor cannot do rowwise scales over gloo, and would all-reduce every maximum.)
+Under TP each rank multiplies its local slices of x and w, and rounds each with its own scale, so no traffic is added.
+(torch's DTensor does not support rowwise scales over gloo, and would all-reduce every maximum.)
 
 Sources: TorchTitan arXiv:2410.06511; FSDP2's extension hooks, torch.distributed.fsdp.
-Effect: linear layers of the plan become Float8Linear; FQNs, parameters and what a checkpoint holds do not change.
+Effect: linear layers of the plan become Float8Linear; FQNs, parameters and checkpoints do not change.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
-    """Replace the linear layers of the plan (on meta)."""
+    """Replace the linear layers that plan_float8 selects with float8 layers (on meta)."""
     linears = {fqn: module for fqn, module in part.named_modules() if type(module) is nn.Linear and module.bias is None}
     sizes = {fqn: tuple(linear.weight.shape) for fqn, linear in linears.items()}
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
@@ -49,10 +49,10 @@ def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
 
 
 class ParallelFloat8Linear(Float8Linear):
-    """A Float8Linear whose weight may be a slice of tp, or gathered as float8, or both."""
+    """A Float8Linear whose weight may be a tp shard, gathered in float8, or both."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., K) -> (..., N). Under TP another forward multiplies by the slice (tensor_parallel.py)."""
+        """x (..., K) -> (..., N). TP replaces this method and multiplies by the local shard (tensor_parallel.py)."""
         return self.multiply(x, self.weight)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -60,13 +60,13 @@ class ParallelFloat8Linear(Float8Linear):
         return Float8MatmulFunction.apply(x, weight, *held, self.recipe_name, self.emulate)
 
 
-# ---------------------------------------------------------------- weights gathered as float8
+# ---------------------------------------------------------------- weights gathered in float8
 
 
 def gather_in_float8(parts: list[nn.Module], section: Float8, compile_section: Compile) -> list["Float8AllGatherHook"]:
-    """Make FSDP gather the weights of `parts` (allocated) as float8, if asked for. Returns those to precompute.
+    """Make FSDP gather the weights of `parts` (allocated) in float8, if enabled. Returns those with precomputed scales.
 
-    A rank without FSDP (it has its stage alone) gathers nothing: its weights do not change.
+    A rank without FSDP (the only rank of its stage) gathers nothing, so its weights do not change.
     """
     if not section.enable_fsdp_float8_all_gather:
         return []
@@ -74,7 +74,7 @@ def gather_in_float8(parts: list[nn.Module], section: Float8, compile_section: C
     if compile_section.enable:  # one kernel instead of three
         cast_shard = torch.compile(cast, backend=compile_section.backend, fullgraph=True)
     weights = [
-        Float8AllGatherHook(module.weight._local_tensor, cast_shard)  # not a view of it: FSDP looks at this one
+        Float8AllGatherHook(module.weight._local_tensor, cast_shard)  # not a view: FSDP looks at this very tensor
         for part in parts
         for module in part.modules()
         if isinstance(module, ParallelFloat8Linear) and isinstance(module.weight, DTensor)
@@ -96,53 +96,53 @@ def precompute_scales(weights: list["Float8AllGatherHook"], mesh: DeviceMesh) ->
 
 
 class Float8AllGatherHook:
-    """This rank's rows of a weight, with the hooks that FSDP2 calls before and after their all-gather.
+    """This rank's rows of a weight, with the hooks that FSDP2 calls before and after the all-gather.
 
-    Not a tensor subclass: optimizer and checkpoints would have to deal with it.
+    It is not a tensor subclass, because the optimizer and checkpoints would have to support that.
     """
 
     def __init__(self, shard: Tensor, cast_shard: Callable[[Tensor, Tensor, torch.dtype], Tensor]):
         """`cast_shard` is `cast`, compiled or not."""
         self.shard, self.cast_shard = shard, cast_shard
-        self.scale: Tensor | None = None  # of the whole weight, if it is precomputed
+        self.scale: Tensor | None = None  # scale of the full weight, if precomputed
 
     def pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: object, module: nn.Module, mp_policy: object
     ) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        """FSDP2's pre-all-gather hook: (tensors to gather, metadata for the post hook). `mesh`: dp_shard x cp."""
+        """FSDP2 hook before the all-gather. Returns (tensors to gather, metadata for the post hook)."""
         scale = self.scale
         if scale is None:
             amax = find_amax(self.shard)
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
             scale = choose_scale(amax, E4M3)
-        # Compiled code loads 16 bytes at a time if it knows that the length is a multiple of 16.
+        # The view tells compiled code that the length is a multiple of 16, so it loads 16 bytes at a time.
         data = self.cast_shard(self.shard.view(-1, FLOAT8_BLOCK), scale, E4M3).view_as(self.shard)
-        data = data.view(torch.uint8)  # no backend gathers float8 as such
+        data = data.view(torch.uint8)  # no backend supports float8 in an all-gather
         n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer
         return (F.pad(data, (0, 0, 0, n_rows - len(data))),), (scale,)
 
     def post_all_gather(
         self, gathered: tuple[Tensor], metadata: tuple[Tensor], dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """FSDP2's post-all-gather hook: the whole weight. `out` is the result of an earlier gather, to reuse."""
+        """FSDP2 hook after the all-gather. Returns the full weight. `out`: result of an earlier gather, to reuse."""
         (data,), (scale,) = gathered, metadata
-        if scale.is_cuda:  # made on the stream that fills the all-gather, read on this one
+        if scale.is_cuda:  # allocated on the all-gather's copy-in stream, read on the current stream
             scale.record_stream(torch.cuda.current_stream())
         if out is None:
             data8 = data.view(E4M3)
             return Float8GatheredWeight(data8, scale, dtype), (data8,)
-        # Under TP `out` is a DTensor; a scale that is set on that, not inside it, is lost, and the old one stays.
+        # Under TP `out` is a DTensor. Set the scale on its local tensor: on the DTensor itself it would have no effect.
         (out._local_tensor if isinstance(out, DTensor) else out).scale = scale
         return None
 
 
 def find_amax(shard: Tensor) -> Tensor:
-    """Return the largest magnitude, () fp32; zero if a rank has no rows. Makes no copy, unlike abs().amax()."""
+    """Return the largest magnitude, () fp32; zero if the rank has no rows. Allocates no copy, unlike abs().amax()."""
     return torch.linalg.vector_norm(shard, inf) if len(shard) else shard.new_zeros(())
 
 
 class Float8GatheredWeight(Tensor):
-    """A gathered weight in float8 that FSDP and autograd see as `dtype`, the dtype of its gradient."""
+    """A gathered float8 weight that FSDP and autograd see as `dtype`, which is also the dtype of its gradient."""
 
     @staticmethod
     def __new__(cls, data8: Tensor, scale: Tensor, dtype: torch.dtype):
@@ -170,7 +170,7 @@ class Float8GatheredWeight(Tensor):
             weight = args[0]
             view = Float8GatheredWeight(op(weight.data8, *args[1:], **kwargs), weight.scale, weight.dtype)
             return return_and_correct_aliasing(op, args, kwargs, view)
-        # Anything else, such as zeros_like for a gradient, gets the numbers.
+        # Any other operator, such as zeros_like for a gradient, gets the values in `dtype`.
         args, kwargs = pytree.tree_map_only(
             Float8GatheredWeight, lambda w: (w.data8.float() / w.scale).to(w.dtype), (args, kwargs)
         )

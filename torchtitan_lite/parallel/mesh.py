@@ -1,4 +1,4 @@
-"""From a layout to meshes: one DeviceMesh of five dims, and the sub-meshes that serve a purpose.
+"""Build the meshes of a layout: one DeviceMesh of five dims, and the sub-meshes that other code needs.
 
     dim            split                          communication
     pp             layers                         send/recv of hidden states, per microbatch
@@ -11,11 +11,11 @@
     efsdp          expert parameters              all-gather and reduce-scatter, per block
     ep             experts                        all-to-all of tokens, four per block
 
-Every rank has one coordinate on each dim; a group is the ranks that differ in one coordinate only. Dims of one rank
-share one group without communication, so the code needs no special case for them. In traces and NCCL's logs a group is
-named after its dims: mesh_tp, mesh_dp_shard_cp. The group of all ranks is torch's own, default_pg.
+Every rank has one coordinate on each dim. A group consists of the ranks that differ only in one coordinate. Dims of
+size 1 share a group that does not communicate, so they need no special case. In traces and NCCL logs a group is named
+after its dims: mesh_tp, mesh_dp_shard_cp. The group of all ranks is torch's default group, default_pg.
 
-Effect: process groups exist; nothing is sharded yet. Sources: DeviceMesh; arXiv:2410.06511.
+Effect: creates process groups; nothing is sharded yet. Sources: DeviceMesh; arXiv:2410.06511.
 """
 
 from dataclasses import dataclass
@@ -31,16 +31,16 @@ from torchtitan_lite.config.layout import MESH_DIMS, Layout
 
 @dataclass(frozen=True)
 class Mesh:
-    """The world mesh and its sub-meshes. Each holds the process groups of this rank."""
+    """The world mesh and its sub-meshes. Each has the process groups of this rank."""
 
     world: DeviceMesh  # (pp, dp_replicate, dp_shard, cp, tp)
-    fsdp_mesh: DeviceMesh  # what fully_shard gets: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
-    dp_cp_mesh: DeviceMesh  # 1-D: ranks whose tokens differ, dp_replicate x dp_shard x cp
-    loss_mesh: DeviceMesh  # 1-D: ranks whose losses are added up, pp x dp x cp: all but tp
-    expert_fsdp_mesh: DeviceMesh | None = None  # what fully_shard gets for experts: (efsdp) or (dp_replicate, efsdp)
-    ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer; both None: the model has none
+    fsdp_mesh: DeviceMesh  # for fully_shard: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
+    dp_cp_mesh: DeviceMesh  # 1-D: ranks with different tokens, dp_replicate x dp_shard x cp
+    loss_mesh: DeviceMesh  # 1-D: ranks whose losses are summed, pp x dp x cp (all except tp)
+    expert_fsdp_mesh: DeviceMesh | None = None  # for fully_shard of experts: (efsdp) or (dp_replicate, efsdp)
+    ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer; both None: the model has no experts
 
-    # Cached, because torch makes a new slice of a mesh, in 0.15 ms, whenever it is indexed.
+    # Cached, because indexing a mesh creates a new object each time, which takes 0.15 ms.
 
     @cached_property
     def pp(self) -> DeviceMesh:
@@ -60,14 +60,14 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's rows among those of the global batch, 0 .. layout.dp - 1."""
+        """Index of this rank among the data-parallel ranks, 0 .. layout.dp - 1."""
         own = self.coordinates()
         return own["dp_replicate"] * self.world["dp_shard"].size() + own["dp_shard"]
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Make the process groups of a layout. Collective: every rank of the world calls it."""
-    # "fake" does nothing, which is right for one rank. No other rank takes part in making this group.
+    """Create the process groups of a layout. Collective over all ranks."""
+    # The backend "fake" does nothing, which is right for one rank. Creating this group needs no other rank.
     alone = dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True, group_desc="one rank")
     world = make_mesh(device_type, layout.degrees, alone)
     shard = join_dims(world, "dp_shard", "cp")
@@ -79,7 +79,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         experts = {"expert_fsdp_mesh": shared, "ep": mesh["ep"]}
     return Mesh(
         world=world,
-        # A 1-D mesh shards. A second dim in front of it replicates, which adds an all-reduce to FSDP.
+        # FSDP shards over a 1-D mesh. With a second dim in front it also replicates, which adds an all-reduce.
         fsdp_mesh=DeviceMesh._concatenate([world["dp_replicate"], shard]) if layout.dp_replicate > 1 else shard,
         dp_cp_mesh=join_dims(world, "dp_replicate", "dp_shard", "cp"),
         loss_mesh=join_dims(world, "pp", "dp_replicate", "dp_shard", "cp"),
@@ -90,15 +90,15 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 def make_mesh(
     device_type: str, degrees: dict[str, int], alone: dist.ProcessGroup, own: tuple[str, ...] = ()
 ) -> DeviceMesh:
-    """Make a mesh of all ranks. Dims of one rank get the group `alone`, the others a group of their own.
+    """Create a mesh of all ranks. Dims of size 1 get the group `alone`; every other dim gets a new group.
 
-    `own`: dims that do not use the default group even if they span all ranks. The tokens of one layer then do not queue
-    behind the parameters of the next.
+    `own`: dims that get a new group even if they span all ranks. Otherwise they would use the default group, and the
+    tokens of one layer would queue behind the parameters of the next.
     """
     used = {dim: degree for dim, degree in degrees.items() if degree > 1}
     groups = dict.fromkeys(degrees, alone)
     if used:
-        named = {dim: dist.get_backend() for dim in own if dim in used}  # with a backend named, torch makes a new group
+        named = {dim: dist.get_backend() for dim in own if dim in used}  # naming a backend makes torch create a group
         mesh = init_device_mesh(
             device_type, tuple(used.values()), mesh_dim_names=tuple(used), backend_override=named or None
         )
@@ -108,7 +108,7 @@ def make_mesh(
 
 
 def join_dims(world: DeviceMesh, *dims: str) -> DeviceMesh:
-    """Return the 1-D mesh over several dims. It reuses the group of a single dim, or of the same dims joined before."""
+    """Return a 1-D mesh over several dims. Reuses the group of a single dim, or of the same dims joined earlier."""
     used = [dim for dim in dims if world[dim].size() > 1]
     if len(used) > 1:
         return world[tuple(used)]._flatten()

@@ -1,19 +1,19 @@
-"""All parallelisms applied to one model part, in the one right order, with the reason for each place.
+"""Apply all parallelisms to one model part, in the required order, with the reason for each position.
 
-    on meta   0. float8                other classes of linear layers: before anything looks at those that are there
-              1. tensor parallel       looks modules up by FQN and replaces their parameters
+    on meta   0. float8                swaps classes of linear layers, so it comes before code that checks classes
+              1. tensor parallel       finds modules by FQN and replaces their parameters
               2. context parallel      replaces attention.inner, which has no parameters
-              3. chunked loss          replaces output.chunked_loss, which has none either; 1 to 4 could change places
-              4. expert parallel       keeps the experts of this rank; 5 and 6 must see what 1 to 4 have replaced
-              5. recompute, compile    by op: recompute inside compile, where the partitioner honors its policy; full:
+              3. chunked loss          replaces output.chunked_loss, also without parameters; 1 to 4 can be reordered
+              4. expert parallel       keeps this rank's experts; 5 and 6 must see the modules that 1 to 4 replaced
+              5. recompute, compile    per op: recompute inside compile, where the partitioner follows its policy; full:
                                        outside, because inside it fails under TP ("tensors_saved ... DeviceMesh")
               6. FSDP2                 last: its hooks gather parameters outside the compiled graph
-    then      allocate, initialize or load, optimizer: parameters are final now   (build.py)
-              PipelineStage, schedule: they take the parts as they are            (build.py)
+    then      allocate, initialize or load, optimizer: parameters are final       (build.py)
+              PipelineStage, schedule: they use the finished parts                (build.py)
 
-Before all of it the model is cut into parts (pipeline.py), so that no stage ever allocates what it does not hold.
-5 replaces the bound `forward` of a block in place. That was right in every combination that was tried (recompute x
-compile x TP x FSDP x PP), keeps FQNs clean and recompiles nothing.
+Before step 0, the model is cut into parts (pipeline.py), so a stage never allocates modules of other stages.
+Step 5 replaces the bound `forward` of a block in place. This gave correct results in every combination that was tested
+(recompute x compile x TP x FSDP x PP), keeps FQNs clean, and causes no recompilation.
 """
 
 import torch
@@ -37,7 +37,7 @@ from torchtitan_lite.parallel.tensor_parallel import (
 
 
 def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> None:
-    """Apply the layout's parallelisms to `part` (on meta), in place."""
+    """Apply the parallelisms of the layout to `part` (on meta), in place."""
     if config.model.uses_float8:  # 0
         apply_float8(part, config.quantize.linear.float8, layout.tp)
     if layout.tp > 1:  # 1
@@ -54,7 +54,7 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     recompute_and_compile(part, config, mesh)  # 5
     casts = config.training.mixed_precision_param != "float32"
     if layout.dp * layout.cp * layout.tp > 1 or casts or config.training.enable_cpu_offload:  # 6
-        # Otherwise nothing is sharded, gathered, cast or reduced; the hooks alone would cost 5 % on a CPU.
+        # Otherwise FSDP has nothing to do, and its hooks alone would cost 5 % on a CPU.
         apply_fsdp(
             part,
             mesh.fsdp_mesh,
@@ -68,7 +68,7 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
 
 
 def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
-    """Replace the methods of each block by ones that recompute, or are compiled, and compile the loss."""
+    """Apply recompute and torch.compile to the methods of each block, and compile the loss."""
     recompute = plan_recompute(config.activation_checkpoint, [int(layer) for layer in part.layers])
     set_memory_budget(config.activation_checkpoint)
     options = enable_async_tensor_parallel(mesh.tp) if config.parallelism.enable_async_tensor_parallel else None
@@ -76,8 +76,8 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
     for layer, block in part.layers.items():
         recomputed = compiled = [(block, "forward")]
         if isinstance(block.feed_forward, MoE):
-            # Recomputed and compiled in pieces: FSDP's hooks for the experts are between them, and how many rows an
-            # expert gets is only known in the midst of its layer.
+            # An MoE block is recomputed and compiled in pieces: FSDP's hooks for the experts run in the middle of it,
+            # and the number of rows per expert is only known there.
             dense = [(block, "attend")] + [(block.shared_experts, "forward")] * (block.shared_experts is not None)
             recomputed = [*dense, (block.feed_forward, "forward")]
             compiled = [*dense, (block.feed_forward, "combine"), (block.feed_forward.experts, "activate")]
@@ -87,7 +87,7 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
             compile_method(module, method, config.compile.backend, options)
         if recompute[int(layer)] == "full":
             apply_recompute(block, keep_expensive_ops=False)
-    if part.output is not None and "loss" in components:  # of given logits; the head's matmuls stay outside
+    if part.output is not None and "loss" in components:  # only the loss of given logits, not the head's matmuls
         if part.output.chunked_loss is not None:
             compile_method(part.output.chunked_loss, "differentiate", config.compile.backend)
         else:
@@ -95,6 +95,6 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
 
 
 def compile_method(module: nn.Module, method: str, backend: str, options: dict[str, bool] | None = None) -> None:
-    """Compile a method without graph breaks. Blocks are alike, so the first compilation serves all."""
+    """Compile a method without graph breaks. All blocks are alike, so they share one compilation."""
     compiled = torch.compile(getattr(module, method), backend=backend, fullgraph=True, options=options)
     setattr(module, method, compiled)

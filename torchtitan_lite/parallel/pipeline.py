@@ -1,19 +1,19 @@
 """Pipeline parallel: cut the model by layers; microbatches flow through the stages (drawn for pp=2, 4 microbatches).
 
     stage 0  tok_embeddings, layers 0-1    F0 F1 .  B0 F2 B1 F3 B2 .  B3      1F1B: one forward, one backward
-    stage 1  layers 2-3, norm, output      .  F0 B0 F1 B1 F2 B2 F3 B3 .       dots: idle, the bubble
+    stage 1  layers 2-3, norm, output      .  F0 B0 F1 B1 F2 B2 F3 B3 .       dots: idle time, the bubble
 
-Each rank holds its stages' parameters only. Per microbatch and stage border: one send/recv of hidden states
-(b, S/tp, D) forward and one of their gradients backward, b*S/tp*D*2 bytes in bf16. With p ranks, m microbatches and
-v stages a rank, the share of the step that is idle is (p-1)/(v*m+p-1). GPipe has 1F1B's bubble and keeps the
-activations of all m microbatches; 1F1B keeps those of at most p; Interleaved1F1B shrinks the bubble, talking v times
-as often.
+Each rank holds only the parameters of its stages. Per microbatch and stage boundary: one send/recv of hidden states
+(b, S/tp, D) in forward and one of their gradients in backward, b*S/tp*D*2 bytes each in bf16. With p ranks, m
+microbatches and v stages per rank, the idle fraction of a step is (p-1)/(v*m+p-1). GPipe has the same bubble as 1F1B,
+but stores the activations of all m microbatches; 1F1B stores at most p. Interleaved1F1B has a smaller bubble, but
+communicates v times as often.
 
-Gradient accumulation is more microbatches, never a second `schedule.step()`: torch's pipeline runtime gathers
-parameters and reduces gradients once per step, and a second one would double that and the bubble.
+For gradient accumulation, use more microbatches, never a second `schedule.step()`. torch's pipeline runtime gathers
+parameters and reduces gradients once per call, so a second call would double this traffic and the bubble.
 
 Sources: GPipe arXiv:1811.06965; 1F1B, interleaved: arXiv:2104.04473.
-Effect: a rank's parts hold the modules of its stages; FQNs are those of the whole model.
+Effect: each rank's parts have only the modules of its stages; FQNs are the same as in the full model.
 """
 
 import copy
@@ -37,7 +37,7 @@ from torchtitan_lite.model.moe import list_moes
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
-    """Copy `model` (on meta) with the modules in `fqns`: other layers are removed, other children None."""
+    """Copy `model` (on meta) with only the modules in `fqns`. Removes other layers; other children become None."""
     part = copy.deepcopy(model)
     for name, _ in list(part.named_children()):
         if name != "layers" and name not in fqns:
@@ -59,7 +59,7 @@ def build_schedule(
 ) -> _PipelineSchedule:
     """Build the schedule that runs this rank's parts (already parallelized) over mesh dim `pp`.
 
-    `loss_fn(output, target)` is applied on the last stage to each microbatch. Gradients are summed over microbatches.
+    The last stage calls `loss_fn(output, target)` for each microbatch. Gradients are summed over microbatches.
     """
     indices = layout.stages_of(mesh.get_local_rank())
     stages = [
@@ -77,10 +77,10 @@ def build_schedule(
 
 
 class Stage(PipelineStage):
-    """A stage that names its actions in traces, that also runs forward only, and that counts no made-up tokens.
+    """A PipelineStage that names its actions in traces, and fixes torch's forward-only runs and shape inference.
 
-    Two neighboring stages on one rank (V schedules) hand gradients to each other directly; torch 2.13 does so even
-    if there is no backward and so no gradient.
+    Neighboring stages on one rank (V schedules) pass gradients to each other directly. torch 2.13 does so even in a
+    forward-only run, which has no gradients.
     """
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
@@ -88,7 +88,7 @@ class Stage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args, full_backward: bool = True, **kwargs):
-        kind = "B" if full_backward else "I"  # I and W: the halves of a backward, for inputs and for weights
+        kind = "B" if full_backward else "I"  # I and W: halves of a split backward, for inputs and for weights
         with record_function(f"pp {kind}{bwd_chunk_id} stage {self.stage_index}"):
             return super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
 
@@ -104,10 +104,10 @@ class Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Forget the loads of the experts so far. torch calls this before the first microbatch.
+        """Reset the expert loads. torch calls this before the first microbatch.
 
-        In the first step, and in each that follows a validation, torch 2.13 learns shapes by a forward and a backward
-        pass over uninitialized hidden states, and their routes are counted.
+        In the first step, and in each step after a validation, torch 2.13 infers shapes with a forward and backward
+        pass over uninitialized hidden states. The routers count these tokens too.
         """
         super()._post_metadata_inference_cleanup()
         for _, moe in list_moes(self.submod):

@@ -1,13 +1,13 @@
-"""Start one process among many: its settings, its device, the groups it talks in, how long it waits in them ([comm]).
+"""Start one rank: process settings, device, process groups, and the time-outs of collectives ([comm]).
 
-    groups of the mesh   init_timeout_seconds until the first step is done, train_timeout_seconds after it
-    groups of the host   init_timeout_seconds throughout: a rank waits for the slowest disk of all ranks
+    groups of the mesh   init_timeout_seconds until the first step is done, then train_timeout_seconds
+    host groups          always init_timeout_seconds, because a rank waits for the slowest disk of all ranks
 
-A rank that waits longer raises. In the first step ranks compile, connect and read at different speeds. After it, a peer
-that is late by many steps is hung. On CPUs the sends and receives of a pipeline wait for gloo's own 30 minutes: gloo
-keeps the time-out with which their group was made.
+A rank that waits longer raises an error. During the first step, ranks compile, connect and read at different speeds.
+Afterwards, a peer that is many steps late is hung. On CPUs, sends and receives of a pipeline keep gloo's default
+time-out of 30 minutes, because gloo cannot change the time-out of their group.
 
-Effect: the default process group exists; mesh.py makes the others.
+Effect: creates the default process group; mesh.py creates the others.
 """
 
 import logging
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this process among all ranks, as torchrun's environment says."""
+    """Position of this process among all ranks, from torchrun's environment variables."""
 
     rank: int
     world_size: int
     local_rank: int  # among the ranks of this host
     n_hosts: int
-    restarts: int  # of the job
+    restarts: int  # number of times that torchrun restarted the job
 
 
 def read_torchrun_environment(environment: os._Environ) -> Place:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if any(name not in environment for name in names):
-        sys.exit("train.py is one rank of many: start it with ./run_train.sh, or with torchrun")
+        sys.exit("train.py runs as one rank of many: start it with ./run_train.sh or torchrun")
     rank, world_size, local_rank, local_world_size = (int(environment[name]) for name in names)
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
     return Place(rank, world_size, local_rank, world_size // local_world_size, restarts)
@@ -50,17 +50,17 @@ def read_torchrun_environment(environment: os._Environ) -> Place:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of all ranks for objects and CPU tensors, over gloo.
+    """Gloo groups of all ranks, for objects and CPU tensors.
 
-    Two threads that share a group deadlock: ranks match its calls by their order, and two threads have none.
+    Each thread needs its own group. Ranks match calls by their order, so two threads that share a group can deadlock.
     """
 
     host: dist.ProcessGroup  # for the main thread
-    saver: dist.ProcessGroup  # for the thread that saves
+    saver: dist.ProcessGroup  # for the thread that saves checkpoints
 
 
 def start_process(place: Place, device_type: str, config: Config, dump_folder: Path) -> tuple[torch.device, Groups]:
-    """Prepare this process, and connect it to all ranks. Collective."""
+    """Prepare this process and connect it to all ranks. Collective."""
     device = choose_device(place.local_rank, device_type)
     prepare_process(config, dump_folder, place.world_size)
     start_process_group(device, config, n_hosts=place.n_hosts, restarts=place.restarts)
@@ -71,23 +71,23 @@ def start_process(place: Place, device_type: str, config: Config, dump_folder: P
 
 
 def end_process(groups: Groups) -> None:
-    dist.barrier(groups.host)  # no rank closes its connections while another still communicates
+    dist.barrier(groups.host)  # do not close connections while another rank still communicates
     dist.destroy_process_group()
 
 
 def prepare_process(config: Config, dump_folder: Path, world_size: int) -> None:
-    """Set what holds for the whole process: determinism, folders of compiled code and traces, limit of open files."""
-    if config.debug.deterministic:  # weights and data depend on the seed only in any case
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed one
+    """Apply process-wide settings: determinism, folders of compiled code and NCCL traces, limit of open files."""
+    if config.debug.deterministic:  # weights and data depend only on the seed in any case
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a fixed workspace for determinism
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid: it writes every new tensor twice
+        torch.utils.deterministic.fill_uninitialized_memory = False  # for debugging: it writes every new tensor twice
 
-    # The next run finds the code that inductor compiles in this one. The user may have named another folder; torch
-    # names its own when it is imported.
+    # Keep inductor's compiled code for the next run, unless the user has set another folder. Importing torch sets the
+    # variable to torch's default.
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(config.training.cache_folder).absolute() / "compiled")
 
-    # NCCL records its last collectives and writes them on a time-out.
+    # NCCL's flight recorder keeps the last collectives and writes them on a time-out.
     traces, n_recorded = dump_folder / config.comm.save_traces_folder, config.comm.trace_buf_size
     if n_recorded and torch.cuda.is_available():
         traces.mkdir(parents=True, exist_ok=True)
@@ -103,13 +103,13 @@ def prepare_process(config: Config, dump_folder: Path, world_size: int) -> None:
 def choose_device(local_rank: int, device_type: str) -> torch.device:
     """Return this process's GPU, or the CPU. `device_type` comes from config/machine.py.
 
-    Raises RuntimeError if the driver and this build of torch disagree: one rank on the CPU would stop all others.
+    Raises RuntimeError if the driver and this build of torch disagree: a single rank on the CPU would hang all others.
     """
     if torch.cuda.is_available() != (device_type == "cuda"):
-        seen = "torch sees GPUs, and nvidia-smi lists none: repair nvidia-smi"
+        seen = "torch sees GPUs, but nvidia-smi lists none: repair nvidia-smi"
         if device_type == "cuda":
             seen = "nvidia-smi lists GPUs that this torch cannot use: install a CUDA build of torch"
-        raise RuntimeError(f"{seen}, or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU")
+        raise RuntimeError(f"{seen}, or set CUDA_VISIBLE_DEVICES to an empty value to train on the CPU")
     if device_type == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
@@ -118,24 +118,24 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
 
 
 def start_process_group(device: torch.device, config: Config, *, n_hosts: int, restarts: int) -> None:
-    """Join the job's process group (its address is in torchrun's environment): NCCL on CUDA, gloo on CPU.
+    """Join the job's process group at the address in torchrun's environment: NCCL on CUDA, gloo on CPU.
 
-    Offload needs gloo beside NCCL: gradients are on the host, and their norm is a CPU tensor, which NCCL cannot reduce.
+    Offload needs both: its gradient norm is a CPU tensor, which NCCL cannot reduce.
     """
     if n_hosts > 1:
         warn_of_loopback()
     backend = "gloo" if device.type == "cpu" else "nccl"
     if device.type == "cuda" and config.training.enable_cpu_offload:
         backend = "cuda:nccl,cpu:gloo"
-    # With a device_id NCCL connects a group at once, and then runs all sends and receives of a pipeline on one stream,
-    # where each waits for the one before it. Without, it connects when ranks first talk.
+    # With a device_id, NCCL connects a group immediately, but then runs all sends and receives of a pipeline on one
+    # stream, where each waits for the previous one. Without it, NCCL connects at the first collective.
     connects_at_once = device.type == "cuda" and config.parallelism.pipeline_parallel_degree == 1
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         backend,
-        # torchrun keeps one store over all restarts, and in it the addresses of dead ranks. Without a prefix of its
-        # own, a restarted rank may read those, and fail to connect or wait forever (torch 2.13).
+        # torchrun's store survives restarts and still has the addresses of dead ranks. Without a new prefix, a
+        # restarted rank may read these addresses, and fail to connect or wait forever (torch 2.13).
         store=dist.PrefixStore(f"restart-{restarts}", store),
         rank=rank,
         world_size=world_size,
@@ -145,23 +145,23 @@ def start_process_group(device: torch.device, config: Config, *, n_hosts: int, r
 
 
 def warn_of_loopback() -> None:
-    """Warn if gloo would give the other hosts an address at which each of them finds itself."""
+    """Warn if gloo would give other hosts this host's loopback address."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     host = socket.gethostname()
     try:
         address = socket.getaddrinfo(host, None)[0][4][0]
     except OSError:
-        address = "127.0.0.1"  # as in gloo, for a name without an address
+        address = "127.0.0.1"  # gloo's fallback for a name without an address
     if address.startswith("127.") or address == "::1":
         logger.warning(
-            f"{host} has the address {address} on this host, and gloo gives it to the other hosts, which cannot reach "
-            "it: set GLOO_SOCKET_IFNAME to the interface that joins the hosts, such as eth0"
+            f"gloo resolves {host} to {address} and gives this address to the other hosts, which cannot reach it. "
+            "Set GLOO_SOCKET_IFNAME to the interface that connects the hosts, such as eth0"
         )
 
 
 def check_equal_gpus(device: torch.device, host_group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError if ranks have different GPUs: they would draw different weights from the same seed.
+    """Raise RuntimeError if ranks have different GPUs, because the same seed would give different weights.
 
     CUDA's random numbers depend on the number of multiprocessors. Collective.
     """
@@ -171,18 +171,18 @@ def check_equal_gpus(device: torch.device, host_group: dist.ProcessGroup) -> Non
     dist.all_gather_object(names, torch.cuda.get_device_name(device), group=host_group)
     if len(set(names)) > 1:
         kinds = ", ".join(f"{name} from rank {names.index(name)} on" for name in dict.fromkeys(names))
-        raise RuntimeError(f"GPUs of different kinds draw different weights from one seed: {kinds}. Use one kind")
+        raise RuntimeError(f"different GPU models draw different weights from the same seed: {kinds}. Use one model")
 
 
 def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:
-    """Make a group of all ranks for objects and CPU tensors, to be used by one thread. Collective."""
+    """Create a gloo group of all ranks for objects and CPU tensors, for use by one thread. Collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=name)
 
 
 def set_timeouts(timeout_s: int, groups: Groups) -> None:
-    """Set the time-out of every group of this process, except the groups of the host.
+    """Set the time-out of all groups of this process, except the host groups.
 
-    Collective: no rank may wait with a short time-out for one that is still in its first step.
+    Collective, because no rank may wait with a short time-out for a rank that is still in its first step.
     """
     dist.barrier(groups.host)
     for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list

@@ -1,6 +1,6 @@
 """Tensor parallel with sequence parallel: split each matmul of a block over mesh dim `tp`.
 
-    module                   style          its weight on a rank     x behind it      collective in forward
+    module                   style          weight on each rank      output           collective in forward
     tok_embeddings           SplitEmbedding (V/tp, D)    Shard(0)    (B, S/tp, D)     reduce-scatter
     attention_norm           CopiedNorm     (D,)         Replicate   (B, S/tp, D)
     attention                GatheredInput                           (B, S, D)        all-gather, before its modules
@@ -15,28 +15,28 @@
 
 "Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits input features.
 
-Weights are DTensors at rest, so that optimizer and checkpoints see one model. Activations are ordinary tensors: each
-module computes on its slice of the weight, and hands over what others need by the functions of exchange.py.
+Weights are DTensors, so the optimizer and checkpoints see one model. Activations are plain tensors: each module
+computes with its local shard of the weight, and communicates through the functions in exchange.py.
 
 Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, the same in backward; each moves P(n-1)/n per rank,
-P = B*S*D*2 bytes in bf16. Recompute repeats those whose outputs it does not keep. The embedding costs one
-reduce-scatter, the head one all-gather, and in backward the reverse. The gradient of a norm's weight is a sum over the
-tokens of one rank: FSDP all-reduces it over tp (D*4 bytes) before it reduces it over data-parallel ranks.
+P = B*S*D*2 bytes in bf16. Recompute repeats the collectives whose outputs it does not save. The embedding adds one
+reduce-scatter and the head one all-gather, and the reverse in backward. The weight gradient of a norm covers only the
+tokens of one rank, so FSDP all-reduces it over tp (D*4 bytes) before the reduction over data-parallel ranks.
 
-The loss of a head whose vocabulary is split, for one chunk of n tokens (of all tokens with loss_chunk_tokens = 0):
+The loss with a sharded vocabulary, for one chunk of n tokens (all tokens if loss_chunk_tokens = 0):
 
                       tp rank 0                       tp rank 1
-    logits (n, V/2)   of the ids below V/2            of the ids from V/2 on
-    exchanged         log of its sum of exponentials, and the target's logit or 0: 2 numbers a token
+    logits (n, V/2)   for ids below V/2               for ids from V/2 on
+    exchanged         log-sum-exp of the local logits, and the target's logit or 0: 2 values per token
     loss ()           the same on both
-    grad_hidden       what its ids contribute         what its ids contribute      partial sums, added in backward
+    grad_hidden       contribution of its ids         contribution of its ids      partial sums, added in backward
     grad_weight       top half                        bottom half
 
-Traffic: one all-gather of tp*n*8 bytes per chunk, waited for at once. With parallelism.disable_loss_parallel the logits
-themselves are gathered, N*V*2 bytes in bf16 for all chunks together, and every rank computes the whole loss.
+Traffic: one all-gather of tp*n*8 bytes per chunk, without overlap. With parallelism.disable_loss_parallel the logits
+are gathered instead, N*V*2 bytes in bf16 for all chunks together, and every rank computes the full loss.
 
-With parallelism.enable_async_tensor_parallel inductor cuts a matmul and its collective into tp pieces: while one piece
-is computed, the next is copied straight from the memory of another GPU. That path never ran here: it needs two GPUs.
+With parallelism.enable_async_tensor_parallel, inductor splits a matmul and its collective into tp pieces. While one
+piece computes, the next is copied directly from another GPU's memory. This was never run, because it needs two GPUs.
 
 Sources: Megatron-LM arXiv:1909.08053, section 3 for the loss; sequence parallel arXiv:2205.05198.
 Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and checkpoint do not change.
@@ -63,16 +63,16 @@ TensorParallelPlan = dict[str, "LocalStyle"]
 
 
 class MissingFromPlan(ValueError):
-    """A module that the plan does not name, or that its style cannot compute. The message begins with the FQN."""
+    """Raised for a module that is not in the plan, or whose class its style does not support. Starts with the FQN."""
 
 
 def plan_tensor_parallel(part: nn.Module) -> TensorParallelPlan:
-    """Return FQN -> style for every module of a part that computes differently under TP."""
+    """Return FQN -> style for every module of a part that TP changes."""
     plan: TensorParallelPlan = {}
     for layer in part.layers:
         is_moe = part.model_args.is_moe(int(layer))
         rows = list_block(part.model_args, moe=is_moe)
-        # An MoE layer gets this rank's slice of the sequence as it is, and has another mesh: expert_parallel.py.
+        # An MoE layer uses this rank's slice of the sequence without gathering, and another mesh (expert_parallel.py).
         rows = [row for row in rows if row.split not in ("router", "experts")]
         gathered = sorted({row.name.rpartition(".")[0] for row in rows if row.split == "colwise"})
         block = {name: GatheredInput() for name in gathered} | {row.name: STYLES[row.split]() for row in rows}
@@ -85,52 +85,52 @@ def plan_tensor_parallel(part: nn.Module) -> TensorParallelPlan:
 
 
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
-    """Shard the parameters of `part` (on meta) by `plan`, and let its modules compute on the slices.
+    """Shard the parameters of `part` (on meta) by `plan`, and make its modules compute with the shards.
 
-    Raises MissingFromPlan if a parameter would stay an ordinary tensor: its gradient would differ from rank to rank,
-    and nothing would add the gradients up.
+    Raises MissingFromPlan if a parameter would stay a plain tensor: its gradients would differ between ranks, but
+    nothing would sum them.
     """
     for fqn, module in part.named_modules():
         if fqn in plan and plan[fqn].computes and type(module) not in plan[fqn].computes:
             raise MissingFromPlan(
-                f"{fqn} is a {type(module).__name__}, and {type(plan[fqn]).__name__} computes "
+                f"{fqn} is a {type(module).__name__}, but {type(plan[fqn]).__name__} only supports "
                 f"{' and '.join(each.__name__ for each in plan[fqn].computes)}. "
-                "Write a style for it, and name it in STYLES (parallel/tensor_parallel.py)"
+                "Write a style for this class, and add it to STYLES (parallel/tensor_parallel.py)"
             )
     tied = part.output is not None and part.tok_embeddings is not None and part.model_args.tie_embeddings
     parallelize_module(part, mesh, plan)
-    if tied:  # each of the two modules got a DTensor of its own, with equal placements
+    if tied:  # parallelize_module made a separate DTensor for each module, with equal placements
         part.output.weight = part.tok_embeddings.weight
     elsewhere = {id(parameter) for _, moe in list_moes(part) for parameter in moe.parameters()}
     ordinary = [(fqn, each) for fqn, each in part.named_parameters() if not isinstance(each, DTensor)]
     missing = [fqn for fqn, parameter in ordinary if id(parameter) not in elsewhere]
     if missing:
         raise MissingFromPlan(
-            f"{missing[0]} is no tensor of mesh dim tp: the tensor-parallel plan does not name its module. "
-            "Give it a row in the table of its block (config/block.py)"
+            f"{missing[0]} is not a DTensor over tp, because its module is not in the tensor-parallel plan. "
+            "Add a row to the table of its block (config/block.py)"
         )
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
-    """Let the ranks of `mesh` write into one another's memory. Returns the options of torch.compile for the blocks."""
+    """Enable symmetric memory between the ranks of `mesh`. Returns the torch.compile options for the blocks."""
     with warnings.catch_warnings():
-        # torch 2.13 calls this function superfluous; its compiler pass still looks for what it does.
+        # torch 2.13 deprecates this function, but its compiler pass still depends on it.
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(mesh.get_group().group_name)
     return {"_micro_pipeline_tp": True}
 
 
-# ---------------------------------------------------------------- how modules compute on slices
+# ---------------------------------------------------------------- styles: how modules compute with shards
 
 
 class LocalStyle(ParallelStyle):
-    """A module that computes on this rank's slice of its weight, a DTensor over tp."""
+    """Base of the styles. A module computes with its local shard of the weight, which is a DTensor over tp."""
 
-    placement: Placement | None = None  # of the weight; None: the module has no weight of its own
-    computes: tuple[type, ...] = ()  # classes whose forward `compute` replaces; (): it calls the old forward
+    placement: Placement | None = None  # placement of the weight; None: the module has no weight
+    computes: tuple[type, ...] = ()  # classes whose forward `compute` replaces; (): it calls the original forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """torch's name for what `parallelize_module` calls."""
+        """Shard the weight and replace `forward`. `parallelize_module` calls this method by this name."""
         if self.placement is not None:
             weight = distribute_tensor(module.weight, device_mesh, [self.placement], src_data_rank=None)
             module.weight = nn.Parameter(weight)
@@ -139,19 +139,19 @@ class LocalStyle(ParallelStyle):
         return module
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
-        """Replace `module.forward`."""
+        """Replacement for `module.forward`."""
         raise NotImplementedError
 
 
 class GatheredInput(LocalStyle):
-    """A module whose linear layers need all tokens: x is (B, S/tp, D) outside and (B, S, D) inside."""
+    """All-gathers the input of a module whose linear layers need all tokens: x (B, S/tp, D) -> (B, S, D) inside."""
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, *rest) -> Tensor:
         return type(module).forward(module, Gather.apply(x, ranks, 1), *rest)
 
 
 class ColwiseLinear(LocalStyle):
-    """x (B, S, in) -> (B, S, out/tp): this rank's output features."""
+    """x (B, S, in) -> (B, S, out/tp): computes this rank's output features."""
 
     placement = Shard(0)
     computes = (nn.Linear, ParallelFloat8Linear)
@@ -161,7 +161,7 @@ class ColwiseLinear(LocalStyle):
 
 
 class RowwiseLinear(LocalStyle):
-    """x (B, S, in/tp) -> (B, S/tp, out): sums the products of all ranks' input features."""
+    """x (B, S, in/tp) -> (B, S/tp, out): reduce-scatters the partial sums over input features."""
 
     placement = Shard(1)
     computes = (nn.Linear, ParallelFloat8Linear)
@@ -171,18 +171,18 @@ class RowwiseLinear(LocalStyle):
 
 
 class CopiedNorm(LocalStyle):
-    """A norm of this rank's tokens, or heads, with a weight that all ranks have."""
+    """Norm over this rank's tokens or heads, with a replicated weight."""
 
     placement = Replicate()
     computes = (nn.RMSNorm,)
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
-        # The gradient is that of this rank's tokens. Marked as a partial sum: FSDP all-reduces it over tp.
+        # The gradient covers only this rank's tokens. As a Partial, FSDP all-reduces it over tp.
         return F.rms_norm(x, module.normalized_shape, local_weight(module, Partial()), module.eps)
 
 
 class SplitEmbedding(LocalStyle):
-    """tokens (B, S) -> (B, S/tp, D). Each rank looks its own ids up; its gradient is of these rows only."""
+    """tokens (B, S) -> (B, S/tp, D). Each rank looks up ids in its shard and computes the gradient of these rows."""
 
     placement = Shard(0)
     computes = (nn.Embedding,)
@@ -192,11 +192,11 @@ class SplitEmbedding(LocalStyle):
         row = x - ranks.own * len(weight)
         is_here = (row >= 0) & (row < len(weight))
         found = F.embedding(row.where(is_here, 0), weight) * is_here[:, :, None]
-        return Scatter.apply(found, ranks, 1)  # each token has been found by one rank, the others add zero
+        return Scatter.apply(found, ranks, 1)  # one rank finds each token; the other ranks add zero
 
 
 class SplitHead(LocalStyle):
-    """hidden (B, S/tp, D) -> logits (B, S, V), or the loss of the targets, () fp32, the same on every rank."""
+    """hidden (B, S/tp, D) -> logits (B, S, V), or with targets the loss, () fp32. The same on every rank."""
 
     placement = Shard(0)
     computes = (Head,)
@@ -217,20 +217,20 @@ STYLES = {  # `split` of a row of config/block.py
 
 
 def multiply(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Multiply x by this rank's slice of the weight."""
+    """Multiply x by this rank's shard of the weight."""
     weight = local_weight(linear)
     return linear.multiply(x, weight) if isinstance(linear, ParallelFloat8Linear) else F.linear(x, weight)
 
 
 def local_weight(module: nn.Module, gradient: Placement | None = None) -> Tensor:
-    """Return this rank's slice of the weight. `gradient`: placement of the gradient, if not that of the weight."""
+    """Return this rank's shard of the weight. `gradient`: placement of the gradient if not the weight's."""
     if torch.compiler.is_compiling():
         return module.weight.to_local(grad_placements=[gradient] if gradient else None)
     return LocalWeight.apply(module.weight, gradient)
 
 
 class LocalWeight(torch.autograd.Function):
-    """This rank's slice of a weight. DTensor.to_local does the same, and takes three times as long in backward."""
+    """Local shard of a weight. DTensor.to_local does the same, but takes three times as long in backward."""
 
     @staticmethod
     def forward(ctx, weight: DTensor, gradient: Placement | None) -> Tensor:
@@ -242,18 +242,18 @@ class LocalWeight(torch.autograd.Function):
         return DTensor(grad, ctx.spec, requires_grad=False), None
 
 
-# ---------------------------------------------------------------- the loss of a split vocabulary
+# ---------------------------------------------------------------- loss with a sharded vocabulary
 
 
 def build_chunked_loss(chunk_tokens: int, mesh: DeviceMesh, *, shard_loss: bool) -> ChunkedLoss:
-    """Build the chunked loss of this rank of `mesh` (tp, of any size). `chunk_tokens` 0: one chunk of all tokens."""
+    """Build the chunked loss for this rank of `mesh` (tp, of any size). `chunk_tokens` 0: one chunk of all tokens."""
     if mesh.size() == 1:
         return ChunkedLoss(chunk_tokens)
     return (ShardedLoss if shard_loss else GatheredLoss)(chunk_tokens, list_ranks(mesh))
 
 
 class LossOfShard(ChunkedLoss):
-    """Base of both losses. It holds this rank's rows of the weight; the gradient of `hidden` is a partial sum."""
+    """Base of both losses: uses this rank's rows of the weight, so the gradient of `hidden` is a partial sum."""
 
     def __init__(self, chunk_tokens: int, ranks: Ranks):
         super().__init__(chunk_tokens)
@@ -261,10 +261,10 @@ class LossOfShard(ChunkedLoss):
 
 
 class ShardedLoss(LossOfShard):
-    """Loss parallel: logits stay on the rank that computes them."""
+    """Loss parallel: logits stay sharded."""
 
     def differentiate(self, logits: Tensor, targets: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        first_id = self.ranks.own * logits.shape[1]  # shards of the vocabulary are equal
+        first_id = self.ranks.own * logits.shape[1]  # vocabulary shards have equal sizes
         return super().differentiate(logits, targets, with_gradient=with_gradient, first_id=first_id)
 
     def combine(self, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
@@ -274,9 +274,9 @@ class ShardedLoss(LossOfShard):
 
 
 class GatheredLoss(LossOfShard):
-    """Without loss parallel: gathers all logits of a chunk, and keeps the gradient of its local shard."""
+    """No loss parallel: gathers all logits of a chunk, and keeps the gradient of the local shard."""
 
     def differentiate(self, logits: Tensor, targets: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        whole = all_gather(logits, self.ranks, dim=1)  # (n, V): ranks hold neighboring ids
+        whole = all_gather(logits, self.ranks, dim=1)  # (n, V)
         loss, gradient = super().differentiate(whole, targets, with_gradient=with_gradient)
         return loss, gradient.chunk(self.ranks.n, dim=1)[self.ranks.own] if with_gradient else None
