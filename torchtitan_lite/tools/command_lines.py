@@ -238,6 +238,7 @@ def make_bench_parser() -> ArgumentParser:
     step.add_argument("--json", action="store_true", help="print for programs")
     gpu = benches.add_parser("gpu", help="1B, 3B and 8B on one GPU: speed, memory, kernels, waits, saves, offload")
     gpu.add_argument("--out", metavar="FILE", help="JSON; default: in outputs/. Traces are written beside it")
+    gpu.set_defaults(module="bench.gpu")
     return parser
 
 
@@ -251,5 +252,5 @@ TOOLS = {
     "convert": Tool("convert", make_convert_parser),
     "generate": Tool("generate", make_generate_parser),
     "eval": Tool("eval", make_eval_parser),
-    "bench": Tool("bench.command", make_bench_parser),
+    "bench": Tool("bench.step", make_bench_parser),
 }
