@@ -74,8 +74,8 @@ def answers(checkout) -> Answers:
     """What the default calls of all forks answer."""
     calls = list_walk(WHOLE_WALK)
     for name, fork in FORKS.items():
-        keys = [*SMALL, *fork.keys, "--json"]
-        calls[f"check {name}"] = ["check", *keys, "--ranks=4"]
+        keys = [*SMALL, *fork.keys]
+        calls[f"check {name}"] = ["check", *keys, "--ranks=4", "--json"]
         calls |= {f"{tool} {name}": [tool, *keys, "--gpus=4"] for tool in ("plan", "explain")}
     attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2", "--json"]
     calls["refuse an attention"] = ["check", *attention, "--ranks=4"]
