@@ -1,19 +1,13 @@
 """Measure the memory of a step with real tensors, by torch's allocator; test_costs.py compares it with the dry run.
 
-    alone     as one rank of a fake group, whose collectives return at once
-    on gloo   all ranks, as processes
+One thread computes: a kernel's scratch memory grows with the number of threads, and is not planned.
 
-All that with one thread: a kernel's scratch memory grows with their number and is not planned. In bf16, oneDNN's matmul
-allocates several MiB a thread; it shows first where the rest is least: one rank, full recompute.
-
-Gloo moves bytes in threads of its own, and such a thread may release a tensor last. torch's profiler sees only what the
-threads of the step release: summed up, its events grow by some hidden states a step, 10 to 50 % above the truth after
-five. So a tensor counts as released at the latest when another one gets its address. Memory that was not reused by the
-peak still counts, so each step is measured too high, and the least of a few steps is nearest.
+Gloo's own threads may release a tensor last, and torch's profiler sees only what the threads of the step release. So a
+tensor counts as released at the latest when another one gets its address. Memory that was not reused by the peak still
+counts: each step is measured too high, and the least of a few steps is nearest.
 """
 
 import gc
-from contextlib import nullcontext
 from unittest.mock import patch
 
 import compare
@@ -21,7 +15,6 @@ import torch
 from layouts import ADAMW
 from torch import nn
 from torch._C._profiler import _EventType
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchtitan_lite import build
@@ -32,7 +25,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.head import ChunkedLoss, Head
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.tools.plan.fake_world import fake_group, make_batch, static_stages
+from torchtitan_lite.tools.plan.fake_world import fake_group, fake_tensors, make_batch, static_stages
 from torchtitan_lite.tools.plan.meter import Meter
 
 BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
@@ -43,7 +36,7 @@ MODEL = {  # small, but with activations larger than its weights
     "model.ffn_dim": 352,
     "model.vocab_size": 512,
 }
-STEPS_ON_GLOO, RUNS_ON_GLOO = 2, 5
+STEPS_ON_GLOO = 6
 A_STEP = "a step that is measured"
 
 
@@ -58,21 +51,18 @@ def plan(world_size: int, overrides: dict, device_type: str = "cpu") -> tuple[Co
 def measure_peak(config: Config, model_args: ModelArgs, layout: Layout, pp_rank: int) -> int:
     """Return the allocator's peak in bytes during a second step, without other ranks."""
     rank = pp_rank * layout.world_size // layout.pp
-    stages = static_stages(config, model_args, layout) if layout.pp > 1 else nullcontext()
-    with fake_group(layout.world_size, rank=rank), stages:
+    with fake_group(layout.world_size, rank=rank), static_stages(config, model_args, layout):
         return measure_steps(config, model_args, layout, n_steps=1)[0]
 
 
 def measure_on_gloo(rank: int, world_size: int, config: Config, model_args: ModelArgs, layout: Layout) -> list[int]:
-    """Worker: return the peak of each of a few steps among real ranks, of a few runs."""
-    runs = [measure_steps(config, model_args, layout, n_steps=STEPS_ON_GLOO) for _ in range(RUNS_ON_GLOO)]
-    return [peak for run in runs for peak in run]
+    """Worker: return the peak of each of a few steps among real ranks."""
+    return measure_steps(config, model_args, layout, n_steps=STEPS_ON_GLOO)
 
 
 def measure_steps(config: Config, model_args: ModelArgs, layout: Layout, *, n_steps: int) -> list[int]:
     """Return the peak of each step from the second on."""
-    gc.collect()
-    with record_memory() as recording:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         mesh = build_mesh(layout, "cpu")
         run = build.build_run(config, model_args, layout, mesh, torch.device("cpu"))
         batch = make_batch(layout, config.training.seq_len)
@@ -82,7 +72,7 @@ def measure_steps(config: Config, model_args: ModelArgs, layout: Layout, *, n_st
                 gc.collect()
                 with record_function(A_STEP):
                     stepping.train_step(run, batch)
-    return follow(recording.profiler.kineto_results.experimental_event_tree())
+    return list_peaks(recording.profiler.kineto_results.experimental_event_tree())
 
 
 def choose_evenly(router: Router, scores: torch.Tensor) -> torch.Tensor:
@@ -91,7 +81,7 @@ def choose_evenly(router: Router, scores: torch.Tensor) -> torch.Tensor:
     return (torch.arange(routes.numel()) % router.n_experts).view_as(routes)
 
 
-def follow(events: list) -> list[int]:
+def list_peaks(events: list) -> list[int]:
     """Return the peak bytes of each measured step among these events."""
     moments, to_do = [], list(events)
     while to_do:
@@ -101,38 +91,29 @@ def follow(events: list) -> list[int]:
             moments.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
         elif event.name == A_STEP:
             moments.append((event.start_time_ns, None, 0))
-    n_bytes, most, sizes = 0, [], {}  # sizes: by address
+    n_bytes, peaks, sizes = 0, [0], {}  # peaks: before the steps, and of each; sizes: by address
     for _, address, size in sorted(moments, key=lambda moment: moment[0]):
         if address is None:
-            most.append(n_bytes)
-            continue
-        n_bytes -= sizes.pop(address, 0)
+            peaks.append(0)
+        n_bytes += max(size, 0) - sizes.pop(address, 0)
         if size > 0:
             sizes[address] = size
-            n_bytes += size
-        most[-1:] = [max(n_bytes, *most[-1:])] if most else []
-    return most
+        peaks[-1] = max(n_bytes, peaks[-1])
+    return peaks[1:]
 
 
-def record_memory() -> profile:
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-
-
-def count_head_peak_bytes(
-    *, n_tokens: int, dim: int, vocab_size: int, chunk_tokens: int, dtype: torch.dtype = torch.float32
-) -> int:
+def count_head_peak_bytes(*, n_tokens: int, dim: int, vocab_size: int, chunk_tokens: int, dtype=torch.float32) -> int:
     """Return the peak bytes of the head's forward and backward without weight and hidden states, on fake tensors.
 
     chunk_tokens 0: the plain loss.
     """
     meter = Meter(plan(1, {})[2])
-    with FakeTensorMode(), meter.watching():
+    with fake_tensors(), meter.watching():
         head = Head(dim, vocab_size)
         head.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
         head.chunked_loss = ChunkedLoss(chunk_tokens) if chunk_tokens else None
         hidden = torch.empty(1, n_tokens, dim, dtype=dtype, requires_grad=True)
         targets = torch.zeros(1, n_tokens, dtype=torch.int64)
-        meter.note([hidden, targets, head.weight])
         meter.restart()
         before = meter.live_bytes
         head(hidden, targets).backward()

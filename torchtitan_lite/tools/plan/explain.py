@@ -113,7 +113,7 @@ def draw_mesh(degrees: dict[str, int]) -> str:
     lines = [f"mesh: {inner} in brackets" + f", {across} across" * bool(across)]
     for place in product(*(elide(range(used[dim])) for dim in down)):
         label = "".join(f"{dim} {index}  " for dim, index in zip(down, place, strict=True))
-        groups = [] if GAP in place else elide(ranks[place].tolist())
+        groups = [GAP] if GAP in place else elide(ranks[place].tolist())
         lines.append(f"  {label}" + "  ".join(g if g == GAP else f"[{' '.join(map(str, elide(g)))}]" for g in groups))
     return "\n".join(lines)
 
