@@ -11,7 +11,7 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
-from torchtitan_lite.tools.plan.search import TIE, USABLE, Search, count_dims
+from torchtitan_lite.tools.plan.search import TIE, USABLE, Search
 
 H100 = CLUSTERS["h100"]
 
@@ -66,7 +66,7 @@ def test_the_ten_best_are_those_that_simulating_all_would_give_ties_first(search
     times = [expected.step_time_s for _, expected in best]
     assert sorted(times) == simulated[:10] and 0 < len(fitting) < search_8b.n_accepted
     n_ties = sum(time <= TIE * simulated[0] for time in times)
-    ties = [count_dims(candidate.layout) for candidate, _ in best[:n_ties]]
+    ties = [candidate.n_dims for candidate, _ in best[:n_ties]]
     assert ties == sorted(ties) and times[n_ties:] == sorted(times[n_ties:])
     for candidate, expected in best:
         assert candidate.taken_bytes <= USABLE * 81559 * 2**20
@@ -81,7 +81,7 @@ def test_the_report_says_why_the_own_layout_loses_and_the_winner_reads_back(tmp_
     given = ["plan", "--search", "--config", "llama3_8b", "--gpus", "8", "--toml", str(file), *args.split()]
     assert main(given) == 0
     printed = capsys.readouterr().out
-    assert "pp4 x tp2, 1F1B with 4 stages, microbatches: 16 x 1, ZeRO 1, recompute full" in printed
+    assert "pp4 x tp2, 1F1B with 4 stages, microbatches: 16 x 1, ZeRO 1, recompute full (32)" in printed
     assert "loses most by " in printed
     layout = plan_layout(*read(str(file)), 8)
     winner = next(line for line in printed.splitlines() if line.lstrip().startswith("= 1  "))

@@ -48,6 +48,7 @@ class Candidate:
         self.schedule = config.parallelism.pipeline_parallel_schedule
         self.taken_bytes = cluster.reserve(estimate_peak(self.workload, self.schedule))  # of the GPU that holds most
         self.step_time = StepTime(self.workload, cluster)
+        self.n_dims = sum(degree > 1 for dim, degree in layout.degrees.items() if dim != "dp_shard")
 
     def forecast(self) -> Forecast:
         layout = self.layout
@@ -55,12 +56,10 @@ class Candidate:
         return forecast(self.step_time, list_samples(self.schedule, *numbers))
 
     def __str__(self) -> str:
-        """Return "pp4 x dp_shard8 x tp2, Interleaved1F1B with 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op"."""
+        """Return "pp4 x tp2, Interleaved1F1B with 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op (32)"."""
         layout, recompute = self.layout, self.workload.recompute
         schedule = f", {self.schedule} with {len(layout.stages)} stages" * (layout.pp > 1)
-        modes = (
-            " and ".join(f"{mode} ({n})" for mode, n in recompute.items()) if len(recompute) > 1 else [*recompute][0]
-        )
+        modes = " and ".join(f"{mode} ({n})" for mode, n in recompute.items())
         batch = f"microbatches: {layout.n_microbatches} x {layout.microbatch_size}"
         return f"{layout}{schedule}, {batch}, ZeRO {layout.zero_stage}, recompute {modes}"
 
@@ -76,15 +75,17 @@ class Search:
 
     def rank(self, n_best: int = N_BEST) -> list[tuple[Candidate, Forecast]]:
         """Return the best layouts, ties first. Raises ConfigError if no layout runs or fits."""
-        candidates, best = list(self.list_candidates()), []
-        usable = USABLE * self.cluster.memory_bytes
-        fitting = [candidate for candidate in candidates if candidate.taken_bytes <= usable]
-        self.n_accepted, self.n_fitting = len(candidates), len(fitting)
+        self.n_accepted, fitting, best, leanest = 0, [], [], None
+        for candidate in self.list_candidates():
+            self.n_accepted += 1
+            leanest = min(leanest or candidate, candidate, key=lambda each: each.taken_bytes)
+            if candidate.taken_bytes <= USABLE * self.cluster.memory_bytes:
+                fitting.append(candidate)
+        self.n_fitting = len(fitting)
         if not fitting:
             why = f"no layout of {self.find_global_batch()} sequences a step passes check"
             remedy = "Use whole nodes, and a training.global_batch_size that many numbers divide"
-            if candidates:
-                leanest = min(candidates, key=lambda candidate: candidate.taken_bytes)
+            if leanest:
                 why = f"the leanest layout ({leanest}) needs {leanest.taken_bytes / GIB:.1f} GiB on a GPU"
                 remedy = "Use more GPUs, or moments of the optimizer in bfloat16 (optimizer.moments_dtype)"
             raise ConfigError([Problem("--gpus", self.world_size, why, remedy)])
@@ -96,7 +97,7 @@ class Search:
             best.sort(key=lambda pair: (pair[1].step_time_s, pair[0].taken_bytes))
             del best[n_best:]
         n_ties = sum(expected.step_time_s <= TIE * best[0][1].step_time_s for _, expected in best)
-        return sorted(best[:n_ties], key=lambda pair: count_dims(pair[0].layout)) + best[n_ties:]
+        return sorted(best[:n_ties], key=lambda pair: pair[0].n_dims) + best[n_ties:]
 
     def list_candidates(self) -> Iterator[Candidate]:
         """Yield the layouts that `check` accepts."""
@@ -154,11 +155,6 @@ class Search:
             return training.global_batch_size
         degrees = section.pipeline_parallel_degree, section.context_parallel_degree, section.tensor_parallel_degree
         return training.local_batch_size * max(1, self.world_size // prod(degrees))
-
-
-def count_dims(layout: Layout) -> int:
-    """Count the mesh dims in use besides FSDP's."""
-    return sum(degree > 1 for dim, degree in layout.degrees.items() if dim != "dp_shard")
 
 
 def list_schedules(section: Parallelism, pp: int, n_layers: int) -> list[dict[str, object]]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torchtitan_lite.config.block import BlockModule
 from torchtitan_lite.config.schedule import Action
 from torchtitan_lite.tools.plan.cluster import Cluster
-from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
+from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Workload
 
 CAUSAL_EDGE = 300  # tokens: S/(S+300) of attention's rate is left for short sequences. Fit
 UNFUSED_SCORE_BYTES = 13  # of a score (fp16) that softmax, dropout and two matmuls read and write
@@ -202,35 +202,26 @@ class StepTime:
             seconds += self.collective_time(("efsdp",), n_parameters[1] * width_of_experts)
         return seconds
 
-    # ------------------------------------------------------------ a stage
-
-    @cached_property
-    def layers(self) -> list[tuple[LayerKind, Phases]]:
-        return [(kind, self.describe_layer(kind)) for kind in self.workload.kinds]
-
-    @cached_property
-    def head(self) -> Phases:
-        """The head and its loss."""
-        w = self.workload
-        width = w.args.vocab_size // w.layout.tp
+    def describe_head(self) -> Phases:
+        """Return the seconds of the head and its loss."""
+        w, width = self.workload, self.workload.args.vocab_size // self.workload.layout.tp
         forward, of_input, of_weight = self.linear_times(w.n_tokens, width, w.args.dim, w.compute_dtype)
         logits = w.n_tokens * w.args.vocab_size / (w.layout.tp if w.shards_loss else 1)
         loss = self.memory_time(LOSS_BYTES[w.compiles_loss] * logits) + 10 * self.cluster.kernel_s
         tp_s = self.collective_time(("tp",), w.hidden_bytes)
         return Phases(forward + loss + tp_s, of_input + loss + tp_s, of_weight, tp=2 * tp_s)
 
+    # ------------------------------------------------------------ a stage
+
     @cached_property
     def stages(self) -> list[Phases]:
         """The layers and the head of each stage. An embedding takes no time to speak of."""
-        kinds, layers = zip(*self.layers, strict=True)
-
-        def add_up(stage: Stage) -> Phases:
+        kinds, found = self.workload.kinds, {}
+        phases = [*map(self.describe_layer, kinds), self.describe_head()]
+        for stage in set(self.workload.stages):  # most are alike
             counts = [*(kind.count(stage) for kind in kinds), stage.has_head]
-            phases = [*layers, self.head]
-            return Phases(*(sum(map(mul, counts, seconds)) for seconds in zip(*phases, strict=True)))
-
-        of_kinds = {stage: add_up(stage) for stage in set(self.workload.stages)}  # most are alike
-        return [of_kinds[stage] for stage in self.workload.stages]
+            found[stage] = Phases(*(sum(map(mul, counts, seconds)) for seconds in zip(*phases, strict=True)))
+        return [found[stage] for stage in self.workload.stages]
 
     def max_over_ranks(self, of_stages: Sequence[float]) -> float:
         """Return the largest sum over the stages of one pp rank."""

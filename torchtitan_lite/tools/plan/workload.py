@@ -20,9 +20,6 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.memory_bound import MASTER_BYTES
 from torchtitan_lite.config.schedule import Stages
 
-# No config asks for "alternate", torchtitan's policy of 2024, which keeps every second matmul: published runs used it.
-Recompute = Literal["none", "op", "full", "alternate"]
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -39,7 +36,7 @@ class LayerKind:
     """Layers that are alike: the dense ones, or those with experts."""
 
     is_moe: bool
-    recompute: Counter  # Recompute -> number of layers of this kind in the whole model
+    recompute: Counter  # mode -> number of layers of this kind in the whole model
     block: list[BlockModule]  # the modules of a block with weights
     parameters: tuple[int, int]  # of one rank before FSDP shards them: all but experts (with whole norms), MoE
 
@@ -70,7 +67,8 @@ class Workload:
     args: ModelArgs
     layout: Layout
     seq_len: int
-    recompute: Counter  # Recompute -> number of layers of the whole model
+    # none, op, full, or for published runs alternate (torchtitan's policy of 2024) -> number of layers of the model
+    recompute: Counter
     recompute_of_moes: Counter = field(default_factory=Counter)  # of the layers with experts
     compute_dtype: str = "bfloat16"  # of activations and gathered parameters
     float8: frozenset[str] = frozenset()  # modules of a block that compute in float8
