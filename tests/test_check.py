@@ -140,6 +140,8 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{MOE} --{EP}=4", EP),  # of two ranks
     (f"{MOE} --{EP}=16 --training.global_batch_size=-1", EP, 16),  # of eight experts
     (f"{MOE} --checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
+    ("--checkpoint.enable --checkpoint.last_save_in_hf --model.dim=128 --model.n_heads=3 --model.n_kv_heads=3 "
+     "--model.head_dim=32", "checkpoint.last_save_in_hf"),  # transformers computes the head dim from dim
     (f"{MOE} --{P}expert_tensor_parallel_degree=2", f"{P}expert_tensor_parallel_degree"),
     # run
     ("--activation_checkpoint.selective_ac_option=ops", "activation_checkpoint.selective_ac_option"),

@@ -4,7 +4,6 @@ import os
 import resource
 from pathlib import Path
 
-import kill_while_saving
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,14 +85,6 @@ def test_errors_beside_the_steps_surface_at_the_next_step_and_at_the_end(pool, t
 
 
 # ---------------------------------------------------------------- death
-
-
-@pytest.mark.parametrize(("n_saving", "n_deleting"), [(2, 1), pytest.param(100, 20, marks=pytest.mark.slow)])
-def test_what_is_committed_is_whole_whenever_ranks_are_killed(n_saving, n_deleting):
-    with kill_while_saving.RankPool() as pool:
-        saving = kill_while_saving.kill_savers(pool, n_saving, keep_latest_k=3, seed=11)
-        deleting = kill_while_saving.kill_savers(pool, n_deleting, keep_latest_k=1, seed=12)
-    assert saving.wrong == deleting.wrong == []
 
 
 class Death(BaseException):

@@ -11,6 +11,7 @@ import warm_start
 from warm_start import finish, kill_rank, launch, list_differences, read_losses
 
 from torchtitan_lite.checkpoint.manifest import find_steps
+from torchtitan_lite.checkpoint.storage import open_checkpoint
 from torchtitan_lite.dump_folder import FILES, LOCK
 
 STEPS = 20
@@ -105,6 +106,8 @@ def test_a_run_killed_at_a_random_instant_ends_bit_equal_to_the_unbroken_one(poo
     process = launch(tmp_path / "killed", tmp_path, *keys, n_ranks=2, MAX_RESTARTS=str(int(by_torchrun)))
     kill_rank(process, draw.randrange(2), after_step=draw.randint(1, 16), delay_s=draw.uniform(0, 0.2))
     finish(process, status=None)
+    for step in find_steps(tmp_path / "killed" / "checkpoint"):
+        open_checkpoint(tmp_path / "killed" / "checkpoint" / f"step-{step}")  # each one is whole
     if process.returncode:  # also where torchrun itself does not survive the death of a rank
         finish(launch(tmp_path / "killed", tmp_path, *keys, n_ranks=2))
     assert list_differences(tmp_path / "killed", tmp_path / "unbroken", steps) == []
