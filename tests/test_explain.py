@@ -87,7 +87,7 @@ def test_collectives_are_printed_in_order_and_equal_layers_once(capsys):
 def test_a_tokens_way_has_the_rows_slices_and_collectives_of_one_forward(capsys, schedule, n, n_received):
     keys = [f"--parallelism.pipeline_parallel_schedule={schedule}", "--activation_checkpoint.mode=none"]
     printed = explain(capsys, "--config", "debug_3d", "--gpus", "8", "--rank", "3", "--token", *keys)
-    assert "It reads rows 4 to 7 of 8" in printed
+    assert "It reads rows 4..7 of 8" in printed
     assert re.search(r"output.weight +\[2304, 128\] +rows 1728\.\.2303", printed)
     moved = Counter(re.findall(r"(all-gather|reduce-scatter|receive) over (\S+)(?: +x\d)? ", printed))
     assert (moved["all-gather", "tp"], moved["reduce-scatter", "tp"]) == (2 * n + 2, 2 * n + 1)

@@ -73,7 +73,7 @@ def explain_token(planned: PlannedRun, rank: int) -> None:
     first = (at["dp_replicate"] * layout.dp_shard + at["dp_shard"]) * n_rows
     print(f"rank {rank} has the coordinates {', '.join(f'{dim} {index}' for dim, index in at.items())}.")
     print(
-        f"It reads rows {first} to {first + n_rows - 1} of {layout.global_batch_size}. Forward of its first microbatch:"
+        f"It reads rows {first}..{first + n_rows - 1} of {layout.global_batch_size}. Forward of its first microbatch:"
     )
     runs = [dry_run(short, pp_rank) for pp_rank in range(layout.pp)]
     for stage, (fqns, pp_rank) in enumerate(zip(layout.stages, layout.stage_ranks, strict=True)):
