@@ -82,10 +82,7 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
     tokens = expected.workload.tokens_per_step
     days = config.training.steps * expected.step_time_s / SECONDS_PER_DAY
     schedule = f", {config.parallelism.pipeline_parallel_schedule}, {len(layout.stages)} stages" * (layout.pp > 1)
-    experts = ""
-    if moe:
-        experts = f"\na token passes through {moe.top_k} of {moe.n_experts} experts; each rank has "
-        experts += f"{moe.n_experts // layout.ep}, and all are taken to be equally loaded"
+    experts = f"\na token passes through {moe.top_k} of {moe.n_experts} equally loaded experts" if moe else ""
     blocks = [
         f"{plan.planned.config_name} on {layout.world_size:,} x {plan.gpu}: {layout}{schedule}, ZeRO "
         f"{layout.zero_stage}, recompute {config.activation_checkpoint.mode}\n"
@@ -94,8 +91,7 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
         f"{layout.microbatch_size}{experts}",
         f"peak memory of a GPU, of {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
         f"one step {expected.step_time_s:.3g} s, of the rank that works longest\n{describe_time(expected)}\n"
-        f"  {config.training.steps:,} steps, {tokens * config.training.steps:,} tokens, take {days:,.3g} days without "
-        "interruptions",
+        f"  {config.training.steps:,} steps, {tokens * config.training.steps:,} tokens, take {days:,.3g} days",
         f"traffic of one step, of the rank that moves most\n{describe_traffic(plan)}",
     ]
     if options.mtbf_hours:

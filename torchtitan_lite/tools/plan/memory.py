@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from torchtitan_lite.config.block import find_expert_dim
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 
-# Between its two backwards (a split backward allows no recompute) a microbatch also holds the gradients of what norms
-# and linear layers give: 264 instead of 164 KiB a token in a block of 8B. The ratio is about the same in other models.
+# Between the halves of a split backward a microbatch also holds the gradients of what norms and linear layers give: in a
+# block of 8B 264 instead of 164 KiB a token.
 WAITING = 1.6
 
 

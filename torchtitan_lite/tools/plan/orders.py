@@ -3,10 +3,9 @@
     GPipe, 2 microbatches     pp rank 0: 0F0 0F1 0B0 0B1        pp rank 1: 1F0 1F1 1B0 1B1
 
 F is a forward and B a backward, which some schedules split into I (gradients of inputs) and W (gradients of weights).
-Each order equals that of torch.distributed.pipelining action by action (tests/test_orders.py), without sends and waits.
+tests/test_orders.py compares each order with that of torch.distributed.pipelining, action by action.
 
-Sources: GPipe arXiv:1811.06965; 1F1B, interleaved 2104.04473; breadth first 2211.05953; zero bubble 2401.10241;
-DualPipe 2412.19437.
+Sources, arXiv: GPipe 1811.06965; 1F1B 2104.04473; LoopedBFS 2211.05953; zero bubble 2401.10241; DualPipe 2412.19437.
 """
 
 from collections import Counter, deque
@@ -40,8 +39,8 @@ def interleave(
 ) -> list[Action]:
     """Interleaved1F1B: forwards fill the pipeline, then forwards and backwards alternate, in rounds of microbatches.
 
-    `hops`: forwards that each hop away from the last rank adds to the warm-up. With one stage a rank and one hop this
-    is 1F1B. With a split backward (InterleavedZeroBubble) gradients of weights follow `rank` backwards later.
+    `hops`: forwards of the warm-up per hop from the last rank. 1F1B has one stage a rank and one hop. With a split
+    backward (InterleavedZeroBubble) gradients of weights follow `rank` backwards later.
     """
     stages = range(rank, pp * n_stages_per_rank, pp)
     size = n_microbatches // max(1, n_microbatches // pp) if n_stages_per_rank > 1 else n_microbatches

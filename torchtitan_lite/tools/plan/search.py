@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
 
 from torchtitan_lite.config.checks import find_refused
 from torchtitan_lite.config.choices import SCHEDULES
@@ -153,8 +152,8 @@ class Search:
         training, section = self.config.training, self.config.parallelism
         if training.global_batch_size != -1:
             return training.global_batch_size
-        degrees = section.pipeline_parallel_degree, section.context_parallel_degree, section.tensor_parallel_degree
-        return training.local_batch_size * max(1, self.world_size // prod(degrees))
+        degrees = section.pipeline_parallel_degree * section.context_parallel_degree * section.tensor_parallel_degree
+        return training.local_batch_size * max(1, self.world_size // degrees)
 
 
 def list_schedules(section: Parallelism, pp: int, n_layers: int) -> list[dict[str, object]]:
