@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from torchtitan_lite.config.block import find_expert_dim
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 
-# Between the halves of a split backward a microbatch also holds the gradients of what norms and linear layers give: in a
-# block of 8B 264 instead of 164 KiB a token.
+# Between the halves of a split backward a microbatch also holds the gradients of the outputs of norms and linear layers:
+# in a block of 8B 264 instead of 164 KiB a token.
 WAITING = 1.6
 
 
