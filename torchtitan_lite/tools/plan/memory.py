@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torchtitan_lite.config.block import find_expert_dim
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 
-# Between the halves of a split backward a microbatch also holds the gradients of the outputs of norms and linear layers:
+# Between the halves of a split backward a microbatch also holds the gradients that norms and linear layers return:
 # in a block of 8B 264 instead of 164 KiB a token.
 WAITING = 1.6
 

@@ -129,31 +129,24 @@ class StepTime:
         call_s = self.collective_time(("tp",), w.hidden_bytes)
         call_s += self.memory_time(2 * w.hidden_bytes) * (w.copies_gathered and w.layout.tp > 1)
         call_s *= 1 - self.cluster.async_tp_hidden * w.async_tp
-        cp_forward, cp_backward = self.expose_context()
-        ep_backward = 2 * self.exchange_time(w.n_rows) if kind.is_moe else 0.0
-        ep_forward = ep_backward + (self.exchange_time(0) if kind.is_moe else 0.0)  # with the counts
         left_out = self.module_times(kind.rowwise[-1])[0] if stops_early else 0.0
+        cp_forward, cp_backward = self.expose_context()
+        rows_s, counts_s = (2 * self.exchange_time(w.n_rows), self.exchange_time(0)) if kind.is_moe else (0.0, 0.0)
         is_fused = w.attention != "unfused"
-        again = kind.average(
-            op=elementwise * 0.5 if is_fused else elementwise * 0.3 + attend,
-            full=linear - left_out + attend + elementwise,
-            alternate=elementwise + linear / 3,
-        )
-        tp_s, tp_again, rest_again = call_s * n_calls, call_s * tp_again, (cp_forward + ep_forward) * if_full
-        forward = linear + attend + elementwise + tp_s + cp_forward + ep_forward
-        backward = of_inputs + attend_back + 2 * elementwise + tp_s + cp_backward + ep_backward
-        backward += again + tp_again + rest_again
-        dp_forward, dp_backward = self.expose_shards(kind, forward, backward + of_weights)
-        return Phases(
-            forward=forward + dp_forward,
-            backward_input=backward + dp_backward,
-            backward_weight=of_weights,
-            tp=2 * tp_s + tp_again,
-            cp=cp_forward + cp_backward + cp_forward * if_full,
-            ep=ep_forward + ep_backward + ep_forward * if_full,
-            dp=dp_forward + dp_backward,
-            again=again,
-        )
+        norms_again = kind.average(op=0.5 if is_fused else 0.3, full=1, alternate=1)
+        parts = {  # seconds of forward, of backward, and of what backward computes again
+            "linear": (linear, of_inputs, kind.average(full=linear - left_out, alternate=linear / 3)),
+            "attention": (attend, attend_back, kind.average(op=0 if is_fused else attend, full=attend)),
+            "elementwise": (elementwise, 2 * elementwise, elementwise * norms_again),
+            "tp": (call_s * n_calls, call_s * n_calls, call_s * tp_again),
+            "cp": (cp_forward, cp_backward, cp_forward * if_full),
+            "ep": (rows_s + counts_s, rows_s, (rows_s + counts_s) * if_full),
+        }
+        forward, backward, repeated = map(sum, zip(*parts.values(), strict=True))
+        late = self.expose_shards(kind, forward, backward + repeated + of_weights)
+        waits = {axis: sum(parts[axis]) for axis in ("tp", "cp", "ep")}
+        again = sum(parts[what][2] for what in ("linear", "attention", "elementwise"))
+        return Phases(forward + late[0], backward + repeated + late[1], of_weights, **waits, dp=sum(late), again=again)
 
     def exchange_time(self, n_rows: float) -> float:
         """Return the seconds of an all-to-all over ep in which a rank sends or receives `n_rows` rows, its own too.
