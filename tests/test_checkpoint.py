@@ -135,7 +135,7 @@ def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(po
         (tmp_path / name / "manifest.json").write_text("{}")
     assert find_steps(tmp_path) == []
     (tmp_path / "step-2").mkdir()  # not a checkpoint, and not overwritten
-    with pytest.raises(RankFailure, match="step-2 exists already"):
+    with pytest.raises(RankFailure, match="step-2 already exists"):
         pool.run(save_small, 1, str(tmp_path), 2, KEEP_ALL)
     assert {path.name for path in tmp_path.iterdir()} == {"step-1", "step-2", *others}
     assert list((tmp_path / "step-2").iterdir()) == [] and find_steps(tmp_path) == [1]
@@ -144,7 +144,7 @@ def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(po
 @pytest.mark.parametrize(
     ("overrides", "more", "message"),
     [
-        ({"model.n_layers": 5}, {}, "another model: it has no model.layers.4.attention_norm.weight"),
+        ({"model.n_layers": 5}, {}, "a different model: it has no model.layers.4.attention_norm.weight"),
         ({"model.ffn_dim": 128}, {}, r"feed_forward.w1.weight is \[96, 64\] there and \[128, 64\] here"),
         ({}, {"step": 5}, "step-5 is not a checkpoint"),
     ],

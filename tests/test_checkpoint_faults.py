@@ -81,7 +81,7 @@ def fail_beside_steps(rank: int, world_size: int, folder: str) -> tuple[str, str
 def test_errors_beside_the_steps_surface_at_the_next_step_and_at_the_end(pool, tmp_path):
     (tmp_path / "step-1").mkdir()
     for said in pool.run(fail_beside_steps, 2, str(tmp_path)):
-        assert all("step-1 exists already" in one for one in said)
+        assert all("step-1 already exists" in one for one in said)
 
 
 # ---------------------------------------------------------------- death

@@ -109,8 +109,8 @@ def test_a_wrong_tokenizer_or_a_damaged_file_is_refused(ours, tmp_path, capsys):
     [
         ("Llama 3", {"n_heads": 6}, 0.0, "multiple of 6"),
         ("Mixtral", {}, 0.25, "layers.0.feed_forward.router.expert_bias has moved from zero"),
-        ("Mixtral", {"router_scores": "sigmoid"}, 0.0, "router_scores = 'sigmoid', and transformers' Mixtral"),
-        ("Qwen3-MoE", {"n_shared_experts": 1}, 0.0, "n_shared_experts = 1, and transformers' Qwen3Moe computes 0"),
+        ("Mixtral", {"router_scores": "sigmoid"}, 0.0, "router_scores = 'sigmoid', but transformers' Mixtral"),
+        ("Qwen3-MoE", {"n_shared_experts": 1}, 0.0, "n_shared_experts = 1, but transformers' Qwen3Moe only supports 0"),
     ],
 )
 def test_a_model_that_no_family_has_is_not_exported(name, changes, bias, named, tmp_path, capsys):

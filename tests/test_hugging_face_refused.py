@@ -43,7 +43,7 @@ def assert_refused(folder: Path, *named: str) -> None:
 
 
 WRONG_CONFIGS = [  # model, changes, named
-    (LLAMA, {"model_type": "mistral"}, "model_type = 'mistral'; known are llama, mixtral, qwen3, qwen3_moe"),
+    (LLAMA, {"model_type": "mistral"}, "model_type = 'mistral'; supported: llama, mixtral, qwen3, qwen3_moe"),
     (LLAMA, {"model_type": None}, "model_type = None"),
     (LLAMA, {"attention_bias": True}, "attention_bias = True"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
@@ -53,14 +53,14 @@ WRONG_CONFIGS = [  # model, changes, named
     (LLAMA, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
     (LLAMA, {"hidden_size": None}, "'hidden_size' is missing"),
     (LLAMA, {"num_hidden_layers": 1}, "unknown: model.layers.1"),
-    (LLAMA, {"vocab_size": 130}, f"{EMBEDDING} is F32 [128, 64], and config.json says [130, 64]"),
+    (LLAMA, {"vocab_size": 130}, f"{EMBEDDING} is F32 [128, 64], but config.json says [130, 64]"),
     (LLAMA, {"tie_word_embeddings": True}, "unknown: lm_head.weight"),
-    (MIXTRAL, {"sliding_window": 4096}, "sliding_window = 4096; a Mixtral here has None"),
+    (MIXTRAL, {"sliding_window": 4096}, "sliding_window = 4096; for Mixtral only None"),
     (MIXTRAL, {"num_local_experts": 5}, "missing: model.layers.0.block_sparse_moe.experts.4.w1.weight"),
     (MIXTRAL, {"model_type": "llama"}, "unknown: model.layers.0.block_sparse_moe.experts.0.w1"),
     (QWEN, {"use_sliding_window": True}, "use_sliding_window = True"),
     (QWEN, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
-    (QWEN, {"mlp_only_layers": [1]}, "mlp_only_layers = [1]; only the first n layers"),
+    (QWEN, {"mlp_only_layers": [1]}, "mlp_only_layers = [1]; only the first layers"),
     ("Qwen3", {"model_type": "llama"}, "unknown: model.layers.0.self_attn.k_norm.weight"),
 ]
 
@@ -116,7 +116,7 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     ),
     "another shape": (
         change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:, :-1].clone()})),
-        f"{EMBEDDING} is F32 [128, 63], and config.json says [128, 64]",
+        f"{EMBEDDING} is F32 [128, 63], but config.json says [128, 64]",
     ),
     "another dtype": (
         change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].char()})),

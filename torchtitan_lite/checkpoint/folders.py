@@ -1,11 +1,11 @@
-"""Folders of checkpoints: written under another name, committed by one rename, renamed again before they are deleted.
+"""Checkpoint folders: written under a temporary name, committed by a rename, and renamed again before deletion.
 
-    step-20.tmp/   being written           the next save removes whatever ends in .tmp
-    step-20/       committed               never written again; no other checkpoint ever gets this name
-    step-10.tmp/   being deleted           only after a newer checkpoint was committed
+    step-20.tmp/   being written           the next save removes all folders that end in .tmp
+    step-20/       committed               never written to again, and never overwritten
+    step-10.tmp/   being deleted           only after a newer checkpoint is committed
 
-So at any instant a name without .tmp is a whole checkpoint. A damaged checkpoint is renamed, not deleted, and its step
-can be saved again. Exports to Hugging Face folders are made and committed in the same way.
+At any time, a folder without .tmp is a complete checkpoint. A damaged checkpoint is renamed, not deleted, so its step
+can be saved again. Exports to Hugging Face folders are written and committed in the same way.
 """
 
 import hashlib
@@ -38,11 +38,11 @@ def name_unfinished(final: Path) -> Path:
 
 
 def create_unfinished(final: Path) -> Path:
-    """Create the empty folder in which `final` is written. Raises CheckpointError if one of the two exists."""
+    """Create the temporary folder for `final`. Raises CheckpointError if it or `final` exists."""
     unfinished = name_unfinished(final)
     for path in (final, unfinished):
         if path.exists():
-            raise CheckpointError(f"{path} exists already, and is never overwritten")
+            raise CheckpointError(f"{path} already exists, and is never overwritten")
     with explain_full_disk(unfinished):
         unfinished.mkdir(parents=True)
     return unfinished
@@ -50,16 +50,16 @@ def create_unfinished(final: Path) -> Path:
 
 @contextmanager
 def explain_full_disk(path: Path) -> Iterator[None]:
-    """Raise any error of writing `path` as a CheckpointError that names the free space."""
+    """Turn any error while writing `path` into a CheckpointError that reports the free disk space."""
     try:
         yield
-    except Exception as error:  # safetensors has its own class of errors
+    except Exception as error:  # safetensors has its own exception class
         free = shutil.disk_usage(path.parent if path.parent.exists() else "/").free
-        raise CheckpointError(f"{path} cannot be written, and the disk has {free:,} bytes free: {error}") from error
+        raise CheckpointError(f"{path} cannot be written (the disk has {free:,} bytes free): {error}") from error
 
 
 def write_file(path: Path, content: bytes) -> str:
-    """Write a file, wait until it is on the disk, and return its hash. Raises CheckpointError."""
+    """Write a file, flush it to disk, and return its hash. Raises CheckpointError."""
     with explain_full_disk(path), open(path, "xb") as file:
         file.write(content)
         file.flush()
@@ -68,17 +68,17 @@ def write_file(path: Path, content: bytes) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file. The caller waits until it is on the disk. Raises CheckpointError."""
+    """Write a safetensors file. The caller must flush it to disk. Raises CheckpointError."""
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with explain_full_disk(path):
         path.touch(exist_ok=False)
-        mode = path.stat().st_mode  # the one that the umask gives; safetensors makes files that only the owner can read
-        save_file(on_host, path, {"format": "pt", **metadata})  # transformers refuses files without the format
+        mode = path.stat().st_mode  # from the umask; safetensors creates files that only the owner can read
+        save_file(on_host, path, {"format": "pt", **metadata})  # transformers refuses files without "format"
         path.chmod(mode)
 
 
 def commit(final: Path, manifest: Manifest | None = None, hashes: Mapping[str, str] | None = None) -> None:
-    """Give the unfinished folder, whose files are on the disk, its final name. A checkpoint has a manifest."""
+    """Rename the unfinished folder to `final`. Its files must be on disk. With a manifest, write that first."""
     unfinished = name_unfinished(final)
     if manifest:
         hashes = {**hashes, MANIFEST: write_file(unfinished / MANIFEST, encode(manifest))}
@@ -91,27 +91,27 @@ def commit(final: Path, manifest: Manifest | None = None, hashes: Mapping[str, s
 
 
 def discard(final: Path) -> None:
-    """Delete the failed save of `final`. If that fails too, the next save of the run deletes it."""
+    """Delete the failed save of `final`. If this fails too, the next save of the run deletes it."""
     shutil.rmtree(name_unfinished(final), ignore_errors=True)
 
 
 def remove_partial(folder: Path) -> None:
-    """Delete unfinished saves and deletions. Only the run that holds the lock of the dump folder may call this."""
+    """Delete unfinished saves and deletions. Only the run that has locked the dump folder may call this."""
     for partial in folder.glob(f"step-*{UNFINISHED}"):
         shutil.rmtree(partial)
 
 
 def prune(folder: Path, *, keep_latest_k: int, keep_every_m: int) -> None:
-    """Keep the newest k checkpoints (0: keep all) and the checkpoint of every m-th step. Delete the others."""
+    """Keep the newest k checkpoints (0: all) and those of steps that are multiples of m. Delete the others."""
     for step in find_steps(folder)[:-keep_latest_k] if keep_latest_k else []:
         if not (keep_every_m and step % keep_every_m == 0):
             shutil.rmtree((folder / f"step-{step}").rename(folder / f"step-{step}{UNFINISHED}"))
 
 
 def quarantine(damaged: list[Path]) -> None:
-    """Rename damaged checkpoints, so that their steps can be saved again."""
+    """Rename damaged checkpoints. Their steps can then be saved again."""
     for final in damaged:
         number, aside = 1, final.with_name(f"{final.name}.damaged")
         while aside.exists():
             number, aside = number + 1, final.with_name(f"{final.name}.damaged-{number + 1}")
-        logger.error(f"{final} is now {final.rename(aside)}: steps from here on are trained again")
+        logger.error(f"{final} was renamed to {final.rename(aside)}; its steps are trained again")

@@ -1,13 +1,13 @@
 """Load weights from a Hugging Face folder on any layout.
 
-Every rank reads its own rows or columns from the mapped files, without traffic. It has one matrix beside its shards.
+Every rank reads only its rows or columns from the mapped files, without communication. Besides its shards, it needs
+memory for one matrix.
 
-Both models rotate pairs of numbers of a head. Theirs takes (i, i + E/2), ours (2i, 2i + 1), so the rows of wq and wk
-that produce these numbers have another order within each head, and so have the weights of the norms of query and key
-heads. Drawn for E = 6:
+Both models rotate pairs of features in a head. transformers rotates (i, i + E/2), and we rotate (2i, 2i + 1). So within
+each head, the rows of wq and wk, and the weights of the query and key norms, are in a different order. For E = 6:
 
-    theirs   0 1 2 3 4 5      rows of ours in their order:   0 2 4 1 3 5
-    ours     0 3 1 4 2 5      rows of theirs in our order
+    theirs   0 1 2 3 4 5      our rows in their order:   0 2 4 1 3 5
+    ours     0 3 1 4 2 5      their rows in our order
 
 Legend: E head dim, R rows.
 """
@@ -27,31 +27,31 @@ IN_ROTARY_ORDER = tuple(f"attention.{name}.weight" for name in ("wq", "wk", "q_n
 
 
 def to_our_order(theirs: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows of whole heads, (R, D) or (R,), for our wq and wk: the halves of each head become neighbours."""
+    """Reorder rows of full heads, (R, D) or (R,), for our wq and wk: i and i + E/2 become neighbors."""
     return theirs.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def to_their_order(ours: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows of whole heads, (R, D) or (R,), for their q_proj and k_proj: neighbours become halves of a head."""
+    """Reorder rows of full heads, (R, D) or (R,), for their q_proj and k_proj: the inverse of to_our_order."""
     return ours.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 @torch.no_grad()
 def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> None:
-    """Fill this rank's shards of the parameters, by FQN, and biases of experts with zeros. Not collective.
+    """Load this rank's shards of the parameters (FQN -> parameter), and set expert biases to zero. Not collective.
 
-    Raises CheckpointError if the folder has no such parameter, DamagedCheckpoint for a damaged file.
+    Raises CheckpointError if a parameter is not in the folder, DamagedCheckpoint for a damaged file.
     """
     biases = list_expert_biases(folder.model_args)
     if unknown := parameters.keys() - {*list_tensors(folder.model_args), "output.weight", *biases}:
-        raise CheckpointError(f"{folder.path} is of another model: it has no {min(unknown)}")
+        raise CheckpointError(f"{folder.path} has a different model: it has no {min(unknown)}")
     for fqn, parameter in parameters.items():
         if fqn in biases:
             parameter.zero_()
             continue
         local, offsets = parameter, [0] * parameter.dim()
         if isinstance(parameter, DTensor):
-            (chunk,) = parameter.__create_chunk_list__()  # torch.distributed.checkpoint asks a tensor for its chunks
+            (chunk,) = parameter.__create_chunk_list__()  # the method that torch.distributed.checkpoint calls
             local, offsets = parameter.to_local(), chunk.offsets
         if local.dim() == 3:
             for matrix, name in zip(local, name_theirs(fqn, folder.model_args)[offsets[0] :], strict=False):
@@ -62,9 +62,9 @@ def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> No
 
 
 def read_box(target: Tensor, folder: HuggingFaceFolder, name: str, offsets: Sequence[int], head_dim: int = 1) -> None:
-    """Fill `target` with the box at `offsets` of their tensor. Reorder rows in heads of `head_dim`, if above 1."""
+    """Fill `target` with the slice at `offsets` of their tensor. If head_dim > 1, reorder the rows of each head."""
     first, stop = offsets[0], offsets[0] + target.shape[0]
-    whole = slice(first // head_dim * head_dim, -(-stop // head_dim) * head_dim)  # only whole heads can be reordered
+    whole = slice(first // head_dim * head_dim, -(-stop // head_dim) * head_dim)  # only full heads can be reordered
     columns = [slice(offset, offset + size) for offset, size in zip(offsets[1:], target.shape[1:], strict=True)]
     rows = open_tensors(folder.files[name]).get_slice(name)[(whole, *columns)]
     rows = to_our_order(rows, head_dim) if head_dim > 1 else rows

@@ -1,16 +1,16 @@
-"""config.json of a Hugging Face folder: read as ModelArgs, and written. Needs no torch.
+"""Read config.json of a Hugging Face folder into ModelArgs, and write it. Needs no torch.
 
-Llama, Mixtral, Qwen3 and Qwen3-MoE are rows of FAMILIES, told apart by two features: QK-norm and experts. A model with
-a feature that ours lacks (biases, a sliding window, another activation or RoPE scaling, quantized weights) is refused:
-it would load, and compute something else. So is the export of a model that no family describes.
+Llama, Mixtral, Qwen3 and Qwen3-MoE are rows of FAMILIES. Two features distinguish them: QK-norm and experts. A model
+with an unsupported feature (biases, a sliding window, another activation or RoPE scaling, quantized weights) is
+refused, because it would load but compute something else. A model that fits no family cannot be exported.
 
-transformers 5 has `rope_parameters`, which contains theta and scaling; version 4 has `rope_theta` and `rope_scaling`.
-Both are read. Exports have the form of version 4, which every version reads.
+transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
+are read. Exports use the format of version 4, which every version reads.
 
     config.json, generation_config.json   published with the weights: `read_published`
       -> the run                          config.json describes its model: preflight.py
-      -> manifest.json of a checkpoint    `run` has both; a run that resumes or starts from it passes them on
-      -> an export                        both, with the changes of training: `make_config`
+      -> manifest.json of a checkpoint    `run` has both files; runs that start from this checkpoint copy them
+      -> an export                        both files, updated after training: `make_config`
 """
 
 import json
@@ -22,12 +22,12 @@ from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: name of a file -> its content
+IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: file name -> content
 LENGTH = "max_position_embeddings"
-DTYPE_KEYS = ("torch_dtype", "dtype")  # of transformers 4 and 5
+DTYPE_KEYS = ("torch_dtype", "dtype")  # in transformers 4 and 5
 DENSE_LAYERS = "mlp_only_layers"  # a list of layer numbers
 
-SIZE_KEYS = {  # field of ModelArgs -> their key
+SIZE_KEYS = {  # field of ModelArgs -> key in config.json
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
@@ -37,13 +37,13 @@ SIZE_KEYS = {  # field of ModelArgs -> their key
     "vocab_size": "vocab_size",
     "norm_eps": "rms_norm_eps",
 }
-SCALING_KEYS = {  # field of RopeScaling -> their key; linear scaling uses only the first
+SCALING_KEYS = {  # field of RopeScaling -> key in config.json; linear scaling uses only the first
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "original_length": "original_max_position_embeddings",
 }
-MOE_KEYS = {  # field of MoEArgs -> their key
+MOE_KEYS = {  # field of MoEArgs -> key in config.json
     "n_experts": "num_experts",
     "top_k": "num_experts_per_tok",
     "expert_ffn_dim": "moe_intermediate_size",
@@ -54,7 +54,7 @@ MOE_KEYS = {  # field of MoEArgs -> their key
 
 
 class HuggingFaceError(ValueError):
-    """A folder without a model that can be loaded here. `problems` lists everything that was found."""
+    """Raised if a folder has no model that can be loaded here. `problems` lists every problem that was found."""
 
     def __init__(self, folder: Path, problems: list[str]):
         self.problems = problems
@@ -63,13 +63,13 @@ class HuggingFaceError(ValueError):
 
 @dataclass(frozen=True)
 class Family:
-    """A model of transformers that ours computes, and the keys of its config.json besides SIZE_KEYS."""
+    """A supported architecture of transformers, and the keys of its config.json besides SIZE_KEYS."""
 
     architecture: str
-    must_be: dict[str, object]  # key -> the value that our model computes with, and the meaning of a missing key
-    defaults: dict[str, float | bool]  # key -> the meaning of a missing key
+    must_be: dict[str, object]  # key -> the only supported value, which is also the default if the key is missing
+    defaults: dict[str, float | bool]  # key -> default if the key is missing
     qk_norm: bool = False
-    experts: dict[str, str] = field(default_factory=dict)  # field of MoEArgs -> their key; others have the default
+    experts: dict[str, str] = field(default_factory=dict)  # field of MoEArgs -> key; other fields must be the default
 
     @property
     def title(self) -> str:
@@ -112,26 +112,26 @@ COMMON_CONSTANTS = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantiz
 
 
 def find_model_type(model_args: ModelArgs) -> str:
-    """Return the row of FAMILIES of a model."""
+    """Return the key of a model's row in FAMILIES."""
     kinds = {(family.qk_norm, bool(family.experts)): name for name, family in FAMILIES.items()}
     return kinds[model_args.qk_norm, model_args.moe is not None]
 
 
 def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
-    """Return why a model with this attention cannot be exported to a Hugging Face folder, or None if it can."""
+    """Explain why a model with this attention cannot be exported to Hugging Face; None if it can."""
     if (
         model_args.name != "llama3"
-    ):  # its parameters have no names there, or a Llama would compute something else with them
-        return f"model.name = {model_args.name!r}, and only llama3 has names in Hugging Face's format"
+    ):  # Hugging Face has no names for its parameters, or would compute something else with them
+        return f"model.name = {model_args.name!r}, but only llama3 can be written in Hugging Face format"
     family = FAMILIES[find_model_type(model_args)]
     if model_args.dim % model_args.n_heads and family is FAMILIES["llama"]:
         return f"transformers needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
-    if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # of a fork, for instance
-        return f"model.attention = {attention!r}, and transformers' {family.title} computes causal attention only"
+    if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # for example in a fork
+        return f"model.attention = {attention!r}, but transformers' {family.title} only has causal attention"
     for number in fields(MoEArgs) if model_args.moe else ():
         value = getattr(model_args.moe, number.name)
         if number.name not in family.experts and value != number.default:
-            return f"{number.name} = {value!r}, and transformers' {family.title} computes {number.default!r} only"
+            return f"{number.name} = {value!r}, but transformers' {family.title} only supports {number.default!r}"
     return None
 
 
@@ -139,7 +139,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
 
 
 def read_published(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return name -> content of config.json and generation_config.json, if they exist. Raises HuggingFaceError."""
+    """Return file name -> content of config.json and generation_config.json, if present. Raises HuggingFaceError."""
     return {name: read_json(folder / name) for name in (CONFIG, GENERATION_CONFIG) if (folder / name).exists()}
 
 
@@ -152,27 +152,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_model_args(folder: Path) -> ModelArgs:
-    """Return the model that config.json describes. Raises HuggingFaceError with everything that ours lacks."""
+    """Return the model that config.json describes. Raises HuggingFaceError with all unsupported features."""
     config = read_json(folder / CONFIG)
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
         known = ", ".join(FAMILIES)
-        raise HuggingFaceError(folder, [f"{CONFIG}: model_type = {config.get('model_type')!r}; known are {known}"])
+        raise HuggingFaceError(folder, [f"{CONFIG}: model_type = {config.get('model_type')!r}; supported: {known}"])
     config = family.defaults | {key: value for key, value in config.items() if value is not None}
     if family.must_be is QWEN_CONSTANTS and not config.get("use_sliding_window"):
         config.pop("sliding_window", None)  # transformers ignores it
     if "num_local_experts" in config:  # the spelling of transformers 5
         config.setdefault("num_experts", config["num_local_experts"])
     problems = [
-        f"{key} = {config[key]!r}; a {family.title} here has {value!r}"
+        f"{key} = {config[key]!r}; for {family.title} only {value!r} is supported"
         for key, value in (COMMON_CONSTANTS | family.must_be).items()
         if config.get(key, value) != value
     ]
     if set(config.get("layer_types", [])) - {"full_attention"}:
-        problems.append(f"layer_types = {config['layer_types']!r}; a {family.title} here has full attention only")
+        problems.append(f"layer_types = {config['layer_types']!r}; only full attention is supported")
     dense = config.get(DENSE_LAYERS, [])
     if dense != list(range(len(dense))):
-        problems.append(f"{DENSE_LAYERS} = {dense!r}; only the first n layers can be dense, [0, 1] for two")
+        problems.append(f"{DENSE_LAYERS} = {dense!r}; only the first layers can be dense, such as [0, 1]")
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     try:
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
@@ -195,13 +195,13 @@ def read_model_args(folder: Path) -> ModelArgs:
 def read_scaling(rope: dict[str, Any], problems: list[str]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; it is 1.0 here")
+        problems.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; only 1.0 is supported")
     if kind == "llama3":
         return RopeScaling(**{name: rope[key] for name, key in SCALING_KEYS.items()})
     if kind == "linear":
         return RopeScaling(factor=rope["factor"], kind="linear")
     if kind != "default":
-        problems.append(f"rope_type = {kind!r}; known are 'default', 'linear' and 'llama3'")
+        problems.append(f"rope_type = {kind!r}; supported: 'default', 'linear' and 'llama3'")
     return None
 
 
@@ -226,9 +226,9 @@ def make_config(
 ) -> dict[str, object]:
     """Return the content of config.json.
 
-    `dtype` is torch's name for it. `context`: length of the longest text seen in training, in tokens, if known.
-    `published`: the config.json that the weights came with. Everything in it stays, except the dtype and a length that
-    training has exceeded.
+    `dtype`: torch's name of the dtype. `context`: length of the training sequences in tokens, if known. `published`:
+    the config.json that came with the weights. All of it is kept, except the dtype, and a context length that is
+    shorter than the training sequences.
     """
     if published:
         changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published} or {DTYPE_KEYS[0]: dtype}

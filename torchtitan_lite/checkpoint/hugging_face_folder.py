@@ -1,4 +1,4 @@
-"""A Hugging Face folder with a model, checked down to the last tensor before anything is loaded. Needs no torch.
+"""Open a Hugging Face folder: check that every tensor exists before anything is loaded. Needs no torch.
 
     config.json                          describes the model
     model.safetensors                    every tensor
@@ -12,8 +12,8 @@
     lm_head.weight (missing if tied)                 output.weight (the same)
     ...mlp.experts.0.gate_proj.weight  (F, D)        ...feed_forward.experts.w1  (experts, D, F)
 
-Modules and shapes come from config/block.py; only the mapping of names is here. Both sides have the same shapes, except
-experts: theirs are one transposed matrix per expert. The order of the rows of wq and wk differs: hugging_face.py.
+Modules and shapes come from config/block.py; this file only maps names. Both sides have the same shapes, except for
+experts: theirs are one transposed matrix per expert. The rows of wq and wk are in a different order: hugging_face.py.
 """
 
 import json
@@ -50,7 +50,7 @@ THEIR_MODULES = {
     "norm": "model.norm",
     "output": "lm_head",
 }
-THEIR_EXPERTS = {  # model_type -> names in layers with experts; {} is the number of an expert
+THEIR_EXPERTS = {  # model_type -> names in layers with experts; {} is the expert's index
     "mixtral": {
         "feed_forward.router": "block_sparse_moe.gate",
         "feed_forward.experts.w1": "block_sparse_moe.experts.{}.w1",
@@ -64,23 +64,23 @@ THEIR_EXPERTS = {  # model_type -> names in layers with experts; {} is the numbe
         "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
     },
 }
-NO_WEIGHTS = "rotary_emb.inv_freq"  # a constant that old versions of transformers saved with every layer
-DTYPES = ("F32", "BF16", "F16")  # of the header of a safetensors file; no other is read
-MOST_NAMED = 8  # tensors in a message
-REMEDY = "Name a folder as transformers saves a Llama, Mixtral or Qwen3, with config.json and safetensors files"
+NO_WEIGHTS = "rotary_emb.inv_freq"  # a constant that old versions of transformers saved in every layer
+DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
+MOST_NAMED = 8  # tensors per message
+REMEDY = "Name a folder with config.json and safetensors files, as transformers saves a Llama, Mixtral or Qwen3"
 
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A complete model: every tensor that its config.json describes is there, and no other."""
+    """A complete model: the folder has exactly the tensors that its config.json describes."""
 
     path: Path
     model_args: ModelArgs
-    files: dict[str, Path]  # by the name of a tensor
+    files: dict[str, Path]  # tensor name -> file
 
 
 def list_tensors(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Return FQN -> global shape of every parameter, in the order of the model. A tied head has none."""
+    """Return FQN -> global shape of every parameter, in the order of the model. A tied head is omitted."""
     tensors: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (model_args.vocab_size, model_args.dim)}
     for layer in range(model_args.n_layers):
         for module in list_llama_block(model_args, model_args.moe if model_args.is_moe(layer) else None):
@@ -93,7 +93,7 @@ def list_tensors(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
 
 
 def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
-    """Return the name of a parameter there; for experts, one name per expert. A tied head is the embedding."""
+    """Return Hugging Face's name of a parameter; for experts, one name per expert. A tied head is the embedding."""
     module = fqn.removesuffix(".weight")
     if module == "output" and model_args.tie_embeddings:
         module = "tok_embeddings"
@@ -106,7 +106,7 @@ def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:
-    """Read config.json and the headers of all files. Raises HuggingFaceError with everything that is wrong."""
+    """Read config.json and the headers of all files. Raises HuggingFaceError with every problem."""
     model_args, found = read_model_args(path), {}
     for file in list_files(path):
         found |= {name: (file, *entry) for name, entry in read_header(file).items() if not name.endswith(NO_WEIGHTS)}
@@ -120,28 +120,28 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     for name in sorted(expected.keys() & found):
         file, dtype, shape = found[name]
         if shape != expected[name] or dtype not in DTYPES:
-            problems.append(f"{file.name}: {name} is {dtype} {list(shape)}, and {CONFIG} says {list(expected[name])}")
+            problems.append(f"{file.name}: {name} is {dtype} {list(shape)}, but {CONFIG} says {list(expected[name])}")
     if problems:
         raise HuggingFaceError(path, problems)
     return HuggingFaceFolder(path, model_args, {name: found[name][0] for name in expected})
 
 
 def list_files(path: Path) -> list[Path]:
-    """Return the files of tensors in a folder. Raises HuggingFaceError."""
-    if (path / SINGLE_FILE).is_file():  # transformers too looks for it first
+    """Return the safetensors files in a folder. Raises HuggingFaceError."""
+    if (path / SINGLE_FILE).is_file():  # transformers also looks for this file first
         return [path / SINGLE_FILE]
     if not (path / INDEX).is_file():
         why = f"there is no {SINGLE_FILE} and no {INDEX}"
         if pickles := sorted(file.name for file in path.glob("*.bin")):
-            why += f"; {pickles[0]} is a pickle, which is never opened here: have transformers save it as safetensors"
+            why += f"; {pickles[0]} is a pickle, which is never opened here: save it as safetensors with transformers"
         raise HuggingFaceError(path, [why])
     return [path / name for name in sorted(set(read_json(path / INDEX)["weight_map"].values()))]
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return dtype and shape of every tensor of one file, by name. Raises HuggingFaceError if the file is not whole.
+    """Return name -> (dtype, shape) for every tensor in a file. Raises HuggingFaceError if the file is incomplete.
 
-    The safetensors library needs torch even to list a file.
+    This does not use the safetensors library, which needs torch even to list a file.
     """
     try:
         refuse_pointer(path)
@@ -152,7 +152,7 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         header.pop("__metadata__", None)
         needed = 8 + n_bytes + max(entry["data_offsets"][1] for entry in header.values())
         if size != needed:
-            raise ValueError(f"it has {size} bytes, and its header needs {needed}")
+            raise ValueError(f"it has {size} bytes, but its header needs {needed}")
         return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
     except (OSError, ValueError) as error:
-        raise HuggingFaceError(path.parent, [f"{path} is not a whole safetensors file: {error}"]) from None
+        raise HuggingFaceError(path.parent, [f"{path} is not a complete safetensors file: {error}"]) from None

@@ -1,8 +1,7 @@
 """Load a checkpoint on any layout: every rank reads its shards, and each file is hashed by one rank.
 
-Reading and hashing run at the same time, and nothing counts as loaded until every hash was right. If the newest
-checkpoint is damaged, a run resumes from the one before, and logs that. A step that the user named (load_step) is
-loaded or refused.
+Reading and hashing overlap, but a load only succeeds if every hash matches. If the newest checkpoint is damaged, a run
+logs this and resumes from the previous one. A step that the user chose (load_step) is loaded or refused.
 """
 
 import logging
@@ -50,9 +49,9 @@ def restore_or_load(
 ) -> int:
     """Restore a checkpoint of this run, or load initial weights. Return the last finished step. Collective.
 
-    `resumed_step` is the newest step, or the step that the user named (`is_named`); only the former is replaced by an
-    older one if it is damaged. If it is 0, checkpoint.initial_load_path is loaded, if given. preflight has compared the
-    config with the checkpoint. Raises CheckpointError; the content of the parameters is then undefined.
+    `resumed_step` is the newest step, or with `is_named` the step that the user chose. If the newest step is damaged,
+    an older one is loaded. If `resumed_step` is 0, checkpoint.initial_load_path is loaded, if set. preflight has
+    already compared the config with the checkpoint. Raises CheckpointError; the parameters are then undefined.
     """
     path, options = Path(section.initial_load_path), {"verify": section.verify, "group": group}
     if not resumed_step and not section.initial_load_path:
@@ -63,7 +62,7 @@ def restore_or_load(
             raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
         else:
             load_checkpoint(path, name_weights(parameters), **options)
-        logger.info(f"the run starts with the weights of {path}")
+        logger.info(f"the run starts from the weights in {path}")
         return 0
 
     if "optimizer" in section.exclude_from_loading:
@@ -75,7 +74,7 @@ def restore_or_load(
     if resumed_step and not is_named:
         manifest = load_newest(checkpoints, tensors, **options)
         path = checkpoints / f"step-{manifest.step}"
-    else:  # a step that the user named, or the weights, optimizer state and step of another run
+    else:  # a step that the user chose, or the weights, optimizer state and step of another run
         path = checkpoints / f"step-{resumed_step}" if resumed_step else path
         manifest = load_checkpoint(path, tensors, **options)
     set_step(lr_scheduler, manifest.step)
@@ -84,7 +83,7 @@ def restore_or_load(
 
 
 def create_optimizer_state(optimizer: Optimizer) -> None:
-    """Make the optimizer allocate its state, by a step with gradients and learning rate of zero."""
+    """Make the optimizer allocate its state, with a step whose gradients and learning rate are zero."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -97,15 +96,15 @@ def create_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def set_step(lr_scheduler: LRScheduler, step: int) -> None:
-    """Set the learning rate of the step after `step`."""
+    """Set the learning rate for the step after `step`."""
     lr_scheduler.last_epoch = step - 1
     lr_scheduler.step()
 
 
 def load_newest(folder: Path, tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup) -> Manifest:
-    """Fill `tensors`, in place, from the newest checkpoint in `folder` that is not damaged. Collective.
+    """Load `tensors` in place from the newest undamaged checkpoint in `folder`. Collective.
 
-    Renames damaged ones to step-N.damaged. Raises CheckpointError if all are damaged; then nothing is renamed.
+    Renames damaged checkpoints to step-N.damaged. If all are damaged, raises CheckpointError and renames nothing.
     """
     steps = do_on_rank_0(group, lambda: find_steps(folder))
     damaged = []
@@ -115,22 +114,22 @@ def load_newest(folder: Path, tensors: dict[str, Tensor], *, verify: bool, group
             manifest = load_checkpoint(path, tensors, verify=verify, group=group)
         except DamagedCheckpoint as error:
             if dist.get_rank(group) == 0:
-                logger.error(f"DAMAGED CHECKPOINT, so an older one is tried: {error}")
+                logger.error(f"DAMAGED CHECKPOINT, trying an older one: {error}")
             damaged.append(path)
             continue
         do_on_rank_0(group, lambda: folders.quarantine(damaged))
         return manifest
     raise CheckpointError(
-        f"none of the checkpoints in {folder} can be loaded (steps {steps or 'none'}): put an undamaged one there, "
-        "or start again with --job.overwrite, which deletes them"
+        f"none of the checkpoints in {folder} can be loaded (steps {steps or 'none'}): restore one from a copy, "
+        "or start over with --job.overwrite, which deletes them"
     )
 
 
 def load_checkpoint(path: Path, tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup) -> Manifest:
-    """Fill `tensors`, in place, from the checkpoint `path`. Collective.
+    """Load `tensors` in place from the checkpoint `path`. Collective.
 
-    `tensors` hold this rank's shards. Raises CheckpointError if a tensor is missing or has another shape,
-    DamagedCheckpoint if a file is not what was saved; the content of `tensors` is then undefined.
+    `tensors` are this rank's shards. Raises CheckpointError if a tensor is missing or has another shape, and
+    DamagedCheckpoint if a file has changed since it was saved; `tensors` are then undefined.
     """
     manifest = raise_on_all_ranks(group, lambda: read_matching_manifest(path, tensors))
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -158,8 +157,8 @@ def read_matching_manifest(path: Path, tensors: dict[str, Tensor]) -> Manifest:
     for name, tensor in tensors.items():
         record = manifest.tensors.get(name)
         if record is None:
-            raise CheckpointError(f"{path} is of another model: it has no {name}")
+            raise CheckpointError(f"{path} has a different model: it has no {name}")
         if record.shape != tuple(tensor.shape):
             shapes = f"is {list(record.shape)} there and {list(tensor.shape)} here"
-            raise CheckpointError(f"{path} is of another model: {name} {shapes}")
+            raise CheckpointError(f"{path} has a different model: {name} {shapes}")
     return manifest

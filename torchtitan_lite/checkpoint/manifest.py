@@ -1,13 +1,13 @@
-"""The content of a checkpoint folder, and whether it has changed. Needs no torch.
+"""Read the manifest of a checkpoint folder, and check whether files have changed. Needs no torch.
 
-    step-20/                      named by one rename, when everything in it is on the disk
+    step-20/                      renamed from step-20.tmp/ when everything in it is on disk
         rank-00000.safetensors    the shards that rank 0 wrote, under the names of their tensors
         rank-00001.safetensors    ...
         manifest.json             step, fingerprint (must match on resume), run (for people), and for each tensor
                                   dtype, shape and chunks
-        checksums                 SHA-256 of each file above: `sha256sum --check checksums` names what has changed
+        checksums                 SHA-256 of each file above; `sha256sum --check checksums` lists changed files
 
-No file contains code: a pickle is never opened. The manifest is trusted once its hash is right.
+No file contains code, and pickles are never opened. The manifest is trusted if its hash matches.
 """
 
 import hashlib
@@ -22,22 +22,22 @@ from torchtitan_lite.config.messages import UserError
 
 MANIFEST, CHECKSUMS = "manifest.json", "checksums"
 FORMAT = 3
-UNFINISHED = ".tmp"  # suffix of a folder that is not a checkpoint yet, or no longer
+UNFINISHED = ".tmp"  # suffix of a folder that is being written or deleted
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be used or written."""
+    """Raised if a checkpoint cannot be used or written."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is not what was saved. The message names the file."""
+    """Raised if a checkpoint has changed since it was saved. The message names the file."""
 
 
 class Chunk(NamedTuple):
-    """One stored box of a tensor."""
+    """One stored slice of a tensor."""
 
     file: str
-    offsets: tuple[int, ...]  # of the first element, in the whole tensor
+    offsets: tuple[int, ...]  # index of the first element in the full tensor
     sizes: tuple[int, ...]
 
 
@@ -50,7 +50,7 @@ class TensorRecord(NamedTuple):
 @dataclass(frozen=True)
 class Manifest:
     step: int
-    fingerprint: dict[str, object]  # must match on resume: data, tokenizer, batch size, shape of the model
+    fingerprint: dict[str, object]  # must match on resume: data, tokenizer, batch size, model_args
     run: dict[str, object]  # for people: config, layout, date; for exports: the published config.json
     tensors: dict[str, TensorRecord]
     format: int = FORMAT
@@ -71,7 +71,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of the checkpoint `folder`, and check that every file exists. Raises CheckpointError."""
+    """Read the manifest of the checkpoint `folder`, and check that every file exists. Raises CheckpointError."""
     try:
         content, checksums = (folder / MANIFEST).read_bytes(), read_checksums(folder)
     except OSError as error:
@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{folder / MANIFEST} has changed since it was written: see {CHECKSUMS}")
     raw = json.loads(content)
     if raw["format"] != FORMAT:
-        raise CheckpointError(f"{folder} has format {raw['format']}, this version reads {FORMAT}")
+        raise CheckpointError(f"{folder} has format {raw['format']}, but this version reads format {FORMAT}")
     for name in checksums:
         if not (folder / name).is_file():
             raise DamagedCheckpoint(f"{folder / name} is missing")
@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Return the hash of each file, by its name. Raises OSError."""
+    """Return file name -> hash. Raises OSError."""
     lines = (folder / CHECKSUMS).read_text(errors="replace").splitlines()
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
@@ -104,7 +104,7 @@ def find_damage(folder: Path, names: list[str]) -> list[str]:
 
 
 def parse_model_args(manifest: Manifest) -> ModelArgs:
-    """Return the ModelArgs in the fingerprint. Raises KeyError or TypeError if there is none."""
+    """Return the ModelArgs in the fingerprint. Raises KeyError or TypeError if they are missing."""
     shape = manifest.fingerprint["shape"]
     scaling, moe = shape["rope_scaling"], shape["moe"]
     scaling, moe = scaling and RopeScaling(**scaling), moe and MoEArgs(**moe)

@@ -1,20 +1,20 @@
-"""Save checkpoints of a run: all ranks together, either between two steps or beside the next ones.
+"""Save checkpoints of a run on all ranks together, either between two steps or asynchronously.
 
-    model.layers.3.attention.wq.weight            the weight, by its FQN in the whole model; also the bias of experts
+    model.layers.3.attention.wq.weight            a weight, by its FQN in the full model; also expert biases
     optimizer.layers.3.attention.wq.weight.exp_avg
 
 Learning rate, position in the data and initial weights are functions of step and seed, and a step draws no random
-numbers. So the step, which is in the manifest, restores all of them on any layout.
+numbers. So the step in the manifest restores all of them on any layout.
 
     after_step(20) ------------------------ after_step(40)
       |  waits for the previous save          |
-      |  copies to the host, on CUDA beside   |        async: the error of a save is raised after the step in which the
-      v  the next forward and backward        v        thread met it; leaving the saver waits for the last save
+      |  copies to the host, on CUDA during   |        async: an error in the thread is raised by the next after_step;
+      v  the next forward and backward        v        leaving the saver waits for the last save
       thread: plan, write, hash, commit, prune
 
-On CUDA, DCP's stager copies on a stream and in a thread of its own; the optimizer waits for that copy. The thread pins
-exactly the bytes of each tensor, once. Without pinned memory each copy keeps Python's lock until it has ended, so the
-training loop waits for all of them (torch 2.13).
+On CUDA, DCP's stager copies on a separate stream and in a separate thread; the optimizer step waits for this copy. Each
+tensor gets pinned memory of exactly its size, once. Without pinned memory, each copy holds the GIL, so the
+training loop waits for all copies (torch 2.13).
 """
 
 import logging
@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Save into `folder` as [checkpoint] says. A context manager: leaving it waits for the save in flight.
+    """Saves to `folder` according to [checkpoint]. A context manager: leaving it waits for the save in flight.
 
-    `fingerprint` must match when a run resumes; `run` is for people. `group` has all ranks, uses gloo, and belongs to
-    this saver alone: two threads that share a group deadlock. `record` is called after a step that saves, with "save",
-    the step, path and seconds.
+    `fingerprint` must match when a run resumes; `run` is for people. `group` has all ranks, uses gloo, and is only for
+    this saver, because two threads that share a group can deadlock. After a step that saves, `record` is called with
+    "save", the step, the path and the seconds.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CheckpointSaver:
         self.stager = self.thread = None
         self.on_cuda = device.type == "cuda"
         if section.async_mode != "disabled":
-            # The stager reuses its buffers, so memory does not grow. On a CPU it copies at once.
+            # The stager reuses its buffers, so memory does not grow. On a CPU it copies synchronously.
             options = StagingOptions(
                 use_pinned_memory=self.on_cuda and section.async_mode == "async_with_pinned_mem",
                 use_shared_memory=False,
@@ -81,13 +81,13 @@ class CheckpointSaver:
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", **set_device)
 
     def after_step(self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool) -> None:
-        """Save if `is_saved`, and wait for the last save of the run. Raises errors of earlier saves."""
+        """Save if `is_saved` says so. At the end of the run, wait for the save. Raises errors of earlier saves."""
         started_s = time.perf_counter()
         self.check()
         is_last = step == n_steps
         if is_saved(step, self.section, n_steps, is_stopped=is_stopped):
             self.save(step, choose_tensors(parameters, self.optimizer, section=self.section, is_last=is_last))
-            waited_s = time.perf_counter() - started_s  # all ranks train on after this time
+            waited_s = time.perf_counter() - started_s  # then all ranks continue training
             self.record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
         if is_last or is_stopped:
             self.wait()
@@ -99,32 +99,32 @@ class CheckpointSaver:
         return self.folder / f"step-{max(steps)}" if steps else None
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Save this rank's shards of `tensors` as step-N, or start to if saves are asynchronous. Collective.
+        """Save this rank's shards `tensors` as step-N; if saves are asynchronous, only start to. Collective.
 
-        Until the save has ended, only `optimizer.step` may change them. Raises CheckpointError if this save or the
-        previous one failed on any rank. A failed save leaves nothing behind.
+        Until the save ends, only `optimizer.step` may modify `tensors`. Raises CheckpointError if this save or the
+        previous one failed on any rank. A failed save leaves no files behind.
         """
         self.wait()
         if self.stager is None:
             self.write(step, tensors)
         else:
-            if self.on_cuda:  # the stager's stream does not wait for kernels that still write the tensors
+            if self.on_cuda:  # the stager's stream does not wait for kernels that are still writing the tensors
                 torch.cuda.current_stream().synchronize()
             self.in_flight = self.thread.submit(self.write, step, self.stager.stage(tensors))
 
     def check(self) -> None:
-        """Raise the error of a save that has ended since the last call."""
+        """If the save in flight has ended with an error, raise it. Does not wait."""
         if self.in_flight is not None and self.in_flight.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save in flight, if there is one. Raises its error."""
+        """Wait for the save in flight, if any. Raises its error."""
         if self.in_flight is not None:
             in_flight, self.in_flight = self.in_flight, None
             in_flight.result()
 
     def write(self, step: int, tensors: dict[str, Tensor] | Future) -> None:
-        """Save and commit one step, then delete old ones. Runs in the thread if saves are asynchronous."""
+        """Write and commit one checkpoint, then delete old ones. Runs in the thread if saves are asynchronous."""
         tensors = tensors.result() if isinstance(tensors, Future) else tensors
         final = self.folder / f"step-{step}"
         rank = dist.get_rank(self.group)
@@ -132,13 +132,13 @@ class CheckpointSaver:
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
-        except CheckpointException as error:  # the same on every rank, and no rank is still writing
+        except CheckpointException as error:  # raised on every rank, when no rank is writing any more
             if rank == 0:
                 folders.discard(final)
             raise explain_dcp_error(error) from error
-        except RuntimeError as error:  # from a collective: the group is unusable now, so the run cannot continue
+        except RuntimeError as error:  # from a collective: the group cannot be used any more, so the run must stop
             raise RuntimeError(
-                f"{final} was not saved: a rank died, or its disk is slower than that of another one by more than "
+                f"{final} was not saved: a rank died, or waited for another rank's disk longer than "
                 f"comm.init_timeout_seconds ({error})"
             ) from error
         if rank == 0:
@@ -146,9 +146,9 @@ class CheckpointSaver:
             section = self.section
             try:
                 folders.prune(self.folder, keep_latest_k=section.keep_latest_k, keep_every_m=section.keep_every_m)
-            except OSError as error:  # the new checkpoint is saved all the same
+            except OSError as error:  # the new checkpoint is saved anyway
                 logger.error(f"an old checkpoint cannot be deleted: {error}")
-        dist.barrier(self.group)  # ranks wait here for rank 0 to delete, not in the next step with its shorter time-out
+        dist.barrier(self.group)  # wait here while rank 0 deletes, not in the next step with its shorter time-out
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -159,7 +159,7 @@ class CheckpointSaver:
         except CheckpointError as error:
             if kind is None:
                 raise
-            logger.error(f"NOT SAVED: {error}")  # besides the error that ends the run
+            logger.error(f"NOT SAVED: {error}")  # in addition to the error that ends the run
         finally:
             if self.thread is not None:
                 self.thread.shutdown()
@@ -167,12 +167,12 @@ class CheckpointSaver:
 
 
 def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters by their names in a checkpoint."""
+    """Return name in a checkpoint -> parameter."""
     return {f"model.{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
 
 
 def name_tensors(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the parameters and all tensors of the optimizer state, by their names in a checkpoint."""
+    """Return name in a checkpoint -> tensor, for all parameters and the optimizer state."""
     named = name_weights(parameters)
     for fqn, parameter in parameters.items():
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -184,7 +184,7 @@ def name_tensors(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[st
 def choose_tensors(
     parameters: dict[str, Tensor], optimizer: Optimizer, *, section: Checkpoint, is_last: bool
 ) -> dict[str, Tensor]:
-    """Return the tensors to save after this step: all, or only weights in export_dtype (last_save_model_only)."""
+    """Return the tensors to save after this step: all, or with last_save_model_only the weights in export_dtype."""
     if not (is_last and section.last_save_model_only):
         return name_tensors(parameters, optimizer)
     dtype, weights = getattr(torch, section.export_dtype), name_weights(parameters)
@@ -192,7 +192,7 @@ def choose_tensors(
 
 
 def describe_run(config: Config, degrees: dict[str, int], published: dict[str, dict]) -> dict[str, object]:
-    """Return `run` of a manifest. `published`: config.json and generation_config.json of the first weights."""
+    """Return `run` of a manifest. `published`: config.json and generation_config.json of the initial weights."""
     return {
         "config": asdict(config),
         "layout": degrees,

@@ -1,14 +1,14 @@
-"""The storage of torch.distributed.checkpoint (DCP): torch's safetensors shards, with a manifest, hashes and a rename.
+"""Storage for torch.distributed.checkpoint (DCP): torch's safetensors shards, plus a manifest, hashes and a rename.
 
-DCP plans which rank writes which chunk of which tensor, each copy once, and which chunks a rank of any other layout
-reads. Files have the format of torch's HuggingFaceStorageWriter(save_distributed=True), so that torch's
-HuggingFaceStorageReader opens a checkpoint without this package. Added here:
+DCP plans which rank writes which chunk of a tensor (replicas once), and which chunks a rank of any other layout reads.
+Files have the format of torch's HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader
+opens a checkpoint without this package. Additions:
 
     save   rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename to step-20/
-    load   metadata come from the manifest: torch's reader opens every file on every rank to collect them
+    load   reads metadata from the manifest, because torch's reader opens every file on every rank to collect it
 
-If one rank fails, every rank raises the same error; otherwise the others would wait for it in their next collective,
-and report a timeout minutes later. DCP does so for what it calls; `raise_on_all_ranks` does for everything else.
+If one rank fails, every rank raises the same error. Otherwise the others would wait in their next collective, and
+report a time-out minutes later. DCP does this for its own calls; `raise_on_all_ranks` does it for everything else.
 """
 
 import json
@@ -49,7 +49,7 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.config.files import hash_file
 
-# Keys of the header by which torch's reader finds the place of a shard in its tensor.
+# Keys of the file header that tell torch's reader the offsets of a shard in its tensor.
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
@@ -57,7 +57,7 @@ SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
-    """Call `action` on this rank. If it fails on any rank, raise the error of the first such rank. Collective."""
+    """Call `action` on every rank. If it fails on any rank, all raise the error of the first such rank. Collective."""
     result, failure = None, None
     try:
         result = action()
@@ -78,13 +78,13 @@ def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
 
 
 def explain_dcp_error(error: CheckpointException) -> CheckpointError:
-    """Return the error of the first rank that failed. DCP raises the errors of all ranks on all ranks."""
+    """Return the error of the lowest rank that failed. DCP raises the errors of all ranks on all ranks."""
     rank, (failure, _) = min(error.failures.items())
     return as_checkpoint_error(failure, f"rank {rank}: ")
 
 
 def as_checkpoint_error(error: BaseException, prefix: str = "") -> CheckpointError:
-    """Return the error itself, or one with the same message that any process can unpickle."""
+    """Return a CheckpointError with the same message, which any process can unpickle."""
     return error if isinstance(error, CheckpointError) else CheckpointError(f"{prefix}{type(error).__name__}: {error}")
 
 
@@ -92,7 +92,7 @@ def as_checkpoint_error(error: BaseException, prefix: str = "") -> CheckpointErr
 
 
 class StorageWriter(HuggingFaceStorageWriter):
-    """Write the shards that DCP has planned for this rank. Rank 0 also creates the folder and commits it.
+    """Writes the shards that DCP planned for this rank. Rank 0 also creates the folder and commits it.
 
     `unsaved` is the manifest without tensors.
     """
@@ -112,14 +112,14 @@ class StorageWriter(HuggingFaceStorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
-        assert len(tensors) == len(plan.items), "a rank has one shard of a tensor"
+        assert len(tensors) == len(plan.items), "a rank has more than one shard of a tensor"
         offsets = {item.index.fqn: {OFFSETS: list(item.tensor_data.chunk.offsets)} for item in plan.items}
         results: list[WriteResult] = []
         if tensors:
             path = folders.name_unfinished(self.final) / self.file_name
             folders.write_tensors(path, tensors, {SHARDING: json.dumps(offsets)})
             with open(path, "rb") as file, ThreadPoolExecutor(1) as thread, folders.explain_full_disk(path):
-                hashing = thread.submit(hash_file, path)  # from the page cache, while the disk writes
+                hashing = thread.submit(hash_file, path)  # reads from the page cache while the disk writes
                 os.fsync(file.fileno())
             results = [WriteResult(item.index, 0, (self.file_name, hashing.result())) for item in plan.items]
         written: Future[list[WriteResult]] = Future()
@@ -127,7 +127,7 @@ class StorageWriter(HuggingFaceStorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit. DCP calls this on rank 0, when every rank has all its data on the disk."""
+        """Commit the checkpoint. DCP calls this on rank 0 when the data of every rank is on disk."""
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         tensors = {}
         for name, saved in metadata.state_dict_metadata.items():
@@ -140,7 +140,7 @@ class StorageWriter(HuggingFaceStorageWriter):
 
 
 class StorageReader(HuggingFaceStorageReader):
-    """Read the chunks that DCP has planned for this rank from the checkpoint `folder`."""
+    """Reads the chunks that DCP planned for this rank from the checkpoint `folder`."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         super().__init__(str(folder))
@@ -157,17 +157,17 @@ class StorageReader(HuggingFaceStorageReader):
         return Metadata(described, storage_data=places)
 
 
-# --- in one process, for tools: one tensor at a time ---
+# --- for tools: one process, one tensor at a time ---
 
 
 class OpenCheckpoint:
-    """A checkpoint whose manifest is read. Files are opened when their tensors are read."""
+    """A checkpoint with its manifest. Files are opened when their tensors are read."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor, on the CPU. Raises KeyError if there is none, DamagedCheckpoint for a damaged file."""
+        """Return a full tensor on the CPU. Raises KeyError if there is none, DamagedCheckpoint for a damaged file."""
         dtype, shape, chunks = self.manifest.tensors[name]
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         for file, offsets, sizes in chunks:
@@ -185,9 +185,9 @@ def open_tensors(path: Path) -> safe_open:
 
 
 def open_checkpoint(folder: Path, *, verify: bool = True) -> OpenCheckpoint:
-    """Open the checkpoint `folder` (a step-N). With `verify`, hash all its files first.
+    """Open the checkpoint `folder` (a step-N). With `verify`, check the hashes of all files first.
 
-    Raises CheckpointError if there is none, DamagedCheckpoint naming the damaged files.
+    Raises CheckpointError if there is no checkpoint, DamagedCheckpoint with the names of damaged files.
     """
     manifest = read_manifest(folder)
     if verify and (damage := find_damage(folder, list(read_checksums(folder)))):
