@@ -131,6 +131,8 @@ def main(args: list[str], stop: StopRequest) -> int:
             logger.info(reason)
             status = 0
         log.record("stop", step, reason=reason)
+    curves = f"tensorboard --logdir {dump_folder / config.metrics.save_tb_folder}"
+    logger.info(f"look at it: python -m torchtitan_lite report {dump_folder}, or {curves}")
     batches.close()
     if lock:
         lock.close()

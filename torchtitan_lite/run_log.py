@@ -63,8 +63,8 @@ class RunLog:
         if dist.get_rank() == 0:
             options = {"n_steps": self.n_steps, "resumed_step": resumed_step, "settings": asdict(config)}
             self.writer = MetricsWriter(dump_folder, config.metrics, **options)
-        degrees = {"layout": layout.degrees, "world_size": layout.world_size}
-        self.record("start", resumed_step, **degrees, resumed=resumed_step > 0, restarts=restarts)
+        about = {"layout": layout.degrees, "world_size": layout.world_size, "device": device_name}
+        self.record("start", resumed_step, **about, resumed=resumed_step > 0, restarts=restarts)
 
     def record(self, kind: str, step: int, **fields: object) -> None:
         """Write a record to metrics.jsonl. Only rank 0 writes."""

@@ -44,7 +44,7 @@ def make_parser(tool: str, description: str, epilog: str = STATUS) -> ArgumentPa
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    if tool not in ("train", "explain", "bench"):
+    if tool not in ("train", "explain", "report", "bench"):
         parser.add_argument("--json", action="store_true", help="print for programs")
     return parser
 
@@ -242,6 +242,18 @@ def make_bench_parser() -> ArgumentParser:
     return parser
 
 
+def make_report_parser() -> ArgumentParser:
+    description = """
+Write one HTML page about a run: words, curves, the mesh, what was measured beside the forecast, traces.
+
+Several runs are drawn over each other. The page needs no server and fetches nothing. Its figures come from what the run
+left in its folder: metrics.jsonl, config.toml, traces/."""
+    parser = make_parser("report", description)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="FOLDER", help="of a run, such as outputs/debug")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first folder")
+    return parser
+
+
 TOOLS = {
     "train": Tool("launch", make_train_parser, reads_config=True),
     "check": Tool("check", make_check_parser, reads_config=True),
@@ -252,5 +264,6 @@ TOOLS = {
     "convert": Tool("convert", make_convert_parser),
     "generate": Tool("generate", make_generate_parser),
     "eval": Tool("eval", make_eval_parser),
+    "report": Tool("report.command", make_report_parser),
     "bench": Tool("bench.step", make_bench_parser),
 }

@@ -1,0 +1,185 @@
+"""report: the figures of the page are those of metrics.jsonl and of the traces, and a browser shows all of it."""
+
+import json
+import re
+import shutil
+import subprocess
+from argparse import Namespace
+from html import unescape
+
+import pytest
+import warm_start
+
+from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.tools.pictures import choose_ticks, thin
+from torchtitan_lite.tools.report import command
+from torchtitan_lite.tools.report.runs import describe_run, list_remarks, read_run
+from torchtitan_lite.tools.report.traces import read_traces
+
+FIELDS = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_s_per_rank", "peak_memory_gib")
+KEYS = [
+    "--model.flavor=debug_moe",
+    "--model.hf_assets_path=bytes",
+    "--model.vocab_size=264",
+    "--training.seq_len=32",
+    "--training.steps=6",
+    "--training.global_batch_size=4",
+    "--parallelism.pipeline_parallel_degree=2",
+    "--parallelism.tensor_parallel_degree=2",
+    "--parallelism.expert_parallel_degree=2",
+    "--validation.freq=2",
+    "--validation.steps=1",
+    "--metrics.log_freq=1",
+    "--profiling.enable_profiling",
+    "--profiling.profile_freq=3",
+    "--profiling.profiler_warmup=1",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(pool, tmp_path_factory):
+    """A run of experts on a pipeline that was stopped after step 3 and resumed, with traces."""
+    place = tmp_path_factory.mktemp("report")
+    corpus = warm_start.write_letters(place / "corpus")[-3]
+    keys = [*KEYS, corpus, f"--job.dump_folder={place / 'a run'}"]
+    assert pool.run(warm_start.start, 4, keys, 3) == [143] * 4
+    assert pool.run(warm_start.start, 4, keys) == [0] * 4
+    return place / "a run"
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    assert command.main(Namespace(runs=[folder], out=None)) == 0
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return read_run(folder, "red")
+
+
+def list_titles(page: str) -> list[str]:
+    return [unescape(title) for title in re.findall(r"<title>(.*?)</title>", page)]
+
+
+def read_curve(page: str, name: str) -> dict[int, float]:
+    """Return step -> the number that the page shows for it."""
+    points = [re.fullmatch(rf"{re.escape(name)}, step (\d+): (\S+)", title) for title in list_titles(page)]
+    return {int(point[1]): float(point[2]) for point in points if point}
+
+
+def test_curves_have_the_figures_of_the_records(page, folder):
+    for field in FIELDS:
+        assert read_curve(page, f"a run, {field}") == pytest.approx(warm_start.read_losses(folder, field), rel=1e-6)
+
+
+def test_the_load_of_experts_is_that_of_the_records(page, folder):
+    for step, layers in warm_start.read_losses(folder, "expert_loads").items():
+        for layer, load in enumerate(layers):
+            ratio = max(load) * len(load) / sum(load)
+            assert read_curve(page, f"layer {layer}")[step] == pytest.approx(ratio, abs=1e-4)
+
+
+def test_words_come_first(page, folder, run):
+    what, how, end, look, command_line = describe_run(run)
+    losses = warm_start.read_losses(folder)
+    assert "by 4 ranks (pp2 x tp2, ep2)" in what
+    assert "6 of 6 steps, 768 tokens" in how and "in 2 starts" in how
+    assert f"from {losses[1]:.4f} to {losses[6]:.4f}" in how
+    assert "trained 3 steps (4 to 6)" in end
+    assert f"--config {folder}/config.toml --job.no_overwrite --training.steps=12" in command_line
+    assert page.index(what[:20]) < page.index("By step")
+    marks = [title.removeprefix("a run: ") for title in list_titles(page) if title.startswith("a run: ")]
+    assert marks[: len(marks) // 5] == ["save", "stop", "start", "save", "stop"]  # the same in each of five plots
+
+
+def test_a_large_bubble_has_a_remedy(run):
+    assert {(event.rank, str(event.action)) for event in run.pipeline.events} == {
+        (rank, f"{rank}{kind}{i}") for rank in range(2) for kind in "FB" for i in range(4)
+    }
+    assert run.pipeline.bubble > 0.15
+    assert re.search("is idle for .* of a step. Use .* microbatches", list_remarks(run)[0])
+
+
+def test_parts_of_a_step_add_up_and_name_their_axes(folder, run):
+    assert [trace.rank for trace in run.traces] == [0, 1, 2, 3]
+    for trace in run.traces:
+        recorded = json.loads((folder / f"traces/step-6/rank-{trace.rank}.json").read_text())["traceEvents"]
+        step = next(event["dur"] for event in recorded if event["name"].startswith("ProfilerStep"))
+        assert sum(trace.parts.values()) == pytest.approx(step / 1e6)
+        assert min(trace.parts[name] for name in ("computing", "waiting", "exposed pp", "exposed tp or ep")) > 0
+
+
+def test_two_runs_are_drawn_over_each_other(folder, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(folder / "config.toml", other)
+    text = (folder / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(text.replace('"loss": ', '"loss": 1'))
+    losses = warm_start.read_losses(other)
+    (other / "metrics.jsonl").open("a").write('{"kind": "ste')  # killed in a line
+    assert command.main(Namespace(runs=[folder, other], out=tmp_path / "both.html")) == 0
+    page = (tmp_path / "both.html").read_text(encoding="utf-8")
+    assert read_curve(page, "a run, loss") != read_curve(page, "other, loss")
+    assert read_curve(page, "other, loss") == pytest.approx(losses, rel=1e-6)
+    assert "There are no traces" in page
+
+
+def test_a_folder_without_a_run_is_wrong_input(tmp_path, capsys):
+    assert command.main(Namespace(runs=[tmp_path], out=None)) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err
+
+
+def test_the_page_fetches_nothing(page):
+    assert not re.search(r"https?:|<script|<link|@import|url\(", page)
+    assert len(page) < 2_000_000
+
+
+def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_path):
+    config = read_config(["--config=debug", "--parallelism.tensor_parallel_degree=2"]).config
+    layout = plan_layout(config, resolve_model(config.model), 4)
+
+    def record(name, start, end, kind="kernel", thread=7, **args):
+        return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": end - start, "tid": thread, "args": args}
+
+    events = [
+        record("ProfilerStep#9", 0, 10e6, kind="user_annotation", thread=1),
+        record("aten::mm", 0, 9e6, kind="cpu_op", thread=1),
+        record("gemm", 1e6, 4e6),
+        record("ncclDevKernel_AllGather", 3e6, 6e6, thread=8, **{"Process Group Name": "2"}),
+        record("gemm", 7e6, 8e6),
+    ]
+    groups = [{"pg_name": "2", "pg_desc": "mesh_tp", "ranks": [0, 1]}]
+    trace = {"traceEvents": events, "distributedInfo": {"pg_config": groups}}
+    (tmp_path / "step-10").mkdir()
+    (tmp_path / "step-10" / "rank-0.json").write_text(json.dumps(trace))
+    [read] = read_traces(tmp_path, layout)
+    assert read.parts == {"computing": 4, "exposed tp": 2, "waiting": 4}
+    assert read.hidden == {"hidden tp": 1}
+
+
+def test_ticks_are_few_and_round_and_spikes_stay():
+    assert choose_ticks(3.78, 8.24) == [4, 6, 8]
+    assert choose_ticks(0, 0.004) == pytest.approx([0, 0.001, 0.002, 0.003, 0.004])
+    points = [(step, 9.0 if step == 777 else 1.0 + step / 1e6) for step in range(10_000)]
+    assert (777, 9.0) in thin(points) and len(thin(points)) <= 300
+
+
+PROBE = """<script>addEventListener("load", () => {
+  const pictures = [...document.querySelectorAll("svg:not(svg svg)")]
+  const shown = pictures.filter(svg => svg.getBoundingClientRect().width > 300 && svg.querySelector("rect, polyline"))
+  document.title = [pictures.length, shown.length, document.body.scrollWidth].join()
+})</script></head>"""
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
+def test_a_browser_shows_every_picture_on_a_phone_without_an_error(page, tmp_path):
+    (tmp_path / "page.html").write_text(page.replace("</head>", "<style>html { width: 390px }</style>" + PROBE))
+    options = ["--headless", "--no-sandbox", "--enable-logging=stderr", "--virtual-time-budget=2000", "--dump-dom"]
+    command_line = ["chromium", *options, str(tmp_path / "page.html")]
+    shown = subprocess.run(command_line, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in shown.stderr
+    n_pictures, n_shown, width = map(int, list_titles(shown.stdout)[0].split(","))
+    assert n_pictures == n_shown == 11  # 5 plots; experts, mesh, parts of a step, calls, two pipelines
+    assert width <= 390

@@ -1,0 +1,80 @@
+"""Draw pictures as SVG: curves over steps, and rows of boxes, of which heat maps, timelines and flame graphs are made.
+
+Positions across are percentages and heights are pixels: a picture fits any width, and its text keeps its size. The page
+around it has the style sheet (report/page.py). Each point and each box has a tooltip, its <title>.
+"""
+
+from collections.abc import Iterable
+from html import escape
+from math import ceil, floor, log10
+
+LEFT, WIDTH = 13.0, 83.0  # percent: where the axis of a picture starts, and its length
+PLOT_HEIGHT, ROW_HEIGHT = 130, 20  # pixels
+MOST_POINTS = 300  # of a curve
+
+Points = list[tuple[int, float]]  # (step, value)
+Curve = tuple[str, str, str, Points]  # name, color, dashes of the line, points
+Box = tuple[float, float, str, str, str]  # start, end, color, title, text inside
+
+
+def choose_ticks(low: float, high: float, most: int = 4) -> list[float]:
+    """Return round numbers from low to high, at most one more than `most`."""
+    size = 10 ** floor(log10((high - low) / most))
+    step = next(size * factor for factor in (1, 2, 5, 10) if (high - low) / (size * factor) <= most)
+    return [number * step for number in range(ceil(low / step), floor(high / step) + 1)]
+
+
+def thin(points: Points) -> Points:
+    """Return at most MOST_POINTS points: the lowest and the highest of each few neighbors, so that spikes stay."""
+    size = 2 * ceil(len(points) / MOST_POINTS)
+    groups = [sorted(points[at : at + size], key=lambda point: point[1]) for at in range(0, len(points), size)]
+    return points if size == 2 else sorted({point for group in groups for point in (group[0], group[-1])})
+
+
+def draw_curves(curves: list[Curve], marks: Iterable[tuple[int, str]], *, from_zero: bool) -> str:
+    """Draw curves over steps. `marks` are vertical lines: (step, title)."""
+    steps, values = zip(*(point for *_, points in curves for point in points), strict=True)
+    first, last, low, high = min(steps), max(*steps, min(steps) + 1), 0 if from_zero else min(values), max(values)
+    high = high if high > low else low + 1
+
+    def across(step: float) -> float:
+        return LEFT + WIDTH * (step - first) / (last - first)
+
+    def down(value: float) -> float:
+        return 8 + (PLOT_HEIGHT - 8) * (high - value) / (high - low)
+
+    shapes = []
+    for tick in choose_ticks(low, high):
+        y, label = down(tick), f"{tick:,.0f}" if high >= 1000 else f"{tick:.4g}"
+        shapes.append(f'<line x1="{LEFT}%" x2="{LEFT + WIDTH}%" y1="{y:.1f}" y2="{y:.1f}"/>')
+        shapes.append(f'<text x="{LEFT - 1.5}%" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    for tick in choose_ticks(first, last):
+        shapes.append(f'<text x="{across(tick):.2f}%" y="{PLOT_HEIGHT + 18}" text-anchor="middle">{tick:,.4g}</text>')
+    for step, title in marks:
+        x = f"{across(step):.2f}%"
+        line = f'<line class="mark" x1="{x}" x2="{x}" y1="0" y2="{PLOT_HEIGHT + 4}">'
+        shapes.append(f"{line}<title>{escape(title)}</title></line>")
+    for name, color, dashes, points in curves:
+        places = [(across(step), down(value), step, value) for step, value in thin(points)]
+        path = " ".join(f"{x * 10:.1f},{y:.1f}" for x, y, *_ in places)
+        shapes.append(f'<svg viewBox="0 0 1000 {PLOT_HEIGHT}" preserveAspectRatio="none" height="{PLOT_HEIGHT}">')
+        shapes.append(f'<polyline points="{path}" stroke="{color}" stroke-dasharray="{dashes}"/></svg>')
+        look = f'r="3" fill="{color}" class="{"far" if len(points) > 40 else "near"}"'
+        for x, y, step, value in places:
+            title = f"<title>{escape(name)}, step {step}: {value:.7g}</title>"
+            shapes.append(f'<circle cx="{x:.2f}%" cy="{y:.1f}" {look}>{title}</circle>')
+    return f'<svg height="{PLOT_HEIGHT + 24}">{"".join(shapes)}</svg>'
+
+
+def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float, left: float = LEFT) -> str:
+    """Draw rows of boxes over an axis from 0 to `length`. A row is (label, height in pixels, boxes)."""
+    y, shapes = 0, []
+    for label, height, boxes in rows:
+        shapes.append(f'<text y="{y + height / 2 + 4}">{escape(label)}</text>')
+        for start, end, color, title, text in boxes:
+            x, width = left + (100 - left) * start / length, (100 - left) * (end - start) / length
+            frame = f'<svg class="box" x="{x:.2f}%" y="{y}" width="{width:.2f}%" height="{height}" color="{color}">'
+            inside = f'<text x="3" y="{height / 2 + 4}">{escape(text)}</text>' if width > 1 else ""
+            shapes.append(f'{frame}<title>{escape(title)}</title><rect width="100%" height="100%"/>{inside}</svg>')
+        y += height + 2
+    return f'<svg height="{y}">{"".join(shapes)}</svg>'

@@ -1,0 +1,193 @@
+"""Write the page: words first, then curves, experts, the mesh, what was measured beside the forecast, and traces."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from html import escape
+from itertools import accumulate, product
+
+from torchtitan_lite.config.machine import GIB
+from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_curves, draw_rows, thin
+from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
+from torchtitan_lite.tools.plan.explain import describe_step, elide, format_parameters
+from torchtitan_lite.tools.plan.planned_run import group_pp_ranks
+from torchtitan_lite.tools.plan.timeline import MEANINGS, plan_order
+from torchtitan_lite.tools.plan.transfers import estimate_traffic
+from torchtitan_lite.tools.report.runs import Run, describe_run
+from torchtitan_lite.tools.report.traces import Trace
+from torchtitan_lite.tools.tables import format_bytes
+
+FEW = 8  # microbatches of a dry run: a longer step is shortened
+MOST_DEPTH, MOST_ROWS = 10, 16  # of calls, and of the mesh
+PLOTS = {  # title -> field, field of the dashed curve, whether the axis starts at 0
+    "Loss": ("loss", "val_loss", False),
+    "Gradient norm": ("grad_norm", "", True),
+    "Learning rate": ("lr", "", True),
+    "Tokens/s of a rank": ("tokens_per_s_per_rank", "", True),
+    "MFU": ("mfu_full", "mfu_causal", True),
+    "Peak memory of rank 0, GiB": ("peak_memory_gib", "reserved_memory_gib", True),
+}
+STYLE = """
+:root { color-scheme: light dark; --page: light-dark(#fff, #15191d); --ink: light-dark(#1f262d, #e1e5e9);
+  --pale: light-dark(#69727b, #98a1aa); --line: light-dark(#e4e7ea, #2d343b); --soft: light-dark(#f4f5f7, #1e242a);
+  --run0: #4587cf; --run1: #d9822b; --run2: #35a075; --run3: #c05c98; --computing: #8ba1b8; --waiting: #8e969d40;
+  --dp_replicate: #3d6fae; --dp_shard: #4c8fd6; --efsdp: #6f86c9; --pp: #9a6fd6; --cp: #2fa39c; --tp: #dd5f46;
+  --ep: #d3a02c; --various: #8d949c; --F: #4c8fd6; --B: #ea8f3c; --I: #d9b92e; --W: #a573cf }
+body { margin: 0 auto; max-width: 1080px; padding: 24px 16px; background: var(--page); color: var(--ink);
+  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-variant-numeric: tabular-nums }
+h1, h2, h3, p, figure { margin: 5px 0 } h2, h3 { margin-top: 32px } p { max-width: 88ch } i { color: var(--pale) }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 310px), 1fr)); gap: 18px 28px }
+pre, .wide { overflow-x: auto } pre { font-size: 12.5px; background: var(--soft); padding: 8px }
+table { border-collapse: collapse; font-size: 14px } p { overflow-wrap: anywhere } .lines { white-space: pre-line }
+td, th { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line); text-align: left }
+svg { width: 100%; overflow: visible; display: block } svg svg { overflow: hidden } svg.box { width: auto }
+text { font-size: 11px; fill: var(--pale) } .box text { fill: var(--ink) } line { stroke: var(--line) }
+rect { stroke: var(--page); fill: color-mix(in srgb, currentColor 62%, var(--page)) }
+polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
+.mark { stroke: var(--pale); stroke-dasharray: 2 3 } .far { opacity: 0 } circle:hover { opacity: 1 }
+@media print { h2, h3 { break-after: avoid } figure, svg, tr { break-inside: avoid } }
+"""
+
+
+def write_page(runs: list[Run]) -> str:
+    """Return the page as HTML."""
+    title = escape(" and ".join(run.folder.name for run in runs))
+    parts = [f"<h1>{title}</h1>"]
+    for run in runs:
+        parts += [f'<h3 style="color: {run.color}">{escape(run.folder.name)}</h3>'] * (len(runs) > 1)
+        parts += [f"<p>{escape(sentence)}</p>" for sentence in describe_run(run)]
+    about = "Measured: metrics.jsonl. Dotted lines are starts, saves and stops."
+    parts += [f'<h2>By step</h2><p><i>{about}</i></p><div class="grid">', *draw_plots(runs), "</div>"]
+    for run in runs:
+        parts += [f'<h2 style="color: {run.color}">{escape(run.folder.name)}</h2>'] * (len(runs) > 1)
+        parts += [*draw_experts(run), *draw_mesh(run), compare(run), *draw_traces(run), *draw_pipeline(run)]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    body = "".join(parts)
+    return f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{body}</body></html>\n'
+
+
+def draw_plots(runs: list[Run]) -> Iterator[str]:
+    marks = [
+        (record["step"], f"{run.folder.name}: {record['kind']}")
+        for run in runs
+        for record in run.records[1:]
+        if record["kind"] in ("start", "save", "stop")
+    ]
+    for title, (*fields, from_zero) in PLOTS.items():
+        curves, values = [], ""
+        for run, (field, dashes) in product(runs, zip(fields, ("none", "4 4"), strict=True)):
+            if points := run.list_values(field):
+                curves.append((f"{run.folder.name}, {field}", run.color, dashes, points))
+                about = f"{points[-1][1]:,.4g}" if dashes == "none" else f"╌ {field} {points[-1][1]:,.4g}"
+                values += f' <span style="color: {run.color}">{about}</span>'
+        if curves:
+            yield f"<figure><b>{title}</b>{values}{draw_curves(curves, marks, from_zero=from_zero)}</figure>"
+
+
+def draw_experts(run: Run) -> Iterator[str]:
+    """Draw the load of the busiest expert of each layer over time."""
+    loads, rows = run.list_values("expert_loads"), []  # (step, load of each expert of each layer)
+    for layer in range(len(loads[0][1]) if loads else 0):
+        ratios = [(step, max(load[layer]) / max(1, sum(load[layer])) * len(load[layer])) for step, load in loads]
+        boxes = []
+        for x, (step, ratio) in enumerate(thin(ratios)):
+            color = f"color-mix(in srgb, var(--tp) {min(100, 40 * ratio - 40):.0f}%, var(--page))"
+            boxes.append((x, x + 1, color, f"layer {layer}, step {step}: {ratio:.4f}", ""))
+        rows.append((f"layer {layer}", ROW_HEIGHT, boxes))
+    if rows:
+        about = "Load of the busiest expert over the mean of its layer, by step: white is 1, red 3.5 (metrics.jsonl)."
+        yield f"<h3>Experts</h3><p><i>{about}</i></p>{draw_rows(rows, len(rows[0][2]))}"
+
+
+def draw_mesh(run: Run) -> Iterator[str]:
+    """Draw the ranks, pp and tp across, dp and cp down; then what `explain` says of step and slices."""
+    layout, rows = run.planned.layout, []
+    n_across, n_down = layout.pp * layout.tp, layout.dp * layout.cp
+    for row in range(min(n_down, MOST_ROWS)):
+        ranks = [(x // layout.tp * n_down + row) * layout.tp + x % layout.tp for x in range(n_across)]
+        names = [f"rank {rank}: pp {x // layout.tp}, tp {x % layout.tp}" for x, rank in enumerate(ranks)]
+        boxes = [(x, x + 1, "var(--waiting)", name, name) for x, name in enumerate(names)]
+        rows.append((f"dp {row // layout.cp}" + f", cp {row % layout.cp}" * (layout.cp > 1), ROW_HEIGHT, boxes))
+    yield f"<h3>Mesh: {layout}</h3>{draw_rows(rows, n_across)}<p class=lines>{escape(describe_step(run.planned))}</p>"
+    per_stage = layout.strides["pp"]
+    for pp in group_pp_ranks(run.planned):
+        parameters, ranks = dry_run(shorten(run.planned, 1), pp).parameters, range(pp * per_stage, (pp + 1) * per_stage)
+        slices = escape(format_parameters(parameters, elide(ranks)))
+        yield f"<details><summary>Slices on pp rank {pp}, as explain prints them</summary><pre>{slices}</pre></details>"
+
+
+def make_table(rows: list[tuple[str, ...]]) -> str:
+    """Return a table; the first row is its head."""
+    tags = ["th", *["td"] * (len(rows) - 1)]
+    cells = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True))
+    return f'<div class="wide"><table><tr>{"</tr><tr>".join(cells)}</tr></table></div>'
+
+
+def compare(run: Run) -> str:
+    """Put what was measured, and the bytes of a dry run, beside the forecast."""
+    planned, expected, short = run.planned, run.forecast, shorten(run.planned, FEW)
+    peak_bytes, tokens_per_s = run.list_values("peak_memory_gib")[-1][1] * GIB, run.find_median("tokens_per_s_per_rank")
+    on_cpu, bubble = planned.device_type == "cpu", run.pipeline and f"{run.pipeline.bubble:.1%}"
+    closed = estimate_traffic(short.workload, 0, plan_order(planned.config.parallelism, short.layout))
+    rows = [
+        ("", "measured", f"forecast, {'one core a rank' if on_cpu else run.gpu}"),
+        ("step (median)", f"{run.find_median('step_time_s'):.3g} s", f"{expected.step_time_s:.3g} s"),
+        ("tokens/s of a rank (median)", f"{tokens_per_s:,.0f}", f"{expected.tokens_per_s_per_gpu:,.0f}"),
+        (f"memory of rank 0{', with Python' * on_cpu}", format_bytes(peak_bytes), format_bytes(run.memory[0].live)),
+        ("bubble of the pipeline (traces)", bubble or "not traced", f"{expected.bubble:.1%}"),
+        (f"bytes of rank 0 in {short.layout.n_microbatches} microbatches:", "dry run", ""),
+    ]
+    for key, moved in dry_run(short).traffic.items():
+        rows.append((f"{key[1]} over {key[0]}", format_bytes(moved.n_bytes), format_bytes(closed[key].n_bytes)))
+    return f"<h3>Measured against forecast</h3>{make_table(rows)}"
+
+
+def draw_traces(run: Run) -> Iterator[str]:
+    """Draw where the time of a step goes, and the calls of the slowest rank."""
+    if not run.traces:
+        yield "<p><i>There are no traces: --profiling.enable_profiling records them.</i></p>"
+        return
+    rows, step_s = [], max(sum(trace.parts.values()) for trace in run.traces)
+    for trace in run.traces:
+        for label, height, parts in ((f"rank {trace.rank}", ROW_HEIGHT, trace.parts), ("", 4, trace.hidden)):
+            ends = list(accumulate(parts.values(), initial=0.0))
+            boxes = [
+                (start, end, color(part), f"{part}: {end - start:.4f} s", f"{part} {(end - start) / step_s:.0%}")
+                for part, start, end in zip(parts, ends, ends[1:], strict=False)
+            ]
+            rows.append((label, height, boxes))
+    slowest = max(run.traces, key=lambda trace: trace.parts["computing"])
+    part = max(slowest.parts, key=slowest.parts.get)
+    yield f"<h3>Where the time of a step goes</h3><p>Measured: traces. Rank {slowest.rank} computes longest; most of "
+    yield f"its time is {part}. Thin bars: hidden communication.</p>{draw_rows(rows, step_s)}"
+    yield f"<h3>Calls of rank {slowest.rank}</h3>{draw_calls(slowest, step_s)}"
+
+
+def draw_calls(trace: Trace, step_s: float) -> str:
+    """Draw the calls of a rank over its step, callers above. A callee of communication communicates."""
+    rows, callers = defaultdict(list), []  # (end, axis)
+    for start, end, name, axis in trace.calls:
+        while callers and callers[-1][0] <= start:
+            callers.pop()
+        axis = callers[-1][1] or axis if callers else axis
+        if end - start > step_s / 800 and len(callers) < MOST_DEPTH:
+            box = (start, end, color(axis or "computing"), f"{name} {axis}: {end - start:.4f} s", name)
+            rows[len(callers)].append(box)
+        callers.append((end, axis))
+    return draw_rows([("", ROW_HEIGHT, rows[depth]) for depth in sorted(rows)], step_s, left=0)
+
+
+def color(part: str) -> str:
+    """Return the color of a part of a step, or of the first dim of an axis."""
+    return f"var(--{part.removeprefix('exposed ').removeprefix('hidden ').split()[0]}, var(--various))"
+
+
+def draw_pipeline(run: Run) -> Iterator[str]:
+    """Draw the pipeline as it ran, and as planned."""
+    timelines = {"measured in traces": run.pipeline, "planned": run.forecast.timeline}
+    for about, timeline in timelines.items() if run.pipeline else ():
+        rows = [(f"pp {rank}", ROW_HEIGHT, []) for rank in range(timeline.n_ranks)]
+        for rank, start, end, (stage, kind, microbatch) in timeline.events:
+            title = f"{MEANINGS[kind]} of microbatch {microbatch}, stage {stage}: {end - start:.4f} s"
+            rows[rank][2].append((start, end, f"var(--{kind})", title, f"{kind}{microbatch}"))
+        text = f"Pipeline, {about}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}"
+        yield f"<h3>{text}</h3>{draw_rows(rows, timeline.end_time)}"

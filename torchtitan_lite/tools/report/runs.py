@@ -1,0 +1,93 @@
+"""Read what a run left in its folder, and say in words how it went."""
+
+import json
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+from torchtitan_lite.config.block import count_parameters
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.tools.pictures import Points
+from torchtitan_lite.tools.plan.cluster import CLUSTERS
+from torchtitan_lite.tools.plan.command import Plan
+from torchtitan_lite.tools.plan.planned_run import plan_run
+from torchtitan_lite.tools.plan.remedies import warn_of_bubble
+from torchtitan_lite.tools.plan.timeline import Timeline
+from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_traces
+
+
+class Run(Plan):
+    """A plan that was carried out, with the records of metrics.jsonl and the traces."""
+
+    def __init__(self, folder: Path, color: str, records: list[dict]):
+        """`color`: of the curves of this run."""
+        start = [record for record in records if record["kind"] == "start"][-1]
+        self.folder, self.color, self.records, self.device = folder.resolve(), color, records, start["device"]
+        gpu = next((name for name in CLUSTERS if name.partition("-")[0] in self.device.lower()), "h100")
+        args = ["--config", str(folder / "config.toml")]
+        super().__init__(plan_run(args, start["world_size"], "cpu" if gpu == "cpu" else "cuda"), gpu, CLUSTERS[gpu])
+
+    @cached_property
+    def traces(self) -> list[Trace]:
+        return read_traces(self.folder / self.planned.config.profiling.save_traces_folder, self.planned.layout)
+
+    @cached_property
+    def pipeline(self) -> Timeline | None:
+        return measure_pipeline(self.traces, self.planned.layout)
+
+    def list_values(self, field: str) -> Points:
+        """Return (step, value) of each record that has this field."""
+        return [(record["step"], record[field]) for record in self.records if record.get(field) is not None]
+
+    def find_median(self, field: str) -> float:
+        """Return the median over the records, without the first one, which warms up, if there are others."""
+        values = [value for _, value in self.list_values(field)]
+        return median(values[1:] or values)
+
+
+def read_run(folder: Path, color: str) -> Run:
+    """Read a dump folder. Raises UserError or OSError if it holds no run."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may leave half a line
+    if not any(record["kind"] == "step" for record in records):
+        raise UserError(f"{folder}/metrics.jsonl has no step yet")
+    return Run(folder, color, records)
+
+
+def describe_run(run: Run) -> list[str]:
+    """Return the first sentences of the page: what was trained, on what, how it went, what to look at."""
+    config, layout, model_args = run.planned.config, run.planned.layout, run.planned.model_args
+    losses, validation, tokens = map(run.list_values, ("loss", "val_loss", "tokens"))
+    times = [(record["kind"], datetime.fromisoformat(record["time"])) for record in run.records]
+    pairs = zip(times, times[1:], strict=False)
+    trained_s = sum((after - before).total_seconds() for (_, before), (kind, after) in pairs if kind != "start")
+    n_starts = sum(kind == "start" for kind, _ in times)
+    validated = f" The validation loss is {validation[-1][1]:.4f}." if validation else ""
+    reason = run.records[-1].get("reason", "no record says so: it trains, or was killed").partition("; newest")[0]
+    command = f"NGPU={layout.world_size} ./run_train.sh --config {run.folder}/config.toml --job.no_overwrite"
+    if losses[-1][0] >= (n_steps := config.training.steps):
+        command += f" --training.steps={2 * n_steps} --lr_scheduler.total_steps={2 * n_steps}"
+    return [
+        f"{config.job.description or 'A language model'}: {model_args.name}, {count_parameters(model_args):,} "
+        f"parameters, trained on {' and '.join(config.training.dataset)} by {layout.world_size} ranks ({layout}), "
+        f"{run.device}.",
+        f"{losses[-1][0]:,} of {n_steps:,} steps, {tokens[-1][1]:,} tokens, took {trained_s:,.0f} s in {n_starts} "
+        f"start{'s' * (n_starts > 1)}. The loss went from {losses[0][1]:.4f} to {losses[-1][1]:.4f}.{validated}",
+        f"How it ended: {reason}.",
+        f"Look at: {'; '.join(list_remarks(run)) or 'nothing stands out'}.",
+        f"To continue: {command}"
+        if config.checkpoint.enable
+        else "It cannot be continued: checkpoint.enable is false.",
+    ]
+
+
+def list_remarks(run: Run) -> list[str]:
+    """Return what is worth a look."""
+    remarks = warn_of_bubble(run.planned, run.pipeline.bubble) if run.pipeline else []
+    median_s, validation = run.find_median("step_time_s"), run.list_values("val_loss")
+    if slow := [step for step, value in run.list_values("step_time_s")[1:] if value > 2 * median_s]:
+        remarks.append(f"steps of more than twice the median time ({len(slow)} records, the first is step {slow[0]:,})")
+    if validation and validation[-1][1] > 1.01 * min(value for _, value in validation):
+        remarks.append("the validation loss, which has risen")
+    return remarks
