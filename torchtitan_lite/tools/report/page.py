@@ -1,9 +1,9 @@
-"""Write the page: words first, then curves, experts, the mesh, what was measured beside the forecast, and traces."""
+"""Write the page: words first, then curves, experts, traces, what was measured beside the forecast, and the mesh."""
 
 from collections import defaultdict
 from collections.abc import Iterator
 from html import escape
-from itertools import accumulate, product
+from itertools import product
 
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_curves, draw_rows, thin
@@ -50,16 +50,16 @@ polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
 
 def write_page(runs: list[Run]) -> str:
     """Return the page as HTML."""
-    title = escape(" and ".join(run.folder.name for run in runs))
+    title = escape(" and ".join(run.name for run in runs))
     parts = [f"<h1>{title}</h1>"]
     for run in runs:
-        parts += [f'<h3 style="color: {run.color}">{escape(run.folder.name)}</h3>'] * (len(runs) > 1)
+        parts += [f'<h3 style="color: {run.color}">{escape(run.name)}</h3>'] * (len(runs) > 1)
         parts += [f"<p>{escape(sentence)}</p>" for sentence in describe_run(run)]
     about = "Measured: metrics.jsonl. Dotted lines are starts, saves and stops."
     parts += [f'<h2>By step</h2><p><i>{about}</i></p><div class="grid">', *draw_plots(runs), "</div>"]
     for run in runs:
-        parts += [f'<h2 style="color: {run.color}">{escape(run.folder.name)}</h2>'] * (len(runs) > 1)
-        parts += [*draw_experts(run), *draw_mesh(run), compare(run), *draw_traces(run), *draw_pipeline(run)]
+        parts += [f'<h2 style="color: {run.color}">{escape(run.name)}</h2>'] * (len(runs) > 1)
+        parts += [*draw_experts(run), *draw_traces(run), compare(run), *draw_mesh(run)]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     body = "".join(parts)
     return f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{body}</body></html>\n'
@@ -67,7 +67,7 @@ def write_page(runs: list[Run]) -> str:
 
 def draw_plots(runs: list[Run]) -> Iterator[str]:
     marks = [
-        (record["step"], f"{run.folder.name}: {record['kind']}")
+        (record["step"], f"{run.name}: {record['kind']}")
         for run in runs
         for record in run.records[1:]
         if record["kind"] in ("start", "save", "stop")
@@ -76,7 +76,7 @@ def draw_plots(runs: list[Run]) -> Iterator[str]:
         curves, values = [], ""
         for run, (field, dashes) in product(runs, zip(fields, ("none", "4 4"), strict=True)):
             if points := run.list_values(field):
-                curves.append((f"{run.folder.name}, {field}", run.color, dashes, points))
+                curves.append((f"{run.name}, {field}", run.color, dashes, points))
                 about = f"{points[-1][1]:,.4g}" if dashes == "none" else f"╌ {field} {points[-1][1]:,.4g}"
                 values += f' <span style="color: {run.color}">{about}</span>'
         if curves:
@@ -149,16 +149,17 @@ def draw_traces(run: Run) -> Iterator[str]:
     rows, step_s = [], max(sum(trace.parts.values()) for trace in run.traces)
     for trace in run.traces:
         for label, height, parts in ((f"rank {trace.rank}", ROW_HEIGHT, trace.parts), ("", 4, trace.hidden)):
-            ends = list(accumulate(parts.values(), initial=0.0))
-            boxes = [
-                (start, end, color(part), f"{part}: {end - start:.4f} s", f"{part} {(end - start) / step_s:.0%}")
-                for part, start, end in zip(parts, ends, ends[1:], strict=False)
-            ]
+            at, boxes = 0.0, []
+            for part, seconds in parts.items():
+                text = f"{part.removeprefix('exposed ')} {seconds / step_s:.0%}"
+                boxes.append((at, at + seconds, color(part), f"{part}: {seconds:.4f} s", text))
+                at += seconds
             rows.append((label, height, boxes))
     slowest = max(run.traces, key=lambda trace: trace.parts["computing"])
-    part = max(slowest.parts, key=slowest.parts.get)
-    yield f"<h3>Where the time of a step goes</h3><p>Measured: traces. Rank {slowest.rank} computes longest; most of "
-    yield f"its time is {part}. Thin bars: hidden communication.</p>{draw_rows(rows, step_s)}"
+    part, seconds = max(slowest.parts.items(), key=lambda item: item[1])
+    about = f"Rank {slowest.rank} computes longest; the largest part of its step is {part}, {seconds / step_s:.0%}."
+    yield "<h3>Where the time of a step goes</h3><p><i>Measured: traces. Thin bars are hidden communication.</i></p>"
+    yield f"<p>{about}</p>{draw_rows(rows, step_s)}{draw_pipeline(run)}"
     yield f"<h3>Calls of rank {slowest.rank}</h3>{draw_calls(slowest, step_s)}"
 
 
@@ -181,13 +182,14 @@ def color(part: str) -> str:
     return f"var(--{part.removeprefix('exposed ').removeprefix('hidden ').split()[0]}, var(--various))"
 
 
-def draw_pipeline(run: Run) -> Iterator[str]:
+def draw_pipeline(run: Run) -> str:
     """Draw the pipeline as it ran, and as planned."""
-    timelines = {"measured in traces": run.pipeline, "planned": run.forecast.timeline}
+    pictures, timelines = "", {"measured in traces": run.pipeline, "planned": run.forecast.timeline}
     for about, timeline in timelines.items() if run.pipeline else ():
         rows = [(f"pp {rank}", ROW_HEIGHT, []) for rank in range(timeline.n_ranks)]
         for rank, start, end, (stage, kind, microbatch) in timeline.events:
             title = f"{MEANINGS[kind]} of microbatch {microbatch}, stage {stage}: {end - start:.4f} s"
             rows[rank][2].append((start, end, f"var(--{kind})", title, f"{kind}{microbatch}"))
         text = f"Pipeline, {about}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}"
-        yield f"<h3>{text}</h3>{draw_rows(rows, timeline.end_time)}"
+        pictures += f"<h3>{text}</h3>{draw_rows(rows, timeline.end_time)}"
+    return pictures

@@ -23,8 +23,9 @@ class Run(Plan):
     def __init__(self, folder: Path, color: str, records: list[dict]):
         """`color`: of the curves of this run."""
         start = [record for record in records if record["kind"] == "start"][-1]
-        self.folder, self.color, self.records, self.device = folder.resolve(), color, records, start["device"]
-        gpu = next((name for name in CLUSTERS if name.partition("-")[0] in self.device.lower()), "h100")
+        self.folder, self.name, self.color, self.records = folder, folder.resolve().name, color, records
+        self.device = start["device"]
+        gpu = next((name for name in CLUSTERS if name.partition("-")[0] in start["device"].lower()), "h100")
         args = ["--config", str(folder / "config.toml")]
         super().__init__(plan_run(args, start["world_size"], "cpu" if gpu == "cpu" else "cuda"), gpu, CLUSTERS[gpu])
 
