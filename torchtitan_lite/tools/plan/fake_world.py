@@ -113,10 +113,14 @@ def even_experts(workload: Workload) -> Iterator[None]:
     sent, received = [(n + rank) // ep for rank in range(ep)], [n // ep] * ep
     with (
         patch.object(expert_parallel, "read_splits", lambda ours, theirs: (sent, received)),
-        # One matrix for all rows: equal tensors. torch's own shape function of grouped_mm takes bfloat16 only.
-        patch.object(moe, "multiply_groups", lambda rows, matrices, ends: rows @ matrices[0]),
+        patch.object(moe, "multiply_groups", multiply_groups),
     ):
         yield
+
+
+def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Replace grouped_mm where torch has no shape function for it: the same tensors, and one matrix more in backward."""
+    return F.grouped_mm(rows, matrices, offs=ends) if rows.dtype == torch.bfloat16 else rows @ matrices[0]
 
 
 @contextmanager
