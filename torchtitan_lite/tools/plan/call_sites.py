@@ -66,18 +66,14 @@ class CallSites:
             elif not line and (file := name_file(code)):
                 line = f"{file}:{frame.f_lineno}"
             frame = frame.f_back
-        if phase == "backward" and node is not None:
-            forward = self._find_forward(node)
+        if phase == "backward" and node is not None:  # autograd's counter had just passed the node's number in forward
+            at = bisect_left(self._in_forward, node._sequence_nr() + 1, key=lambda counted: counted[0])
+            forward = self._in_forward[at][1] if at < len(self._in_forward) else CallSite()
             return CallSite(line or forward.line, module or forward.module, phase)
         site, counter = CallSite(line, module, phase or outside or "between"), torch.autograd._get_sequence_nr()
         if phase in ("forward", "recompute") and counter > self._in_forward[-1][0]:
             self._in_forward.append((counter, site))
         return site
-
-    def _find_forward(self, node: torch.autograd.graph.Node) -> CallSite:
-        """Return the call site that made a node: autograd's counter had just passed the node's number."""
-        at = bisect_left(self._in_forward, node._sequence_nr() + 1, key=lambda counted: counted[0])
-        return self._in_forward[at][1] if at < len(self._in_forward) else CallSite()
 
 
 @cache

@@ -33,8 +33,6 @@ from torchtitan_lite.parallel import context_parallel, expert_parallel, pipeline
 from torchtitan_lite.tools.forget_groups import forget_groups
 from torchtitan_lite.tools.plan.workload import Workload
 
-INFER = "_propagate_tensor_meta_non_cached"  # DTensor infers shapes by operators on tensors of the full shape
-
 
 @contextmanager
 def fake_group(world_size: int, *, rank: int) -> Iterator[None]:
@@ -61,13 +59,15 @@ class FakeMode(FakeTensorMode):
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Context manager: new tensors have a shape and no storage."""
-    infer = getattr(ShardingPropagator, INFER)
+    infer = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def infer_unseen(*args):
-        with _disable_current_modes():  # a run does not allocate these tensors
+        with (
+            _disable_current_modes()
+        ):  # DTensor infers shapes by tensors of the full shape; a run does not allocate them
             return infer(*args)
 
-    with patch.object(ShardingPropagator, INFER, infer_unseen), FakeMode(allow_non_fake_inputs=True):
+    with patch.object(ShardingPropagator, infer.__name__, infer_unseen), FakeMode(allow_non_fake_inputs=True):
         yield
 
 
@@ -119,7 +119,7 @@ def even_experts(workload: Workload) -> Iterator[None]:
 
 
 def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Replace grouped_mm where torch has no shape function for it: the same tensors, and one matrix more in backward."""
+    """Replace grouped_mm for dtypes other than bfloat16, for which torch has no shape function."""
     return F.grouped_mm(rows, matrices, offs=ends) if rows.dtype == torch.bfloat16 else rows @ matrices[0]
 
 
