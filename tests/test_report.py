@@ -13,6 +13,7 @@ import warm_start
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.tools.pictures import choose_ticks, thin
+from torchtitan_lite.tools.plan.transfers import Moved
 from torchtitan_lite.tools.report import command
 from torchtitan_lite.tools.report.runs import describe_run, list_remarks, read_run
 from torchtitan_lite.tools.report.traces import read_traces
@@ -143,12 +144,15 @@ def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_pa
     def record(name, start, end, kind="kernel", thread=7, **args):
         return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": end - start, "tid": thread, "args": args}
 
+    call = {"Collective name": "_allgather_base", "dtype": "BFloat16", "Group size": 2}
+    call |= {"In msg nelems": 512, "Out msg nelems": 1024}
     events = [
         record("ProfilerStep#9", 0, 10e6, kind="user_annotation", thread=1),
         record("aten::mm", 0, 9e6, kind="cpu_op", thread=1),
         record("gemm", 1e6, 4e6),
         record("ncclDevKernel_AllGather", 3e6, 6e6, thread=8, **{"Process Group Name": "2"}),
         record("gemm", 7e6, 8e6),
+        record("record_param_comms", 2e6, 3e6, kind="cpu_op", thread=1, **call, **{"Process Group Name": "2"}),
     ]
     groups = [{"pg_name": "2", "pg_desc": "mesh_tp", "ranks": [0, 1]}]
     trace = {"traceEvents": events, "distributedInfo": {"pg_config": groups}}
@@ -157,6 +161,7 @@ def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_pa
     [read] = read_traces(tmp_path, layout)
     assert read.parts == {"computing": 4, "exposed tp": 2, "waiting": 4}
     assert read.hidden == {"hidden tp": 1}
+    assert read.moved == {("tp", "all-gather"): Moved(1, 1024)}  # half of 1,024 numbers of two bytes
 
 
 def test_ticks_are_few_and_round_and_spikes_stay():

@@ -4,7 +4,6 @@ Positions across are percentages and heights are pixels: a picture fits any widt
 around it has the style sheet (report/page.py). Each point and each box has a tooltip, its <title>.
 """
 
-from collections.abc import Iterable
 from html import escape
 from math import ceil, floor, log10
 
@@ -31,8 +30,12 @@ def thin(points: Points) -> Points:
     return points if size == 2 else sorted({point for group in groups for point in (group[0], group[-1])})
 
 
-def draw_curves(curves: list[Curve], marks: Iterable[tuple[int, str]], *, from_zero: bool) -> str:
-    """Draw curves over steps. `marks` are vertical lines: (step, title)."""
+def format_tick(tick: float) -> str:
+    return f"{tick:,.0f}" if tick >= 1000 else f"{tick:.4g}"
+
+
+def draw_curves(curves: list[Curve], marks: list[tuple[int, str, str]], *, from_zero: bool) -> str:
+    """Draw curves over steps. `marks` are ticks below them: (step, color, title)."""
     steps, values = zip(*(point for *_, points in curves for point in points), strict=True)
     first, last, low, high = min(steps), max(*steps, min(steps) + 1), 0 if from_zero else min(values), max(values)
     high = high if high > low else low + 1
@@ -45,15 +48,15 @@ def draw_curves(curves: list[Curve], marks: Iterable[tuple[int, str]], *, from_z
 
     shapes = []
     for tick in choose_ticks(low, high):
-        y, label = down(tick), f"{tick:,.0f}" if high >= 1000 else f"{tick:.4g}"
+        y = down(tick)
         shapes.append(f'<line x1="{LEFT}%" x2="{LEFT + WIDTH}%" y1="{y:.1f}" y2="{y:.1f}"/>')
-        shapes.append(f'<text x="{LEFT - 1.5}%" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+        shapes.append(f'<text x="{LEFT - 1.5}%" y="{y + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>')
     for tick in choose_ticks(first, last):
-        shapes.append(f'<text x="{across(tick):.2f}%" y="{PLOT_HEIGHT + 18}" text-anchor="middle">{tick:,.4g}</text>')
-    for step, title in marks:
-        x = f"{across(step):.2f}%"
-        line = f'<line class="mark" x1="{x}" x2="{x}" y1="0" y2="{PLOT_HEIGHT + 4}">'
-        shapes.append(f"{line}<title>{escape(title)}</title></line>")
+        place = f'x="{across(tick):.2f}%" y="{PLOT_HEIGHT + 22}" text-anchor="middle"'
+        shapes.append(f"<text {place}>{format_tick(tick)}</text>")
+    for step, color, title in marks:
+        place = f'x1="{across(step):.2f}%" x2="{across(step):.2f}%" y1="{PLOT_HEIGHT + 1}" y2="{PLOT_HEIGHT + 9}"'
+        shapes.append(f'<line {place} style="stroke: {color}; stroke-width: 2"><title>{escape(title)}</title></line>')
     for name, color, dashes, points in curves:
         places = [(across(step), down(value), step, value) for step, value in thin(points)]
         path = " ".join(f"{x * 10:.1f},{y:.1f}" for x, y, *_ in places)
@@ -63,7 +66,7 @@ def draw_curves(curves: list[Curve], marks: Iterable[tuple[int, str]], *, from_z
         for x, y, step, value in places:
             title = f"<title>{escape(name)}, step {step}: {value:.7g}</title>"
             shapes.append(f'<circle cx="{x:.2f}%" cy="{y:.1f}" {look}>{title}</circle>')
-    return f'<svg height="{PLOT_HEIGHT + 24}">{"".join(shapes)}</svg>'
+    return f'<svg height="{PLOT_HEIGHT + 28}">{"".join(shapes)}</svg>'
 
 
 def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float, left: float = LEFT) -> str:

@@ -18,6 +18,7 @@ from torchtitan_lite.tools.tables import format_bytes
 
 FEW = 8  # microbatches of a dry run: a longer step is shortened
 MOST_DEPTH, MOST_ROWS = 10, 16  # of calls, and of the mesh
+MARKS = {"start": "var(--run2)", "save": "var(--pale)", "stop": "var(--tp)"}  # kind of a record -> color
 PLOTS = {  # title -> field, field of the dashed curve, whether the axis starts at 0
     "Loss": ("loss", "val_loss", False),
     "Gradient norm": ("grad_norm", "", True),
@@ -38,12 +39,12 @@ h1, h2, h3, p, figure { margin: 5px 0 } h2, h3 { margin-top: 32px } p { max-widt
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 310px), 1fr)); gap: 18px 28px }
 pre, .wide { overflow-x: auto } pre { font-size: 12.5px; background: var(--soft); padding: 8px }
 table { border-collapse: collapse; font-size: 14px } p { overflow-wrap: anywhere } .lines { white-space: pre-line }
-td, th { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line); text-align: left }
+td { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line) } tr:first-child { font-weight: 600 }
 svg { width: 100%; overflow: visible; display: block } svg svg { overflow: hidden } svg.box { width: auto }
 text { font-size: 11px; fill: var(--pale) } .box text { fill: var(--ink) } line { stroke: var(--line) }
 rect { stroke: var(--page); fill: color-mix(in srgb, currentColor 62%, var(--page)) }
 polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
-.mark { stroke: var(--pale); stroke-dasharray: 2 3 } .far { opacity: 0 } circle:hover { opacity: 1 }
+.far { opacity: 0 } circle:hover { opacity: 1 }
 @media print { h2, h3 { break-after: avoid } figure, svg, tr { break-inside: avoid } }
 """
 
@@ -55,7 +56,7 @@ def write_page(runs: list[Run]) -> str:
     for run in runs:
         parts += [f'<h3 style="color: {run.color}">{escape(run.name)}</h3>'] * (len(runs) > 1)
         parts += [f"<p>{escape(sentence)}</p>" for sentence in describe_run(run)]
-    about = "Measured: metrics.jsonl. Dotted lines are starts, saves and stops."
+    about = "Measured: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red)."
     parts += [f'<h2>By step</h2><p><i>{about}</i></p><div class="grid">', *draw_plots(runs), "</div>"]
     for run in runs:
         parts += [f'<h2 style="color: {run.color}">{escape(run.name)}</h2>'] * (len(runs) > 1)
@@ -66,12 +67,8 @@ def write_page(runs: list[Run]) -> str:
 
 
 def draw_plots(runs: list[Run]) -> Iterator[str]:
-    marks = [
-        (record["step"], f"{run.name}: {record['kind']}")
-        for run in runs
-        for record in run.records[1:]
-        if record["kind"] in ("start", "save", "stop")
-    ]
+    records = [(run.name, record) for run in runs for record in run.records[1:] if record["kind"] in MARKS]
+    marks = [(record["step"], MARKS[record["kind"]], f"{name}: {record['kind']}") for name, record in records]
     for title, (*fields, from_zero) in PLOTS.items():
         curves, values = [], ""
         for run, (field, dashes) in product(runs, zip(fields, ("none", "4 4"), strict=True)):
@@ -104,8 +101,8 @@ def draw_mesh(run: Run) -> Iterator[str]:
     n_across, n_down = layout.pp * layout.tp, layout.dp * layout.cp
     for row in range(min(n_down, MOST_ROWS)):
         ranks = [(x // layout.tp * n_down + row) * layout.tp + x % layout.tp for x in range(n_across)]
-        names = [f"rank {rank}: pp {x // layout.tp}, tp {x % layout.tp}" for x, rank in enumerate(ranks)]
-        boxes = [(x, x + 1, "var(--waiting)", name, name) for x, name in enumerate(names)]
+        names = [f"{rank}: pp {x // layout.tp}, tp {x % layout.tp}" for x, rank in enumerate(ranks)]
+        boxes = [(x, x + 1, "var(--waiting)", f"rank {name}", name) for x, name in enumerate(names)]
         rows.append((f"dp {row // layout.cp}" + f", cp {row % layout.cp}" * (layout.cp > 1), ROW_HEIGHT, boxes))
     yield f"<h3>Mesh: {layout}</h3>{draw_rows(rows, n_across)}<p class=lines>{escape(describe_step(run.planned))}</p>"
     per_stage = layout.strides["pp"]
@@ -115,30 +112,27 @@ def draw_mesh(run: Run) -> Iterator[str]:
         yield f"<details><summary>Slices on pp rank {pp}, as explain prints them</summary><pre>{slices}</pre></details>"
 
 
-def make_table(rows: list[tuple[str, ...]]) -> str:
-    """Return a table; the first row is its head."""
-    tags = ["th", *["td"] * (len(rows) - 1)]
-    cells = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True))
-    return f'<div class="wide"><table><tr>{"</tr><tr>".join(cells)}</tr></table></div>'
-
-
 def compare(run: Run) -> str:
-    """Put what was measured, and the bytes of a dry run, beside the forecast."""
-    planned, expected, short = run.planned, run.forecast, shorten(run.planned, FEW)
+    """Put what was measured beside the forecast. The bytes are NCCL's, or those of a dry run."""
+    planned, expected, traced = run.planned, run.forecast, run.traces[0].moved if run.traces else {}
     peak_bytes, tokens_per_s = run.list_values("peak_memory_gib")[-1][1] * GIB, run.find_median("tokens_per_s_per_rank")
     on_cpu, bubble = planned.device_type == "cpu", run.pipeline and f"{run.pipeline.bubble:.1%}"
-    closed = estimate_traffic(short.workload, 0, plan_order(planned.config.parallelism, short.layout))
+    whole = planned if traced else shorten(planned, FEW)
+    found = traced or dry_run(whole).traffic
+    closed = estimate_traffic(whole.workload, 0, plan_order(planned.config.parallelism, whole.layout))
     rows = [
         ("", "measured", f"forecast, {'one core a rank' if on_cpu else run.gpu}"),
         ("step (median)", f"{run.find_median('step_time_s'):.3g} s", f"{expected.step_time_s:.3g} s"),
         ("tokens/s of a rank (median)", f"{tokens_per_s:,.0f}", f"{expected.tokens_per_s_per_gpu:,.0f}"),
         (f"memory of rank 0{', with Python' * on_cpu}", format_bytes(peak_bytes), format_bytes(run.memory[0].live)),
         ("bubble of the pipeline (traces)", bubble or "not traced", f"{expected.bubble:.1%}"),
-        (f"bytes of rank 0 in {short.layout.n_microbatches} microbatches:", "dry run", ""),
+        (f"bytes of rank 0 in {whole.layout.n_microbatches} microbatches:", "NCCL" if traced else "dry run", ""),
     ]
-    for key, moved in dry_run(short).traffic.items():
-        rows.append((f"{key[1]} over {key[0]}", format_bytes(moved.n_bytes), format_bytes(closed[key].n_bytes)))
-    return f"<h3>Measured against forecast</h3>{make_table(rows)}"
+    for key in dict.fromkeys([*found, *closed]):
+        moved = (format_bytes(each[key].n_bytes) if key in each else "-" for each in (found, closed))
+        rows.append((f"{key[1]} over {key[0]}", *moved))
+    body = "".join(f"<tr><td>{'<td>'.join(map(escape, row))}" for row in rows)
+    return f"<h3>Measured against forecast</h3><div class=wide><table>{body}</table></div>"
 
 
 def draw_traces(run: Run) -> Iterator[str]:

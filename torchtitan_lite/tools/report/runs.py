@@ -66,7 +66,8 @@ def describe_run(run: Run) -> list[str]:
     n_starts = sum(kind == "start" for kind, _ in times)
     validated = f" The validation loss is {validation[-1][1]:.4f}." if validation else ""
     reason = run.records[-1].get("reason", "no record says so: it trains, or was killed").partition("; newest")[0]
-    command = f"NGPU={layout.world_size} ./run_train.sh --config {run.folder}/config.toml --job.no_overwrite"
+    ngpu = f"NGPU={layout.world_size} " * (layout.world_size <= 8)  # of one host
+    command = f"{ngpu}./run_train.sh --config {run.folder}/config.toml --job.no_overwrite"
     if losses[-1][0] >= (n_steps := config.training.steps):
         command += f" --training.steps={2 * n_steps} --lr_scheduler.total_steps={2 * n_steps}"
     return [

@@ -17,9 +17,13 @@ from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schedule import Action
+from torchtitan_lite.tools.plan.meter import OPERATIONS
 from torchtitan_lite.tools.plan.timeline import Event, Timeline
+from torchtitan_lite.tools.plan.transfers import Moved, fraction_moved, sum_moved
 
 MOST_RANKS = 16  # whose traces are read, evenly spaced
+DIMS = "pp|dp_replicate|dp_shard|efsdp|ep|cp|tp"
+ITEM_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2}  # others: 1
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 Spans = list[tuple[float, float]]  # start and end
@@ -33,6 +37,7 @@ class Trace(NamedTuple):
     hidden: dict[str, float]  # by axis
     calls: list[tuple[float, float, str, str]]  # start, end, name, axis or "": by start, callers first
     actions: list[tuple[float, float, Action]]  # of the pipeline: start and end on the host's clock, action
+    moved: dict[tuple[str, str], Moved]  # (axis, operation) -> what NCCL moved; empty for gloo
 
 
 def read_traces(folder: Path, layout: Layout) -> list[Trace]:
@@ -50,9 +55,12 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     steps = [each for each in events if each["name"].startswith("ProfilerStep") and each["cat"] == "user_annotation"]
     began, end = steps[-1]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
     on_gpu = any(each["cat"] == "kernel" for each in events)
-    groups = {each["pg_name"]: each["pg_desc"].removeprefix("mesh_") for each in data["distributedInfo"]["pg_config"]}
-    spans, calls, actions, received = defaultdict(list), [], [], []
+    described = {each["pg_name"]: each["pg_desc"] for each in data["distributedInfo"]["pg_config"]}
+    axes = {name: " x ".join(re.findall(DIMS, about)) or "all ranks" for name, about in described.items()}
+    spans, calls, actions, received, sent = defaultdict(list), [], [], [], []
     for event in events:
+        if event["name"] == "record_param_comms" and began <= event["ts"] < end:
+            sent.append(read_call(event["args"], axes))
         is_work = event["cat"] in ON_GPU if on_gpu else event["tid"] == steps[-1]["tid"]
         if not is_work or not began <= event["ts"] < end or event["name"] in ("PythonDispatchMode", "gloo:send"):
             continue
@@ -60,7 +68,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
         if name == "gloo:recv":  # from the call until the bytes have arrived; the thread may compute meanwhile
             received.append(span)
             continue
-        axis = find_axis(event, layout, groups)
+        axis = find_axis(event, layout, axes)
         calls.append((*span, name.removeprefix("autograd::engine::evaluate_function: "), axis))
         if axis or "annotation" not in event["cat"]:
             spans[axis].append(span)
@@ -76,7 +84,9 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
         parts[part] += measure(busy + each) - measure(busy)
         busy = busy + each
     hidden = {f"hidden {axis}": measure(spans[axis]) - parts[f"exposed {axis}"] for axis in spans if on_gpu}
-    return Trace(rank, parts | Counter(waiting=(end - began) / 1e6 - measure(busy)), hidden, calls, actions)
+    return Trace(
+        rank, parts | Counter(waiting=(end - began) / 1e6 - measure(busy)), hidden, calls, actions, sum_moved(sent)
+    )
 
 
 def measure(spans: Spans) -> float:
@@ -87,19 +97,25 @@ def measure(spans: Spans) -> float:
     return total
 
 
-def find_axis(event: dict, layout: Layout, groups: dict[str, str]) -> str:
+def read_call(args: dict, axes: dict[str, str]) -> tuple[tuple[str, str], int, float]:
+    """Return (axis, operation), 1, and the bytes that the rank moves in a call of NCCL."""
+    name = args["Collective name"].replace("_", "")
+    operation = next((operation for part, operation in OPERATIONS.items() if part in name), name)
+    n_bytes = max(args["In msg nelems"], args["Out msg nelems"]) * ITEM_BYTES.get(args["dtype"], 1)
+    return (axes[args["Process Group Name"]], operation), 1, n_bytes * fraction_moved(operation, args["Group size"])
+
+
+def find_axis(event: dict, layout: Layout, axes: dict[str, str]) -> str:
     """Return the axis over which a call communicates; "" if it computes."""
-    name, dims = event["name"], []
+    name, used = event["name"], [dim for dim in layout.strides if getattr(layout, dim, 1) > 1]
     if "nccl" in name:
-        return groups.get(event["args"].get("Process Group Name"), "various dims")
+        return axes.get(event["args"].get("Process Group Name"), "various dims")
     if event["cat"] not in ON_GPU and name.startswith("FSDP::"):
-        dims = ("dp_replicate", "dp_shard", "cp")
-    elif name in ("c10d::send", "c10d::recv_"):
+        return " x ".join(dim for dim in ("dp_replicate", "dp_shard", "cp") if dim in used)
+    if name in ("c10d::send", "c10d::recv_"):
         return "pp"
-    elif name.startswith("_c10d_functional::"):
-        dims = ("cp", "tp", "ep")
-    used = " or ".join(dim for dim in dims if getattr(layout, dim) > 1)
-    return used or "various dims" if "c10d" in name or dims else ""
+    of_tensors = " or ".join(dim for dim in ("cp", "tp", "ep") if dim in used)
+    return (of_tensors if "functional" in name else "various dims") if "c10d" in name else ""
 
 
 def measure_pipeline(traces: list[Trace], layout: Layout) -> Timeline | None:
