@@ -86,7 +86,7 @@ def write_talks(path: Path, talks: list) -> list[str]:
 REFUSED = {  # what is wrong -> the conversation, a word of the reason
     "text": ("hello", "list of messages"),
     "null content": ([TALK[0], {"role": "assistant", "content": None}], "a content"),
-    "no assistant": (TALK[:2], "no turn of the assistant"),
+    "no assistant": (TALK[:2], "no assistant turn"),
     "a special token": ([TALK[1], {"role": "assistant", "content": "no<|eot_id|>yes"}], "<|eot_id|>"),
 }
 
@@ -106,7 +106,7 @@ def test_what_is_no_conversation_is_named_with_its_row_and_left_out_with_skip_ba
 
 
 TEMPLATES = {  # a template -> a word of what is said about it
-    "{% for message in messages %}{{ message.content }}{% if loop.last %}!{% endif %}{% endfor %}": "others follow",
+    "{% for message in messages %}{{ message.content }}{% if loop.last %}!{% endif %}{% endfor %}": "messages follow",
     "{{ raise_exception('no system message') }}": "no system message",
     "{{ ''.__class__.__mro__ }}": "unsafe",
     "{% if %}": "chat template",

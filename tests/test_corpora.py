@@ -94,11 +94,11 @@ def test_rows_are_held_out_by_their_text_and_files_by_their_path(tmp_path):
 REFUSED = {  # files -> a word of the message
     "not JSON": ({"a.jsonl": '{"text": "x"}\n{"text": \n'}, "a.jsonl, row 2"),
     "no field": ({"a.jsonl": '{"content": "x"}\n'}, "--text-column"),
-    "no text": ({"a.jsonl": '{"text": 5}\n'}, "row 1: its 'text' is not a text"),
+    "no text": ({"a.jsonl": '{"text": 5}\n'}, "row 1: its 'text' is not a string"),
     "half a download": ({"a.jsonl.gz": gzip.compress(b'{"text": "x"}' * 99)[:-9]}, "a.jsonl.gz cannot be read"),
     "nothing": ({"a.txt": ""}, "no text to train on"),
-    "unknown kind": ({"a.png": "x"}, "no file was found"),
-    "no file": ({}, "no file was found"),
+    "unknown kind": ({"a.png": "x"}, "no files to read"),
+    "no file": ({}, "no files to read"),
 }
 
 
@@ -116,7 +116,7 @@ def test_bad_rows_are_counted_where_that_is_asked_for_and_the_corpus_is_checked(
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\nnonsense\n\n{"text": "\\ud800"}\n')
     args = [str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--processes", "1"]
     assert main(["prepare", *args, "--validation-share", "0", "--skip-bad"]) == 0
-    assert "1 bad rows, the first" in capsys.readouterr().out
+    assert "1 bad rows; the first" in capsys.readouterr().out
     assert main(["prepare", *args]) == 2 and "exists" in capsys.readouterr().err
     (tmp_path / "other.tmp").mkdir()  # what a process that was killed leaves
     assert main(["prepare", *args, "--out", str(tmp_path / "other")]) == 2

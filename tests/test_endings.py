@@ -53,13 +53,13 @@ ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per se
     "Ctrl-C twice, and ranks do not listen": ("stop.note = print", [signal.SIGINT] * 2, 130, "stopped by SIGINT"),
     "SIGTERM, and the save fails": ("wait(stop); raise OSError('disk full')", [signal.SIGTERM], 1, "rank"),
     "a rank raises": ("if rank == '1': raise OSError('no disk 7')", [], 1, "rank 1 failed: OSError: no disk 7"),
-    "a rank ends": ("if rank == '0': return 1", [], 1, "rank 0 ended with exit status 1"),
+    "a rank ends": ("if rank == '0': return 1", [], 1, "rank 0 exited with status 1"),
     "a rank is killed": (
         "if rank == '1': os.makedirs(SAVED); open(SAVED + '/manifest.json', 'w'); os.kill(os.getpid(), 9)\n"
         "    time.sleep(0.05); raise OSError('my peer is gone')",
         [],
         1,
-        "rank 1 was killed by SIGKILL, as Linux does when the memory is used up; newest checkpoint outputs/debug/"
+        "rank 1 was killed by SIGKILL, as Linux does when memory runs out; newest checkpoint outputs/debug/"
         "checkpoint/step-4; to continue: NGPU=2 ./run_train.sh --model.dim=64",
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Check a config: print what the run will be, or every problem that would stop it. command_lines.py has the options."""
+"""Check a config: describe the run, or list every problem that would stop it. The options are in command_lines.py."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from torchtitan_lite.tools.plan.cluster import describe_node, find_cluster
 
 
 def main(options: Namespace) -> int:
-    """Print the verdict. Return 0 if the run can start, else 2."""
+    """Print the result. Return 0 if the run can start, else 2."""
     try:
         if options.keys is not None:
             print(describe_keys(options.keys))
@@ -32,12 +32,12 @@ def main(options: Namespace) -> int:
     print(describe_json(prepared) if options.json else describe(prepared, machine))
     if options.gpus and not options.json:
         command = shlex.join(["plan", *options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu])
-        print(f"  next    activations need more: python -m torchtitan_lite {command}")
+        print(f"  next    for activations, run: python -m torchtitan_lite {command}")
     return 0
 
 
 def choose_target(options: Namespace) -> tuple[Machine, int | None, int]:
-    """Return a machine, the number of ranks if it is given, and the number of such hosts. Raises ConfigError."""
+    """Return a host, the number of ranks if given, and the number of hosts. Raises ConfigError."""
     if options.gpus:
         return describe_node(options.gpu, find_cluster(options.gpu), options.gpus), options.gpus, 1
     if options.ranks:
@@ -46,38 +46,38 @@ def choose_target(options: Namespace) -> tuple[Machine, int | None, int]:
 
 
 def choose_host() -> tuple[Machine, int | None, int]:
-    """Return this host, and what NGPU and NNODES say. Raises ConfigError."""
+    """Return this host, and the numbers of ranks and hosts in NGPU and NNODES. Raises ConfigError."""
     machine, n_hosts, n_each = detect_machine(), read_count("NNODES") or 1, read_count("NGPU")
     if n_each and machine.device_type == "cuda" and n_each > machine.n_devices:  # every rank needs its own GPU
-        remedy = f"Use NGPU={machine.n_devices} NNODES={ceil(n_each * n_hosts / machine.n_devices)}: that many hosts"
+        remedy = f"Use NGPU={machine.n_devices} on NNODES={ceil(n_each * n_hosts / machine.n_devices)} hosts"
         raise ConfigError([Problem("NGPU", n_each, f"this host has {machine.n_devices} GPUs", remedy)])
     return machine, n_each and n_each * n_hosts, n_hosts
 
 
 def read_count(name: str) -> int | None:
-    """Return a positive number from the environment, None if it is not set. Raises ConfigError."""
+    """Return a positive integer from the environment; None if it is not set. Raises ConfigError."""
     text = os.environ.get(name)
     if text and not (text.isdecimal() and int(text)):
-        raise ConfigError([Problem(name, text, "it is no number above 0", "Write 2, for instance")])
+        raise ConfigError([Problem(name, text, "it is not a positive integer", "Set it to a number, such as 2")])
     return int(text) if text else None
 
 
 def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts: int) -> Prepared:
-    """Return the run, which `n_hosts` can share out equally. Raises ConfigError."""
+    """Return a run that can start, with equally many ranks on each of `n_hosts`. Raises ConfigError."""
     prepared = preflight(config_args, machine=machine, n_ranks=n_ranks, n_hosts=n_hosts)
     if prepared.layout.world_size % n_hosts:
         why = f"it does not divide the world size {prepared.layout.world_size}"
-        raise ConfigError([Problem("NNODES", n_hosts, why, "Give NGPU, the ranks of each host")])
+        raise ConfigError([Problem("NNODES", n_hosts, why, "Set NGPU to the number of ranks per host")])
     return prepared
 
 
 def describe(prepared: Prepared, machine: Machine) -> str:
-    """Return the verdict for people, one line per question."""
+    """Return the result for people, one line per topic."""
     config, layout, args = prepared.config, prepared.layout, prepared.model_args
     tokens = layout.global_batch_size * config.training.seq_len
     flops = count_flops_per_token(args, config.training.seq_len)
     active = f" ({count_parameters(args, active=True):,} active)" if args.moe else ""
-    unjudged = f"not judged, because its size is not known. Use --gpus {layout.world_size} --gpu h100, for instance"
+    unjudged = f"not checked, because its size is unknown. Use, for example, --gpus {layout.world_size} --gpu h100"
     rows = {
         "model": f"{prepared.title}, {count_parameters(args):,} parameters{active}, "
         f"{flops.full / 1e9:.3g} GFLOP per token ({flops.causal / 1e9:.3g} with causal attention)",
@@ -99,7 +99,7 @@ def describe(prepared: Prepared, machine: Machine) -> str:
 
 
 def describe_json(prepared: Prepared) -> str:
-    """Return the verdict for programs. `memory` is null where it was not judged."""
+    """Return the result for programs. `memory` is null if it was not checked."""
     return json.dumps(
         {
             "sound": True,

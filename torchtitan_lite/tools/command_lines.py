@@ -1,6 +1,6 @@
-"""Define the command line of every tool of `python -m torchtitan_lite`, with the text of its --help.
+"""Define the command line of every tool of `python -m torchtitan_lite`, with its --help text.
 
-`__main__` parses with these before it imports a tool: help and a mistyped option are answered at once, without torch.
+`__main__` parses the command line before it imports a tool, so --help and error messages are fast and need no torch.
 """
 
 import os
@@ -14,7 +14,7 @@ CONFIG = """config:
   --section.key VALUE    override any key; `python -m torchtitan_lite check --keys` prints all keys
 
 """
-STATUS = "Exit status: 0 fine, 1 it failed, 2 wrong input."
+STATUS = "Exit status: 0 success, 1 failure, 2 wrong input."
 
 
 class Tool(NamedTuple):
@@ -22,11 +22,11 @@ class Tool(NamedTuple):
 
     module: str  # in torchtitan_lite.tools, with `main(options) -> exit status`
     make_parser: Callable[[], ArgumentParser]
-    reads_config: bool = False  # the arguments that its parser does not know are the config's: options.config_args
+    reads_config: bool = False  # unknown arguments are keys of the config and go to options.config_args
 
 
 def parse_command(tool: str, args: list[str]) -> Namespace:
-    """Return the options of `tool`. Exit with status 2 on a mistake, with 0 after --help."""
+    """Return the options of `tool`. Exits with status 2 on an error, and with 0 after --help."""
     row = TOOLS[tool]
     parser = row.make_parser()
     if not row.reads_config:
@@ -36,7 +36,7 @@ def parse_command(tool: str, args: list[str]) -> Namespace:
 
 
 def make_parser(tool: str, description: str, epilog: str = STATUS) -> ArgumentParser:
-    """Make the parser of a tool. Options cannot be abbreviated: an abbreviation could be a key of the config."""
+    """Create the parser of a tool. Options cannot be abbreviated, because an abbreviation could be a config key."""
     parser = ArgumentParser(
         f"python -m torchtitan_lite {tool}",
         description=description.strip(),
@@ -50,7 +50,7 @@ def make_parser(tool: str, description: str, epilog: str = STATUS) -> ArgumentPa
 
 
 def positive(text: str) -> int:
-    """Return an integer above 0: the type of an argument."""
+    """Parse a positive integer; used as the type of an argument."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
@@ -60,27 +60,27 @@ def add_source(parser: ArgumentParser) -> None:
     """Add the options of every tool that opens a model."""
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="checkpoint, run (its newest checkpoint), or Hugging Face folder")
-    add("--tokenizer", metavar="FOLDER", help="instead of the tokenizer that SOURCE names")
-    add("--no-verify", action="store_true", help="do not compare a checkpoint with its checksums")
+    add("--tokenizer", metavar="FOLDER", help="default: the tokenizer of SOURCE")
+    add("--no-verify", action="store_true", help="do not check the checksums of a checkpoint")
 
 
 def make_train_parser() -> ArgumentParser:
     description = """
 Train a model: check the config, then start one process per rank on this host and wait for them.
 
-The same as ./run_train.sh, whose --help lists the environment variables: several hosts, Slurm, restarts."""
+The same as ./run_train.sh, whose --help lists the environment variables for several hosts, Slurm and restarts."""
     epilog = "Exit status: 0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by SIGTERM, 1 otherwise."
     return make_parser("train", description, epilog)
 
 
 def make_check_parser() -> ArgumentParser:
     description = """
-Is anything wrong with this config on this many ranks? Prints what the run will be, or every problem that would stop it.
+Would this config run on this many ranks? Describes the run, or lists every problem that would stop it.
 
 Without --ranks and --gpus, check a run on this host: NGPU ranks (default: all GPUs; on a CPU the product of the
-degrees, else 2) on each of NNODES hosts like this one. With --gpus, memory and what only GPUs can do are checked
-against --gpu. With --ranks, memory is not checked. check needs no torch."""
-    parser = make_parser("check", description, "Environment: NGPU, NNODES. Exit status: 0 nothing wrong, 2 refused.")
+degrees, else 2) on each of NNODES hosts like this one. With --gpus, check memory and GPU features for --gpu. With
+--ranks, do not check memory. check needs no torch."""
+    parser = make_parser("check", description, "Environment: NGPU, NNODES. Exit status: 0 no problems, 2 refused.")
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--ranks", type=positive, metavar="N", help="check a run of N ranks elsewhere")
@@ -92,88 +92,88 @@ against --gpu. With --ranks, memory is not checked. check needs no torch."""
 
 def make_prepare_parser() -> ArgumentParser:
     description = """
-Make a corpus to train on from text, JSON lines, Parquet, conversations, and folders of these.
+Prepare a corpus for training from text, JSON lines, Parquet, conversations, and folders of these.
 
-    prepare texts/ notes.jsonl.gz --out data/mine      your own text: a folder that training.dataset names
-    prepare --dataset c4 --dataset-path downloads/     a corpus with a name, as the launcher makes it before a run
+    prepare texts/ notes.jsonl.gz --out data/mine      your own text; then set training.dataset to data/mine
+    prepare --dataset c4 --dataset-path downloads/     a named corpus, as the launcher prepares it before a run
     prepare --check data/mine                          compare a corpus with its manifest
 
 Inputs are .txt, .md and source files (one document each), .jsonl and .json (one document per line), .parquet (one
-document per row), .gz and .zst of these, and folders. Files of other kinds in a folder are left out and counted.
+document per row), .gz and .zst of these, and folders. Files of other kinds in a folder are skipped and counted.
 Parquet and .zst need the extra `data`. OUT is complete or does not exist."""
-    epilog = "Exit status: 0 fine, 1 it could not be written or --check found damage, 2 wrong input."
+    epilog = "Exit status: 0 success, 1 the corpus could not be written or --check found damage, 2 wrong input."
     parser = make_parser("prepare", description, epilog)
     add = parser.add_argument
     add("inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
-    add("--out", type=Path, metavar="FOLDER", help="the corpus to make")
+    add("--out", type=Path, metavar="FOLDER", help="folder of the new corpus")
     add("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
-    add("--validation-share", type=float, default=0.01, metavar="X", help="of the documents (%(default)s)")
-    help = "field of a line or column of a Parquet file that holds the text (text; with --chat messages)"
+    add("--validation-share", type=float, default=0.01, metavar="X", help="fraction of the documents (%(default)s)")
+    help = "field of a line, or column of a Parquet file, with the text (text; with --chat messages)"
     add("--text-column", metavar="NAME", help=help)
     help = "documents are conversations, lists of {role, content}; only the assistant's tokens are targets"
     add("--chat", action="store_true", help=help)
     add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files of folders, one document each")
-    add("--skip-bad", action="store_true", help="count lines that hold no text instead of stopping at the first one")
+    add("--skip-bad", action="store_true", help="skip and count bad lines instead of stopping at the first one")
     add("--processes", type=positive, default=os.cpu_count(), metavar="N", help="(%(default)s)")
     add("--dataset", metavar="NAME", help="prepare this corpus for training.dataset; reads --tokenizer")
-    add("--dataset-path", default="", metavar="PATH", help="as training.dataset_path: the downloaded files")
-    add("--cache-folder", metavar="FOLDER", help="default: that of training.cache_folder")
-    add("--check", type=Path, metavar="FOLDER", help="compare a corpus with its manifest, and do nothing else")
+    add("--dataset-path", default="", metavar="PATH", help="the downloaded files, as in training.dataset_path")
+    add("--cache-folder", metavar="FOLDER", help="default: the default of training.cache_folder")
+    add("--check", type=Path, metavar="FOLDER", help="only compare a corpus with its manifest")
     return parser
 
 
 def make_verify_parser() -> ArgumentParser:
     description = """
-Does this layout compute the single-device model? Prints a certificate, or the first difference.
+Does this layout compute the same as a single device? Prints a certificate, or the first difference.
 
-Run the config, reduced to laptop size, on processes of this CPU beside one process with the same model file: five steps
-of the run's own optimizer; one step of a deep model on long rows; train.py, saved and resumed on another layout;
-bfloat16 and float8 if the run computes in them. A layout that needs more ranks is refused, with a smaller command."""
+Runs the config, reduced to laptop size, on several CPU processes, and compares it with one process that runs the same
+model file: five steps with the run's optimizer; one step of a deep model on long rows; train.py, saved and resumed on
+another layout; bfloat16 and float8 if the run uses them. If the layout needs more ranks, prints a smaller command."""
     epilog = "Exit status: 0 certified, 1 wrong or not finished, 2 wrong input, or more ranks needed."
     parser = make_parser("verify", description, epilog)
     add = parser.add_argument
     help = "maximum number of processes, up to 16 (%(default)s)"
     add("--ranks", type=int, default=8, choices=range(1, 17), metavar="N", help=help)
-    help = "longest silence of the ranks in one trial (%(default)s)"
+    help = "stop a trial if its ranks are silent for this long (%(default)s)"
     add("--timeout", type=positive, default=300, metavar="SECONDS", help=help)
     return parser
 
 
 def make_plan_parser() -> ArgumentParser:
     description = """
-What does this layout cost on these GPUs: memory, time and where it goes, traffic? Which layouts are best?
+What does this layout cost on these GPUs, in memory, time and traffic? Which layouts are best?
 
-A closed form answers at once, without torch. Its forecasts were compared with published runs: the output says how wrong
-they are."""
-    parser = make_parser("plan", description, "Exit status: 0 planned, 1 it does not fit the memory, 2 wrong input.")
+The answer comes from a closed form, without torch. The predictions were compared with published runs, and the output
+says how accurate they are."""
+    parser = make_parser("plan", description, "Exit status: 0 planned, 1 does not fit in memory, 2 wrong input.")
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="number of GPUs; default: the product of the degrees")
     add("--gpu", default="h100", help="GPU type, a row of tools/plan/cluster.py (%(default)s)")
     add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
-    add("--mtbf-hours", type=float, metavar="H", help="hours between interruptions of the job: how often to save?")
+    add("--mtbf-hours", type=float, metavar="H", help="mean hours between failures; prints how often to save")
     add("--restart-s", type=float, default=600, metavar="S", help="... seconds until it trains again (%(default)s)")
     add("--save-stall-s", type=float, default=10, metavar="S", help="... seconds that a save stalls it (%(default)s)")
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
     add("--toml", type=Path, metavar="FILE", help="with --search: write the best layout as a config")
-    help = "also run step.py as one rank of each kind on tensors without storage, and compare"
+    help = "also run step.py on tensors without storage, as one rank of each kind, and compare"
     add("--dry-run", dest="module", action="store_const", const="plan.compare", default="plan.command", help=help)
     return parser
 
 
 def make_explain_parser() -> ArgumentParser:
     description = """
-Who holds which slice of which weight? What do ranks exchange in a step, and which line causes it?
+Which rank holds which shard of each weight? What do ranks exchange in a step, and which line of code causes it?
 
     the step      in words
-    mesh          where each rank is
-    parameters    which rows and columns of which weight each rank holds
-    collectives   of one step in order: operation, mesh axis, shape, bytes that one rank moves, module, line of code
+    mesh          coordinates of each rank
+    parameters    rows and columns of each weight that a rank holds
+    collectives   of one step in order: operation, mesh dims, shape, bytes that one rank moves, module, line of code
 
-Everything is recorded while step.py runs as one rank of that world on tensors without storage."""
+All of it is recorded while step.py runs as one rank of the layout, on tensors without storage."""
     parser = make_parser("explain", description, "Exit status: 0 explained, 2 wrong input.")
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="number of ranks; default: the product of the degrees")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="where it would run (%(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="device of the run (%(default)s)")
     add("--token", action="store_true", help="follow a token forward through all pipeline stages instead")
     add("--rank", type=int, default=0, metavar="R", help="with --token: the rank that reads the token (%(default)s)")
     return parser
@@ -183,12 +183,12 @@ def make_convert_parser() -> ArgumentParser:
     description = """
 Convert a checkpoint to a Hugging Face folder: config.json, *.safetensors, tokenizer.
 
-One file is in memory at a time. OUT is complete or does not exist."""
+Only one file is in memory at a time. OUT is complete or does not exist."""
     parser = make_parser("convert", description)
     add = parser.add_argument
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of all weights; default: as in the source")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of all weights; default: as in SOURCE")
     add_source(parser)
-    add("out", type=Path, metavar="OUT", help="the folder to make")
+    add("out", type=Path, metavar="OUT", help="the new folder")
     return parser
 
 
@@ -196,18 +196,18 @@ def make_generate_parser() -> ArgumentParser:
     description = """
 Continue a text with the model of a checkpoint or a Hugging Face folder.
 
-The text goes to standard output, prompt first. It ends at a token that ends texts, after --max-new-tokens, or when the
-context is full. Sample i is drawn with seed SEED + i."""
+Prints the prompt and the generated text to standard output. The text ends at an end token, after --max-new-tokens, or
+when the context is full. Sample i is drawn with seed SEED + i."""
     parser = make_parser("generate", description)
     add = parser.add_argument
     add("--prompt", metavar="TEXT", help="default: standard input")
     add("--max-new-tokens", type=positive, default=256, metavar="N", help="(%(default)s)")
     add("--n", type=positive, default=1, metavar="N", help="number of samples (%(default)s)")
-    add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (%(default)s)")
+    add("--temperature", type=float, default=0.8, metavar="T", help="0: always the most likely token (%(default)s)")
     add("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens; 0: from all")
     add("--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely tokens of total probability P")
     add("--seed", type=int, default=0, metavar="N", help="equal seeds give equal texts on one device (%(default)s)")
-    add("--context", type=positive, metavar="N", help="maximum tokens of prompt and answer; default: as trained")
+    add("--context", type=positive, metavar="N", help="maximum tokens of prompt and text; default: as trained")
     add_source(parser)
     return parser
 
@@ -216,28 +216,28 @@ def make_eval_parser() -> ArgumentParser:
     description = """
 How well does a model predict a text: nats per token, perplexity, bits per byte?
 
-SOURCE is what `generate` takes. The text is cut into windows that do not overlap; every token except a document's first
-counts once. Bits per byte compare models with different tokenizers. Runs in one process, on one GPU or the CPU."""
+SOURCE is the same as for `generate`. The text is cut into windows that do not overlap. Every token counts once, except
+the first of a document. Bits per byte compare models with different tokenizers. Runs on one GPU or the CPU."""
     parser = make_parser("eval", description)
     add = parser.add_argument
     help = "text file, folder of texts, prepared corpus (its validation split), or python_stdlib"
     add("--data", required=True, metavar="DATA", help=help)
-    add("--seq-len", type=positive, metavar="N", help="tokens of a window; default: as trained, at most 8192")
+    add("--seq-len", type=positive, metavar="N", help="tokens per window; default: as trained, at most 8192")
     add_source(parser)
     return parser
 
 
 def make_bench_parser() -> ArgumentParser:
-    description = "How fast is it, as ratios against references measured in the same run?"
-    epilog = "Exit status: 0 measured, 1 it failed or the contenders do not compute the same, 2 wrong input."
+    description = "How fast is it? Prints ratios to references measured in the same run."
+    epilog = "Exit status: 0 measured, 1 failed, or the contenders do not compute the same, 2 wrong input."
     parser = make_parser("bench", description, epilog)
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
-    step = benches.add_parser("step", help="a step beside a hand-written loop, transformers, and itself compiled")
-    step.add_argument("--rounds", type=positive, default=5, help="turns of each contender")
-    step.add_argument("--steps", type=positive, default=5, help="steps of a turn")
+    step = benches.add_parser("step", help="a step compared with a hand-written loop, transformers, and torch.compile")
+    step.add_argument("--rounds", type=positive, default=5, help="number of turns per contender")
+    step.add_argument("--steps", type=positive, default=5, help="steps per turn")
     step.add_argument("--json", action="store_true", help="print for programs")
     gpu = benches.add_parser("gpu", help="1B, 3B and 8B on one GPU: speed, memory, kernels, waits, saves, offload")
-    gpu.add_argument("--out", metavar="FILE", help="JSON; default: in outputs/. Traces are written beside it")
+    gpu.add_argument("--out", metavar="FILE", help="JSON file; default: in outputs/. Traces go to the same folder")
     gpu.set_defaults(module="bench.gpu")
     return parser
 

@@ -1,9 +1,9 @@
 """Convert a checkpoint to a Hugging Face folder.
 
-    outputs/debug, step-200, ...  ->  OUT/config.json, *.safetensors, tokenizer: for transformers and others
+    outputs/debug, step-200, ...  ->  OUT/config.json, *.safetensors, tokenizer
 
-The launcher does this after a run with checkpoint.last_save_in_hf. `train`, `generate` and `eval` read such a folder as
-it is. One file is in memory at a time; OUT is complete or does not exist.
+The launcher runs this after a run with checkpoint.last_save_in_hf. `train`, `generate` and `eval` can read the folder,
+and so can transformers. Only one file is in memory at a time. OUT is complete or does not exist.
 """
 
 import argparse
@@ -36,16 +36,16 @@ from torchtitan_lite.data.vocabulary import CONFIG as TOKENIZER_CONFIG
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 
 BESIDE_TOKENIZER = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", GENERATION_CONFIG)
-MOST_FILE_BYTES = 5 * 10**9  # as transformers has it
+MOST_FILE_BYTES = 5 * 10**9  # as in transformers
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return the exit status: 0 fine, 1 it failed, 2 wrong input."""
+    """Return the exit status: 0 success, 1 failure, 2 wrong input."""
     started_s = time.monotonic()
     try:
         for path in (options.out, folders.name_unfinished(options.out)):
             if path.exists():
-                raise SourceError(f"{path} exists already, and is never overwritten")
+                raise SourceError(f"{path} already exists, and is never overwritten")
         source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
         convert(source, options.out, options.dtype)
     except (SourceError, HuggingFaceError) as error:
@@ -63,22 +63,22 @@ def main(options: argparse.Namespace) -> int:
         "bytes": sum(sizes),
         "seconds": round(time.monotonic() - started_s, 3),
     }
-    text = "{out}: {parameters:,} parameters of {source}, {bytes:,} bytes in {files} files, {seconds} s"
+    text = "{out}: {parameters:,} parameters from {source}, {bytes:,} bytes in {files} files, {seconds} s"
     print(json.dumps(numbers) if options.json else text.format(**numbers))
     return 0
 
 
 def convert(source: ModelSource, out: Path, dtype: str | None) -> None:
-    """Write the folder `out`; without a dtype, in that of the checkpoint. Raises SourceError or CheckpointError."""
+    """Write the folder `out`. dtype None: keep the dtype of the checkpoint. Raises SourceError or CheckpointError."""
     model_args, checkpoint = source.model_args, source.checkpoint
     if checkpoint is None:
-        raise SourceError(f"{source.path} is a Hugging Face folder already: train, generate and eval read it as it is")
+        raise SourceError(f"{source.path} is already a Hugging Face folder: train, generate and eval can read it")
     if why := explain_unwritable(model_args, source.attention):
-        raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}")
+        raise SourceError(f"{source.path} cannot be converted: {why}")
     if moved := [fqn for fqn in list_expert_biases(model_args) if checkpoint.read(f"model.{fqn}").any()]:
-        why = f"{moved[0]} has moved from zero, and no format of Hugging Face has a bias of experts"
-        remedy = "Train with training.expert_bias_rate = 0, and balance experts by training.expert_balance_loss"
-        raise SourceError(f"{source.path} cannot be a Hugging Face folder: {why}. {remedy}.")
+        why = f"{moved[0]} is not zero, and Hugging Face formats have no expert bias"
+        remedy = "Train with training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
+        raise SourceError(f"{source.path} cannot be converted: {why}. {remedy}.")
     dtype = dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
     about = {"tokenizer": source.tokenizer, "context": source.context, "published": source.published}
     write_folder(out, model_args, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"), **about)
@@ -94,9 +94,9 @@ def write_folder(
     context: int | None = None,
     published: dict[str, dict] | None = None,
 ) -> None:
-    """Write a Hugging Face folder. `read(fqn)` returns a whole tensor. Raises CheckpointError.
+    """Write a Hugging Face folder. `read(fqn)` returns a full tensor. Raises CheckpointError.
 
-    `context` and `published` are those of ModelSource.
+    For `context` and `published` see ModelSource.
     """
     published = published or {}
     about = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "context": context}
@@ -134,9 +134,9 @@ def write_folder(
 
 
 def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[str]]:
-    """Cut a list of tensors, name -> bytes, into files of at most that size. A larger tensor gets its own file."""
+    """Distribute tensors (name -> bytes) over files of at most `most_file_bytes`. A larger tensor gets its own file."""
     files: list[list[str]] = []
-    filled = 0  # bytes of the last file
+    filled = 0  # bytes in the last file
     for name, size in n_bytes.items():
         if not files or filled + size > most_file_bytes:
             files.append([])
@@ -147,15 +147,15 @@ def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[s
 
 
 def to_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor. Raises CheckpointError if a finite number becomes an infinity in float16."""
+    """Convert a tensor to `dtype`. Raises CheckpointError if a finite value becomes infinite in float16."""
     converted = tensor.to(dtype)
     if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
-        raise CheckpointError(f"{name} has numbers beyond 65,504, the largest of float16: choose bfloat16 or float32")
+        raise CheckpointError(f"{name} has values beyond 65,504, the float16 maximum: choose bfloat16 or float32")
     return converted
 
 
 def list_tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the files by which transformers reads the tokenizer, name -> content. Plain bytes have none."""
+    """Return name -> content for the tokenizer files that transformers reads. Plain bytes have none."""
     path = tokenizer.path
     if path.suffix == ".json":
         beside = map(path.with_name, (path.name, *BESIDE_TOKENIZER))

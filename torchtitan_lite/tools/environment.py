@@ -1,7 +1,7 @@
-"""Print the path of a Python that has the packages: `python3 -m torchtitan_lite.tools.environment [--extra test]`.
+"""Print the path of a Python that has the required packages: `python3 -m torchtitan_lite.tools.environment`.
 
-    this Python has the packages of pyproject.toml    this Python
-    otherwise                                         .venv/bin/python, made once with the versions of constraints.txt
+    if this Python has the packages in pyproject.toml    this Python
+    otherwise                                            .venv/bin/python, created with the versions in constraints.txt
 
 run_train.sh and tests/run.sh run it first; `python -m torchtitan_lite` calls continue_with_packages(). Progress goes to
 stderr. Exit status: 0, or 1 with the reason.
@@ -17,38 +17,38 @@ from importlib import metadata
 
 from torchtitan_lite import IS_INSTALLED, REPOSITORY
 
-try:  # tensorboard depends on packaging: a Python without it lacks packages
+try:  # tensorboard depends on packaging, so a Python without packaging also lacks tensorboard
     from packaging.requirements import Requirement
     from packaging.version import Version
 except ImportError:
     Requirement = Version = None
 
 VENV = REPOSITORY / ".venv"
-INSTALLED = VENV / "installed.txt"  # the requirements that pip has installed, one per line; written after pip
+INSTALLED = VENV / "installed.txt"  # requirements that pip installed, one per line; written when pip succeeds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--extra", action="append", default=[], help="also the packages of this extra")
+    parser.add_argument("--extra", action="append", default=[], help="also require the packages of this extra")
     print(find_python(parser.parse_args().extra))
 
 
 def continue_with_packages() -> None:
-    """Replace this process by the same command in a Python that has the packages. Return if this one has them."""
+    """If this Python lacks packages, run the same command in a Python that has them, instead of this process."""
     python = find_python([])
     if python != sys.executable:
         os.execv(python, [python, *sys.orig_argv[1:]])
 
 
 def find_python(extras: list[str]) -> str:
-    """Return the path of a Python that has the packages; set up .venv if there is none."""
+    """Return the path of a Python that has the packages. Create .venv if there is none."""
     requirements = read_requirements(extras)
     if all(map(is_met, requirements)):
         return sys.executable
     if IS_INSTALLED:
-        sys.exit(f"{sys.executable} lacks packages: install {', '.join(requirements)} where you installed this one.")
+        sys.exit(f"{sys.executable} lacks packages. Install them into its environment: {', '.join(requirements)}.")
     with open(REPOSITORY / ".venv.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second start waits until the first one has set up
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits until the first one has finished
         installed = INSTALLED.read_text(encoding="utf-8").splitlines() if INSTALLED.exists() else []
         if missing := [requirement for requirement in requirements if requirement not in installed]:
             set_up(missing)
@@ -57,7 +57,7 @@ def find_python(extras: list[str]) -> str:
 
 
 def read_requirements(extras: list[str]) -> list[str]:
-    """Return the strings of `dependencies = [...]` and `EXTRA = [...]`: Python 3.10 has no reader of TOML."""
+    """Return the strings in `dependencies = [...]` and `EXTRA = [...]`. Python 3.10 has no TOML parser."""
     pyproject = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     requirements = []
     for name in ["dependencies", *extras]:
@@ -67,7 +67,7 @@ def read_requirements(extras: list[str]) -> list[str]:
 
 
 def is_met(text: str) -> bool:
-    """Return whether this Python has a package within its bounds, or does not need it."""
+    """Return whether this Python has a package in the required version, or does not need it."""
     if Requirement is None:
         return False
     requirement = Requirement(text)
@@ -80,18 +80,18 @@ def is_met(text: str) -> bool:
 
 
 def set_up(requirements: list[str]) -> None:
-    """Make .venv, or complete it, and let pip install these. Exits with the reason if that fails."""
+    """Create .venv if necessary, and install the requirements with pip. Exits with the reason on failure."""
     about = f"Setting up {VENV} once, as ./run_train.sh does: {', '.join(requirements)}. It takes a minute or more."
     print(about, file=sys.stderr, flush=True)
-    # If this Python has a torch, it fits the machine's GPUs: .venv then uses the packages of this Python too.
+    # If this Python has torch, that build fits the machine's GPUs, so .venv also uses the packages of this Python.
     shared = ["--system-site-packages"] * any(is_met(text) for text in requirements if text.startswith("torch>"))
     pip = [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
     for command, remedy in (
         ([sys.executable, "-m", "venv", *shared, VENV], "On Debian and Ubuntu: apt install python3-venv."),
-        ([*pip, "-c", REPOSITORY / "constraints.txt", *requirements], "Its last lines, above, say why."),
+        ([*pip, "-c", REPOSITORY / "constraints.txt", *requirements], "See its last lines above."),
     ):
         if subprocess.run(command, stdout=sys.stderr).returncode != 0:
-            sys.exit(f"`{' '.join(map(str, command[:4]))}` has failed. {remedy} The next start tries again.")
+            sys.exit(f"`{' '.join(map(str, command[:4]))}` failed. {remedy} The next start tries again.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measure how well a model predicts a text: nats per token, perplexity, bits per byte. One process, GPU or CPU.
 
-The text is cut into windows like the samples of training (data/dataset.py), so on the validation split of a run's
-corpus the loss is the val_loss of that run.
+The text is cut into windows, like training samples (data/dataset.py). So on the validation split of a run's corpus, the
+loss equals the val_loss of that run.
 """
 
 import json
@@ -33,12 +33,12 @@ from torchtitan_lite.tools.corpora.text_files import PreparationError, find_file
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
 from torchtitan_lite.validation import describe_loss, sum_losses
 
-BATCH_TOKENS = 8192  # tokens of a batch, and of the longest window unless --seq-len asks for more
-CHUNK_TOKENS = 1024  # tokens whose logits are in memory at once
+BATCH_TOKENS = 8192  # tokens per batch, and per window unless --seq-len is larger
+CHUNK_TOKENS = 1024  # number of tokens whose logits are in memory at once
 
 
 def main(options: Namespace) -> int:
-    """Print the report. Return the exit status: 0 fine, 1 it failed, 2 wrong input."""
+    """Print the report. Return the exit status: 0 success, 1 failure, 2 wrong input."""
     try:
         report = evaluate(options)
     except (SourceError, HuggingFaceError, PreparationError, CorpusError) as error:
@@ -73,7 +73,7 @@ def evaluate(options: Namespace) -> dict[str, object]:
         bytes_of_tokens = torch.tensor(source.tokenizer.bytes_of_tokens(), device=device)
         nats, counts = sum_losses(show_progress(batches, windows.n_batches), compute_loss, bytes_of_tokens)
     if not math.isfinite(nats.item()):
-        raise FloatingPointError(f"{source.path}: the loss is {nats.item()}. Its weights are damaged or diverged.")
+        raise FloatingPointError(f"{source.path}: the loss is {nats.item()}. The weights are damaged or diverged.")
     n_tokens, n_bytes = counts.tolist()
     about = {"source": str(source.path), "data": options.data, "device": device.type, "seq_len": seq_len}
     return {**about, **describe_loss(nats, counts), "tokens": n_tokens, "bytes": n_bytes}
@@ -88,7 +88,7 @@ def show_progress(batches: Iterator[Batch], n_batches: int) -> Iterator[Batch]:
 
 
 def open_text(data: str, source: ModelSource, folder: Path) -> Corpus:
-    """Open the validation split of a corpus, or all of a text, which is prepared in `folder`.
+    """Open the validation split of a corpus, or prepare a text in `folder` and open all of it.
 
     Raises CorpusError, PreparationError.
     """

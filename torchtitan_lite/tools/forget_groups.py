@@ -1,11 +1,11 @@
-"""Several jobs, one after another, in one process."""
+"""Run several jobs, one after another, in one process."""
 
 import torch
 from torch.distributed.tensor import _redistribute, debug
 
 
 def forget_groups() -> None:
-    """Clear torch's caches by mesh: an equal mesh of a later job must not get the groups of an earlier job."""
+    """Clear torch's per-mesh caches. Otherwise an equal mesh in a later job would get groups of an earlier job."""
     torch._dynamo.reset()
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()

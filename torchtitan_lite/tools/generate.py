@@ -1,10 +1,10 @@
-"""Continue a text with the model of a checkpoint or a Hugging Face folder. The text goes to standard output.
+"""Continue a text with the model in a checkpoint or a Hugging Face folder. Prints the text to standard output.
 
-    logits  ->  / temperature  ->  top-k: the k most likely  ->  top-p: the fewest of total probability p  ->  draw
+    logits  ->  / temperature  ->  top-k: the k most likely  ->  top-p: the fewest with total probability p  ->  draw
 
-Temperature 0 takes the most likely token. Sample i is drawn with seed + i, on the CPU: equal logits and seeds give
-equal tokens on every device. A text ends at a token that ends texts, after --max-new-tokens, or when the context is
-full. Source: top-p arXiv:1904.09751. Legend: V vocabulary.
+Temperature 0 chooses the most likely token. Sample i is drawn on the CPU with seed + i, so equal logits and seeds give
+equal tokens on every device. A text ends at an end token, after --max-new-tokens, or when the context is full.
+Source: top-p arXiv:1904.09751. Legend: V vocabulary.
 """
 
 import codecs
@@ -32,15 +32,15 @@ from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_m
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Settings for choosing the next token."""
 
     temperature: float = 1.0  # 0: the most likely token
-    top_k: int = 0  # draw from this many tokens only; 0: all
-    top_p: float = 1.0  # draw only from the most likely tokens that together have this probability; 1: all
+    top_k: int = 0  # draw only from this many most likely tokens; 0: all
+    top_p: float = 1.0  # draw only from the most likely tokens with this total probability; 1: all
 
 
 def main(options: Namespace) -> int:
-    """Print the samples. Return the exit status: 0 fine, 1 it failed, 2 wrong input."""
+    """Print the samples. Return the exit status: 0 success, 1 failure, 2 wrong input."""
     try:
         run(options)
     except (SourceError, HuggingFaceError) as error:
@@ -53,7 +53,7 @@ def main(options: Namespace) -> int:
 
 
 def run(options: Namespace) -> None:
-    """Generate and print all samples. Wrong input raises SourceError before weights are loaded."""
+    """Generate and print all samples. Raises SourceError for wrong input before loading the weights."""
     device = choose_device(0, detect_machine().device_type)
     source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
@@ -62,9 +62,9 @@ def run(options: Namespace) -> None:
     limit = "max_new_tokens" if n_new_tokens == options.max_new_tokens else "context"
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     model = CachedModel(build_model(source, device))
-    print(f"{source.path} on {device.type}, {len(prompt_tokens)} tokens of prompt", file=sys.stderr)
+    print(f"{source.path} on {device.type}, {len(prompt_tokens)} prompt tokens", file=sys.stderr)
 
-    logits = model.read(prompt_tokens)  # once, for all samples
+    logits = model.read(prompt_tokens)  # once for all samples
     usable = torch.zeros(len(logits), dtype=torch.bool)  # a model may have more rows than its tokenizer has tokens
     usable[list(source.tokenizer.bytes_of_id)] = True
     show = (lambda text: None) if options.json else partial(print, end="", flush=True)
@@ -89,29 +89,29 @@ def run(options: Namespace) -> None:
 
 
 def encode_prompt(prompt: str, source: ModelSource, context: int | None) -> tuple[list[int], int]:
-    """Return the tokens of the prompt, after the token that begins a document, and the room left in the context.
+    """Return BOS and the tokens of the prompt, and the number of tokens left in the context.
 
-    Raises SourceError if there is no room, or if the cache does not compute the model's attention.
+    Raises SourceError if no tokens are left, or if the KV cache does not support the model's attention.
     """
     if not ATTENTIONS.get(source.attention, AttentionRow()).is_plain:
-        why = f'model/kv_cache.py does not compute model.attention = "{source.attention}" (config/choices.py: is_plain)'
+        why = f'model/kv_cache.py does not support model.attention = "{source.attention}" (config/choices.py: is_plain)'
         raise SourceError(f"{source.path}: {why}.")
     tokens = source.tokenizer.encode(prompt, bos=True)
     if not tokens:
-        raise SourceError("The prompt is empty, and this tokenizer has no token that begins a text. Give a prompt.")
+        raise SourceError("The prompt is empty, and this tokenizer has no BOS token to start from. Set a prompt.")
     limit = context or source.context
     if limit is None:
-        raise SourceError(f"{source.path} does not say how many tokens it was trained to read. Give --context N.")
+        raise SourceError(f"{source.path} does not say which context length it was trained with. Set --context N.")
     if len(tokens) >= limit:
-        remedy = "Shorten it, or read further than the model was trained to with --context N"
-        raise SourceError(f"The prompt has {len(tokens)} tokens, and the context is {limit}. {remedy}.")
+        remedy = "Shorten it, or set a longer context than in training with --context N"
+        raise SourceError(f"The prompt has {len(tokens)} tokens, but the context has {limit}. {remedy}.")
     return tokens, limit - len(tokens)
 
 
 def take(
     tokens: Iterator[int], tokenizer: Tokenizer, end_ids: frozenset[int], show: Callable[[str], object]
 ) -> list[int]:
-    """Return `tokens` up to a token that ends the text. Show characters as soon as they are complete."""
+    """Return `tokens` up to an end token. Show characters as soon as they are complete."""
     decoder, taken = codecs.getincrementaldecoder("utf-8")("replace"), []  # a token can end inside a character
     for token in tokens:
         if token in end_ids:
@@ -130,7 +130,7 @@ def generate(
 ) -> Iterator[int]:
     """Yield up to `most_tokens` tokens, each a function of earlier tokens and `seed`. Does not stop at end tokens.
 
-    `logits` (V,) follow what `model` has read; `usable` (V,) bool marks the ids that may be drawn.
+    `logits` (V,): logits after the tokens that `model` has read. `usable` (V,) bool: ids that may be drawn.
     """
     generator = torch.Generator().manual_seed(seed)
     for n_tokens in range(1, most_tokens + 1):
@@ -141,7 +141,7 @@ def generate(
 
 
 def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator, usable: Tensor) -> int:
-    """Return the id of a token. logits (V,) fp32, usable (V,) bool. Raises FloatingPointError for NaN or infinity."""
+    """Choose the next token id. logits (V,) fp32, usable (V,) bool. Raises FloatingPointError for NaN or infinity."""
     if not logits.isfinite().all():
         raise FloatingPointError("The logits are not finite: the weights are damaged or diverged.")
     logits = logits.masked_fill(~usable, -inf)
@@ -152,7 +152,7 @@ def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator,
 
 
 def limit(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return logits (V,) fp64 at this temperature, -inf if top-k or top-p exclude them. Keeps the most likely."""
+    """Apply temperature, top-k and top-p, (V,) -> (V,) fp64. Excluded tokens get -inf; the most likely one is kept."""
     logits = (logits.double() - logits.max()) / sampling.temperature  # at most 0: a low temperature does not overflow
     if 0 < sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -inf)

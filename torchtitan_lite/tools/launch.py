@@ -1,14 +1,14 @@
-"""Train a model: check the config, then start the ranks of this host with torchrun and wait. run_train.sh calls it.
+"""Train a model: check the config, start the ranks of this host with torchrun, and wait. run_train.sh calls this.
 
-    launcher  ->  fork server: imports train.py once  ->  rank 0, rank 1, ...     forks, which share its memory
+    launcher  ->  fork server: imports train.py once  ->  rank 0, rank 1, ...     forks that share its memory
 
-SIGINT and SIGTERM are passed on to the ranks, which finish a step, save and end (components/shutdown.py). Copies of the
-signal within 5 s change nothing; a later signal kills the ranks. If a rank fails, torchrun ends the others, and the
-last line says which one failed, why, and how to continue from the newest checkpoint.
+SIGINT and SIGTERM are forwarded to the ranks, which finish a step, save and exit (components/shutdown.py). Copies of
+the signal within 5 s are ignored; a later signal kills the ranks. If a rank fails, torchrun ends the others, and the
+last line says which rank failed, why, and how to resume from the newest checkpoint.
 
 Environment: NGPU (ranks of this host), LOG_RANK (ranks whose output is shown, default 0), MAX_RESTARTS; for several
 hosts NNODES, NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
-Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 anything else.
+Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 otherwise.
 """
 
 import importlib
@@ -38,8 +38,8 @@ from torchtitan_lite.preflight import Prepared
 from torchtitan_lite.tools.check import check, choose_host, describe
 from torchtitan_lite.tools.corpora.named import prepare_datasets
 
-STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that stopped for a signal
-STOP_FILE = "stopped"  # in the folder of the launch: the exit status, once a signal has arrived
+STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that a signal stopped
+STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit status
 
 
 def main(options: Namespace) -> int:
@@ -65,7 +65,7 @@ def main(options: Namespace) -> int:
     if status == 0 and is_first_host():
         status = export_last_checkpoint(prepared)
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # a copy must not change the exit status
+        signal.signal(number, signal.SIG_IGN)  # another copy of the signal must not change the exit status
     if status == 1 and any(path.stat().st_size for path in folder.rglob("stderr.log")):
         print(f"The stderr of the other ranks is in {folder}.", file=sys.stderr)
     else:
@@ -76,14 +76,14 @@ def main(options: Namespace) -> int:
 
 
 def export_last_checkpoint(prepared: Prepared) -> int:
-    """Convert the last checkpoint to a Hugging Face folder, if the config asks for that. Return the exit status."""
+    """Convert the last checkpoint to a Hugging Face folder if last_save_in_hf is set. Return the exit status."""
     section = prepared.config.checkpoint
     step = max(prepared.config.training.steps, prepared.resumed_step)
     last = prepared.dump_folder / section.folder / f"step-{step}"
     out = Path(f"{last}-hf")
     if not (section.enable and section.last_save_in_hf) or out.exists():
         return 0
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there are no ranks to pass it on to
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there are no ranks to forward it to
     options = ["--dtype", section.export_dtype]
     return subprocess.call([sys.executable, "-m", "torchtitan_lite", "convert", str(last), str(out), *options])
 
@@ -93,9 +93,9 @@ def is_first_host() -> bool:
 
 
 def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tuple[int, str]:
-    """Run the ranks of this host to their end. Return the exit status, and the reason if it is not 0."""
+    """Run the ranks of this host until they exit. Return the exit status, and the reason if it is not 0."""
     received: list[signal.Signals] = []
-    received_at_s = 0.0  # the first one
+    received_at_s = 0.0  # time of the first signal
 
     def pass_on(number: int, frame: object) -> None:
         nonlocal received_at_s
@@ -104,12 +104,12 @@ def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tupl
             return
         received_at_s = received_at_s or now_s
         received.append(signal.Signals(number))
-        (folder / STOP_FILE).write_text(str(128 + number))  # for ranks that start later, after a failure for instance
+        (folder / STOP_FILE).write_text(str(128 + number))  # for ranks that start later, for example after a failure
         ranks = multiprocessing.active_children()
         if not ranks:
-            raise KeyboardInterrupt  # the launcher waits for other hosts
+            raise KeyboardInterrupt  # the launcher is still waiting for other hosts
         for rank in ranks:
-            with suppress(ProcessLookupError):  # it has just ended
+            with suppress(ProcessLookupError):  # the rank has just exited
                 os.kill(rank.pid, number if len(received) == 1 else signal.SIGKILL)
 
     for number in SIGNALS:
@@ -119,12 +119,12 @@ def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tupl
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         start_fork_server()
-        # These load torch, which takes 1.5 s: now, while the fork server imports train.py.
+        # These imports load torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
         torchrun = importlib.import_module("torch.distributed.run")
         errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
         config = make_launch_config(torchrun, n_local, n_hosts, folder)
         if config.max_restarts == 0:
-            logging.disable(logging.ERROR)  # torchrun's own account of a failure: the last line is shorter
+            logging.disable(logging.ERROR)  # hide torchrun's long failure report; our last line is shorter
         try:
             statuses = torchrun.elastic_launch(config, run_rank)(args, folder)
         except errors.ChildFailedError as error:
@@ -132,7 +132,7 @@ def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tupl
             if failure.exitcode not in STOPPED and not (received and failure.exitcode < 0):
                 return 1, f"rank {rank} {describe_failure(failure)}"
             statuses = {0: failure.exitcode if failure.exitcode in STOPPED else 128 + received[0]}
-        except Exception as error:  # the hosts do not meet, or a port is taken
+        except Exception as error:  # hosts cannot connect, or a port is in use
             return 1, f"torchrun failed: {type(error).__name__}: {error}"
     except KeyboardInterrupt:
         statuses = {0: 128 + received[0]}
@@ -141,25 +141,25 @@ def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tupl
 
 
 def start_fork_server() -> None:
-    """Start the process that imports train.py, and that ranks are forks of.
+    """Start the fork server, which imports train.py once and forks the ranks.
 
-    It blocks both signals for its whole life, and so do new ranks: a signal waits until a rank can handle it.
+    It blocks both signals, and new ranks inherit this, so a signal stays pending until the rank can handle it.
     """
     multiprocessing.set_forkserver_preload(["train"])
-    resource_tracker.ensure_running()  # unblocks signals when it starts
+    resource_tracker.ensure_running()  # starting it later would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     folder = os.getcwd()
-    os.chdir(REPOSITORY)  # where the server looks for train.py; the user's folder may have another one
+    os.chdir(REPOSITORY)  # the server imports train.py from here; the user's folder may have another train.py
     forkserver.ensure_running()
     os.chdir(folder)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder: Path) -> object:
-    """Return torchrun's settings for this host, as the environment says."""
+    """Return torchrun's settings for this host, from the environment variables."""
     shown = {int(rank) for rank in os.environ.get("LOG_RANK", "0").split(",")}
     hidden = dict.fromkeys(set(range(n_local)) - shown, torchrun.Std.ERR)  # their stderr goes to files
-    address, local_address = "127.0.0.1:0", "127.0.0.1"  # port 0: any free one
+    address, local_address = "127.0.0.1:0", "127.0.0.1"  # port 0: any free port
     if n_hosts > 1:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29500')}"
         local_address = os.environ.get("PET_LOCAL_ADDR")
@@ -176,37 +176,37 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
         local_addr=local_address,
         max_restarts=int(os.environ.get("MAX_RESTARTS", 0)),
         start_method="forkserver",
-        signals_to_handle="SIGHUP,SIGQUIT",  # the other two are passed on
+        signals_to_handle="SIGHUP,SIGQUIT",  # we forward SIGINT and SIGTERM ourselves
     )
 
 
 def run_rank(args: list[str], folder: Path) -> int:
-    """Train as one rank. Return 0, 130 or 143; anything else is a failure, and ends the process."""
+    """Train as one rank. Return 0, 130 or 143. On failure, end the process with another status."""
     stop = StopRequest(os.environ["RANK"])
     stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if (folder / STOP_FILE).exists():
         sys.exit(int((folder / STOP_FILE).read_text()))
-    train = importlib.import_module("train")  # the fork server has imported it
+    train = importlib.import_module("train")  # already imported by the fork server
     status = 1
-    with suppress(Exception):  # printed, and recorded for describe_failure
+    with suppress(Exception):  # already printed, and recorded for describe_failure
         status = train.run_rank(args, stop)
-    # A rank that fails ends by torchrun's SIGTERM. The launcher would wait forever for any other that a copy ends now.
+    # torchrun's SIGTERM must end a failed rank. But if a late signal killed any other rank, the launcher would hang.
     is_failed = status not in (0, *STOPPED)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if is_failed else signal.SIG_IGN)
     if is_failed:
-        time.sleep(1)  # torchrun names the rank that ends first: not this one, if it fails because of another
+        time.sleep(1)  # torchrun reports the rank that exits first: let the rank that caused the failure be first
         sys.exit(status)
     return status
 
 
 def describe_failure(failure: object) -> str:
-    """Return how a rank failed. `failure` is torchrun's ProcessFailure."""
+    """Describe how a rank failed. `failure` is torchrun's ProcessFailure."""
     if failure.exitcode < 0:
-        by_kernel = ", as Linux does when the memory is used up" if failure.exitcode == -signal.SIGKILL else ""
+        by_kernel = ", as Linux does when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
         return f"was killed by {failure.signal_name()}{by_kernel}"
     if Path(failure.error_file).exists():  # an exception
         message = failure.error_file_data["message"]
         return f"failed: {(message['message'] if isinstance(message, dict) else message).splitlines()[0]}"
-    return f"ended with exit status {failure.exitcode}"
+    return f"exited with status {failure.exitcode}"

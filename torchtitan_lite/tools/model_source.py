@@ -1,8 +1,8 @@
-"""Open the model that `generate`, `eval` and `convert` read, and load all its weights in one process.
+"""Open a model for `generate`, `eval` and `convert`, and load all its weights in one process.
 
 step-200/                       a checkpoint: its manifest describes the model and names the tokenizer
-checkpoint/, outputs/debug/     the newest checkpoint there
-config.json, *.safetensors      a Hugging Face folder: config.json describes the model, the tokenizer is beside it
+checkpoint/, outputs/debug/     the newest checkpoint in this folder
+config.json, *.safetensors      a Hugging Face folder with config.json and a tokenizer
 """
 
 from collections.abc import Callable
@@ -32,49 +32,49 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.moe import list_moes
 
-DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # a CPU is slower in bfloat16
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # bfloat16 is slower on a CPU
 
 
 class SourceError(ValueError):
-    """A source or a prompt cannot be used."""
+    """Raised if a source or a prompt cannot be used."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that is described, and not yet in memory."""
+    """Description of a model whose weights are not loaded yet."""
 
     path: Path
     model_args: ModelArgs
     attention: str  # a key of config/choices.py: ATTENTIONS
     tokenizer: Tokenizer
-    end_ids: frozenset[int]  # tokens after which a text ends
-    context: int | None  # length of the longest text seen in training, in tokens, if known
-    published: dict[str, dict[str, Any]]  # config.json and generation_config.json that the weights came with, if any
-    fill: Callable[[dict[str, Tensor]], None]  # read weights and biases of experts into these tensors, by FQN
+    end_ids: frozenset[int]  # end tokens: a text ends at any of them
+    context: int | None  # length of the training sequences in tokens, if known
+    published: dict[str, dict[str, Any]]  # config.json and generation_config.json that came with the weights, if any
+    fill: Callable[[dict[str, Tensor]], None]  # reads weights and expert biases into these tensors (FQN -> tensor)
     checkpoint: OpenCheckpoint | None  # None: a Hugging Face folder
 
 
 def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> ModelSource:
-    """Open `path`. Raises SourceError if there is no model, CheckpointError or HuggingFaceError for a bad one."""
+    """Open `path`. Raises SourceError if there is no model, CheckpointError or HuggingFaceError if it is bad."""
     if (path / CONFIG).is_file():
         source = describe_hugging_face(path, tokenizer)
     else:
         source = describe_checkpoint(open_checkpoint(find_checkpoint(path), verify=verify), tokenizer)
     if (n := source.tokenizer.vocab_size) > source.model_args.vocab_size:
-        raise SourceError(f"{path}: its model knows fewer ids than the {n} tokens of {source.tokenizer.path}.")
+        raise SourceError(f"{path}: its model has fewer ids than the {n} tokens of {source.tokenizer.path}.")
     return source
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path` if it is a step-N, else the newest one in it or in its folder checkpoint/."""
+    """Return `path` if it is a checkpoint; otherwise the newest checkpoint in it or in its folder checkpoint/."""
     if (path / MANIFEST).is_file():
         return path
     for folder in (path, path / "checkpoint"):
         if steps := find_steps(folder):
             return folder / f"step-{steps[-1]}"
-    why = "has neither a checkpoint nor a model of Hugging Face" if path.is_dir() else "is not a folder"
+    why = "has neither a checkpoint nor a Hugging Face model" if path.is_dir() else "is not a folder"
     runs = sorted(str(folder.parent) for folder in Path("outputs").glob("*/checkpoint") if find_steps(folder))
-    remedy = f"There is {', '.join(runs[:5])}" if runs else "A run with --checkpoint.enable makes one"
+    remedy = f"Existing runs: {', '.join(runs[:5])}" if runs else "A run with --checkpoint.enable saves checkpoints"
     raise SourceError(f"{path} {why}. {remedy}. Or name a folder with {CONFIG}.")
 
 
@@ -85,8 +85,8 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
     found = load_named_tokenizer(tokenizer or section["hf_assets_path"], path)
     if not tokenizer and manifest.fingerprint["tokenizer"] != found.fingerprint:
         why = f"{section['hf_assets_path']} is not the tokenizer that it was trained with"
-        raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is not compared.")
-    # The folder of the tokenizer may name further end tokens.
+        raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is not checked.")
+    # The tokenizer's folder may name more end tokens.
     beside = published or (read_published(found.path.parent) if found.path.is_file() else {})
     trained, length = config.get("training", {}).get("seq_len", 0), published.get(CONFIG, {}).get(LENGTH, 0)
 
@@ -100,7 +100,7 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
         attention=section.get("attention", "causal"),
         tokenizer=found,
         end_ids=read_end_ids(beside) | {found.eos_id},
-        context=max(trained, length) or None,  # a model that was trained further still reads long texts
+        context=max(trained, length) or None,  # fine-tuning on short sequences keeps the original context length
         published=published,
         fill=fill,
         checkpoint=checkpoint,
@@ -124,24 +124,24 @@ def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
 
 
 def read_end_ids(published: dict[str, dict[str, Any]]) -> frozenset[int]:
-    """Return the tokens that end a text: eos_token_id of generation_config.json, else of config.json, else none."""
+    """Return the end tokens: eos_token_id in generation_config.json, else in config.json, else none."""
     values = [published.get(name, {}).get("eos_token_id") for name in (GENERATION_CONFIG, CONFIG)]
     value = next((value for value in values if value not in (None, [])), [])
     return frozenset(value if isinstance(value, list) else [value])
 
 
 def load_named_tokenizer(assets: str, path: Path) -> Tokenizer:
-    """Load the tokenizer of the model in `path`. Raises SourceError if there is none."""
+    """Load the tokenizer `assets` for the model in `path`. Raises SourceError if there is none."""
     try:
         return load_tokenizer(assets)
     except ConfigError as error:
         why = error.problems[0].why
-        raise SourceError(f"{path}: its tokenizer is not found: {why}. Name it with --tokenizer FOLDER.") from None
+        raise SourceError(f"{path}: its tokenizer was not found: {why}. Name it with --tokenizer FOLDER.") from None
 
 
 @torch.no_grad()
 def build_model(source: ModelSource, device: torch.device) -> nn.Module:
-    """Return the model with its weights."""
+    """Build the model on `device` and load its weights."""
     model_args = source.model_args
     model_class, _ = MODELS[model_args.name]
     with torch.device("meta"):
@@ -149,7 +149,7 @@ def build_model(source: ModelSource, device: torch.device) -> nn.Module:
     model.to(DTYPES[device.type]).to_empty(device=device).eval()
     for _, moe in list_moes(model):
         moe.router.reset(device)
-    if model_args.tie_embeddings:  # to_empty made two tensors out of one
+    if model_args.tie_embeddings:  # to_empty made two tensors out of the shared one
         model.output.weight = model.tok_embeddings.weight
     biases = {fqn: model.get_buffer(fqn) for fqn in list_expert_biases(model_args)}
     source.fill(dict(model.named_parameters()) | biases)

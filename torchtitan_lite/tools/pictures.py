@@ -1,15 +1,15 @@
-"""Draw pictures as SVG: curves over steps, and rows of boxes, of which heat maps, timelines and flame graphs are made.
+"""Draw SVG pictures: curves over steps, and rows of boxes for heat maps, timelines and flame graphs.
 
-Positions across are percentages and heights are pixels: a picture fits any width, and its text keeps its size. The page
-around it has the style sheet (report/page.py). Each point and each box has a tooltip, its <title>.
+Horizontal positions are percentages and heights are pixels, so a picture fits any width and its text keeps its size. The
+page that contains it has the style sheet (report/page.py). Each point and each box has a tooltip, its <title>.
 """
 
 from html import escape
 from math import ceil, floor, log10
 
-LEFT, WIDTH = 13.0, 83.0  # percent: where the axis of a picture starts, and its length
+LEFT, WIDTH = 13.0, 83.0  # start and length of the horizontal axis, in percent
 PLOT_HEIGHT, ROW_HEIGHT = 130, 20  # pixels
-MOST_POINTS = 300  # of a curve
+MOST_POINTS = 300  # per curve
 
 Points = list[tuple[int, float]]  # (step, value)
 Curve = tuple[str, str, str, Points]  # name, color, dashes of the line, points
@@ -17,14 +17,14 @@ Box = tuple[float, float, str, str, str]  # start, end, color, title, text insid
 
 
 def choose_ticks(low: float, high: float, most: int = 4) -> list[float]:
-    """Return round numbers from low to high, at most one more than `most`."""
+    """Return round numbers from low to high, at most `most` + 1 of them."""
     size = 10 ** floor(log10((high - low) / most))
     step = next(size * factor for factor in (1, 2, 5, 10) if (high - low) / (size * factor) <= most)
     return [number * step for number in range(ceil(low / step), floor(high / step) + 1)]
 
 
 def thin(points: Points) -> Points:
-    """Return at most MOST_POINTS points: the lowest and the highest of each few neighbors, so that spikes stay."""
+    """Return at most MOST_POINTS points: the lowest and the highest of each group of neighbors, which keeps spikes."""
     size = 2 * ceil(len(points) / MOST_POINTS)
     groups = [sorted(points[at : at + size], key=lambda point: point[1]) for at in range(0, len(points), size)]
     return points if size == 2 else sorted({point for group in groups for point in (group[0], group[-1])})

@@ -1,4 +1,4 @@
-"""End the worker processes of multiprocessing with their parent."""
+"""End worker processes of multiprocessing when their parent ends."""
 
 import multiprocessing
 import os
@@ -7,9 +7,9 @@ from multiprocessing.connection import wait
 
 
 def end_with_parent() -> None:
-    """End this process, if multiprocessing started it, as soon as its parent has ended.
+    """If multiprocessing started this process, end it as soon as its parent ends.
 
-    A worker that waits for its next job does not notice, because the workers of a pool hold each other's pipes open.
+    A worker that waits for its next job would not notice, because the workers of a pool keep each other's pipes open.
     """
     parent = multiprocessing.parent_process()
 

@@ -1,4 +1,4 @@
-"""Run `prepare`: make a corpus from text files or a corpus with a name, or compare a corpus with its manifest."""
+"""Run `prepare`: make a corpus from text files, prepare a named corpus, or compare a corpus with its manifest."""
 
 import argparse
 import json
@@ -39,16 +39,16 @@ def main(options: argparse.Namespace) -> int:
     except (CorpusError, PreparationError, ConfigError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
-    except OSError as error:  # a full disk, for instance
+    except OSError as error:  # for example a full disk
         print(f"The corpus could not be written: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def run(options: argparse.Namespace) -> str:
-    """Make the corpus, and return what to print."""
+    """Prepare the corpus, and return the output."""
     if not (options.inputs and options.out):
-        raise PreparationError("Name the files to read, and the folder to make: prepare texts/ --out data/mine")
+        raise PreparationError("Name the input files and the output folder: prepare texts/ --out data/mine")
     files, left_out = find_files(options.inputs, [suffix.lower() for suffix in options.suffix])
     settings = PrepareSettings(
         assets=str(load_tokenizer(options.tokenizer).path),
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> str:
         skip_bad=options.skip_bad,
         folder=os.path.commonpath([path.absolute().parent for path in files]),
     )
-    progress = ProgressLine("prepare: bytes", sum(path.stat().st_size for path in files))  # compressed files hold more
+    progress = ProgressLine("prepare: bytes", sum(path.stat().st_size for path in files))  # of compressed files, if any
     manifest, bad = prepare(files, options.out, settings, n_processes=options.processes, report=progress.add)
     progress.clear()
     numbers = {"folder": str(options.out), "files": len(files), "files_left_out": left_out.total()}
@@ -67,22 +67,22 @@ def run(options: argparse.Namespace) -> str:
 
 
 def describe(numbers: dict, left_out: Counter[str], command: str) -> str:
-    """Return what was made, and what to do next."""
+    """Describe the new corpus, and the command that trains on it."""
     lines = [f"{numbers['folder']} is complete, from {numbers['files']:,} files:"]
     for name, split in numbers["splits"].items():
         figures = f"{split['n_tokens']:,} tokens in {split['n_documents']:,} documents"
-        figures += f", {split['n_targets']:,} of them targets" if split["n_targets"] else ""
+        figures += f", {split['n_targets']:,} of these tokens are targets" if split["n_targets"] else ""
         lines.append(f"  {name:10} {figures}; {split['n_text_bytes'] / split['n_tokens']:.2f} bytes per token")
     if left_out:
         kinds = ", ".join(f"{n} {suffix}" for suffix, n in left_out.most_common(5))
-        lines.append(f"  left out   files that are not known as text ({kinds}); --suffix .x adds a kind")
+        lines.append(f"  left out   files of unknown kinds ({kinds}); --suffix .x adds a kind")
     if numbers["bad_rows"]:
-        lines.append(f"  skipped    {numbers['bad_rows']:,} bad rows, the first: {numbers['first_bad_row']}")
+        lines.append(f"  skipped    {numbers['bad_rows']:,} bad rows; the first is {numbers['first_bad_row']}")
     return "\n".join([*lines, f"Train on it: {command}"])
 
 
 def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> str:
-    """Return the command that trains on the corpus: from the weights beside its tokenizer, else the debug model."""
+    """Return a command that trains on the corpus: weights in the tokenizer's folder if any, else the debug model."""
     words = ["./run_train.sh", "--training.dataset", str(options.out)]
     tokenizer = options.tokenizer
     if list(Path(tokenizer).glob("*.safetensors")):
@@ -92,14 +92,14 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
         words += (
             ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)] if tokenizer != SHIPPED else []
         )
-        words += ["--job.dump_folder", f"outputs/{options.out.name}"]  # outputs/debug may hold a run on another corpus
+        words += ["--job.dump_folder", f"outputs/{options.out.name}"]  # outputs/debug may have a run on another corpus
     if "validation" not in manifest.splits:
         words.append("--validation.no_enable")
     return shlex.join(words)
 
 
 def check(folder: Path) -> int:
-    """Compare a corpus with its manifest. Return 1 and print the damaged files if there are any."""
+    """Compare a corpus with its manifest. Print damaged files and return 1 if there are any."""
     try:
         splits = read_manifest(folder).splits.items()
         hashes = {folder / f"{name}.{suffix}": h for name, split in splits for suffix, h in split.sha256.items()}

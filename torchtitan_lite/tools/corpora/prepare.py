@@ -3,11 +3,11 @@
     this process    reads batches of rows  ---------->  writes documents in order, hashes, renames OUT.tmp to OUT
     its workers                  parse, choose the split, encode
 
-Order and content do not depend on the number of processes, and a single packed file keeps all of them busy. A document
-is `BOS text EOS`, without BOS if the tokenizer has none; a conversation is what its chat template writes.
+Order and content do not depend on the number of processes, and a single compressed file keeps all of them busy. A
+document is `BOS text EOS`, without BOS if the tokenizer has none. A conversation is formatted by its chat template.
 
-A hash decides which documents are for validation: for a row the hash of its text, which keeps equal rows together, and
-for a file the hash of its path, which keeps a file in its split when it changes.
+A hash selects the validation documents. For a row, it is the hash of the text, so equal rows stay together. For a file,
+it is the hash of the path, so a file stays in its split when it changes.
 """
 
 import hashlib
@@ -30,24 +30,24 @@ from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.corpora.text_files import CONVERSATION, Batch, PreparationError, read_batches
 from torchtitan_lite.tools.processes import end_with_parent
 
-BATCHES_AHEAD = 4  # per worker: limits what is read into memory
+BATCHES_AHEAD = 4  # batches in memory per worker
 
 
 def choose_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """Return the smallest type that holds every id."""
+    """Return the smallest type that can store every id."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """How rows become documents."""
+    """Settings for converting rows to documents."""
 
-    assets: str  # the tokenizer, as load_tokenizer takes it
-    validation_share: float  # of the documents
+    assets: str  # the tokenizer: an argument for load_tokenizer
+    validation_share: float  # fraction of the documents
     column: str = "text"  # field of a JSON line, or column of a table
-    is_chat: bool = False  # the column holds conversations
+    is_chat: bool = False  # the column has conversations
     skip_bad: bool = False  # count a row without text instead of raising
-    folder: str = ""  # files are assigned to a split by their paths relative to it
+    folder: str = ""  # file paths relative to this folder determine the split
 
 
 @dataclass
@@ -55,17 +55,17 @@ class Documents:
     """Documents of one split, in order."""
 
     tokens: array
-    lengths: list[int] = field(default_factory=list)  # tokens of each document
-    targets: bytearray = field(default_factory=bytearray)  # conversations: 1 for a token of the assistant
+    lengths: list[int] = field(default_factory=list)  # number of tokens of each document
+    targets: bytearray = field(default_factory=bytearray)  # conversations: 1 for each token of the assistant
     n_text_bytes: int = 0
 
 
 @dataclass
 class BadRows:
-    """Rows that were left out."""
+    """Rows that were skipped."""
 
     n: int = 0
-    first: str = ""  # its place, and what is wrong
+    first: str = ""  # location and problem of the first one
 
 
 def prepare(
@@ -76,14 +76,14 @@ def prepare(
     n_processes: int = 1,
     report: Callable[[int], object] = lambda n_bytes: None,
 ) -> tuple[CorpusManifest, BadRows]:
-    """Make the folder `out`. `report` is called with the bytes of text that were encoded.
+    """Create the folder `out`. `report` is called with the number of bytes of text that were encoded.
 
     Raises PreparationError for wrong input, ImportError for a missing extra, OSError if a file cannot be written.
     """
     unfinished = out.with_name(out.name + ".tmp")
     for path in (out, unfinished):
         if path.exists():
-            raise PreparationError(f"{path} exists. Delete it, or give another --out")
+            raise PreparationError(f"{path} exists. Delete it, or choose another --out")
     unfinished.mkdir(parents=True)
     try:
         batches = (batch for path in files for batch in read_batches(path, settings.column))
@@ -97,7 +97,7 @@ def prepare(
                 report(documents.n_text_bytes)
             bad = BadRows(bad.n + faults.n, bad.first or faults.first)
         if "train" not in writers:
-            raise PreparationError(f"these {len(files)} files hold no text to train on. {bad.first}")
+            raise PreparationError(f"these {len(files)} files have no text to train on. {bad.first}")
         tokenizer, _ = get_encoder(settings)
         splits = {name: writers[name].finish() for name in sorted(writers)}
         manifest = CorpusManifest(choose_dtype(tokenizer.vocab_size), tokenizer.fingerprint, splits)
@@ -110,7 +110,7 @@ def prepare(
 
 
 def map_in_order(function: Callable, items: Iterable, n_processes: int) -> Iterator:
-    """Yield function(item) for each item, in order."""
+    """Yield function(item) for each item, in order, computed by `n_processes`."""
     if n_processes == 1:
         yield from map(function, items)
         return
@@ -125,7 +125,7 @@ def map_in_order(function: Callable, items: Iterable, n_processes: int) -> Itera
 
 
 class SplitWriter:
-    """Write and hash the files of a split."""
+    """Writes and hashes the files of a split."""
 
     def __init__(self, folder: Path, name: str, *, has_targets: bool):
         suffixes = ("tokens", "documents", "targets") if has_targets else ("tokens", "documents")
@@ -145,7 +145,7 @@ class SplitWriter:
         self.n_text_bytes += documents.n_text_bytes
 
     def finish(self) -> Split:
-        """Write the files to the disk, and describe them."""
+        """Flush the files to disk, and return their description."""
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -154,7 +154,7 @@ class SplitWriter:
         return Split(self.n_tokens, self.n_documents, self.n_targets, self.n_text_bytes, hashes)
 
 
-# ---------------------------------------------------------------- in a worker
+# ---------------------------------------------------------------- worker processes
 
 
 @lru_cache(maxsize=1)
@@ -164,7 +164,7 @@ def get_encoder(settings: PrepareSettings) -> tuple[Tokenizer, ChatFormat | None
 
 
 def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Documents], BadRows]:
-    """Return the documents of a batch by split. Raises PreparationError for a bad row, unless it is to be skipped."""
+    """Return the documents of a batch by split. Raises PreparationError for a bad row, unless skip_bad is set."""
     tokenizer, chat = get_encoder(settings)
     made: dict[str, Documents] = {}
     bad = BadRows()
@@ -174,12 +174,12 @@ def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Doc
             if chat:
                 text, turns = chat.render(text)
             elif not isinstance(text, str):
-                raise ValueError(f"its {settings.column!r} is not a text: {text!r:.60}")
+                raise ValueError(f"its {settings.column!r} is not a string: {text!r:.60}")
         except ValueError as error:
             fault = f"{batch.path}, row {number}: {error}"
             if not settings.skip_bad:
                 talk = CONVERSATION.search(row) if isinstance(row, bytes) and not chat else None
-                remedy = "Repair it, or leave such rows out with --skip-bad"
+                remedy = "Fix it, or skip such rows with --skip-bad"
                 if talk:
                     remedy = f"It looks like a conversation: add --chat --text-column {talk[1].decode()}"
                 raise PreparationError(f"{fault}. {remedy}") from None
@@ -187,7 +187,7 @@ def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Doc
             continue
         if not text:
             continue
-        content = text.encode(errors="replace")  # JSON can spell half of a character
+        content = text.encode(errors="replace")  # JSON strings may contain unpaired surrogates
         key = os.path.relpath(batch.path, settings.folder).encode() if batch.is_text else content
         split = "validation" if hash_document(key) < settings.validation_share * 2**64 else "train"
         documents = made.setdefault(split, Documents(array("I")))
@@ -203,11 +203,11 @@ def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Doc
         documents.lengths.append(len(documents.tokens) - n_before)
         documents.n_text_bytes += len(content)
     if choose_dtype(tokenizer.vocab_size) == "uint16":
-        for documents in made.values():  # the lower half of each little-endian uint32
+        for documents in made.values():  # keep the lower half of each little-endian uint32
             documents.tokens = array("H", memoryview(documents.tokens).cast("B").cast("H")[::2].tobytes())
     return made, bad
 
 
 def hash_document(key: bytes) -> int:
-    """Return a number below 2**64. The documents with the lowest numbers are for validation."""
+    """Return a number below 2**64. The documents with the lowest numbers form the validation split."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big")

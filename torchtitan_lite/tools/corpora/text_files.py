@@ -1,10 +1,10 @@
 """Find the files of a text corpus, and read the documents in them. No torch.
 
     notes.md  main.py           one document each
-    posts.jsonl  c4-train.json  one document per line: the text is one field of a JSON object
-    posts.parquet               one document per row: the text is one column
+    posts.jsonl  c4-train.json  one document per line: the text is a field of a JSON object
+    posts.parquet               one document per row: the text is a column
     x.md.gz  x.jsonl.zst        the same, compressed
-    src/                        the files of known kinds below a folder, sorted by name, without hidden ones
+    src/                        all files of known kinds in a folder, sorted by name, except hidden files
 
 `.zst` and `.parquet` need the package pyarrow, from the extra `data`.
 """
@@ -25,7 +25,7 @@ from torchtitan_lite.config.messages import UserError
 
 TABLE_SUFFIX = ".parquet"
 LINES_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
-# Suffixes that are data more often than text (.csv, .xml, .svg) are not here: --suffix adds them.
+# Suffixes of files that are usually data (.csv, .xml, .svg) are not in the list; --suffix adds them.
 TEXT_SUFFIXES = frozenset(
     """.txt .text .md .markdown .rst .tex .org .adoc .html .htm .css
     .py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .mm .rs .go .zig .nim .d .f .f90 .f95 .s .asm
@@ -33,21 +33,21 @@ TEXT_SUFFIXES = frozenset(
     .hs .ml .mli .clj .ex .exs .erl .el .lisp .scm .rkt .v .sv .vhd .sql .proto .graphql
     .sh .bash .zsh .fish .ps1 .bat .cmake .mk .toml .yaml .yml .ini .cfg""".split()
 )
-CONVERSATION = re.compile(rb'"(\w+)"\s*:\s*\[\s*\{[^{}\[\]]*"role"')  # a field of a JSON line
+CONVERSATION = re.compile(rb'"(\w+)"\s*:\s*\[\s*\{[^{}\[\]]*"role"')  # a JSON field with messages
 COMPRESSED = {".gz", ".zst"}
 BATCH_BYTES, BATCH_ROWS = 2**20, 256
 
 
 class PreparationError(UserError):
-    """A corpus cannot be prepared: says which file, line or option is wrong, and what to do."""
+    """Raised if a corpus cannot be prepared. The message names the file, line or option, and a remedy."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents of one file as they were read: lines of JSON, values of a column, or one whole text."""
+    """Unparsed documents of a file: lines of JSON, values of a column, or a single text."""
 
     path: Path
-    first: int  # number of the first line or row in its file, from 1
+    first: int  # number of the first line or row in the file, from 1
     rows: list[Any]
 
     @property
@@ -55,25 +55,25 @@ class Batch:
         return get_kind(self.path) not in LINES_SUFFIXES | {TABLE_SUFFIX}
 
     def parse(self, row: Any, field: str) -> Any:
-        """Return the content of a document: `field` of a line, else the row itself. Raises ValueError."""
+        """Return the content of a document: `field` of a JSON line, or the row itself. Raises ValueError."""
         if get_kind(self.path) not in LINES_SUFFIXES:
             return row
         if not row.strip():
             return ""
         parsed = json.loads(row)
         if not isinstance(parsed, dict) or field not in parsed:
-            raise ValueError(f"it has no field {field!r} (--text-column names another)")
+            raise ValueError(f"it has no field {field!r} (--text-column selects another field)")
         return parsed[field]
 
 
 def get_kind(path: Path) -> str:
-    """Return the suffix of what a file holds: ".txt" for Notes.TXT.gz."""
+    """Return the suffix without compression, in lower case: ".txt" for Notes.TXT.gz."""
     suffixes = path.suffixes[-2:] if path.suffix.lower() in COMPRESSED else path.suffixes[-1:]
     return suffixes[0].lower() if suffixes else ""
 
 
 def find_files(inputs: Iterable[Path], more_suffixes: Iterable[str] = ()) -> tuple[list[Path], Counter[str]]:
-    """Return the files of `inputs`, in the order of the corpus, and how many of each kind were left out.
+    """Return the files of `inputs` in the order of the corpus, and the number of skipped files of each kind.
 
     Raises PreparationError, ImportError.
     """
@@ -82,7 +82,7 @@ def find_files(inputs: Iterable[Path], more_suffixes: Iterable[str] = ()) -> tup
     left_out: Counter[str] = Counter()
     for given in inputs:
         if not given.exists():
-            raise PreparationError(f"there is no {given}")
+            raise PreparationError(f"{given} does not exist")
         if not given.is_dir():
             files.append(given)
             continue
@@ -95,15 +95,15 @@ def find_files(inputs: Iterable[Path], more_suffixes: Iterable[str] = ()) -> tup
     if any(path.suffix.lower() == ".zst" or get_kind(path) == TABLE_SUFFIX for path in files):
         import_extra("pyarrow", "data")  # fail now, not after an hour
     if not files:
-        raise PreparationError(f"no file was found to read; left out: {dict(left_out) or 'none'}")
+        raise PreparationError(f"there are no files to read; skipped: {dict(left_out) or 'none'}")
     return files, left_out
 
 
 def read_batches(path: Path, column: str) -> Iterator[Batch]:
-    """Yield the documents of a file, about a megabyte at a time. Raises PreparationError if it cannot be read."""
+    """Yield the documents of a file, about one megabyte at a time. Raises PreparationError if it cannot be read."""
     try:
         yield from read_rows(path, column)
-    except (OSError, EOFError, ValueError, zlib.error) as error:  # a download that was interrupted, for instance
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # for example an interrupted download
         raise PreparationError(f"{path} cannot be read: {error}") from None
 
 
@@ -111,7 +111,7 @@ def read_rows(path: Path, column: str) -> Iterator[Batch]:
     if get_kind(path) == TABLE_SUFFIX:
         table, first = import_extra("pyarrow.parquet", "data").ParquetFile(path), 1
         if column not in table.schema_arrow.names:
-            raise ValueError(f"it has no column {column!r} (--text-column names another; conversations need --chat)")
+            raise ValueError(f"it has no column {column!r} (set --text-column; for conversations use --chat)")
         for rows in table.iter_batches(BATCH_ROWS, columns=[column]):
             yield Batch(path, first, rows.column(0).to_pylist())
             first += len(rows)
@@ -127,7 +127,7 @@ def read_rows(path: Path, column: str) -> Iterator[Batch]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file, decompressed."""
+    """Open a file for reading, and decompress it if necessary."""
     if path.suffix.lower() == ".gz":
         return gzip.open(path)
     if path.suffix.lower() == ".zst":
