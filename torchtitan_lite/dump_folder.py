@@ -44,7 +44,7 @@ def check_files(config: Config, restarted: bool) -> Problems:
         remedy = "Name another folder, or delete that run with --job.overwrite"
         if find_steps(dump_folder / config.checkpoint.folder):
             remedy += ", or resume it with --checkpoint.enable"
-        problems.refuse("job.dump_folder", f"it holds an earlier run ({earlier[0]})", remedy)
+        problems.refuse("job.dump_folder", f"it has an earlier run ({earlier[0]})", remedy)
     for key in FOLDERS:
         value = get_value(config, key)
         if value in ("", ".", "..") or "/" in value:  # job.overwrite deletes what is in it

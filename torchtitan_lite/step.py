@@ -45,7 +45,7 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     """
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
-    grad_norm, stop = measure_grad_norm(run.parameters.values(), stop_signal)  # three floats over all ranks
+    grad_norm, stop = measure_grad_norm(run.parameters.values(), stop_signal)  # all-reduces 24 bytes over all ranks
     finite = update_weights(run.optimizer, grad_norm, run.config.training.max_norm)  # clips too
     expert_loads = run.balance.update(finite) if run.balance else None  # all-reduces layers x (experts + 1) x 8 bytes
     precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)  # if enabled: all-reduces one float per weight

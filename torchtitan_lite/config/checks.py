@@ -141,7 +141,7 @@ def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
 def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list[Problem]:
     """Find combinations known to give wrong numbers or to crash (torch 2.13).
 
-    tests/test_refused.py runs each of them and expects a failure, so that test reports when torch fixes one.
+    tests/test_layouts.py runs each of them and expects a failure, so the test reports when torch fixes one.
     """
     problems, section = Problems(config), config.parallelism
     splits = not find_csv_fault(section) and splits_backward(section)
@@ -174,7 +174,7 @@ def check_run(config: Config) -> list[Problem]:
     if optimizer.moments_dtype == "bfloat16":
         if not OPTIMIZERS[optimizer.name].has_bfloat16_moments or optimizer.implementation != "fused":
             why = f"{optimizer.name} with implementation {optimizer.implementation!r} has no bfloat16 moments"
-            problems.refuse("optimizer.moments_dtype", why, "Use AdamW with the implementation fused")
+            problems.refuse("optimizer.moments_dtype", why, 'Use AdamW with implementation = "fused"')
         elif optimizer.beta2 > 0.99:
             why = f"with optimizer.beta2 = {optimizer.beta2}, bfloat16 rounds away the decay of the second moment"
             problems.refuse("optimizer.moments_dtype", why, "Use a beta2 of at most 0.99, or moments in float32")

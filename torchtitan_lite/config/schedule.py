@@ -157,7 +157,7 @@ def check_microbatches(
         if written == n_microbatches:
             return []
         why = f"the CSV schedule has {written}"
-        remedy = f"Choose batch sizes that make {written}, or write another schedule"
+        remedy = f"Choose batch sizes that give {written}, or write another schedule"
     elif schedule.fills_pipeline and n_microbatches < n_stages:
         why = f"{name} needs at least one for each of the {n_stages} stages"
         remedy = "Raise it (or global_batch_size), lower pipeline_parallel_microbatch_size, or use GPipe"

@@ -171,7 +171,7 @@ def attend_part_backward(
     return grad_query.float(), torch.stack(grads).float()
 
 
-# ---------------------------------------------------------------- one operator for torch
+# ---------------------------------------------------------------- the torch operator
 
 METHODS = {  # context_parallel_rotate_method -> forward, backward
     "allgather": (attend_gathered, attend_gathered_backward),

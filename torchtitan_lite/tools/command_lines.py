@@ -244,12 +244,12 @@ def make_bench_parser() -> ArgumentParser:
 
 def make_report_parser() -> ArgumentParser:
     description = """
-Write one HTML page about a run: words, curves, the mesh, what was measured beside the forecast, traces.
+Write one HTML page about a run: summary, curves, mesh, measurements next to the forecast, traces.
 
-Several runs are drawn over each other. The page needs no server and fetches nothing. Its figures come from what the run
-left in its folder: metrics.jsonl, config.toml, traces/."""
+Several runs share the same plots. The page needs no server and loads nothing from the network. Its figures come from the
+files in the run's folder: metrics.jsonl, config.toml, traces/."""
     parser = make_parser("report", description)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="FOLDER", help="of a run, such as outputs/debug")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="FOLDER", help="folder of a run, such as outputs/debug")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first folder")
     return parser
 

@@ -1,7 +1,7 @@
 """Draw SVG pictures: curves over steps, and rows of boxes for heat maps, timelines and flame graphs.
 
-Horizontal positions are percentages and heights are pixels, so a picture fits any width and its text keeps its size. The
-page that contains it has the style sheet (report/page.py). Each point and each box has a tooltip, its <title>.
+Horizontal positions are percentages and heights are pixels, so a picture fits any width and its text keeps its size.
+The page that contains it has the style sheet (report/page.py). Each point and each box has a tooltip, its <title>.
 """
 
 from html import escape
