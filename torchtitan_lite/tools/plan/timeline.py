@@ -17,12 +17,12 @@ from typing import NamedTuple
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schedule import Action, read_rows, run_on_paper
 from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_rows
 from torchtitan_lite.tools.plan.memory import WAITING
 from torchtitan_lite.tools.plan.orders import Order, list_order
 
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
-COLORS = {"F": "#4e79a7", "B": "#f28e2b", "I": "#edc948", "W": "#b07aa1"}
-ROW_HEIGHT, LABEL_WIDTH = 22, 72  # pixels
+STYLE = "svg { --F: #7ba7d9; --B: #f2a65e; --I: #e6cf62; --W: #bd95dd } .box rect { fill: currentColor; stroke: white }"
 
 
 def plan_order(section: Parallelism, layout: Layout) -> Order:
@@ -115,38 +115,18 @@ def extrapolate_in_flight(schedule: str, pp: int, n_microbatches: int, n_stages_
 # ---------------------------------------------------------------- pictures
 
 
-def draw_svg(timeline: Timeline, title: str = "", width: int = 1000) -> str:
-    """Return the picture as a whole SVG file. A rank's later stages are paler; a tooltip names each action."""
-    span, top = width - LABEL_WIDTH - 8, 30
-    height = top + timeline.n_ranks * ROW_HEIGHT + 30
-    frame = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11"'
-    shapes = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {frame}>',
-        draw_box(0, 0, width, height, "white"),
-        f'<text x="8" y="20" font-weight="bold">{escape(title) or "pipeline"}: bubble {timeline.bubble:.1%}</text>',
-    ]
-    for rank in range(timeline.n_ranks):
-        y = top + rank * ROW_HEIGHT
-        shapes.append(f'<text x="8" y="{y + 15}">pp rank {rank}</text>')
-        shapes.append(draw_box(LABEL_WIDTH, y, span, ROW_HEIGHT - 3, "#eee"))
-    for rank, start, end, action in timeline.events:
-        x, y = LABEL_WIDTH + start / timeline.end_time * span, top + rank * ROW_HEIGHT
-        box_width, opacity = (
-            (end - start) / timeline.end_time * span,
-            1 / (1 + 0.5 * (action.stage // timeline.n_ranks)),
-        )
-        name = f"stage {action.stage}, {MEANINGS[action.kind]}, microbatch {action.microbatch}"
-        shapes.append(draw_box(x, y, box_width, ROW_HEIGHT - 3, COLORS[action.kind], opacity, name))
-        if box_width > 7 * len(str(action.microbatch)) + 3:  # room for the number
-            middle = x + box_width / 2
-            shapes.append(f'<text x="{middle:.2f}" y="{y + 14}" text-anchor="middle">{action.microbatch}</text>')
-    kinds = {event.action.kind for event in timeline.events}
-    for index, kind in enumerate(kind for kind in COLORS if kind in kinds):
-        x, y = LABEL_WIDTH + index * 150, height - 22
-        shapes += [draw_box(x, y, 12, 12, COLORS[kind]), f'<text x="{x + 17}" y="{y + 10}">{MEANINGS[kind]}</text>']
-    return "\n".join([*shapes, "</svg>\n"])
+def draw_timeline(timeline: Timeline) -> str:
+    """Draw a row of actions for each pp rank. Their colors are the CSS variables --F, --B, --I and --W."""
+    rows = [(f"pp {rank}", ROW_HEIGHT, []) for rank in range(timeline.n_ranks)]
+    for rank, start, end, (stage, kind, microbatch) in timeline.events:
+        title = f"{MEANINGS[kind]} of microbatch {microbatch}, stage {stage}: {end - start:.4f} s"
+        rows[rank][2].append((start, end, f"var(--{kind})", title, f"{kind}{microbatch}"))
+    return draw_rows(rows, timeline.end_time)
 
 
-def draw_box(x: float, y: float, width: float, height: float, fill: str, opacity: float = 1.0, name: str = "") -> str:
-    box = f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" fill="{fill}" fill-opacity="{opacity:.2f}"'
-    return f"{box}><title>{name}</title></rect>" if name else f"{box}/>"
+def draw_svg(timeline: Timeline, title: str) -> str:
+    """Return the picture as a whole SVG file."""
+    text = f'<text x="8" y="20">{escape(title)}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}</text>'
+    size = f'width="1000" height="{timeline.n_ranks * (ROW_HEIGHT + 2) + 40}" font-family="sans-serif" font-size="11"'
+    body = f'<style>{STYLE}</style>{text}<svg y="32">{draw_timeline(timeline)}</svg>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{body}</svg>\n'

@@ -10,7 +10,7 @@ from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_curves, draw_rows, t
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.explain import describe_step, elide, format_parameters
 from torchtitan_lite.tools.plan.planned_run import group_pp_ranks
-from torchtitan_lite.tools.plan.timeline import MEANINGS, plan_order
+from torchtitan_lite.tools.plan.timeline import draw_timeline, plan_order
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.report.runs import Run, describe_run
 from torchtitan_lite.tools.report.traces import Trace
@@ -180,10 +180,6 @@ def draw_pipeline(run: Run) -> str:
     """Draw the pipeline as it ran, and as planned."""
     pictures, timelines = "", {"measured in traces": run.pipeline, "planned": run.forecast.timeline}
     for about, timeline in timelines.items() if run.pipeline else ():
-        rows = [(f"pp {rank}", ROW_HEIGHT, []) for rank in range(timeline.n_ranks)]
-        for rank, start, end, (stage, kind, microbatch) in timeline.events:
-            title = f"{MEANINGS[kind]} of microbatch {microbatch}, stage {stage}: {end - start:.4f} s"
-            rows[rank][2].append((start, end, f"var(--{kind})", title, f"{kind}{microbatch}"))
         text = f"Pipeline, {about}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}"
-        pictures += f"<h3>{text}</h3>{draw_rows(rows, timeline.end_time)}"
+        pictures += f"<h3>{text}</h3>{draw_timeline(timeline)}"
     return pictures
