@@ -44,7 +44,7 @@ def make_parser(tool: str, description: str, epilog: str = STATUS) -> ArgumentPa
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    if tool not in ("train", "explain", "report", "bench"):
+    if tool not in ("train", "plan", "explain", "report", "bench"):
         parser.add_argument("--json", action="store_true", help="print for programs")
     return parser
 
@@ -156,7 +156,7 @@ says how accurate they are."""
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
     add("--toml", type=Path, metavar="FILE", help="with --search: write the best layout as a config")
     help = "also run step.py on tensors without storage, as one rank of each kind, and compare"
-    add("--dry-run", dest="module", action="store_const", const="plan.compare", default="plan.command", help=help)
+    add("--dry-run", dest="module", action="store_const", const="plan.dry_run", default="plan.command", help=help)
     return parser
 
 

@@ -3,13 +3,11 @@
     memory      memory.py           bubble, time    the schedule on paper, with the durations of step_time.py
     traffic     transfers.py        remarks         what wastes time or memory, and what would be right
 
-`plan --dry-run` runs step.py on fake tensors besides and prints both (compare.py); `plan --search` ranks all layouts.
+`plan --dry-run` runs step.py on fake tensors besides and prints both; `plan --search` ranks all layouts.
 """
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
 from math import prod
 
 from torchtitan_lite.config.machine import GIB
@@ -55,10 +53,10 @@ def main(options: argparse.Namespace) -> int:
             return 0
         plan = make_plan(options)
     except ConfigError as error:
-        return report_problems(error, options)
+        return report_problems(error)
     if options.svg:
         options.svg.write_text(draw_svg(plan.forecast.timeline, plan.planned.config_name), encoding="utf-8")
-    print(json.dumps(list_for_json(plan)) if options.json else describe(plan, options))
+    print(describe(plan, options))
     return 0 if plan.fits else 1
 
 
@@ -68,9 +66,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     return Plan(plan_run(options.config_args, options.gpus, device_type), options.gpu, cluster)
 
 
-def report_problems(error: ConfigError, options: argparse.Namespace) -> int:
-    if options.json:
-        print(json.dumps({"problems": list(map(asdict, error.problems))}, default=str))
+def report_problems(error: ConfigError) -> int:
     print(f"There is no plan:\n{error}", file=sys.stderr)
     return 2
 
@@ -139,19 +135,3 @@ def describe_traffic(plan: Plan) -> str:
         nodes = f"over {n} nodes" if (n := plan.count_nodes(axis)) > 1 else "inside a node"
         rows.append((f"  {axis}", operation, f"{moved.n_calls:,.0f} calls", format_bytes(moved.n_bytes), nodes))
     return format_table(rows, "<<>>") if rows else "  none"
-
-
-def list_for_json(plan: Plan) -> dict[str, object]:
-    """Return the same, for programs."""
-    names = "step_time_s", "parts_s", "bubble", "tokens_per_s_per_gpu", "mfu_full", "mfu_causal"
-    return {
-        "layout": plan.planned.layout.degrees | {"ep": plan.planned.layout.ep},
-        "fits": plan.fits,
-        "memory": [vars(memory) | {"live": memory.live} for memory in plan.memory],
-        "traffic": [
-            {"axis": axis, "operation": name, "nodes": plan.count_nodes(axis), **asdict(moved)}
-            for (axis, name), moved in plan.traffic.items()
-        ],
-        **{name: getattr(plan.forecast, name) for name in names},
-        "remarks": plan.remarks,
-    }

@@ -11,6 +11,7 @@ No operator returns a kernel's own scratch memory, so it is not seen. For a GPU,
 mask of S x S, norms in one kernel. compile is off: only the device knows what it fuses, so memory is an upper bound.
 """
 
+import argparse
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -20,12 +21,17 @@ from torch import Tensor
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan import fake_world
+from torchtitan_lite.tools.plan.command import describe, make_plan, report_problems
+from torchtitan_lite.tools.plan.forecast import list_memory
 from torchtitan_lite.tools.plan.meter import Collective, Meter
-from torchtitan_lite.tools.plan.planned_run import PlannedRun
-from torchtitan_lite.tools.plan.transfers import Moved, sum_moved
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks
+from torchtitan_lite.tools.plan.timeline import plan_order
+from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_moved
+from torchtitan_lite.tools.tables import format_bytes, format_table
 
 CPU = torch.device("cpu")  # the device of fake tensors: torch has CUDA kernels only where there is CUDA
 
@@ -86,3 +92,28 @@ def make_optimizer_state(run: build.Run) -> None:
         parameter.grad = torch.zeros_like(parameter)
     run.optimizer.step()
     run.optimizer.zero_grad()
+
+
+# ---------------------------------------------------------------- plan --dry-run
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the plan, then the closed form beside the dry run of a short step, for a rank of each kind of stage."""
+    torch.set_num_threads(1)
+    try:
+        plan = make_plan(options)
+    except ConfigError as error:
+        return report_problems(error)
+    print(describe(plan, options))
+    short = shorten(plan.planned, max(3, 2 * plan.planned.layout.pp))  # first, middle, last; or a full pipeline
+    order = plan_order(short.config.parallelism, short.layout)
+    memory, rows = list_memory(short.workload, order), [("", "", "closed form", "dry run")]
+    for rank in group_pp_ranks(short):
+        run, closed, name = dry_run(short, rank), estimate_traffic(short.workload, rank, order), f"  pp rank {rank}"
+        rows.append((name, "live memory at the peak", *map(format_bytes, (memory[rank].live, run.peak_bytes))))
+        for axis, operation in closed | run.traffic:
+            both = [traffic.get((axis, operation), Moved(0, 0)) for traffic in (closed, run.traffic)]
+            calls = " and ".join(dict.fromkeys(f"{moved.n_calls:,.0f}" for moved in both))
+            rows.append((name, f"{operation} over {axis}, {calls} calls", *(format_bytes(m.n_bytes) for m in both)))
+    print(f"\na step of {short.layout.n_microbatches} microbatches\n{format_table(rows, '<<>>')}")
+    return 0 if plan.fits else 1
