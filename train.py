@@ -6,6 +6,7 @@ collective in the line that calls it.
 
 import logging
 import os
+import shlex
 import sys
 import traceback
 from functools import partial
@@ -131,8 +132,9 @@ def main(args: list[str], stop: StopRequest) -> int:
             logger.info(reason)
             status = 0
         log.record("stop", step, reason=reason)
-    curves = f"tensorboard --logdir {dump_folder / config.metrics.save_tb_folder}"
-    logger.info(f"look at it: python -m torchtitan_lite report {dump_folder}, or {curves}")
+    folder, section = shlex.quote(str(dump_folder)), config.metrics
+    curves = f", or tensorboard --logdir {folder}/{section.save_tb_folder}" * section.enable_tensorboard
+    logger.info(f"look at it: python -m torchtitan_lite report {folder}{curves}")
     batches.close()
     if lock:
         lock.close()

@@ -89,7 +89,8 @@ def test_words_come_first(page, folder, run):
     assert "6 of 6 steps, 768 tokens" in how and "in 2 starts" in how
     assert f"from {losses[1]:.4f} to {losses[6]:.4f}" in how
     assert "trained 3 steps (4 to 6)" in end
-    assert f"--config {folder}/config.toml --job.no_overwrite --training.steps=12" in command_line
+    assert f"--config '{folder}/config.toml' --job.no_overwrite --training.steps=12" in command_line
+    assert f"report '{folder}', or tensorboard --logdir '{folder}'/tb" in (folder / "log.txt").read_text()
     assert page.index(what[:20]) < page.index("By step")
     marks = [title.removeprefix("a run: ") for title in list_titles(page) if title.startswith("a run: ")]
     assert marks[: len(marks) // 5] == ["save", "stop", "start", "save", "stop"]  # the same in each of five plots

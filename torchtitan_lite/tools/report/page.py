@@ -115,7 +115,8 @@ def draw_mesh(run: Run) -> Iterator[str]:
 def compare(run: Run) -> str:
     """Put what was measured beside the forecast. The bytes are NCCL's, or those of a dry run."""
     planned, expected, traced = run.planned, run.forecast, run.traces[0].moved if run.traces else {}
-    peak_bytes, tokens_per_s = run.list_values("peak_memory_gib")[-1][1] * GIB, run.find_median("tokens_per_s_per_rank")
+    tokens_per_s = run.find_median("tokens_per_s_per_rank")
+    peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
     on_cpu, bubble = planned.device_type == "cpu", run.pipeline and f"{run.pipeline.bubble:.1%}"
     whole = planned if traced else shorten(planned, FEW)
     found = traced or dry_run(whole).traffic

@@ -1,6 +1,7 @@
 """Read what a run left in its folder, and say in words how it went."""
 
 import json
+import shlex
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -67,20 +68,18 @@ def describe_run(run: Run) -> list[str]:
     validated = f" The validation loss is {validation[-1][1]:.4f}." if validation else ""
     reason = run.records[-1].get("reason", "no record says so: it trains, or was killed").partition("; newest")[0]
     ngpu = f"NGPU={layout.world_size} " * (layout.world_size <= 8)  # of one host
-    command = f"{ngpu}./run_train.sh --config {run.folder}/config.toml --job.no_overwrite"
+    command = f"{ngpu}./run_train.sh --config {shlex.quote(f'{run.folder}/config.toml')} --job.no_overwrite"
     if losses[-1][0] >= (n_steps := config.training.steps):
         command += f" --training.steps={2 * n_steps} --lr_scheduler.total_steps={2 * n_steps}"
     return [
         f"{config.job.description or 'A language model'}: {model_args.name}, {count_parameters(model_args):,} "
-        f"parameters, trained on {' and '.join(config.training.dataset)} by {layout.world_size} ranks ({layout}), "
-        f"{run.device}.",
+        f"parameters, trained on {' and '.join(config.training.dataset)} by {layout.world_size} rank"
+        f"{'s' * (layout.world_size > 1)} ({layout}) on {run.device}.",
         f"{losses[-1][0]:,} of {n_steps:,} steps, {tokens[-1][1]:,} tokens, took {trained_s:,.0f} s in {n_starts} "
         f"start{'s' * (n_starts > 1)}. The loss went from {losses[0][1]:.4f} to {losses[-1][1]:.4f}.{validated}",
         f"How it ended: {reason}.",
         f"Look at: {'; '.join(list_remarks(run)) or 'nothing stands out'}.",
-        f"To continue: {command}"
-        if config.checkpoint.enable
-        else "It cannot be continued: checkpoint.enable is false.",
+        f"To continue: {command}" if config.checkpoint.enable else "Nothing was saved, so it cannot be continued.",
     ]
 
 

@@ -1,11 +1,11 @@
-"""Read torch's traces of one step: where the time of each rank goes, its calls, the pipeline as it ran.
+"""Read torch's traces of a step: where the time of each rank goes, its calls, the pipeline as it ran.
 
     computing    kernels of a GPU, or operators in the main thread of a CPU
     exposed      communication while the rank computes nothing
     hidden       communication while it computes: NCCL only, because a CPU's main thread does one thing at a time
     waiting      none of these: the host runs Python, or another rank is late
 
-NCCL records the group of each call. gloo does not: the code that makes a call tells its axis.
+NCCL records group and bytes of each call. gloo does not: the code that makes a call tells its axis.
 """
 
 import json
@@ -30,13 +30,13 @@ Spans = list[tuple[float, float]]  # start and end
 
 
 class Trace(NamedTuple):
-    """The last recorded step of one rank, in seconds from its start."""
+    """The last recorded step of one rank, in seconds."""
 
     rank: int
     parts: dict[str, float]  # "computing", "exposed AXIS", "waiting": their sum is the step
     hidden: dict[str, float]  # by axis
-    calls: list[tuple[float, float, str, str]]  # start, end, name, axis or "": by start, callers first
-    actions: list[tuple[float, float, Action]]  # of the pipeline: start and end on the host's clock, action
+    calls: list[tuple[float, float, str, str]]  # start and end in the step, name, axis or ""
+    actions: dict[Action, tuple[float, float]]  # of the pipeline: start and end, by the host's clock
     moved: dict[tuple[str, str], Moved]  # (axis, operation) -> what NCCL moved; empty for gloo
 
 
@@ -49,33 +49,34 @@ def read_traces(folder: Path, layout: Layout) -> list[Trace]:
 
 def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     data = json.loads((folder / f"rank-{rank}.json").read_bytes())
-    events = sorted(
-        (each for each in data["traceEvents"] if each["ph"] == "X"), key=lambda each: (each["ts"], -each["dur"])
-    )
+    events = [event for event in data["traceEvents"] if event["ph"] == "X"]
+    events.sort(key=lambda event: (event["ts"], -event["dur"]))
     steps = [each for each in events if each["name"].startswith("ProfilerStep") and each["cat"] == "user_annotation"]
-    began, end = steps[-1]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
-    on_gpu = any(each["cat"] == "kernel" for each in events)
+    began, ended = steps[-1]["ts"] / 1e6, (steps[-1]["ts"] + steps[-1]["dur"]) / 1e6
+    on_gpu = any(event["cat"] == "kernel" for event in events)
+    used = [dim for dim, degree in layout.degrees.items() if degree > 1]
     described = {each["pg_name"]: each["pg_desc"] for each in data["distributedInfo"]["pg_config"]}
-    axes = {name: " x ".join(re.findall(DIMS, about)) or "all ranks" for name, about in described.items()}
-    spans, calls, actions, received, sent = defaultdict(list), [], [], [], []
+    axes = {name: " x ".join(re.findall(DIMS, about) or used) for name, about in described.items()}
+    spans, calls, actions, received, sent = defaultdict(list), [], {}, [], []
     for event in events:
-        if event["name"] == "record_param_comms" and began <= event["ts"] < end:
+        name, start, end = event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        if not began <= start < ended or name in ("PythonDispatchMode", "gloo:send"):
+            continue
+        if name == "record_param_comms":
             sent.append(read_call(event["args"], axes))
-        is_work = event["cat"] in ON_GPU if on_gpu else event["tid"] == steps[-1]["tid"]
-        if not is_work or not began <= event["ts"] < end or event["name"] in ("PythonDispatchMode", "gloo:send"):
+        if not (event["cat"] in ON_GPU if on_gpu else event["tid"] == steps[-1]["tid"]):
             continue
-        name, span = event["name"], ((event["ts"] - began) / 1e6, (event["ts"] + event["dur"] - began) / 1e6)
         if name == "gloo:recv":  # from the call until the bytes have arrived; the thread may compute meanwhile
-            received.append(span)
+            received.append((start, end))
             continue
-        axis = find_axis(event, layout, axes)
-        calls.append((*span, name.removeprefix("autograd::engine::evaluate_function: "), axis))
+        axis = find_axis(event, used + ["ep"] * (layout.ep > 1), axes)
+        calls.append((start - began, end - began, name.removeprefix("autograd::engine::evaluate_function: "), axis))
         if axis or "annotation" not in event["cat"]:
-            spans[axis].append(span)
+            spans[axis].append((start, end))
         if found := re.match(r"pp ([FBIW])(\d+) stage (\d+)", name):
-            actions.append(
-                (began / 1e6 + span[0], began / 1e6 + span[1], Action(int(found[3]), found[1], int(found[2])))
-            )
+            action = Action(int(found[3]), found[1], int(found[2]))
+            first, last = actions.get(action, (start, end))
+            actions[action] = first if start < last else start, max(last, end)  # on two streams; or run anew
     computing = spans.pop("", [])
     layers = [(f"exposed {axis}", spans[axis]) for axis in sorted(spans)]
     layers.insert(0 if on_gpu else len(layers), ("computing", computing))
@@ -83,10 +84,9 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     for part, each in [*layers, ("exposed pp", received)]:
         parts[part] += measure(busy + each) - measure(busy)
         busy = busy + each
+    parts["waiting"] = ended - began - measure(busy)
     hidden = {f"hidden {axis}": measure(spans[axis]) - parts[f"exposed {axis}"] for axis in spans if on_gpu}
-    return Trace(
-        rank, parts | Counter(waiting=(end - began) / 1e6 - measure(busy)), hidden, calls, actions, sum_moved(sent)
-    )
+    return Trace(rank, {part: s for part, s in parts.items() if s > 0}, hidden, calls, actions, sum_moved(sent))
 
 
 def measure(spans: Spans) -> float:
@@ -105,17 +105,18 @@ def read_call(args: dict, axes: dict[str, str]) -> tuple[tuple[str, str], int, f
     return (axes[args["Process Group Name"]], operation), 1, n_bytes * fraction_moved(operation, args["Group size"])
 
 
-def find_axis(event: dict, layout: Layout, axes: dict[str, str]) -> str:
-    """Return the axis over which a call communicates; "" if it computes."""
-    name, used = event["name"], [dim for dim in layout.strides if getattr(layout, dim, 1) > 1]
+def find_axis(event: dict, used: list[str], axes: dict[str, str]) -> str:
+    """Return the axis over which a call communicates; "" if it computes. `used`: dims of more than one rank."""
+    name = event["name"]
     if "nccl" in name:
         return axes.get(event["args"].get("Process Group Name"), "various dims")
     if event["cat"] not in ON_GPU and name.startswith("FSDP::"):
         return " x ".join(dim for dim in ("dp_replicate", "dp_shard", "cp") if dim in used)
     if name in ("c10d::send", "c10d::recv_"):
         return "pp"
-    of_tensors = " or ".join(dim for dim in ("cp", "tp", "ep") if dim in used)
-    return (of_tensors if "functional" in name else "various dims") if "c10d" in name else ""
+    if name.startswith("_c10d_functional::"):
+        return " or ".join(dim for dim in ("cp", "tp", "ep") if dim in used)
+    return "various dims" if name.startswith("c10d::") else ""
 
 
 def measure_pipeline(traces: list[Trace], layout: Layout) -> Timeline | None:
@@ -123,8 +124,10 @@ def measure_pipeline(traces: list[Trace], layout: Layout) -> Timeline | None:
     ranks = {trace.rank * layout.pp // layout.world_size: trace.actions for trace in reversed(traces) if trace.actions}
     if len(ranks) < layout.pp:
         return None
-    began = min(start for actions in ranks.values() for start, *_ in actions)
+    began = min(start for actions in ranks.values() for start, _ in actions.values())
     events = [
-        Event(rank, start - began, end - began, action) for rank in sorted(ranks) for start, end, action in ranks[rank]
+        Event(rank, start - began, end - began, action)
+        for rank in sorted(ranks)
+        for action, (start, end) in ranks[rank].items()
     ]
     return Timeline(events, layout.pp)
