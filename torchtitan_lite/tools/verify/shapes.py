@@ -4,7 +4,7 @@
     wide        1 or 2 each   about 40                         as related      8
     deep        12 or more    280 tokens beyond position 8,192 12 under pp     20
 
-Rows with documents have 560 tokens. Degrees and options are those of the wide run, except recompute. No torch here.
+Rows with documents have 560 tokens. It has the options of the wide run, except recompute and compile. No torch here.
 """
 
 from dataclasses import replace
@@ -50,12 +50,12 @@ def deepen(reduction: Reduction) -> Config:
     }
     sizes |= reduce_experts(args, layout.ep, degrees, sizes["dim"], N_EXPERTS)
     small = give_sizes(plan_own_stages(reduction.config), sizes)
-    small = override(small, {"model.n_layers": choose_depth(small.parallelism)})
+    small = override(small, {"model.n_layers": choose_depth(small.parallelism), "compile.enable": False})
     small = keep_moe_layers(small, args)
     seq_len = reduce_sequence(degrees, sizes, N_TOKENS * (1 + ATTENTIONS[real.model.attention].uses_documents))
     small = override(small, give_batch(degrees, 1, choose_microbatches(small, layout.n_microbatches), seq_len))
     chunk = -(-seq_len // layout.cp // N_CHUNKS) if real.training.loss_chunk_tokens else 0
-    # Recompute would take a third of the time, and fails in the wide run if it is wrong.
+    # Recompute and a compiler would take most of the time, and fail in the wide run if they are wrong.
     small = override(small, {"training.loss_chunk_tokens": chunk, "activation_checkpoint.mode": "none"})
     plan_layout(small, resolve_model(small.model), layout.world_size)  # so that no rank raises ConfigError
     return small

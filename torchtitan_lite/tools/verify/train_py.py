@@ -172,7 +172,7 @@ def process_left_as_it_was() -> Iterator[None]:
 
 def make_config(reduction: Reduction, folder: Path) -> Config:
     """Return the config of train.py: few steps, in which every logged number tells something."""
-    real, small = reduction.real, reduction.config
+    real, small = reduction.real, leave_out_compiler(reduction.config)  # it takes long, and has compiled the wide run
     vocab_size = small.model.vocab_size
     vocab_size += round_up(max(0, N_WORDS - vocab_size), reduction.layout.world_size)  # it divides as before
     optimizer = real.optimizer
@@ -220,5 +220,5 @@ def choose_other_layout(config: Config, reduction: Reduction) -> Config:
         "parallelism.pipeline_parallel_microbatch_size": 1,
         "training.local_batch_size": 1,
     }
-    layout, other = reduction.layout, override(leave_out_compiler(config), keys)  # compiled once: it takes long
+    layout, other = reduction.layout, override(config, keys)
     return next(list_other_layouts(other, layout.degrees, layout.ep), config)
