@@ -246,8 +246,8 @@ def make_report_parser() -> ArgumentParser:
     description = """
 Write one HTML page about a run: summary, curves, mesh, measurements next to the forecast, traces.
 
-Several runs share the same plots. The page needs no server and loads nothing from the network. Its figures come from the
-files in the run's folder: metrics.jsonl, config.toml, traces/."""
+Several runs share the same plots. The page needs no server and loads nothing from the network. Its figures come from
+the files in the run's folder: metrics.jsonl, config.toml, traces/."""
     parser = make_parser("report", description)
     parser.add_argument("runs", nargs="+", type=Path, metavar="FOLDER", help="folder of a run, such as outputs/debug")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first folder")

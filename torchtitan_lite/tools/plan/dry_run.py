@@ -94,9 +94,6 @@ def make_optimizer_state(run: build.Run) -> None:
     run.optimizer.zero_grad()
 
 
-# ---------------------------------------------------------------- plan --dry-run
-
-
 def main(options: argparse.Namespace) -> int:
     """Print the plan, then the closed form beside the dry run of a short step, for a rank of each kind of stage."""
     torch.set_num_threads(1)

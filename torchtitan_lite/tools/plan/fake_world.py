@@ -1,12 +1,10 @@
 """The world of a dry run: a process group without processes, tensors without numbers, kernels as on a GPU.
 
-    fake_group      all ranks, no processes: collectives return at once
-    fake_tensors    tensors with shapes only
-    static_stages   pipeline stages that know what they receive
-    gpu_kernels     what CUDA's kernels keep for backward, on fake CPU tensors
-    even_experts    every ep rank receives equally many rows
-
-Effect: none outside of the context managers.
+fake_group      all ranks, no processes: collectives return at once
+fake_tensors    tensors with shapes only
+static_stages   pipeline stages that know what they receive
+gpu_kernels     what CUDA's kernels keep for backward, on fake CPU tensors
+even_experts    every ep rank receives equally many rows
 """
 
 from collections.abc import Iterator

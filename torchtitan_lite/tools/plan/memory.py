@@ -42,13 +42,8 @@ class Memory:
         return sum(vars(self).values())
 
 
-# ---------------------------------------------------------------- activations
-
-Kept = dict[str, float]  # recompute mode -> bytes that are kept for backward, per token of T
-
-
-def list_kept(w: Workload, kind: LayerKind) -> Kept:
-    """Return what a layer keeps; of a layer with experts, what it keeps besides router and experts.
+def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
+    """Return recompute mode -> bytes per token that a layer keeps for backward, besides router and experts.
 
     In numbers of the compute dtype (1/tp of all but what is marked "whole"); in KiB of 8B in bf16 on one rank:
 
@@ -92,7 +87,7 @@ def list_kept(w: Workload, kind: LayerKind) -> Kept:
     return {mode: n * w.compute_bytes + of_heads.get(mode, 4 * args.n_heads) / tp for mode, n in elements.items()}
 
 
-def list_kept_by_experts(w: Workload) -> Kept:
+def list_kept_by_experts(w: Workload) -> dict[str, float]:
     """Return what router and experts keep per token. A rank has 1/tp of the tokens.
 
     none    in fp32: input and scores of the router, weights, what the weights multiply; routes and orders (int64);
@@ -158,8 +153,6 @@ def estimate_loss(w: Workload) -> float:
         return (weight + logits) * MASTER_BYTES
     return weight * MASTER_BYTES + max(logits * (2 * width + MASTER_BYTES), (weight + logits) * width)
 
-
-# ---------------------------------------------------------------- the peak
 
 InFlight = Mapping[tuple[int, str], float]  # (stage, its last action: F or I) -> microbatches that a rank holds at once
 Layers = list[tuple[LayerKind, float, float]]  # with their bytes by estimate_layer

@@ -32,12 +32,8 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         remedy = 'Ask for "none" and for "full": the answer lies between'
         raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
     recompute = plan_recompute(config.activation_checkpoint, range(args.n_layers))
-    dtype = config.training.mixed_precision_param
-    dtype = "bfloat16" if dtype == "auto" else dtype
-    float8 = config.quantize.linear.float8
-    chosen = frozenset()
-    if config.model.uses_float8:
-        chosen = choose_float8(args, tuple(float8.filter_fqns), layout.tp, float8.recipe_name)
+    dtype, float8 = config.training.mixed_precision_param, config.quantize.linear.float8
+    asked = args, tuple(float8.filter_fqns), layout.tp, float8.recipe_name
     return Workload(
         args=args,
         layout=layout,
@@ -45,8 +41,8 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         recompute=Counter(recompute.values()),
         recompute_of_moes=Counter(mode for layer, mode in recompute.items() if args.is_moe(layer)),
         balances_by_loss=config.training.expert_balance_loss > 0,
-        compute_dtype=dtype,
-        float8=chosen,
+        compute_dtype="bfloat16" if dtype == "auto" else dtype,
+        float8=choose_float8(*asked) if config.model.uses_float8 else frozenset(),
         float8_recipe=float8.recipe_name.partition("_")[0],
         gathers_float8=config.model.uses_float8 and float8.enable_fsdp_float8_all_gather,
         attention="triton" if config.model.attention == "document" else "cudnn",
@@ -93,9 +89,8 @@ def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "
         raise ConfigError(reading.problems)
     model_args = resolve_model(reading.config.model)
     layout = plan_layout(reading.config, model_args, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1))
-    return PlannedRun(
-        reading.config_name, resolve_config(reading.config, layout, device_type), model_args, layout, device_type
-    )
+    config = resolve_config(reading.config, layout, device_type)
+    return PlannedRun(reading.config_name, config, model_args, layout, device_type)
 
 
 def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:

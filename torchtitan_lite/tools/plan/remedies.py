@@ -25,8 +25,7 @@ def list_remarks(planned: PlannedRun, expected: Forecast, taken_bytes: float) ->
 
 
 def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
-    """The bubble is about h/(v*m + h) for m microbatches and v stages a rank, with h = p-1 hops, and more if sends are
-    slow. The simulated bubble gives h, which gives the v*m that is enough."""
+    """The bubble is about h/(v*m + h): h = p-1 hops, more if sends are slow. Solve it for h, then for v*m."""
     layout = planned.layout
     if bubble <= MOST_BUBBLE:
         return []
@@ -56,8 +55,7 @@ def warn_of_groups(layout: Layout, cluster: Cluster) -> list[str]:
 def list_risks(planned: PlannedRun, expected: Forecast) -> list[str]:
     """Say what the layout does not defend against, and what to measure first."""
     layout, world_size = planned.layout, planned.layout.world_size
-    copies = layout.dp_replicate
-    held = "on one rank alone" if copies == 1 else f"on {copies} ranks, which all stop"
+    held = "on one rank alone" if layout.dp_replicate == 1 else f"on {layout.dp_replicate} ranks, which all stop"
     back = "the run continues from its last checkpoint"
     if not planned.config.checkpoint.enable:
         back = "the run starts over, because checkpoint.enable = false"

@@ -177,9 +177,6 @@ def divisors(n: int, most: int) -> list[int]:
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
 
-# ---------------------------------------------------------------- the report
-
-
 def search_layouts(options: argparse.Namespace) -> str:
     """Search, and write the winner if a file is named. Return the report. Raises ConfigError if no layout fits."""
     reading = read_run_config(options.config_args)

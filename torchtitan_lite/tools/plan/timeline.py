@@ -54,17 +54,13 @@ class Timeline:
         return max(event.end for event in self.events)
 
     @property
-    def bubble(self) -> float:
-        """Idle fraction of all ranks' time."""
+    def bubble(self) -> float:  # idle fraction of all ranks' time
         return 1 - sum(event.end - event.start for event in self.events) / (self.end_time * self.n_ranks)
 
 
 def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0) -> Timeline:
     """Return when each action runs. Orders do not deadlock: check refuses a file that does."""
     return Timeline([Event(*each) for each in run_on_paper(order, seconds_of, send_s)], len(order))
-
-
-# ---------------------------------------------------------------- microbatches in flight
 
 
 def count_in_flight(row: list[Action]) -> Counter[tuple[int, str]]:
@@ -110,9 +106,6 @@ def extrapolate_in_flight(schedule: str, pp: int, n_microbatches: int, n_stages_
             for key, count in count_in_flight(row).items():
                 in_flight[key] += count * weight
     return total
-
-
-# ---------------------------------------------------------------- pictures
 
 
 def draw_timeline(timeline: Timeline) -> str:

@@ -128,10 +128,8 @@ class Workload:
                 dense += pad(rows, self.n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
         return LayerKind(is_moe, recompute, block, (dense, moes))
 
-    # ------------------------------------------------------------ parameters of one rank, before dp shards them
-
     def groups_of(self, stage: Stage) -> list[int]:
-        """Return the parameters of each FSDP group: embedding, layers without experts, head with the final norm."""
+        """Return the parameters of each FSDP group of one rank: embedding, layers without experts, head with norm."""
         has_own_embedding = stage.has_embedding and not (stage.has_head and self.args.tie_embeddings)
         layers = [kind.parameters[0] for kind in self.kinds for _ in range(kind.count(stage))]
         head = [self.vocabulary_parameters + pad(self.args.dim, self.n_shards)] * stage.has_head
