@@ -34,7 +34,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 
-DRAWS_PER_ROUND = 10_000  # if there are weights
+DRAWS_PER_ROUND = 10_000  # used with training.dataset_weights
 
 
 @dataclass(frozen=True)

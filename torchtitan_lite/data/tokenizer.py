@@ -44,7 +44,7 @@ BYTES = "bytes"  # value of the key that means plain bytes
 IN_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")  # the first existing file is used
 REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets/tokenizer has a small one"
 
-# tiktoken's regular expression overflows its stack on longer runs of spaces. Llama 3's own code cuts here too.
+# tiktoken's regular expression overflows its stack on longer runs of spaces. Llama 3's own code also cuts texts.
 MAX_CHARACTERS = 400_000
 
 compose = partial(unicodedata.normalize, "NFC")

@@ -7,10 +7,10 @@
 A float8 has a mantissa of 2 or 3 bits and a small range. So each tensor is first scaled: its largest value becomes the
 largest float8. The recipe says which values share a scale:
 
-    recipe               one scale for each                        dy     dw
-    tensorwise           tensor                                    e5m2   in float8
-    rowwise              row or column that a dot product sums     e4m3   in float8
-    rowwise_with_gw_hp   the same, but one scale for all of w in dx e4m3   not in float8
+    recipe               one scale for each                           dy     dw
+    tensorwise           tensor                                       e5m2   in float8
+    rowwise              row or column that a dot product sums over   e4m3   in float8
+    rowwise_with_gw_hp   the same, but for dx a single scale of w     e4m3   not in float8
 
 x and w are always e4m3 (mantissa of 3 bits, up to 448). e5m2 has one bit less, and reaches 57,344. Rowwise scales are
 powers of two. Multiplying by them is exact, so a value becomes the same float8 in forward and backward.
@@ -40,7 +40,7 @@ class Float8Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    by_row: bool  # one scale for each row or column that a dot product sums; otherwise one for the tensor
+    by_row: bool  # one scale for each row or column that a dot product sums over; otherwise one for the tensor
     of_gradient: torch.dtype  # dtype of dy; needs more range if the whole tensor shares a scale
     dw_in_float8: bool
 

@@ -196,7 +196,7 @@ def invert(order: Tensor) -> Tensor:
 
 
 class TakeRows(torch.autograd.Function):
-    """Return x[rows], which repeats each row of x n_copies times. `copies` (T * n_copies,): indices of the repeats.
+    """Return x[rows], which repeats each row of x n_copies times. `copies` (T * n_copies,): rows in the result.
 
     Backward sums the copies in this order. On a GPU the backward of x[rows] sums in any order, so runs would differ.
     """

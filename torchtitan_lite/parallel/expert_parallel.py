@@ -3,7 +3,7 @@
     experts.w1 (E, D, F)      ep rank 0           ep rank 1            placement
                               experts [:E/2]      experts [E/2:]       Shard(0) over ep, then FSDP over efsdp
     router (E, D)             all                 all                  Replicate over ep, then FSDP over efsdp
-    tokens                    its own             its own              rows, cp pieces, tp slices, without copies
+    tokens                    its own             its own              batch rows, cp pieces, tp slices
 
 The experts use a second mesh over the same ranks. A token can go to any rank of an ep group, independently of the role
 of these ranks in the rest of the block:

@@ -155,7 +155,7 @@ says how accurate they are."""
     add("--save-stall-s", type=float, default=10, metavar="S", help="... seconds that a save stalls it (%(default)s)")
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
     add("--toml", type=Path, metavar="FILE", help="with --search: write the best layout as a config")
-    help = "also run step.py on tensors without storage, as one rank of each kind, and compare"
+    help = "also run step.py on tensors without storage, once per kind of rank, and compare"
     add("--dry-run", dest="module", action="store_const", const="plan.dry_run", default="plan.command", help=help)
     return parser
 
