@@ -120,9 +120,7 @@ class MetricsWriter:
         self.n_steps = n_steps
         path = dump_folder / "metrics.jsonl"
         drop_later_steps(path, resumed_step)
-        self.jsonl = open(
-            path, "a", encoding="utf-8", buffering=1
-        )  # line-buffered: killing the process loses no record
+        self.jsonl = open(path, "a", encoding="utf-8", buffering=1)  # line-buffered: no record is lost on a kill
         self.sinks: list[TensorBoardSink | WandbSink] = []
         if section.enable_tensorboard:
             self.sinks.append(TensorBoardSink(dump_folder / section.save_tb_folder, resumed_step=resumed_step))
