@@ -62,8 +62,8 @@ def write_page(runs: list[Run]) -> str:
         parts += [f'<h2 style="color: {run.color}">{escape(run.name)}</h2>'] * (len(runs) > 1)
         parts += [*draw_experts(run), *draw_traces(run), compare(run), *draw_mesh(run)]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    body = "".join(parts)
-    return f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{body}</body></html>\n'
+    head += f"<style>{STYLE}</style>"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
 def draw_plots(runs: list[Run]) -> Iterator[str]:
@@ -137,7 +137,7 @@ def compare(run: Run) -> str:
 
 
 def draw_traces(run: Run) -> Iterator[str]:
-    """Draw where the time of a step goes, and the calls of the slowest rank."""
+    """Draw where the time of a step goes, the pipeline as it ran and as planned, and the calls of the slowest rank."""
     if not run.traces:
         yield "<p><i>There are no traces: --profiling.enable_profiling records them.</i></p>"
         return
@@ -154,7 +154,11 @@ def draw_traces(run: Run) -> Iterator[str]:
     part, seconds = max(slowest.parts.items(), key=lambda item: item[1])
     about = f"Rank {slowest.rank} computes longest; the largest part of its step is {part}, {seconds / step_s:.0%}."
     yield "<h3>Where the time of a step goes</h3><p><i>Measured: traces. Thin bars are hidden communication.</i></p>"
-    yield f"<p>{about}</p>{draw_rows(rows, step_s)}{draw_pipeline(run)}"
+    yield f"<p>{about}</p>{draw_rows(rows, step_s)}"
+    timelines = {"measured in traces": run.pipeline, "planned": run.forecast.timeline} if run.pipeline else {}
+    for about, timeline in timelines.items():
+        title = f"Pipeline, {about}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}"
+        yield f"<h3>{title}</h3>{draw_timeline(timeline)}"
     yield f"<h3>Calls of rank {slowest.rank}</h3>{draw_calls(slowest, step_s)}"
 
 
@@ -175,12 +179,3 @@ def draw_calls(trace: Trace, step_s: float) -> str:
 def color(part: str) -> str:
     """Return the color of a part of a step, or of the first dim of an axis."""
     return f"var(--{part.removeprefix('exposed ').removeprefix('hidden ').split()[0]}, var(--various))"
-
-
-def draw_pipeline(run: Run) -> str:
-    """Draw the pipeline as it ran, and as planned."""
-    pictures, timelines = "", {"measured in traces": run.pipeline, "planned": run.forecast.timeline}
-    for about, timeline in timelines.items() if run.pipeline else ():
-        text = f"Pipeline, {about}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}"
-        pictures += f"<h3>{text}</h3>{draw_timeline(timeline)}"
-    return pictures
