@@ -91,7 +91,7 @@ def draw_experts(run: Run) -> Iterator[str]:
             boxes.append((x, x + 1, color, f"layer {layer}, step {step}: {ratio:.4f}", ""))
         rows.append((f"layer {layer}", ROW_HEIGHT, boxes))
     if rows:
-        about = "Load of the busiest expert over the mean of its layer, by step: white is 1, red 3.5 (metrics.jsonl)."
+        about = "Load of the busiest expert over the mean of its layer, by step: 1 is pale, 3.5 is red (metrics.jsonl)."
         yield f"<h3>Experts</h3><p><i>{about}</i></p>{draw_rows(rows, len(rows[0][2]))}"
 
 
