@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 
 from torchtitan_lite.tools.command_lines import TOOLS, parse_command
+from torchtitan_lite.tools.processes import start_fork_server
 
 
 def main(args: list[str] | None = None) -> int:
@@ -28,6 +29,8 @@ def main(args: list[str] | None = None) -> int:
     options = parse_command(name, rest)
     if name != "check" or not (find_spec("tomllib") or find_spec("tomli")):  # check needs only a TOML parser
         importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()
+    if name == "verify":  # its ranks import torch while it does
+        start_fork_server()
     try:
         module = vars(options).get("module", TOOLS[name].module)  # an option may select another module
         return importlib.import_module(f"torchtitan_lite.tools.{module}").main(options)

@@ -1,9 +1,21 @@
-"""End worker processes of multiprocessing when their parent ends."""
+"""Start the fork server of the ranks of `verify`; end worker processes when their parent ends."""
 
 import multiprocessing
 import os
 import threading
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+
+WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+# What workers would import one after another: the last two for the trial of train.py.
+PRELOADED = ["torch", "torch.distributed", "torchtitan_lite.step", "torchtitan_lite.checkpoint.load"]
+
+
+def start_fork_server() -> None:
+    """Start the process that workers are forked from, if it does not run. It imports torch while the caller goes on."""
+    os.environ.update(WORKER_ENVIRONMENT)  # read by libraries when they are imported
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
 
 
 def end_with_parent() -> None:

@@ -24,14 +24,11 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.tools.forget_groups import forget_groups
-from torchtitan_lite.tools.processes import end_with_parent
+from torchtitan_lite.tools.processes import WORKER_ENVIRONMENT, end_with_parent, start_fork_server
 
-WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 # Gloo groups that torch's caches still refer to keep their threads, hundreds after some tens of jobs, and all of them
 # want the cores. A new worker is a fork of a process that has torch already.
 JOBS_PER_WORKER = 8
-# What workers would import one after another: the last two for the trial of train.py.
-PRELOADED = ["torch", "torch.distributed", "torchtitan_lite.step", "torchtitan_lite.checkpoint.load"]
 SECONDS_AFTER_A_FAILURE = 3  # how long the other ranks may go on once one has failed
 
 
@@ -83,9 +80,8 @@ class RankPool:
 
     def _start(self, n_ranks: int) -> None:
         """Start the workers that are missing, up to `n_ranks`."""
-        os.environ.update(WORKER_ENVIRONMENT)  # read by libraries when the workers import them
+        start_fork_server()
         context = multiprocessing.get_context("forkserver")
-        multiprocessing.set_forkserver_preload(PRELOADED)
         for rank in range(len(self._processes), n_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, theirs), daemon=True)
