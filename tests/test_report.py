@@ -14,8 +14,8 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.tools.pictures import choose_ticks, thin
 from torchtitan_lite.tools.plan.transfers import Moved
-from torchtitan_lite.tools.report import command
-from torchtitan_lite.tools.report.runs import describe_run, list_remarks, read_run
+from torchtitan_lite.tools.report.page import main
+from torchtitan_lite.tools.report.runs import Run, describe_run, list_remarks
 from torchtitan_lite.tools.report.traces import read_traces
 
 FIELDS = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_s_per_rank", "peak_memory_gib")
@@ -51,13 +51,13 @@ def folder(pool, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(folder):
-    assert command.main(Namespace(runs=[folder], out=None)) == 0
+    assert main(Namespace(runs=[folder], out=None)) == 0
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def run(folder):
-    return read_run(folder, "red")
+    return Run(folder, "red")
 
 
 def list_titles(page: str) -> list[str]:
@@ -121,7 +121,7 @@ def test_two_runs_are_drawn_over_each_other(folder, tmp_path):
     (other / "metrics.jsonl").write_text(text.replace('"loss": ', '"loss": 1'))
     losses = warm_start.read_losses(other)
     (other / "metrics.jsonl").open("a").write('{"kind": "ste')  # killed in a line
-    assert command.main(Namespace(runs=[folder, other], out=tmp_path / "both.html")) == 0
+    assert main(Namespace(runs=[folder, other], out=tmp_path / "both.html")) == 0
     page = (tmp_path / "both.html").read_text(encoding="utf-8")
     assert read_curve(page, "a run, loss") != read_curve(page, "other, loss")
     assert read_curve(page, "other, loss") == pytest.approx(losses, rel=1e-6)
@@ -129,7 +129,7 @@ def test_two_runs_are_drawn_over_each_other(folder, tmp_path):
 
 
 def test_a_folder_without_a_run_is_wrong_input(tmp_path, capsys):
-    assert command.main(Namespace(runs=[tmp_path], out=None)) == 2
+    assert main(Namespace(runs=[tmp_path], out=None)) == 2
     assert "metrics.jsonl" in capsys.readouterr().err
 
 
@@ -176,16 +176,16 @@ PROBE = """<script>addEventListener("load", () => {
   const pictures = [...document.querySelectorAll("svg:not(svg svg)")]
   const shown = pictures.filter(svg => svg.getBoundingClientRect().width > 300 && svg.querySelector("rect, polyline"))
   document.title = [pictures.length, shown.length, document.body.scrollWidth].join()
-})</script></head>"""
+})</script>"""
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
 def test_a_browser_shows_every_picture_on_a_phone_without_an_error(page, tmp_path):
-    (tmp_path / "page.html").write_text(page.replace("</head>", "<style>html { width: 390px }</style>" + PROBE))
+    (tmp_path / "page.html").write_text(page.replace("<body>", "<style>html { width: 390px }</style>" + PROBE))
     options = ["--headless", "--no-sandbox", "--enable-logging=stderr", "--virtual-time-budget=2000", "--dump-dom"]
     command_line = ["chromium", *options, str(tmp_path / "page.html")]
     shown = subprocess.run(command_line, capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in shown.stderr
     n_pictures, n_shown, width = map(int, list_titles(shown.stdout)[0].split(","))
-    assert n_pictures == n_shown == 11  # 5 plots; experts, mesh, parts of a step, calls, two pipelines
+    assert n_pictures == n_shown == 10  # 5 plots; experts, parts of a step, calls, two pipelines
     assert width <= 390

@@ -22,11 +22,11 @@ TOOLS = {
     "torchtitan_lite/tools": 1_350,
     "torchtitan_lite/tools/corpora": 620,
     "torchtitan_lite/tools/verify": 1_970,
-    "torchtitan_lite/tools/plan": 3_500,
+    "torchtitan_lite/tools/plan": 2_600,
     "torchtitan_lite/tools/report": 400,
     "torchtitan_lite/tools/bench": 400,
 }
-TESTS = {"tests": 13_400}
+TESTS = {"tests": 12_700}
 BUDGETS = TRAINER | TOOLS | TESTS
 
 

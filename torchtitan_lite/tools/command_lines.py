@@ -264,6 +264,6 @@ TOOLS = {
     "convert": Tool("convert", make_convert_parser),
     "generate": Tool("generate", make_generate_parser),
     "eval": Tool("eval", make_eval_parser),
-    "report": Tool("report.command", make_report_parser),
+    "report": Tool("report.page", make_report_parser),
     "bench": Tool("bench.step", make_bench_parser),
 }

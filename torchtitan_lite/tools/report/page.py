@@ -1,14 +1,17 @@
 """Write the page: words first, then curves, experts, traces, what was measured beside the forecast, and the mesh."""
 
+import argparse
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from html import escape
 from itertools import product
 
 from torchtitan_lite.config.machine import GIB
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_curves, draw_rows, thin
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
-from torchtitan_lite.tools.plan.explain import describe_step, elide, format_parameters
+from torchtitan_lite.tools.plan.explain import describe_step, draw_mesh, elide, format_parameters
 from torchtitan_lite.tools.plan.planned_run import group_pp_ranks
 from torchtitan_lite.tools.plan.timeline import draw_timeline, plan_order
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
@@ -17,7 +20,7 @@ from torchtitan_lite.tools.report.traces import Trace
 from torchtitan_lite.tools.tables import format_bytes
 
 FEW = 8  # microbatches of a dry run: a longer step is shortened
-MOST_DEPTH, MOST_ROWS = 10, 16  # of calls, and of the mesh
+MOST_DEPTH = 10  # of calls
 MARKS = {"start": "var(--run2)", "save": "var(--pale)", "stop": "var(--tp)"}  # kind of a record -> color
 PLOTS = {  # title -> field, field of the dashed curve, whether the axis starts at 0
     "Loss": ("loss", "val_loss", False),
@@ -38,7 +41,7 @@ body { margin: 0 auto; max-width: 1080px; padding: 24px 16px; background: var(--
 h1, h2, h3, p, figure { margin: 5px 0 } h2, h3 { margin-top: 32px } p { max-width: 88ch } i { color: var(--pale) }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 310px), 1fr)); gap: 18px 28px }
 pre, .wide { overflow-x: auto } pre { font-size: 12.5px; background: var(--soft); padding: 8px }
-table { border-collapse: collapse; font-size: 14px } p { overflow-wrap: anywhere } .lines { white-space: pre-line }
+table { border-collapse: collapse; font-size: 14px } p { overflow-wrap: anywhere }
 td { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line) } tr:first-child { font-weight: 600 }
 svg { width: 100%; overflow: visible; display: block } svg svg { overflow: hidden } svg.box { width: auto }
 text { font-size: 11px; fill: var(--pale) } .box text { fill: var(--ink) } line { stroke: var(--line) }
@@ -49,8 +52,19 @@ polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
 """
 
 
+def main(options: argparse.Namespace) -> int:
+    try:
+        page = write_page([Run(folder, f"var(--run{at % 4})") for at, folder in enumerate(options.runs)])
+    except (UserError, OSError) as error:
+        print(f"There is nothing to report: {error}", file=sys.stderr)
+        return 2
+    out = options.out or options.runs[0] / "report.html"
+    out.write_text(page, encoding="utf-8")
+    print(f"{out}: open it in a browser")
+    return 0
+
+
 def write_page(runs: list[Run]) -> str:
-    """Return the page as HTML."""
     title = escape(" and ".join(run.name for run in runs))
     parts = [f"<h1>{title}</h1>"]
     for run in runs:
@@ -60,10 +74,9 @@ def write_page(runs: list[Run]) -> str:
     parts += [f'<h2>By step</h2><p><i>{about}</i></p><div class="grid">', *draw_plots(runs), "</div>"]
     for run in runs:
         parts += [f'<h2 style="color: {run.color}">{escape(run.name)}</h2>'] * (len(runs) > 1)
-        parts += [*draw_experts(run), *draw_traces(run), compare(run), *draw_mesh(run)]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    head += f"<style>{STYLE}</style>"
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+        parts += [*draw_experts(run), *draw_traces(run), compare(run), *describe_mesh(run)]
+    head = f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en"><meta charset="utf-8">{head}<body>{"".join(parts)}</body></html>\n'
 
 
 def draw_plots(runs: list[Run]) -> Iterator[str]:
@@ -81,7 +94,6 @@ def draw_plots(runs: list[Run]) -> Iterator[str]:
 
 
 def draw_experts(run: Run) -> Iterator[str]:
-    """Draw the load of the busiest expert of each layer over time."""
     loads, rows = run.list_values("expert_loads"), []  # (step, load of each expert of each layer)
     for layer in range(len(loads[0][1]) if loads else 0):
         ratios = [(step, max(load[layer]) / max(1, sum(load[layer])) * len(load[layer])) for step, load in loads]
@@ -95,17 +107,9 @@ def draw_experts(run: Run) -> Iterator[str]:
         yield f"<h3>Experts</h3><p><i>{about}</i></p>{draw_rows(rows, len(rows[0][2]))}"
 
 
-def draw_mesh(run: Run) -> Iterator[str]:
-    """Draw the ranks, pp and tp across, dp and cp down; then what `explain` says of step and slices."""
-    layout, rows = run.planned.layout, []
-    n_across, n_down = layout.pp * layout.tp, layout.dp * layout.cp
-    for row in range(min(n_down, MOST_ROWS)):
-        ranks = [(x // layout.tp * n_down + row) * layout.tp + x % layout.tp for x in range(n_across)]
-        names = [f"{rank}: pp {x // layout.tp}, tp {x % layout.tp}" for x, rank in enumerate(ranks)]
-        boxes = [(x, x + 1, "var(--waiting)", f"rank {name}", name) for x, name in enumerate(names)]
-        rows.append((f"dp {row // layout.cp}" + f", cp {row % layout.cp}" * (layout.cp > 1), ROW_HEIGHT, boxes))
-    yield f"<h3>Mesh: {layout}</h3>{draw_rows(rows, n_across)}<p class=lines>{escape(describe_step(run.planned))}</p>"
-    per_stage = layout.strides["pp"]
+def describe_mesh(run: Run) -> Iterator[str]:
+    layout, per_stage = run.planned.layout, run.planned.layout.strides["pp"]
+    yield f"<h3>Mesh: {layout}</h3><pre>{draw_mesh(layout.degrees)}\n\n{escape(describe_step(run.planned))}</pre>"
     for pp in group_pp_ranks(run.planned):
         parameters, ranks = dry_run(shorten(run.planned, 1), pp).parameters, range(pp * per_stage, (pp + 1) * per_stage)
         slices = escape(format_parameters(parameters, elide(ranks)))
@@ -176,6 +180,5 @@ def draw_calls(trace: Trace, step_s: float) -> str:
     return draw_rows([("", ROW_HEIGHT, rows[depth]) for depth in sorted(rows)], step_s, left=0)
 
 
-def color(part: str) -> str:
-    """Return the color of a part of a step, or of the first dim of an axis."""
+def color(part: str) -> str:  # of a part of a step, or of the first dim of an axis
     return f"var(--{part.removeprefix('exposed ').removeprefix('hidden ').split()[0]}, var(--various))"

@@ -21,12 +21,15 @@ from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_tr
 class Run(Plan):
     """A plan that was carried out, with the records of metrics.jsonl and the traces."""
 
-    def __init__(self, folder: Path, color: str, records: list[dict]):
-        """`color`: of the curves of this run."""
-        start = [record for record in records if record["kind"] == "start"][-1]
-        self.folder, self.name, self.color, self.records = folder, folder.resolve().name, color, records
-        self.device = start["device"]
-        gpu = next((name for name in CLUSTERS if name.partition("-")[0] in start["device"].lower()), "h100")
+    def __init__(self, folder: Path, color: str):
+        """Read a dump folder. `color` is for the curves of this run. Raises UserError or OSError if it has no step."""
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        self.records = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may leave half a line
+        if not any(record["kind"] == "step" for record in self.records):
+            raise UserError(f"{folder}/metrics.jsonl has no step yet")
+        start = [record for record in self.records if record["kind"] == "start"][-1]
+        self.folder, self.name, self.color, self.device = folder, folder.resolve().name, color, start["device"]
+        gpu = next((name for name in CLUSTERS if name.partition("-")[0] in self.device.lower()), "h100")
         args = ["--config", str(folder / "config.toml")]
         super().__init__(plan_run(args, start["world_size"], "cpu" if gpu == "cpu" else "cuda"), gpu, CLUSTERS[gpu])
 
@@ -46,15 +49,6 @@ class Run(Plan):
         """Return the median over the records, without the first one, which warms up, if there are others."""
         values = [value for _, value in self.list_values(field)]
         return median(values[1:] or values)
-
-
-def read_run(folder: Path, color: str) -> Run:
-    """Read a dump folder. Raises UserError or OSError if it holds no run."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may leave half a line
-    if not any(record["kind"] == "step" for record in records):
-        raise UserError(f"{folder}/metrics.jsonl has no step yet")
-    return Run(folder, color, records)
 
 
 def describe_run(run: Run) -> list[str]:
@@ -84,7 +78,6 @@ def describe_run(run: Run) -> list[str]:
 
 
 def list_remarks(run: Run) -> list[str]:
-    """Return what is worth a look."""
     remarks = warn_of_bubble(run.planned, run.pipeline.bubble) if run.pipeline else []
     median_s, validation = run.find_median("step_time_s"), run.list_values("val_loss")
     if slow := [step for step, value in run.list_values("step_time_s")[1:] if value > 2 * median_s]:

@@ -26,8 +26,6 @@ DIMS = "pp|dp_replicate|dp_shard|efsdp|ep|cp|tp"
 ITEM_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2}  # others: 1
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
-Spans = list[tuple[float, float]]  # start and end
-
 
 class Trace(NamedTuple):
     """The last recorded step of one rank, in seconds."""
@@ -89,7 +87,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     return Trace(rank, {part: s for part, s in parts.items() if s > 0}, hidden, calls, actions, sum_moved(sent))
 
 
-def measure(spans: Spans) -> float:
+def measure(spans: list[tuple[float, float]]) -> float:
     """Return the length of the union of spans."""
     total, at = 0.0, -inf
     for start, end in sorted(spans):
@@ -125,9 +123,7 @@ def measure_pipeline(traces: list[Trace], layout: Layout) -> Timeline | None:
     if len(ranks) < layout.pp:
         return None
     began = min(start for actions in ranks.values() for start, _ in actions.values())
-    events = [
-        Event(rank, start - began, end - began, action)
-        for rank in sorted(ranks)
-        for action, (start, end) in ranks[rank].items()
-    ]
+    events = []
+    for rank, actions in ranks.items():
+        events += [Event(rank, start - began, end - began, action) for action, (start, end) in actions.items()]
     return Timeline(events, layout.pp)
