@@ -19,7 +19,7 @@ TRAINER = {
     "torchtitan_lite/components": 1_050,
 }
 TOOLS = {
-    "torchtitan_lite/tools": 1_350,
+    "torchtitan_lite/tools": 1_430,  # 83 of them draw the pictures of plan and report
     "torchtitan_lite/tools/corpora": 620,
     "torchtitan_lite/tools/verify": 1_970,
     "torchtitan_lite/tools/plan": 2_600,

@@ -1,7 +1,4 @@
-"""assets/slurm/train.sbatch, with stubs of srun, scontrol and scancel: interrupted, queued again, and continued.
-
-tests/slurm/ runs it in a real cluster of two nodes on this host.
-"""
+"""assets/slurm/train.sbatch, with stubs of srun, scontrol and scancel: interrupted, queued again, and continued."""
 
 import os
 import signal
