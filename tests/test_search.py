@@ -82,7 +82,7 @@ def test_the_report_says_why_the_own_layout_loses_and_the_winner_reads_back(tmp_
     assert main(given) == 0
     printed = capsys.readouterr().out
     assert "pp4 x tp2, 1F1B with 4 stages, microbatches: 16 x 1, ZeRO 1, recompute full (32)" in printed
-    assert "loses most by " in printed
+    assert "The largest difference is " in printed
     layout = plan_layout(*read(str(file)), 8)
     winner = next(line for line in printed.splitlines() if line.lstrip().startswith("= 1  "))
     assert f"{layout}, " in winner and winner.partition(str(layout))[2] in file.read_text()
@@ -110,7 +110,7 @@ def test_an_empty_search_says_what_to_change(tmp_path, capsys, n_gpus, batch):
     assert "training.global_batch_size" in capsys.readouterr().err and not (tmp_path / "winner.toml").exists()
 
 
-def test_a_model_that_fits_nowhere_gets_the_leanest_layout(tmp_path, capsys):
+def test_a_model_that_fits_nowhere_gets_the_smallest_layout(tmp_path, capsys):
     """70B needs 16 B x 70.6e9 x 1.16 / 79.6 GiB = 15.3 GPUs for its state alone."""
     assert main(["plan", "--search", "--config", "llama3_70b", "--gpus", "8", "--toml", str(tmp_path / "x")]) == 2
-    assert "the leanest layout" in capsys.readouterr().err
+    assert "the smallest layout" in capsys.readouterr().err

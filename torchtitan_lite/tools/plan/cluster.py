@@ -1,16 +1,15 @@
-"""Seconds of one kernel and of one collective on a cluster, by size, and the constants of each GPU.
+"""Estimate the seconds of one kernel or collective from its size and the constants of the cluster.
 
-    matmul (m, k) x (k, n)   2mnk / (peak * efficiency * size) + a kernel's start
+    matmul (m, k) x (k, n)   2mnk / (peak * efficiency * size) + kernel launch
       size                   k/(k+256) * w/(w+1), w = mn / (128 * 256 * multiprocessors): waves of tiles
     elementwise              bytes / memory bandwidth
-    collective               bytes / bandwidth + latency of each hop
-    beside work w            a collective c costs max(0, c - w) + contention * min(c, w)
+    collective               bytes / bandwidth + latency of every hop
+    overlap                  a collective of c s during w s of compute costs max(0, c - w) + contention * min(c, w)
 
-Small matmuls are slow and overlap is not free: without these two terms all layouts of a model take about the same time.
+Small matmuls are slow and overlap is not free. Without these two terms, all layouts take about the same time.
 
-Every constant has its source beside it, or "fit": published runs set it, rounded to two digits and the same for all of
-them (tests/test_published.py fits them anew, with each source left out in turn). Another machine, with four GPUs a node
-for instance, is one more row of CLUSTERS.
+The comment on each constant names its source. "Fit" means fitted to published runs: one value for all runs, two digits.
+tests/test_published.py repeats the fit with each source left out in turn. To add a machine, add a row to CLUSTERS.
 """
 
 from dataclasses import dataclass
@@ -20,97 +19,97 @@ from torchtitan_lite.config.machine import GIB, MIB, PEAK_BF16_FLOPS, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 
 GB = 10**9
-TILE = 128 * 256  # of a matmul's result, computed by one multiprocessor
+TILE = 128 * 256  # elements of a matmul's result that one multiprocessor computes at a time
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal GPUs. Bandwidths are bytes per second in one direction and per GPU; defaults are those of Hopper.
+    """Identical GPUs in identical nodes. Bandwidths are bytes/s per GPU, in one direction. The defaults are for Hopper.
 
-    Efficiencies are fractions of the sheet's number that a large kernel or message reaches.
+    An efficiency is the fraction of the datasheet's number that a large kernel or message reaches.
     """
 
     peak_bfloat16: float  # dense FLOP/s
     peak_float32: float
-    peak_float8: float  # equal to peak_bfloat16 if the GPU has no such units
-    memory_bytes: float  # of one GPU, as its driver reports it
+    peak_float8: float  # peak_bfloat16 if the GPU has no float8 units
+    memory_bytes: float  # of one GPU, as the driver reports it
     memory_bandwidth: float
-    node_size: int  # GPUs that the fast links join
+    node_size: int  # GPUs connected by the fast links
     link_bandwidth: float  # inside a node
     network_bandwidth: float  # between nodes
-    n_multiprocessors: int  # each computes one tile of a matmul's result at a time
+    n_multiprocessors: int  # each computes one tile at a time
 
-    # A matmul of infinite size at the power limit. Fit.
+    # Of an infinitely large matmul, at the power limit. Fit.
     matmul_efficiency: float = 0.65
-    # The same in float8, by recipe; "te" is Transformer Engine, which casts inside other kernels. Fit.
+    # The same in float8, by recipe. "te" is Transformer Engine, which fuses casts into other kernels. Fit.
     tensorwise_efficiency: float = 0.78
     rowwise_efficiency: float = 0.35
     te_efficiency: float = 0.61
-    tile_depth: float = 256.0  # prologue and epilogue of a tile, as a length of the inner dim. Fit.
+    tile_depth: float = 256.0  # cost of a tile's prologue and epilogue, in elements of the inner dim. Fit.
     kernel_s: float = 6e-6  # start and end of a kernel. Fit.
     # FlashAttention-2 on Hopper: 335 TFLOP/s causal forward, arXiv:2407.08608, figure 5. Backward: fit.
     flash2_forward: float = 0.34
     flash2_backward: float = 0.16
-    # cuDNN on Hopper, torch's default there: 529 TFLOP/s, same figure. Backward: assumed.
+    # cuDNN on Hopper, where it is torch's default: 529 TFLOP/s, same figure. Backward: assumed.
     cudnn_forward: float = 0.53
     cudnn_backward: float = 0.45
-    # Triton kernels: flex attention, and llm-foundry's. Fit.
+    # Triton kernels: flex attention, and llm-foundry's kernel. Fit.
     triton_forward: float = 0.26
     triton_backward: float = 0.15
-    unfused_efficiency: float = 0.5  # matmuls of attention that writes its scores to memory. Fit.
+    unfused_efficiency: float = 0.5  # matmuls of unfused attention, which writes its scores to memory. Fit.
     memory_efficiency: float = 0.88  # of elementwise kernels. Fit; STREAM-like copies reach 80 to 90 %
     link_efficiency: float = 0.80  # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
-    network_efficiency: float = 0.92  # 46 to 48 GB/s of a card of 400 Gb/s: nccl-tests issue 290
-    # Ring, protocol Simple: base, a hop inside a node, a hop between nodes. NCCL, tuning.cc.
+    network_efficiency: float = 0.92  # 46 to 48 GB/s on a 400 Gb/s card: nccl-tests issue 290
+    # Ring, protocol Simple: base, per hop inside a node, per hop between nodes. NCCL, tuning.cc.
     latency_s: float = 8.4e-6
     link_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6
-    # Collectives take multiprocessors, memory bandwidth and power from the work beside them: fraction of the shorter
-    # of the two that comes on top of the longer. Fit.
+    # An overlapped collective takes multiprocessors, memory bandwidth and power from compute. The two together take the
+    # time of the longer plus this fraction of the shorter. Fit.
     contention: float = 0.5
     async_tp_hidden: float = 0.8  # fraction of tp's collectives that async TP hides. Fit.
-    # Bytes that the allocator reserves over bytes in use. Fit.
+    # Bytes that the allocator reserves per byte in use. Fit.
     reserve_factor: float = 1.16
-    context_bytes: float = 2 * GIB  # of CUDA and NCCL, outside of the allocator. Assumed
+    context_bytes: float = 2 * GIB  # memory of CUDA and NCCL, outside of the allocator. Assumed.
 
     def peak(self, dtype: str) -> float:
         """Return the dense FLOP/s of matmuls in `bfloat16`, `float32` or `float8`."""
         return getattr(self, f"peak_{dtype}")
 
     def reserve(self, live_bytes: float) -> float:
-        """Return the bytes of a GPU that a rank takes which has this much in use."""
+        """Return the GPU memory that a rank takes, in bytes, if it has `live_bytes` in use."""
         return live_bytes * self.reserve_factor + self.context_bytes
 
     def matmul_time(self, m: float, n: float, k: float, dtype: str, float8_recipe: str = "") -> float:
-        """Return the seconds of (m, k) x (k, n)."""
+        """Return the seconds of a matmul (m, k) x (k, n)."""
         efficiency = getattr(self, f"{float8_recipe}_efficiency") if dtype == "float8" else self.matmul_efficiency
         waves = m * n / (TILE * self.n_multiprocessors)
         size = k / (k + self.tile_depth) * waves / (waves + 1)
         return 2 * m * n * k / (self.peak(dtype) * efficiency * size) + self.kernel_s
 
     def memory_time(self, n_bytes: float) -> float:
-        """Return the seconds in which elementwise kernels read and write `n_bytes`."""
+        """Return the seconds that elementwise kernels need to read and write `n_bytes` in total."""
         return n_bytes / (self.memory_bandwidth * self.memory_efficiency)
 
     def collective_time(self, stride: int, n: int, whole_bytes: float) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of a tensor over n ranks, `stride` ranks apart."""
+        """Return the seconds to all-gather or reduce-scatter a tensor over n ranks that are `stride` ranks apart."""
         if n == 1:
             return 0.0
         return whole_bytes * (n - 1) / n / self.find_bandwidth(stride, n) + self.find_latency(stride, n)
 
     def expose(self, seconds: float, work: float) -> float:
-        """Return what a collective costs that runs beside `work` seconds of kernels."""
+        """Return the seconds that a collective adds to `work` seconds of kernels that it overlaps with."""
         return max(0.0, seconds - work) + self.contention * min(seconds, work)
 
     def count_nodes(self, stride: int, n: int) -> int:
-        """Return the nodes that a group of n ranks spans, `stride` ranks apart."""
+        """Return the number of nodes spanned by a group of n ranks that are `stride` ranks apart."""
         return ceil(n / max(1, min(n, self.node_size // stride)))
 
     def find_bandwidth(self, stride: int, n: int) -> float:
-        """Return the bytes per second and rank of a collective of such a group.
+        """Return the bandwidth of a collective in such a group, in bytes/s per rank.
 
-        Between nodes, the ranks of a group in one node fetch over one network card each and share the result over
-        links. Bandwidth falls with nodes: 360, 345, 320, 300, 280, 260 GB/s on 4 to 128 of them, nccl issue 1229.
+        Between nodes, every rank of a node receives through its own network card and shares the data over the links.
+        Bandwidth falls with the number of nodes: 360, 345, 320, 300, 280, 260 GB/s on 4 to 128 nodes (nccl issue 1229).
         """
         links = self.link_bandwidth * self.link_efficiency
         n_nodes = self.count_nodes(stride, n)
@@ -121,28 +120,28 @@ class Cluster:
         return min(links, network) * max(0.3, 1 - 0.055 * max(0.0, log2(n_nodes / 4)))
 
     def find_latency(self, stride: int, n: int) -> float:
-        """Return the seconds of a collective of such a group on no bytes."""
+        """Return the seconds of a collective on zero bytes in such a group."""
         n_nodes = self.count_nodes(stride, n)
         return self.latency_s + (n - n_nodes) * self.link_latency_s + (n_nodes - 1) * self.network_latency_s
 
 
-# A row for each --gpu. Memory: nvidia-smi's total of such a card. Links: NVIDIA counts both directions, here is half.
-# FLOP/s in bfloat16, float32, float8 | bytes of memory, bytes/s | GPUs of a node, link, network | multiprocessors
+# One row for each --gpu. Memory: the total in nvidia-smi. Links: one direction, half of the number in the datasheet.
+# FLOP/s in bfloat16, float32, float8 | bytes of memory, bytes/s | GPUs per node, link, network | multiprocessors
 H100, H200, A100, B200 = (PEAK_BF16_FLOPS[name] for name in ("H100", "H200", "A100", "B200"))
 CLUSTERS = {
     # nvidia.com, H100 SXM and DGX H100 datasheets: NVLink 900 GB/s, eight cards of 400 Gb/s
     "h100": Cluster(H100, 67e12, 2 * H100, 81559 * MIB, 3.35e12, 8, 450 * GB, 50 * GB, 132),
-    # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s, which leaves more power to matmuls
+    # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s, which leaves more power for matmuls
     "h200": Cluster(H200, 67e12, 2 * H200, 143771 * MIB, 4.8e12, 8, 450 * GB, 50 * GB, 132, matmul_efficiency=0.75),
-    # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight cards of 200 Gb/s. FlashAttention-2, which is
-    # torch's default there: arXiv:2307.08691, figures 5 and 6
+    # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight cards of 200 Gb/s. torch's default kernel on
+    # A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6
     "a100-80": Cluster(A100, 19.5e12, A100, 81920 * MIB, 2.039e12, 8, 300 * GB, 25 * GB, 108, matmul_efficiency=0.85,
                        flash2_forward=0.60, flash2_backward=0.50, cudnn_forward=0.60, cudnn_backward=0.50),
-    # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8, NVLink 1.8 TB/s, cards of 400 Gb/s. No published run
-    # has been compared with this row: its efficiencies are Hopper's
+    # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8, NVLink 1.8 TB/s, cards of 400 Gb/s. Efficiencies are
+    # copied from Hopper: no published run has been compared with this row
     "b200": Cluster(B200, 75e12, 2 * B200, 180 * GB, 8e12, 8, 900 * GB, 50 * GB, 148),
-    # one rank on one core of an x86 server with AVX-512, gloo over loopback: measured, to one digit; malloc gives back
-    # what is freed
+    # one rank on one core of an x86 server with AVX-512, gloo over loopback: measured, to one digit; free() returns
+    # memory to the system
     "cpu": Cluster(9e10, 9e10, 9e10, 4 * GIB, 4e10, 64, 1e9, 1e9, 1, matmul_efficiency=0.5, cudnn_forward=0.35,
                    cudnn_backward=0.35, latency_s=200e-6, kernel_s=20e-6, reserve_factor=1.0,
                    context_bytes=GIB // 4),
@@ -150,14 +149,14 @@ CLUSTERS = {
 
 
 def describe_node(gpu: str, cluster: Cluster, n_ranks: int) -> Machine:
-    """Return a host elsewhere with `n_ranks` GPUs of the row `gpu`."""
-    if gpu == "cpu":  # a row is one core with its share of the memory
+    """Return a remote host with `n_ranks` GPUs of the row `gpu`."""
+    if gpu == "cpu":  # the row describes one core with its share of the memory
         return Machine("cpu", 1, int(cluster.memory_bytes * n_ranks), "CPU", is_here=False)
     return Machine("cuda", n_ranks, int(cluster.memory_bytes), gpu.upper(), is_here=False)
 
 
 def find_cluster(gpu: str) -> Cluster:
-    """Return the row of CLUSTERS. Raises ConfigError."""
+    """Return the row of CLUSTERS for `gpu`. Raises ConfigError if there is none."""
     if gpu not in CLUSTERS:
         raise ConfigError([Problem("--gpu", gpu, "there is no such row", f"Known: {', '.join(CLUSTERS)}")])
     return CLUSTERS[gpu]

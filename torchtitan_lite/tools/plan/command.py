@@ -1,9 +1,9 @@
-"""`plan`: print what a layout costs, before it is queued. No torch: the closed form answers at once.
+"""`plan`: print what a layout costs before the job is queued. A closed form, without torch, so it answers at once.
 
-    memory      memory.py           bubble, time    the schedule on paper, with the durations of step_time.py
-    traffic     transfers.py        remarks         what wastes time or memory, and what would be right
+    memory      memory.py           bubble, time    the simulated schedule, with durations from step_time.py
+    traffic     transfers.py        remarks         settings that waste time or memory, and better values
 
-`plan --dry-run` runs step.py on fake tensors besides and prints both; `plan --search` ranks all layouts.
+`plan --dry-run` also runs step.py on fake tensors and prints both; `plan --search` ranks all layouts.
 """
 
 import argparse
@@ -27,21 +27,21 @@ SECONDS_PER_DAY = 86400
 
 
 class Plan:
-    """A run's costs before it starts."""
+    """The forecast costs of a run: memory, time and traffic."""
 
     def __init__(self, planned: PlannedRun, gpu: str, cluster: Cluster):
         self.planned, self.gpu, self.cluster, workload = planned, gpu, cluster, planned.workload
         order = plan_order(planned.config.parallelism, planned.layout)
-        self.memory = list_memory(workload, order)  # the peak of each pp rank
-        self.taken_bytes = cluster.reserve(max(memory.live for memory in self.memory))  # of the GPU that holds most
+        self.memory = list_memory(workload, order)  # peak of each pp rank
+        self.taken_bytes = cluster.reserve(max(memory.live for memory in self.memory))  # of the fullest GPU
         self.fits = self.taken_bytes <= cluster.memory_bytes
         self.forecast = forecast(StepTime(workload, cluster), [(order, 1)])
         self.remarks = list_remarks(planned, self.forecast, self.taken_bytes)
         moved = [estimate_traffic(workload, rank, order) for rank in group_pp_ranks(planned)]
-        self.traffic = max(moved, key=lambda each: sum(moved.n_bytes for moved in each.values()))  # of one rank
+        self.traffic = max(moved, key=lambda each: sum(moved.n_bytes for moved in each.values()))  # of the busiest rank
 
     def count_nodes(self, axis: str) -> int:
-        """Return the nodes that a group along these mesh dims spans."""
+        """Return the number of nodes that a group along these mesh dims spans."""
         layout, dims = self.planned.layout, axis.split(" x ")
         return self.cluster.count_nodes(layout.strides[dims[-1]], prod(getattr(layout, dim) for dim in dims))
 
@@ -61,18 +61,18 @@ def main(options: argparse.Namespace) -> int:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Return the plan that these options ask for. Raises ConfigError."""
+    """Return the plan for these command-line options. Raises ConfigError."""
     cluster, device_type = find_cluster(options.gpu), "cpu" if options.gpu == "cpu" else "cuda"
     return Plan(plan_run(options.config_args, options.gpus, device_type), options.gpu, cluster)
 
 
 def report_problems(error: ConfigError) -> int:
-    print(f"There is no plan:\n{error}", file=sys.stderr)
+    print(f"This run cannot be planned:\n{error}", file=sys.stderr)
     return 2
 
 
 def describe(plan: Plan, options: argparse.Namespace) -> str:
-    """Return the whole answer, for people."""
+    """Return the full answer as text."""
     layout, expected = plan.planned.layout, plan.forecast
     config, moe = plan.planned.config, plan.planned.model_args.moe
     tokens = expected.workload.tokens_per_step
@@ -82,13 +82,13 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
     blocks = [
         f"{plan.planned.config_name} on {layout.world_size:,} x {plan.gpu}: {layout}{schedule}, ZeRO "
         f"{layout.zero_stage}, recompute {config.activation_checkpoint.mode}\n"
-        f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens:,} tokens a step: "
+        f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens:,} tokens per step: "
         f"data-parallel replicas {layout.dp} x microbatches {layout.n_microbatches} x sequences "
         f"{layout.microbatch_size}{experts}",
-        f"peak memory of a GPU, of {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
-        f"one step {expected.step_time_s:.3g} s, of the rank that works longest\n{describe_time(expected)}\n"
+        f"peak memory of a GPU with {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
+        f"one step {expected.step_time_s:.3g} s, on the slowest rank\n{describe_time(expected)}\n"
         f"  {config.training.steps:,} steps, {tokens * config.training.steps:,} tokens, take {days:,.3g} days",
-        f"traffic of one step, of the rank that moves most\n{describe_traffic(plan)}",
+        f"traffic of one step, on the rank that moves most\n{describe_traffic(plan)}",
     ]
     if options.mtbf_hours:
         mtbf_s, stall_s = options.mtbf_hours * 3600, options.save_stall_s
@@ -109,8 +109,8 @@ def describe_memory(plan: Plan) -> str:
         like = f" and {len(alike) - 1} like it" * (len(alike) > 1)
         sizes = [*vars(memory).values(), memory.live, plan.cluster.reserve(memory.live)]
         rows.append((f"  pp rank {pp_rank}{like}", *map(format_bytes, sizes)))
-    error = f"a median error of {MEDIAN_ERROR['memory']:.0%} in published runs"
-    return f"{format_table(rows)}\n  taken: what the allocator reserves, and CUDA itself; {error}"
+    error = f"median error {MEDIAN_ERROR['memory']:.0%} against published runs"
+    return f"{format_table(rows)}\n  taken: memory reserved by the allocator and by CUDA; {error}"
 
 
 def describe_time(expected: Forecast) -> str:
@@ -122,10 +122,10 @@ def describe_time(expected: Forecast) -> str:
     low, high = (expected.tokens_per_s_per_gpu / ratio for ratio in reversed(RANGE_80["throughput"]))
     return (
         f"{format_table(rows, '<>>')}\n"
-        f"  {expected.tokens_per_s_per_gpu:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f} in 80 % of published runs; "
-        f"median error {MEDIAN_ERROR['throughput']:.0%})\n"
+        f"  {expected.tokens_per_s_per_gpu:,.0f} tokens/s/GPU (80 % range: {low:,.0f} to {high:,.0f}; "
+        f"median error against published runs: {MEDIAN_ERROR['throughput']:.0%})\n"
         f"  MFU {expected.mfu_full:.1%}, {expected.mfu_causal:.1%} with causal attention; "
-        f"bubble {expected.bubble:.1%}, mean of the pp ranks"
+        f"bubble {expected.bubble:.1%}, averaged over pp ranks"
     )
 
 

@@ -1,14 +1,14 @@
-"""Run step.py as one rank of any world, without that world: a fake process group, and tensors without storage.
+"""Run step.py as one rank of a world of any size, in one process: a fake process group, and tensors without storage.
 
     plan --dry-run, explain   ->   dry_run(planned, pp_rank)   ->   start_run, train_step under a Meter
 
-The functions are those of the run, with the same arguments, so they prove the closed form: same collectives, memory
-within a few percent. The groups answer at once and tensors have shapes but no numbers (fake_world.py), so 16,384 ranks
-cost no more than one. A step with many microbatches is run with a few of them (`shorten`): compare it with the closed
-form of the same short step.
+A dry run calls the same functions as training, with the same arguments, so it tests the closed form: the collectives
+are equal, and memory is within a few percent. Collectives return at once and tensors have no storage (fake_world.py),
+so 16,384 ranks cost no more than one. A step with many microbatches is shortened to a few (`shorten`); compare it with
+the closed form of the same short step.
 
-No operator returns a kernel's own scratch memory, so it is not seen. For a GPU, kernels are chosen as the GPU would: no
-mask of S x S, norms in one kernel. compile is off: only the device knows what it fuses, so memory is an upper bound.
+Scratch memory of kernels is not counted, because no operator returns it. For a GPU, operators keep the tensors of CUDA
+kernels: no S x S mask, norms in one kernel. compile is off, so memory is an upper bound for a compiled run.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Explain a layout by dry runs of step.py: the step in words, slices of weights, collectives with the line of each."""
+"""Explain a layout by dry runs of step.py: the step in words, each rank's weights, the line of every collective."""
 
 import argparse
 import re
@@ -20,15 +20,15 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, p
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
-FEW = 3  # microbatches that are run: the first, one in the middle, the last
-MOST_SHOWN, GAP = 8, ".."  # ranks or coordinates in a row; of more the first two, a gap, and the last
-ROLES = {  # mesh dim -> what its ranks do in a step
-    "pp": "{n} ranks hold successive layers, send hidden states on, and the gradients of hidden states back",
+FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
+MOST_SHOWN, GAP = 8, ".."  # ranks or coordinates in a row; a longer row shows the first two, a gap, and the last
+ROLES = {  # mesh dim -> work of its ranks in a step
+    "pp": "{n} ranks hold successive layers; hidden states move to the next rank, and their gradients back",
     "dp_replicate": "{n} ranks read different sequences, hold the same weights, and all-reduce gradients",
     "dp_shard": "{n} ranks read different sequences, gather the weights of a block, and reduce-scatter gradients",
     "cp": "{n} ranks hold an early and a late piece of every sequence, and exchange keys and values",
     "tp": "{n} ranks gather the sequence, compute their heads and columns, and reduce-scatter partial sums",
-    "ep": "{n} ranks hold different experts; tokens are sent to their experts, and the results back",
+    "ep": "{n} ranks hold different experts; tokens are sent to their experts, and results are sent back",
 }
 
 
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
         if not 0 <= options.rank < n:
             raise ConfigError([Problem("--rank", options.rank, f"there are {n} ranks", f"Use 0 to {n - 1}")])
     except ConfigError as error:
-        print(f"This run could not start:\n{error}", file=sys.stderr)
+        print(f"This run cannot start:\n{error}", file=sys.stderr)
         return 2
     print(f"{planned.config_name} on {n:,} ranks: {planned.layout}\n")
     if options.token:
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def explain_step(planned: PlannedRun) -> None:
-    """Print the step in words, the mesh, and the parameters and collectives of one rank of each kind of stage."""
+    """Print the step in words, the mesh, and the parameters and collectives of one rank per kind of stage."""
     layout, short, per_stage = planned.layout, shorten(planned, FEW), planned.layout.strides["pp"]
     print(f"{describe_step(planned)}\n\n{draw_mesh(layout.degrees)}")
     if layout.ep:
@@ -66,7 +66,7 @@ def explain_step(planned: PlannedRun) -> None:
 
 
 def explain_token(planned: PlannedRun, rank: int) -> None:
-    """Print slices of weights and collectives of the rank's first microbatch, forward through all stages."""
+    """Follow the first microbatch of a rank forward through all stages: print weight slices and collectives."""
     layout, short, per_stage = planned.layout, shorten(planned, FEW), planned.layout.strides["pp"]
     at = {dim: rank // layout.strides[dim] % degree for dim, degree in layout.degrees.items()}
     n_rows = layout.global_batch_size // layout.dp
@@ -85,7 +85,7 @@ def explain_token(planned: PlannedRun, rank: int) -> None:
         calls = [call for call in run.collectives if call.operation == "receive"][:arrives]
         forward = [call for call in run.collectives if call.site.phase == "forward"]
         n_calls = Counter(call for call in forward if f"{call.site.module}.".startswith(own))
-        for call in forward:  # of several microbatches with the same calls: keep those of one
+        for call in forward:  # all microbatches make the same calls: keep the calls of one microbatch
             if calls.count(call) * short.layout.n_microbatches < n_calls[call]:
                 calls.append(call)
         print(f"\n---- stage {stage}: collectives of rank {here}\n\n{format_collectives(calls)}")
@@ -99,14 +99,14 @@ def describe_step(planned: PlannedRun) -> str:
         f"step: {rows} rows of {config.training.seq_len} tokens. Each of {layout.dp} data-parallel ranks reads "
         f"{rows // layout.dp}, in {layout.n_microbatches} microbatches of {layout.microbatch_size}",
         *(f"{dim}: {role.format(n=sizes[dim])}" for dim, role in ROLES.items() if sizes[dim] > 1),
-        f"recompute: {config.activation_checkpoint.mode}. Backward computes again what forward did not keep",
-        f"update: ranks sum the norm of all gradients; {config.optimizer.name} updates the slices they hold",
+        f"recompute: {config.activation_checkpoint.mode}. Backward recomputes activations that forward did not keep",
+        f"update: ranks all-reduce the gradient norm; {config.optimizer.name} updates the local slices",
     ]
     return "\n".join(f"  {line}" for line in lines)
 
 
 def draw_mesh(degrees: dict[str, int]) -> str:
-    """Draw every rank in its place. Dims are outermost first: the last in brackets, the next across, others down."""
+    """Draw all ranks. The innermost dim is in brackets, the next one across, and the others down."""
     used = {dim: degree for dim, degree in degrees.items() if degree > 1} or {"tp": 1}
     *down, across, inner = used if len(used) > 1 else ["", *used]
     ranks = torch.arange(prod(used.values())).view(*(used[dim] for dim in down), used.get(across, 1), used[inner])
@@ -123,7 +123,7 @@ def elide(values: Sequence) -> list:
 
 
 def format_parameters(parameters: dict[str, Tensor], ranks: list[int | str]) -> str:
-    """Return a table of the parameters' slices on these ranks of a stage, with one row for equal layers."""
+    """Return a table of the parameter slices on these ranks of a stage. Layers with equal slices share a row."""
     rows: dict[tuple, list[str]] = {}
     for fqn, parameter in parameters.items():
         owner, name = LAYER.fullmatch(fqn).groups()
@@ -139,7 +139,7 @@ def describe_slice(parameter: Tensor, rank: int) -> str:
     """Return the slice of a parameter that a rank holds: "rows 0..31, columns 16..31"."""
     if not isinstance(parameter, DTensor):
         return "all"
-    mesh, whole = parameter.device_mesh, parameter.shape  # the mesh has all ranks of a stage
+    mesh, whole = parameter.device_mesh, parameter.shape  # the mesh spans all ranks of a stage
     coordinate = [int(index) for index in torch.unravel_index(torch.tensor(rank % mesh.size()), mesh.shape)]
     shape, offset = _compute_local_shape_and_global_offset(whole, mesh.shape, coordinate, parameter.placements)
     names = {1: ["elements"], 2: ["rows", "columns"], 3: ["experts", "rows", "columns"]}[len(shape)]
@@ -149,14 +149,14 @@ def describe_slice(parameter: Tensor, rank: int) -> str:
 
 
 def join_layers(owners: list[str]) -> str:
-    """Return "layers.2", "layers.3", "layers.4" as "layers.2-4"; in the order of backward as "layers.4-2"."""
+    """Return "layers.2-4" for "layers.2", "layers.3", "layers.4", and "layers.4-2" for the order of backward."""
     return owners[0] if len(owners) == 1 else f"{owners[0]}-{owners[-1].removeprefix('layers.')}"
 
 
 def format_collectives(collectives: list[Collective], n_more: int = 0) -> str:
-    """Return a table of forward, backward, and what is between them: equal parts and equal layers once.
+    """Return a table of the collectives in forward, in backward and between. Repeated passes and layers are merged.
 
-    `n_more`: microbatches that were not run. A part that comes more than once comes in each of them too.
+    `n_more`: microbatches that the dry run left out. A pass that repeats is counted for each of them too.
     """
     parts = Counter()
     for phase, calls in groupby(collectives, key=lambda call: call.site.phase.replace("recompute", "backward")):

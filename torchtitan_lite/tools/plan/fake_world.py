@@ -1,10 +1,10 @@
-"""The world of a dry run: a process group without processes, tensors without numbers, kernels as on a GPU.
+"""The fake environment of a dry run: a process group without processes, tensors without data, kernels as on a GPU.
 
 fake_group      all ranks, no processes: collectives return at once
 fake_tensors    tensors with shapes only
-static_stages   pipeline stages that know what they receive
-gpu_kernels     what CUDA's kernels keep for backward, on fake CPU tensors
-even_experts    every ep rank receives equally many rows
+static_stages   pipeline stages whose shapes are set in advance
+gpu_kernels     keep the tensors for backward that CUDA kernels keep, on fake CPU tensors
+even_experts    all ep ranks receive the same number of rows
 """
 
 from collections.abc import Iterator
@@ -44,13 +44,13 @@ def fake_group(world_size: int, *, rank: int) -> Iterator[None]:
 
 
 class FakeMode(FakeTensorMode):
-    """Fake mode without numbers: each number that the host reads is 1 or True."""
+    """Fake mode in which .item() and bool() also work: they return 1 or True."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:  # .item(), bool()
             return True if args[0].dtype is torch.bool else 1
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # as on a device; torch's shape function makes another tensor
+            return args[0]  # as on a device; torch's meta function returns another tensor
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
@@ -60,9 +60,7 @@ def fake_tensors() -> Iterator[None]:
     infer = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def infer_unseen(*args):
-        with (
-            _disable_current_modes()
-        ):  # DTensor infers shapes by tensors of the full shape; a run does not allocate them
+        with _disable_current_modes():  # DTensor infers shapes with fake tensors of the full shape; do not count them
             return infer(*args)
 
     with patch.object(ShardingPropagator, infer.__name__, infer_unseen), FakeMode(allow_non_fake_inputs=True):
@@ -70,19 +68,19 @@ def fake_tensors() -> Iterator[None]:
 
 
 def make_batch(layout: Layout, seq_len: int) -> Batch:
-    """Return a rank's rows of a step. Their values do not matter."""
+    """Return one rank's batch for a step. Its values do not matter."""
     shape = (layout.global_batch_size // layout.dp, seq_len)
     return Batch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(4)))
 
 
 @contextmanager
 def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iterator[None]:
-    """Context manager: pipeline stages know their shapes without asking a neighbor."""
+    """Context manager: pipeline stages know their shapes without communication."""
     shape = layout.microbatch_size, config.training.seq_len // layout.cp // layout.tp, model_args.dim
     dtype = getattr(torch, config.training.mixed_precision_param)
     hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     with (
-        # 1F1B refuses fewer microbatches than stages, though it runs with them.
+        # 1F1B refuses fewer microbatches than stages, although it runs with fewer.
         patch.object(Schedule1F1B, "__init__", PipelineScheduleSingle.__init__),
         patch.object(pipeline, "Stage", partial(StaticStage, hidden=hidden)),
     ):
@@ -90,7 +88,7 @@ def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iter
 
 
 class StaticStage(pipeline.Stage):
-    """A stage that knows its shapes."""
+    """A stage whose input and output shapes are passed to the constructor."""
 
     def __init__(self, part, index, n_stages, device, *, group, hidden: Tensor):
         tokens = torch.empty(hidden.shape[:1], dtype=torch.int64, device="meta")
@@ -99,14 +97,14 @@ class StaticStage(pipeline.Stage):
         super().__init__(part, index, n_stages, device, input_args=received, output_args=sent, group=group)
 
     def _warmup_forward_vote(self, *args, **received) -> Tensor:
-        return torch.ones(1)  # all stages know their shapes
+        return torch.ones(1)  # the vote of a stage that knows its shapes
 
     _warmup_backward_result = _warmup_forward_vote
 
 
 @contextmanager
 def even_experts(workload: Workload) -> Iterator[None]:
-    """Context manager: every ep rank receives equally many rows from each. Fake routes have no values."""
+    """Context manager: all ep ranks exchange the same number of rows, because fake routes have no values."""
     n, ep = workload.n_rows, workload.layout.ep
     sent, received = [(n + rank) // ep for rank in range(ep)], [n // ep] * ep
     with (
@@ -117,13 +115,13 @@ def even_experts(workload: Workload) -> Iterator[None]:
 
 
 def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Replace grouped_mm for dtypes other than bfloat16, for which torch has no shape function."""
+    """Replace grouped_mm: torch's meta function takes bfloat16 only."""
     return F.grouped_mm(rows, matrices, offs=ends) if rows.dtype == torch.bfloat16 else rows @ matrices[0]
 
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Context manager: attention without a mask and fused norms, as on CUDA; a CPU has other kernels."""
+    """Context manager: attention without a mask and fused norms, as on CUDA. CPU kernels differ."""
     with (
         patch.object(attention, "attend_within_documents", attend_without_mask),
         patch.object(context_parallel, "attend_within_documents", attend_without_mask),
@@ -133,16 +131,16 @@ def gpu_kernels() -> Iterator[None]:
 
 
 def attend_without_mask(query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor, **places: Tensor) -> Tensor:
-    """Replace flex attention: it keeps the same tensors for backward."""
+    """Replace flex attention by a kernel that keeps the same tensors for backward."""
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
 
 class FusedNorm(torch.autograd.Function):
-    """The tensors of CUDA's RMS norm. A CPU has no such kernel: its steps keep three more tensors of the size of x."""
+    """Keeps the tensors that CUDA's fused RMS norm keeps. On a CPU, unfused steps keep three more of the size of x."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.sum(-1, dtype=torch.float32))  # the sum stands for 1 / rms
+        ctx.save_for_backward(x, weight, x.sum(-1, dtype=torch.float32))  # the sum has the size of 1 / rms
         return torch.empty_like(x)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The forecast of one step by the closed form: time and where it goes, memory of each pp rank, error bar."""
+"""Forecast one step by the closed form: its time and the parts of that time, memory of each pp rank, error bar."""
 
 from dataclasses import dataclass
 
@@ -10,31 +10,31 @@ from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.timeline import Timeline, count_in_flight, extrapolate_in_flight, simulate
 from torchtitan_lite.tools.plan.workload import Workload
 
-# Published runs whose source had no part in the fit (tests/test_published.py, assets/benchmarks/published_layouts.md):
-# median of |forecast / published - 1|, and the range of forecast / published of 80 % of the rows
+# Error on published runs whose source was left out of the fit (tests/test_published.py,
+# assets/benchmarks/published_layouts.md): median of |forecast / published - 1|, range of forecast / published in 80 %
 MEDIAN_ERROR = {"throughput": 0.08, "memory": 0.03}
 RANGE_80 = {"throughput": (0.95, 1.18), "memory": (0.98, 1.12)}
-PARTS = {"recompute": "again", **{f"waiting for {axis}": axis for axis in ("tp", "cp", "ep", "dp")}}  # -> of Phases
+PARTS = {"recompute": "again", **{f"waiting for {axis}": axis for axis in ("tp", "cp", "ep", "dp")}}  # fields of Phases
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One step of a workload."""
+    """The forecast of one step of a workload."""
 
     workload: Workload
     cluster: Cluster
     step_time_s: float
-    parts_s: dict[str, float]  # what -> seconds of the step, of the rank that works longest
+    parts_s: dict[str, float]  # "compute", "recompute", "bubble", ... -> seconds, on the slowest rank
     bubble: float  # idle fraction of the pipeline
-    timeline: Timeline  # of the whole step, or of its first sample
+    timeline: Timeline  # of the whole step, or of the first sample of list_samples
     tokens_per_s_per_gpu: float
-    # Model FLOP/s over the bf16 peak, with all of attention and with its causal half; fp32 runs over the fp32 peak
+    # Model FLOP/s over the bf16 peak (fp32 runs: the fp32 peak), with full attention and with its causal half
     mfu_full: float
     mfu_causal: float
 
 
 def forecast(model: StepTime, orders: list[tuple[Order, int]]) -> Forecast:
-    """Forecast one step from the order of all its microbatches, or from samples of it with their weights."""
+    """Forecast one step from weighted orders: the order of the whole step with weight 1, or those of list_samples."""
     timelines = [(simulate(order, model.seconds_of, model.send_s), weight) for order, weight in orders]
     end_time = sum(weight * timeline.end_time for timeline, weight in timelines)
     w, layout, busy = model.workload, model.workload.layout, model.busy
@@ -60,9 +60,9 @@ def list_memory(workload: Workload, order: Order) -> list[Memory]:
 
 
 def estimate_peak(workload: Workload, schedule: str) -> float:
-    """Return the live bytes of the rank that holds most, from short orders.
+    """Return the peak live bytes of the fullest rank, extrapolated from short orders.
 
-    It is the first pp rank, the second (one layer more), or the last (the logits).
+    Only the first pp rank, the second (it may have one layer more) and the last (the logits) can be the fullest.
     """
     layout = workload.layout
     in_flight = extrapolate_in_flight(schedule, layout.pp, layout.n_microbatches, len(layout.stages) // layout.pp)

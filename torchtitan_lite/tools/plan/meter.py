@@ -1,8 +1,8 @@
-"""Record what one rank's code does, operator by operator: live memory, collectives, and the lines behind them.
+"""Record the operators that one rank runs: live memory, collectives, and the line of code that called each collective.
 
-    train_step(run, batch)  ->  operators  ->  Meter records  ->  the same operators, on fake or on real tensors
+    train_step(run, batch)  ->  operator  ->  Meter records it  ->  the same operator, on fake or real tensors
 
-A storage counts from the operator that returns it until nothing refers to it, as in an allocator without gaps.
+A storage counts from the operator that returns it until it is freed, as in an allocator without fragmentation.
 """
 
 import re
@@ -40,7 +40,7 @@ OPERATIONS = {  # part of an operator's name, without "_" -> operation
 
 @dataclass(frozen=True)
 class Collective:
-    """One call that moves bytes between this rank and others."""
+    """One call that moves bytes between this rank and other ranks."""
 
     operation: str
     axis: str  # mesh dims of the group: "tp", "dp_shard x cp"
@@ -52,19 +52,19 @@ class Collective:
 
 @cache
 def name_operation(func: OpOverload) -> str | None:
-    """Return the operation of "c10d::_allgather_base_" or "_c10d_functional::all_gather_into_tensor": "all-gather"."""
+    """Return "all-gather" for "c10d::_allgather_base_" or "_c10d_functional::all_gather_into_tensor"; None if local."""
     name = func._opname.replace("_", "") if func.namespace in ("c10d", "_c10d_functional", "_dtensor") else ""
     return next((operation for part, operation in OPERATIONS.items() if part in name), None)
 
 
 def name_axis(layout: Layout, group: dist.ProcessGroup) -> str:
-    """Return the mesh dims of a group: DeviceMesh describes it as "mesh_dp_shard_cp", or as the group of all ranks."""
+    """Return the mesh dims of a group. Its description is like "mesh_dp_shard_cp", or names the group of all ranks."""
     named = re.findall("pp|dp_replicate|dp_shard|efsdp|ep|cp|tp", group.group_desc.removeprefix("mesh_"))
     return " x ".join(named or [dim for dim, degree in layout.degrees.items() if degree > 1])
 
 
 def find_group(args: tuple) -> dist.ProcessGroup:
-    """Return the process group among a collective's arguments: an object, or the name in the last string."""
+    """Return the process group among a collective's arguments: an object, or the last string, which is its name."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)
@@ -72,17 +72,17 @@ def find_group(args: tuple) -> dist.ProcessGroup:
 
 
 def measure(operation: str, group: dist.ProcessGroup, args: tuple, result: object) -> tuple[Tensor, float]:
-    """Return the whole tensor of a collective, or the first of several, and the bytes that this rank moves."""
+    """Return the whole tensor of a collective (the first, if there are several) and the bytes that this rank moves."""
     sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)]
     whole, splits = max(sides, key=lambda side: sum(tensor.numel() for tensor in side)), []
-    if operation == "all-to-all":  # it may send more than it receives: the rows for each rank are the last list
+    if operation == "all-to-all":  # a rank may send more than it receives; the last list has the rows for each rank
         whole, splits = sides[0], next((arg for arg in reversed(args) if isinstance(arg, list)), [])
     n_bytes = sum(tensor.nbytes for tensor in whole)
     return whole[0], n_bytes * fraction_moved(operation, group.size(), group.rank(), splits)
 
 
 class Meter(TorchDispatchMode):
-    """Records what runs `with meter.watching()`."""
+    """Records all operators that run inside `with meter.watching()`."""
 
     def __init__(self, layout: Layout):
         super().__init__()
@@ -92,13 +92,13 @@ class Meter(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # address of a live storage -> bytes
 
     def restart(self) -> None:
-        """Forget what was recorded. Live storages stay counted."""
+        """Clear the collectives and reset the peak. Live storages stay counted."""
         self.collectives.clear()
         self.peak_bytes = self.live_bytes
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager: records everything inside. Enter it inside the fake mode, if there is one."""
+        """Context manager: record everything inside. If there is a fake mode, enter it first."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_count(storage: torch.UntypedStorage, n_bytes: int) -> None:
@@ -111,7 +111,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # they call the operator again on their plain tensors
+            return NotImplemented  # these subclasses call the operator again on their plain tensors
         site = self.sites.find()
         if func in CONTEXT_ATTENTION:
             with self:
@@ -128,7 +128,7 @@ class Meter(TorchDispatchMode):
     def note(self, values: Iterable[object]) -> None:
         """Count the storages of the tensors among these values."""
         for value in values:
-            # A weight gathered in float8 is a wrapper, whose own storage holds nothing.
+            # A weight gathered in float8 is a wrapper subclass, whose storage is empty.
             if isinstance(value, Tensor) and value.device.type != "meta" and not is_traceable_wrapper_subclass(value):
                 self._count(value.untyped_storage())
 

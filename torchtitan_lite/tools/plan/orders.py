@@ -1,9 +1,9 @@
-"""Orders of a pipeline: which actions each pp rank runs in a step, by schedule, without torch.
+"""Pipeline schedules: list the actions that each pp rank runs in one step, in order. No torch.
 
     GPipe, 2 microbatches     pp rank 0: 0F0 0F1 0B0 0B1        pp rank 1: 1F0 1F1 1B0 1B1
 
-F is a forward and B a backward, which some schedules split into I (gradients of inputs) and W (gradients of weights).
-tests/test_orders.py compares each order with that of torch.distributed.pipelining, action by action.
+F is a forward, B a backward. Some schedules split B into I (gradients of inputs) and W (gradients of weights).
+tests/test_orders.py compares each order with torch.distributed.pipelining, action by action.
 
 Sources, arXiv: GPipe 1811.06965; 1F1B 2104.04473; LoopedBFS 2211.05953; zero bubble 2401.10241; DualPipe 2412.19437.
 """
@@ -19,16 +19,16 @@ Order = list[list[Action]]  # the actions of each pp rank in one step
 
 @lru_cache(maxsize=1024)
 def list_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> Order:
-    """Return the order of a schedule. Without a pipeline: forward and backward of each microbatch in turn."""
+    """Return the order of a schedule. If pp is 1: forward and backward of each microbatch in turn."""
     if pp == 1:
         return [[Action(0, kind, microbatch) for microbatch in range(n_microbatches) for kind in "FB"]]
     return [ORDERS[schedule](rank, pp, n_microbatches, n_stages_per_rank) for rank in range(pp)]
 
 
 def fill_and_drain(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
-    """GPipe, and LoopedBFS with several stages a rank: all forwards, then all backwards, stage by stage."""
+    """GPipe, or LoopedBFS with several stages per rank: all forwards, then all backwards, stage by stage."""
     stages, microbatches = range(rank, pp * n_stages_per_rank, pp), range(n_microbatches)
-    # LoopedBFS starts its backwards with the last microbatch, GPipe with the first.
+    # Backward starts with the last microbatch in LoopedBFS, and with the first in GPipe.
     backwards = microbatches if n_stages_per_rank == 1 else microbatches[::-1]
     row = [Action(stage, "F", microbatch) for stage in stages for microbatch in microbatches]
     return row + [Action(stage, "B", microbatch) for stage in reversed(stages) for microbatch in backwards]
@@ -37,10 +37,10 @@ def fill_and_drain(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: i
 def interleave(
     rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int, *, hops: int, splits_backward: bool = False
 ) -> list[Action]:
-    """Interleaved1F1B: forwards fill the pipeline, then forwards and backwards alternate, in rounds of microbatches.
+    """Interleaved1F1B: forwards fill the pipeline, then forwards and backwards alternate. Microbatches run in rounds.
 
-    `hops`: forwards of the warm-up per hop from the last rank. 1F1B has one stage a rank and one hop. With a split
-    backward (InterleavedZeroBubble) gradients of weights follow `rank` backwards later.
+    `hops`: additional warm-up forwards per pp rank after this one. 1F1B has one stage per rank and `hops` = 1. If the
+    backward is split (InterleavedZeroBubble), each W runs `rank` backwards after its I.
     """
     stages = range(rank, pp * n_stages_per_rank, pp)
     size = n_microbatches // max(1, n_microbatches // pp) if n_stages_per_rank > 1 else n_microbatches
@@ -68,7 +68,7 @@ def zero_bubble_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: in
             row.append(Action(stage, kind, count[stage, kind]))
             count[stage, kind] += 1
 
-    n_filling = max(2 * pp - 1, n_microbatches)  # the pattern needs so many; those that do not exist are left out
+    n_filling = max(2 * pp - 1, n_microbatches)  # minimum of the pattern; extra microbatches are dropped at the end
     add(first, "F", 2 * (pp - rank) - 1)
     for _ in range(rank):
         add(second, "F")
@@ -87,10 +87,10 @@ def zero_bubble_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: in
 
 
 def dual_pipe_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
-    """DualPipeV: as in ZBV a rank holds two arms of a V; forwards of one arm alternate with backwards of the other."""
+    """DualPipeV: a rank holds two arms of a V, as in ZBV. Forwards of one arm alternate with backwards of the other."""
     first, second = rank, 2 * pp - 1 - rank
     count: Counter[tuple[int, bool]] = Counter()
-    waiting: deque[tuple[int, int]] = deque()  # gradients of weights that are still to be computed
+    waiting: deque[tuple[int, int]] = deque()  # (stage, microbatch) of gradients of weights to be computed
     row: list[Action] = []
 
     def add(*pairs: tuple[int, str], times: int = 1) -> None:
@@ -104,7 +104,7 @@ def dual_pipe_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int)
             count[stage, kind == "F"] += 1
             waiting.extend([(stage, microbatch)] * (kind == "I"))
 
-    half = (rank + 1) // 2  # of the last backwards: the later half is split
+    half = (rank + 1) // 2  # the second half of the last backwards is split
     add((first, "F"), times=2 * (pp - rank - 1))
     add((first, "F"), (second, "F"), times=rank + 1)
     add((second, "I"), (second, "W"), (second, "F"), times=pp - rank - 1)
@@ -117,7 +117,7 @@ def dual_pipe_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int)
     return row
 
 
-ORDERS: dict[str, Callable[..., list[Action]]] = {  # spelled as torch spells them
+ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch
     "GPipe": fill_and_drain,
     "1F1B": partial(interleave, hops=1),
     "Interleaved1F1B": partial(interleave, hops=2),

@@ -1,4 +1,4 @@
-"""A run on other machines, and its workload: config + GPUs -> layout -> the numbers of workload.py."""
+"""Describe a run on other machines: config + number of GPUs -> layout -> Workload."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ ANY_CPU = Machine("cpu", 1, 0, "CPU")
 
 
 def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Workload:
-    """Return the workload of a run. Automatic values are those of a GPU. Raises ConfigError."""
+    """Return the workload of a run. "auto" values are resolved for a GPU. Raises ConfigError."""
     if config.activation_checkpoint.mode == "memory_budget":
-        why = "the compiler decides what is recomputed, so no closed form exists"
-        remedy = 'Ask for "none" and for "full": the answer lies between'
+        why = "the compiler decides what to recompute, so there is no closed form"
+        remedy = 'Plan with "none" and with "full": the result is between the two'
         raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
     recompute = plan_recompute(config.activation_checkpoint, range(args.n_layers))
     dtype, float8 = config.training.mixed_precision_param, config.quantize.linear.float8
@@ -59,14 +59,14 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
 
 @lru_cache
 def choose_float8(args: ModelArgs, filter_fqns: tuple[str, ...], tp: int, recipe_name: str) -> frozenset[str]:
-    """Return the modules of a block that compute in float8."""
+    """Return the names of a block's modules that compute in float8."""
     fqns = plan_float8(list_linears(args), list(filter_fqns), tp, recipe_name)
     return frozenset(fqn.split(".", 2)[2] for fqn in fqns)
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run on other machines, whose config is sound."""
+    """A run on other machines, with a valid config."""
 
     config_name: str
     config: Config  # resolved
@@ -80,9 +80,9 @@ class PlannedRun:
 
 
 def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]) -> PlannedRun:
-    """Return the run of these arguments of a config. Raises ConfigError with every problem.
+    """Return the run for these config arguments. Raises ConfigError with all problems.
 
-    Without n_gpus: the product of the degrees, or two if one of them is automatic.
+    If n_gpus is None: the product of the degrees, or 2 if a degree is automatic.
     """
     reading = read_run_config(args)
     if reading.problems:
@@ -94,7 +94,7 @@ def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "
 
 
 def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
-    """Return pp rank -> pp ranks with equal stages, itself included. The key is the first, which holds most."""
+    """Group pp ranks with equal stages: first rank -> all ranks of its group. The first rank uses the most memory."""
     workload, layout = planned.workload, planned.layout
     alike: dict[tuple, list[int]] = {}
     for rank in range(layout.pp):

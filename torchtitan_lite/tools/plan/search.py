@@ -1,10 +1,10 @@
-"""Rank every layout of a model on a cluster that `check` accepts, by forecast step time: `plan --search`.
+"""`plan --search`: rank all layouts of a model that `check` accepts, by forecast step time.
 
     degrees x schedule x microbatch x ZeRO stage x recompute  ->  check's rules  ->  memory  ->  closed form, simulated
 
-Layouts that fit are sorted by a lower bound of their step time. Their schedules are simulated in this order, until the
-bound of the next one is above the last of the best: these are the layouts that simulating all would give. A forecast
-cannot tell layouts within TIE of each other apart, so they are shown as ties, those with the fewest mesh dims first.
+Layouts that fit in memory are sorted by a lower bound on their step time and simulated in this order. The search stops
+when the next bound exceeds the step time of the N_BEST-th layout, so the result equals an exhaustive search. Layouts
+within TIE of the best are shown as ties, those with the fewest mesh dims first: a forecast cannot tell them apart.
 """
 
 import argparse
@@ -31,21 +31,21 @@ from torchtitan_lite.tools.tables import format_table
 
 N_BEST = 10
 TIE = 1.02
-USABLE = 0.97  # of the memory: a forecast errs, and a run that goes out of memory ends
+USABLE = 0.97  # fraction of the memory; the rest is a margin for the error of the forecast
 MICROBATCHES = (1, 2, 4, 8)  # sequences
 STAGES_PER_RANK = (2, 4, 8)  # of interleaved schedules
-LEAST_TOKENS = 1024  # of a sequence on a cp rank
+LEAST_TOKENS = 1024  # per sequence and cp rank
 RECOMPUTE = [ActivationCheckpoint(*each) for each in (("none",), ("selective", "op"), ("selective", "2"), ("full",))]
 
 
 class Candidate:
-    """A layout that `check` accepts, on a cluster."""
+    """A layout that `check` accepts, and its memory and step time on a cluster."""
 
     def __init__(self, config: Config, model_args: ModelArgs, layout: Layout, cluster: Cluster):
         self.config, self.layout = config, layout
         self.workload = describe_workload(config, model_args, layout)
         self.schedule = config.parallelism.pipeline_parallel_schedule
-        self.taken_bytes = cluster.reserve(estimate_peak(self.workload, self.schedule))  # of the GPU that holds most
+        self.taken_bytes = cluster.reserve(estimate_peak(self.workload, self.schedule))  # of the fullest GPU
         self.step_time = StepTime(self.workload, cluster)
         self.n_dims = sum(degree > 1 for dim, degree in layout.degrees.items() if dim != "dp_shard")
 
@@ -65,7 +65,7 @@ class Candidate:
 
 @dataclass
 class Search:
-    """Layouts of `config`'s model on `world_size` GPUs with its global batch."""
+    """Searches the layouts of a model on `world_size` GPUs, with the model and the global batch of `config`."""
 
     config: Config
     model_args: ModelArgs
@@ -73,7 +73,7 @@ class Search:
     cluster: Cluster
 
     def rank(self, n_best: int = N_BEST) -> list[tuple[Candidate, Forecast]]:
-        """Return the best layouts, ties first. Raises ConfigError if no layout runs or fits."""
+        """Return the best layouts, ties first. Raises ConfigError if check accepts no layout or none fits in memory."""
         self.n_accepted, fitting, best, leanest = 0, [], [], None
         for candidate in self.list_candidates():
             self.n_accepted += 1
@@ -82,11 +82,11 @@ class Search:
                 fitting.append(candidate)
         self.n_fitting = len(fitting)
         if not fitting:
-            why = f"no layout of {self.find_global_batch()} sequences a step passes check"
-            remedy = "Use whole nodes, and a training.global_batch_size that many numbers divide"
+            why = f"no layout with {self.find_global_batch()} sequences per step passes check"
+            remedy = "Use full nodes, and a training.global_batch_size with many divisors"
             if leanest:
-                why = f"the leanest layout ({leanest}) needs {leanest.taken_bytes / GIB:.1f} GiB on a GPU"
-                remedy = "Use more GPUs, or moments of the optimizer in bfloat16 (optimizer.moments_dtype)"
+                why = f"the smallest layout ({leanest}) needs {leanest.taken_bytes / GIB:.1f} GiB per GPU"
+                remedy = "Use more GPUs, or optimizer moments in bfloat16 (optimizer.moments_dtype)"
             raise ConfigError([Problem("--gpus", self.world_size, why, remedy)])
         fitting.sort(key=lambda candidate: (candidate.step_time.lower_bound_s, candidate.taken_bytes))
         for candidate in fitting:
@@ -109,7 +109,7 @@ class Search:
                         yield Candidate(config, self.model_args, layout, self.cluster)
 
     def list_proposals(self) -> Iterator[Config]:
-        """Yield every layout to try. Nodes are full, tp stays inside a node; a shard group is all of dp, or 64 or 8."""
+        """Yield every layout to try. Nodes are full, tp stays within a node, dp_shard is all of dp, 64, or 8."""
         config, world_size, node_size = self.config, self.world_size, self.cluster.node_size
         n_layers, moe, global_batch = self.model_args.n_layers, self.model_args.moe, self.find_global_batch()
         if world_size > node_size and world_size % node_size:
@@ -148,7 +148,7 @@ class Search:
                 yield replace(config, training=training, parallelism=parallelism, activation_checkpoint=RECOMPUTE[0])
 
     def find_global_batch(self) -> int:
-        """Return the sequences of a step: from the config, or from its local batch and its own degrees."""
+        """Return the sequences per step: global_batch_size, or local_batch_size times dp of the config."""
         training, section = self.config.training, self.config.parallelism
         if training.global_batch_size != -1:
             return training.global_batch_size
@@ -157,7 +157,7 @@ class Search:
 
 
 def list_schedules(section: Parallelism, pp: int, n_layers: int) -> list[dict[str, object]]:
-    """Return the keys of every schedule; with a few numbers of stages a rank if the schedule takes any."""
+    """Return the config keys of every schedule. Schedules with any number of stages are tried with STAGES_PER_RANK."""
     if pp == 1:
         return [{"pipeline_parallel_layers_per_stage": None}]
     weight = n_layers + section.pipeline_parallel_first_stage_less_layers
@@ -167,7 +167,7 @@ def list_schedules(section: Parallelism, pp: int, n_layers: int) -> list[dict[st
         for per_rank in STAGES_PER_RANK if schedule.most_stages_per_rank is None else (None,):
             layers = None if per_rank is None else -(-weight // (pp * per_rank))
             if per_rank and -(-weight // layers) != pp * per_rank:
-                continue  # no length of a stage makes this number of them
+                continue  # no number of layers per stage gives this number of stages
             keys.append({"pipeline_parallel_schedule": name, "pipeline_parallel_layers_per_stage": layers})
     return keys
 
@@ -178,11 +178,11 @@ def divisors(n: int, most: int) -> list[int]:
 
 
 def search_layouts(options: argparse.Namespace) -> str:
-    """Search, and write the winner if a file is named. Return the report. Raises ConfigError if no layout fits."""
+    """Search, write the best layout to `--toml`, and return the report. Raises ConfigError if no layout fits."""
     reading = read_run_config(options.config_args)
     problems = list(reading.problems)
     if options.gpus is None:
-        problems.append(Problem("--gpus", None, "a search needs their number", "Write --gpus 64, for instance"))
+        problems.append(Problem("--gpus", None, "a search needs the number of GPUs", "For example, use --gpus 64"))
     if problems:
         raise ConfigError(problems)
     search = Search(reading.config, resolve_model(reading.config.model), options.gpus, find_cluster(options.gpu))
@@ -196,8 +196,8 @@ def search_layouts(options: argparse.Namespace) -> str:
     own, verdict = judge_own(search, best[0][1])
     return (
         f"{search.n_accepted:,} layouts on {options.gpus:,} GPUs with {search.find_global_batch():,} sequences of "
-        f"{reading.config.training.seq_len:,} tokens a step pass check; {search.n_fitting:,} fit the memory.\n\n"
-        f"{format_table(table + own, '>>>>>>')}\n= within {TIE - 1:.0%} of the best: a tie, fewest mesh dims first\n\n"
+        f"{reading.config.training.seq_len:,} tokens per step pass check; {search.n_fitting:,} fit in memory.\n\n"
+        f"{format_table(table + own, '>>>>>>')}\n= tied, within {TIE - 1:.0%} of the best; fewest mesh dims first\n\n"
         f"{verdict}"
     )
 
@@ -208,24 +208,24 @@ def format_row(candidate: Candidate, expected: Forecast) -> tuple[str, ...]:
 
 
 def judge_own(search: Search, best: Forecast) -> tuple[list[tuple[str, ...]], str]:
-    """Return the config's own layout as a row of the table, if it runs, and why it loses against number 1."""
+    """Return the config's layout as a table row (none if it does not run), and why it is slower than number 1."""
     try:
         layout = plan_layout(search.config, search.model_args, search.world_size)
     except ConfigError as error:
-        return [], f"The config's own layout does not run on {search.world_size:,} GPUs:\n{error}"
+        return [], f"The layout of the config does not run on {search.world_size:,} GPUs:\n{error}"
     own = Candidate(search.config, search.model_args, layout, search.cluster)
     expected = own.forecast()
-    verdict = f"The config's own layout takes {expected.step_time_s / best.step_time_s - 1:+.1%} against number 1"
+    verdict = f"Step time of the config's layout against number 1: {expected.step_time_s / best.step_time_s - 1:+.1%}"
     lost = {what: seconds - best.parts_s.get(what, 0.0) for what, seconds in expected.parts_s.items()}
     worst = max(lost, key=lost.get)
-    verdict += f", and loses most by {worst}: {lost[worst]:+.2f} s."
+    verdict += f". The largest difference is {worst}: {lost[worst]:+.2f} s."
     if own.taken_bytes > search.cluster.memory_bytes:
-        verdict += f" It does not fit the {search.cluster.memory_bytes / GIB:.1f} GiB of a GPU."
+        verdict += f" The layout does not fit in the {search.cluster.memory_bytes / GIB:.1f} GiB of a GPU."
     return [("own", *format_row(own, expected))], verdict
 
 
 def format_winner(candidate: Candidate, expected: Forecast) -> str:
-    """Return the config of the best layout as TOML, which `--config` takes."""
+    """Return the config of the best layout as TOML for `--config`."""
     return (
         f"# Found by plan --search for {candidate.layout.world_size:,} GPUs: {candidate}\n# forecast: "
         f"{expected.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, a step in {expected.step_time_s:.2f} s\n\n"

@@ -1,10 +1,10 @@
-"""Seconds that each stage takes on a cluster: the kernels of its layers, and the collectives that nothing hides.
+"""Estimate the seconds of each pipeline stage on a cluster: kernels of its layers, and the exposed part of collectives.
 
-    matmuls       by module of the block; tp shares them, ep shares the experts
-    attention     FLOPs of the causal half, backward 2.5 times as many, at the kernel's own efficiency
+    matmuls       by module of the block; tp shards them, ep shards the experts
+    attention     FLOPs of the causal half, 2.5 times that in backward, at the efficiency of the attention kernel
     elementwise   norms, rotary, SwiGLU, residual, casts, loss; less if compiled
-    tp, ep        nothing overlaps them; async TP hides most of tp
-    cp            overlaps with the rank's own part of attention
+    tp, ep        not overlapped; async TP hides most of tp
+    cp            overlaps with attention on the local shard
     FSDP          overlaps with the block (ZeRO 3), or with forward and backward (ZeRO 1, 2)
 
 Legend in workload.py.
@@ -21,14 +21,14 @@ from torchtitan_lite.config.schedule import Action
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Workload
 
-CAUSAL_EDGE = 300  # tokens: S/(S+300) of attention's rate is left for short sequences. Fit
-UNFUSED_SCORE_BYTES = 13  # of a score (fp16) that softmax, dropout and two matmuls read and write
-KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels of a layer's forward
-LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes of a logit that the loss moves, forward and backward each
+CAUSAL_EDGE = 300  # tokens; attention reaches S/(S+300) of its rate, so short sequences are slow. Fit
+UNFUSED_SCORE_BYTES = 13  # bytes that softmax, dropout and two matmuls read and write per fp16 score
+KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in the forward of a layer
+LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes per logit that the loss reads and writes in each direction
 
 
 class Phases(NamedTuple):
-    """Seconds of one microbatch on a rank, and what is in them: waits for other ranks by mesh axis, and recompute."""
+    """Seconds of one microbatch on a rank. These include the waits for each mesh axis and the recompute (`again`)."""
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -41,31 +41,31 @@ class Phases(NamedTuple):
 
 
 class StepTime:
-    """The seconds of a workload's step on a cluster, stage by stage."""
+    """Estimates the seconds of one step of a workload on a cluster."""
 
     def __init__(self, workload: Workload, cluster: Cluster):
         self.workload, self.cluster = workload, cluster
         self.memory_time, self.expose = cluster.memory_time, cluster.expose
 
     def collective_time(self, dims: tuple[str, ...], whole_bytes: float) -> float:
-        """Return the seconds of one all-gather or reduce-scatter of a tensor over the group along `dims`."""
+        """Return the seconds to all-gather or reduce-scatter a tensor over the mesh dims `dims`."""
         layout, n = self.workload.layout, prod(getattr(self.workload.layout, dim) for dim in dims)
         return self.cluster.collective_time(layout.strides[dims[-1]], n, whole_bytes)
 
     # ------------------------------------------------------------ a layer
 
     def linear_times(self, rows: float, out: float, into: float, dtype: str) -> list[float]:
-        """Return the seconds of a linear layer: forward, gradient of its input, of its weight."""
+        """Return the seconds of a linear layer: forward, gradient of the input, gradient of the weight."""
         recipe = self.workload.float8_recipe
         sizes = (rows, out, into), (rows, into, out), (out, into, rows)
         times = [self.cluster.matmul_time(*each, dtype, recipe) for each in sizes]
-        if dtype == "float8":  # Transformer Engine casts inside other kernels, and weights once a step
+        if dtype == "float8":  # Transformer Engine fuses casts into other kernels, and casts weights once per step
             cast = self.memory_time(rows * into if recipe == "te" else 3 * into * (rows + out))
             times = [times[0] + cast, times[1] + cast, times[2]]
         return times
 
     def module_times(self, module: BlockModule) -> list[float]:
-        """Return the seconds of a module's matmuls on one rank. Experts are taken to be equally loaded."""
+        """Return the seconds of a module's matmuls on one rank, assuming that experts are equally loaded."""
         w, tp = self.workload, self.workload.layout.tp
         if module.split == "experts":
             n_here, into, out = module.weight[0] // max(1, w.layout.ep), *module.weight[1:]
@@ -79,11 +79,11 @@ class StepTime:
 
     @cached_property
     def attention_times(self) -> tuple[float, float]:
-        """Forward and backward of a layer's scores and values, of the causal half: 2*T*S*H*E FLOPs forward."""
+        """Seconds of a layer's attention, forward and backward. The causal half has 2*T*S*H*E FLOPs in forward."""
         w, cluster, args = self.workload, self.cluster, self.workload.args
         flops = 2 * w.n_tokens * w.seq_len * args.n_heads * args.head_dim / w.layout.tp
         peak = cluster.peak(w.compute_dtype)
-        if w.attention == "unfused":  # both halves, and heads of odd sizes leave the matrix units
+        if w.attention == "unfused":  # computes both halves; head dims that 8 does not divide cannot use tensor cores
             rate = cluster.unfused_efficiency * peak
             if args.head_dim % 8:
                 rate = cluster.matmul_efficiency * cluster.peak_float32
@@ -95,16 +95,16 @@ class StepTime:
         return flops / (peak * forward) + cluster.kernel_s, 2.5 * flops / (peak * backward) + cluster.kernel_s
 
     def elementwise_time(self, kind: LayerKind) -> float:
-        """Return the seconds of the rest of a layer's forward. Each eager kernel reads and writes its tensors.
+        """Return the seconds of a layer's elementwise kernels in forward. An eager kernel reads and writes its tensors.
 
-        c bytes an element. Rows are copied when they are sorted, twice more if they travel, and added up in fp32.
+        c: bytes per element. MoE rows are copied when sorted, twice more in the all-to-alls, and summed in fp32.
         """
         w, c, args, tp = self.workload, self.workload.compute_bytes, self.workload.args, self.workload.layout.tp
         per_norm, per_product = (4 if w.compiled else 5) * c, (3 if w.compiled else 5) * c
         if not kind.is_gated:
             per_product = (2 if w.compiled else 3) * c
         n_norms = sum(norm.split == "sequence" for norm in kind.norms)
-        hidden = n_norms * per_norm * args.dim / (tp if w.sequence_parallel else 1)  # and as many residual additions
+        hidden = n_norms * per_norm * args.dim / (tp if w.sequence_parallel else 1)  # one residual addition per norm
         turned = (args.n_heads + args.n_kv_heads) * args.head_dim * kind.is_gated  # GPT has no rotary embedding
         rotary = ((2 * c if w.compiled else 2 * c + 16) + per_norm * args.qk_norm) * turned / tp
         products = per_product * sum(module.weight[1] for module in kind.rowwise[1:]) / tp
@@ -115,14 +115,14 @@ class StepTime:
         return self.memory_time(n_bytes) + KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
 
     def describe_layer(self, kind: LayerKind) -> Phases:
-        """Return the mean over the recompute modes of a layer."""
+        """Return the phases of a layer, averaged over its recompute modes."""
         w, if_full = self.workload, kind.average(full=1)
         times = [self.module_times(module) for module in kind.block if not module.is_norm]
         linear, of_inputs, of_weights = map(sum, zip(*times, strict=True))
         elementwise, (attend, attend_back) = self.elementwise_time(kind), self.attention_times
         n_calls, gathers = kind.n_gathers + len(kind.rowwise), kind.n_gathers
-        # Full recompute stops before the last matmul, whose output backward does not need. Without sequence parallel an
-        # all-reduce takes the place of each pair of calls: recompute makes all of them, or none.
+        # Full recompute stops before the last matmul: backward does not need its output. Without sequence parallel, an
+        # all-reduce replaces each pair of calls, and recompute repeats either all of them or none.
         stops_early = kind.ends_in_rowwise and w.sequence_parallel
         calls_again = {"op": gathers, "alternate": gathers} if w.sequence_parallel else {}
         tp_again = kind.average(**calls_again, full=n_calls - stops_early)
@@ -134,7 +134,7 @@ class StepTime:
         rows_s, counts_s = (2 * self.exchange_time(w.n_rows), self.exchange_time(0)) if kind.is_moe else (0.0, 0.0)
         is_fused = w.attention != "unfused"
         norms_again = kind.average(op=0.5 if is_fused else 0.3, full=1, alternate=1)
-        parts = {  # seconds of forward, of backward, and of what backward computes again
+        parts = {  # seconds of forward, of backward, of recompute
             "linear": (linear, of_inputs, kind.average(full=linear - left_out, alternate=linear / 3)),
             "attention": (attend, attend_back, kind.average(op=0 if is_fused else attend, full=attend)),
             "elementwise": (elementwise, 2 * elementwise, elementwise * norms_again),
@@ -149,9 +149,9 @@ class StepTime:
         return Phases(forward + late[0], backward + repeated + late[1], of_weights, **waits, dp=sum(late), again=again)
 
     def exchange_time(self, n_rows: float) -> float:
-        """Return the seconds of an all-to-all over ep in which a rank sends or receives `n_rows` rows, its own too.
+        """Return the seconds of an all-to-all over ep in which a rank sends `n_rows` rows, including those to itself.
 
-        Rows for other nodes leave by the rank's own network card, beside those for its node.
+        Rows for other nodes use the network card of the rank, in parallel with rows inside the node.
         """
         w, n, cluster = self.workload, max(1, self.workload.layout.ep), self.cluster
         n_bytes, n_near = n_rows * w.args.dim * w.compute_bytes / n, min(n, cluster.node_size)
@@ -160,10 +160,10 @@ class StepTime:
         return (max(near, far) + cluster.find_latency(1, n)) * (n > 1)
 
     def expose_context(self) -> tuple[float, float]:
-        """Return a layer's waits for keys and values, forward and backward.
+        """Return the seconds that a layer waits for keys and values, in forward and in backward.
 
-        An all-gather overlaps with the rank's own part of attention, 1/cp of it; a ring overlaps with all of it. The
-        reduction of fp32 gradients overlaps with nothing, in a ring with attention's backward.
+        An all-gather overlaps with attention on the local shard, 1/cp of the work; a ring overlaps with all of it. The
+        reduction of fp32 gradients overlaps with attention's backward in a ring, and otherwise with nothing.
         """
         w, n = self.workload, self.workload.layout.cp
         if n == 1:
@@ -176,7 +176,7 @@ class StepTime:
         return self.expose(fetch, attend / n), self.expose(fetch, attend_back / n) + reduce
 
     def expose_shards(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
-        """Return a layer's waits for its parameters and for the reduction of its gradients, forward and backward."""
+        """Return the seconds that a layer waits for FSDP, in forward (all-gather) and backward (and reduce-scatter)."""
         w, parameters = self.workload, kind.parameters
         if w.is_whole:
             return 0.0, 0.0
@@ -186,7 +186,7 @@ class StepTime:
         return self.expose(gather, forward), self.expose(gather + reduce, backward)
 
     def shard_time(self, n_parameters: tuple[float, float], *, reduces: bool = False) -> float:
-        """Return the seconds of FSDP's all-gather, or reduce-scatter, of these parameters: all but experts, experts."""
+        """Return the seconds of FSDP's all-gather or reduce-scatter. `n_parameters`: all but experts, experts."""
         w = self.workload
         width = w.reduce_bytes if reduces else 1 if w.gathers_float8 else w.compute_bytes
         width_of_experts = w.reduce_bytes if reduces else w.compute_bytes
@@ -208,22 +208,22 @@ class StepTime:
 
     @cached_property
     def stages(self) -> list[Phases]:
-        """The layers and the head of each stage. An embedding takes no time to speak of."""
+        """The phases of each stage: its layers and head. The time of the embedding is negligible."""
         kinds, found = self.workload.kinds, {}
         phases = [*map(self.describe_layer, kinds), self.describe_head()]
-        for stage in set(self.workload.stages):  # most are alike
+        for stage in set(self.workload.stages):  # most stages are equal
             counts = [*(kind.count(stage) for kind in kinds), stage.has_head]
             found[stage] = Phases(*(sum(map(mul, counts, seconds)) for seconds in zip(*phases, strict=True)))
         return [found[stage] for stage in self.workload.stages]
 
     def max_over_ranks(self, of_stages: Sequence[float]) -> float:
-        """Return the largest sum over the stages of one pp rank."""
+        """Sum the values over the stages of each pp rank, and return the largest sum."""
         layout = self.workload.layout
         return max(sum(of_stages[index] for index in layout.stages_of(rank)) for rank in range(layout.pp))
 
     @cached_property
     def send_s(self) -> float:
-        """Seconds of hidden states, or of their gradient, from one pp rank to the next."""
+        """Seconds to send hidden states, or their gradient, from one pp rank to the next."""
         w, cluster = self.workload, self.cluster
         n_bytes = w.hidden_bytes / w.layout.tp * (w.layout.pp > 1)
         if cluster.count_nodes(w.layout.strides["pp"], w.layout.pp) == 1:
@@ -231,23 +231,23 @@ class StepTime:
         return n_bytes / (cluster.network_bandwidth * cluster.network_efficiency) + cluster.network_latency_s
 
     def seconds_of(self, action: Action) -> float:
-        """Return the duration of an action of a pipeline; a whole backward B is I + W."""
+        """Return the duration of an action. B, a backward that is not split, takes I + W."""
         forward, of_input, of_weight, *_ = self.stages[action.stage]
         return {"F": forward, "B": of_input + of_weight, "I": of_input, "W": of_weight}[action.kind]
 
     @property
     def busy(self) -> list[float]:
-        """Seconds of one microbatch on each stage, forward and backward."""
+        """Seconds of one microbatch on each stage, forward plus backward."""
         return [sum(phases[:3]) for phases in self.stages]
 
     # ------------------------------------------------------------ the step
 
     @cached_property
     def once_s(self) -> float:
-        """Seconds that FSDP exposes once a step, on the worst rank.
+        """Seconds of FSDP's collectives that are exposed once per step, on the worst rank.
 
-        Nothing overlaps with the first gather and the last reduction. In a pipeline torch reduces all gradients after
-        the last backward.
+        The first all-gather and the last reduction overlap with nothing. In a pipeline, torch reduces all gradients
+        after the last backward.
         """
         w, waits = self.workload, []
         if w.is_whole:
@@ -272,7 +272,7 @@ class StepTime:
 
     @cached_property
     def optimizer_s(self) -> float:
-        """Seconds of the optimizer on the rank with most parameters.
+        """Seconds of the optimizer on the rank with the most parameters.
 
         The norm reads the gradient; the update reads gradient, weight and moments, and writes weight and moments.
         """
@@ -282,7 +282,7 @@ class StepTime:
 
     @cached_property
     def lower_bound_s(self) -> float:
-        """A lower bound for any schedule: a rank waits for its first microbatch, works, and earlier stages end."""
+        """Lower bound on the step time of any schedule: a rank waits for its first microbatch, then is never idle."""
         layout, busy, bounds = self.workload.layout, self.busy, []
         for rank in range(layout.pp):
             indices = layout.stages_of(rank)

@@ -1,10 +1,10 @@
-"""A pipeline schedule on paper: how long a step takes, who idles, how many microbatches are in flight, and its picture.
+"""Simulate a pipeline schedule: duration of a step, bubble, microbatches in flight, and a picture.
 
     pp rank 0  F0F1....B0--F2B1--F3B2--..B3--    F forward, B backward, or its halves: I gradients of inputs,
-    pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....    W gradients of weights. Dots are the bubble: idle time of all ranks
+    pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....    W gradients of weights. Dots are idle time: the bubble
 
-With even stages, B = 2F and no delay, p pp ranks with v stages each and m microbatches idle (p-1)/(v*m+p-1) of a step.
-(p-1)/m, often quoted, is idle over *ideal* time. Orders are those of orders.py, durations those of step_time.py.
+With p pp ranks, v stages per rank and m microbatches, the bubble is (p-1)/(v*m+p-1) of a step, if stages are equal, B
+takes 2F and sends take no time. The often quoted (p-1)/m is idle time over *ideal* time.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ STYLE = "svg { --F: #7ba7d9; --B: #f2a65e; --I: #e6cf62; --W: #bd95dd } .box rec
 
 
 def plan_order(section: Parallelism, layout: Layout) -> Order:
-    """Return the order of a layout: from its CSV file, or by its schedule."""
+    """Return the order of a layout: from the CSV file if the config names one, otherwise from its schedule."""
     if layout.pp > 1 and section.pipeline_parallel_schedule_csv:
         return read_rows(section.pipeline_parallel_schedule_csv)
     n_stages_per_rank = len(layout.stages) // layout.pp
@@ -34,9 +34,9 @@ def plan_order(section: Parallelism, layout: Layout) -> Order:
 
 
 class Event(NamedTuple):
-    """An action that ran."""
+    """An action of a simulated step, with its start and end."""
 
-    rank: int  # of mesh dim pp
+    rank: int  # pp rank
     start: float  # seconds from the start of the step
     end: float
     action: Action
@@ -44,7 +44,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each pp rank does what."""
+    """The events of one simulated step."""
 
     events: list[Event]
     n_ranks: int
@@ -54,19 +54,19 @@ class Timeline:
         return max(event.end for event in self.events)
 
     @property
-    def bubble(self) -> float:  # idle fraction of all ranks' time
+    def bubble(self) -> float:  # idle fraction of the time of all ranks
         return 1 - sum(event.end - event.start for event in self.events) / (self.end_time * self.n_ranks)
 
 
 def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0) -> Timeline:
-    """Return when each action runs. Orders do not deadlock: check refuses a file that does."""
+    """Simulate an order. It never deadlocks: `check` refuses a CSV file that would."""
     return Timeline([Event(*each) for each in run_on_paper(order, seconds_of, send_s)], len(order))
 
 
 def count_in_flight(row: list[Action]) -> Counter[tuple[int, str]]:
-    """Return the microbatches in flight when they hold most: (stage, F or I: their last action) -> how many.
+    """Return the microbatches in flight at the peak: (stage, last action of the microbatch, F or I) -> number.
 
-    After F a microbatch holds what its backward needs. Between I and W it holds WAITING times as much.
+    After F, a microbatch holds the activations for its backward. Between I and W, it holds WAITING times as many bytes.
     """
     held: Counter[tuple[int, str]] = Counter()
     peak, n_held, most = held, 0.0, 0.0
@@ -83,10 +83,10 @@ def count_in_flight(row: list[Action]) -> Counter[tuple[int, str]]:
 
 
 def list_samples(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[tuple[Order, int]]:
-    """Return short orders and their weights: the weighted sum of their results is that of the long order.
+    """Return short orders with weights. The weighted sum of their results is the result of the long order.
 
-    Once a pipeline is full, time and microbatches in flight grow by the same amount with each round of microbatches:
-    f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. Four rounds or less are their own only sample.
+    In a full pipeline, each round of microbatches adds the same time and the same number of microbatches in flight:
+    f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. An order of at most four rounds is not shortened.
     """
     size = n_microbatches // max(1, n_microbatches // pp)
     n_skipped = (n_microbatches - 3 * size) // size
@@ -99,7 +99,7 @@ def list_samples(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank:
 
 @lru_cache(maxsize=4096)
 def extrapolate_in_flight(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Counter]:
-    """Return what count_in_flight finds of each pp rank, from short orders."""
+    """Return the result of count_in_flight for each pp rank, extrapolated from short orders."""
     total: list[Counter] = [Counter() for _ in range(pp)]
     for order, weight in list_samples(schedule, pp, n_microbatches, n_stages_per_rank):
         for in_flight, row in zip(total, order, strict=True):
@@ -109,7 +109,7 @@ def extrapolate_in_flight(schedule: str, pp: int, n_microbatches: int, n_stages_
 
 
 def draw_timeline(timeline: Timeline) -> str:
-    """Draw a row of actions for each pp rank. Their colors are the CSS variables --F, --B, --I and --W."""
+    """Draw one row of actions per pp rank. The CSS variables --F, --B, --I and --W set the colors."""
     rows = [(f"pp {rank}", ROW_HEIGHT, []) for rank in range(timeline.n_ranks)]
     for rank, start, end, (stage, kind, microbatch) in timeline.events:
         title = f"{MEANINGS[kind]} of microbatch {microbatch}, stage {stage}: {end - start:.4f} s"
@@ -118,7 +118,7 @@ def draw_timeline(timeline: Timeline) -> str:
 
 
 def draw_svg(timeline: Timeline, title: str) -> str:
-    """Return the picture as a whole SVG file."""
+    """Return the picture as a complete SVG file."""
     text = f'<text x="8" y="20">{escape(title)}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}</text>'
     size = f'width="1000" height="{timeline.n_ranks * (ROW_HEIGHT + 2) + 40}" font-family="sans-serif" font-size="11"'
     body = f'<style>{STYLE}</style>{text}<svg y="32">{draw_timeline(timeline)}</svg>'
