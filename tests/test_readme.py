@@ -4,12 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+from test_size import TOOLS, TRAINER, measure
 
 from torchtitan_lite.config.reader import KEYS, find_config_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = REPOSITORY / "README.md"
-PAGES = [README, *(REPOSITORY / "torchtitan_lite").rglob("README.md"), REPOSITORY / "assets/tokenizer/README.md"]
+PAGES = [README, *(REPOSITORY / "torchtitan_lite").rglob("README.md"), *(REPOSITORY / "assets").glob("*/README.md")]
 NAMED = re.compile(r"`((?:torchtitan_lite|configs|tests|assets|train\.py|run_train\.sh)[\w./]*)`")
 FILE = re.compile(r"`([\w/]+\.py)`")
 
@@ -17,6 +18,14 @@ FILE = re.compile(r"`([\w/]+\.py)`")
 def test_the_two_commands_come_first():
     first_block = README.read_text(encoding="utf-8").split("```")[1]
     assert [line.split()[0] for line in first_block.strip().splitlines()] == ["./run_train.sh", "tests/run.sh"]
+
+
+def test_the_sizes_that_readme_tells_are_the_measured_ones():
+    sizes = re.search(
+        r"has (\d+) lines, the trainer about (\S+), and .* about (\S+),", README.read_text(encoding="utf-8")
+    )
+    for told, rooms in zip(sizes.groups(), (["train.py"], TRAINER, TRAINER | TOOLS), strict=True):
+        assert int(told.replace(",", "")) == pytest.approx(sum(map(measure, rooms)), rel=0.02)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
