@@ -22,7 +22,7 @@ class Mutant:
     trial: str  # of `verify`, in which it does
     kind: str  # of the culprit that must be found
     name: str
-    dims: tuple[str, ...]  # along which right and wrong ranks are neighbors
+    dims: tuple[str, ...]  # along which a correct and a wrong rank are neighbors
     patch: Callable[[], AbstractContextManager]
 
 

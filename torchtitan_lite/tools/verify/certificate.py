@@ -1,4 +1,4 @@
-"""The verdict of `verify`, for people and for programs."""
+"""The verdict of `verify`, as text or as JSON."""
 
 from dataclasses import asdict, dataclass
 
@@ -8,14 +8,14 @@ from torchtitan_lite.tools.verify.trial import Trial
 
 CERTIFIED, WRONG, NOT_FINISHED = "certified", "wrong", "not finished"
 OUTSIDE = (
-    "the model file and the arithmetic of float8, which both sides share; kernels of CUDA and NCCL; real sizes; speed "
-    "and memory"
+    "the model file and float8 arithmetic, which both sides share; kernels of CUDA and NCCL; real sizes; speed and "
+    "memory"
 )
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Results of the trials of one config, up to the first that found a fault."""
+    """The results of the trials of one config, up to the first trial that found a fault."""
 
     config_name: str
     reduction: Reduction
@@ -29,24 +29,24 @@ class Certificate:
 
 
 def describe(certificate: Certificate) -> str:
-    """Return the verdict for people, then what it rests on."""
+    """Return the verdict and the measured errors as text."""
     layout, last = certificate.reduction.layout, certificate.trials[-1]
     subject = f"{certificate.config_name} on {layout}, {layout.world_size} ranks"
     if certificate.verdict == CERTIFIED:
         lines = [f"certified: {subject}: this layout computes the one-process model"]
     elif certificate.verdict == WRONG:
         lines = [f"wrong: {subject}: this layout does not compute the one-process model (trial {last.name})"]
-        lines += [f"first to differ: {last.culprit}"]
+        lines += [f"first difference: {last.culprit}"]
         lines += [f"  {measure}: {fault}" for measure, fault in last.faults.items()]
     else:
         lines = [f"not finished: {subject}: trial {last.name}: {last.unfinished}"]
     changes = [f"{key.split('.')[-1]} {a} -> {b}" for key, (a, b) in certificate.reduction.changes.items()]
     lines += ["", describe_measures(certificate.trials), "", f"replaced in the wide trial: {', '.join(changes)}"]
-    return "\n".join([*lines, f"outside: {OUTSIDE}"])
+    return "\n".join([*lines, f"not covered: {OUTSIDE}"])
 
 
 def describe_measures(trials: list[Trial]) -> str:
-    """Return a table: the worst error of each measure, and the largest that is right, by trial."""
+    """Return a table with the worst error of each measure and its bound, by trial."""
     names = dict.fromkeys(measure for trial in trials for measure in trial.measures)
     rows = [("worst error", *(f"{trial.name}, {trial.seconds:.0f} s" for trial in trials))]
     for name in names:
@@ -56,7 +56,7 @@ def describe_measures(trials: list[Trial]) -> str:
 
 
 def report_for_programs(certificate: Certificate) -> dict[str, object]:
-    """Return the certificate as plain types. An error that is not finite is null."""
+    """Return the certificate in JSON types. An error that is not finite is null."""
     layout, trials = certificate.reduction.layout, [asdict(trial) for trial in certificate.trials]
     for trial in trials:
         for name, (error, bound) in trial["measures"].items():

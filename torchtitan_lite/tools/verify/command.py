@@ -1,9 +1,9 @@
-"""`verify`: run a config, reduced, beside one process; print a certificate or the first difference.
+"""`verify`: compare a reduced config with one process; print a certificate or the first difference.
 
-wide        the run's own optimizer and schedule: five steps, two of them with a gradient that is not finite
-deep        twelve layers, rows of 280 tokens or more at positions beyond 8,192, twelve microbatches: one step
-train.py    three starts of the file: one process unbroken; the layout; another layout that resumes
-bfloat16    one step beside one rank that rounds alike; float8: two
+wide        five steps with the optimizer and schedule of the run; two of them have a gradient that is not finite
+deep        one step: twelve layers, rows of 280 tokens or more at positions beyond 8,192, twelve microbatches
+train.py    three starts of train.py: one process; the layout; another layout that resumes
+bfloat16    one step (float8: two steps), compared with one rank that rounds in the same places
 """
 
 import json
@@ -39,7 +39,7 @@ def main(options: Namespace) -> int:
     except ConfigError as error:
         if options.json:
             print(json.dumps({"certified": False, "problems": list(map(asdict, error.problems))}, default=str))
-        print(f"verify cannot try this run:\n{error}", file=sys.stderr)
+        print(f"verify cannot check this run:\n{error}", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
     with RankPool() as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
@@ -50,7 +50,7 @@ def main(options: Namespace) -> int:
 
 
 def list_trials(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> dict[str, Callable[[], Trial]]:
-    """Return the trials of a run by name, in their order."""
+    """Return the trials of a run by name, in the order in which they run."""
     n_ranks, real = reduction.layout.world_size, reduction.real
     far = Inputs(n_steps=1, first_position=find_far_position(real), tokens_per_document=2)
     trials = {
@@ -66,7 +66,7 @@ def list_trials(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> dict
 
 
 def verify(config_name: str, reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Certificate:
-    """Make the trials of one layout, up to the first that finds a fault."""
+    """Run the trials of one layout, up to the first trial that finds a fault."""
     trials: list[Trial] = []
     for name, call in list_trials(reduction, run_ranks, folder).items():
         print(f"  {name} ...", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""The degrees of the mesh: exactly those that the config asks for, or none.
+"""Choose the degrees of the mesh: exactly the degrees of the config, or an error.
 
-they fit the ranks     an automatic dp_shard gets the ranks that the other dims leave, two or more: with one,
-                       nothing would be sharded, and the real run shards
-they need more ranks   refused, with the command for the largest smaller layout that fits and that verify can run.
-                       It keeps as many dims above 1 as possible; then it uses as many ranks as possible
+they fit the ranks     an automatic dp_shard gets all remaining ranks, at least two: with one, nothing would be
+                       sharded, unlike in the real run
+they need more ranks   refused, with the command for the largest smaller layout that verify can run. It keeps as
+                       many dims above 1 as possible; among those layouts, it uses the most ranks
 """
 
 from collections.abc import Iterator
@@ -20,33 +20,33 @@ DEGREE_KEYS = {  # mesh dim -> key
     "dp_shard": "parallelism.data_parallel_shard_degree",
     "cp": "parallelism.context_parallel_degree",
     "tp": "parallelism.tensor_parallel_degree",
-    "ep": "parallelism.expert_parallel_degree",  # not a dim of the mesh: ranks of dp_shard x cp x tp
+    "ep": "parallelism.expert_parallel_degree",  # not a mesh dim: uses the ranks of dp_shard x cp x tp
 }
-OF_EXPERTS = ("dp_shard", "cp", "tp")  # whose ranks share the experts of a layer
+OF_EXPERTS = ("dp_shard", "cp", "tp")  # the experts of a layer are sharded over the ranks of these dims
 AUTOMATIC = -1
 GIVEN_UP_LAST = ("tp", "pp", "cp", "dp_shard", "ep", "dp_replicate")
 
 
 def read_degrees(section: Parallelism) -> dict[str, int]:
-    """Return the degree of each dim that the config gives; AUTOMATIC for an open dp_shard."""
+    """Return the degree of each dim as written in the config; dp_shard may be AUTOMATIC."""
     return {dim: getattr(section, key.split(".")[1]) for dim, key in DEGREE_KEYS.items()}
 
 
 def find_shard_unit(section: Parallelism) -> int:
-    """Return the number of which an automatic dp_shard is a multiple, so that ep ranks can share experts."""
+    """Return the smallest dp_shard for this ep. An automatic dp_shard must be a multiple of it."""
     degrees, ep = plan_degrees(section, 1), section.expert_parallel_degree
     return ep // gcd(ep, prod(degrees[dim] for dim in OF_EXPERTS))
 
 
 def count_ranks(section: Parallelism) -> int:
-    """Return the fewest ranks for these degrees. An automatic dp_shard is 2 or more."""
+    """Return the minimum number of ranks for these degrees. An automatic dp_shard is at least 2."""
     n_ranks = prod(plan_degrees(section, 1).values())
     is_automatic = section.data_parallel_shard_degree == AUTOMATIC
     return n_ranks * max(2, find_shard_unit(section)) if is_automatic else n_ranks
 
 
 def choose_degrees(section: Parallelism, max_ranks: int) -> dict[str, int]:
-    """Return the degree of each mesh dim, as asked for. An automatic dp_shard takes what is left."""
+    """Return the degree of each mesh dim. An automatic dp_shard gets all remaining ranks."""
     degrees = plan_degrees(section, 1)
     if section.data_parallel_shard_degree == AUTOMATIC:
         n_left, unit = max_ranks // prod(degrees.values()), find_shard_unit(section)
@@ -55,7 +55,7 @@ def choose_degrees(section: Parallelism, max_ranks: int) -> dict[str, int]:
 
 
 def list_smaller(config: Config, max_ranks: int) -> Iterator[Config]:
-    """Yield the config with smaller degrees that fit, best first. The pp of a schedule file stays."""
+    """Yield the config with smaller degrees that fit, best first. A schedule file fixes pp."""
     asked = read_degrees(config.parallelism)
     pinned = ("pp",) if config.parallelism.pipeline_parallel_schedule_csv else ()
 
@@ -66,7 +66,7 @@ def list_smaller(config: Config, max_ranks: int) -> Iterator[Config]:
     def rank(smaller: Config) -> tuple:
         degrees = read_degrees(smaller.parallelism)
         kept = [degrees[dim] != 1 for dim in GIVEN_UP_LAST]
-        # A ring or a pipeline of two has neighbors only: cp and pp grow first.
+        # In a ring or pipeline of two, all ranks are neighbors, which hides faults: prefer large cp and pp.
         return sum(kept), kept, count_ranks(smaller.parallelism), degrees["cp"], degrees["pp"], degrees["ep"]
 
     meshes = (dict(zip(asked, degrees, strict=True)) for degrees in product(*map(list_divisors, asked)))
@@ -82,7 +82,7 @@ def give_degrees(config: Config, degrees: dict[str, int]) -> Config:
 
 
 def list_other_layouts(config: Config, degrees: dict[str, int], ep: int) -> Iterator[Config]:
-    """Yield the config on other meshes of the same ranks that can run. First another ep, and ranks with other rows."""
+    """Yield the config on other valid meshes of the same ranks. Meshes with another ep and another dp come first."""
     n_ranks, model_args = prod(degrees.values()), resolve_model(config.model)
     divisors = [n for n in range(1, n_ranks + 1) if n_ranks % n == 0]
     meshes = [dict(zip(degrees, mesh, strict=True)) for mesh in product(divisors, repeat=5) if prod(mesh) == n_ranks]

@@ -1,10 +1,10 @@
-"""Name the module whose output differs first. Runs when a loss, a count or a gradient is wrong.
+"""Name the first module whose output differs. Runs when a loss, a count or a gradient is wrong.
 
-    reference   rows x sequence x width, of one process
-    one rank    its rows, microbatch by microbatch; under cp, head and tail of each; under tp, a slice of the sequence,
-                the heads or the width
+    reference   output of one process: rows x sequence x width
+    one rank    its rows, one microbatch at a time; with cp, an early and a late piece of the sequence; with tp, a slice
+                of the sequence, the heads or the width
 
-Each rank cuts that piece out of the reference and compares. Nothing is sent.
+Each rank cuts its piece out of the reference and compares, without communication.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ from torchtitan_lite.tools.verify.rank import (
 
 
 def watch_plainly(config: Config, plain: PlainStep) -> dict[str, Tensor]:
-    """Return the output of each module in one process, in forward order; for the head, the loss of each token."""
+    """Run one process, and return the output of each module in forward order. For the head, return token losses."""
     model, outputs = PlainModel(config), {}
 
     def note(name: str):
@@ -50,20 +50,20 @@ def first_tensor(output: object) -> Tensor:
 
 
 def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Seen:
-    """Worker: one forward and backward of the first step; compare the output of every module. Collective."""
+    """Worker: run forward and backward of the first step, and compare the output of every module. Collective."""
     plain, right = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     give_weights(run, plain.weights)
     settle_ties(run, plain)
     batch = stepping.shard_for_cp(run, own_rows(run, plain.batch))
     n_tokens = stepping.count_global_tokens(run, batch)
-    if run.schedule is not None:  # in its first step it also calls each part once to learn the shapes
+    if run.schedule is not None:  # the first step of a schedule also calls each part once to infer shapes
         stepping.forward_backward(run, batch, n_tokens)
     seen, outputs = Seen(run.mesh.coordinates()), defaultdict(list)
 
     def note(name: str):
         def keep(module, args, output) -> None:
-            if torch._C._current_graph_task_id() == -1:  # not a recompute in backward
+            if torch._C._current_graph_task_id() == -1:  # skip the recompute in backward
                 outputs[name].append(local(first_tensor(output)).clone())
 
         return keep
@@ -71,7 +71,7 @@ def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Se
     for part in run.parts:
         for name, module in part.named_modules():
             inside = any(name.startswith(f"layers.{layer}.") for layer in part.layers)
-            if name in right and not (config.compile.enable and inside):  # a hook would break the graph
+            if name in right and not (config.compile.enable and inside):  # a hook would cause a graph break
                 module.register_forward_hook(note(name))
     stepping.forward_backward(run, batch, n_tokens)
     for name in sorted(outputs, key=list(right).index):
@@ -89,10 +89,10 @@ def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Se
 
 
 def cut_piece(whole: Tensor, piece: Tensor, at: Coordinates, layout: Layout, number: int, seq_len: int) -> Tensor:
-    """Return the right value of one rank's `piece` of microbatch `number`.
+    """Return the expected value of one rank's `piece` of microbatch `number`.
 
-    The sequence dim is known by its length, which no other dim has. A dim that is still longer than the piece's is
-    split over tp.
+    The sequence dim is recognized by its length, which no other dim has. A dim that is still longer than in the piece
+    is sharded over tp.
     """
     data_rank = at["dp_replicate"] * layout.dp_shard + at["dp_shard"]
     first = data_rank * layout.global_batch_size // layout.dp + number * layout.microbatch_size
@@ -101,7 +101,7 @@ def cut_piece(whole: Tensor, piece: Tensor, at: Coordinates, layout: Layout, num
     if layout.cp > 1 and dim is not None and not (dim < piece.dim() and piece.shape[dim] == seq_len):
         pieces = right.chunk(2 * layout.cp, dim)
         right = torch.cat((pieces[at["cp"]], pieces[-1 - at["cp"]]), dim)
-    if piece.dim() == 0:  # the head under a loss: the sum over the tokens of this piece
+    if piece.dim() == 0:  # the head with its loss: a sum over the tokens of this piece
         return right.sum()
     for dim in range(min(right.dim(), piece.dim())):
         if right.shape[dim] == layout.tp * piece.shape[dim]:
@@ -110,7 +110,7 @@ def cut_piece(whole: Tensor, piece: Tensor, at: Coordinates, layout: Layout, num
 
 
 def list_microbatches(config: Config, layout: Layout, name: str) -> list[int]:
-    """Return the microbatches in the order in which the stage of a module sees them, which a file may determine."""
+    """Return the microbatches in the order in which a module's stage runs them. A schedule file may change it."""
     path = config.parallelism.pipeline_parallel_schedule_csv
     if layout.pp == 1 or not path:
         return list(range(layout.n_microbatches))

@@ -1,19 +1,19 @@
-"""The training loop that everybody knows, in one process: what every layout must compute.
+"""The plain loop: a simple training loop in one process. Every layout must compute the same.
 
-    model      the user's own class, whole, on one device; documents by one explicit mask; experts compute every token
-    batch      random tokens; every row masks another share of its targets, and one row masks all
-    step       F.cross_entropy, backward, torch's clipping, the run's own optimizer and schedule on whole tensors
+    model      the user's class on one device; one explicit mask for documents; every expert computes every token
+    batch      random tokens; every row masks a different fraction of its targets, and one row masks all
+    step       F.cross_entropy, backward, clipping as in torch, optimizer and schedule of the run, on whole tensors
 
-It shares with a run on many ranks the model file, the rule of the initial weights and the optimizer, which the tests
-compare with transformers and torch. It uses nothing of parallel/ and step.py.
+The plain loop shares the model file, the initialization and the optimizer with a run on many ranks. The tests compare
+these with transformers and torch. It does not use step.py or the parallelisms.
 
-The steps, chosen so that none hides a fault of another:
+The steps:
 
-    1  at the start of the schedule    gradients are clipped to half
-    2  at its peak                     gradients are left as they are
-    3  in the decay                    one gradient of the last rank is NaN: nothing may change
-    4  in the decay                    the same with infinity
-    5  at the last step                gradients are clipped to half
+    1  start of the schedule     gradients are clipped to half
+    2  peak of the schedule      gradients are not clipped
+    3  in the decay              one gradient of the last rank is NaN: the step must be skipped
+    4  in the decay              the same with infinity
+    5  end of the schedule       gradients are clipped to half
 """
 
 import math
@@ -38,31 +38,31 @@ from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 CLIPPED, LEFT = 0.5, 2.0  # max_norm of a step, in units of its gradient norm
 STEPS = [(CLIPPED, 0.0), (LEFT, 0.0), (LEFT, math.nan), (LEFT, math.inf), (CLIPPED, 0.0)]  # (clip, spoiled_by)
-TIE = 5e-6  # margin between the last chosen and the first unchosen expert: some fifty roundings of a score
-DECIDES = 10.0  # bias that outweighs every score
+TIE = 5e-6  # a smaller margin between the last chosen and the first unchosen expert is a tie: about fifty roundings
+DECIDES = 10.0  # a bias larger than every score
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """How the batches of a run are drawn."""
+    """Settings of the batches and of the plain loop."""
 
     n_steps: int = len(STEPS)
-    first_position: int = 0  # of row 0; further rows start nearer to 0
+    first_position: int = 0  # of row 0; later rows start closer to 0
     tokens_per_document: int = 8  # on average, with document attention
-    biases_decide: bool = False  # the same experts for every token, so that coarse rounding changes no choice
-    growth: float = 1.0  # of the weights after each step
+    biases_decide: bool = False  # biases choose the same experts for every token, whatever the rounding
+    growth: float = 1.0  # factor by which the last rows of each weight grow after each step
 
 
 @dataclass(frozen=True)
 class PlainStep:
-    """One step of one process. Tensors are whole, by FQN."""
+    """Inputs and results of one step of the plain loop. Tensors are whole, by FQN."""
 
     batch: Batch
     position: int  # in the schedule
     max_norm: float
-    spoiled_by: float  # written into one gradient; 0: nothing
-    weights: dict[str, Tensor]  # before the step, with the biases of experts
-    ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and chosen experts of tokens whose choice is a tie
+    spoiled_by: float  # NaN or infinity to write into one gradient; 0: none
+    weights: dict[str, Tensor]  # before the step, including expert biases
+    ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and chosen experts of tokens with tied scores
     n_tokens: int
     loss: float
     gradients: dict[str, Tensor]  # before clipping, in backward order
@@ -74,9 +74,9 @@ class PlainStep:
 
 
 def make_batch(config: Config, seed: int, inputs: Inputs = Inputs()) -> Batch:
-    """Draw a global batch. A row masks 0 to 90 % of its targets, and one row masks all; a single row masks its end.
+    """Draw a global batch. Rows mask 0 to 90 % of their targets, and one row masks all; a single row masks its end.
 
-    Row 0 has the farthest positions, because most of its tokens count.
+    Row 0 has the largest positions, because most of its tokens count.
     """
     n_rows, seq_len = config.training.global_batch_size, config.training.seq_len
     generator = torch.Generator().manual_seed(seed)
@@ -96,7 +96,7 @@ def make_batch(config: Config, seed: int, inputs: Inputs = Inputs()) -> Batch:
 
 
 def choose_positions(section: LRScheduler) -> list[int]:
-    """Return the place of each step in the user's schedule: its start, its peak, two in its decay, and its end."""
+    """Return the position of each step in the schedule of the run: start, peak, two in the decay, end."""
     ratio = 1.0 if section.decay_ratio is None else section.decay_ratio
     start = max(section.warmup_steps, section.total_steps - round(ratio * section.total_steps))
     last = section.total_steps - 1
@@ -109,13 +109,13 @@ def choose_positions(section: LRScheduler) -> list[int]:
 
 
 def choose_init(config: Config) -> Callable:
-    """Return the model's rule of the initial weights, leveled: a small model's experts count as much as the rest."""
+    """Return the initialization of the model, with larger experts (see init_leveled)."""
     _, init_parameter = build.MODELS[config.model.name]
     return partial(init_leveled, init_parameter)
 
 
 def init_leveled(init_parameter: Callable, fqn: str, full: Tensor, args, generator: torch.Generator) -> None:
-    """Fill one parameter: experts of narrow models become larger, and the embedding smaller."""
+    """Initialize one parameter. Experts are larger and the embedding smaller, or experts would hardly matter."""
     init_parameter(fqn, full, args, generator)
     if fqn == "tok_embeddings.weight" and not args.tie_embeddings:
         full.mul_(0.05)
@@ -124,7 +124,7 @@ def init_leveled(init_parameter: Callable, fqn: str, full: Tensor, args, generat
 
 
 class PlainDocuments(nn.Module):
-    """Causal attention within documents, by one mask."""
+    """Causal attention within documents, with an explicit mask."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
         causal = torch.ones(doc_ids.shape[1], doc_ids.shape[1], dtype=torch.bool).tril()
@@ -133,7 +133,7 @@ class PlainDocuments(nn.Module):
 
 
 class PlainExperts:
-    """Replace the forward of an MoE: every expert computes every token, and a weight of 0 drops the result."""
+    """Replaces the forward of an MoE: every expert computes every token. The weight of an unchosen expert is 0."""
 
     def __init__(self, moe: MoE, layer: int, balance_loss: float, *, biases_decide: bool):
         self.moe, self.balance_loss = moe, balance_loss
@@ -174,7 +174,7 @@ class PlainExperts:
 
 
 class PlainModel:
-    """The model with its initial weights, and what its MoE layers did in the newest forward."""
+    """The model with its initial weights, and its MoE layers with the loads and ties of the last forward."""
 
     def __init__(self, config: Config, *, biases_decide: bool = False):
         model_class, _ = build.MODELS[config.model.name]
@@ -199,7 +199,7 @@ class PlainModel:
         return self.model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
 
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-        """Return the mean loss of counted tokens, and the gradients in backward order."""
+        """Return the mean loss over tokens that count, and the gradients in backward order."""
         gradients: dict[str, Tensor] = {}
         hooks = []
         for fqn, parameter in self.parameters.items():
@@ -220,7 +220,7 @@ class PlainModel:
 
 
 def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
-    """Train on one process. The layout of `config` is not read."""
+    """Run the plain loop. The parallelism of `config` is ignored."""
     plain, section = PlainModel(config, biases_decide=inputs.biases_decide), config.lr_scheduler
     optimizer = build_optimizer(replace(config.optimizer, implementation="for-loop"), plain.parameters.values())
     scheduler, steps = build_lr_scheduler(section, optimizer), []
@@ -237,7 +237,7 @@ def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
                 parameter.grad.mul_(min(1.0, clip * norm / (norm + 1e-6)))
             optimizer.step()
             plain.move_biases()
-            for parameter in plain.parameters.values():  # the last rows grow most
+            for parameter in plain.parameters.values():  # later rows grow more
                 rows = torch.linspace(1, inputs.growth, len(parameter))
                 parameter.data *= rows.view(-1, *[1] * (parameter.dim() - 1))
         names = {name for state in optimizer.state.values() for name, value in state.items() if value.dim()}

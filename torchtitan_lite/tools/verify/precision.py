@@ -1,11 +1,11 @@
-"""Does a layout round where one rank rounds? One step in bfloat16, or two in float8, of the run's own train_step.
+"""Check that a layout rounds where one rank rounds: run train_step once in bfloat16, or twice in float8.
 
-    one rank      the same microbatches one after another, each rounded by itself, and added in float32
-    the layout    beside it. Data-parallel ranks and stages change only the order of float32 sums: 1e-5. Tensor and
-                  context parallel add partial products in bfloat16: their errors, measured from the plain loop in
-                  float32, may be twice those of one rank
+    one rank      runs the same microbatches one by one; gradients are rounded per microbatch and summed in float32
+    the layout    dp and pp only change the order of float32 sums, so they may differ from one rank by 1e-5. tp and cp
+                  add partial products in bfloat16. Their errors, measured against the plain loop in float32, may be
+                  twice the errors of one rank
 
-In both cases the rotary angles that enter a block are those of float32, and FSDP reduces gradients in float32.
+In both cases, rotary angles must be computed in float32, and FSDP must reduce gradients in float32.
 """
 
 from collections.abc import Iterator
@@ -41,15 +41,15 @@ from torchtitan_lite.tools.verify.shapes import choose_float8_sizes, leave_out_c
 from torchtitan_lite.tools.verify.trial import EXACT, SUMS, RunRanks, Trial, find_worst
 
 TWICE, ANGLES = 2.0, 1e-6
-LEAST = {"bfloat16": 1e-3, "float8": 1e-2}  # the errors of one rank may cancel in its loss
-ROUNDED_OFTEN = 2e-2  # a split backward, and ep, add gradients of microbatches in the compute dtype
-FAR = 8192  # in bfloat16, positions above 256 are far off
-GROWTH = 3.0  # of the weights between the two steps of float8: a scale of the step before is too small
+LEAST = {"bfloat16": 1e-3, "float8": 1e-2}  # lower limit of a bound: the errors of one rank may cancel in its loss
+ROUNDED_OFTEN = 2e-2  # a split backward and ep sum the gradients of microbatches in the compute dtype
+FAR = 8192  # bfloat16 does not represent all integers above 256
+GROWTH = 3.0  # growth of the weights between the two steps of float8: a stale scale would be too small
 MEASURES = ("rotary angles", "loss", "reduced in float32", "gradients")  # in the order of a step
 
 
 def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    """Run the layout in bfloat16, or in the run's float8. `name`: which of them."""
+    """Run the layout in the precision `name`: "bfloat16" or "float8"."""
     config = make_config(reduction, float8=name == "float8")
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
     precompute = "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
@@ -92,14 +92,14 @@ def make_config(reduction: Reduction, *, float8: bool) -> Config:
 
 
 def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: bool = False) -> tuple[Seen, list]:
-    """Worker: measure the errors of this layout from the steps in the file `path`. Collective.
+    """Worker: measure the errors of this layout against the steps in the file `path`. Collective.
 
-    Also returns, with `keeps`, its loss and its whole gradients by step.
+    If `keeps` is set, also returns the loss and the whole gradients of each step.
     """
     steps: list[PlainStep] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     seen, kept = Seen(run.mesh.coordinates()), []
-    if steps[1:] and run.float8_weights:  # the optimizer step is followed by new scales: weights grow inside it
+    if steps[1:] and run.float8_weights:  # scales are computed after the optimizer step, so weights change inside it
         run.optimizer.register_step_post_hook(lambda *_: give_weights(run, steps[1].weights))
     blocks = {f"layers.{layer}": part.layers[layer] for part in run.parts for layer in part.layers}
     for number, plain in enumerate(steps):
@@ -131,7 +131,7 @@ def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: boo
 
 @contextmanager
 def reductions_noted(seen: Seen, number: int) -> Iterator[None]:
-    """Context manager: note the dtype in which FSDP reduces gradients inside."""
+    """Context manager: record whether FSDP reduces gradients in float32."""
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch 2.13
     original = getattr(dist, name)
     seen.note(number, "reduced in float32", "FSDP", 0.0)
@@ -145,7 +145,7 @@ def reductions_noted(seen: Seen, number: int) -> Iterator[None]:
 
 
 def compare_angles(run: build.Run, plain: PlainStep, angles: dict[str, list[Tensor]], number: int, seen: Seen) -> None:
-    """Compare the rotary angles that entered each block with those of all positions in float32."""
+    """Compare the rotary angles that enter each block with float32 angles of the same positions."""
     right = rotary_angles(plain.batch.positions, resolve_model(run.config.model))
     for name, noted in angles.items():
         order = list_microbatches(run.config, run.layout, name)

@@ -1,14 +1,14 @@
-"""One rank of a layout: the build_run and train_step of train.py, step by step beside the plain loop.
+"""Run one rank of a layout with the build_run and train_step of train.py, and compare each step with the plain loop.
 
-    before a step     the rank gets its slices of the plain loop's weights
-    before clipping   its gradients are compared and replaced by the plain loop's
-    after a step      weights, optimizer state, loads, biases and copies are compared
+    before a step     the rank receives its slices of the plain loop's weights
+    before clipping   its gradients are compared, then replaced by the gradients of the plain loop
+    after a step      weights, optimizer state, expert loads, expert biases and replicas are compared
 
-So no error of one step is in the next, and AdamW amplifies no rounding: the run keeps its own optimizer and schedule.
-Each rank cuts its slices out of the plain loop's tensors; nothing is gathered.
+Errors do not carry over into the next step, and AdamW does not amplify rounding, so the run keeps its optimizer and
+schedule. Each rank slices the tensors of the plain loop; nothing is gathered.
 
-Experts: top-k turns the last bit of a score into another expert. A token whose choice is a tie takes the experts that
-it has in the plain loop. It is recognized by its scores, so it may be on any rank and in any microbatch.
+Experts: rounding a score can change the top-k choice. A token with tied scores takes the experts that it has in the
+plain loop. It is recognized by its scores, so it can be on any rank and in any microbatch.
 """
 
 import math
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_lite import build
-from torchtitan_lite import step as stepping  # by module: a test may break one of its functions
+from torchtitan_lite import step as stepping  # a module, because tests patch its functions
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
@@ -34,21 +34,21 @@ from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.verify.plain import PlainStep, choose_init
 
-ROUNDING = 2.0**-24  # one fp32 operation changes its result by at most this fraction
-SAME_TOKEN = 1e-6  # distance of the scores of one token; so small a fraction of TIE that other tokens choose alike
+ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
+SAME_TOKEN = 1e-6  # score distance within one token; if another token is that close, it makes the same choice (see TIE)
 Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
 
 
 @dataclass
 class Seen:
-    """What one rank found: (step, measure, name) -> error."""
+    """The errors that one rank found: (step, measure, name) -> error."""
 
     coordinates: Coordinates
     errors: dict[tuple[int, str, str], float] = field(default_factory=dict)
-    held: set[str] = field(default_factory=set)  # FQNs of its parameters
+    held: set[str] = field(default_factory=set)  # FQNs of the rank's parameters
 
     def note(self, step: int, measure: str, name: str, error: float) -> None:
-        """Keep an error; of several with one name, the largest. NaN counts as infinite."""
+        """Record an error. Of several errors with the same key, keep the largest. NaN counts as infinite."""
         error = error if error < math.inf else math.inf
         self.errors[step, measure, name] = max(error, self.errors.get((step, measure, name), 0.0))
 
@@ -71,7 +71,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def cut(whole: Tensor, like: Tensor) -> Tensor:
-    """Return the part of `whole` that this rank holds if it holds `like`. No communication."""
+    """Return the slice of `whole` with the placement of `like` on this rank. No communication."""
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
@@ -81,10 +81,10 @@ def cut(whole: Tensor, like: Tensor) -> Tensor:
 def relative_error(
     tensor: Tensor, whole: Tensor, unit: Tensor | None = None, *, roundings: int = 0, forgives: bool = False
 ) -> float:
-    """||own - right|| in units of this slice's fraction of ||unit||, by default of `whole`; a zero demands zero.
+    """Return ||own - right|| relative to this slice's share of ||unit|| (default: `whole`); infinite if that is 0.
 
-    `roundings`: how often each number may have been rounded to fp32 differently; that does not count.
-    `forgives`: two numbers, and one in a thousand, may be wrong. In bfloat16 one in ten thousand rounds differently.
+    `roundings`: number of fp32 roundings per element to ignore.
+    `forgives`: ignore the worst two elements plus 0.1 %. In bfloat16, one in ten thousand rounds differently.
     """
     own, right = local(tensor).double(), cut(whole, tensor).double()
     errors = ((own - right).abs() - roundings * ROUNDING * right.abs()).clamp(min=0)
@@ -103,7 +103,7 @@ def relative_error(
 
 
 def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen:
-    """Worker: make the steps of the plain loop, which are in the file `path`, on this layout. Collective."""
+    """Worker: repeat the steps of the plain loop, stored in the file `path`, on this layout. Collective."""
     steps: list[PlainStep] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     seen = Seen(run.mesh.coordinates(), held=set(run.parameters))
@@ -116,9 +116,9 @@ def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen
 
 
 def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> None:
-    """Make one step and compare everything. Collective."""
+    """Run one step and compare everything. Collective."""
     config = replace(run.config, training=replace(run.config.training, max_norm=plain.max_norm))
-    if number:  # as a run does that resumes
+    if number:  # as on resume
         set_step(run.lr_scheduler, plain.position)
     give_weights(run, plain.weights)
     settle_ties(run, plain)
@@ -142,7 +142,7 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
             slices = (local(parameter.grad) for parameter in run.parameters.values())
             next(own for own in slices if own.numel()).view(-1)[0] = plain.spoiled_by
 
-    # A spoiled step is about what follows the gradients: its forward and backward would show nothing new.
+    # A spoiled step tests the code after the gradients. Skip its forward and backward, which would show nothing new.
     compute = (lambda *_: torch.zeros(())) if plain.spoiled_by else stepping.compute_gradients
     with called_before_clipping(compare_gradients), patch.object(stepping, "compute_gradients", compute):
         result = stepping.train_step(replace(run, config=config), batch)
@@ -176,22 +176,22 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
 
 @torch.no_grad()
 def give_weights(run: build.Run, weights: dict[str, Tensor]) -> None:
-    """Give this rank its slices of whole weights, and the biases of its layers."""
+    """Load this rank's slices of the weights, and the expert biases of its layers."""
     for fqn, tensor in run.saved.items():
         local(tensor).copy_(cut(weights[fqn], tensor))
 
 
 def settle_ties(run: build.Run, plain: PlainStep) -> None:
-    """Let the routers choose as the plain loop did for tokens whose choice is a tie, and for themselves otherwise."""
+    """Make the routers choose the experts of the plain loop for tokens with tied scores, and as usual otherwise."""
     for layer, router in (run.balance.routers if run.balance else {}).items():
-        vars(router).pop("choose", None)  # of the step before
+        vars(router).pop("choose", None)  # remove the previous step's
         scores, routes = plain.ties[layer]
         if len(scores):
             router.choose = partial(choose_with_ties, router.choose, scores, routes)
 
 
 def choose_with_ties(choose: Callable[[Tensor], Tensor], of_ties: Tensor, routes: Tensor, scores: Tensor) -> Tensor:
-    """Take the place of Router.choose: scores (B, S, E) -> (B, S, K). `of_ties` (N, E), `routes` (N, K)."""
+    """Replace Router.choose: scores (B, S, E) -> routes (B, S, K). `of_ties` (N, E), `routes` (N, K)."""
     distance = (scores[..., None, :] - of_ties).abs().amax(-1)  # (B, S, N)
     nearest = distance.min(-1)
     return torch.where((nearest.values < SAME_TOKEN)[..., None], routes[nearest.indices], choose(scores))
@@ -199,7 +199,7 @@ def choose_with_ties(choose: Callable[[Tensor], Tensor], of_ties: Tensor, routes
 
 @contextmanager
 def called_before_clipping(call: Callable[[], None]) -> Iterator[None]:
-    """Context manager: a step inside calls this when its gradients are complete."""
+    """Context manager: steps inside call `call` when their gradients are complete."""
     measure = stepping.measure_grad_norm
 
     def call_and_measure(*args) -> tuple[Tensor, Tensor]:
@@ -212,9 +212,9 @@ def called_before_clipping(call: Callable[[], None]) -> Iterator[None]:
 
 @torch.no_grad()
 def find_unequal_copies(tensors: dict[str, Tensor]) -> set[tuple[str, str]]:
-    """Return names and mesh dims of tensors whose copies are not bit-equal. Collective: one broadcast per dim.
+    """Return (name, mesh dim) of all tensors whose replicas are not bit-equal. Collective: one broadcast per dim.
 
-    `tensors` have one dtype and one name on all ranks that share them.
+    A tensor must have the same dtype and name on all ranks that have a replica.
     """
     copies: dict[str, dict[str, DTensor]] = {}
     for fqn, tensor in tensors.items():

@@ -1,10 +1,10 @@
-"""A pool of worker processes that stand in for ranks: multi-rank checks without launching a job for each.
+"""A pool of worker processes that act as ranks, for multi-rank checks without launching a job for each.
 
     parent:  pool.run(function, world_size, *args)   ->   [result of rank 0, result of rank 1, ...]
     worker:  join a fresh gloo group of world_size ranks, call function(rank, world_size, *args), leave the group
 
-Starting eight processes that import torch takes ten seconds, launching them with torchrun twenty; a call on a warm pool
-takes a tenth of one. Workers that failed or hang are killed, all of them, and the next call starts new ones.
+Starting eight processes that import torch takes 10 s, launching them with torchrun 20 s, a call on a warm pool 0.1 s.
+If a worker fails or hangs, all workers are killed, and the next call starts new ones.
 """
 
 import logging
@@ -26,27 +26,27 @@ import torch.distributed as dist
 from torchtitan_lite.tools.forget_groups import forget_groups
 from torchtitan_lite.tools.processes import WORKER_ENVIRONMENT, end_with_parent, start_fork_server
 
-# Gloo groups that torch's caches still refer to keep their threads, hundreds after some tens of jobs, and all of them
-# want the cores. A new worker is a fork of a process that has torch already.
+# Gloo groups that torch's caches still reference keep their threads. After dozens of jobs, hundreds of threads compete
+# for the cores. New workers are cheap: they are forks of a process that has imported torch.
 JOBS_PER_WORKER = 8
-SECONDS_AFTER_A_FAILURE = 3  # how long the other ranks may go on once one has failed
+SECONDS_AFTER_A_FAILURE = 3  # time for the other ranks to finish after one has failed
 
 
 class RankFailure(RuntimeError):
-    """A rank raised, died or hung. The message holds the first failing rank's traceback."""
+    """A rank raised, died or hung. The message has the traceback of the first rank that failed."""
 
 
 class NoAnswer(RankFailure):
-    """Ranks were killed, or did not answer in time: nothing is known of what they compute."""
+    """Ranks were killed or timed out, so their results are unknown."""
 
 
 class RankPool:
-    """Worker processes, started when first needed. Use as a context manager, or close()."""
+    """Worker processes, which start when first needed. Use as a context manager, or call close()."""
 
     def __init__(self):
         self._processes: list = []
         self._connections: list[Connection] = []
-        self._n_jobs = 0  # since the workers were started
+        self._n_jobs = 0  # since the workers started
 
     def __enter__(self) -> "RankPool":
         return self
@@ -57,7 +57,7 @@ class RankPool:
     def run(self, function: Callable, world_size: int, *args, timeout_s: float = 300, **kwargs) -> list:
         """Call `function(rank, world_size, *args, **kwargs)` on each of `world_size` ranks; return results by rank.
 
-        Function, arguments and results must be picklable. Raises RankFailure when a rank raises, dies or takes longer
+        Function, arguments and results must be picklable. Raises RankFailure if a rank raises, dies or takes longer
         than `timeout_s`.
         """
         if self._n_jobs == JOBS_PER_WORKER:
@@ -79,14 +79,14 @@ class RankPool:
         self._processes, self._connections, self._n_jobs = [], [], 0
 
     def _start(self, n_ranks: int) -> None:
-        """Start the workers that are missing, up to `n_ranks`."""
+        """Start missing workers, up to `n_ranks`."""
         start_fork_server()
         context = multiprocessing.get_context("forkserver")
         for rank in range(len(self._processes), n_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, theirs), daemon=True)
             process.start()
-            theirs.close()  # so that a worker's death is seen as the end of the stream
+            theirs.close()  # otherwise recv() would not see the end of the stream when a worker dies
             self._processes.append(process)
             self._connections.append(ours)
 
@@ -101,13 +101,13 @@ class RankPool:
                 if failure is None:
                     self.close()
                     late = ", ".join(map(str, sorted(pending.values())))
-                    raise NoAnswer(f"of {world_size} ranks, {late} did not answer within {timeout_s:g} s")
+                    raise NoAnswer(f"no answer within {timeout_s:g} s from rank {late} of {world_size}")
                 break
             for connection in ready:
                 rank = pending.pop(connection)
                 succeeded, results[rank] = self._receive(connection, rank)
                 is_killed = not succeeded and (self._processes[rank].exitcode or 0) < 0
-                if not succeeded and (failure is None or is_killed):  # its peers fail because it is gone
+                if not succeeded and (failure is None or is_killed):  # if a rank was killed, its peers fail too
                     failure = f"rank {rank} of {world_size}: {results[rank]}"
                     kind = NoAnswer if is_killed else RankFailure
                     deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
@@ -126,12 +126,12 @@ class RankPool:
 
 
 def serve(rank: int, connection: Connection) -> None:
-    """Worker: take a job, join a group, call, answer, leave; until the parent ends."""
+    """Worker: run jobs until the parent ends. For each job, join a group, call the function and send the result."""
     os.environ.update(WORKER_ENVIRONMENT)
     torch.set_num_threads(1)
-    # DTensor warns that gathering over two dims takes two steps: it is right, and here it does not matter.
+    # DTensor warns that gathering over two dims takes two steps. Here that does not matter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too, but only the parent acts on it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too, but the parent handles it
     end_with_parent()
     while True:
         try:
@@ -140,17 +140,17 @@ def serve(rank: int, connection: Connection) -> None:
             return
         try:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
-            timeout = timedelta(seconds=timeout_s + 60)  # so that it is the parent who notices ranks that wait
-            # Groups that are made later have torch's 30 minutes otherwise, whatever the first one has.
+            timeout = timedelta(seconds=timeout_s + 60)  # the parent times out first
+            # Groups created later do not inherit this timeout: they would use torch's default of 30 minutes.
             with patch.object(dist.distributed_c10d, "default_pg_timeout", timeout):
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
                 try:
-                    dist.barrier()  # a rank that has nothing to say may not leave while others still join
+                    dist.barrier()  # a rank with an empty job must not leave while others still join
                     result = function(rank, world_size, *args, **kwargs)
                 finally:
-                    if dist.is_initialized():  # a function may have left it
+                    if dist.is_initialized():  # the function may have destroyed the group
                         dist.destroy_process_group()
                     forget_groups()
             connection.send((True, result))
-        except BaseException:  # a worker must answer, whatever happened
+        except BaseException:  # a worker must always answer
             connection.send((False, traceback.format_exc()))

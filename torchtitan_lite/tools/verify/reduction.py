@@ -1,15 +1,15 @@
-"""Make a real config small enough for a laptop, and keep what layouts go wrong over.
+"""Reduce a real config to laptop size, and keep the relations between sizes on which faults of layouts depend.
 
-    degrees         exactly those of the config (degrees.py)
+    degrees         exactly as in the config (degrees.py)
     kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
                     dp_shard divides; one or several stages per rank; even or uneven stages; embedding or head alone on
-                    a stage; more, as many, or fewer microbatches than stages, and whether the stages divide them;
-                    accumulation or none; whether FSDP shares experts or matrices of them, layers without experts
+                    a stage; more, fewer, or the same number of microbatches as stages, and whether it is a multiple;
+                    gradient accumulation; whether FSDP shards the number of experts or their matrices; dense layers
     kept as is      optimizer and learning rates, schedule, ZeRO stage, recompute, documents, ring, tied embeddings,
                     rotary scaling, loss parallel
-    replaced        what a CPU does not have, and sizes
+    replaced        sizes, and features that a CPU does not have
 
-Whatever differs from the real config is listed, because it is not certified. No torch here: numbers only.
+The certificate lists every difference from the real config, because these are not certified. No torch here.
 """
 
 import shlex
@@ -35,35 +35,35 @@ from torchtitan_lite.tools.verify.degrees import (
     read_degrees,
 )
 
-EXPERT_SIZES = ("n_experts", "top_k", "expert_ffn_dim")  # of a model with experts
+EXPERT_SIZES = ("n_experts", "top_k", "expert_ffn_dim")  # sizes of an MoE model
 N_EXPERTS = 8
-UNCHOSEN = 2  # experts at least that a token does not go to
-ALIGNED = 8  # grouped_mm reads rows of 16 bytes each: dim and expert_ffn_dim are multiples of this
-STAGES_BY_RULE = {  # keys that name stages, at the values with which a rule cuts them
+UNCHOSEN = 2  # minimum number of experts that a token does not choose
+ALIGNED = 8  # grouped_mm needs rows aligned to 16 bytes: dim and expert_ffn_dim are multiples of this
+STAGES_BY_RULE = {  # values of the keys that define stages, with which stages follow from the schedule
     "parallelism.pipeline_parallel_schedule_csv": "",
     "parallelism.pipeline_parallel_layers_per_stage": None,
     "parallelism.module_fqns_per_model_part": [],
 }
 REPLACED = {
-    "training.mixed_precision_param": "float32",  # the run's own precision has a trial of its own
-    "model.converters": [],  # float8 too
-    "parallelism.enable_async_tensor_parallel": False,  # inductor's, between GPUs
-    "compile.backend": "aot_eager",  # traces, partitions and differentiates as inductor does, without its kernels
+    "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
+    "model.converters": [],  # so has float8
+    "parallelism.enable_async_tensor_parallel": False,  # needs inductor and GPUs
+    "compile.backend": "aot_eager",  # traces and differentiates like inductor, but generates no kernels
 }
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A real config made small."""
+    """A real config and its reduced version."""
 
-    real: Config  # as it was read: automatic values are not resolved
-    config: Config  # of the wide trial, with every size
+    real: Config  # as it was read: "auto" values are not resolved
+    config: Config  # config of the wide trial
     layout: Layout  # of `config`
-    changes: dict[str, tuple[object, object]]  # key -> real and small value, in the order of schema.py
+    changes: dict[str, tuple[object, object]]  # key -> real and reduced value, in the order of schema.py
 
 
 def reduce_config(config: Config, max_ranks: int) -> Reduction:
-    """Return the small run for a real one. Raises ConfigError if the real one cannot start, or needs more ranks."""
+    """Reduce a config. Raises ConfigError if the real run cannot start or needs more ranks."""
     n_ranks, args = count_ranks(config.parallelism), resolve_model(config.model)
     real = plan_layout(config, args, n_ranks)
     if n_ranks > max_ranks:
@@ -80,7 +80,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     option = config.activation_checkpoint.selective_ac_option
     if option.isdecimal() and int(option) > 2:
         small = override(small, {"activation_checkpoint.selective_ac_option": "2"})
-    # small batches are to have several chunks too; 0, no chunks, stays
+    # a small batch needs a smaller chunk to have several; 0 means no chunks and stays
     small = override(small, {"training.loss_chunk_tokens": 24 if config.training.loss_chunk_tokens else 0})
     small = override(small, reduce_batch(small, config, real, degrees, sizes))
     layout = plan_layout(small, resolve_model(small.model), prod(degrees.values()))
@@ -88,11 +88,11 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
 
 
 def refuse_many_ranks(config: Config, max_ranks: int) -> Problem:
-    """Return why a config needs more ranks than given, and the command for the largest smaller layout that can run."""
+    """Return the problem of a config that needs more ranks, with the command for the largest layout that can run."""
     asked, remedy = read_degrees(config.parallelism), "Give a larger --ranks"
     dims = {dim: str(n) if n > 1 else " (automatic)" for dim, n in asked.items() if n != 1}
     layout = " x ".join(f"{dim}{degree}" for dim, degree in dims.items())
-    why = f"{layout} needs {count_ranks(config.parallelism)} ranks, and verify has {max_ranks}"
+    why = f"{layout} needs {count_ranks(config.parallelism)} ranks, but verify has {max_ranks}"
     for smaller in list_smaller(config, max_ranks):
         try:
             reduce_config(smaller, max_ranks)
@@ -107,7 +107,7 @@ def refuse_many_ranks(config: Config, max_ranks: int) -> Problem:
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
-    """Return the config with some keys ("section.key") set. "flavor.NUMBER" replaces a number of the flavor's row."""
+    """Return the config with some keys ("section.key") set. "flavor.NAME" replaces a number in the flavor's row."""
     for key, value in overrides.items():
         if key.startswith("flavor."):
             row = change_row(config.model.row or FLAVORS[config.model.flavor], key.removeprefix("flavor."), value)
@@ -117,7 +117,7 @@ def override(config: Config, overrides: dict[str, object]) -> Config:
 
 
 def change_row(row: ModelArgs, name: str, value: object) -> ModelArgs:
-    """Return the model with another value of a number that has no key; `name` may be a field of its experts."""
+    """Return the row with one number replaced. `name` is a field of ModelArgs, or of its `moe`."""
     if hasattr(row, name):
         return replace(row, **{name: value})
     return replace(row, moe=replace(row.moe, **{name: value}))
@@ -129,7 +129,7 @@ def give_sizes(config: Config, sizes: dict[str, int]) -> Config:
 
 
 def list_changes(config: Config, small: Config) -> dict[str, tuple[object, object]]:
-    """Return every key whose value differs, with both values; for sizes that a flavor gives, that size."""
+    """Return every key whose value differs, with both values. Sizes that a flavor sets are resolved."""
     args, small_args = (resolve_model(each.model) for each in (config, small))
     args, small_args = (vars(each) | (vars(each.moe) if each.moe else {}) for each in (args, small_args))
     pairs = {key: (get_value(config, key), get_value(small, key)) for key in KEYS}
@@ -145,14 +145,14 @@ def list_changes(config: Config, small: Config) -> dict[str, tuple[object, objec
 
 
 def reduce_sizes(args: ModelArgs, degrees: dict[str, int], *, keeps_split: bool) -> dict[str, int]:
-    """Return sizes of a model of about dim 64 to 128. `keeps_split`: tp x dp_shard x cp divides the same ones."""
+    """Return model sizes, with a dim of about 64 to 128. `keeps_split`: tp x dp_shard x cp divides the same sizes."""
     tp = degrees["tp"]
     n_kv_heads = tp * min(2, args.n_kv_heads // tp)
     n_heads = n_kv_heads * (args.n_heads // args.n_kv_heads)
     head_dim = min(8 if n_heads <= 32 else 4, args.head_dim)
     dim = n_heads * head_dim
     if args.dim != args.n_heads * args.head_dim:
-        dim += 16  # so that code that mistakes one for the other fails here too
+        dim += 16  # keep them different, so that code that confuses the two fails
     split = tp * degrees["dp_shard"] * degrees["cp"] if keeps_split else 1
     return {
         "dim": dim,
@@ -165,15 +165,15 @@ def reduce_sizes(args: ModelArgs, degrees: dict[str, int], *, keeps_split: bool)
 
 
 def reduce_size(real: int, wanted: int, tp: int, split: int) -> int:
-    """Return about `wanted`: a multiple of tp, and of `split` exactly if `real` is one."""
+    """Return a size of about `wanted` that is a multiple of tp, and a multiple of `split` only if `real` is."""
     sizes = (size for size in range(min(real, wanted), wanted + 2 * tp * split) if size % tp == 0)
     return next(size for size in sizes if split <= tp or (real % split == 0) == (size % split == 0))
 
 
 def reduce_experts(args: ModelArgs, ep: int, degrees: dict[str, int], dim: int, n_wanted: int) -> dict[str, int]:
-    """Return the sizes of an MoE: about `n_wanted` experts, and as many for each token as before, if not all.
+    """Return the sizes of an MoE: about `n_wanted` experts, and top_k of the real model, at most N_EXPERTS.
 
-    FSDP shares whole experts if it does so in the real run, else a part of each matrix. Nothing without experts.
+    FSDP shards whole experts if it does so in the real run, and otherwise matrices. Empty for a dense model.
     """
     moe = args.moe
     if moe is None:
@@ -196,7 +196,7 @@ def round_up(size: int, unit: int) -> int:
 
 
 def keep_moe_layers(small: Config, args: ModelArgs) -> Config:
-    """Return the config with a layer of experts, and one of two or more without, if the real model has both."""
+    """Return the config with both MoE and dense layers (if it has two or more layers) if the real model has both."""
     if args.moe is None:
         return small
     several = small.model.n_layers > 1
@@ -211,9 +211,9 @@ def keep_moe_layers(small: Config, args: ModelArgs) -> Config:
 
 
 def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str, object]:
-    """Return layers and stages: as many stages per rank as before, two at most if possible, even or uneven.
+    """Return layers and stages: the same number of stages per rank, at most two if possible, even or uneven.
 
-    The first stages and the last one stay, with one layer, or two if they have more than others in the real run.
+    Keeps the first stages and the last. Each has one layer, or two if it has more than the smallest in the real run.
     """
     if real.pp == 1:
         return {"model.n_layers": min(2, n_layers), **STAGES_BY_RULE}
@@ -243,7 +243,7 @@ def count_layers(stages: Iterable[Iterable[str]]) -> list[int]:
 def reduce_batch(
     small: Config, config: Config, real: Layout, degrees: dict[str, int], sizes: dict[str, int]
 ) -> dict[str, object]:
-    """Return rows and microbatches in the same relation to the stages, and a short sequence that still divides."""
+    """Return a small batch: microbatches keep their relation to the stages, and cp and tp divide the sequence."""
     accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
     if degrees["pp"] == 1:
         n_rows, n_microbatches = 2, 3 if accumulates else 1
@@ -266,7 +266,7 @@ def give_batch(degrees: dict[str, int], n_rows: int, n_microbatches: int, seq_le
 
 
 def reduce_microbatches(section: Parallelism, real: Layout, n_stages: int) -> int:
-    """Return as many as there are stages, more, fewer, or a number that they do not divide: as in the real run."""
+    """Return a number of microbatches that has the same relation to the number of stages as in the real run."""
     if section.pipeline_parallel_schedule_csv:
         return real.n_microbatches
     n_real_stages = len(real.stages)
@@ -281,7 +281,7 @@ def reduce_microbatches(section: Parallelism, real: Layout, n_stages: int) -> in
 
 
 def reduce_sequence(degrees: dict[str, int], sizes: dict[str, int], least: int) -> int:
-    """Return a length that no other size of the model has, so that a sequence dim is known by it."""
-    pieces = (2 * degrees["cp"] if degrees["cp"] > 1 else 1) * degrees["tp"]  # of equal length, into which it is cut
+    """Return a sequence length that differs from all model sizes: it identifies the sequence dim of a tensor."""
+    pieces = (2 * degrees["cp"] if degrees["cp"] > 1 else 1) * degrees["tp"]  # equal pieces of the sequence
     widths = [*sizes.values(), sizes["n_heads"] * sizes["head_dim"], sizes["n_kv_heads"] * sizes["head_dim"]]
     return next(n for n in range(round_up(least, pieces), least + 100 * pieces, pieces) if n not in widths)

@@ -1,10 +1,10 @@
-"""A deep run beside the wide one, for what is wrong only beyond a depth, a length or a count.
+"""Choose the sizes of the deep trial, which finds faults that need depth, length or large counts.
 
                 layers        sequence                         microbatches    experts
-    wide        1 or 2 each   about 40                         as related      8
+    wide        1 or 2 each   about 40                         like real run   8
     deep        12 or more    280 tokens beyond position 8,192 12 under pp     20
 
-Rows with documents have 560 tokens. It has the options of the wide run, except recompute and compile. No torch here.
+Rows with documents have 560 tokens. The deep trial has the options of the wide one, except recompute and compile.
 """
 
 from dataclasses import replace
@@ -28,16 +28,16 @@ from torchtitan_lite.tools.verify.reduction import (
     round_up,
 )
 
-N_LAYERS = 12  # some numbers have two digits: as text, 10 comes before 2
-N_TOKENS = 280  # of a sequence, and twice as many with documents of two tokens: more than a byte can number
+N_LAYERS = 12  # some layer indices have two digits: sorted as text, 10 comes before 2
+N_TOKENS = 280  # per row; twice that with documents of two tokens. Indices do not fit in a byte
 N_MICROBATCHES = 12
 N_EXPERTS = 20
-N_CHUNKS = 12  # of each row's loss
+N_CHUNKS = 12  # chunks of the loss per row
 FAR_POSITION = 8192  # the first position, unless seq_len or original_length is larger
 
 
 def deepen(reduction: Reduction) -> Config:
-    """Return a run of many narrow layers and long rows."""
+    """Return the config of the deep trial: many narrow layers and long rows."""
     layout, real = reduction.layout, reduction.real
     args, degrees = resolve_model(real.model), layout.degrees
     sizes = {
@@ -55,20 +55,20 @@ def deepen(reduction: Reduction) -> Config:
     seq_len = reduce_sequence(degrees, sizes, N_TOKENS * (1 + ATTENTIONS[real.model.attention].uses_documents))
     small = override(small, give_batch(degrees, 1, choose_microbatches(small, layout.n_microbatches), seq_len))
     chunk = -(-seq_len // layout.cp // N_CHUNKS) if real.training.loss_chunk_tokens else 0
-    # Recompute and a compiler would take most of the time, and fail in the wide run if they are wrong.
+    # Recompute and the compiler would take most of the time. The wide trial finds their faults.
     small = override(small, {"training.loss_chunk_tokens": chunk, "activation_checkpoint.mode": "none"})
-    plan_layout(small, resolve_model(small.model), layout.world_size)  # so that no rank raises ConfigError
+    plan_layout(small, resolve_model(small.model), layout.world_size)  # raise ConfigError here, not on a rank
     return small
 
 
 def find_far_position(real: Config) -> int:
-    """Return a position beyond all rows of the wide run, where the stretching of rotary wavelengths has ended."""
+    """Return a position larger than all positions of the real run and than the original length of RoPE scaling."""
     scaling = resolve_model(real.model).rope_scaling
     return max(FAR_POSITION, real.training.seq_len, scaling.original_length if scaling else 0)
 
 
 def plan_own_stages(config: Config) -> Config:
-    """Return the config with stages by rule; their number per rank stays."""
+    """Return the config with stages that follow from the schedule, or from its CSV file."""
     section = config.parallelism
     keys = {**STAGES_BY_RULE, "parallelism.pipeline_parallel_schedule_csv": section.pipeline_parallel_schedule_csv}
     for end in ("first", "last"):
@@ -78,7 +78,7 @@ def plan_own_stages(config: Config) -> Config:
 
 
 def choose_depth(section: Parallelism) -> int:
-    """Return N_LAYERS or more: layers 9 and 10 share a stage, and several stages of a rank are uneven."""
+    """Return at least N_LAYERS layers. Layers 9 and 10 share a stage; if ranks have several stages, they are uneven."""
     n_stages = len(plan_stages(section, 2**14)[0])
     depths = range(max(N_LAYERS, n_stages), N_LAYERS + 4 * n_stages)
     for n_layers in depths:
@@ -90,7 +90,7 @@ def choose_depth(section: Parallelism) -> int:
 
 
 def choose_microbatches(small: Config, n_written: int) -> int:
-    """Return N_MICROBATCHES under pp, or a few more; of a schedule file, those that it was written for."""
+    """Return N_MICROBATCHES or a few more under pp; with a schedule file, the number of microbatches in the file."""
     section = small.parallelism
     if section.pipeline_parallel_degree == 1:
         return 1
@@ -102,20 +102,20 @@ def choose_microbatches(small: Config, n_written: int) -> int:
 
 
 def leave_out_compiler(config: Config) -> Config:
-    """Return the config without compile, and with full recompute if the compiler would choose what to recompute."""
+    """Return the config without compile. Recompute mode memory_budget, which needs the compiler, becomes full."""
     mode = config.activation_checkpoint.mode
     keys = {"compile.enable": False, "activation_checkpoint.mode": "full" if mode == "memory_budget" else mode}
     return override(config, keys)
 
 
 def put_on_one_rank(config: Config, local_batch_size: int) -> Config:
-    """Return the config without any parallelism. Rows beyond `local_batch_size` are accumulated."""
+    """Return the config without parallelism. Gradients are accumulated over rows beyond `local_batch_size`."""
     section = replace(Parallelism(), data_parallel_shard_degree=1)
     return override(leave_out_compiler(config), {"parallelism": section, "training.local_batch_size": local_batch_size})
 
 
 def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:
-    """Return sizes like those of the wide run, in blocks that every tp rank can compute in float8."""
+    """Return the sizes of the wide trial, rounded up to multiples that every tp rank can compute in float8."""
     model, layout = reduction.config.model, reduction.layout
     width = FLOAT8_BLOCK * layout.tp
     tokens = FLOAT8_BLOCK * layout.tp * (2 * layout.cp if layout.cp > 1 else 1)

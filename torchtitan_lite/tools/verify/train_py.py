@@ -1,11 +1,11 @@
-"""Does train.py itself do on this layout what it does on one process? Data, rates, validation, log, a save, a resume.
+"""Run train.py on this layout and in one process, and compare the logs: data, rates, validation, save and resume.
 
-    one process       steps 1 2 3 4     unbroken
+    one process       steps 1 2 3 4     without interruption
     the layout        steps 1 2 3       saved after step 2
-    another layout            3 4       of the same ranks, with another ep if possible, from that checkpoint
+    another layout            3 4       on the same ranks, with another ep if possible, from that checkpoint
 
-Three starts of the real file in warm workers. What they write into metrics.jsonl is compared, number by number. What
-one process does wrong is not seen here: the tests look for that.
+train.py is started three times in warm workers, and all numbers in metrics.jsonl are compared. A fault that one process
+has too is not found here; the tests find those.
 """
 
 import gc
@@ -48,16 +48,16 @@ BOUNDS = {
     "lr": 1e-12,
     "tokens": 0.0,
     "loss": SUMS,
-    "grad_norm": 1e-3,  # nothing is handed over here: four steps amplify rounding, and a fault far more
+    "grad_norm": 1e-3,  # gradients are not replaced here: four steps amplify rounding, and faults far more
     "val_loss": SUMS,
     "val_bits_per_byte": SUMS,
     "router_entropy": SUMS,
 }
-Log = dict[int, dict[str, float]]  # step -> what metrics.jsonl says
+Log = dict[int, dict[str, float]]  # step -> numbers in metrics.jsonl
 
 
 def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
-    """Start train.py three times. `folder` keeps their files."""
+    """Start train.py three times. Files are written to `folder`."""
     folder = folder.absolute() / "train.py"
     config, n_ranks = make_config(reduction, folder), reduction.layout.world_size
     write_corpus(folder / "corpus", config)
@@ -76,7 +76,7 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 
 
 def compare_logs(right: Log, logged: Log, steps: tuple[int, ...], name: str, seen: Seen) -> None:
-    """Compare what a start logged with one process. Only the first and the last step of each start are validated."""
+    """Compare the log of a start with one process. Only the first and the last step of a start are validated."""
     for step in steps:
         for key in (key for key in BOUNDS if key in right[step]):
             own, expected = logged.get(step, {}).get(key), right[step][key]
@@ -87,13 +87,13 @@ def compare_logs(right: Log, logged: Log, steps: tuple[int, ...], name: str, see
 
 
 def run_train(config: Config, n_ranks: int, last_step: int, folder: Path, run_ranks: RunRanks) -> Log:
-    """Run train.py on ranks of the pool, up to `last_step`. Return what it logged. Raises RankFailure."""
-    flavor = {"debug": resolve_model(config.model)}  # a TOML file cannot hold numbers of experts
+    """Run train.py on ranks of the pool up to `last_step`, and return its log. Raises RankFailure."""
+    flavor = {"debug": resolve_model(config.model)}  # a TOML file cannot set the number of experts
     config = override(config, {"training.steps": last_step, "model.flavor": "debug", "model.row": None})
     config = override(config, {"job": Job(dump_folder=str(folder))})
     path = folder.with_suffix(".toml")
     path.write_text(dump_config_toml(config), encoding="utf-8")
-    # As torchrun does: the parent holds the store by which ranks meet, at a port that the system chooses.
+    # As in torchrun, the parent hosts the store for the rendezvous, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_ranks(start_train, n_ranks, ["--config", str(path)], store.port, flavor)
     log: Log = {}
@@ -107,9 +107,9 @@ def run_train(config: Config, n_ranks: int, last_step: int, folder: Path, run_ra
 
 
 def start_train(rank: int, world_size: int, args: list[str], port: int, flavors: dict[str, ModelArgs]) -> None:
-    """Worker: execute train.py anew, as under torchrun. `port`: of a TCPStore of the parent.
+    """Worker: execute train.py as under torchrun. `port`: port of the parent's TCPStore.
 
-    `flavors` are added to FLAVORS. Raises what train.py raises, and RuntimeError if its exit status is not 0.
+    `flavors` are added to FLAVORS. Exceptions of train.py propagate; raises RuntimeError if its exit status is not 0.
     """
     log = io.StringIO()
     leveled = {name: (model, partial(init_leveled, rule)) for name, (model, rule) in build.MODELS.items()}
@@ -127,21 +127,21 @@ def start_train(rank: int, world_size: int, args: list[str], port: int, flavors:
         exec(compile(TRAIN_PY.read_text(encoding="utf-8"), str(TRAIN_PY), "exec"), names)
         status = names["main"](args, StopRequest())
     if status != 0:
-        raise RuntimeError(f"train.py ended with {status}; its log:\n{log.getvalue()[-4000:].strip()}")
+        raise RuntimeError(f"train.py ended with status {status}; its log:\n{log.getvalue()[-4000:].strip()}")
 
 
 def choose_by_bias(router: Router, scores: Tensor) -> Tensor:
-    """Take the place of Router.choose: the experts with the largest biases, for every token.
+    """Replace Router.choose: every token chooses the experts with the largest biases.
 
-    Top-k of scores turns their last bits into other experts. Biases move by whole steps, so each step has other
-    experts, on every layout the same.
+    Rounding the scores could change a top-k choice. Biases change by fixed amounts, so experts change from step to step
+    but are equal on all layouts.
     """
     order = router.expert_bias - 1e-6 * torch.arange(router.n_experts, device=scores.device)
     return order.topk(router.args.top_k).indices.expand(*scores.shape[:-1], -1)
 
 
 def make_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return what torchrun sets for the ranks of one host, without a GPU."""
+    """Return the environment variables that torchrun sets on a host without GPUs."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -149,7 +149,7 @@ def make_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: no rank makes one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # connect to the parent's store; rank 0 must not create one
         "TORCHELASTIC_RESTART_COUNT": "0",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -157,8 +157,8 @@ def make_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def process_left_as_it_was() -> Iterator[None]:
-    """Context manager: undo what train.py changes in its process."""
-    gc.freeze()  # train.py's own collection need not look at objects that were here before
+    """Context manager: restore process-wide settings that train.py changes."""
+    gc.freeze()  # garbage collections in train.py skip existing objects
     try:
         yield
     finally:
@@ -171,12 +171,12 @@ def process_left_as_it_was() -> Iterator[None]:
 
 
 def make_config(reduction: Reduction, folder: Path) -> Config:
-    """Return the config of train.py: few steps, in which every logged number tells something."""
-    real, small = reduction.real, leave_out_compiler(reduction.config)  # it takes long, and has compiled the wide run
+    """Return the config for train.py: few steps, in which every logged number depends on the layout being correct."""
+    real, small = reduction.real, leave_out_compiler(reduction.config)  # slow, and the wide trial has compiled
     vocab_size = small.model.vocab_size
-    vocab_size += round_up(max(0, N_WORDS - vocab_size), reduction.layout.world_size)  # it divides as before
+    vocab_size += round_up(max(0, N_WORDS - vocab_size), reduction.layout.world_size)  # keeps divisibility
     optimizer = real.optimizer
-    if optimizer.name == "AdamW":  # eps of the size of a clipped gradient: a step follows it instead of its sign
+    if optimizer.name == "AdamW":  # with an eps of the size of gradients, updates depend on more than their signs
         optimizer = replace(optimizer, lr=0.015, eps=1e-3, moments_dtype="float32")
         optimizer = replace(optimizer, implementation="fused" if optimizer.implementation == "fused" else "for-loop")
     return override(
@@ -203,7 +203,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
 
 
 def write_corpus(folder: Path, config: Config) -> None:
-    """Prepare a corpus of random documents, so short that a second epoch begins within the steps."""
+    """Prepare a corpus of random documents. It is so small that a second epoch begins during the run."""
     folder.parent.mkdir(parents=True)
     n_tokens, draw = config.training.global_batch_size * config.training.seq_len, random.Random(0)
     documents = ("".join(draw.choices(ascii_letters, k=draw.randint(1, 48))) for _ in range(n_tokens // 5))
@@ -213,10 +213,10 @@ def write_corpus(folder: Path, config: Config) -> None:
 
 
 def choose_other_layout(config: Config, reduction: Reduction) -> Config:
-    """Return the same global batch on another mesh of as many ranks, with another ep if possible."""
+    """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible."""
     keys = {
         **STAGES_BY_RULE,
-        "parallelism.pipeline_parallel_schedule": "GPipe",  # which takes any number of microbatches
+        "parallelism.pipeline_parallel_schedule": "GPipe",  # takes any number of microbatches
         "parallelism.pipeline_parallel_microbatch_size": 1,
         "training.local_batch_size": 1,
     }

@@ -1,4 +1,4 @@
-"""One trial: the steps of a small config on the ranks of its layout, judged in the order of a step."""
+"""Run one trial: the steps of a reduced config on all ranks of its layout. Find the first error above its bound."""
 
 import time
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from torchtitan_lite.tools.verify.ranks import NoAnswer, RankFailure
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank
 
-# Healthy layouts: gradients 2e-6, of a dozen layers of experts 8e-6; state 2e-7, updates 4e-8.
-SUMS, SAME, EXACT = 1e-5, 5e-6, 0.0  # sums in another order; the same numbers, rounded differently; bit by bit
-BOUNDS = {  # measure, in the order of a step -> the largest error that is right
+# Errors of correct layouts: gradients 2e-6, with twelve MoE layers 8e-6; state 2e-7, updates 4e-8.
+SUMS, SAME, EXACT = 1e-5, 5e-6, 0.0  # sums in another order; the same numbers rounded differently; bit-equal
+BOUNDS = {  # measure, in the order of a step -> largest error of a correct layout
     "initial weights": EXACT,
     "counted tokens": EXACT,
     "learning rate": 1e-12,
@@ -33,7 +33,7 @@ BOUNDS = {  # measure, in the order of a step -> the largest error that is right
     "copies": EXACT,
     "schedule": EXACT,
 }
-OF_FORWARD = ("counted tokens", "loss", "gradients", "expert loads")  # if one of these is wrong, a module may be
+OF_FORWARD = ("counted tokens", "loss", "gradients", "expert loads")  # errors that a wrong module can cause
 
 
 @dataclass(frozen=True)
@@ -41,29 +41,29 @@ class Culprit:
     """The first difference."""
 
     kind: str
-    name: str  # of a parameter, a module, a function
+    name: str  # of a parameter, a module or a function
     detail: str
-    dims: list[str] = field(default_factory=list)  # mesh dims along which right and wrong ranks are neighbors
+    dims: list[str] = field(default_factory=list)  # mesh dims along which a correct and a wrong rank are neighbors
 
     def __str__(self) -> str:
-        along = f"; right and wrong ranks differ along {', '.join(self.dims)}" if self.dims else ""
+        along = f"; correct and wrong ranks differ along {', '.join(self.dims)}" if self.dims else ""
         return f"{self.kind}: {self.name}, {self.detail}{along}"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial."""
+    """The result of a trial."""
 
     name: str
     measures: dict[str, tuple[float, float]] = field(default_factory=dict)  # measure -> worst error, bound
-    faults: dict[str, str] = field(default_factory=dict)  # measure -> what is wrong, first the first difference
+    faults: dict[str, str] = field(default_factory=dict)  # measure -> description, in the order of a step
     culprit: Culprit | None = None
-    unfinished: str = ""  # why ranks gave no answer
+    unfinished: str = ""  # reason why ranks did not answer
     seconds: float = 0.0
 
 
 def try_layout(name: str, config: Config, world_size: int, run_ranks: RunRanks, folder: Path, inputs: Inputs) -> Trial:
-    """Run a small config beside one process."""
+    """Run a reduced config on `world_size` ranks, and compare it with the plain loop."""
     path = folder / f"{name}.pt"
     steps = run_plainly(config, inputs)
     torch.save(steps, path)
@@ -76,7 +76,7 @@ def try_layout(name: str, config: Config, world_size: int, run_ranks: RunRanks, 
 
 
 def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
-    """Call a trial and time it. A rank that raises is a result too."""
+    """Run a trial and time it. An exception on a rank is a result, too."""
     start = time.monotonic()
     try:
         trial = call()
@@ -90,12 +90,12 @@ def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
 
 
 def judge(name: str, ranks: list[Seen], fqns: list[str]) -> Trial:
-    """Return the worst error of each measure. The culprit is the first that is wrong, in the order of a step.
+    """Return the worst error of each measure. The culprit is the first error above its bound, in the order of a step.
 
-    `fqns`: the parameters, in backward order.
+    `fqns`: all parameters, in backward order.
     """
     if lost := [fqn for fqn in fqns if not any(fqn in rank.held for rank in ranks)]:
-        culprit = Culprit("parameters", lost[0], f"no rank holds it; {len(lost)} of {len(fqns)} are lost")
+        culprit = Culprit("parameters", lost[0], f"no rank holds it; {len(lost)} of {len(fqns)} are missing")
         return Trial(name, faults={"parameters": culprit.detail}, culprit=culprit)
     order, backward = list(BOUNDS), {fqn: place for place, fqn in enumerate(fqns)}
 
@@ -109,7 +109,7 @@ def judge(name: str, ranks: list[Seen], fqns: list[str]) -> Trial:
 
 
 def find_kind(measure: str) -> str:
-    """Return the row of BOUNDS of a measure; `state exp_avg` belongs to `state`."""
+    """Return the key of BOUNDS for a measure: `state` for `state exp_avg`."""
     return "state" if measure.startswith("state ") else measure
 
 
@@ -133,13 +133,13 @@ def find_worst(name: str, ranks: list[Seen], bounds: dict[tuple[int, str, str], 
 
 def name_module(ranks: list[Seen]) -> Culprit | None:
     """Return the first module in forward order that misses a microbatch or has a wrong output."""
-    largest = {"microbatches": EXACT, "module output": 2e-6}  # above rounding, and below the bound of gradients
+    largest = {"microbatches": EXACT, "module output": 2e-6}  # larger than rounding, smaller than BOUNDS["gradients"]
     keys = dict.fromkeys(key for rank in ranks for key in rank.errors)
     return find_worst("", ranks, {key: largest[kind] for kind in largest for key in keys if key[1] == kind}).culprit
 
 
 def blame(kind: str, name: str, detail: str, errors: list[tuple[Coordinates, float]], bound: float) -> Culprit:
-    """Say which ranks are wrong, and along which mesh dims a right and a wrong rank are neighbors."""
+    """Describe which ranks are wrong, and along which mesh dims a correct and a wrong rank are neighbors."""
     wrong = [at for at, error in errors if error > bound]
     dims = set()
     for (here, one), (there, other) in combinations(errors, 2):
