@@ -124,7 +124,7 @@ Parquet and .zst need the extra `data`. OUT is complete or does not exist."""
 
 def make_verify_parser() -> ArgumentParser:
     description = """
-Does this layout compute the same as a single device? Prints a certificate, or the first difference.
+Check that a layout computes the same as one process. Prints a certificate, or the first difference.
 
 Runs the config, reduced to laptop size, on several CPU processes, and compares it with one process that runs the same
 model file: five steps with the run's optimizer; one step of a deep model on long rows; train.py, saved and resumed on
@@ -141,18 +141,20 @@ another layout; bfloat16 and float8 if the run uses them. If the layout needs mo
 
 def make_plan_parser() -> ArgumentParser:
     description = """
-What does this layout cost on these GPUs, in memory, time and traffic? Which layouts are best?
+Forecast the memory, time and traffic of a layout on some GPUs, or rank all layouts with --search.
 
-The answer comes from a closed form, without torch. The predictions were compared with published runs, and the output
-says how accurate they are."""
+The forecast comes from a closed form, without torch. It was compared with published runs; the output includes its
+error."""
     parser = make_parser("plan", description, "Exit status: 0 planned, 1 does not fit in memory, 2 wrong input.")
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="number of GPUs; default: the product of the degrees")
     add("--gpu", default="h100", help="GPU type, a row of tools/plan/cluster.py (%(default)s)")
     add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
     add("--mtbf-hours", type=float, metavar="H", help="mean hours between failures; prints how often to save")
-    add("--restart-s", type=float, default=600, metavar="S", help="... seconds until it trains again (%(default)s)")
-    add("--save-stall-s", type=float, default=10, metavar="S", help="... seconds that a save stalls it (%(default)s)")
+    add("--restart-s", type=float, default=600, metavar="S", help="... seconds that a restart takes (%(default)s)")
+    add(
+        "--save-stall-s", type=float, default=10, metavar="S", help="... seconds that a save stalls steps (%(default)s)"
+    )
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
     add("--toml", type=Path, metavar="FILE", help="with --search: write the best layout as a config")
     help = "also run step.py on tensors without storage, once per kind of rank, and compare"
@@ -162,14 +164,14 @@ says how accurate they are."""
 
 def make_explain_parser() -> ArgumentParser:
     description = """
-Which rank holds which shard of each weight? What do ranks exchange in a step, and which line of code causes it?
+Show the shards of each rank, and every collective of a step with the line of code that causes it.
 
     the step      in words
     mesh          coordinates of each rank
-    parameters    rows and columns of each weight that a rank holds
-    collectives   of one step in order: operation, mesh dims, shape, bytes that one rank moves, module, line of code
+    parameters    rows and columns of each weight on each rank
+    collectives   in order: operation, mesh dims, shape, bytes that one rank moves, module, line of code
 
-All of it is recorded while step.py runs as one rank of the layout, on tensors without storage."""
+This is recorded while step.py runs as one rank of the layout, on tensors without storage."""
     parser = make_parser("explain", description, "Exit status: 0 explained, 2 wrong input.")
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="number of ranks; default: the product of the degrees")
@@ -228,8 +230,8 @@ the first of a document. Bits per byte compare models with different tokenizers.
 
 
 def make_bench_parser() -> ArgumentParser:
-    description = "How fast is it? Prints ratios to references measured in the same run."
-    epilog = "Exit status: 0 measured, 1 failed, or the contenders do not compute the same, 2 wrong input."
+    description = "Measure speed. Prints ratios to references measured in the same run."
+    epilog = "Exit status: 0 measured, 1 failed or the losses of contenders differ, 2 wrong input."
     parser = make_parser("bench", description, epilog)
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
     step = benches.add_parser("step", help="a step compared with a hand-written loop, transformers, and torch.compile")
@@ -246,8 +248,8 @@ def make_report_parser() -> ArgumentParser:
     description = """
 Write one HTML page about a run: summary, curves, mesh, measurements next to the forecast, traces.
 
-Several runs share the same plots. The page needs no server and loads nothing from the network. Its figures come from
-the files in the run's folder: metrics.jsonl, config.toml, traces/."""
+Several runs share the same plots. The page needs no server and no network. It is made from the files in the run's
+folder: metrics.jsonl, config.toml, traces/."""
     parser = make_parser("report", description)
     parser.add_argument("runs", nargs="+", type=Path, metavar="FOLDER", help="folder of a run, such as outputs/debug")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first folder")

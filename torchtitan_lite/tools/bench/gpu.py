@@ -1,11 +1,11 @@
-"""`bench gpu`: what only a GPU can answer, without network. Each question is a function with a process of its own.
+"""`bench gpu`: measure training on one GPU, without network. Each measurement runs in a separate process.
 
     measure_training   {8B, 3B, 1B} x {eager, compile, compile + float8}, sequences of 8,192 random tokens: speed, peak
-                       memory beside the planner's, milliseconds by kernel class, waits of the host (1 wanted), a trace
-    compare_runs       saves, a resumed run and CPU offload beside an unbroken run
+                       memory and its forecast, milliseconds by kernel class, host waits (should be 1), a trace
+    compare_runs       saves, a resumed run and CPU offload, compared with an uninterrupted run
 
-A model is trained with the first of PLANS that fits by the planner's closed form, and after an out-of-memory error with
-the next one that needs fewer bytes. One JSON file has all answers; it is written after each of them.
+A model is trained with the first of PLANS that fits by the forecast of `plan`. After an out-of-memory error, the next
+plan that needs less memory is tried. All results are in one JSON file, which is rewritten after each measurement.
 """
 
 import json
@@ -43,7 +43,7 @@ from torchtitan_lite.tools.bench.one_rank import build_alone, make_step, one_ran
 from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
 from torchtitan_lite.tools.plan.planned_run import describe_workload
 
-N_STEPS = 5  # of the warm-up, and of the measurement
+N_STEPS = 5  # steps of the warm-up, and steps of the measurement
 SIZES = ("8B", "3B", "1B")
 MODES: dict[str, dict[str, object]] = {
     "eager": {},
@@ -53,12 +53,12 @@ MODES: dict[str, dict[str, object]] = {
 LONG = {"training.seq_len": 8192, "training.mixed_precision_param": "bfloat16"}
 SHORT = {"model.flavor": "1B", "model.n_layers": 2, "training.seq_len": 2048, "training.local_batch_size": 1}
 PLAN_KEYS = ("optimizer.moments_dtype", "activation_checkpoint.mode", "training.local_batch_size")
-PLANS = [  # the fastest first
+PLANS = [  # values of PLAN_KEYS, the fastest first
     *(("float32", "none", n) for n in (4, 2, 1)),
     *(("bfloat16", *rest) for rest in (("selective", 2), ("none", 1), ("selective", 1), ("full", 2), ("full", 1))),
 ]
-USABLE = 0.95  # of the memory: the rest is for CUDA itself, workspaces of matmuls, and gaps
-KERNELS = {  # class -> parts of the names of its kernels; the first class that matches counts
+USABLE = 0.95  # fraction of the memory; the rest is for CUDA, workspaces of matmuls, and fragmentation
+KERNELS = {  # class -> parts of kernel names; the first class that matches counts
     "attention": ("flash", "fmha", "sdpa", "flex"),
     "matmul": ("gemm", "nvjet", "cutlass", "xmma"),
     "optimizer, clipping": ("multi_tensor_apply",),
@@ -68,14 +68,14 @@ KERNELS = {  # class -> parts of the names of its kernels; the first class that 
 
 
 def main(options: Namespace) -> int:
-    """Ask all questions. Return the exit status: 0 answered, 1 one could not be answered, 2 no GPU."""
+    """Run all measurements. Return the exit status: 0 measured, 1 a measurement failed, 2 no GPU."""
     if detect_machine().device_type == "cpu":
         print("bench gpu: nvidia-smi lists no GPU here", file=sys.stderr)
         return 2
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as run_train.sh does
     setting = {"bench": "gpu", "device": detect_machine().name, "torch": torch.__version__, "date": time.strftime("%F")}
     out = Path(options.out or f"outputs/bench-gpu-{setting['device']}-{setting['date']}.json".replace(" ", "-"))
-    answers: dict[str, dict] = {}  # of the questions
+    answers: dict[str, dict] = {}  # measurement -> results
     out.parent.mkdir(parents=True, exist_ok=True)
 
     def ask(name: str, question: Callable, configs: list[Config], argument: Path) -> None:
@@ -90,44 +90,44 @@ def main(options: Namespace) -> int:
             ask(f"{size} {mode}", measure_training, configs, out.with_suffix(f".{size}-{mode}.json.gz"))
         if "runs" not in answers:  # after the largest size
             ask("runs", compare_runs, [set_keys(Config(), SHORT)], out.parent)
-    print(f"all answers are in {out}")
+    print(f"all results are in {out}")
     return int(any("failed" in answer for answer in answers.values()))
 
 
 def try_configs(question: Callable, configs: list[Config], argument: Path) -> dict:
-    """Return the answer for the first config that fits the memory by the planner, and does fit."""
+    """Return the results of the first config that fits in memory, both in the forecast and on the GPU."""
     limit = USABLE * (detect_machine().memory_bytes_per_device or float("inf"))
     least = min(map(plan_memory, configs), key=lambda memory: memory.live)
-    of_those = f"{(least.parameters + least.optimizer) / GIB:.0f} of them for weights and moments"
-    answer = {"absent": f"it needs {least.live / GIB:.0f} GiB, {of_those}; {limit / GIB:.0f} are usable here"}
+    of_those = f"including {(least.parameters + least.optimizer) / GIB:.0f} for weights and moments"
+    answer = {"absent": f"needs {least.live / GIB:.0f} GiB, {of_those}; {limit / GIB:.0f} GiB are usable here"}
     for config in configs:
         n_bytes = plan_memory(config).live
         if n_bytes <= limit:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # its end frees all memory
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # its exit frees all memory
                 try:
                     return pool.submit(question, config, argument).result()
                 except Exception as error:
                     answer = {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
                     if not is_out_of_memory(error):
                         break
-            limit = n_bytes - 1  # a plan with as many bytes would fail too
+            limit = n_bytes - 1  # a plan that needs the same memory would fail too
     return answer
 
 
 def set_keys(config: Config, keys: dict[str, object]) -> Config:
-    """Return a copy of the config with these keys ("section.key")."""
+    """Return a copy of the config with these keys ("section.key") set."""
     return reduce(lambda changed, key: with_value(changed, key, keys[key]), keys, config)
 
 
 def plan_memory(config: Config) -> Memory:
-    """Return the peak memory of a step by the planner's closed form, by part."""
+    """Return the forecast of the peak memory of a step."""
     model_args = resolve_model(config.model)
     workload = describe_workload(config, model_args, plan_layout(config, model_args, 1))
     return estimate_memory(workload, {0: {(0, "F"): 1}})[0]
 
 
 def measure_training(config: Config, trace: Path) -> dict:
-    """How fast, in how much memory, and what does the GPU do in a step?"""
+    """Measure the speed, memory and kernels of a training step."""
     with one_rank() as device:
         run, batch = build_alone(config, device)
         losses = [make_step(run, batch).item() for _ in range(N_STEPS)]  # the first step allocates and compiles
@@ -150,7 +150,7 @@ def measure_training(config: Config, trace: Path) -> dict:
 
 
 def examine_step(step: Callable[[], object], trace: Path) -> dict:
-    """Return milliseconds by kernel class, and the lines at which the host waits for the device. Write a trace."""
+    """Return milliseconds by kernel class, and the lines where the host waits for the device. Write a trace."""
     milliseconds: Counter[str] = Counter()
     with profile() as profiler:
         step()
@@ -169,7 +169,7 @@ def examine_step(step: Callable[[], object], trace: Path) -> dict:
 
 
 def compare_runs(config: Config, folder: Path) -> dict:
-    """Do saves, a resumed run and offload hold the same numbers? Errors of 0 are wanted, with offload below 1e-6."""
+    """Check that saves, a resumed run and offload give equal numbers. Errors should be 0, with offload below 1e-6."""
     blocked_s, saved = {}, {}
     with one_rank() as device, TemporaryDirectory(dir=folder) as scratch:
         prepare_process(with_value(config, "debug.deterministic", True), Path(scratch), 1)
@@ -185,7 +185,7 @@ def compare_runs(config: Config, folder: Path) -> dict:
                 saver.save(2, name_tensors(run.saved, run.optimizer))
                 blocked_s[mode] = time.perf_counter() - start_s
                 if saver.stager:
-                    make_step(run, batch)  # changes the weights beside the save
+                    make_step(run, batch)  # changes the weights during the save
             saved[mode] = load_file(path / "step-2" / "rank-00000.safetensors")
         make_step(run, batch)
         resumed, _ = build_alone(config, device)
@@ -201,6 +201,6 @@ def compare_runs(config: Config, folder: Path) -> dict:
 
 
 def find_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the largest relative error of a weight or moment: the norm of the difference over the norm."""
+    """Return the largest relative error of a weight or moment: the norm of the difference, divided by the norm."""
     pairs = [(local_tensor(found[name]).cpu(), local_tensor(expected[name]).cpu()) for name in expected]
     return max(((one - other).norm() / other.norm().clamp(min=1e-30)).item() for one, other in pairs)

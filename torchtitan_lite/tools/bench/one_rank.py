@@ -1,4 +1,4 @@
-"""A run of one rank on random tokens, built and stepped by the functions that train.py calls."""
+"""Build a run of one rank on random tokens, and run its steps, with the functions that train.py calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from torchtitan_lite.step import train_step
 
 @contextmanager
 def one_rank() -> Iterator[torch.device]:
-    """Context manager: a process group of this process alone, and its device."""
+    """Context manager: a process group with this process only. Yields its device."""
     device = choose_device(0, detect_machine().device_type)
     backend = {"cpu": "gloo", "cuda": "cuda:nccl,cpu:gloo"}[device.type]
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -30,7 +30,7 @@ def one_rank() -> Iterator[torch.device]:
 
 
 def build_alone(config: Config, device: torch.device) -> tuple[Run, Batch]:
-    """Build a run and a batch on its device. All tokens of the batch count for the loss."""
+    """Build a run, and a batch on its device. All tokens of the batch count for the loss."""
     model_args = resolve_model(config.model)
     layout = plan_layout(config, model_args, 1)
     mesh = build_mesh(layout, device.type)
@@ -43,7 +43,7 @@ def build_alone(config: Config, device: torch.device) -> tuple[Run, Batch]:
 
 
 def make_step(run: Run, batch: Batch) -> Tensor:
-    """Make one step and wait for it, as train.py does. Return its loss, () on the device."""
+    """Run one step and wait for it, as train.py does. Return its loss, a scalar on the device."""
     result = train_step(run, batch)
     assert result.read()[0], "the gradient norm is not finite"
     return result.loss

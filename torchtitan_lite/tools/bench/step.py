@@ -1,13 +1,13 @@
-"""`bench step`: time one optimizer step of the same shape on the same batch.
+"""`bench step`: time one optimizer step of several implementations, with the same model and batch.
 
-    trainer        train_step as train.py calls it, and its flags read after every step
-    bare_loop      a hand-written loop around the same model class
-    transformers   Hugging Face's Llama of the same shape in that same loop
+    trainer        train_step as in train.py, which reads its flags after every step
+    bare_loop      a hand-written loop with the same model class
+    transformers   the same loop with Hugging Face's Llama of the same size
     compiled       trainer with compile.enable
 
-They take turns in one process, on one thread or one GPU. A ratio is the median over rounds of (speed of one / speed of
-the other): on a shared machine a speed drifts, the ratio of neighbors in time does not. Before anything is timed,
-trainer, compiled and bare_loop must have the same losses.
+They take turns in one process, on one thread or one GPU. A ratio is the median over rounds of one speed divided by
+another in the same round: on a shared machine, speeds drift but these ratios do not. Before the timing starts, trainer,
+compiled and bare_loop must have the same losses.
 """
 
 import gc
@@ -33,14 +33,14 @@ from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.bench.one_rank import build_alone, make_step, one_rank
 
-# float32 on CUDA too, and a constant learning rate: as in the bare loop.
+# As in the bare loop: float32 (on CUDA too) and a constant learning rate.
 STEP_CONFIG = Config(
     model=Model(flavor="debug", dim=256, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=704, vocab_size=2304),
     lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
     training=Training(local_batch_size=8, seq_len=256, mixed_precision_param="float32"),
     activation_checkpoint=ActivationCheckpoint(mode="none"),
 )
-RATIO_OF = {  # ratio -> (contender, the one it is divided by): above 1, the first is faster
+RATIO_OF = {  # ratio -> (contender, reference); if the ratio is above 1, the contender is faster
     "bare_loop": ("trainer", "bare_loop"),
     "transformers": ("trainer", "transformers"),
     "compile_over_eager": ("compiled", "trainer"),
@@ -48,15 +48,15 @@ RATIO_OF = {  # ratio -> (contender, the one it is divided by): above 1, the fir
 
 
 def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
-    """Print the report. Return the exit status: 0 measured, 1 contenders that compute different things."""
+    """Print the ratios. Return the exit status: 0 measured, 1 the losses of contenders differ."""
     torch.set_num_threads(1)
     with one_rank() as device:
         contenders = build_contenders(config, device)
-        # The first step allocates and compiles. The second loss depends on gradients and optimizer too.
+        # The first step allocates and compiles. The second loss also depends on gradients and the optimizer.
         losses = {name: torch.stack([step(), step()]) for name, step in contenders.items()}
         for name in losses.keys() & {"trainer", "compiled"}:
             if not torch.allclose(losses[name], losses["bare_loop"], rtol=1e-5, atol=0):
-                print(f"{name} and bare_loop do not have the same losses: {losses}", file=sys.stderr)
+                print(f"the losses of {name} and bare_loop differ: {losses}", file=sys.stderr)
                 return 1
         rounds = measure_rounds(contenders, n_rounds=options.rounds, n_steps=options.steps)
     n_tokens = config.training.local_batch_size * config.training.seq_len
@@ -73,7 +73,7 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
 
 
 def build_contenders(config: Config, device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """Build the contenders that can run here. Each returns the loss of its step, () on the device."""
+    """Build the contenders that can run here. Each runs one step and returns its loss, a scalar on the device."""
     args = resolve_model(config.model)
     run, batch = build_alone(config, device)
     model = Llama3(args).to(device)
@@ -83,13 +83,13 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
         "bare_loop": write_loop(model, partial(model, batch.tokens, positions=batch.positions), batch.targets, config),
     }
     try:
-        for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao if it is there, which warns
+        for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao if installed, which warns
             logging.getLogger(name).setLevel(logging.ERROR)
         transformers = import_extra("transformers", "test")
         written = make_config(args, dtype="float32", bos_id=None, eos_id=None)
         written |= {"attn_implementation": "sdpa", "use_cache": False}
         theirs = transformers.AutoConfig.for_model(written.pop("model_type"), **written)
-        llama = transformers.AutoModelForCausalLM.from_config(theirs).train().to(device)  # initial weights of its own
+        llama = transformers.AutoModelForCausalLM.from_config(theirs).train().to(device)  # other initial weights
         contenders["transformers"] = write_loop(llama, lambda: llama(batch.tokens).logits, batch.targets, config)
     except ImportError as error:
         print(error, file=sys.stderr)
@@ -117,23 +117,23 @@ def write_loop(model: nn.Module, compute_logits: Callable, targets: Tensor, conf
 
 
 def measure_rounds(contenders: dict[str, Callable], *, n_rounds: int, n_steps: int) -> list[dict[str, float]]:
-    """Return the seconds per step of each contender, for each round. Another contender is first each round."""
+    """Return the seconds per step of each contender, for each round. Each round starts with a different contender."""
     wait_for_device = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     names, rounds = list(contenders), [{} for _ in range(n_rounds)]
     for number, times_s in enumerate(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            gc.collect()  # not during the turn
+            gc.collect()  # now, not during the turn
             wait_for_device()
             start_s = time.perf_counter()
             for _ in range(n_steps):
                 contenders[name]()
-            wait_for_device()  # a GPU works long after the call has returned
+            wait_for_device()  # kernels run asynchronously
             times_s[name] = (time.perf_counter() - start_s) / n_steps
     return rounds
 
 
 def compare_rounds(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
-    """Return ratio -> its value in each round, without ratios of absent contenders."""
+    """Return ratio -> its value in each round. Leaves out ratios of missing contenders."""
     present = {ratio: names for ratio, names in RATIO_OF.items() if rounds[0].keys() >= set(names)}
     return {ratio: [times_s[other] / times_s[one] for times_s in rounds] for ratio, (one, other) in present.items()}
