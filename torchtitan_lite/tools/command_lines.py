@@ -152,9 +152,7 @@ error."""
     add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
     add("--mtbf-hours", type=float, metavar="H", help="mean hours between failures; prints how often to save")
     add("--restart-s", type=float, default=600, metavar="S", help="... seconds that a restart takes (%(default)s)")
-    add(
-        "--save-stall-s", type=float, default=10, metavar="S", help="... seconds that a save stalls steps (%(default)s)"
-    )
+    add("--save-stall-s", type=float, default=10, metavar="S", help="... seconds that a save stalls (%(default)s)")
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
     add("--toml", type=Path, metavar="FILE", help="with --search: write the best layout as a config")
     help = "also run step.py on tensors without storage, once per kind of rank, and compare"

@@ -1,4 +1,4 @@
-"""Write the page: words first, then curves, experts, traces, what was measured beside the forecast, and the mesh."""
+"""Write the page: summary, curves, experts, traces, measurements next to the forecast, and the mesh."""
 
 import argparse
 import sys
@@ -19,14 +19,14 @@ from torchtitan_lite.tools.report.runs import Run, describe_run
 from torchtitan_lite.tools.report.traces import Trace
 from torchtitan_lite.tools.tables import format_bytes
 
-FEW = 8  # microbatches of a dry run: a longer step is shortened
-MOST_DEPTH = 10  # of calls
-MARKS = {"start": "var(--run2)", "save": "var(--pale)", "stop": "var(--tp)"}  # kind of a record -> color
+FEW = 8  # maximum number of microbatches of a dry run
+MOST_DEPTH = 10  # maximum depth of nested calls
+MARKS = {"start": "var(--run2)", "save": "var(--pale)", "stop": "var(--tp)"}  # kind of record -> color
 PLOTS = {  # title -> field, field of the dashed curve, whether the axis starts at 0
     "Loss": ("loss", "val_loss", False),
     "Gradient norm": ("grad_norm", "", True),
     "Learning rate": ("lr", "", True),
-    "Tokens/s of a rank": ("tokens_per_s_per_rank", "", True),
+    "Tokens/s per rank": ("tokens_per_s_per_rank", "", True),
     "MFU": ("mfu_full", "mfu_causal", True),
     "Peak memory of rank 0, GiB": ("peak_memory_gib", "reserved_memory_gib", True),
 }
@@ -56,11 +56,11 @@ def main(options: argparse.Namespace) -> int:
     try:
         page = write_page([Run(folder, f"var(--run{at % 4})") for at, folder in enumerate(options.runs)])
     except (UserError, OSError) as error:
-        print(f"There is nothing to report: {error}", file=sys.stderr)
+        print(f"report cannot read this run: {error}", file=sys.stderr)
         return 2
     out = options.out or options.runs[0] / "report.html"
     out.write_text(page, encoding="utf-8")
-    print(f"{out}: open it in a browser")
+    print(f"open {out} in a browser")
     return 0
 
 
@@ -70,7 +70,7 @@ def write_page(runs: list[Run]) -> str:
     for run in runs:
         parts += [f'<h3 style="color: {run.color}">{escape(run.name)}</h3>'] * (len(runs) > 1)
         parts += [f"<p>{escape(sentence)}</p>" for sentence in describe_run(run)]
-    about = "Measured: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red)."
+    about = "Source: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red)."
     parts += [f'<h2>By step</h2><p><i>{about}</i></p><div class="grid">', *draw_plots(runs), "</div>"]
     for run in runs:
         parts += [f'<h2 style="color: {run.color}">{escape(run.name)}</h2>'] * (len(runs) > 1)
@@ -103,7 +103,7 @@ def draw_experts(run: Run) -> Iterator[str]:
             boxes.append((x, x + 1, color, f"layer {layer}, step {step}: {ratio:.4f}", ""))
         rows.append((f"layer {layer}", ROW_HEIGHT, boxes))
     if rows:
-        about = "Load of the busiest expert over the mean of its layer, by step: 1 is pale, 3.5 is red (metrics.jsonl)."
+        about = "Load of the busiest expert, relative to the mean of its layer: pale is 1, red is 3.5 (metrics.jsonl)."
         yield f"<h3>Experts</h3><p><i>{about}</i></p>{draw_rows(rows, len(rows[0][2]))}"
 
 
@@ -113,11 +113,11 @@ def describe_mesh(run: Run) -> Iterator[str]:
     for pp in group_pp_ranks(run.planned):
         parameters, ranks = dry_run(shorten(run.planned, 1), pp).parameters, range(pp * per_stage, (pp + 1) * per_stage)
         slices = escape(format_parameters(parameters, elide(ranks)))
-        yield f"<details><summary>Slices on pp rank {pp}, as explain prints them</summary><pre>{slices}</pre></details>"
+        yield f"<details><summary>Slices on pp rank {pp}, as in explain</summary><pre>{slices}</pre></details>"
 
 
 def compare(run: Run) -> str:
-    """Put what was measured beside the forecast. The bytes are NCCL's, or those of a dry run."""
+    """Return a table of measurements and forecast. Bytes come from traces of NCCL, or from a dry run."""
     planned, expected, traced = run.planned, run.forecast, run.traces[0].moved if run.traces else {}
     tokens_per_s = run.find_median("tokens_per_s_per_rank")
     peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
@@ -126,9 +126,9 @@ def compare(run: Run) -> str:
     found = traced or dry_run(whole).traffic
     closed = estimate_traffic(whole.workload, 0, plan_order(planned.config.parallelism, whole.layout))
     rows = [
-        ("", "measured", f"forecast, {'one core a rank' if on_cpu else run.gpu}"),
+        ("", "measured", f"forecast, {'one core per rank' if on_cpu else run.gpu}"),
         ("step (median)", f"{run.find_median('step_time_s'):.3g} s", f"{expected.step_time_s:.3g} s"),
-        ("tokens/s of a rank (median)", f"{tokens_per_s:,.0f}", f"{expected.tokens_per_s_per_gpu:,.0f}"),
+        ("tokens/s per rank (median)", f"{tokens_per_s:,.0f}", f"{expected.tokens_per_s_per_gpu:,.0f}"),
         (f"memory of rank 0{', with Python' * on_cpu}", format_bytes(peak_bytes), format_bytes(run.memory[0].live)),
         ("bubble of the pipeline (traces)", bubble or "not traced", f"{expected.bubble:.1%}"),
         (f"bytes of rank 0 in {whole.layout.n_microbatches} microbatches:", "NCCL" if traced else "dry run", ""),
@@ -137,13 +137,13 @@ def compare(run: Run) -> str:
         moved = (format_bytes(each[key].n_bytes) if key in each else "-" for each in (found, closed))
         rows.append((f"{key[1]} over {key[0]}", *moved))
     body = "".join(f"<tr><td>{'<td>'.join(map(escape, row))}" for row in rows)
-    return f"<h3>Measured against forecast</h3><div class=wide><table>{body}</table></div>"
+    return f"<h3>Measurements and forecast</h3><div class=wide><table>{body}</table></div>"
 
 
 def draw_traces(run: Run) -> Iterator[str]:
-    """Draw where the time of a step goes, the pipeline as it ran and as planned, and the calls of the slowest rank."""
+    """Draw the time of a step by activity, the measured and the planned pipeline, and the calls of the slowest rank."""
     if not run.traces:
-        yield "<p><i>There are no traces: --profiling.enable_profiling records them.</i></p>"
+        yield "<p><i>There are no traces. Record them with --profiling.enable_profiling.</i></p>"
         return
     rows, step_s = [], max(sum(trace.parts.values()) for trace in run.traces)
     for trace in run.traces:
@@ -156,8 +156,8 @@ def draw_traces(run: Run) -> Iterator[str]:
             rows.append((label, height, boxes))
     slowest = max(run.traces, key=lambda trace: trace.parts["computing"])
     part, seconds = max(slowest.parts.items(), key=lambda item: item[1])
-    about = f"Rank {slowest.rank} computes longest; the largest part of its step is {part}, {seconds / step_s:.0%}."
-    yield "<h3>Where the time of a step goes</h3><p><i>Measured: traces. Thin bars are hidden communication.</i></p>"
+    about = f"Rank {slowest.rank} computes longest. The largest part of its step is {part}: {seconds / step_s:.0%}."
+    yield "<h3>Where the time of a step goes</h3><p><i>Source: traces. Thin bars are hidden communication.</i></p>"
     yield f"<p>{about}</p>{draw_rows(rows, step_s)}"
     timelines = {"measured in traces": run.pipeline, "planned": run.forecast.timeline} if run.pipeline else {}
     for about, timeline in timelines.items():
@@ -167,7 +167,7 @@ def draw_traces(run: Run) -> Iterator[str]:
 
 
 def draw_calls(trace: Trace, step_s: float) -> str:
-    """Draw the calls of a rank over its step, callers above. A callee of communication communicates."""
+    """Draw the calls of a rank over one step, with callers above. Calls inside communication have its color."""
     rows, callers = defaultdict(list), []  # (end, axis)
     for start, end, name, axis in trace.calls:
         while callers and callers[-1][0] <= start:
@@ -180,5 +180,5 @@ def draw_calls(trace: Trace, step_s: float) -> str:
     return draw_rows([("", ROW_HEIGHT, rows[depth]) for depth in sorted(rows)], step_s, left=0)
 
 
-def color(part: str) -> str:  # of a part of a step, or of the first dim of an axis
+def color(part: str) -> str:  # the color of a part of a step, or of the first dim of an axis
     return f"var(--{part.removeprefix('exposed ').removeprefix('hidden ').split()[0]}, var(--various))"

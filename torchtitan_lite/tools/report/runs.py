@@ -1,4 +1,4 @@
-"""Read what a run left in its folder, and say in words how it went."""
+"""Read the files in a run's folder, and summarize the run in words."""
 
 import json
 import shlex
@@ -19,12 +19,12 @@ from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_tr
 
 
 class Run(Plan):
-    """A plan that was carried out, with the records of metrics.jsonl and the traces."""
+    """A run: its plan, the records in metrics.jsonl, and the traces."""
 
     def __init__(self, folder: Path, color: str):
-        """Read a dump folder. `color` is for the curves of this run. Raises UserError or OSError if it has no step."""
+        """Read a dump folder. `color`: of the run's curves. Raises UserError or OSError if there is no step."""
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        self.records = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may leave half a line
+        self.records = [json.loads(line) for line in lines if line.endswith("}")]  # the last line may be incomplete
         if not any(record["kind"] == "step" for record in self.records):
             raise UserError(f"{folder}/metrics.jsonl has no step yet")
         start = [record for record in self.records if record["kind"] == "start"][-1]
@@ -42,17 +42,17 @@ class Run(Plan):
         return measure_pipeline(self.traces, self.planned.layout)
 
     def list_values(self, field: str) -> Points:
-        """Return (step, value) of each record that has this field."""
+        """Return (step, value) for each record that has this field."""
         return [(record["step"], record[field]) for record in self.records if record.get(field) is not None]
 
     def find_median(self, field: str) -> float:
-        """Return the median over the records, without the first one, which warms up, if there are others."""
+        """Return the median over the records. Ignore the first record (warm-up) if there are others."""
         values = [value for _, value in self.list_values(field)]
         return median(values[1:] or values)
 
 
 def describe_run(run: Run) -> list[str]:
-    """Return the first sentences of the page: what was trained, on what, how it went, what to look at."""
+    """Return the first sentences of the page: model, data, hardware, results, what to look at, how to continue."""
     config, layout, model_args = run.planned.config, run.planned.layout, run.planned.model_args
     losses, validation, tokens = map(run.list_values, ("loss", "val_loss", "tokens"))
     times = [(record["kind"], datetime.fromisoformat(record["time"])) for record in run.records]
@@ -60,8 +60,8 @@ def describe_run(run: Run) -> list[str]:
     trained_s = sum((after - before).total_seconds() for (_, before), (kind, after) in pairs if kind != "start")
     n_starts = sum(kind == "start" for kind, _ in times)
     validated = f" The validation loss is {validation[-1][1]:.4f}." if validation else ""
-    reason = run.records[-1].get("reason", "no record says so: it trains, or was killed").partition("; newest")[0]
-    ngpu = f"NGPU={layout.world_size} " * (layout.world_size <= 8)  # of one host
+    reason = run.records[-1].get("reason", "unknown (still running, or killed)").partition("; newest")[0]
+    ngpu = f"NGPU={layout.world_size} " * (layout.world_size <= 8)  # if one host was enough
     command = f"{ngpu}./run_train.sh --config {shlex.quote(f'{run.folder}/config.toml')} --job.no_overwrite"
     if losses[-1][0] >= (n_steps := config.training.steps):
         command += f" --training.steps={2 * n_steps} --lr_scheduler.total_steps={2 * n_steps}"
@@ -71,9 +71,9 @@ def describe_run(run: Run) -> list[str]:
         f"{'s' * (layout.world_size > 1)} ({layout}) on {run.device}.",
         f"{losses[-1][0]:,} of {n_steps:,} steps, {tokens[-1][1]:,} tokens, took {trained_s:,.0f} s in {n_starts} "
         f"start{'s' * (n_starts > 1)}. The loss went from {losses[0][1]:.4f} to {losses[-1][1]:.4f}.{validated}",
-        f"How it ended: {reason}.",
+        f"End of the run: {reason}.",
         f"Look at: {'; '.join(list_remarks(run)) or 'nothing stands out'}.",
-        f"To continue: {command}" if config.checkpoint.enable else "Nothing was saved, so it cannot be continued.",
+        f"To continue: {command}" if config.checkpoint.enable else "The run saved nothing, so it cannot be continued.",
     ]
 
 
@@ -81,7 +81,7 @@ def list_remarks(run: Run) -> list[str]:
     remarks = warn_of_bubble(run.planned, run.pipeline.bubble) if run.pipeline else []
     median_s, validation = run.find_median("step_time_s"), run.list_values("val_loss")
     if slow := [step for step, value in run.list_values("step_time_s")[1:] if value > 2 * median_s]:
-        remarks.append(f"steps of more than twice the median time ({len(slow)} records, the first is step {slow[0]:,})")
+        remarks.append(f"steps that took more than twice the median ({len(slow)} records, first step {slow[0]:,})")
     if validation and validation[-1][1] > 1.01 * min(value for _, value in validation):
-        remarks.append("the validation loss, which has risen")
+        remarks.append("the validation loss is above its minimum")
     return remarks

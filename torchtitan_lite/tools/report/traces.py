@@ -1,11 +1,11 @@
-"""Read torch's traces of a step: where the time of each rank goes, its calls, the pipeline as it ran.
+"""Read torch's traces of one step: the time of each rank by activity, its calls, and the measured pipeline.
 
     computing    kernels of a GPU, or operators in the main thread of a CPU
-    exposed      communication while the rank computes nothing
-    hidden       communication while it computes: NCCL only, because a CPU's main thread does one thing at a time
-    waiting      none of these: the host runs Python, or another rank is late
+    exposed      communication that does not overlap with computing
+    hidden       communication that overlaps with computing; NCCL only, because a CPU's main thread does one at a time
+    waiting      the rest: the host runs Python, or another rank is late
 
-NCCL records group and bytes of each call. gloo does not: the code that makes a call tells its axis.
+NCCL records the group and the bytes of each call. gloo does not: there, the axis is derived from the caller.
 """
 
 import json
@@ -21,25 +21,25 @@ from torchtitan_lite.tools.plan.meter import OPERATIONS
 from torchtitan_lite.tools.plan.timeline import Event, Timeline
 from torchtitan_lite.tools.plan.transfers import Moved, fraction_moved, sum_moved
 
-MOST_RANKS = 16  # whose traces are read, evenly spaced
+MOST_RANKS = 16  # maximum number of traces that are read, evenly spaced
 DIMS = "pp|dp_replicate|dp_shard|efsdp|ep|cp|tp"
 ITEM_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2}  # others: 1
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 
 class Trace(NamedTuple):
-    """The last recorded step of one rank, in seconds."""
+    """The last traced step of one rank, in seconds."""
 
     rank: int
-    parts: dict[str, float]  # "computing", "exposed AXIS", "waiting": their sum is the step
+    parts: dict[str, float]  # "computing", "exposed AXIS", "waiting"; they add up to the step
     hidden: dict[str, float]  # by axis
-    calls: list[tuple[float, float, str, str]]  # start and end in the step, name, axis or ""
-    actions: dict[Action, tuple[float, float]]  # of the pipeline: start and end, by the host's clock
-    moved: dict[tuple[str, str], Moved]  # (axis, operation) -> what NCCL moved; empty for gloo
+    calls: list[tuple[float, float, str, str]]  # start and end within the step, name, axis or ""
+    actions: dict[Action, tuple[float, float]]  # action of the pipeline -> start and end, by the clock of the host
+    moved: dict[tuple[str, str], Moved]  # (axis, operation) -> calls and bytes of NCCL; empty for gloo
 
 
 def read_traces(folder: Path, layout: Layout) -> list[Trace]:
-    """Read the traces of the newest step; none if there are none."""
+    """Read the traces of the newest step. Return an empty list if there are none."""
     newest = max(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), default=folder)
     ranks = sorted(int(path.stem.removeprefix("rank-")) for path in newest.glob("rank-*.json"))
     return [read_trace(newest, rank, layout) for rank in ranks[:: -(-len(ranks) // MOST_RANKS) or 1]]
@@ -64,7 +64,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
             sent.append(read_call(event["args"], axes))
         if not (event["cat"] in ON_GPU if on_gpu else event["tid"] == steps[-1]["tid"]):
             continue
-        if name == "gloo:recv":  # from the call until the bytes have arrived; the thread may compute meanwhile
+        if name == "gloo:recv":  # lasts until the bytes have arrived, and may overlap with computing
             received.append((start, end))
             continue
         axis = find_axis(event, used + ["ep"] * (layout.ep > 1), axes)
@@ -74,7 +74,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
         if found := re.match(r"pp ([FBIW])(\d+) stage (\d+)", name):
             action = Action(int(found[3]), found[1], int(found[2]))
             first, last = actions.get(action, (start, end))
-            actions[action] = first if start < last else start, max(last, end)  # on two streams; or run anew
+            actions[action] = first if start < last else start, max(last, end)  # overlap: two streams; else: run again
     computing = spans.pop("", [])
     layers = [(f"exposed {axis}", spans[axis]) for axis in sorted(spans)]
     layers.insert(0 if on_gpu else len(layers), ("computing", computing))
@@ -88,7 +88,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
 
 
 def measure(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of spans."""
+    """Return the total length of the union of the spans."""
     total, at = 0.0, -inf
     for start, end in sorted(spans):
         total, at = total + max(0.0, end - max(start, at)), max(at, end)
@@ -96,7 +96,7 @@ def measure(spans: list[tuple[float, float]]) -> float:
 
 
 def read_call(args: dict, axes: dict[str, str]) -> tuple[tuple[str, str], int, float]:
-    """Return (axis, operation), 1, and the bytes that the rank moves in a call of NCCL."""
+    """Return (axis, operation), 1, and the bytes that the rank moves in an NCCL call."""
     name = args["Collective name"].replace("_", "")
     operation = next((operation for part, operation in OPERATIONS.items() if part in name), name)
     n_bytes = max(args["In msg nelems"], args["Out msg nelems"]) * ITEM_BYTES.get(args["dtype"], 1)
@@ -104,7 +104,7 @@ def read_call(args: dict, axes: dict[str, str]) -> tuple[tuple[str, str], int, f
 
 
 def find_axis(event: dict, used: list[str], axes: dict[str, str]) -> str:
-    """Return the axis over which a call communicates; "" if it computes. `used`: dims of more than one rank."""
+    """Return the axis over which a call communicates; "" if it computes. `used`: dims with more than one rank."""
     name = event["name"]
     if "nccl" in name:
         return axes.get(event["args"].get("Process Group Name"), "various dims")
@@ -118,7 +118,7 @@ def find_axis(event: dict, used: list[str], axes: dict[str, str]) -> str:
 
 
 def measure_pipeline(traces: list[Trace], layout: Layout) -> Timeline | None:
-    """Return the pipeline as it ran; None without one, or without a trace of each pp rank."""
+    """Return the measured pipeline, or None if there is no pipeline or a pp rank has no trace."""
     ranks = {trace.rank * layout.pp // layout.world_size: trace.actions for trace in reversed(traces) if trace.actions}
     if len(ranks) < layout.pp:
         return None
