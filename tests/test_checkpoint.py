@@ -145,7 +145,7 @@ def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(po
     ("overrides", "more", "message"),
     [
         ({"model.n_layers": 5}, {}, "a different model: it has no model.layers.4.attention_norm.weight"),
-        ({"model.ffn_dim": 128}, {}, r"feed_forward.w1.weight is \[96, 64\] there, but \[128, 64\] here"),
+        ({"model.ffn_dim": 128}, {}, r"w1.weight has shape \[96, 64\] there, but \[128, 64\] in this run"),
         ({}, {"step": 5}, "step-5 is not a checkpoint"),
     ],
 )

@@ -223,7 +223,7 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
     is_named = section.enable and section.load_step != -1 and not restarted
     folder = Path(config.job.dump_folder) / section.folder
     steps = find_steps(folder) if section.enable and not starts_over else []
-    usable = steps if section.load_only else steps[-1:]  # a run that saves would reach later saved steps again
+    usable = steps if section.load_only else steps[-1:]  # a run that saves would save the later steps a second time
     if is_named and section.load_step not in usable:
         why = f"{folder} has the steps {steps}; a run that saves (without load_only) resumes from the last one"
         remedy = f"Use {usable}" if usable else "Leave it out: the run starts from the beginning"

@@ -159,6 +159,6 @@ def read_matching_manifest(path: Path, tensors: dict[str, Tensor]) -> Manifest:
         if record is None:
             raise CheckpointError(f"{path} has a different model: it has no {name}")
         if record.shape != tuple(tensor.shape):
-            shapes = f"is {list(record.shape)} there, but {list(tensor.shape)} here"
+            shapes = f"has shape {list(record.shape)} there, but {list(tensor.shape)} in this run"
             raise CheckpointError(f"{path} has a different model: {name} {shapes}")
     return manifest

@@ -64,7 +64,7 @@ class ParallelFloat8Linear(Float8Linear):
 
 
 def gather_in_float8(parts: list[nn.Module], section: Float8, compile_section: Compile) -> list["Float8AllGatherHook"]:
-    """Make FSDP gather the weights of `parts` (allocated) in float8, if enabled. Returns those with precomputed scales.
+    """Make FSDP gather the weights of `parts` (allocated) in float8, if enabled. Return hooks with precomputed scales.
 
     A rank without FSDP (the only rank of its stage) gathers nothing, so its weights do not change.
     """

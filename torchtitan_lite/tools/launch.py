@@ -196,7 +196,7 @@ def run_rank(args: list[str], folder: Path) -> int:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if is_failed else signal.SIG_IGN)
     if is_failed:
-        time.sleep(1)  # torchrun reports the rank that exits first: let the rank that caused the failure be first
+        time.sleep(1)  # torchrun reports the first rank to exit: let the rank that caused the failure exit first
         sys.exit(status)
     return status
 

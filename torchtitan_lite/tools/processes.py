@@ -12,7 +12,7 @@ PRELOADED = ["torch", "torch.distributed", "torchtitan_lite.step", "torchtitan_l
 
 
 def start_fork_server() -> None:
-    """Start the process that workers are forked from, if it does not run. It imports torch while the caller goes on."""
+    """Start the process that forks workers, if it is not running. It imports torch while the caller continues."""
     os.environ.update(WORKER_ENVIRONMENT)  # read by libraries when they are imported
     multiprocessing.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()

@@ -33,12 +33,12 @@ from torchtitan_lite.tools.plan.timeline import plan_order
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_moved
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
-CPU = torch.device("cpu")  # the device of fake tensors: torch has CUDA kernels only where there is CUDA
+CPU = torch.device("cpu")  # the device of fake tensors, because a CPU build of torch has no CUDA kernels
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Costs of one step of one rank, from the second step on."""
+    """Memory and traffic of one rank in one step (not the first, which creates the optimizer state)."""
 
     peak_bytes: int
     collectives: list[Collective]  # in the order of the calls
@@ -46,7 +46,7 @@ class DryRun:
 
     @property
     def traffic(self) -> dict[tuple[str, str], Moved]:
-        """(axis, operation) -> what the rank moves in the step."""
+        """(axis, operation) -> calls and bytes of the rank in the step."""
         return sum_moved(((call.axis, call.operation), 1, call.n_bytes) for call in self.collectives)
 
 
@@ -95,7 +95,7 @@ def make_optimizer_state(run: build.Run) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the plan, then the closed form beside the dry run of a short step, for a rank of each kind of stage."""
+    """Print the plan, then compare the closed form with dry runs of a short step, for one rank per kind of stage."""
     torch.set_num_threads(1)
     try:
         plan = make_plan(options)

@@ -81,7 +81,7 @@ def cut(whole: Tensor, like: Tensor) -> Tensor:
 def relative_error(
     tensor: Tensor, whole: Tensor, unit: Tensor | None = None, *, roundings: int = 0, forgives: bool = False
 ) -> float:
-    """Return ||own - right|| relative to this slice's share of ||unit|| (default: `whole`); infinite if that is 0.
+    """Return ||own - right|| relative to this slice's share of ||unit|| (default: `whole`). If it is 0, own must be 0.
 
     `roundings`: number of fp32 roundings per element to ignore.
     `forgives`: ignore the worst two elements plus 0.1 %. In bfloat16, one in ten thousand rounds differently.
