@@ -32,8 +32,8 @@ from torchtitan_lite.tools.tables import format_table
 N_BEST = 10
 TIE = 1.02
 USABLE = 0.97  # fraction of the memory; the rest is a margin for the error of the forecast
-MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch to try
-STAGES_PER_RANK = (2, 4, 8)  # to try with interleaved schedules
+MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
+STAGES_PER_RANK = (2, 4, 8)  # for interleaved schedules
 LEAST_TOKENS = 1024  # per sequence and cp rank
 RECOMPUTE = [ActivationCheckpoint(*each) for each in (("none",), ("selective", "op"), ("selective", "2"), ("full",))]
 
