@@ -7,7 +7,7 @@
     parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
     model.name                             BLOCKS, in block.py; MODELS in build.py
 
-A row supports nothing by default. A config that needs an unsupported feature is refused before launch.
+In a row, every feature is unsupported by default. A config that needs an unsupported feature is refused before launch.
 """
 
 import math

@@ -4,7 +4,7 @@
     lse (B, H, S)              = log-sum-exp of the scores over the keys of a part: its weight in the merge
     gradients of a part        = backward of the same kernel, called with the *merged* out and lse
 
-A part is either causal (equally many queries and keys, starting at the same position) or not masked at all. So no S x S
+A part is either causal (its queries and keys are at the same positions) or not masked at all. So no S x S
 mask is ever stored. Kernels do not store their scores; their other inputs and outputs are no larger than query.
 
     device   kernel

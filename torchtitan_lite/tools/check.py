@@ -63,7 +63,7 @@ def read_count(name: str) -> int | None:
 
 
 def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts: int) -> Prepared:
-    """Return a run that can start, with equally many ranks on each of `n_hosts`. Raises ConfigError."""
+    """Return a run that can start, with the same number of ranks on each of `n_hosts`. Raises ConfigError."""
     prepared = preflight(config_args, machine=machine, n_ranks=n_ranks, n_hosts=n_hosts)
     if prepared.layout.world_size % n_hosts:
         why = f"it does not divide the world size {prepared.layout.world_size}"

@@ -186,7 +186,7 @@ class StepTime:
         return self.expose(gather, forward), self.expose(gather + reduce, backward)
 
     def shard_time(self, n_parameters: tuple[float, float], *, reduces: bool = False) -> float:
-        """Return the seconds of FSDP's all-gather or reduce-scatter. `n_parameters`: all but experts, experts."""
+        """Return the seconds of FSDP's all-gather or reduce-scatter. `n_parameters`: (outside MoEs, in MoEs)."""
         w = self.workload
         width = w.reduce_bytes if reduces else 1 if w.gathers_float8 else w.compute_bytes
         width_of_experts = w.reduce_bytes if reduces else w.compute_bytes

@@ -137,7 +137,7 @@ class Workload:
 
     @cached_property
     def parameters(self) -> dict[Stage, tuple[int, int]]:
-        """Stage -> number of parameters: all except MoEs, and MoEs."""
+        """Stage -> number of parameters (outside MoEs, in MoEs)."""
         return {
             stage: (sum(self.groups_of(stage)), sum(kind.parameters[1] * kind.count(stage) for kind in self.kinds))
             for stage in set(self.stages)
