@@ -125,7 +125,8 @@ def test_a_size_is_trained_with_the_first_plan_that_fits(size, gib, expected, mo
 def test_8b_on_80_gb_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(gpu, "detect_machine", lambda: Machine("cuda", 1, 80 * GIB, "a GPU"))
     assert (
-        "60 of them for weights and moments" in gpu.try_configs(gpu.measure_training, make_configs("8B"), "")["absent"]
+        "including 60 for weights and moments"
+        in gpu.try_configs(gpu.measure_training, make_configs("8B"), "")["absent"]
     )
 
 
