@@ -50,7 +50,7 @@ def test_a_router_computes_in_float32_whatever_its_tokens_and_weights_are(monkey
 
 
 def count_wrong_norms(rank: int, world_size: int) -> list[float]:
-    """Worker: return which share of each norm's outputs is not that of float32, in a step in bfloat16."""
+    """Worker: run a step in bfloat16. Return the share of each norm's outputs that differ from float32."""
     run = compare.build_table_run(world_size, {TP: 2, "training.mixed_precision_param": "bfloat16"})
     shares = []
 

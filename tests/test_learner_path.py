@@ -14,6 +14,12 @@ ANSWERS = re.findall(r"^python -m torchtitan_lite (.*\S) +# prints (.*)$", PATH,
 TRAINED = re.findall(r"`NGPU=(\d) ./run_train.sh(.*?)`", PATH)
 
 
+@pytest.fixture(autouse=True)
+def no_earlier_run(tmp_path, monkeypatch):
+    """Hide outputs/ of the checkout: `explain` and `check` look at the run that a config would resume."""
+    monkeypatch.chdir(tmp_path)
+
+
 def split_values(told: str) -> list[str]:
     """Split at commas outside of numbers and brackets."""
     return re.split(r", (?![^\[(]*[\])])", told)

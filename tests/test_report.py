@@ -1,4 +1,4 @@
-"""report: the figures of the page are those of metrics.jsonl and of the traces, and a browser shows all of it."""
+"""report: the page has the figures of metrics.jsonl and of the traces, and a browser shows every picture."""
 
 import json
 import re

@@ -98,7 +98,7 @@ class Collectives(Watch):
         self.n_calls = Counter()
 
     def note(self, func, args, outputs):
-        if func.namespace == "_c10d_functional" and name_operation(func):  # FSDP calls those of c10d
+        if func.namespace == "_c10d_functional" and name_operation(func):  # FSDP uses c10d instead
             self.n_calls[func._opname] += 1
 
     def result(self) -> dict[str, int]:

@@ -102,7 +102,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def prune(folder: Path, *, keep_latest_k: int, keep_every_m: int) -> None:
-    """Keep the newest k checkpoints (0: all) and those of steps that are multiples of m. Delete the others."""
+    """Keep the newest k checkpoints (0: all), and every checkpoint whose step is a multiple of m. Delete the others."""
     for step in find_steps(folder)[:-keep_latest_k] if keep_latest_k else []:
         if not (keep_every_m and step % keep_every_m == 0):
             shutil.rmtree((folder / f"step-{step}").rename(folder / f"step-{step}{UNFINISHED}"))

@@ -10,8 +10,8 @@ norm (components/optim.py), which every rank reads once per step. So all ranks s
 extra collective.
 
 All signals within 5 s count as one. `timeout`, systemd, Slurm and terminals signal the launcher and the ranks, and the
-launcher forwards the signal, so a rank gets several copies. A later signal ends the process immediately. Before the end
-of the first step, the first signal already does, because there is nothing to save.
+launcher forwards the signal, so a rank gets several copies. A later signal ends the process immediately. During the
+first step even the first signal ends it, because there is nothing to save.
 """
 
 import logging

@@ -98,7 +98,7 @@ def count_layer_parameters(
 
 
 def count_all_layers(model_args: ModelArgs, *, linear_only: bool = False, experts: int | None = None) -> int:
-    """Count the parameters of all blocks. The options are those of count_layer_parameters."""
+    """Count the parameters of all blocks, with the options of count_layer_parameters."""
     counted = {"linear_only": linear_only, "experts": experts}
     layers = map(model_args.is_moe, range(model_args.n_layers))
     return sum(count_layer_parameters(model_args, moe=moe, **counted) for moe in layers)

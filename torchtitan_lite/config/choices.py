@@ -62,7 +62,7 @@ class ScheduleRow:
     placement: str = "loop"
     splits_backward: bool = False  # computes gradients of inputs and gradients of weights at different times
     in_rounds: bool = False  # runs microbatches in rounds of equal size
-    fills_pipeline: bool = False  # needs at least as many microbatches as stages
+    fills_pipeline: bool = False  # the number of microbatches must not be smaller than the number of stages
 
 
 SCHEDULES = {  # spelled as torch spells them

@@ -214,7 +214,7 @@ def format_toml(value: object) -> str:
 
 
 def describe_keys(section: str) -> str:
-    """Return the schema.py lines of all sections whose name starts with `section`; of all sections if there is none."""
+    """Return the schema.py lines of the sections whose names start with `section`, or of all sections if none does."""
     texts = []
     for name in [name for name in SECTIONS if name.startswith(section)] or SECTIONS:
         source = inspect.getsource(type(get_value(Config(), name)))

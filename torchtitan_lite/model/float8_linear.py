@@ -10,7 +10,7 @@ largest float8. The recipe says which values share a scale:
     recipe               one scale for each                           dy     dw
     tensorwise           tensor                                       e5m2   in float8
     rowwise              row or column that a dot product sums over   e4m3   in float8
-    rowwise_with_gw_hp   the same, but for dx a single scale of w     e4m3   not in float8
+    rowwise_with_gw_hp   the same, but dx uses one scale for w        e4m3   not in float8
 
 x and w are always e4m3 (mantissa of 3 bits, up to 448). e5m2 has one bit less, and reaches 57,344. Rowwise scales are
 powers of two. Multiplying by them is exact, so a value becomes the same float8 in forward and backward.

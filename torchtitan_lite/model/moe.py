@@ -106,7 +106,7 @@ class Router(nn.Module):
 
 
 class AuxiliaryGradient(torch.autograd.Function):
-    """Return the weights unchanged. Backward adds the gradient of the auxiliary loss to that of the probabilities.
+    """Return the weights unchanged. Backward adds the gradient of the auxiliary loss to the probabilities' gradient.
 
     For a sequence of S tokens: d loss / d probability = balance_loss x f / S, for every token.
     """

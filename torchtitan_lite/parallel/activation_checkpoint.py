@@ -8,8 +8,8 @@
     memory_budget: the fraction of activations that a compiled block may save; the compiler recomputes the cheapest
 
 It adds no collectives, but recompute repeats the TP collectives whose outputs are not saved. So "op" saves the outputs
-of the reducing ones. The bound `forward` of each block is replaced in place, so FQNs do not change. A pipeline schedule
-that splits backward would recompute in each half and for each weight, so config/checks.py refuses it.
+of collectives that reduce. The bound `forward` of each block is replaced in place, so FQNs do not change. A pipeline
+schedule that splits backward would recompute in each half and for each weight, so config/checks.py refuses it.
 
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """

@@ -9,7 +9,7 @@ Traffic per block, P = bytes of its parameters in compute dtype: each all-gather
 rank. Prefetching hides it behind the compute of the neighboring block, if that takes longer. In forward, the host
 queues the next gather while the device still computes; in backward, torch prefetches one group ahead. More prefetching
 could only help if the host is slower than the device. The ZeRO stage says what stays sharded between the microbatches
-of a step; with m microbatches, per block and step:
+of a step. With m microbatches, each block communicates this often in a step:
 
     zero_stage   parameters        gradients         all-gathers   reduce-scatters   under PP
     3            sharded           sharded           2m            m                 about m and 1: see below

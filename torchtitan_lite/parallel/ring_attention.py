@@ -16,7 +16,7 @@ pairs. The parts are merged by their log-sum-exp, lse (attention_kernels.py).
 
 For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring` P is 1/n of this, so the
 totals are equal. For backward a rank saves its local query, key, value, out and lse, and nothing from other ranks.
-While a layer computes, `allgather` stores all keys and values and their gradients; `ring` stores those of two ranks.
+While a layer computes, `allgather` stores the keys, values and gradients of all ranks; `ring` stores two ranks'.
 
 Legend: B batch, S full sequence over n ranks, H query heads, K key/value heads, E head dim, C = S/(2n) one piece.
 Sources: arXiv:2310.01889.

@@ -34,7 +34,7 @@ class Forecast:
 
 
 def forecast(model: StepTime, orders: list[tuple[Order, int]]) -> Forecast:
-    """Forecast one step from weighted orders: the order of the whole step with weight 1, or those of list_samples."""
+    """Forecast one step from weighted orders: the whole step with weight 1, or the samples of list_samples."""
     timelines = [(simulate(order, model.seconds_of, model.send_s), weight) for order, weight in orders]
     end_time = sum(weight * timeline.end_time for timeline, weight in timelines)
     w, layout, busy = model.workload, model.workload.layout, model.busy
