@@ -25,6 +25,7 @@ from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.data.corpus_folder import check_prepared
 from torchtitan_lite.data.dataset import open_data
 from torchtitan_lite.dump_folder import open_dump_folder
+from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, read_torchrun_environment, start_process
 from torchtitan_lite.preflight import preflight
@@ -42,6 +43,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     """
     # ---- config: report every mistake before creating any process group
     place = read_torchrun_environment(os.environ)
+    end_with_parent()
     machine = detect_machine()
     plan = preflight(
         args, machine=machine, n_ranks=place.world_size, n_hosts=place.n_hosts, restarted=place.restarts > 0

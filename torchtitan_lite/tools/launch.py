@@ -145,7 +145,7 @@ def start_fork_server() -> None:
 
     It blocks both signals, and new ranks inherit this, so a signal stays pending until the rank can handle it.
     """
-    multiprocessing.set_forkserver_preload(["train"])
+    multiprocessing.set_forkserver_preload(["train", "torchtitan_lite.tools.fork_server"])
     resource_tracker.ensure_running()  # starting it later would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     folder = os.getcwd()

@@ -1,0 +1,18 @@
+"""End this process with the process that started it, so that no rank trains on after torchrun was killed.
+
+    run_train.sh       launcher  <-  fork server  <-  ranks
+    a bare torchrun    torchrun  <-  ranks
+
+`<-` means: asks the kernel to be killed as soon as its parent ends (PR_SET_PDEATHSIG). The kernel needs no thread of
+the process for that, so it also ends ranks that are stopped, or hold Python's lock. A fork server does not end with the
+launcher by itself, because the ranks hold its pipe open; it makes the same request (tools/fork_server.py).
+"""
+
+import signal
+
+import torch.multiprocessing
+
+
+def end_with_parent() -> None:
+    """Ask for SIGKILL at the end of the parent process. Does nothing on systems other than Linux."""
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
