@@ -25,6 +25,7 @@ from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.data.corpus_folder import check_prepared
 from torchtitan_lite.data.dataset import open_data
 from torchtitan_lite.dump_folder import open_dump_folder
+from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, read_torchrun_environment, start_process
@@ -106,10 +107,12 @@ def main(args: list[str], stop: StopRequest) -> int:
         device=device,
         record=log.record,
     )
+    hangs = HangWatch(dump_folder, config.comm, mesh, place.restarts, groups.host)
     first, last = resumed_step + 1, config.training.steps
     batches = log.time_loading(data.batches(range(resumed_step, last)))
-    with log, saver:  # leaving the saver waits for the save in flight
+    with log, saver, hangs:  # leaving the saver waits for the save in flight
         for step in range(first, last + 1):
+            hangs.begin(step)
             batch = next(batches)
             result = train_step(run, batch, stop.requested)  # forward, backward, clip, update: step.py
             is_finite, stop_signal = result.read()  # the same on every rank; waits for the device, and so for all ranks
@@ -119,6 +122,7 @@ def main(args: list[str], stop: StopRequest) -> int:
                 logger.log(logging.INFO if place.rank else logging.ERROR, f"step {step}: {reason}")
                 status = 1
                 break
+            hangs.end()
             stop.is_first_step = False
             validation = validate(run, data, step)  # None if this step is not validated
             log.after_step(step, result, validation)

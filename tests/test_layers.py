@@ -23,9 +23,10 @@ FLOORS = {
     "torchtitan_lite.checkpoint": 2,
     "torchtitan_lite.components": 2,
     "torchtitan_lite": 3,  # what is in the package itself
-    "train": 4,
-    "torchtitan_lite.tools": 5,
-    "torchtitan_lite.__main__": 6,
+    "torchtitan_lite.faults": 4,
+    "train": 5,
+    "torchtitan_lite.tools": 6,
+    "torchtitan_lite.__main__": 7,
 }
 IMPORT_BY_NAME = {  # modules that call importlib in a function
     "torchtitan_lite.config.files",  # import_extra: optional packages

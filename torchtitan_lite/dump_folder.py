@@ -2,6 +2,7 @@
 
 config.toml     the resolved config      log.txt, metrics.jsonl, tb/                logs
 checkpoint/     step-N/ ...              traces/, comm_traces/, memory_snapshot/    if enabled
+hang/           what hanging ranks did: `python -m torchtitan_lite hang FOLDER`
 wandb/          Weights & Biases if enabled; job.overwrite keeps it, because some of it may not be uploaded yet
 lock            locked by the run that writes here
 """
@@ -21,7 +22,8 @@ from torchtitan_lite.config.schema import Config, get_value
 logger = logging.getLogger(__name__)
 
 LOCK = "lock"
-FILES = ("config.toml", "log.txt", "metrics.jsonl")
+HANG = "hang"  # folder with what hanging ranks did, one folder inside for each restart
+FILES = ("config.toml", "log.txt", "metrics.jsonl", HANG)
 FOLDERS = (  # keys that name a folder inside job.dump_folder
     "checkpoint.folder",
     "metrics.save_tb_folder",

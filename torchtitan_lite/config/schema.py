@@ -218,6 +218,8 @@ class Metrics:
 class Comm:
     init_timeout_seconds: Positive = 300  # time-out of collectives until the first step ends, and for checkpoints
     train_timeout_seconds: Positive = 100  # time-out of collectives after the first step
+    # new: report a step that takes longer; 0: never; auto: ten times the median, but at least 60 s
+    hang_seconds: NotNegativeOrAuto = -1
     trace_buf_size: NotNegative = 20000  # entries in NCCL's flight recorder, which is written on a time-out; 0: off
     save_traces_folder: str = "comm_traces"  # inside dump_folder
 

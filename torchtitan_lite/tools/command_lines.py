@@ -254,6 +254,32 @@ folder: metrics.jsonl, config.toml, traces/."""
     return parser
 
 
+def make_hang_parser() -> ArgumentParser:
+    description = """
+Which rank makes the others wait? Reads what hanging ranks wrote, or NCCL's flight-recorder dumps.
+
+FOLDER is the dump folder of a run. The launcher prints the same paragraph when a step takes longer than
+comm.hang_seconds."""
+    parser = make_parser("hang", description, "Exit status: 0 a rank is named, 1 unknown, 2 wrong input.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="dump folder, hang/restart-N or comm_traces")
+    return parser
+
+
+def make_drill_parser() -> ArgumentParser:
+    description = """
+Which faults does a run survive, and how fast? Injects faults into runs of this config, and prints a score card.
+
+Each fault gets a run of its own, with snapshots in memory, one restart, and a rank and step drawn from the seed. Every
+run that is done is kept in --out: the same command continues where it stopped."""
+    parser = make_parser("drill", description, "Exit status: 0 survived all, 1 not, 2 wrong input.")
+    add = parser.add_argument
+    add("--faults", metavar="KIND,KIND", help="default: all")
+    add("--seed", type=int, default=0, metavar="N", help="of ranks, steps and weights (%(default)s)")
+    add("--times", type=positive, default=1, metavar="N", help="runs of each kind (%(default)s)")
+    add("--out", type=Path, default=Path("outputs/drill"), metavar="FOLDER", help="(%(default)s)")
+    return parser
+
+
 TOOLS = {
     "train": Tool("launch", make_train_parser, reads_config=True),
     "check": Tool("check", make_check_parser, reads_config=True),
@@ -266,4 +292,6 @@ TOOLS = {
     "eval": Tool("eval", make_eval_parser),
     "report": Tool("report.page", make_report_parser),
     "bench": Tool("bench.step", make_bench_parser),
+    "hang": Tool("faults.hang", make_hang_parser),
+    "drill": Tool("faults.drill", make_drill_parser, reads_config=True),
 }

@@ -21,8 +21,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing import forkserver, resource_tracker
@@ -34,15 +36,18 @@ from torchtitan_lite.checkpoint.manifest import find_steps
 from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, SIGNALS, StopRequest, describe_newest
 from torchtitan_lite.config.machine import FROM_LAUNCHER
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.preflight import Prepared
 from torchtitan_lite.tools.check import check, choose_host, describe
 from torchtitan_lite.tools.corpora.named import prepare_datasets
+from torchtitan_lite.tools.faults import hang
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that a signal stopped
 STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit status
 
 
-def main(options: Namespace) -> int:
+def main(options: Namespace, work: Callable[[list[str], Path], int] | None = None) -> int:
+    """Train. Return the exit status. `work`: what each rank calls instead of `run_rank`."""
     args = options.config_args
     try:
         machine, n_ranks, n_hosts = choose_host()
@@ -56,8 +61,12 @@ def main(options: Namespace) -> int:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 2
     os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
+    if is_first_host():
+        watching = threading.Thread(target=hang.watch, args=(prepared.dump_folder / HANG,), name="hangs", daemon=True)
+        watching.start()
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
-    status, reason = run_ranks(args, prepared.layout.world_size // n_hosts, n_hosts, folder)
+    n_local = prepared.layout.world_size // n_hosts
+    status, reason = run_ranks(work or run_rank, args, n_local, n_hosts, folder)
     checkpoints = prepared.dump_folder / prepared.config.checkpoint.folder
     if status == 1 and prepared.config.checkpoint.enable and (steps := find_steps(checkpoints)):
         newest = checkpoints / f"step-{steps[-1]}"
@@ -92,8 +101,8 @@ def is_first_host() -> bool:
     return int(os.environ.get("NODE_RANK") or 0) == 0
 
 
-def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tuple[int, str]:
-    """Run the ranks of this host until they exit. Return the exit status, and the reason if it is not 0."""
+def run_ranks(work: Callable, args: list[str], n_local: int, n_hosts: int, folder: Path) -> tuple[int, str]:
+    """Call `work(args, folder)` on each rank of this host. Return the exit status, and the reason if it is not 0."""
     received: list[signal.Signals] = []
     received_at_s = 0.0  # time of the first signal
 
@@ -126,7 +135,7 @@ def run_ranks(args: list[str], n_local: int, n_hosts: int, folder: Path) -> tupl
         if config.max_restarts == 0:
             logging.disable(logging.ERROR)  # hide torchrun's long failure report; our last line is shorter
         try:
-            statuses = torchrun.elastic_launch(config, run_rank)(args, folder)
+            statuses = torchrun.elastic_launch(config, work)(args, folder)
         except errors.ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if failure.exitcode not in STOPPED and not (received and failure.exitcode < 0):

@@ -1,0 +1,82 @@
+"""Read torch's flight recorder: the last collectives that this process called, group by group.
+
+    entry      process_group (name, description), collective_seq_id, profiling_name "gloo:all_reduce", input_sizes,
+               time_created_ns, retired (the call has completed)
+    Call       what a report needs of an entry
+    summary    group -> the number of calls, the last one, and the first one that has not completed
+
+Groups have a key that is the same on all of their ranks: description and ranks.
+"""
+
+import json
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+IN_THREADS = ("host", "saver", "snapshot")  # groups of checkpoints, which threads use beside the steps
+VARYING = "all_to_all"  # experts: sizes differ between ranks and steps
+
+
+class Call(NamedTuple):
+    """A collective, send or receive."""
+
+    group: str  # "mesh_tp [0, 1]"
+    number: int  # in its group
+    name: str
+    sizes: list[list[int]]
+    at_ns: int
+    is_completed: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.sizes}"
+
+
+def read_recorder(main_thread: int) -> list[Call]:
+    """Return the recorded calls, oldest first, without those of checkpoint threads."""
+    ranks = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
+    calls = []
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of gloo; of NCCL, in builds for CUDA
+        if hasattr(_distributed_c10d, dump):
+            recorded = json.loads(getattr(_distributed_c10d, dump)(True, False))
+            calls += [
+                make_call(entry, ranks) for entry in recorded.get("entries", []) if is_of_step(entry, main_thread)
+            ]
+    return sorted(calls, key=lambda call: call.at_ns)
+
+
+def is_of_step(entry: dict, main_thread: int) -> bool:
+    return entry["process_group"][1] not in IN_THREADS or int(entry.get("thread_id", main_thread)) == main_thread
+
+
+def make_call(entry: dict, ranks: dict[str, list[int]]) -> Call:
+    name, description = entry["process_group"]
+    return Call(
+        group=f"{description} {ranks.get(name, name)}",
+        number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        name=entry["profiling_name"].partition(":")[2],
+        sizes=entry["input_sizes"],
+        at_ns=entry["time_created_ns"],
+        is_completed=entry["retired"],
+    )
+
+
+def summarize(calls: list[Call]) -> dict[str, dict]:
+    """Return for each group the number of calls, the last one, and the first that has not completed."""
+    groups: dict[str, dict] = {}
+    for call in calls:
+        row = groups.setdefault(call.group, {"pending": None})
+        row |= {"n": call.number, "last": call._asdict()}
+        if not call.is_completed and row["pending"] is None:
+            row["pending"] = call._asdict()
+    return groups
+
+
+def find_deviation(calls: list[Call], last_step_ns: tuple[int, int], began_ns: int) -> str:
+    """Return how the calls of this step differ from those of the last one; "": so far they are the same."""
+    last = [call for call in calls if last_step_ns[0] <= call.at_ns < last_step_ns[1]]
+    for before, now in zip(last, (call for call in calls if call.at_ns >= began_ns), strict=False):
+        is_same = now.sizes == before.sizes or VARYING in now.name
+        if (now.group, now.name) != (before.group, before.name) or not is_same:
+            return f"it called {now} on {now.group}, where the last step called {before} on {before.group}"
+    return ""

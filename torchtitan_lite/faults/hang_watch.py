@@ -1,0 +1,150 @@
+"""Notice a step that does not end, and write what this rank waits for. One thread per rank looks once a second.
+
+    main thread    begin(1) train_step end() save ... begin(2) train_step end() ...
+    watch thread   ... is this step older than the limit? then:
+                       write hang/restart-0/rank-00003.json
+    launcher       2 s after the first file: read all files, print one paragraph (tools/faults/hang.py)
+
+The limit is comm.hang_seconds. A rank that is stopped, or never releases Python's lock, writes nothing; so every file
+also has the states of all ranks of its host, from /proc. If the step ends after all, the rank deletes its file.
+
+The calls come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and gloo,
+and on NCCL also sends and receives. On gloo, the main thread's stack tells where it is in a 1F1B pipeline.
+"""
+
+import json
+import linecache
+import logging
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+from torchtitan_lite.config.schema import Comm
+from torchtitan_lite.dump_folder import HANG
+from torchtitan_lite.faults.flight_recorder import find_deviation, read_recorder, summarize
+from torchtitan_lite.parallel.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
+
+
+class HangWatch:
+    """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread. Collective."""
+
+    def __init__(self, dump_folder: Path, section: Comm, mesh: Mesh, restarts: int, group: dist.ProcessGroup):
+        self.folder = dump_folder / HANG / f"restart-{restarts}"
+        self.section, self.rank = section, dist.get_rank()
+        self.degrees = dict(zip(mesh.world.mesh_dim_names, mesh.world.shape, strict=True))
+        hosts: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
+        dist.all_gather_object(hosts, (socket.gethostname(), os.getpid()), group=group)
+        self.hosts = hosts
+        self.main = threading.main_thread()
+        self.durations_s: deque[float] = deque(maxlen=50)
+        self.last_step_ns = (0, 0)  # begin and end of the last step, by the clock of the flight recorder
+        self.file = self.folder / f"rank-{self.rank:05}.json"
+        self.file.unlink(missing_ok=True)  # of an earlier run
+        self.is_written = False
+        self.leaving = threading.Event()
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Note that a step begins."""
+        self.step, self.phase, self.began_s, self.began_ns = step, "step", time.monotonic(), time.time_ns()
+
+    def end(self) -> None:
+        """Note that the step has ended. Validation, saves and logs follow."""
+        self.durations_s.append(time.monotonic() - self.began_s)
+        self.last_step_ns = (self.began_ns, time.time_ns())
+        self.phase, self.began_s = "after", time.monotonic()
+
+    def limit_s(self) -> float:
+        """Return the seconds after which a step hangs. Auto is longer in the first step, which compiles, and after."""
+        long_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
+        if not self.durations_s:
+            return long_s
+        if self.section.hang_seconds > 0:
+            return self.section.hang_seconds
+        median_s = statistics.median(self.durations_s)
+        short_s = max(60, 2 * median_s, min(10 * median_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds))
+        return short_s if self.phase == "step" else max(short_s, long_s)
+
+    def __enter__(self) -> "HangWatch":
+        if self.section.hang_seconds != 0:
+            threading.Thread(target=self.watch, name="hang", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leaving.set()
+
+    def watch(self) -> None:
+        while not self.leaving.wait(LOOK_EVERY_S):
+            is_late = time.monotonic() - self.began_s > self.limit_s()
+            if is_late and not self.is_written:
+                self.write()
+            elif self.is_written and not is_late:
+                self.file.unlink()
+                self.is_written = False
+                logger.warning(f"step {self.step} goes on")
+
+    def write(self) -> None:
+        """Write what this rank does."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self.file.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(self.collect()))
+        unfinished.rename(self.file)
+        self.is_written = True
+
+    def collect(self) -> dict[str, object]:
+        """Return what this rank does, as tools/faults/hang.py reads it."""
+        frames = list(traceback.walk_stack(sys._current_frames()[self.main.ident]))  # innermost first
+        calls = read_recorder(self.main.ident)
+        host, pid = self.hosts[self.rank]
+        return {
+            "rank": self.rank,
+            "degrees": self.degrees,
+            "step": self.step,
+            "phase": self.phase,
+            "seconds": round(time.monotonic() - self.began_s, 1),
+            "host": host,
+            "pid": pid,
+            "processes": {rank: (pid, read_state(pid)) for rank, (at, pid) in enumerate(self.hosts) if at == host},
+            "stack": [f"{Path(f.f_code.co_filename).name}:{line} {f.f_code.co_name}" for f, line in frames],
+            "pipeline": find_in_pipeline(frames),
+            "groups": summarize(calls),
+            "deviation": find_deviation(calls, self.last_step_ns, self.began_ns) if self.phase == "step" else "",
+        }
+
+
+def read_state(pid: int) -> str:
+    """Return the state of a process's main thread: R runs, S sleeps, D waits for a disk, T is stopped; "": ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0].replace("Z", "")
+    except OSError:
+        return ""
+
+
+def find_in_pipeline(frames: list[tuple[FrameType, int]]) -> dict[str, object] | None:
+    """Return where a rank is in a 1F1B schedule: microbatches sent forward and backward, and what it waits for.
+
+    Reads local variables of torch's Schedule1F1B. None: not in it.
+    """
+    for (frame, line), (inner, _) in zip(frames[1:], frames, strict=False):
+        names = frame.f_locals
+        if "fwd_mb_index" in names and "bwd_mb_index" in names:
+            text = linecache.getline(frame.f_code.co_filename, line)
+            is_waiting = inner.f_code.co_name == "_wait_batch_p2p"
+            waits_for = [way for way in ("fwd_recv", "bwd_recv") if is_waiting and f'{way}"' in text]
+            sent = {"fwd_recv": names["fwd_mb_index"], "bwd_recv": names["bwd_mb_index"]}
+            return {"sent": sent, "waits_for": waits_for[0] if waits_for else ""}
+    return None
