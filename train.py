@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_run
 from torchtitan_lite.checkpoint.load import restore_or_load
-from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
+from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, name_tensors
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import start_logging
 from torchtitan_lite.components.shutdown import StopRequest, describe_stop
@@ -25,8 +25,10 @@ from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.data.corpus_folder import check_prepared
 from torchtitan_lite.data.dataset import open_data
 from torchtitan_lite.dump_folder import open_dump_folder
+from torchtitan_lite.faults.copies import compare_copies
 from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.orphans import end_with_parent
+from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, read_torchrun_environment, start_process
 from torchtitan_lite.preflight import preflight
@@ -75,15 +77,24 @@ def main(args: list[str], stop: StopRequest) -> int:
     # ---- run: model parts, optimizer, schedules
     run = build_run(config, model_args, layout, mesh, device)
 
-    # ---- checkpoint: resume from the newest checkpoint or from load_step; otherwise load initial weights, if any
+    # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
     checkpoints = dump_folder / config.checkpoint.folder
-    resumed_step = restore_or_load(
+    is_named = config.checkpoint.load_step != -1 and place.restarts == 0
+    saving = {
+        "optimizer": run.optimizer,
+        "fingerprint": data.fingerprint,
+        "run": describe_run(config, layout.degrees, plan.published),
+        "device": device,
+    }
+    snapshots = Snapshots(dump_folder, config.checkpoint, place, groups.host, **saving)
+    newer_than = config.training.steps if is_named or starting_over else plan.resumed_step
+    resumed_step = snapshots.restore(run.saved, run.lr_scheduler, newer_than) or restore_or_load(
         checkpoints,
         plan.resumed_step,
         run.saved,
         run.optimizer,
         run.lr_scheduler,
-        is_named=config.checkpoint.load_step != -1 and place.restarts == 0,
+        is_named=is_named,
         section=config.checkpoint,
         group=groups.host,
     )
@@ -97,20 +108,11 @@ def main(args: list[str], stop: StopRequest) -> int:
         restarts=place.restarts,
         groups=groups,
     )
-    saver = CheckpointSaver(
-        checkpoints,
-        config.checkpoint,
-        run.optimizer,
-        fingerprint=data.fingerprint,
-        run=describe_run(config, layout.degrees, plan.published),
-        group=groups.saver,
-        device=device,
-        record=log.record,
-    )
+    saver = CheckpointSaver(checkpoints, config.checkpoint, group=groups.saver, record=log.record, **saving)
     hangs = HangWatch(dump_folder, config.comm, mesh, place.restarts, groups.host)
     first, last = resumed_step + 1, config.training.steps
     batches = log.time_loading(data.batches(range(resumed_step, last)))
-    with log, saver, hangs:  # leaving the saver waits for the save in flight
+    with log, saver, snapshots, hangs:  # leaving a saver waits for the save in flight
         for step in range(first, last + 1):
             hangs.begin(step)
             batch = next(batches)
@@ -123,11 +125,14 @@ def main(args: list[str], stop: StopRequest) -> int:
                 status = 1
                 break
             hangs.end()
+            if config.debug.compare_copies_every and step % config.debug.compare_copies_every == 0:
+                compare_copies(name_tensors(run.saved, run.optimizer), groups.host)
             stop.is_first_step = False
             validation = validate(run, data, step)  # None if this step is not validated
             log.after_step(step, result, validation)
             is_stopped = stop_signal > 0 and step < last
             saver.after_step(step, run.saved, n_steps=last, is_stopped=is_stopped)
+            snapshots.after_step(step, run.saved, n_steps=last, is_stopped=is_stopped)
             if is_stopped:
                 reason = describe_stop(stop_signal, step, config, saver.newest, args, os.environ.get("NGPU"))
                 logger.info(reason)

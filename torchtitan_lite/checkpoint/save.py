@@ -47,8 +47,11 @@ class CheckpointSaver:
 
     `fingerprint` must match when a run resumes; `run` is for people. `group` has all ranks, uses gloo, and is only for
     this saver, because two threads that share a group can deadlock. After a step that saves, `record` is called with
-    "save", the step, the path and the seconds.
+    "save", the step, the path and the seconds. faults/snapshots.py has a subclass.
     """
+
+    planner: type[dcp.DefaultSavePlanner] = dcp.DefaultSavePlanner
+    log_level = logging.INFO
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class CheckpointSaver:
     ):
         self.folder, self.section, self.group = folder, section, group
         self.optimizer, self.fingerprint, self.run, self.record = optimizer, fingerprint, run, record
+        self.n_kept = {"keep_latest_k": section.keep_latest_k, "keep_every_m": section.keep_every_m}
         self.in_flight: Future | None = None
         self.stager = self.thread = None
         self.on_cuda = device.type == "cuda"
@@ -129,7 +133,7 @@ class CheckpointSaver:
         final = self.folder / f"step-{step}"
         rank = dist.get_rank(self.group)
         writer = StorageWriter(final, Manifest(step, self.fingerprint, self.run, {}), rank)
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        planner = self.planner(flatten_state_dict=False)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as error:  # raised on every rank, when no rank is writing any more
@@ -142,10 +146,9 @@ class CheckpointSaver:
                 f"comm.init_timeout_seconds ({error})"
             ) from error
         if rank == 0:
-            logger.info(f"saved checkpoint {final}")
-            section = self.section
+            logger.log(self.log_level, f"saved checkpoint {final}")
             try:
-                folders.prune(self.folder, keep_latest_k=section.keep_latest_k, keep_every_m=section.keep_every_m)
+                folders.prune(self.folder, **self.n_kept)
             except OSError as error:  # the new checkpoint is saved anyway
                 logger.error(f"an old checkpoint cannot be deleted: {error}")
         dist.barrier(self.group)  # wait here while rank 0 deletes, not in the next step with its shorter time-out

@@ -145,6 +145,9 @@ class Checkpoint:
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     keep_latest_k: NotNegative = 10  # 0 keeps all
     keep_every_m: NotNegative = 0  # new: also keep every checkpoint whose step is a multiple of m; 0: none
+    # new: also save snapshots of the run here, a folder on each host, such as one in /dev/shm; empty: no snapshots
+    local_folder: str = ""
+    local_interval: Positive = 10  # new: steps between snapshots, of which the last two are kept
     load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest undamaged one
     load_only: bool = False  # resume, but never save
     verify: bool = True  # new: check the hash of every file before loading a checkpoint; ranks share the work
@@ -228,6 +231,7 @@ class Comm:
 class Debug:
     seed: NotNegative = 0  # for initial weights and order of samples, which are the same on every layout
     deterministic: bool = False  # use torch's deterministic algorithms
+    compare_copies_every: NotNegative = 0  # new: steps between comparisons of replicas, which find damage; 0: never
     deterministic_warn_only: bool = False  # warn instead of raising if an operation has no deterministic algorithm
 
 

@@ -134,17 +134,17 @@ def read_state(pid: int) -> str:
         return ""
 
 
-def find_in_pipeline(frames: list[tuple[FrameType, int]]) -> dict[str, object] | None:
-    """Return where a rank is in a 1F1B schedule: microbatches sent forward and backward, and what it waits for.
+def find_in_pipeline(frames: list[tuple[FrameType, int]]) -> dict[str, object]:
+    """Return what a rank waits for in its pipeline, and how many microbatches it has sent forward and backward.
 
-    Reads local variables of torch's Schedule1F1B. None: not in it.
+    "fwd_recv" and "bwd_recv" are receives, "send" is any other wait, "" is none. The numbers are local variables of
+    torch's Schedule1F1B; other schedules have no such numbers.
     """
+    waits_for, sent = "", {}
     for (frame, line), (inner, _) in zip(frames[1:], frames, strict=False):
-        names = frame.f_locals
-        if "fwd_mb_index" in names and "bwd_mb_index" in names:
+        if inner.f_code.co_name == "_wait_batch_p2p":
             text = linecache.getline(frame.f_code.co_filename, line)
-            is_waiting = inner.f_code.co_name == "_wait_batch_p2p"
-            waits_for = [way for way in ("fwd_recv", "bwd_recv") if is_waiting and f'{way}"' in text]
-            sent = {"fwd_recv": names["fwd_mb_index"], "bwd_recv": names["bwd_mb_index"]}
-            return {"sent": sent, "waits_for": waits_for[0] if waits_for else ""}
-    return None
+            waits_for = next((way for way in ("fwd_recv", "bwd_recv") if f'{way}"' in text), "send")
+        if "fwd_mb_index" in frame.f_locals:
+            sent = {"fwd_recv": frame.f_locals["fwd_mb_index"], "bwd_recv": frame.f_locals["bwd_mb_index"]}
+    return {"waits_for": waits_for, "sent": sent}

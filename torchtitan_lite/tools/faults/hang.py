@@ -72,10 +72,10 @@ class Hang:
         places = [self.locate(rank) for rank in ranks]
         return " x ".join(dim for dim in self.degrees if len({place[dim] for place in places}) > 1)
 
-    def find_neighbor(self, rank: int, way: str) -> int:
-        """Return the rank from which this one receives: the stage before (fwd_recv) or after (bwd_recv)."""
+    def find_sender(self, rank: int, way: str) -> int | None:
+        """Return the rank from which this one receives: of the stage before (fwd_recv) or after (bwd_recv)."""
         stride = prod(self.degrees.values()) // self.degrees["pp"]
-        return rank + (stride if way == "bwd_recv" else -stride)
+        return {"fwd_recv": rank - stride, "bwd_recv": rank + stride}.get(way)
 
 
 def list_ranks(group: str) -> list[int]:
@@ -116,9 +116,8 @@ def find_culprits(hang: Hang) -> dict[int, str]:
 
 
 def is_waiting(file: dict) -> bool:
-    """Return whether a rank waits for others: in a collective, or in a receive of its pipeline."""
-    in_pipeline = file["pipeline"] and file["pipeline"]["waits_for"]
-    return bool(in_pipeline) or any(row["pending"] for row in file["groups"].values())
+    """Return whether a rank waits for others: in a collective, or in its pipeline."""
+    return bool(file["pipeline"]["waits_for"]) or any(row["pending"] for row in file["groups"].values())
 
 
 def describe_idle(file: dict) -> str:
@@ -149,15 +148,14 @@ def find_passed_send(hang: Hang) -> dict[int, str]:
     """Return the ranks that are past a send of the pipeline which a neighbor waits for."""
     found = {}
     for rank, file in hang.files.items():
-        way = file["pipeline"] and file["pipeline"]["waits_for"]
-        sender = hang.find_neighbor(rank, way) if way else None
-        if sender in hang.files:
-            microbatch = file["pipeline"]["sent"][way]
+        way, sent = file["pipeline"]["waits_for"], file["pipeline"]["sent"]
+        sender = hang.find_sender(rank, way)
+        if way in sent and sender in hang.files:
             theirs = hang.files[sender]
-            is_past = "compute_gradients" not in " ".join(theirs["stack"])
-            if is_past or (theirs["pipeline"] and theirs["pipeline"]["sent"][way] > microbatch):
+            is_past = not any("compute_gradients" in frame for frame in theirs["stack"])
+            if is_past or theirs["pipeline"]["sent"].get(way, 0) > sent[way]:
                 what = "hidden states" if way == "fwd_recv" else "gradients"
-                found[sender] = f"it went on without sending the {what} of microbatch {microbatch}"
+                found[sender] = f"it went on with fewer sends of {what} than rank {rank} expects, which has {sent[way]}"
     return found
 
 
@@ -175,8 +173,8 @@ def name_missing(hang: Hang, rank: int) -> str:
                 and own.get(group, {"n": 0})["n"] <= call["number"]
             ):
                 waits.append((call["at_ns"], waiter, group, call))
-        way = file["pipeline"] and file["pipeline"]["waits_for"]
-        if way and hang.find_neighbor(waiter, way) == rank:
+        way = file["pipeline"]["waits_for"]
+        if hang.find_sender(waiter, way) == rank:
             return f"is missing from a send of the pipeline (axis pp, {way}) that rank {waiter} waits for"
     if not waits:
         return "is missing, and no rank with a file waits for it directly"
@@ -188,7 +186,7 @@ def name_missing(hang: Hang, rank: int) -> str:
 
 def describe_wait(hang: Hang, rank: int) -> str:
     file = hang.files[rank]
-    if file["pipeline"] and file["pipeline"]["waits_for"]:
-        return f"a receive of the pipeline ({file['pipeline']['waits_for']})"
+    if file["pipeline"]["waits_for"]:
+        return f"the pipeline ({file['pipeline']['waits_for']})"
     group, row = next((group, row) for group, row in file["groups"].items() if row["pending"])
     return f"{row['pending']['name']} on axis {hang.name_axis(list_ranks(group))}"

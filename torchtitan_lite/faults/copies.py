@@ -1,0 +1,75 @@
+"""Find silent damage: compare tensors that must be bit-equal on several ranks. debug.compare_copies_every says when.
+
+    mesh dim with placement Replicate    copies
+    dp_replicate                         every weight and optimizer state, on each replica
+    tp                                   weights of norms, which no rank of a block splits
+
+    each rank           one int64 checksum per tensor: the sum of its bits, read as integers
+    each such dim       all-gather of the checksums; a copy that differs from most others is the odd one
+    all ranks           all-gather of the findings
+
+A sum of integers changes with every single flipped bit. With two copies there is no majority along one dim: then all
+ranks are counted that differ from somebody, and if two remain, both are named. Bytes per rank and dim: 8 per tensor.
+"""
+
+from collections import Counter, defaultdict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from torchtitan_lite.config.messages import UserError
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+class UnequalCopies(UserError):
+    """Ranks hold different values of a tensor that they should share."""
+
+
+def compare_copies(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Raise UnequalCopies on every rank if copies differ. `group` has all ranks. Collective."""
+    groups = defaultdict(list)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            for dim, placement in enumerate(tensor.placements):
+                if isinstance(placement, Replicate) and tensor.device_mesh.size(dim) > 1:
+                    groups[tensor.device_mesh.get_group(dim)].append(name)
+    sums = {name: compute_checksum(tensors[name]) for name in {name for names in groups.values() for name in names}}
+    own = [found for one, names in groups.items() for found in find_differing(one, names, sums)]
+    findings: list[list] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(findings, own, group=group)
+    if any(findings):
+        raise UnequalCopies(name_odd([found for of_rank in findings for found in of_rank]))
+
+
+def compute_checksum(tensor: DTensor) -> Tensor:
+    """Return the sum of the bits of the local shard, () int64 on its device."""
+    local = tensor.to_local().detach().contiguous()
+    return local.view(INTEGERS[local.element_size()]).sum(dtype=torch.int64)
+
+
+def find_differing(group: dist.ProcessGroup, names: list[str], sums: dict[str, Tensor]) -> list[tuple[int, str]]:
+    """Return (rank, tensor) for each copy in `group` that differs from most copies; without a majority, all ranks."""
+    own = torch.stack([sums[name] for name in names])
+    gathered = torch.empty(dist.get_world_size(group), len(names), dtype=torch.int64, device=own.device)
+    dist.all_gather_into_tensor(gathered, own, group=group)
+    ranks, found = dist.get_process_group_ranks(group), []
+    for name, copies in zip(names, gathered.T.tolist(), strict=True):
+        (usual, n), *others = Counter(copies).most_common()
+        if others:
+            is_clear = n > len(copies) / 2
+            found += [(rank, name) for rank, copy in zip(ranks, copies, strict=True) if copy != usual or not is_clear]
+    return found
+
+
+def name_odd(found: list[tuple[int, str]]) -> str:
+    """Say which rank is in most of the findings of all ranks."""
+    counts = Counter(rank for rank, _ in found)
+    most = max(counts.values())
+    odd = sorted(rank for rank, n in counts.items() if n == most)
+    names = sorted({name for rank, name in found if rank in odd})
+    who = f"rank {odd[0]} has another" if len(odd) == 1 else f"no majority tells which of the ranks {odd} has a wrong"
+    more = f" and of {len(names) - 1} more tensors" * (len(names) > 1)
+    return f"silent damage: {who} copy of {names[0]}{more}. Weights and optimizer state should be bit-equal there"
