@@ -33,20 +33,22 @@ class Call(NamedTuple):
 
 
 def read_recorder(main_thread: int) -> list[Call]:
-    """Return the recorded calls, oldest first, without those of checkpoint threads."""
+    """Return the recorded calls of this process, oldest first, without those of checkpoint threads."""
     ranks = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
     calls = []
-    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of gloo; of NCCL, in builds for CUDA
-        if hasattr(_distributed_c10d, dump):
-            recorded = json.loads(getattr(_distributed_c10d, dump)(True, False))
-            calls += [
-                make_call(entry, ranks) for entry in recorded.get("entries", []) if is_of_step(entry, main_thread)
-            ]
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of gloo; of NCCL, in builds for CUDA
+        if dump := getattr(_distributed_c10d, name, None):
+            calls += list_calls(json.loads(dump(True, False)), ranks, main_thread)
     return sorted(calls, key=lambda call: call.at_ns)
 
 
-def is_of_step(entry: dict, main_thread: int) -> bool:
-    return entry["process_group"][1] not in IN_THREADS or int(entry.get("thread_id", main_thread)) == main_thread
+def list_calls(dump: dict, ranks: dict[str, list[int]], main_thread: int | None = None) -> list[Call]:
+    """Return the calls in a dump. `ranks`: by the name of a group. Those of threads need `main_thread` to be left out."""
+    return [
+        make_call(entry, ranks)
+        for entry in dump.get("entries", [])
+        if entry["process_group"][1] not in IN_THREADS or int(entry.get("thread_id", -1)) == main_thread
+    ]
 
 
 def make_call(entry: dict, ranks: dict[str, list[int]]) -> Call:

@@ -292,6 +292,6 @@ TOOLS = {
     "eval": Tool("eval", make_eval_parser),
     "report": Tool("report.page", make_report_parser),
     "bench": Tool("bench.step", make_bench_parser),
-    "hang": Tool("faults.hang", make_hang_parser),
+    "hang": Tool("faults.read_hang", make_hang_parser),
     "drill": Tool("faults.drill", make_drill_parser, reads_config=True),
 }

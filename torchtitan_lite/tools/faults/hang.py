@@ -42,17 +42,16 @@ def watch(folder: Path) -> None:
         for one in hanging - reported:
             time.sleep(WAIT_FOR_RANKS_S)
             with suppress(FileNotFoundError, IndexError):  # the step has ended after all
-                text = explain(one)
+                text = explain(Hang([json.loads(path.read_text()) for path in sorted(one.glob("rank-*.json"))]))
                 (one / REPORT).write_text(f"{text}\n")
                 print(text, file=sys.stderr, flush=True)
         reported = hanging
 
 
 class Hang:
-    """The files of one hang."""
+    """What the ranks wrote that noticed a hang."""
 
-    def __init__(self, folder: Path):
-        files = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    def __init__(self, files: list[dict]):
         self.files = {file["rank"]: file for file in files}
         self.degrees = files[0]["degrees"]
         self.states = {int(rank): state for file in files for rank, state in file["processes"].items()}
@@ -83,9 +82,8 @@ def list_ranks(group: str) -> list[int]:
     return json.loads(group.partition(" ")[2])
 
 
-def explain(folder: Path) -> str:
-    """Return one paragraph. `folder` has at least one rank's file."""
-    hang = Hang(folder)
+def explain(hang: Hang) -> str:
+    """Return one paragraph."""
     n_ranks = prod(hang.degrees.values())
     culprits = find_culprits(hang)
     file = next(iter(hang.files.values()))
@@ -101,7 +99,7 @@ def explain(folder: Path) -> str:
     if not culprits:
         waits = Counter(describe_wait(hang, rank) for rank in hang.files)
         text.append(f"Cause unknown. {'; '.join(f'{n} ranks wait in {wait}' for wait, n in waits.most_common(4))}.")
-    text.append(f"{len(hang.files)} of {n_ranks} ranks wrote what they do into {folder}.")
+    text.append(f"{len(hang.files)} of {n_ranks} ranks wrote what they do.")
     return " ".join(text)
 
 
