@@ -43,7 +43,7 @@ def read_recorder(main_thread: int) -> list[Call]:
 
 
 def list_calls(dump: dict, ranks: dict[str, list[int]], main_thread: int | None = None) -> list[Call]:
-    """Return the calls in a dump. `ranks`: by the name of a group. Those of threads need `main_thread` to be left out."""
+    """Return the calls in a dump, except those of checkpoint threads. `ranks` has the ranks of a group by its name."""
     return [
         make_call(entry, ranks)
         for entry in dump.get("entries", [])

@@ -91,6 +91,9 @@ def main(options: Namespace) -> int:
         file = out / f"{kind}-{seed}.json"
         if not file.exists():
             row = drill(kind, seed, world_size, args, out)
+            if kind == "none" and not row.is_equal:
+                print(f"The run without a fault failed: see {out}/undisturbed/drill.txt", file=sys.stderr)
+                return 1
             file.write_text(json.dumps(asdict(row)))
         rows.append(Row(**json.loads(file.read_text())))
         print(make_card(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)

@@ -1,0 +1,268 @@
+"""Faults of a run: hangs are named, copies are compared, snapshots are restored, and a drill injects all of it."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import compare
+import pytest
+import torch
+import torch.distributed as dist
+import warm_start
+from checkpoints import FINGERPRINT, train, whole_state
+
+from torchtitan_lite import REPOSITORY
+from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
+from torchtitan_lite.checkpoint.save import name_tensors
+from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.faults.copies import UnequalCopies, compare_copies
+from torchtitan_lite.faults.flight_recorder import Call, find_deviation, summarize
+from torchtitan_lite.faults.snapshots import Snapshots
+from torchtitan_lite.parallel.process_groups import Place
+from torchtitan_lite.tools.faults.hang import Hang, explain, find_culprits
+from torchtitan_lite.tools.faults.inject import Fault, flip_weight
+from torchtitan_lite.tools.verify.ranks import RankPool
+
+TP, REPLICATE, SHARD = (
+    f"parallelism.{name}_degree" for name in ("tensor_parallel", "data_parallel_replicate", "data_parallel_shard")
+)
+
+# ---------------------------------------------------------------- the drill
+
+
+def test_a_drill_of_four_faults_finds_all_and_ends_with_the_weights_of_the_undisturbed_run(tmp_path):
+    keys = [*warm_start.write_letters(tmp_path / "letters"), f"--{REPLICATE}=2", "--training.local_batch_size=4"]
+    command = [sys.executable, "-m", "torchtitan_lite", "drill", *keys, "--json", "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "NGPU": "2", "PYTHONPATH": str(REPOSITORY)}
+    faults = "kill,stop,flip_weight,flip_snapshot"
+    answer = subprocess.run(
+        [*command, "--faults", faults], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    rows = json.loads(answer.stdout)
+    assert [row["kind"] for row in rows] == faults.split(",") and answer.returncode == 0, answer.stdout
+    for row in rows:
+        assert row["is_equal"] and row["found_s"] is not None, row
+        assert row["steps_lost"] <= 1, row
+    assert rows[1]["found_s"] > 5, "not before comm.hang_seconds"
+
+
+# ---------------------------------------------------------------- hangs
+
+WAITS = {"mesh_tp [0, 1]": (7, "all_reduce", [[3]], False)}
+CAME = {"mesh_tp [0, 1]": (6, "all_reduce", [[3]], True)}
+HANGS = {  # what ranks 0 and 1 of a tp group of two wrote, the state of rank 1's process, who is named, and how
+    "stopped": ({0: {"calls": WAITS}}, "T", {1}, "is stopped"),
+    "ended": ({0: {"calls": WAITS}}, "", {1}, "has ended"),
+    "holds the lock": ({0: {"calls": WAITS}}, "R", {1}, "never releases Python's lock"),
+    "busy": (
+        {0: {"calls": WAITS}, 1: {"calls": CAME, "stack": ["own.py:7 loop"]}},
+        "R",
+        {1},
+        "is busy in own.py:7 loop",
+    ),
+    "disk": ({0: {"calls": WAITS}, 1: {"calls": CAME, "stack": ["a.py:7 fsync"]}}, "S", {1}, "waits for a disk"),
+    "other call": ({0: {"calls": WAITS}, 1: {"calls": WAITS, "deviation": "it called b"}}, "S", {1}, "it called b"),
+    "nobody differs": ({0: {"calls": WAITS}, 1: {"calls": WAITS}}, "S", set(), "Cause unknown"),
+}
+
+
+def make_calls(rows: dict[str, tuple]) -> list[Call]:
+    return [Call(group, number, name, sizes, 100, done) for group, (number, name, sizes, done) in rows.items()]
+
+
+def make_file(rank: int, degrees: dict[str, int], state: str, written: dict) -> dict:
+    return {
+        "rank": rank,
+        "degrees": degrees,
+        "step": 4,
+        "seconds": 5.0,
+        "host": "host",
+        "processes": {str(one): [100 + one, state if one else "S"] for one in range(2)},
+        "stack": written.get("stack", ["c10d.py:1 wait"]),
+        "pipeline": written.get("pipeline", {"waits_for": "", "sent": {}}),
+        "groups": summarize(make_calls(written.get("calls", {}))),
+        "deviation": written.get("deviation", ""),
+    }
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(name):
+    written, state, named, words = HANGS[name]
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
+    hang = Hang([make_file(rank, degrees, state, row) for rank, row in written.items()])
+    text = explain(hang)
+    assert find_culprits(hang).keys() == named and words in text, text
+    if named:
+        assert "rank 1 (tp 1) is missing from call 7 on axis tp, all_reduce [[3]], which rank 0 waits for" in text
+
+
+def test_a_report_names_the_stage_that_has_passed_a_send():
+    degrees = {"pp": 2, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
+    sent = {0: {"fwd_recv": 3, "bwd_recv": 1}, 1: {"fwd_recv": 2, "bwd_recv": 1}}  # the third was not received
+    waits_for = {0: "bwd_recv", 1: "fwd_recv"}
+    rows = {
+        rank: {"pipeline": {"waits_for": waits_for[rank], "sent": sent[rank]}, "stack": ["compute_gradients"]}
+        for rank in sent
+    }
+    assert find_culprits(Hang([make_file(rank, degrees, "S", row) for rank, row in rows.items()])).keys() == {0}
+
+
+def test_a_step_that_calls_something_else_than_the_last_one_is_noticed():
+    names = ["all_gather", "all_reduce", "all_gather", "reduce_scatter"]
+    last = [Call("tp", n, name, [[4]], n, True) for n, name in enumerate(names)]
+    now = [call._replace(number=4 + n, at_ns=10 + n) for n, call in enumerate(last)]
+    assert find_deviation([*last, *now[:3]], (0, 4), 10) == ""
+    assert "all_gather [[4]] on tp, where the last step called all_reduce" in find_deviation(
+        [*last, now[0], now[2]], (0, 4), 10
+    )
+    assert "[[5]]" in find_deviation([*last, now[0]._replace(sizes=[[5]])], (0, 4), 10)
+
+
+def dump_recorder(rank: int, world_size: int, folder: str) -> None:
+    """Worker: rank 0 calls twice and rank 1 once; then each writes its flight recorder, as NCCL does on a time-out."""
+    group = dist.new_group(backend="gloo", group_desc="mesh_tp")
+    dist.all_reduce(torch.ones(2), group=group)
+    work = dist.all_reduce(torch.ones(2), group=group, async_op=True) if rank == 0 else None
+    dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    dump["pg_config"] = {"1": {"name": group.group_name, "desc": "mesh_tp", "ranks": "[0, 1]"}}  # gloo leaves it empty
+    (Path(folder) / f"rank_{rank}").write_bytes(pickle.dumps(dump))
+    dist.barrier()
+    if rank == 1:
+        dist.all_reduce(torch.ones(2), group=group)
+    else:
+        work.wait()
+
+
+def test_the_tool_hang_reads_dumps_of_a_flight_recorder_without_executing_code(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    from_ranks = tmp_path / "comm_traces"
+    from_ranks.mkdir()
+    with RankPool() as pool:  # of processes with that variable
+        pool.run(dump_recorder, 2, str(from_ranks))
+    command = [sys.executable, "-m", "torchtitan_lite", "hang", str(tmp_path)]
+    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert answer.returncode == 0 and "rank 1" in answer.stdout and "call 2" in answer.stdout, answer
+    (from_ranks / "rank_0").write_bytes(pickle.dumps(os.getcwd))
+    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert answer.returncode != 0 and "is code" in answer.stderr
+
+
+# ---------------------------------------------------------------- silent damage
+
+
+def flip_weights(rank: int, world_size: int, overrides: dict) -> list[tuple[int, str]]:
+    """Worker: flip one bit of a weight on one rank, 20 times. Return who did, and what is said."""
+    run = compare.build_table_run(world_size, overrides)
+    train(run, range(1))
+    compare_copies(name_tensors(run.saved, run.optimizer), dist.group.WORLD)
+    said = []
+    for seed in range(0, 20_000, 1000):
+        fault = Fault("flip_weight", seed // 1000 % world_size, 0, seed + 7, "", "", "")
+        if rank == fault.rank:
+            flip_weight(fault, run)
+        try:
+            compare_copies(name_tensors(run.saved, run.optimizer), dist.group.WORLD)
+            said.append((fault.rank, ""))
+        except UnequalCopies as error:
+            said.append((fault.rank, str(error)))
+        if rank == fault.rank:
+            flip_weight(fault, run)
+    return said
+
+
+@pytest.mark.parametrize(
+    "overrides", [{REPLICATE: 4, SHARD: 1}, {REPLICATE: 2, SHARD: 1, TP: 2}], ids=["dp4", "dp2 tp2"]
+)
+def test_a_flipped_bit_in_a_weight_is_named(pool, overrides):
+    for said in pool.run(flip_weights, 4, overrides):
+        for rank, text in said:
+            is_named = text.startswith(f"silent damage: rank {rank} has another")
+            in_pair = "no majority" in text and str(rank) in text and overrides[REPLICATE] == 2
+            assert is_named or in_pair, (rank, text)
+
+
+# ---------------------------------------------------------------- snapshots
+
+
+def restore(run, section: Checkpoint, n_hosts: int, newer_than: int = 0) -> int | str:
+    with open_snapshots(run, section, n_hosts) as snapshots:
+        try:
+            return snapshots.restore(run.saved, run.lr_scheduler, newer_than)
+        except CheckpointError as error:
+            return str(error)
+
+
+def open_snapshots(run, section: Checkpoint, n_hosts: int) -> Snapshots:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu"), "optimizer": run.optimizer}
+    return Snapshots(Path("/run"), section, Place(rank, world_size, 0, n_hosts, 0), dist.group.WORLD, **options)
+
+
+def lose_snapshots(rank: int, world_size: int, overrides: dict, folder: str, mode: str) -> list:
+    """Worker on one of two hosts: save after steps 1 to 3, lose them one after another, and restore each time."""
+    run, host = compare.build_table_run(world_size, overrides), rank // 2
+    own = Path(folder) / f"host-{host}"
+    section = Checkpoint(enable=True, local_folder=str(own), local_interval=1, async_mode=mode)
+    states = {}
+    with open_snapshots(run, section, 2) as snapshots:
+        for step in (1, 2, 3):
+            train(run, range(step, step + 1))
+            states[step] = whole_state(run)
+            snapshots.after_step(step, run.saved, n_steps=9, is_stopped=False)
+    found = [find_steps(own / "run")]
+    for action in ("nothing", "one host lacks the newest", "a bit of the next is flipped"):
+        again = compare.build_table_run(world_size, overrides)
+        dist.barrier()
+        if rank == 3 and action == "one host lacks the newest":
+            shutil.rmtree(own / "run" / "step-3")
+        elif rank == 3 and action == "a bit of the next is flipped":
+            file = own / "run" / "step-2" / "rank-00001.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+        dist.barrier()
+        step = restore(again, section, 2)
+        found.append(step)
+        if isinstance(step, int) and step:
+            state = whole_state(again)
+            assert all(torch.equal(state[name], states[step][name]) for name in states[step])
+            assert again.lr_scheduler.last_epoch == step
+    dist.barrier()  # the first rank of a host has deleted
+    found.append(find_steps(own / "run"))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, tmp_path, mode):
+    overrides = {REPLICATE: 1, SHARD: 2, TP: 2}
+    for found in pool.run(lose_snapshots, 4, overrides, str(tmp_path), mode):
+        assert found[:3] == [[2, 3], 3, 2]
+        assert "rank-00001.safetensors" in found[3], "no older snapshot is left, and no checkpoint"
+        assert found[4] == []
+
+
+def restore_on_another_layout(rank: int, world_size: int, folder: str) -> list[int]:
+    """Worker: save on dp4, then restore on tp4, with a newer checkpoint, and on dp4."""
+    section = Checkpoint(enable=True, local_folder=folder, local_interval=1)
+    run = compare.build_table_run(world_size, {SHARD: 4})
+    with open_snapshots(run, section, 1) as snapshots:
+        for step in (1, 2):
+            snapshots.after_step(step, run.saved, n_steps=9, is_stopped=False)
+    kept = Path(folder) / "kept"
+    if rank == 0:
+        shutil.copytree(Path(folder) / "run", kept)
+    found = []
+    for overrides, newer_than in (({SHARD: 4}, 0), ({SHARD: 4}, 2), ({SHARD: 2, TP: 2}, 0)):
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(Path(folder) / "run")
+            shutil.copytree(kept, Path(folder) / "run")
+        dist.barrier()
+        found.append(restore(compare.build_table_run(world_size, overrides), section, 1, newer_than))
+    return found
+
+
+def test_a_snapshot_of_another_layout_or_older_than_the_checkpoint_is_not_restored(pool, tmp_path):
+    assert pool.run(restore_on_another_layout, 4, str(tmp_path)) == [[2, 0, 0]] * 4
