@@ -53,10 +53,10 @@ def compute_checksum(tensor: DTensor) -> Tensor:
 def find_differing(group: dist.ProcessGroup, names: list[str], sums: dict[str, Tensor]) -> list[tuple[int, str]]:
     """Return (rank, tensor) for each copy in `group` that differs from most copies; without a majority, all ranks."""
     own = torch.stack([sums[name] for name in names])
-    gathered = own.repeat(dist.get_world_size(group))
-    dist.all_gather_into_tensor(gathered, own, group=group)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
     ranks, found = dist.get_process_group_ranks(group), []
-    for name, copies in zip(names, gathered.view(-1, len(names)).T.tolist(), strict=True):
+    for name, copies in zip(names, torch.stack(gathered, dim=1).tolist(), strict=True):
         (usual, n), *others = Counter(copies).most_common()
         if others:
             is_clear = n > len(copies) / 2
