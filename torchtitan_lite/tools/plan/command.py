@@ -98,6 +98,12 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
             f"checkpoints: save every {interval_s / 60:.1f} minutes (checkpoint.interval = "
             f"{max(1, round(interval_s / expected.step_time_s))}): goodput {goodput:.1%}"
         )
+    if config.checkpoint.local_folder:
+        n_bytes = max(memory.parameters + memory.optimizer for memory in plan.memory) * plan.cluster.node_size
+        blocks.append(
+            f"snapshots: at most {format_bytes(n_bytes)} each on a host; {config.checkpoint.local_folder} needs "
+            f"{format_bytes(3 * n_bytes)}, for the last two and the one being written"
+        )
     blocks.append("\n".join(["not defended against", *(f"  {risk}" for risk in list_risks(plan.planned, expected))]))
     return "\n\n".join([*blocks, *(f"remark: {remark}" for remark in plan.remarks)])
 
