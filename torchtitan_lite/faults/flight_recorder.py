@@ -1,11 +1,8 @@
 """Read torch's flight recorder: the last collectives that this process called, group by group.
 
-    entry      process_group (name, description), collective_seq_id, profiling_name "gloo:all_reduce", input_sizes,
-               time_created_ns, retired (the call has completed)
-    Call       what a report needs of an entry
-    summary    group -> the number of calls, the last one, and the first one that has not completed
-
-Groups have a key that is the same on all of their ranks: description and ranks.
+entry      process_group (name, description), collective_seq_id, profiling_name "gloo:all_reduce", input_sizes,
+           time_created_ns, retired (the call has completed)
+Call       the fields of an entry that a report needs; the group is named the same on all of its ranks
 """
 
 import json
@@ -28,9 +25,6 @@ class Call(NamedTuple):
     at_ns: int
     is_completed: bool
 
-    def __str__(self) -> str:
-        return f"{self.name} {self.sizes}"
-
 
 def read_recorder(main_thread: int) -> list[Call]:
     """Return the recorded calls of this process, oldest first, without those of checkpoint threads."""
@@ -44,23 +38,15 @@ def read_recorder(main_thread: int) -> list[Call]:
 
 def list_calls(dump: dict, ranks: dict[str, list[int]], main_thread: int | None = None) -> list[Call]:
     """Return the calls in a dump, except those of checkpoint threads. `ranks` has the ranks of a group by its name."""
-    return [
-        make_call(entry, ranks)
-        for entry in dump.get("entries", [])
-        if entry["process_group"][1] not in IN_THREADS or int(entry.get("thread_id", -1)) == main_thread
-    ]
-
-
-def make_call(entry: dict, ranks: dict[str, list[int]]) -> Call:
-    name, description = entry["process_group"]
-    return Call(
-        group=f"{description} {ranks.get(name, name)}",
-        number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
-        name=entry["profiling_name"].partition(":")[2],
-        sizes=entry["input_sizes"],
-        at_ns=entry["time_created_ns"],
-        is_completed=entry["retired"],
-    )
+    calls = []
+    for entry in dump.get("entries", []):
+        name, description = entry["process_group"]
+        if description not in IN_THREADS or int(entry.get("thread_id", -1)) == main_thread:
+            number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+            what = entry["profiling_name"].partition(":")[2], entry["input_sizes"]
+            at = entry["time_created_ns"], entry["retired"]
+            calls.append(Call(f"{description} {ranks.get(name, name)}", number, *what, *at))
+    return calls
 
 
 def summarize(calls: list[Call]) -> dict[str, dict]:
@@ -80,5 +66,6 @@ def find_deviation(calls: list[Call], last_step_ns: tuple[int, int], began_ns: i
     for before, now in zip(last, (call for call in calls if call.at_ns >= began_ns), strict=False):
         is_same = now.sizes == before.sizes or VARYING in now.name
         if (now.group, now.name) != (before.group, before.name) or not is_same:
-            return f"it called {now} on {now.group}, where the last step called {before} on {before.group}"
+            what = f"{before.name} {before.sizes} on {before.group}"
+            return f"it called {now.name} {now.sizes} on {now.group}, where the last step called {what}"
     return ""

@@ -35,7 +35,6 @@ from torchtitan_lite.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
 
 
@@ -69,15 +68,13 @@ class HangWatch:
         self.phase, self.began_s = "after", time.monotonic()
 
     def limit_s(self) -> float:
-        """Return the seconds after which a step hangs. Auto is longer in the first step, which compiles, and after."""
-        long_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
-        if not self.durations_s:
-            return long_s
-        if self.section.hang_seconds > 0:
+        """Return the seconds after which this is a hang. Auto is longer in the first step, and between steps."""
+        if self.section.hang_seconds > 0 and self.durations_s:
             return self.section.hang_seconds
+        if not self.durations_s or self.phase != "step":
+            return SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         median_s = statistics.median(self.durations_s)
-        short_s = max(60, 2 * median_s, min(10 * median_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds))
-        return short_s if self.phase == "step" else max(short_s, long_s)
+        return max(60, 2 * median_s, min(10 * median_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds))
 
     def __enter__(self) -> "HangWatch":
         if self.section.hang_seconds != 0:
@@ -88,22 +85,18 @@ class HangWatch:
         self.leaving.set()
 
     def watch(self) -> None:
-        while not self.leaving.wait(LOOK_EVERY_S):
+        while not self.leaving.wait(1.0):
             is_late = time.monotonic() - self.began_s > self.limit_s()
             if is_late and not self.is_written:
-                self.write()
+                self.folder.mkdir(parents=True, exist_ok=True)
+                unfinished = self.file.with_suffix(".tmp")
+                unfinished.write_text(json.dumps(self.collect()))
+                unfinished.rename(self.file)
+                self.is_written = True
             elif self.is_written and not is_late:
                 self.file.unlink()
                 self.is_written = False
                 logger.warning(f"step {self.step} goes on")
-
-    def write(self) -> None:
-        """Write what this rank does."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self.file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(self.collect()))
-        unfinished.rename(self.file)
-        self.is_written = True
 
     def collect(self) -> dict[str, object]:
         """Return what this rank does, as tools/faults/hang.py reads it."""
@@ -114,7 +107,6 @@ class HangWatch:
             "rank": self.rank,
             "degrees": self.degrees,
             "step": self.step,
-            "phase": self.phase,
             "seconds": round(time.monotonic() - self.began_s, 1),
             "host": host,
             "pid": pid,

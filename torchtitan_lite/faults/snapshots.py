@@ -49,8 +49,8 @@ class Snapshots(CheckpointSaver):
 
     def __init__(self, dump_folder: Path, section: Checkpoint, place: Place, all_ranks: dist.ProcessGroup, **kw: Any):
         self.all_ranks, n_local = all_ranks, place.world_size // place.n_hosts
-        first = place.rank // n_local * n_local
         if section.local_folder:
+            first = place.rank // n_local * n_local
             ranks = list(range(first, first + n_local))
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="snapshot")
         else:

@@ -53,7 +53,6 @@ def convert(path: Path, n_dumps: int) -> dict[str, object]:
         "rank": rank,
         "degrees": {"pp": 1, "rank": world_size},
         "step": "unknown",
-        "phase": "step",
         "seconds": 0,
         "host": "unknown",
         "pid": 0,
