@@ -127,7 +127,10 @@ def dump_recorder(rank: int, world_size: int, folder: str) -> None:
     group = dist.new_group(backend="gloo", group_desc="mesh_tp")
     dist.all_reduce(torch.ones(2), group=group)
     work = dist.all_reduce(torch.ones(2), group=group, async_op=True) if rank == 0 else None
-    dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    is_recorded = False  # completed calls are marked by another thread
+    while not is_recorded:
+        dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+        is_recorded = [entry["retired"] for entry in dump["entries"]].count(False) == (rank == 0)
     dump["pg_config"] = {"1": {"name": group.group_name, "desc": "mesh_tp", "ranks": "[0, 1]"}}  # gloo leaves it empty
     (Path(folder) / f"rank_{rank}").write_bytes(pickle.dumps(dump))
     dist.barrier()

@@ -45,7 +45,7 @@ def list_calls(dump: dict, ranks: dict[str, list[int]], main_thread: int | None 
             number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
             what = entry["profiling_name"].partition(":")[2], entry["input_sizes"]
             at = entry["time_created_ns"], entry["retired"]
-            calls.append(Call(f"{description} {ranks.get(name, name)}", number, *what, *at))
+            calls.append(Call(f"{description} {ranks.get(name, [])}", number, *what, *at))
     return calls
 
 
