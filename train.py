@@ -59,9 +59,9 @@ def main(args: list[str], stop: StopRequest) -> int:
     check_prepared(config, plan.tokenizer)
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
+    starting_over = place.restarts == 0 and (config.job.overwrite or not dump_folder.exists())
     device, groups = start_process(place, machine.device_type, config, dump_folder)
     mesh = build_mesh(layout, device.type)
-    starting_over = config.job.overwrite and place.restarts == 0
     lock = open_dump_folder(dump_folder, config, starting_over=starting_over) if place.rank == 0 else None
     start_logging(place.rank, dump_folder, color=not config.metrics.disable_color_printing)
     for notice in plan.notices:

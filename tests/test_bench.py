@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchtitan_lite import __main__ as door
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.machine import Machine
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Compile, Config, Model, Training
 from torchtitan_lite.tools.bench import gpu, step
 
@@ -54,7 +55,7 @@ def test_step_compares_all_contenders(capsys):
 
 def test_step_compares_the_rest_without_transformers_and_a_compiler(monkeypatch, capsys):
     def refuse(name: str, extra: str) -> None:
-        raise ImportError(f"No module named {name!r}")
+        raise UserError(f"No module named {name!r}")
 
     monkeypatch.setattr(step, "import_extra", refuse)
     monkeypatch.setattr(step, "find_missing_compiler", lambda device_type: [("no C++ compiler", "Install one")])

@@ -75,12 +75,12 @@ def answers(checkout) -> Answers:
     calls = list_walk(WHOLE_WALK)
     for name, fork in FORKS.items():
         keys = [*SMALL, *fork.keys]
-        calls[f"check {name}"] = ["check", *keys, "--ranks=4", "--json"]
+        calls[f"check {name}"] = ["check", *keys, "--ranks=4"]
         calls |= {f"{tool} {name}": [tool, *keys, "--gpus=4"] for tool in ("plan", "explain")}
-    attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2", "--json"]
+    attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2"]
     calls["refuse an attention"] = ["check", *attention, "--ranks=4"]
     for name in ("a model", "an attention"):
-        export = [*SMALL, *FORKS[name].keys, "--checkpoint.enable", "--checkpoint.last_save_in_hf", "--json"]
+        export = [*SMALL, *FORKS[name].keys, "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
         calls[f"refuse an export of {name}"] = ["check", *export, "--ranks=4"]
     return run_calls(checkout, calls)
 

@@ -15,7 +15,7 @@ from torchtitan_lite.tools.plan.orders import Order, list_order
 from torchtitan_lite.tools.plan.timeline import (
     Timeline,
     count_in_flight,
-    draw_svg,
+    draw_timeline,
     extrapolate_in_flight,
     list_samples,
     plan_order,
@@ -143,12 +143,10 @@ def test_the_order_is_that_of_the_schedule_or_of_the_csv_file(tmp_path):
         assert list(map(str, plan_order(section, layout)[1])) == second_row
 
 
-def test_the_picture_has_a_box_for_each_action_and_says_the_bubble():
+def test_the_picture_has_a_box_for_each_action():
     timeline = run("InterleavedZeroBubble", 4, 8, 2)
-    root = ElementTree.fromstring(draw_svg(timeline, "zero bubble & more"))
-    boxes = [box for box in root.iter("{http://www.w3.org/2000/svg}svg") if box.get("class") == "box"]
+    root = ElementTree.fromstring(draw_timeline(timeline))
+    boxes = [box for box in root.iter("svg") if box.get("class") == "box"]
     assert len(boxes) == len(timeline.events) == 4 * 8 * 2 * 3
     assert max(float(box.get("x")[:-1]) + float(box.get("width")[:-1]) for box in boxes) <= 100.01
-    texts = "".join(root.itertext())
-    for text in (f"{timeline.bubble:.1%}", "zero bubble & more", "backward of weights of microbatch 3, stage 5"):
-        assert text in texts
+    assert "backward of weights of microbatch 3, stage 5" in "".join(root.itertext())

@@ -197,9 +197,8 @@ def test_no_run_continues_from_weights_alone():
 def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job_overwrite(capsys):
     save(200)
     words = prepare().finished.split()
-    assert words[:6] == ["debug", "is", "already", "at", "step", "200:"] and "rises" in words
-    assert "rises" not in prepare("--lr_scheduler.total_steps=200").finished
-    flags = [word for word in words if word.startswith("--")]
+    assert words[:6] == ["debug", "is", "already", "at", "step", "200:"]
+    flags = [word.rstrip(",") for word in words if word.startswith("--")]
     assert flags == ["--training.steps=400", "--job.dump_folder=FOLDER", "--job.overwrite"]
     prepared = [prepare(flag) for flag in flags]
     assert [each.finished for each in prepared] == [""] * 3

@@ -9,6 +9,7 @@ import sys
 from difflib import get_close_matches
 from importlib.util import find_spec
 
+from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.tools.command_lines import TOOLS, parse_command
 from torchtitan_lite.tools.processes import start_fork_server
 
@@ -34,6 +35,9 @@ def main(args: list[str] | None = None) -> int:
     try:
         module = vars(options).get("module", TOOLS[name].module)  # an option may select another module
         return importlib.import_module(f"torchtitan_lite.tools.{module}").main(options)
+    except UserError as error:
+        print(f"This run cannot start:\n{error}" if isinstance(error, ConfigError) else error, file=sys.stderr)
+        return error.status
     except KeyboardInterrupt:
         print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
         return 130

@@ -47,9 +47,6 @@ def check_files(config: Config, restarted: bool) -> Problems:
         if find_steps(dump_folder / config.checkpoint.folder):
             remedy += ", or resume it with --checkpoint.enable"
         problems.refuse("job.dump_folder", f"it has an earlier run ({earlier[0]})", remedy)
-    if config.checkpoint.local_folder and not config.checkpoint.enable:
-        why = "snapshots belong to a run that saves checkpoints, but checkpoint.enable is false"
-        problems.refuse("checkpoint.local_folder", why, "Set checkpoint.enable = true, or leave local_folder out")
     for key in FOLDERS:
         value = get_value(config, key)
         if value in ("", ".", "..") or "/" in value:  # job.overwrite deletes what is in it

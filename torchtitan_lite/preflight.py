@@ -101,21 +101,15 @@ class Prepared(RunConfig):
 
     @property
     def finished(self) -> str:
-        """Message with the user's options if the resumed checkpoint is already at the last step; otherwise ""."""
-        schedule, step = self.config.lr_scheduler, self.resumed_step
+        """What the user can do if the resumed checkpoint is already at the last step; otherwise ""."""
+        step = self.resumed_step
         if step == 0 or step < self.config.training.steps:
             return ""
-        rises = "lr_scheduler.total_steps" not in self.given and schedule.min_lr_factor < 1
-        because = ": the learning rate rises again, because the decay now ends at the new last step" * rises
-        ways = [
-            f"  --training.steps={2 * step}   to train further{because}",
-            "  --job.dump_folder=FOLDER   to start another run",
-            "  --job.overwrite   to delete this run and start over",
-        ]
-        if self.config.checkpoint.last_save_model_only:
-            del ways[0]
-        about = f"{self.config_name} is already at step {step}: everything is in {self.dump_folder}. Options:"
-        return "\n".join([about, *ways])
+        return (
+            f"{self.config_name} is already at step {step}: everything is in {self.dump_folder}. Train further "
+            f"with --training.steps={2 * step}, start another run with --job.dump_folder=FOLDER, or delete this one with "
+            "--job.overwrite"
+        )
 
 
 def preflight(

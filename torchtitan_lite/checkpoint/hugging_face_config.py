@@ -20,6 +20,7 @@ from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.config.messages import UserError
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: file name -> content
@@ -53,7 +54,7 @@ MOE_KEYS = {  # field of MoEArgs -> key in config.json
 }
 
 
-class HuggingFaceError(ValueError):
+class HuggingFaceError(UserError):
     """Raised if a folder has no model that can be loaded here. `problems` lists every problem that was found."""
 
     def __init__(self, folder: Path, problems: list[str]):

@@ -28,6 +28,8 @@ UNFINISHED = ".tmp"  # suffix of a folder that is being written or deleted
 class CheckpointError(UserError):
     """Raised if a checkpoint cannot be used or written."""
 
+    status = 1
+
 
 class DamagedCheckpoint(CheckpointError):
     """Raised if a checkpoint has changed since it was saved. The message names the file."""

@@ -110,11 +110,6 @@ def list_experts(model_args: ModelArgs) -> list[tuple[int, ...]]:
     return [module.weight for module in block if module.split == "experts"]
 
 
-def count_expert_parameters(model_args: ModelArgs) -> int:
-    """Count the parameters of one expert; 0 without experts."""
-    return sum(prod(sizes[1:]) for sizes in list_experts(model_args))
-
-
 def find_expert_dim(model_args: ModelArgs, ep: int, n_ranks: int) -> int | None:
     """Return the first dim of the experts (E/ep, in, out) that FSDP can shard evenly over `n_ranks`, or None."""
     for dim in range(3):

@@ -9,16 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+from torchtitan_lite.config.messages import UserError
+
 LFS = b"version https://git-lfs.github.com/spec/v1"
 
 
 def import_extra(name: str, extra: str) -> ModuleType:
-    """Import a module of an optional package. If it is missing, the ImportError names the extra in pyproject.toml."""
+    """Import a module of an optional package. If it is missing, the UserError names the extra in pyproject.toml."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise ImportError(f"{error}. Run `pip install {package}` (the extra `{extra}`)") from None
+        raise UserError(f"{error}. Run `pip install {package}` (the extra `{extra}`)") from None
 
 
 def refuse_pointer(path: Path) -> None:

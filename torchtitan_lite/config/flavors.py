@@ -61,10 +61,6 @@ class ModelArgs:
             return False
         return (layer + 1) % moe.moe_every == 0
 
-    @property
-    def n_moe_layers(self) -> int:
-        return sum(map(self.is_moe, range(self.n_layers)))
-
 
 def mixtral(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelArgs:
     """Return a Mixtral model (arXiv:2401.04088): two of eight experts in every layer."""

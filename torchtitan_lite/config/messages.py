@@ -19,6 +19,8 @@ class Problem:
 class UserError(ValueError):
     """An error that the user can fix. Its message says how, so it is printed without a traceback."""
 
+    status = 2  # exit status of a tool
+
 
 class ConfigError(UserError):
     """A config that cannot run. Lists every problem that was found, not only the first."""

@@ -8,7 +8,6 @@ The types in schema.py say how to convert values, so a new key needs no change h
 reported, the key keeps its default, and the other keys are still checked.
 """
 
-import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
@@ -211,13 +210,3 @@ def dump_config_toml(config: Config) -> str:
 def format_toml(value: object) -> str:
     """Write a TOML literal. For strings, lists, numbers and booleans, JSON has the same syntax."""
     return json.dumps(value, ensure_ascii=False)
-
-
-def describe_keys(section: str) -> str:
-    """Return the schema.py lines of the sections whose names start with `section`, or of all sections if none does."""
-    texts = []
-    for name in [name for name in SECTIONS if name.startswith(section)] or SECTIONS:
-        source = inspect.getsource(type(get_value(Config(), name)))
-        fields, _, _ = source.partition(":\n")[2].partition("\n\n")
-        texts.append(f"[{name}]\n{inspect.cleandoc(fields)}")
-    return "\n\n".join(texts)

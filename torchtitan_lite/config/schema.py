@@ -145,8 +145,7 @@ class Checkpoint:
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     keep_latest_k: NotNegative = 10  # 0 keeps all
     keep_every_m: NotNegative = 0  # new: also keep every checkpoint whose step is a multiple of m; 0: none
-    # new: also save snapshots of the run here, a folder on each host, such as one in /dev/shm; empty: no snapshots
-    local_folder: str = ""
+    local_folder: str = ""  # new: save snapshots too, into this folder of each host, such as /dev/shm/snapshots
     local_interval: Positive = 10  # new: steps between snapshots, of which the last two are kept
     load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest undamaged one
     load_only: bool = False  # resume, but never save
@@ -221,8 +220,7 @@ class Metrics:
 class Comm:
     init_timeout_seconds: Positive = 300  # time-out of collectives until the first step ends, and for checkpoints
     train_timeout_seconds: Positive = 100  # time-out of collectives after the first step
-    # new: report a step that takes longer; 0: never; auto: ten times the median, but at least 60 s
-    hang_seconds: NotNegativeOrAuto = -1
+    hang_seconds: NotNegativeOrAuto = -1  # new: report a longer step; 0: never; auto: 10 x the median, at least 60
     trace_buf_size: NotNegative = 20000  # entries in NCCL's flight recorder, which is written on a time-out; 0: off
     save_traces_folder: str = "comm_traces"  # inside dump_folder
 

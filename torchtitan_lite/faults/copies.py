@@ -24,12 +24,8 @@ from torchtitan_lite.config.messages import UserError
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-class UnequalCopies(UserError):
-    """Ranks hold different values of a tensor that they should share."""
-
-
 def compare_copies(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Raise UnequalCopies on every rank if copies differ. `group` has all ranks. Collective."""
+    """Raise UserError on every rank if copies differ. `group` has all ranks. Collective."""
     groups = defaultdict(list)
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -41,7 +37,7 @@ def compare_copies(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None
     findings: list[list] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(findings, own, group=group)
     if any(findings):
-        raise UnequalCopies(name_odd([found for of_rank in findings for found in of_rank]))
+        raise UserError(name_odd([found for of_rank in findings for found in of_rank]))
 
 
 def compute_checksum(tensor: DTensor) -> Tensor:
@@ -69,7 +65,6 @@ def name_odd(found: list[tuple[int, str]]) -> str:
     counts = Counter(rank for rank, _ in found)
     most = max(counts.values())
     odd = sorted(rank for rank, n in counts.items() if n == most)
-    names = sorted({name for rank, name in found if rank in odd})
+    name = min(name for rank, name in found if rank in odd)
     who = f"rank {odd[0]} has another" if len(odd) == 1 else f"no majority tells which of the ranks {odd} has a wrong"
-    more = f" and of {len(names) - 1} more tensors" * (len(names) > 1)
-    return f"silent damage: {who} copy of {names[0]}{more}. Weights and optimizer state should be bit-equal there"
+    return f"silent damage: {who} copy of {name}. Weights and optimizer state should be bit-equal there"

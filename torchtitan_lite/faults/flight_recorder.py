@@ -1,12 +1,11 @@
 """Read torch's flight recorder: the last collectives that this process called, group by group.
 
-entry      process_group (name, description), collective_seq_id, profiling_name "gloo:all_reduce", input_sizes,
-           time_created_ns, retired (the call has completed)
-Call       the fields of an entry that a report needs; the group is named the same on all of its ranks
+entry    process_group (name, description), collective_seq_id, profiling_name "gloo:all_reduce", input_sizes,
+         time_created_ns, retired (the call has completed)
+call     group "mesh_tp [0, 1]" (the same on all of its ranks), number in its group, name, sizes, at_ns, is_completed
 """
 
 import json
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
@@ -15,57 +14,51 @@ IN_THREADS = ("host", "saver", "snapshot")  # groups of checkpoints, which threa
 VARYING = "all_to_all"  # experts: sizes differ between ranks and steps
 
 
-class Call(NamedTuple):
-    """A collective, send or receive."""
-
-    group: str  # "mesh_tp [0, 1]"
-    number: int  # in its group
-    name: str
-    sizes: list[list[int]]
-    at_ns: int
-    is_completed: bool
-
-
-def read_recorder(main_thread: int) -> list[Call]:
+def read_recorder(main_thread: int) -> list[dict]:
     """Return the recorded calls of this process, oldest first, without those of checkpoint threads."""
     ranks = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
     calls = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of gloo; of NCCL, in builds for CUDA
         if dump := getattr(_distributed_c10d, name, None):
             calls += list_calls(json.loads(dump(True, False)), ranks, main_thread)
-    return sorted(calls, key=lambda call: call.at_ns)
+    return sorted(calls, key=lambda call: call["at_ns"])
 
 
-def list_calls(dump: dict, ranks: dict[str, list[int]], main_thread: int | None = None) -> list[Call]:
+def list_calls(dump: dict, ranks: dict[str, list[int]], main_thread: int | None = None) -> list[dict]:
     """Return the calls in a dump, except those of checkpoint threads. `ranks` has the ranks of a group by its name."""
     calls = []
     for entry in dump.get("entries", []):
         name, description = entry["process_group"]
         if description not in IN_THREADS or int(entry.get("thread_id", -1)) == main_thread:
-            number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-            what = entry["profiling_name"].partition(":")[2], entry["input_sizes"]
-            at = entry["time_created_ns"], entry["retired"]
-            calls.append(Call(f"{description} {ranks.get(name, [])}", number, *what, *at))
+            call = {
+                "group": f"{description} {ranks.get(name, [])}",
+                "number": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+                "name": entry["profiling_name"].partition(":")[2],
+                "sizes": entry["input_sizes"],
+                "at_ns": entry["time_created_ns"],
+                "is_completed": entry["retired"],
+            }
+            calls.append(call)
     return calls
 
 
-def summarize(calls: list[Call]) -> dict[str, dict]:
+def summarize(calls: list[dict]) -> dict[str, dict]:
     """Return for each group the number of calls, the last one, and the first that has not completed."""
     groups: dict[str, dict] = {}
     for call in calls:
-        row = groups.setdefault(call.group, {"pending": None})
-        row |= {"n": call.number, "last": call._asdict()}
-        if not call.is_completed and row["pending"] is None:
-            row["pending"] = call._asdict()
+        row = groups.setdefault(call["group"], {"pending": None})
+        row |= {"n": call["number"], "last": call}
+        if not call["is_completed"] and row["pending"] is None:
+            row["pending"] = call
     return groups
 
 
-def find_deviation(calls: list[Call], last_step_ns: tuple[int, int], began_ns: int) -> str:
+def find_deviation(calls: list[dict], last_step_ns: tuple[int, int], began_ns: int) -> str:
     """Return how the calls of this step differ from those of the last one; "": so far they are the same."""
-    last = [call for call in calls if last_step_ns[0] <= call.at_ns < last_step_ns[1]]
-    for before, now in zip(last, (call for call in calls if call.at_ns >= began_ns), strict=False):
-        is_same = now.sizes == before.sizes or VARYING in now.name
-        if (now.group, now.name) != (before.group, before.name) or not is_same:
-            what = f"{before.name} {before.sizes} on {before.group}"
-            return f"it called {now.name} {now.sizes} on {now.group}, where the last step called {what}"
+    last = [call for call in calls if last_step_ns[0] <= call["at_ns"] < last_step_ns[1]]
+    for before, now in zip(last, (call for call in calls if call["at_ns"] >= began_ns), strict=False):
+        is_same = now["sizes"] == before["sizes"] or VARYING in now["name"]
+        if (now["group"], now["name"]) != (before["group"], before["name"]) or not is_same:
+            what = f"{before['name']} {before['sizes']} on {before['group']}"
+            return f"it called {now['name']} {now['sizes']} on {now['group']}, where the last step called {what}"
     return ""

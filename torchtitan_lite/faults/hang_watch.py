@@ -28,6 +28,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.faults.flight_recorder import find_deviation, read_recorder, summarize
@@ -43,17 +44,15 @@ class HangWatch:
 
     def __init__(self, dump_folder: Path, section: Comm, mesh: Mesh, restarts: int, group: dist.ProcessGroup):
         self.folder = dump_folder / HANG / f"restart-{restarts}"
-        self.section, self.rank = section, dist.get_rank()
-        self.degrees = dict(zip(mesh.world.mesh_dim_names, mesh.world.shape, strict=True))
-        hosts: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
-        dist.all_gather_object(hosts, (socket.gethostname(), os.getpid()), group=group)
-        self.hosts = hosts
-        self.main = threading.main_thread()
+        self.section, self.rank, self.stage_size = section, dist.get_rank(), mesh.world.size() // mesh.pp.size()
+        self.ranks: list[tuple[str, int, str]] = [("", 0, "")] * mesh.world.size()  # host, process, name
+        used = {dim: at for dim, at in mesh.coordinates().items() if mesh.world[dim].size() > 1}
+        own = (socket.gethostname(), os.getpid(), describe_rank(self.rank, used))
+        dist.all_gather_object(self.ranks, own, group=group)
         self.durations_s: deque[float] = deque(maxlen=50)
         self.last_step_ns = (0, 0)  # begin and end of the last step, by the clock of the flight recorder
         self.file = self.folder / f"rank-{self.rank:05}.json"
         self.file.unlink(missing_ok=True)  # of an earlier run
-        self.is_written = False
         self.leaving = threading.Event()
         self.begin(0)
 
@@ -68,11 +67,11 @@ class HangWatch:
         self.phase, self.began_s = "after", time.monotonic()
 
     def limit_s(self) -> float:
-        """Return the seconds after which this is a hang. Auto is longer in the first step, and between steps."""
-        if self.section.hang_seconds > 0 and self.durations_s:
-            return self.section.hang_seconds
+        """Return the seconds after which this is a hang. The first step, and saves and validation, may take longer."""
         if not self.durations_s or self.phase != "step":
             return SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
+        if self.section.hang_seconds > 0:
+            return self.section.hang_seconds
         median_s = statistics.median(self.durations_s)
         return max(60, 2 * median_s, min(10 * median_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds))
 
@@ -87,34 +86,32 @@ class HangWatch:
     def watch(self) -> None:
         while not self.leaving.wait(1.0):
             is_late = time.monotonic() - self.began_s > self.limit_s()
-            if is_late and not self.is_written:
+            if is_late and not self.file.exists():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 unfinished = self.file.with_suffix(".tmp")
                 unfinished.write_text(json.dumps(self.collect()))
                 unfinished.rename(self.file)
-                self.is_written = True
-            elif self.is_written and not is_late:
+            elif not is_late and self.file.exists():
                 self.file.unlink()
-                self.is_written = False
                 logger.warning(f"step {self.step} goes on")
 
     def collect(self) -> dict[str, object]:
         """Return what this rank does, as tools/faults/hang.py reads it."""
-        frames = list(traceback.walk_stack(sys._current_frames()[self.main.ident]))  # innermost first
-        calls = read_recorder(self.main.ident)
-        host, pid = self.hosts[self.rank]
+        main_thread, host = threading.main_thread().ident, self.ranks[self.rank][0]
+        frames = list(traceback.walk_stack(sys._current_frames()[main_thread]))  # innermost first
+        calls = read_recorder(main_thread)
+        waits_for, sent = find_in_pipeline(frames)
+        senders = {"fwd_recv": self.rank - self.stage_size, "bwd_recv": self.rank + self.stage_size}
         return {
             "rank": self.rank,
-            "degrees": self.degrees,
+            "world_size": len(self.ranks),
             "step": self.step,
             "seconds": round(time.monotonic() - self.began_s, 1),
-            "host": host,
-            "pid": pid,
-            "processes": {rank: (pid, read_state(pid)) for rank, (at, pid) in enumerate(self.hosts) if at == host},
+            "host": {rank: (pid, read_state(pid), who) for rank, (at, pid, who) in enumerate(self.ranks) if at == host},
             "stack": [f"{Path(f.f_code.co_filename).name}:{line} {f.f_code.co_name}" for f, line in frames],
-            "pipeline": find_in_pipeline(frames),
             "groups": summarize(calls),
             "deviation": find_deviation(calls, self.last_step_ns, self.began_ns) if self.phase == "step" else "",
+            "pipeline": {"waits_for": waits_for, "sender": senders.get(waits_for), "sent": sent},
         }
 
 
@@ -126,7 +123,7 @@ def read_state(pid: int) -> str:
         return ""
 
 
-def find_in_pipeline(frames: list[tuple[FrameType, int]]) -> dict[str, object]:
+def find_in_pipeline(frames: list[tuple[FrameType, int]]) -> tuple[str, dict[str, int]]:
     """Return what a rank waits for in its pipeline, and how many microbatches it has sent forward and backward.
 
     "fwd_recv" and "bwd_recv" are receives, "send" is any other wait, "" is none. The numbers are local variables of
@@ -139,4 +136,4 @@ def find_in_pipeline(frames: list[tuple[FrameType, int]]) -> dict[str, object]:
             waits_for = next((way for way in ("fwd_recv", "bwd_recv") if f'{way}"' in text), "send")
         if "fwd_mb_index" in frame.f_locals:
             sent = {"fwd_recv": frame.f_locals["fwd_mb_index"], "bwd_recv": frame.f_locals["bwd_mb_index"]}
-    return {"waits_for": waits_for, "sent": sent}
+    return waits_for, sent

@@ -5,14 +5,18 @@
 
 `<-` means: asks the kernel to be killed as soon as its parent ends (PR_SET_PDEATHSIG). The kernel needs no thread of
 the process for that, so it also ends ranks that are stopped, or hold Python's lock. A fork server does not end with the
-launcher by itself, because the ranks hold its pipe open; it makes the same request (tools/fork_server.py).
+launcher by itself, because the ranks hold its pipe open; it makes the same request (tools/fork_server.py). The workers
+of `verify` and `prepare` do so, too.
 """
 
+import ctypes
 import signal
+import sys
 
-import torch.multiprocessing
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent() -> None:
     """Ask for SIGKILL at the end of the parent process. Does nothing on systems other than Linux."""
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

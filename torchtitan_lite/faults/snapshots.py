@@ -11,6 +11,7 @@ lost, or the layout has changed, that is the shared checkpoint.
 
 import json
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,44 +70,48 @@ class Snapshots(CheckpointSaver):
     def restore(self, parameters: dict[str, Tensor], lr_scheduler: LRScheduler, newer_than: int) -> int:
         """Load the newest snapshot that all ranks can open, and return its step; 0: there is none after `newer_than`.
 
-        Deletes later snapshots. Raises CheckpointError if all are damaged and `newer_than` is 0: no other step is left.
+        Deletes later snapshots. Raises CheckpointError if none can be loaded and there is no checkpoint either.
         """
         if not self.section.local_folder:
             return 0
         steps: list[set[int]] = [set()] * self.all_ranks.size()
-        dist.all_gather_object(steps, self.find_complete(name_weights(parameters)), group=self.all_ranks)
-        usable = sorted(step for step in set.intersection(*steps) if step > newer_than)
-        loaded, failure = 0, None
-        if usable:
+        own = {step for step in self.find_complete(name_weights(parameters)) if step > newer_than}
+        dist.all_gather_object(steps, own, group=self.all_ranks)
+        if usable := sorted(set.intersection(*steps), reverse=True):
             create_optimizer_state(self.optimizer)
-            tensors = name_tensors(parameters, self.optimizer)
-        while usable and not loaded:
-            path, options = self.folder / f"step-{usable.pop()}", {"verify": self.section.verify, "group": self.group}
-            try:
-                loaded = raise_on_all_ranks(self.all_ranks, partial(load_checkpoint, path, tensors, **options)).step
-                set_step(lr_scheduler, loaded)
-                logger.info(f"resumed from the snapshot {path}")
-            except CheckpointError as error:
-                logger.error(f"DAMAGED SNAPSHOT, so an older one is tried: {error}")
-                failure = error
+        tensors = name_tensors(parameters, self.optimizer)
+        loaded = next((step for step in usable if self.load(step, tensors)), 0)
+        if usable and not loaded and not newer_than:
+            raise CheckpointError(f"all snapshots in {self.folder} are damaged, and there is no checkpoint")
+        if loaded:
+            set_step(lr_scheduler, loaded)
         if self.group.rank() == 0:
             for step in find_steps(self.folder):
                 if step > loaded:
                     rmtree(self.folder / f"step-{step}")
-        if failure and not loaded and not newer_than:
-            raise failure
         return loaded
+
+    def load(self, step: int, tensors: dict[str, Tensor]) -> bool:
+        """Load a snapshot. Return whether all ranks could. `tensors` are undefined if not."""
+        path = self.folder / f"step-{step}"
+        options = {"verify": self.section.verify, "group": self.group}
+        try:
+            raise_on_all_ranks(self.all_ranks, partial(load_checkpoint, path, tensors, **options))
+        except CheckpointError as error:
+            logger.error(f"DAMAGED SNAPSHOT, so an older one is tried: {error}")
+            return False
+        logger.info(f"resumed from the snapshot {path}")
+        return True
 
     def find_complete(self, weights: dict[str, Tensor]) -> set[int]:
         """Return the steps of this run's snapshots that have every shard of this rank. Does not check hashes."""
         plan, complete = create_default_local_save_plan(weights, is_coordinator=False), set()
         own = {(item.index.fqn, *item.tensor_data.chunk.offsets, *item.tensor_data.chunk.sizes) for item in plan.items}
         for step in find_steps(self.folder):
-            try:
+            with suppress(CheckpointError):
                 manifest = read_matching_manifest(self.folder / f"step-{step}", weights)
-            except CheckpointError:
-                continue
-            stored = {(name, *c.offsets, *c.sizes) for name, record in manifest.tensors.items() for c in record.chunks}
-            if own <= stored and json.dumps(manifest.fingerprint) == json.dumps(self.fingerprint):
-                complete.add(step)
+                chunks = [(name, chunk) for name, record in manifest.tensors.items() for chunk in record.chunks]
+                stored = {(name, *chunk.offsets, *chunk.sizes) for name, chunk in chunks}
+                if own <= stored and json.dumps(manifest.fingerprint) == json.dumps(self.fingerprint):
+                    complete.add(step)
         return complete

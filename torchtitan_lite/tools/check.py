@@ -1,36 +1,30 @@
 """Check a config: describe the run, or list every problem that would stop it. The options are in command_lines.py."""
 
-import json
+import inspect
 import os
 import shlex
-import sys
 from argparse import Namespace
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import ceil
 
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters
 from torchtitan_lite.config.machine import Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.reader import describe_keys
+from torchtitan_lite.config.reader import SECTIONS
+from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.preflight import Prepared, preflight
 from torchtitan_lite.tools.plan.cluster import describe_node, find_cluster
 
 
 def main(options: Namespace) -> int:
-    """Print the result. Return 0 if the run can start, else 2."""
-    try:
-        if options.keys is not None:
-            print(describe_keys(options.keys))
-            return 0
-        machine, n_ranks, n_hosts = choose_target(options)
-        prepared = check(options.config_args, machine, n_ranks, n_hosts)
-    except ConfigError as error:
-        if options.json:
-            print(json.dumps({"sound": False, "problems": list(map(asdict, error.problems))}, default=str))
-        print(f"This run cannot start:\n{error}", file=sys.stderr)
-        return 2
-    print(describe_json(prepared) if options.json else describe(prepared, machine))
-    if options.gpus and not options.json:
+    """Print the result. Raises ConfigError if the run cannot start."""
+    if options.keys is not None:
+        print(describe_keys(options.keys))
+        return 0
+    machine, n_ranks, n_hosts = choose_target(options)
+    prepared = check(options.config_args, machine, n_ranks, n_hosts)
+    print(describe(prepared, machine))
+    if options.gpus:
         command = shlex.join(["plan", *options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu])
         print(f"  next    for activations, run: python -m torchtitan_lite {command}")
     return 0
@@ -98,17 +92,11 @@ def describe(prepared: Prepared, machine: Machine) -> str:
     return f"{table}\n{prepared.finished}".rstrip()
 
 
-def describe_json(prepared: Prepared) -> str:
-    """Return the result for programs. `memory` is null if it was not checked."""
-    return json.dumps(
-        {
-            "sound": True,
-            "parameters": count_parameters(prepared.model_args),
-            "world_size": prepared.layout.world_size,
-            "layout": asdict(prepared.layout),
-            "shape": asdict(prepared.model_args),
-            "memory": prepared.memory and asdict(prepared.memory),
-            "notices": prepared.notices,
-            "config": asdict(prepared.config),
-        }
-    )
+def describe_keys(section: str) -> str:
+    """Return the schema.py lines of the sections whose names start with `section`, or of all sections if none does."""
+    texts = []
+    for name in [name for name in SECTIONS if name.startswith(section)] or SECTIONS:
+        source = inspect.getsource(type(get_value(Config(), name)))
+        fields, _, _ = source.partition(":\n")[2].partition("\n\n")
+        texts.append(f"[{name}]\n{inspect.cleandoc(fields)}")
+    return "\n\n".join(texts)

@@ -44,7 +44,7 @@ def make_parser(tool: str, description: str, epilog: str = STATUS) -> ArgumentPa
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    if tool not in ("train", "plan", "explain", "report", "bench"):
+    if tool not in ("train", "check", "plan", "explain", "report", "bench", "hang"):
         parser.add_argument("--json", action="store_true", help="print for programs")
     return parser
 
@@ -149,7 +149,6 @@ error."""
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="number of GPUs; default: the product of the degrees")
     add("--gpu", default="h100", help="GPU type, a row of tools/plan/cluster.py (%(default)s)")
-    add("--svg", type=Path, metavar="FILE", help="also draw the timeline")
     add("--mtbf-hours", type=float, metavar="H", help="mean hours between failures; prints how often to save")
     add("--restart-s", type=float, default=600, metavar="S", help="... seconds that a restart takes (%(default)s)")
     add("--save-stall-s", type=float, default=10, metavar="S", help="... seconds that a save stalls (%(default)s)")
@@ -258,10 +257,9 @@ def make_hang_parser() -> ArgumentParser:
     description = """
 Which rank makes the others wait? Reads what hanging ranks wrote, or NCCL's flight-recorder dumps.
 
-FOLDER is the dump folder of a run. The launcher prints the same paragraph when a step takes longer than
-comm.hang_seconds."""
+The launcher prints the same paragraph when a step takes longer than comm.hang_seconds."""
     parser = make_parser("hang", description, "Exit status: 0 a rank is named, 1 unknown, 2 wrong input.")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="dump folder, hang/restart-N or comm_traces")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="dump folder of a run")
     return parser
 
 
@@ -273,7 +271,9 @@ Each fault gets a run of its own, with snapshots in memory, one restart, and a r
 run that is done is kept in --out: the same command continues where it stopped."""
     parser = make_parser("drill", description, "Exit status: 0 survived all, 1 not, 2 wrong input.")
     add = parser.add_argument
-    add("--faults", metavar="KIND,KIND", help="default: all")
+    add(
+        "--faults", type=lambda text: text.split(","), metavar="KIND,...", help="default: all of tools/faults/inject.py"
+    )
     add("--seed", type=int, default=0, metavar="N", help="of ranks, steps and weights (%(default)s)")
     add("--times", type=positive, default=1, metavar="N", help="runs of each kind (%(default)s)")
     add("--out", type=Path, default=Path("outputs/drill"), metavar="FOLDER", help="(%(default)s)")
@@ -292,6 +292,6 @@ TOOLS = {
     "eval": Tool("eval", make_eval_parser),
     "report": Tool("report.page", make_report_parser),
     "bench": Tool("bench.step", make_bench_parser),
-    "hang": Tool("faults.read_hang", make_hang_parser),
+    "hang": Tool("faults.hang", make_hang_parser),
     "drill": Tool("faults.drill", make_drill_parser, reads_config=True),
 }

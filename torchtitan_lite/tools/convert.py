@@ -8,7 +8,6 @@ and so can transformers. Only one file is in memory at a time. OUT is complete o
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from math import prod
@@ -22,7 +21,6 @@ from torchtitan_lite.checkpoint.hugging_face import IN_ROTARY_ORDER, to_their_or
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
     GENERATION_CONFIG,
-    HuggingFaceError,
     explain_unwritable,
     make_config,
 )
@@ -40,20 +38,12 @@ MOST_FILE_BYTES = 5 * 10**9  # as in transformers
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return the exit status: 0 success, 1 failure, 2 wrong input."""
     started_s = time.monotonic()
-    try:
-        for path in (options.out, folders.name_unfinished(options.out)):
-            if path.exists():
-                raise SourceError(f"{path} already exists, and is never overwritten")
-        source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
-        convert(source, options.out, options.dtype)
-    except (SourceError, HuggingFaceError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except CheckpointError as error:
-        print(error, file=sys.stderr)
-        return 1
+    for path in (options.out, folders.name_unfinished(options.out)):
+        if path.exists():
+            raise SourceError(f"{path} already exists, and is never overwritten")
+    source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
+    convert(source, options.out, options.dtype)
     sizes = [file.stat().st_size for file in options.out.glob("*.safetensors")]
     numbers = {
         "source": str(source.path),

@@ -1,4 +1,4 @@
-"""Imported by the fork server of the launcher, which must end with the launcher. Its ranks then end with it."""
+"""Imported by fork servers: of the launcher, and of `verify`. They end with the process that started them."""
 
 from torchtitan_lite.faults.orphans import end_with_parent
 

@@ -20,7 +20,6 @@ from math import inf
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.machine import detect_machine
@@ -40,19 +39,6 @@ class Sampling:
 
 
 def main(options: Namespace) -> int:
-    """Print the samples. Return the exit status: 0 success, 1 failure, 2 wrong input."""
-    try:
-        run(options)
-    except (SourceError, HuggingFaceError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except (CheckpointError, FloatingPointError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
-def run(options: Namespace) -> None:
     """Generate and print all samples. Raises SourceError for wrong input before loading the weights."""
     device = choose_device(0, detect_machine().device_type)
     source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
@@ -86,6 +72,7 @@ def run(options: Namespace) -> None:
     if options.json:
         about = {"source": str(source.path), "prompt": prompt, "prompt_tokens": prompt_tokens, **asdict(sampling)}
         print(json.dumps({**about, "samples": samples}))
+    return 0
 
 
 def encode_prompt(prompt: str, source: ModelSource, context: int | None) -> tuple[list[int], int]:
@@ -141,9 +128,9 @@ def generate(
 
 
 def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator, usable: Tensor) -> int:
-    """Choose the next token id. logits (V,) fp32, usable (V,) bool. Raises FloatingPointError for NaN or infinity."""
+    """Choose the next token id. logits (V,) fp32, usable (V,) bool. Raises CheckpointError for NaN or infinity."""
     if not logits.isfinite().all():
-        raise FloatingPointError("The logits are not finite: the weights are damaged or diverged.")
+        raise CheckpointError("The logits are not finite: the weights are damaged or diverged.")
     logits = logits.masked_fill(~usable, -inf)
     if sampling.temperature == 0:
         return int(logits.argmax())

@@ -57,7 +57,7 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
         if prepared.finished:
             return export_last_checkpoint(prepared) if is_first_host() else 0
         prepare_datasets(prepared.config, prepared.tokenizer)
-    except (UserError, ImportError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 2
     os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))

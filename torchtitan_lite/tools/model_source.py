@@ -28,14 +28,14 @@ from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_mode
 from torchtitan_lite.checkpoint.storage import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.moe import list_moes
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # bfloat16 is slower on a CPU
 
 
-class SourceError(ValueError):
+class SourceError(UserError):
     """Raised if a source or a prompt cannot be used."""
 
 

@@ -28,6 +28,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import make_config
 from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import find_missing_compiler
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training, with_value
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
@@ -91,7 +92,7 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
         theirs = transformers.AutoConfig.for_model(written.pop("model_type"), **written)
         llama = transformers.AutoModelForCausalLM.from_config(theirs).train().to(device)  # other initial weights
         contenders["transformers"] = write_loop(llama, lambda: llama(batch.tokens).logits, batch.targets, config)
-    except ImportError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
     if not find_missing_compiler(device.type):
         compiled, _ = build_alone(with_value(config, "compile.enable", True), device)

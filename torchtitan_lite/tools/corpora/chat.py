@@ -70,7 +70,7 @@ class ChatFormat:
 
 
 def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
-    """Return the chat format in the tokenizer's folder, or Llama 3's. Raises ImportError, PreparationError."""
+    """Return the chat format in the tokenizer's folder, or Llama 3's. Raises UserError."""
     config, file = read_json(tokenizer.path.with_name(CONFIG)), tokenizer.path.with_name("chat_template.jinja")
     template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template", LLAMA_3)
     if isinstance(template, list):  # several named templates

@@ -13,7 +13,6 @@ from pathlib import Path
 from torchtitan_lite.components.log import ProgressLine
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.flavors import FLAVORS
-from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, CorpusManifest, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -36,9 +35,6 @@ def main(options: argparse.Namespace) -> int:
             print(prepare_dataset(options.dataset, tokenizer, cache_folder, options.dataset_path))
             return 0
         print(run(options))
-    except (CorpusError, PreparationError, ConfigError, ImportError) as error:
-        print(error, file=sys.stderr)
-        return 2
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be written: {error}", file=sys.stderr)
         return 1

@@ -26,9 +26,9 @@ from typing import Literal
 
 from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.corpora.text_files import CONVERSATION, Batch, PreparationError, read_batches
-from torchtitan_lite.tools.processes import end_with_parent
 
 BATCHES_AHEAD = 4  # batches in memory per worker
 
@@ -78,7 +78,7 @@ def prepare(
 ) -> tuple[CorpusManifest, BadRows]:
     """Create the folder `out`. `report` is called with the number of bytes of text that were encoded.
 
-    Raises PreparationError for wrong input, ImportError for a missing extra, OSError if a file cannot be written.
+    Raises PreparationError for wrong input, UserError for a missing extra, OSError if a file cannot be written.
     """
     unfinished = out.with_name(out.name + ".tmp")
     for path in (out, unfinished):

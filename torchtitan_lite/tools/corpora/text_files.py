@@ -75,7 +75,7 @@ def get_kind(path: Path) -> str:
 def find_files(inputs: Iterable[Path], more_suffixes: Iterable[str] = ()) -> tuple[list[Path], Counter[str]]:
     """Return the files of `inputs` in the order of the corpus, and the number of skipped files of each kind.
 
-    Raises PreparationError, ImportError.
+    Raises UserError.
     """
     known = LINES_SUFFIXES | TEXT_SUFFIXES | {TABLE_SUFFIX} | set(more_suffixes)
     files: list[Path] = []

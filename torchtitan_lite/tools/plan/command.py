@@ -7,11 +7,9 @@
 """
 
 import argparse
-import sys
 from math import prod
 
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.forecast import MEDIAN_ERROR, RANGE_80, Forecast, forecast, list_memory
@@ -19,7 +17,7 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, p
 from torchtitan_lite.tools.plan.remedies import list_remarks, list_risks
 from torchtitan_lite.tools.plan.search import search_layouts
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.timeline import draw_svg, plan_order
+from torchtitan_lite.tools.plan.timeline import plan_order
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
@@ -47,15 +45,10 @@ class Plan:
 
 
 def main(options: argparse.Namespace) -> int:
-    try:
-        if options.search:
-            print(search_layouts(options))
-            return 0
-        plan = make_plan(options)
-    except ConfigError as error:
-        return report_problems(error)
-    if options.svg:
-        options.svg.write_text(draw_svg(plan.forecast.timeline, plan.planned.config_name), encoding="utf-8")
+    if options.search:
+        print(search_layouts(options))
+        return 0
+    plan = make_plan(options)
     print(describe(plan, options))
     return 0 if plan.fits else 1
 
@@ -64,11 +57,6 @@ def make_plan(options: argparse.Namespace) -> Plan:
     """Return the plan for these command-line options. Raises ConfigError."""
     cluster, device_type = find_cluster(options.gpu), "cpu" if options.gpu == "cpu" else "cuda"
     return Plan(plan_run(options.config_args, options.gpus, device_type), options.gpu, cluster)
-
-
-def report_problems(error: ConfigError) -> int:
-    print(f"This run cannot be planned:\n{error}", file=sys.stderr)
-    return 2
 
 
 def describe(plan: Plan, options: argparse.Namespace) -> str:

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan import fake_world
-from torchtitan_lite.tools.plan.command import describe, make_plan, report_problems
+from torchtitan_lite.tools.plan.command import describe, make_plan
 from torchtitan_lite.tools.plan.forecast import list_memory
 from torchtitan_lite.tools.plan.meter import Collective, Meter
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks
@@ -97,10 +96,7 @@ def make_optimizer_state(run: build.Run) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print the plan, then compare the closed form with dry runs of a short step, for one rank per kind of stage."""
     torch.set_num_threads(1)
-    try:
-        plan = make_plan(options)
-    except ConfigError as error:
-        return report_problems(error)
+    plan = make_plan(options)
     print(describe(plan, options))
     short = shorten(plan.planned, max(3, 2 * plan.planned.layout.pp))  # first, middle, last; or a full pipeline
     order = plan_order(short.config.parallelism, short.layout)

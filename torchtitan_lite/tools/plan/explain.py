@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby, product
@@ -34,14 +33,10 @@ ROLES = {  # mesh dim -> work of its ranks in a step
 
 def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    try:
-        planned = plan_run(options.config_args, options.gpus, options.device)
-        n = planned.layout.world_size
-        if not 0 <= options.rank < n:
-            raise ConfigError([Problem("--rank", options.rank, f"there are {n} ranks", f"Use 0 to {n - 1}")])
-    except ConfigError as error:
-        print(f"This run cannot start:\n{error}", file=sys.stderr)
-        return 2
+    planned = plan_run(options.config_args, options.gpus, options.device)
+    n = planned.layout.world_size
+    if not 0 <= options.rank < n:
+        raise ConfigError([Problem("--rank", options.rank, f"there are {n} ranks", f"Use 0 to {n - 1}")])
     print(f"{planned.config_name} on {n:,} ranks: {planned.layout}\n")
     if options.token:
         explain_token(planned, options.rank)

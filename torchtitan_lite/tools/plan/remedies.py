@@ -59,14 +59,12 @@ def list_risks(planned: PlannedRun, expected: Forecast) -> list[str]:
     back = "the run resumes from its last checkpoint"
     if not planned.config.checkpoint.enable:
         back = "the run starts over, because checkpoint.enable = false"
-    checks = "no rank checks the results of another"
-    if planned.config.debug.compare_copies_every and (layout.dp_replicate > 1 or layout.tp > 1):
-        checks = "debug.compare_copies_every compares only what several ranks hold"
     waits = {what: seconds for what, seconds in expected.parts_s.items() if what.startswith(("waiting", "bubble"))}
     largest = max(waits, key=waits.get)
     return [
         f"a lost GPU or node: each shard of the optimizer state is {held}; {back}",
-        f"a slow or faulty GPU: all {world_size:,} wait for the slowest GPU in every step, and {checks}",
+        f"a slow or faulty GPU: all {world_size:,} wait for the slowest GPU in every step, and no rank checks the "
+        "results of another",
         f"measure first: {largest}, the largest wait, {waits[largest] / expected.step_time_s:.0%} of the step "
         "(profiling.enable_profiling)",
     ]

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from html import escape
 from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
@@ -22,7 +21,6 @@ from torchtitan_lite.tools.plan.memory import WAITING
 from torchtitan_lite.tools.plan.orders import Order, list_order
 
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
-STYLE = "svg { --F: #7ba7d9; --B: #f2a65e; --I: #e6cf62; --W: #bd95dd } .box rect { fill: currentColor; stroke: white }"
 
 
 def plan_order(section: Parallelism, layout: Layout) -> Order:
@@ -115,11 +113,3 @@ def draw_timeline(timeline: Timeline) -> str:
         title = f"{MEANINGS[kind]} of microbatch {microbatch}, stage {stage}: {end - start:.4f} s"
         rows[rank][2].append((start, end, f"var(--{kind})", title, f"{kind}{microbatch}"))
     return draw_rows(rows, timeline.end_time)
-
-
-def draw_svg(timeline: Timeline, title: str) -> str:
-    """Return the picture as a complete SVG file."""
-    text = f'<text x="8" y="20">{escape(title)}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}</text>'
-    size = f'width="1000" height="{timeline.n_ranks * (ROW_HEIGHT + 2) + 40}" font-family="sans-serif" font-size="11"'
-    body = f'<style>{STYLE}</style>{text}<svg y="32">{draw_timeline(timeline)}</svg>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{body}</svg>\n'

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -32,15 +31,9 @@ from torchtitan_lite.tools.verify.trial import RunRanks, Trial, make_trial, try_
 def main(options: Namespace) -> int:
     """Run the tool. Exit status: 0 certified, 1 wrong or not finished, 2 wrong input."""
     reading = read_run_config(options.config_args)
-    try:
-        if reading.problems:
-            raise ConfigError(reading.problems)
-        reduction = reduce_config(reading.config, options.ranks)
-    except ConfigError as error:
-        if options.json:
-            print(json.dumps({"certified": False, "problems": list(map(asdict, error.problems))}, default=str))
-        print(f"verify cannot check this run:\n{error}", file=sys.stderr)
-        return 2
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    reduction = reduce_config(reading.config, options.ranks)
     torch.set_num_threads(1)
     with RankPool() as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
         run_ranks = partial(pool.run, timeout_s=options.timeout)

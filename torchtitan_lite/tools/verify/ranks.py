@@ -23,8 +23,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.tools.forget_groups import forget_groups
-from torchtitan_lite.tools.processes import WORKER_ENVIRONMENT, end_with_parent, start_fork_server
+from torchtitan_lite.tools.processes import WORKER_ENVIRONMENT, start_fork_server
 
 # Gloo groups that torch's caches still reference keep their threads. After dozens of jobs, hundreds of threads compete
 # for the cores. New workers are cheap: they are forks of a process that has imported torch.
