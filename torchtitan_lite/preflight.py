@@ -106,9 +106,9 @@ class Prepared(RunConfig):
         if step == 0 or step < self.config.training.steps:
             return ""
         return (
-            f"{self.config_name} is already at step {step}: everything is in {self.dump_folder}. Train further "
-            f"with --training.steps={2 * step}, start another run with --job.dump_folder=FOLDER, or delete this one with "
-            "--job.overwrite"
+            f"{self.config_name} is already at step {step}: everything is in {self.dump_folder}. Use "
+            f"--training.steps={2 * step} to train further, --job.dump_folder=FOLDER to start another run, or "
+            "--job.overwrite to delete this one"
         )
 
 
