@@ -117,7 +117,7 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
     of_fork = {tool: answers[f"{tool} {name}"] for tool in ("check", "plan", "explain")}
     assert [status for status, _, _ in of_fork.values()] == [0, 0, 0], of_fork
     block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64 + (2 * 16 if name == "a model" else 0)
-    assert json.loads(of_fork["check"][1])["parameters"] == 2 * block + 2 * 2304 * 64 + 64
+    assert f"{2 * block + 2 * 2304 * 64 + 64:,} parameters" in of_fork["check"][1]
 
 
 @pytest.mark.parametrize(
