@@ -47,9 +47,7 @@ def main(options: Namespace) -> int:
     list(map(find_fault, kinds))  # raises UserError for an unknown kind
     world_size = check(args, *choose_host()).layout.world_size
     faults = []
-    for kind, seed in [("none", 0)] + [
-        (kind, options.seed + n) for n in range(options.times) for kind in options.faults
-    ]:
+    for kind, seed in [("none", 0)] + [(kind, options.seed + n) for n in range(options.times) for kind in kinds]:
         row = out / f"{kind}-{seed}" / "row.json"
         if not row.exists():
             row.write_text(json.dumps(asdict(drill(kind, seed, world_size, args, out))))
