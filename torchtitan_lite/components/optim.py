@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16, local_tensor
+from torchtitan_lite.components.muon import Muon
 from torchtitan_lite.config.choices import DECAYS, OPTIMIZERS
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
@@ -32,22 +33,36 @@ BUILDERS = {
     "SGD": lambda parameters, section, implementation: SGD(
         parameters, lr=section.lr, weight_decay=section.weight_decay, **implementation
     ),
+    "Muon": lambda parameters, section, implementation: Muon(
+        parameters,
+        lr=section.lr,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        **implementation,
+    ),
 }
 
 
-def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOptimizer:
-    """Build one optimizer for all parameters of this rank. Each rank updates its own shards; no communication."""
+def build_optimizer(
+    section: Optimizer, parameters: dict[str, Tensor], compute_dtype: torch.dtype = torch.float32
+) -> TorchOptimizer:
+    """Build one optimizer for all parameters of this rank, by FQN. Each rank updates its own shards.
+
+    Only Muon communicates, and uses `compute_dtype`.
+    """
     if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
         betas = (section.beta1, section.beta2)
-        return AdamWBFloat16(parameters, section.lr, betas, section.eps, section.weight_decay, fused=True)
+        return AdamWBFloat16(parameters.values(), section.lr, betas, section.eps, section.weight_decay, fused=True)
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
     fused = section.implementation == "fused" and OPTIMIZERS[section.name].has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
     # One parameter group per mesh, because torch's kernels need all DTensors on one mesh. Experts have another mesh.
-    by_mesh: dict[object, list[Tensor]] = {}
-    for parameter in parameters:
-        by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    groups = [{"params": group} for group in by_mesh.values()]
+    by_mesh: dict[object, list[tuple[str, Tensor]]] = {}
+    for fqn, parameter in parameters.items():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        by_mesh.setdefault(mesh, []).append((fqn, parameter))
+    groups = [{"params": group, "compute_dtype": compute_dtype} for group in by_mesh.values()]
     return BUILDERS[section.name](groups, section, {"fused": fused, "foreach": foreach})
 
 
