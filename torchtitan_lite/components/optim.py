@@ -22,26 +22,18 @@ from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
 # optimizer.name, a row of config/choices.py -> builder of the optimizer for all parameters of this rank
 BUILDERS = {
-    "AdamW": lambda parameters, section, implementation: AdamW(
-        parameters,
-        lr=section.lr,
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        **implementation,
-    ),
+    "AdamW": lambda parameters, section, implementation: AdamW(parameters, **list_keys(section), **implementation),
+    "Muon": lambda parameters, section, implementation: Muon(parameters, **list_keys(section), **implementation),
     "SGD": lambda parameters, section, implementation: SGD(
         parameters, lr=section.lr, weight_decay=section.weight_decay, **implementation
     ),
-    "Muon": lambda parameters, section, implementation: Muon(
-        parameters,
-        lr=section.lr,
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        **implementation,
-    ),
 }
+
+
+def list_keys(section: Optimizer) -> dict[str, object]:
+    """Return the keys of AdamW."""
+    betas = (section.beta1, section.beta2)
+    return {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
 
 
 def build_optimizer(
@@ -52,8 +44,7 @@ def build_optimizer(
     Only Muon communicates, and uses `compute_dtype`.
     """
     if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
-        betas = (section.beta1, section.beta2)
-        return AdamWBFloat16(parameters.values(), section.lr, betas, section.eps, section.weight_decay, fused=True)
+        return AdamWBFloat16(parameters.values(), **list_keys(section), fused=True)
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
     fused = section.implementation == "fused" and OPTIMIZERS[section.name].has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused

@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 from math import ceil, log2, prod
 
-from torchtitan_lite.config.block import count_parameters
+from torchtitan_lite.config.block import count_all_layers, count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.machine import GIB, Machine
@@ -36,9 +36,11 @@ class MemoryBound:
         return f"{needed}; {ranks} {self.available_bytes / GIB:.1f} GiB"
 
 
-def count_moment_bytes(section: Optimizer) -> int:
-    """Return the bytes of optimizer state per parameter."""
-    return OPTIMIZERS[section.name].n_moments * (2 if section.moments_dtype == "bfloat16" else 4)
+def count_moment_bytes(section: Optimizer, *, of_matrices: bool = False) -> int:
+    """Return the bytes of optimizer state per parameter, or per parameter in a hidden matrix."""
+    row = OPTIMIZERS[section.name]
+    n_moments = row.n_moments_of_matrices if of_matrices and row.updates_matrices else row.n_moments
+    return n_moments * (2 if section.moments_dtype == "bfloat16" else 4)
 
 
 def bound_memory(
@@ -49,10 +51,11 @@ def bound_memory(
         return None
     on_gpu, world_size = machine.device_type == "cuda", prod(degrees.values())
     n_sharing = 1 if on_gpu else ceil(world_size / n_hosts)
-    n_parameters = count_parameters(model_args) * degrees["dp_replicate"] / world_size
-    is_on_host = on_gpu and config.training.enable_cpu_offload
-    bytes_each = 0 if is_on_host else 2 * MASTER_BYTES + count_moment_bytes(config.optimizer)
-    return MemoryBound(n_sharing * ceil(n_parameters * bytes_each), machine.memory_bytes_per_device, n_sharing)
+    n_matrices = count_all_layers(model_args, linear_only=True)
+    n_bytes = (count_parameters(model_args) - n_matrices) * (2 * MASTER_BYTES + count_moment_bytes(config.optimizer))
+    n_bytes += n_matrices * (2 * MASTER_BYTES + count_moment_bytes(config.optimizer, of_matrices=True))
+    n_bytes *= degrees["dp_replicate"] / world_size * (not (on_gpu and config.training.enable_cpu_offload))
+    return MemoryBound(n_sharing * ceil(n_bytes), machine.memory_bytes_per_device, n_sharing)
 
 
 def check_memory(

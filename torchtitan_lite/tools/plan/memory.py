@@ -177,6 +177,7 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
         sum(map(w.count_at_rest, stages.values())),
         sum(sum(w.parameters[stage]) for stage in stages.values()),
     )
+    in_matrices = sum(matrix.n_at_rest for matrix in w.list_matrices(stages.values()))
     block = max((sum(kind.parameters) for kind, *_ in layers), default=0)
     working = max((working for *_, working in layers), default=0.0)
     kept = sum(
@@ -224,7 +225,7 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     return Memory(
         parameters=at_rest * MASTER_BYTES,
         gradients=gradients,
-        optimizer=at_rest * w.moment_bytes,
+        optimizer=at_rest * w.moment_bytes - in_matrices * (w.moment_bytes - w.matrix_moment_bytes),
         gathered=whole + gathered,
         activations=kept,
         received=n_received * (w.receive_buffers or layout.n_microbatches) * w.hidden_bytes / layout.tp,

@@ -16,7 +16,7 @@ from math import prod
 from operator import mul
 from typing import NamedTuple
 
-from torchtitan_lite.config.block import BlockModule
+from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, BlockModule
 from torchtitan_lite.config.schedule import Action
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Workload
@@ -278,7 +278,21 @@ class StepTime:
         """
         w = self.workload
         most = self.max_over_ranks(list(map(w.count_at_rest, w.stages)))
-        return self.memory_time(most * MASTER_BYTES * (4 + 2 * w.moment_bytes // MASTER_BYTES))
+        of_matrices = max(self.matrices_time(w.layout.stages_of(rank)) for rank in range(w.layout.pp))
+        return self.memory_time(most * MASTER_BYTES * (4 + 2 * w.moment_bytes // MASTER_BYTES)) + of_matrices
+
+    def matrices_time(self, stages: list[int]) -> float:
+        """Return the seconds of Muon's rounds on one rank: Newton-Schulz, and all-to-alls that overlap with nothing."""
+        w, seconds, matmul = self.workload, 0.0, self.cluster.matmul_time
+        for each in w.deal_rounds(w.stages[index] for index in stages):
+            *batch, m, n = *each.sizes[:-2], *sorted(each.sizes[-2:])
+            products = sum(matmul(*sizes, w.compute_dtype) for sizes in ((m, m, n), (m, m, m), (m, n, m)))
+            seconds += prod(batch) * NEWTON_SCHULZ_STEPS * products
+            for dims, n_moved in each.moved.items():
+                n_ranks = max(2, prod(getattr(w.layout, dim) for dim in dims))
+                whole = n_moved / 2 * w.compute_bytes * n_ranks / (n_ranks - 1)  # on the way there, or back
+                seconds += 2 * self.collective_time(dims, whole) if dims else 0.0
+        return seconds
 
     @cached_property
     def lower_bound_s(self) -> float:

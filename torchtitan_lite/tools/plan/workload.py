@@ -9,16 +9,19 @@ V vocabulary, T = B*S/cp tokens of a microbatch on one rank, R = T/tp * top_k ro
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import ceil, prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from torchtitan_lite.config.block import BlockModule, list_block
+from torchtitan_lite.config.block import BlockModule, deal_matrices, find_expert_dim, list_block
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.memory_bound import MASTER_BYTES
 from torchtitan_lite.config.schedule import Stages
+
+FSDP = ("dp_shard", "cp")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,22 @@ class Stage:
     has_head: bool  # and the final norm
 
 
+class Matrix(NamedTuple):
+    """A matrix that Muon updates, or a batch of experts. Numbers of elements are those of the first rank."""
+
+    sizes: tuple[int, ...]  # (..., rows, columns) of the whole matrix
+    shards: tuple[str, ...]  # the mesh dims over which FSDP cuts matrices
+    n_in_block: int  # after the cut by tp
+    n_at_rest: int  # after the cut by FSDP
+
+
+class Round(NamedTuple):
+    """A round of Muon, on the first rank, which owns the first matrix."""
+
+    sizes: tuple[int, ...]  # of this matrix, which has the most work
+    moved: dict[tuple[str, ...], int]  # mesh dims -> elements that the rank sends in two all-to-alls, there and back
+
+
 @dataclass
 class LayerKind:
     """All dense layers of the model, or all MoE layers."""
@@ -39,6 +58,7 @@ class LayerKind:
     recompute: Counter  # mode -> number of layers of this kind in the model
     block: list[BlockModule]  # modules that have weights
     parameters: tuple[int, int]  # per layer and rank, before FSDP shards them: all except the MoE (norms whole), MoE
+    matrices: list[Matrix]  # of a layer
 
     def __post_init__(self):
         self.norms = [module for module in self.block if module.is_norm]
@@ -75,7 +95,9 @@ class Workload:
     float8_recipe: str = "tensorwise"  # selects the field "<recipe>_efficiency" of Cluster
     gathers_float8: bool = False  # FSDP all-gathers in float8
     attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"  # unfused: scores are written to memory
-    moment_bytes: int = 8  # optimizer state per parameter
+    moment_bytes: int = 8  # optimizer state per parameter ...
+    matrix_moment_bytes: int = 8  # ... and per parameter in a hidden matrix
+    updates_matrices: bool = False  # Muon
     shards_loss: bool = True
     loss_chunk_tokens: int = 0  # 0: all logits at once
     compiled: bool = False
@@ -116,17 +138,45 @@ class Workload:
         self.kinds = [self.describe_kind(modes, is_moe=is_moe) for is_moe, modes in kinds if modes]
 
     def describe_kind(self, recompute: Counter, *, is_moe: bool) -> LayerKind:
-        layout, block, dense, moes = self.layout, list_block(self.args, moe=is_moe), 0, 0
+        layout, block, dense, moes, matrices = self.layout, list_block(self.args, moe=is_moe), 0, 0, []
         for module in block:
             rows, rest = module.weight[0], prod(module.weight[1:])
             if module.split == "router":
                 moes += pad(rows, layout.efsdp) * rest
             elif module.split == "experts":
-                moes += rows // max(1, layout.ep) * rest
+                n_here = rows // max(1, layout.ep) * rest
+                moes += n_here
+                is_cut = find_expert_dim(self.args, layout.ep, layout.efsdp) != 0  # else each rank has whole experts
+                sizes = n_here // rest // (1 if is_cut else layout.efsdp), *module.weight[1:]
+                matrices.append(Matrix(sizes, ("efsdp",) * is_cut, prod(sizes), n_here // layout.efsdp))
             else:
                 rows = rows // layout.tp if module.split == "colwise" else rows
-                dense += pad(rows, self.n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
-        return LayerKind(is_moe, recompute, block, (dense, moes))
+                n_here = pad(rows, self.n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
+                dense += n_here
+                if not module.is_norm:
+                    whole = prod(module.weight)
+                    matrices.append(Matrix(module.weight, FSDP, whole // layout.tp, n_here // self.n_shards))
+        return LayerKind(is_moe, recompute, block, (dense, moes), matrices)
+
+    def list_matrices(self, stages: Iterable[Stage]) -> list[Matrix]:
+        """List the hidden matrices of these stages."""
+        return [m for stage in stages for kind in self.kinds for m in kind.matrices * kind.count(stage)]
+
+    def deal_rounds(self, stages: Iterable[Stage]) -> list[Round]:
+        """Return the rounds of Muon for the matrices of these stages, which are on one rank."""
+        rounds, layout, matrices = [], self.layout, self.list_matrices(stages) if self.updates_matrices else []
+        for dims in dict.fromkeys(matrix.shards for matrix in matrices):
+            alike, tp = [matrix for matrix in matrices if matrix.shards == dims], layout.tp if dims == FSDP else 1
+            n_owners = tp * prod(getattr(layout, dim) for dim in dims)
+            for indices in deal_matrices([matrix.sizes for matrix in alike], n_owners):
+                first, *others = dealt = [alike[index] for index in indices]
+                moved = {
+                    dims: sum(m.n_at_rest for m in dealt[tp:]) + sum(m.n_in_block - m.n_at_rest for m in dealt[:tp])
+                }
+                if tp > 1:
+                    moved["tp",] = sum(m.n_in_block for m in others[: tp - 1]) + prod(first.sizes) - first.n_in_block
+                rounds.append(Round(first.sizes, moved))
+        return rounds
 
     def groups_of(self, stage: Stage) -> list[int]:
         """Return the size of each FSDP group on one rank: embedding, layers without experts, head with final norm."""
