@@ -1,33 +1,27 @@
 """Muon: orthogonalize the momentum of every hidden matrix; AdamW for all other parameters (drawn for fsdp 2 x tp 2).
 
-Hidden matrices are the weights of attention and feed-forward, and each expert's three. Newton-Schulz needs the whole
-matrix, so in every round each rank of fsdp x tp owns one matrix, of about the same work (deal_matrices in block.py).
-A matrix whose owner is rank (1, 0):
+Hidden matrices are the weights of attention and feed-forward, and of each expert. Newton-Schulz needs a whole matrix.
+So in each round, every rank of fsdp x tp owns one matrix, all of about the same work. If rank (1, 0) owns a wo:
 
     rank (fsdp, tp)                 (0, 0)        (0, 1)        (1, 0)        (1, 1)
     momentum and Nesterov, fp32     its slice     its slice     its slice     its slice
-    all-to-all over fsdp            sends slice   sends slice   left half     right half      compute dtype
+    all-to-all over fsdp            sends slice   sends slice   left half     right half     in compute dtype
     all-to-all over tp                                          whole         sends half
     Newton-Schulz                                               whole
-    all-to-all over tp, over fsdp   its slice     its slice     its slice     its slice       the same way back
-    weight decay and update, fp32   its slice     its slice     its slice     its slice
+    two all-to-alls back            its slice     its slice     its slice     its slice
+    decay and update, fp32          its slice     its slice     its slice     its slice
 
-(Drawn for wo. tp splits the columns of wo and w2, and the rows of the others.) cp ranks belong to fsdp. Every replica
-of HSDP and every pipeline stage does this by itself. Experts are dealt over efsdp, in batches of the E/ep experts of a
-rank; if FSDP shards them by expert, each rank has whole matrices, and nothing travels.
+cp ranks belong to fsdp. HSDP replicas and pipeline stages do this on their own. The E/ep experts of a rank are a batch,
+dealt over efsdp; if FSDP shards them by expert, each rank has whole matrices, and nothing travels.
 
-    state       4 bytes per parameter of a hidden matrix (momentum), 8 per other parameter (AdamW)
-    traffic     per rank and step, P = bytes of its slices of hidden matrices in compute dtype (8B on 8 ranks: 1.6 GiB):
-                about 2P(n-1)/n over fsdp of n ranks, and 2P(t-1)/t over tp of t ranks
-    work        per m x n matrix, m <= n: 5 iterations of 4m^2n + 2m^3 FLOPs, once on its owner (8B: 0.66 PFLOP in all,
-                as much as 14,000 tokens)
-    memory      in a round, a few copies of the largest matrix; not counted by plan, because activations are freed
+    state      4 bytes per parameter of a hidden matrix (momentum), 8 per other parameter (two moments of AdamW)
+    traffic    2P(n-1)/n per rank over fsdp (n ranks) and 2P(t-1)/t over tp (t ranks), without overlap. P: bytes of its
+               slices in compute dtype, 1.6 GiB for 8B on 8 ranks
+    work       5 x (4m^2n + 2m^3) FLOPs per m x n matrix, m <= n, on its owner only: for 8B as much as 14,000 tokens
 
-Nothing overlaps: a round ends before the next begins. Newton-Schulz computes in training.mixed_precision_param: in
-bfloat16 it equals torch.optim.Muon, which knows no other dtype, and a float32 run keeps its promise of equal updates on
-every layout, which rounding to 8 bits would break. Updates are scaled to the RMS of AdamW's ("match_rms_adamw"), so
-learning rate and weight decay of AdamW carry over. beta1, beta2 and eps are for AdamW.
-
+Newton-Schulz computes in training.mixed_precision_param: in bfloat16 as torch.optim.Muon does, in float32 so that all
+layouts make equal updates, which bfloat16 would round differently. Updates have the RMS of AdamW's ("match_rms_adamw"),
+so its learning rate and weight decay carry over. beta1, beta2 and eps are for AdamW.
 Sources: Muon, kellerjordan.github.io/posts/muon; scaling: Moonlight arXiv:2502.16982.
 """
 
@@ -39,23 +33,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
-from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, deal_matrices, is_hidden_matrix
+from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, deal_matrices
 
-MOMENTUM, EPS, COEFFICIENTS = 0.95, 1e-7, (3.4445, -4.7750, 2.0315)  # as in torch.optim.Muon
-UPDATE_RMS = 0.2  # of AdamW's updates
+MOMENTUM, EPS, UPDATE_RMS = 0.95, 1e-7, 0.2  # as in torch.optim.Muon
+A, B, C = 3.4445, -4.7750, 2.0315  # coefficients of Newton-Schulz
 
 
 class Matrix(NamedTuple):
-    """A hidden parameter: a matrix, or one matrix of each of this rank's experts. The lists have an item per axis."""
+    """A hidden parameter: a matrix, or a batch of this rank's experts. An axis is a mesh dim that cuts matrices."""
 
     parameter: Tensor
-    owner: tuple[int, ...]  # rank of the owner on the axis
-    dims: list[int]  # the dim that the axis cuts, -2 or -1
-    shapes: list[tuple[int, ...]]  # before the axis cuts it; the last axis cuts the whole matrix
+    owner: tuple[int, ...]  # rank on each axis
+    dims: list[int]  # the dim that each axis cuts: -2 or -1
+    shapes: list[list[int]]  # before each axis cuts
 
 
 class Muon(AdamW):
@@ -67,13 +60,12 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        hidden = []
         for group, rounds in zip(self.param_groups, self.rounds, strict=True):
             for axes, matrices in rounds:
                 self.update(matrices, axes, group)
-                hidden += [(matrix.parameter, matrix.parameter.grad) for matrix in matrices]
+        hidden = [(m.parameter, m.parameter.grad) for rounds in self.rounds for _, matrices in rounds for m in matrices]
         for parameter, _ in hidden:
-            parameter.grad = None  # AdamW skips parameters without a gradient
+            parameter.grad = None  # so AdamW skips it
         super().step()
         for parameter, gradient in hidden:
             parameter.grad = gradient
@@ -82,8 +74,7 @@ class Muon(AdamW):
         """Update the matrices of a round. Collective over the axes."""
         parameters = [matrix.parameter for matrix in matrices]
         for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            self.state[parameter] = self.state[parameter] or {"momentum_buffer": torch.zeros_like(parameter)}
         weights = [local_tensor(parameter) for parameter in parameters]
         gradients = [local_tensor(parameter.grad) for parameter in parameters]
         momenta = [local_tensor(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
@@ -96,50 +87,40 @@ class Muon(AdamW):
 
 
 def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list[DeviceMesh], list[Matrix]]]:
-    """Return the rounds of a step: the axes, which are the mesh dims that cut matrices, and a matrix for each owner."""
-    by_cuts: dict[tuple[int, ...], list[Tensor]] = {}
+    """Return the rounds of a step for parameters on one mesh: the axes, and a matrix for each owner."""
+    by_axes: dict[tuple[int, ...], list[Tensor]] = {}
     for name, parameter in zip(names, parameters, strict=True):
-        if is_hidden_matrix(name, parameter.dim()):
-            by_cuts.setdefault(find_cuts(parameter), []).append(parameter)
+        if name.startswith("layers.") and parameter.dim() > 1 and "router" not in name:
+            placed = enumerate(getattr(parameter, "placements", ()))  # a mesh dim may leave each expert's matrix whole
+            cuts = [at for at, each in placed if not each.is_replicate() and each.dim >= parameter.dim() - 2]
+            by_axes.setdefault(tuple(at for at in cuts if parameter.device_mesh.size(at) > 1), []).append(parameter)
     rounds = []
-    for cuts, hidden in by_cuts.items():
-        axes = [hidden[0].device_mesh[hidden[0].device_mesh.mesh_dim_names[at]] for at in cuts]
+    for mesh_dims, hidden in by_axes.items():
+        axes = [hidden[0].device_mesh[hidden[0].device_mesh.mesh_dim_names[at]] for at in mesh_dims]
         owners = list(product(*(range(axis.size()) for axis in axes)))
         shapes = [(*local_tensor(each).shape[:-2], *each.shape[-2:]) for each in hidden]
         for indices in deal_matrices(shapes, len(owners)):
             dealt = zip(indices, owners, strict=False)  # the last round may have fewer matrices than ranks
-            rounds.append((axes, [describe(hidden[at], owner, cuts, axes, [*shapes[at]]) for at, owner in dealt]))
+            rounds.append((axes, [describe(hidden[at], shapes[at], owner, mesh_dims, axes) for at, owner in dealt]))
     return rounds
 
 
-def find_cuts(parameter: Tensor) -> tuple[int, ...]:
-    """Return the mesh dims that cut a matrix. A mesh dim that shards the experts leaves each matrix whole."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    placed = enumerate(zip(parameter.device_mesh.shape, parameter.placements, strict=True))
-    return tuple(at for at, (n, p) in placed if n > 1 and not p.is_replicate() and p.dim >= parameter.dim() - 2)
-
-
-def describe(parameter: Tensor, owner: tuple, cuts: tuple[int, ...], axes: list[DeviceMesh], shape: list) -> Matrix:
-    """Return the matrix with its shapes, from whole to slice: tp, the last axis, cuts first."""
-    dims, shapes = [parameter.placements[at].dim - parameter.dim() for at in cuts], []
+def describe(parameter: Tensor, whole: tuple, owner: tuple, mesh_dims: tuple, axes: list[DeviceMesh]) -> Matrix:
+    """Return a matrix of the shape `whole`, with its shapes on this rank. The last axis, tp, cuts first."""
+    dims, shapes = [parameter.placements[at].dim - parameter.dim() for at in mesh_dims], [[*whole]]
     for dim, axis in reversed([*zip(dims, axes, strict=True)]):
-        shapes.insert(0, tuple(shape))
-        shape[dim] = list_sizes(shape[dim], axis.size())[axis.get_local_rank()]
-    return Matrix(parameter, owner, dims, shapes)
-
-
-def list_sizes(length: int, n: int) -> list[int]:
-    """Return the sizes of n slices as torch.chunk makes them: the last ones can be smaller, or empty."""
-    size = -(-length // n)
-    return [max(0, min(size, length - rank * size)) for rank in range(n)]
+        length, shape = shapes[0][dim], [*shapes[0]]
+        size = -(-length // axis.size())  # as torch.chunk: the last slices can be smaller, or empty
+        shape[dim] = max(0, min(size, length - axis.get_local_rank() * size))
+        shapes.insert(0, shape)
+    return Matrix(parameter, owner, dims, shapes[1:])
 
 
 def orthogonalize(slices: list, matrices: list[Matrix], axes: list[DeviceMesh], empty: Tensor, at: int = 0) -> None:
-    """Orthogonalize matrices of which this rank has `slices`, in place. Collective.
+    """Replace this rank's slices of matrices by its slices of the orthogonalized matrices. Collective.
 
-    Axis `at` joins slices on the ranks of their owners, and cuts the results again. The next axes are in between; after
-    the last one, slices are whole matrices. `empty` has the dtype and the device of all slices.
+    Axis `at` joins slices on the owners' ranks for the next axis, and cuts its results again. `empty` has the dtype and
+    the device of all slices.
     """
     if at == len(axes):
         for whole in slices:
@@ -148,9 +129,8 @@ def orthogonalize(slices: list, matrices: list[Matrix], axes: list[DeviceMesh], 
     ranks, group = range(axes[at].size()), axes[at].get_group()
     own = [matrix for matrix in matrices if matrix.owner[at] == axes[at].get_local_rank()]
     joined = [empty.new_empty(matrix.shapes[at]) for matrix in own]
-    sizes = [list_sizes(matrix.shapes[at][matrix.dims[at]], len(ranks)) for matrix in own]
-    views = [whole.split(each, matrix.dims[at]) for whole, each, matrix in zip(joined, sizes, own, strict=True)]
-    by_rank = [[each[rank] for each in views] for rank in ranks]
+    cut = [whole.chunk(len(ranks), matrix.dims[at]) for whole, matrix in zip(joined, own, strict=True)]
+    by_rank = [[chunks[rank] for chunks in cut if rank < len(chunks)] for rank in ranks]
     by_owner = [[s for s, matrix in zip(slices, matrices, strict=True) if matrix.owner[at] == rank] for rank in ranks]
     exchange(by_owner, by_rank, group, empty)
     orthogonalize(joined, own, axes, empty, at + 1)
@@ -169,13 +149,12 @@ def exchange(sent: list[list[Tensor]], received: list[list[Tensor]], group: dist
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """Return (..., rows, columns) with all singular values moved close to 1 (0.7 to 1.2)."""
+    """Return (..., rows, columns) with all singular values moved to about 1. The smallest grow 3.4445^5 = 485 times."""
+    if matrix.shape[-2] > matrix.shape[-1]:
+        return newton_schulz(matrix.mT).mT
     x = matrix.reshape(-1, *matrix.shape[-2:])
-    is_tall = x.shape[1] > x.shape[2]
-    x = x.mT if is_tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
-    a, b, c = COEFFICIENTS
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if is_tall else x).reshape(matrix.shape)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x.reshape(matrix.shape)

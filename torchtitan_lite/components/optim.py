@@ -36,13 +36,8 @@ def list_keys(section: Optimizer) -> dict[str, object]:
     return {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
 
 
-def build_optimizer(
-    section: Optimizer, parameters: dict[str, Tensor], compute_dtype: torch.dtype = torch.float32
-) -> TorchOptimizer:
-    """Build one optimizer for all parameters of this rank, by FQN. Each rank updates its own shards.
-
-    Only Muon communicates, and uses `compute_dtype`.
-    """
+def build_optimizer(section: Optimizer, parameters: dict[str, Tensor], dtype: str = "float32") -> TorchOptimizer:
+    """Build one optimizer for all parameters (by FQN). Only Muon communicates, and uses the compute dtype `dtype`."""
     if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
         return AdamWBFloat16(parameters.values(), **list_keys(section), fused=True)
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
@@ -51,9 +46,8 @@ def build_optimizer(
     # One parameter group per mesh, because torch's kernels need all DTensors on one mesh. Experts have another mesh.
     by_mesh: dict[object, list[tuple[str, Tensor]]] = {}
     for fqn, parameter in parameters.items():
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        by_mesh.setdefault(mesh, []).append((fqn, parameter))
-    groups = [{"params": group, "compute_dtype": compute_dtype} for group in by_mesh.values()]
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append((fqn, parameter))
+    groups = [{"params": group, "compute_dtype": getattr(torch, dtype)} for group in by_mesh.values()]
     return BUILDERS[section.name](groups, section, {"fused": fused, "foreach": foreach})
 
 

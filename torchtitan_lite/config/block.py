@@ -150,29 +150,15 @@ def count_flops_per_token(model_args: ModelArgs, seq_len: int) -> FlopsPerToken:
     return FlopsPerToken(full=6 * matmul_weights + attention, causal=6 * matmul_weights + attention // 2)
 
 
-# ---------------------------------------------------------------- Muon
-
-NEWTON_SCHULZ_STEPS = 5
-
-
-def is_hidden_matrix(fqn: str, n_dims: int) -> bool:
-    """Whether Muon updates a parameter: a weight of attention or feed-forward, or the experts, but no router."""
-    return fqn.startswith("layers.") and n_dims > 1 and "router" not in fqn
-
-
-def count_newton_schulz_flops(sizes: tuple[int, ...]) -> int:
-    """Count the FLOPs for matrices of these sizes, (..., rows, columns): X X^T, its square, and their sum times X."""
-    *batch, m, n = *sizes[:-2], *sorted(sizes[-2:])
-    return prod(batch) * NEWTON_SCHULZ_STEPS * (4 * m * m * n + 2 * m**3)
+NEWTON_SCHULZ_STEPS = 5  # of Muon
 
 
 def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]:
-    """Deal matrices, or batches of them, to ranks: in each round, rank i owns the i-th of these indices.
-
-    Most work first, so the matrices of a round are alike, and a rank has at most one matrix more than another.
-    """
-    by_work = sorted(range(len(sizes)), key=lambda index: -count_newton_schulz_flops(sizes[index]))
-    return [by_work[first : first + n_ranks] for first in range(0, len(sizes), n_ranks)]
+    """Return Muon's rounds: in each, rank i owns the matrix, or the batch, with the i-th index. Most work first."""
+    ordered = [(*each[:-2], *sorted(each[-2:])) for each in sizes]
+    flops = [prod(batch) * (4 * m * m * n + 2 * m**3) for *batch, m, n in ordered]  # of a step of Newton-Schulz
+    order = sorted(range(len(sizes)), key=lambda index: -flops[index])
+    return [order[first : first + n_ranks] for first in range(0, len(sizes), n_ranks)]
 
 
 # ---------------------------------------------------------------- float8

@@ -36,11 +36,9 @@ class MemoryBound:
         return f"{needed}; {ranks} {self.available_bytes / GIB:.1f} GiB"
 
 
-def count_moment_bytes(section: Optimizer, *, of_matrices: bool = False) -> int:
-    """Return the bytes of optimizer state per parameter, or per parameter in a hidden matrix."""
-    row = OPTIMIZERS[section.name]
-    n_moments = row.n_moments_of_matrices if of_matrices and row.updates_matrices else row.n_moments
-    return n_moments * (2 if section.moments_dtype == "bfloat16" else 4)
+def count_moment_bytes(section: Optimizer) -> int:
+    """Return the bytes of optimizer state per parameter."""
+    return OPTIMIZERS[section.name].n_moments * (2 if section.moments_dtype == "bfloat16" else 4)
 
 
 def bound_memory(
@@ -51,11 +49,13 @@ def bound_memory(
         return None
     on_gpu, world_size = machine.device_type == "cuda", prod(degrees.values())
     n_sharing = 1 if on_gpu else ceil(world_size / n_hosts)
-    n_matrices = count_all_layers(model_args, linear_only=True)
-    n_bytes = (count_parameters(model_args) - n_matrices) * (2 * MASTER_BYTES + count_moment_bytes(config.optimizer))
-    n_bytes += n_matrices * (2 * MASTER_BYTES + count_moment_bytes(config.optimizer, of_matrices=True))
-    n_bytes *= degrees["dp_replicate"] / world_size * (not (on_gpu and config.training.enable_cpu_offload))
-    return MemoryBound(n_sharing * ceil(n_bytes), machine.memory_bytes_per_device, n_sharing)
+    is_on_host = on_gpu and config.training.enable_cpu_offload
+    bytes_each = 0 if is_on_host else 2 * MASTER_BYTES + count_moment_bytes(config.optimizer)
+    state_bytes = count_parameters(model_args) * bytes_each
+    if OPTIMIZERS[config.optimizer.name].updates_matrices:
+        state_bytes -= count_all_layers(model_args, linear_only=True) * MASTER_BYTES
+    state_bytes = n_sharing * ceil(state_bytes * degrees["dp_replicate"] / world_size)
+    return MemoryBound(state_bytes, machine.memory_bytes_per_device, n_sharing)
 
 
 def check_memory(

@@ -48,7 +48,6 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         gathers_float8=config.model.uses_float8 and float8.enable_fsdp_float8_all_gather,
         attention="triton" if config.model.attention == "document" else "cudnn",
         moment_bytes=count_moment_bytes(config.optimizer),
-        matrix_moment_bytes=count_moment_bytes(config.optimizer, of_matrices=True),
         updates_matrices=OPTIMIZERS[config.optimizer.name].updates_matrices,
         shards_loss=not config.parallelism.disable_loss_parallel,
         loss_chunk_tokens=choose_chunk_tokens(config.training, "cuda"),

@@ -278,20 +278,17 @@ class StepTime:
         """
         w = self.workload
         most = self.max_over_ranks(list(map(w.count_at_rest, w.stages)))
-        of_matrices = max(self.matrices_time(w.layout.stages_of(rank)) for rank in range(w.layout.pp))
-        return self.memory_time(most * MASTER_BYTES * (4 + 2 * w.moment_bytes // MASTER_BYTES)) + of_matrices
+        of_matrices = max(map(self.matrices_time, range(w.layout.pp)))
+        return of_matrices + self.memory_time(most * MASTER_BYTES * (4 + 2 * w.moment_bytes // MASTER_BYTES))
 
-    def matrices_time(self, stages: list[int]) -> float:
-        """Return the seconds of Muon's rounds on one rank: Newton-Schulz, and all-to-alls that overlap with nothing."""
-        w, seconds, matmul = self.workload, 0.0, self.cluster.matmul_time
-        for each in w.deal_rounds(w.stages[index] for index in stages):
-            *batch, m, n = *each.sizes[:-2], *sorted(each.sizes[-2:])
-            products = sum(matmul(*sizes, w.compute_dtype) for sizes in ((m, m, n), (m, m, m), (m, n, m)))
-            seconds += prod(batch) * NEWTON_SCHULZ_STEPS * products
-            for dims, n_moved in each.moved.items():
-                n_ranks = max(2, prod(getattr(w.layout, dim) for dim in dims))
-                whole = n_moved / 2 * w.compute_bytes * n_ranks / (n_ranks - 1)  # on the way there, or back
-                seconds += 2 * self.collective_time(dims, whole) if dims else 0.0
+    def matrices_time(self, pp_rank: int) -> float:
+        """Return the seconds of Muon's rounds: Newton-Schulz of the largest matrix, and all-to-alls. No overlap."""
+        seconds, dtype, width = 0.0, self.workload.compute_dtype, self.workload.compute_bytes
+        for sizes, elements in self.workload.deal_rounds(pp_rank):
+            *batch, m, n = *sizes[:-2], *sorted(sizes[-2:])
+            products = (m, m, n), (m, m, m), (m, n, m)
+            seconds += NEWTON_SCHULZ_STEPS * prod(batch) * sum(self.cluster.matmul_time(*s, dtype) for s in products)
+            seconds += sum(2 * self.collective_time(dims, n * width) for dims, n in elements.items())
         return seconds
 
     @cached_property

@@ -8,6 +8,7 @@
     cp                keys and values, and their gradients              2 or 3 per layer and microbatch
     dp_shard x cp     parameters (compute dtype), gradients (fp32)      by ZeRO stage: once per microbatch or step
     dp_replicate      the local shard of the gradients                  once per step
+    dp_shard x cp, tp slices of the matrices that Muon updates          2 per round (components/muon.py)
     pp                hidden states (B, S/cp/tp, D), their gradients    once per microbatch and stage boundary
 
 With P bytes in the whole tensor and n ranks, an all-gather, reduce-scatter or all-to-all moves P(n-1)/n, an all-reduce
@@ -55,8 +56,7 @@ def fraction_moved(operation: str, n_ranks: int, rank: int = 0, splits: Sequence
 def estimate_traffic(workload: Workload, pp_rank: int, order: Order) -> dict[tuple[str, str], Moved]:
     """Return (axis, operation) -> the calls and bytes of one rank of `pp_rank` in one step."""
     traffic = Traffic(workload)
-    stages = workload.layout.stages_of(pp_rank)
-    for index in stages:
+    for index in workload.layout.stages_of(pp_rank):
         stage = workload.stages[index]
         traffic.add_ends(stage)
         for kind in workload.kinds:
@@ -65,9 +65,9 @@ def estimate_traffic(workload: Workload, pp_rank: int, order: Order) -> dict[tup
             traffic.add_expert_parallel(kind, kind.count(stage) * kind.is_moe)
         traffic.add_sharding(stage, [action.kind for action in order[pp_rank] if action.stage == index])
         traffic.add_sends(index)
-    for each in workload.deal_rounds(workload.stages[index] for index in stages):
-        for dims, n_moved in each.moved.items():
-            traffic.add(dims, "all-to-all", 2, moved_bytes=n_moved * workload.compute_bytes)
+    for _, elements in workload.deal_rounds(pp_rank):
+        for dims, n_elements in elements.items():
+            traffic.add(dims, "all-to-all", 2, n_elements * workload.compute_bytes)
     # Once per step: token count (int64), loss (fp32), squared gradient norm and two signals (float64).
     traffic.add(("dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 8)
     traffic.add(("pp", "dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 4)
@@ -87,18 +87,12 @@ class Traffic:
         sums_each = workload.n_reductions == workload.layout.n_microbatches
         self.reduced_bytes = workload.compute_bytes if sums_each else MASTER_BYTES
 
-    def add(
-        self, dims: tuple[str, ...], operation: str, n_calls: float, whole_bytes: float = 0, moved_bytes: float = 0
-    ) -> None:
-        """Add `n_calls` on a tensor of `whole_bytes` over the mesh dims `dims`. A group of one rank makes no calls.
-
-        `moved_bytes`: the bytes that the rank moves in all calls, if they do not follow from `whole_bytes`.
-        """
+    def add(self, dims: tuple[str, ...], operation: str, n_calls: float, whole_bytes: float) -> None:
+        """Add `n_calls` on a tensor of `whole_bytes` over the mesh dims `dims`. A group of one rank makes no calls."""
         used = [dim for dim in dims if getattr(self.layout, dim) > 1]
         if used and n_calls:
             fraction = fraction_moved(operation, prod(getattr(self.layout, dim) for dim in used))
-            n_bytes = n_calls * whole_bytes * fraction + moved_bytes
-            self.calls.append(((" x ".join(used), operation), n_calls, n_bytes))
+            self.calls.append(((" x ".join(used), operation), n_calls, n_calls * whole_bytes * fraction))
 
     def add_ends(self, stage: Stage) -> None:
         """Add the calls over tp of the embedding, the final norm, the head and the loss."""

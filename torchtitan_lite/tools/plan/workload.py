@@ -9,7 +9,6 @@ V vocabulary, T = B*S/cp tokens of a microbatch on one rank, R = T/tp * top_k ro
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import ceil, prod
@@ -20,8 +19,6 @@ from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.memory_bound import MASTER_BYTES
 from torchtitan_lite.config.schedule import Stages
-
-FSDP = ("dp_shard", "cp")
 
 
 @dataclass(frozen=True)
@@ -35,19 +32,12 @@ class Stage:
 
 
 class Matrix(NamedTuple):
-    """A matrix that Muon updates, or a batch of experts. Numbers of elements are those of the first rank."""
+    """A matrix that Muon updates, or a batch of experts."""
 
-    sizes: tuple[int, ...]  # (..., rows, columns) of the whole matrix
-    shards: tuple[str, ...]  # the mesh dims over which FSDP cuts matrices
-    n_in_block: int  # after the cut by tp
-    n_at_rest: int  # after the cut by FSDP
-
-
-class Round(NamedTuple):
-    """A round of Muon, on the first rank, which owns the first matrix."""
-
-    sizes: tuple[int, ...]  # of this matrix, which has the most work
-    moved: dict[tuple[str, ...], int]  # mesh dims -> elements that the rank sends in two all-to-alls, there and back
+    sizes: tuple[int, ...]  # (..., rows, columns)
+    tp: int  # number of ranks among which tp cuts it; 1 for experts
+    shards: tuple[str, ...]  # mesh dims over which FSDP cuts it
+    n_at_rest: int  # elements on rank 0
 
 
 @dataclass
@@ -95,9 +85,8 @@ class Workload:
     float8_recipe: str = "tensorwise"  # selects the field "<recipe>_efficiency" of Cluster
     gathers_float8: bool = False  # FSDP all-gathers in float8
     attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"  # unfused: scores are written to memory
-    moment_bytes: int = 8  # optimizer state per parameter ...
-    matrix_moment_bytes: int = 8  # ... and per parameter in a hidden matrix
-    updates_matrices: bool = False  # Muon
+    moment_bytes: int = 8  # optimizer state per parameter
+    updates_matrices: bool = False  # by Muon, which keeps MASTER_BYTES less for them
     shards_loss: bool = True
     loss_chunk_tokens: int = 0  # 0: all logits at once
     compiled: bool = False
@@ -144,38 +133,38 @@ class Workload:
             if module.split == "router":
                 moes += pad(rows, layout.efsdp) * rest
             elif module.split == "experts":
-                n_here = rows // max(1, layout.ep) * rest
-                moes += n_here
-                is_cut = find_expert_dim(self.args, layout.ep, layout.efsdp) != 0  # else each rank has whole experts
-                sizes = n_here // rest // (1 if is_cut else layout.efsdp), *module.weight[1:]
-                matrices.append(Matrix(sizes, ("efsdp",) * is_cut, prod(sizes), n_here // layout.efsdp))
+                n_here = rows // max(1, layout.ep)
+                moes += n_here * rest
+                is_cut = find_expert_dim(self.args, layout.ep, layout.efsdp) != 0  # otherwise FSDP shards by expert
+                sizes = n_here // (1 if is_cut else layout.efsdp), *module.weight[1:]
+                matrices.append(Matrix(sizes, 1, ("efsdp",) * is_cut, n_here * rest // layout.efsdp))
             else:
                 rows = rows // layout.tp if module.split == "colwise" else rows
                 n_here = pad(rows, self.n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
                 dense += n_here
-                if not module.is_norm:
-                    whole = prod(module.weight)
-                    matrices.append(Matrix(module.weight, FSDP, whole // layout.tp, n_here // self.n_shards))
+                matrix = Matrix(module.weight, layout.tp, ("dp_shard", "cp"), n_here // self.n_shards)
+                matrices += [matrix] * (not module.is_norm)
         return LayerKind(is_moe, recompute, block, (dense, moes), matrices)
 
-    def list_matrices(self, stages: Iterable[Stage]) -> list[Matrix]:
-        """List the hidden matrices of these stages."""
-        return [m for stage in stages for kind in self.kinds for m in kind.matrices * kind.count(stage)]
+    def list_matrices(self, pp_rank: int) -> list[Matrix]:
+        """List the matrices of a pp rank that Muon updates."""
+        stages = [self.stages[index] for index in self.layout.stages_of(pp_rank) if self.updates_matrices]
+        return [matrix for stage in stages for kind in self.kinds for matrix in kind.matrices * kind.count(stage)]
 
-    def deal_rounds(self, stages: Iterable[Stage]) -> list[Round]:
-        """Return the rounds of Muon for the matrices of these stages, which are on one rank."""
-        rounds, layout, matrices = [], self.layout, self.list_matrices(stages) if self.updates_matrices else []
-        for dims in dict.fromkeys(matrix.shards for matrix in matrices):
-            alike, tp = [matrix for matrix in matrices if matrix.shards == dims], layout.tp if dims == FSDP else 1
-            n_owners = tp * prod(getattr(layout, dim) for dim in dims)
-            for indices in deal_matrices([matrix.sizes for matrix in alike], n_owners):
-                first, *others = dealt = [alike[index] for index in indices]
-                moved = {
-                    dims: sum(m.n_at_rest for m in dealt[tp:]) + sum(m.n_in_block - m.n_at_rest for m in dealt[:tp])
-                }
-                if tp > 1:
-                    moved["tp",] = sum(m.n_in_block for m in others[: tp - 1]) + prod(first.sizes) - first.n_in_block
-                rounds.append(Round(first.sizes, moved))
+    def deal_rounds(self, pp_rank: int) -> list[tuple[tuple[int, ...], dict[tuple[str, ...], float]]]:
+        """Return the rounds of Muon: sizes of the largest matrix, mesh dims -> elements in an all-to-all of rank 0."""
+        rounds, matrices = [], self.list_matrices(pp_rank)
+        for tp, dims in dict.fromkeys((matrix.tp, matrix.shards) for matrix in matrices):
+            alike, n = [m for m in matrices if m.shards == dims], prod(getattr(self.layout, dim) for dim in dims)
+            for indices in deal_matrices([matrix.sizes for matrix in alike], n * tp):
+                blocks, slices = zip(*((prod(alike[i].sizes) // tp, alike[i].n_at_rest) for i in indices), strict=True)
+                # The owners of the first tp matrices are rank 0 and its tp peers. Rank 0 owns the first.
+                over_fsdp = sum(slices[tp:]) + sum(blocks[:tp]) - sum(slices[:tp])
+                over_tp = sum(blocks[1:tp]) + blocks[0] * (tp - 1)
+                moved = (dims, n, over_fsdp), (("tp",), tp, over_tp)
+                # Slices go to their owners and come back: on average, an all-to-all with equal parts of this size.
+                elements = {dims: n_moved / 2 * n / (n - 1) for dims, n, n_moved in moved if n > 1}
+                rounds.append((alike[indices[0]].sizes, elements))
         return rounds
 
     def groups_of(self, stage: Stage) -> list[int]:
