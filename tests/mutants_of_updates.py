@@ -42,9 +42,9 @@ def one_rank_clips_only_very_large_gradients(update_weights, optimizer, grad_nor
 
 
 @mutant(SHARDED, "state exp_avg_sq", "output.weight", at=(build, "build_optimizer"), dims=("dp_shard",))
-def another_beta_on_one_rank(build, section, parameters):
+def another_beta_on_one_rank(build, section, *args):
     """One host reads an older config."""
-    return build(replace(section, beta2=0.9975) if dist.get_rank() == 1 else section, parameters)
+    return build(replace(section, beta2=0.9975) if dist.get_rank() == 1 else section, *args)
 
 
 @mutant(Row(2, {PP: 2, **RATES}), "schedule", "lr_scheduler", at=(build, "build_lr_scheduler"), dims=("pp",))

@@ -68,7 +68,7 @@ def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, ca
     build = optim.build_optimizer
     monkeypatch.setattr(
         "torchtitan_lite.build.build_optimizer",
-        lambda section, parameters: build(replace(section, lr=section.lr * 1.1), parameters),
+        lambda section, *args: build(replace(section, lr=section.lr * 1.1), *args),
     )
     assert step.main(Namespace(json=True, rounds=1, steps=1), TINY_CONFIG) == 1
     assert capsys.readouterr().out == ""

@@ -149,7 +149,7 @@ def test_an_update_clips_as_torch_does(section, compiled, norm):
     gradient = torch.randn(3, 1024, generator=torch.Generator().manual_seed(1))
     gradient *= norm / gradient.norm()
     weights = [torch.zeros_like(gradient, requires_grad=True) for _ in range(2)]
-    optimizers = [build_optimizer(section, [weight]) for weight in weights]
+    optimizers = [build_optimizer(section, {"weight": weight}) for weight in weights]
     if compiled:
         optimizers[0].compile("aot_eager")
     for factor in (1, 0.1):
@@ -178,7 +178,7 @@ def test_moments_in_bfloat16_are_adamw_with_rounded_moments_on_every_shard(pool,
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_gradient_norm_that_is_not_finite_leaves_bfloat16_moments_and_weights_as_they_are(compiled):
     parameter = torch.zeros(10, requires_grad=True)
-    optimizer = build_optimizer(BFLOAT16, [parameter])
+    optimizer = build_optimizer(BFLOAT16, {"weight": parameter})
     if compiled:
         optimizer.compile("aot_eager")
     parameter.grad = torch.ones(10)

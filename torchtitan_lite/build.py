@@ -118,7 +118,7 @@ def start_run(
     materialize(parts, config, device, init_parameter)
     float8_weights = gather_in_float8(parts, config.quantize.linear.float8, config.compile)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
-    optimizer = build_optimizer(config.optimizer, parameters.values())
+    optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
     if config.compile.enable and isinstance(optimizer, AdamWBFloat16):  # torch's own kernels need no compiler
         optimizer.compile(config.compile.backend)
     schedule = None

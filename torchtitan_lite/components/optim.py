@@ -16,38 +16,38 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16, local_tensor
+from torchtitan_lite.components.muon import Muon
 from torchtitan_lite.config.choices import DECAYS, OPTIMIZERS
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
 # optimizer.name, a row of config/choices.py -> builder of the optimizer for all parameters of this rank
 BUILDERS = {
-    "AdamW": lambda parameters, section, implementation: AdamW(
-        parameters,
-        lr=section.lr,
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        **implementation,
-    ),
+    "AdamW": lambda parameters, section, implementation: AdamW(parameters, **list_keys(section), **implementation),
+    "Muon": lambda parameters, section, implementation: Muon(parameters, **list_keys(section), **implementation),
     "SGD": lambda parameters, section, implementation: SGD(
         parameters, lr=section.lr, weight_decay=section.weight_decay, **implementation
     ),
 }
 
 
-def build_optimizer(section: Optimizer, parameters: Iterable[Tensor]) -> TorchOptimizer:
-    """Build one optimizer for all parameters of this rank. Each rank updates its own shards; no communication."""
+def list_keys(section: Optimizer) -> dict[str, object]:
+    """Return the keys of AdamW."""
+    betas = (section.beta1, section.beta2)
+    return {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
+
+
+def build_optimizer(section: Optimizer, parameters: dict[str, Tensor], dtype: str = "float32") -> TorchOptimizer:
+    """Build one optimizer for all parameters (by FQN). Only Muon communicates, and uses the compute dtype `dtype`."""
     if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
-        betas = (section.beta1, section.beta2)
-        return AdamWBFloat16(parameters, section.lr, betas, section.eps, section.weight_decay, fused=True)
+        return AdamWBFloat16(parameters.values(), **list_keys(section), fused=True)
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
     fused = section.implementation == "fused" and OPTIMIZERS[section.name].has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
     # One parameter group per mesh, because torch's kernels need all DTensors on one mesh. Experts have another mesh.
-    by_mesh: dict[object, list[Tensor]] = {}
-    for parameter in parameters:
-        by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    groups = [{"params": group} for group in by_mesh.values()]
+    by_mesh: dict[object, list[tuple[str, Tensor]]] = {}
+    for fqn, parameter in parameters.items():
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append((fqn, parameter))
+    groups = [{"params": group, "compute_dtype": getattr(torch, dtype)} for group in by_mesh.values()]
     return BUILDERS[section.name](groups, section, {"fused": fused, "foreach": foreach})
 
 

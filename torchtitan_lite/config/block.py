@@ -150,6 +150,17 @@ def count_flops_per_token(model_args: ModelArgs, seq_len: int) -> FlopsPerToken:
     return FlopsPerToken(full=6 * matmul_weights + attention, causal=6 * matmul_weights + attention // 2)
 
 
+NEWTON_SCHULZ_STEPS = 5  # of Muon
+
+
+def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]:
+    """Return Muon's rounds: in each, rank i owns the matrix, or the batch, with the i-th index. Most work first."""
+    ordered = [(*each[:-2], *sorted(each[-2:])) for each in sizes]
+    flops = [prod(batch) * (4 * m * m * n + 2 * m**3) for *batch, m, n in ordered]  # of a step of Newton-Schulz
+    order = sorted(range(len(sizes)), key=lambda index: -flops[index])
+    return [order[first : first + n_ranks] for first in range(0, len(sizes), n_ranks)]
+
+
 # ---------------------------------------------------------------- float8
 
 FLOAT8_BLOCK = 16  # float8 matmuls need every dim to be a multiple of this

@@ -178,6 +178,9 @@ def check_run(config: Config) -> list[Problem]:
         elif optimizer.beta2 > 0.99:
             why = f"with optimizer.beta2 = {optimizer.beta2}, bfloat16 rounds away the decay of the second moment"
             problems.refuse("optimizer.moments_dtype", why, "Use a beta2 of at most 0.99, or moments in float32")
+    if OPTIMIZERS[optimizer.name].updates_matrices and config.training.enable_cpu_offload:
+        why = f"{optimizer.name} would multiply whole matrices on the host, which takes minutes"
+        problems.refuse("training.enable_cpu_offload", why, "Leave this key out, or use AdamW")
     option = recompute.selective_ac_option
     if option != "op" and not (option.isdecimal() and int(option)):
         remedy = 'Use "op", or a number n to recompute every n-th layer, such as "2"'

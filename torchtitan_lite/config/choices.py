@@ -22,11 +22,13 @@ class OptimizerRow:
     n_moments: int  # fp32 values per parameter
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
     has_bfloat16_moments: bool = False  # optimizer.moments_dtype may be bfloat16
+    updates_matrices: bool = False  # hidden matrices as a whole, with one moment less
 
 
 OPTIMIZERS = {
     "AdamW": OptimizerRow(n_moments=2, has_fused_kernel=True, has_bfloat16_moments=True),
     "SGD": OptimizerRow(n_moments=0),  # without momentum
+    "Muon": OptimizerRow(n_moments=2, updates_matrices=True),  # and AdamW for all other parameters
 }
 
 

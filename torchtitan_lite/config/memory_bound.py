@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 from math import ceil, log2, prod
 
-from torchtitan_lite.config.block import count_parameters
+from torchtitan_lite.config.block import count_all_layers, count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.machine import GIB, Machine
@@ -49,10 +49,13 @@ def bound_memory(
         return None
     on_gpu, world_size = machine.device_type == "cuda", prod(degrees.values())
     n_sharing = 1 if on_gpu else ceil(world_size / n_hosts)
-    n_parameters = count_parameters(model_args) * degrees["dp_replicate"] / world_size
     is_on_host = on_gpu and config.training.enable_cpu_offload
     bytes_each = 0 if is_on_host else 2 * MASTER_BYTES + count_moment_bytes(config.optimizer)
-    return MemoryBound(n_sharing * ceil(n_parameters * bytes_each), machine.memory_bytes_per_device, n_sharing)
+    state_bytes = count_parameters(model_args) * bytes_each
+    if OPTIMIZERS[config.optimizer.name].updates_matrices:
+        state_bytes -= count_all_layers(model_args, linear_only=True) * MASTER_BYTES
+    state_bytes = n_sharing * ceil(state_bytes * degrees["dp_replicate"] / world_size)
+    return MemoryBound(state_bytes, machine.memory_bytes_per_device, n_sharing)
 
 
 def check_memory(

@@ -116,13 +116,13 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Optimizer:
-    name: Literal[tuple(OPTIMIZERS)] = "AdamW"  # SGD has no momentum
+    name: Literal[tuple(OPTIMIZERS)] = "AdamW"  # SGD has no momentum; Muon: components/muon.py
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
     beta1: Decay = 0.9
     beta2: Decay = 0.95
     eps: AboveZero = 1e-8  # must be positive: otherwise a zero gradient gives 0/0
     weight_decay: Annotated[float, Range(0)] = 0.1  # decoupled, on every parameter
-    implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # SGD has no fused kernel and uses foreach
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # SGD and Muon use foreach instead of fused
     moments_dtype: Literal["float32", "bfloat16"] = "float32"  # new: bfloat16 saves 4 bytes per parameter of AdamW
 
 

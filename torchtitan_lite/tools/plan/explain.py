@@ -95,7 +95,8 @@ def describe_step(planned: PlannedRun) -> str:
         f"{rows // layout.dp}, in {layout.n_microbatches} microbatches of {layout.microbatch_size}",
         *(f"{dim}: {role.format(n=sizes[dim])}" for dim, role in ROLES.items() if sizes[dim] > 1),
         f"recompute: {config.activation_checkpoint.mode}. Backward recomputes activations that forward did not keep",
-        f"update: ranks all-reduce the gradient norm; {config.optimizer.name} updates the local slices",
+        f"update: ranks all-reduce the gradient norm; {config.optimizer.name} updates the local slices"
+        + "; each hidden matrix is sent to one rank, orthogonalized, and sent back" * planned.workload.updates_matrices,
     ]
     return "\n".join(f"  {line}" for line in lines)
 

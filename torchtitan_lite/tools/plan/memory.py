@@ -60,11 +60,8 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
     """
     args, tp = w.args, w.layout.tp
     heads, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    hidden, of_colwise, of_rowwise = (
-        args.dim / tp,
-        sum(module.weight[0] for module in kind.colwise) / tp,
-        args.dim * len(kind.rowwise),
-    )
+    hidden, of_rowwise = args.dim / tp, args.dim * len(kind.rowwise)
+    of_colwise = sum(module.weight[0] for module in kind.colwise) / tp
     norms, gathered = hidden * sum(module.split == "sequence" for module in kind.norms), args.dim * kind.n_gathers
     if not w.sequence_parallel:
         hidden, norms, gathered = args.dim, norms * tp, 0  # norms keep the whole sequence; nothing is gathered
@@ -173,10 +170,9 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     layers = [layer for layer in layers if any(layer[0].count(stage) for stage in stages.values())]
     has_embedding = any(stage.has_embedding for stage in stages.values())
     has_head = any(stage.has_head for stage in stages.values())
-    at_rest, n_parameters = (
-        sum(map(w.count_at_rest, stages.values())),
-        sum(sum(w.parameters[stage]) for stage in stages.values()),
-    )
+    at_rest = sum(map(w.count_at_rest, stages.values()))
+    n_parameters = sum(sum(w.parameters[stage]) for stage in stages.values())
+    in_matrices = sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
     block = max((sum(kind.parameters) for kind, *_ in layers), default=0)
     working = max((working for *_, working in layers), default=0.0)
     kept = sum(
@@ -224,7 +220,7 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     return Memory(
         parameters=at_rest * MASTER_BYTES,
         gradients=gradients,
-        optimizer=at_rest * w.moment_bytes,
+        optimizer=at_rest * w.moment_bytes - in_matrices * MASTER_BYTES,
         gathered=whole + gathered,
         activations=kept,
         received=n_received * (w.receive_buffers or layout.n_microbatches) * w.hidden_bytes / layout.tp,

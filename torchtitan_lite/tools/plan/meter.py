@@ -75,8 +75,8 @@ def measure(operation: str, group: dist.ProcessGroup, args: tuple, result: objec
     """Return the whole tensor of a collective (the first, if there are several) and the bytes that this rank moves."""
     sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)]
     whole, splits = max(sides, key=lambda side: sum(tensor.numel() for tensor in side)), []
-    if operation == "all-to-all":  # a rank may send more than it receives; the last list has the rows for each rank
-        whole, splits = sides[0], next((arg for arg in reversed(args) if isinstance(arg, list)), [])
+    if operation == "all-to-all":  # count the input, which c10d takes second; the last list has the rows for each rank
+        whole, splits = sides[1] or sides[0], next((arg for arg in reversed(args) if isinstance(arg, list)), [])
     n_bytes = sum(tensor.nbytes for tensor in whole)
     return whole[0], n_bytes * fraction_moved(operation, group.size(), group.rank(), splits)
 

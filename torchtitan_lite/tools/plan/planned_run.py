@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from torchtitan_lite.config.block import list_linears, plan_float8
+from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import (
     Layout,
@@ -47,6 +48,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         gathers_float8=config.model.uses_float8 and float8.enable_fsdp_float8_all_gather,
         attention="triton" if config.model.attention == "document" else "cudnn",
         moment_bytes=count_moment_bytes(config.optimizer),
+        updates_matrices=OPTIMIZERS[config.optimizer.name].updates_matrices,
         shards_loss=not config.parallelism.disable_loss_parallel,
         loss_chunk_tokens=choose_chunk_tokens(config.training, "cuda"),
         compiled=config.compile.compiles_blocks,

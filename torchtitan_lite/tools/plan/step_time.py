@@ -16,7 +16,7 @@ from math import prod
 from operator import mul
 from typing import NamedTuple
 
-from torchtitan_lite.config.block import BlockModule
+from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, BlockModule
 from torchtitan_lite.config.schedule import Action
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Workload
@@ -278,7 +278,18 @@ class StepTime:
         """
         w = self.workload
         most = self.max_over_ranks(list(map(w.count_at_rest, w.stages)))
-        return self.memory_time(most * MASTER_BYTES * (4 + 2 * w.moment_bytes // MASTER_BYTES))
+        of_matrices = max(map(self.matrices_time, range(w.layout.pp)))
+        return of_matrices + self.memory_time(most * MASTER_BYTES * (4 + 2 * w.moment_bytes // MASTER_BYTES))
+
+    def matrices_time(self, pp_rank: int) -> float:
+        """Return the seconds of Muon's rounds: Newton-Schulz of the largest matrix, and all-to-alls. No overlap."""
+        seconds, dtype, width = 0.0, self.workload.compute_dtype, self.workload.compute_bytes
+        for sizes, elements in self.workload.deal_rounds(pp_rank):
+            *batch, m, n = *sizes[:-2], *sorted(sizes[-2:])
+            products = (m, m, n), (m, m, m), (m, n, m)
+            seconds += NEWTON_SCHULZ_STEPS * prod(batch) * sum(self.cluster.matmul_time(*s, dtype) for s in products)
+            seconds += sum(2 * self.collective_time(dims, n * width) for dims, n in elements.items())
+        return seconds
 
     @cached_property
     def lower_bound_s(self) -> float:

@@ -8,6 +8,7 @@
     cp                keys and values, and their gradients              2 or 3 per layer and microbatch
     dp_shard x cp     parameters (compute dtype), gradients (fp32)      by ZeRO stage: once per microbatch or step
     dp_replicate      the local shard of the gradients                  once per step
+    dp_shard x cp, tp slices of the matrices that Muon updates          2 per round (components/muon.py)
     pp                hidden states (B, S/cp/tp, D), their gradients    once per microbatch and stage boundary
 
 With P bytes in the whole tensor and n ranks, an all-gather, reduce-scatter or all-to-all moves P(n-1)/n, an all-reduce
@@ -64,6 +65,9 @@ def estimate_traffic(workload: Workload, pp_rank: int, order: Order) -> dict[tup
             traffic.add_expert_parallel(kind, kind.count(stage) * kind.is_moe)
         traffic.add_sharding(stage, [action.kind for action in order[pp_rank] if action.stage == index])
         traffic.add_sends(index)
+    for _, elements in workload.deal_rounds(pp_rank):
+        for dims, n_elements in elements.items():
+            traffic.add(dims, "all-to-all", 2, n_elements * workload.compute_bytes)
     # Once per step: token count (int64), loss (fp32), squared gradient norm and two signals (float64).
     traffic.add(("dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 8)
     traffic.add(("pp", "dp_replicate", "dp_shard", "cp"), "all-reduce", 1, 4)

@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import ceil, prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from torchtitan_lite.config.block import BlockModule, list_block
+from torchtitan_lite.config.block import BlockModule, deal_matrices, find_expert_dim, list_block
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.memory_bound import MASTER_BYTES
@@ -31,6 +31,15 @@ class Stage:
     has_head: bool  # and the final norm
 
 
+class Matrix(NamedTuple):
+    """A matrix that Muon updates, or a batch of experts."""
+
+    sizes: tuple[int, ...]  # (..., rows, columns)
+    tp: int  # number of ranks among which tp cuts it; 1 for experts
+    shards: tuple[str, ...]  # mesh dims over which FSDP cuts it
+    n_at_rest: int  # elements on rank 0
+
+
 @dataclass
 class LayerKind:
     """All dense layers of the model, or all MoE layers."""
@@ -39,6 +48,7 @@ class LayerKind:
     recompute: Counter  # mode -> number of layers of this kind in the model
     block: list[BlockModule]  # modules that have weights
     parameters: tuple[int, int]  # per layer and rank, before FSDP shards them: all except the MoE (norms whole), MoE
+    matrices: list[Matrix]  # of a layer
 
     def __post_init__(self):
         self.norms = [module for module in self.block if module.is_norm]
@@ -76,6 +86,7 @@ class Workload:
     gathers_float8: bool = False  # FSDP all-gathers in float8
     attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"  # unfused: scores are written to memory
     moment_bytes: int = 8  # optimizer state per parameter
+    updates_matrices: bool = False  # by Muon, which keeps MASTER_BYTES less for them
     shards_loss: bool = True
     loss_chunk_tokens: int = 0  # 0: all logits at once
     compiled: bool = False
@@ -116,17 +127,45 @@ class Workload:
         self.kinds = [self.describe_kind(modes, is_moe=is_moe) for is_moe, modes in kinds if modes]
 
     def describe_kind(self, recompute: Counter, *, is_moe: bool) -> LayerKind:
-        layout, block, dense, moes = self.layout, list_block(self.args, moe=is_moe), 0, 0
+        layout, block, dense, moes, matrices = self.layout, list_block(self.args, moe=is_moe), 0, 0, []
         for module in block:
             rows, rest = module.weight[0], prod(module.weight[1:])
             if module.split == "router":
                 moes += pad(rows, layout.efsdp) * rest
             elif module.split == "experts":
-                moes += rows // max(1, layout.ep) * rest
+                n_here = rows // max(1, layout.ep)
+                moes += n_here * rest
+                is_cut = find_expert_dim(self.args, layout.ep, layout.efsdp) != 0  # otherwise FSDP shards by expert
+                sizes = n_here // (1 if is_cut else layout.efsdp), *module.weight[1:]
+                matrices.append(Matrix(sizes, 1, ("efsdp",) * is_cut, n_here * rest // layout.efsdp))
             else:
                 rows = rows // layout.tp if module.split == "colwise" else rows
-                dense += pad(rows, self.n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
-        return LayerKind(is_moe, recompute, block, (dense, moes))
+                n_here = pad(rows, self.n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
+                dense += n_here
+                matrix = Matrix(module.weight, layout.tp, ("dp_shard", "cp"), n_here // self.n_shards)
+                matrices += [matrix] * (not module.is_norm)
+        return LayerKind(is_moe, recompute, block, (dense, moes), matrices)
+
+    def list_matrices(self, pp_rank: int) -> list[Matrix]:
+        """List the matrices of a pp rank that Muon updates."""
+        stages = [self.stages[index] for index in self.layout.stages_of(pp_rank) if self.updates_matrices]
+        return [matrix for stage in stages for kind in self.kinds for matrix in kind.matrices * kind.count(stage)]
+
+    def deal_rounds(self, pp_rank: int) -> list[tuple[tuple[int, ...], dict[tuple[str, ...], float]]]:
+        """Return the rounds of Muon: sizes of the largest matrix, mesh dims -> elements in an all-to-all of rank 0."""
+        rounds, matrices = [], self.list_matrices(pp_rank)
+        for tp, dims in dict.fromkeys((matrix.tp, matrix.shards) for matrix in matrices):
+            alike, n = [m for m in matrices if m.shards == dims], prod(getattr(self.layout, dim) for dim in dims)
+            for indices in deal_matrices([matrix.sizes for matrix in alike], n * tp):
+                blocks, slices = zip(*((prod(alike[i].sizes) // tp, alike[i].n_at_rest) for i in indices), strict=True)
+                # The owners of the first tp matrices are rank 0 and its tp peers. Rank 0 owns the first.
+                over_fsdp = sum(slices[tp:]) + sum(blocks[:tp]) - sum(slices[:tp])
+                over_tp = sum(blocks[1:tp]) + blocks[0] * (tp - 1)
+                moved = (dims, n, over_fsdp), (("tp",), tp, over_tp)
+                # Slices go to their owners and come back: on average, an all-to-all with equal parts of this size.
+                elements = {dims: n_moved / 2 * n / (n - 1) for dims, n, n_moved in moved if n > 1}
+                rounds.append((alike[indices[0]].sizes, elements))
+        return rounds
 
     def groups_of(self, stage: Stage) -> list[int]:
         """Return the size of each FSDP group on one rank: embedding, layers without experts, head with final norm."""

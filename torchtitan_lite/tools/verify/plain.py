@@ -222,7 +222,7 @@ class PlainModel:
 def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
     """Run the plain loop. The parallelism of `config` is ignored."""
     plain, section = PlainModel(config, biases_decide=inputs.biases_decide), config.lr_scheduler
-    optimizer = build_optimizer(replace(config.optimizer, implementation="for-loop"), plain.parameters.values())
+    optimizer = build_optimizer(replace(config.optimizer, implementation="for-loop"), plain.parameters)
     scheduler, steps = build_lr_scheduler(section, optimizer), []
     for number, position in enumerate(choose_positions(section)[: inputs.n_steps]):
         if number:
@@ -240,7 +240,8 @@ def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
             for parameter in plain.parameters.values():  # later rows grow more
                 rows = torch.linspace(1, inputs.growth, len(parameter))
                 parameter.data *= rows.view(-1, *[1] * (parameter.dim() - 1))
-        names = {name for state in optimizer.state.values() for name, value in state.items() if value.dim()}
+        of = optimizer.state
+        names = {name for state in of.values() for name, value in state.items() if value.dim()}
         steps.append(
             PlainStep(
                 batch=batch,
@@ -257,7 +258,7 @@ def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
                 loads={layer: experts.load for layer, experts in plain.experts.items()},
                 updated=plain.copy_weights(),
                 state={
-                    name: {fqn: optimizer.state[p][name].clone() for fqn, p in plain.parameters.items()}
+                    name: {fqn: of[p][name].clone() for fqn, p in plain.parameters.items() if name in of[p]}
                     for name in names
                 },
             )

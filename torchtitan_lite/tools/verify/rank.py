@@ -152,7 +152,7 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
     seen.note(number, "finite flag", "train_step", float(bool(result.finite) == bool(plain.spoiled_by)))
     copied, forgives = {"weights": run.parameters}, config.optimizer.moments_dtype == "bfloat16"
     for name, of_state in plain.state.items():
-        held = {fqn: run.optimizer.state.get(p, {}).get(name) for fqn, p in run.parameters.items()}
+        held = {fqn: run.optimizer.state.get(p, {}).get(name) for fqn, p in run.parameters.items() if fqn in of_state}
         for fqn, tensor in held.items():
             error = math.inf if tensor is None else relative_error(tensor, of_state[fqn], forgives=forgives)
             seen.note(number, f"state {name}", fqn, error)

@@ -176,7 +176,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
     vocab_size = small.model.vocab_size
     vocab_size += round_up(max(0, N_WORDS - vocab_size), reduction.layout.world_size)  # keeps divisibility
     optimizer = real.optimizer
-    if optimizer.name == "AdamW":  # with an eps of the size of gradients, updates depend on more than their signs
+    if optimizer.name != "SGD":  # with an eps of the size of gradients, updates depend on more than their signs
         optimizer = replace(optimizer, lr=0.015, eps=1e-3, moments_dtype="float32")
         optimizer = replace(optimizer, implementation="fused" if optimizer.implementation == "fused" else "for-loop")
     return override(
