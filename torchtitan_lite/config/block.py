@@ -152,6 +152,7 @@ def count_flops_per_token(model_args: ModelArgs, seq_len: int) -> FlopsPerToken:
 
 # ---------------------------------------------------------------- float8
 
+INT8_BLOCK = 256  # elements that share a scale in ZeRO++ (parallel/zero_plus_plus.py)
 FLOAT8_BLOCK = 16  # float8 matmuls need every dim to be a multiple of this
 SKIP_SMALL = "auto_filter_small_kn"  # in filter_fqns, as in torchtitan: skip layers that float8 would slow down
 
