@@ -18,6 +18,7 @@ from torchtitan_lite.config.schedule import find_csv_fault, splits_backward
 from torchtitan_lite.config.schema import Config, Model, get_value
 
 FLOAT8 = "quantize.linear.float8"
+ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 EP = "parallelism.expert_parallel_degree"
 
@@ -75,6 +76,8 @@ def check_mesh(config: Config, degrees: dict[str, int], world_size: int, batch: 
     if section.pipeline_parallel_degree > 1 and section.zero_stage == 2:
         why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"
         problems.refuse("parallelism.zero_stage", why, "Use 1, or 3 to shard the parameters too")
+    if section.zero_plus_plus and degrees["dp_shard"] * degrees["cp"] == 1:
+        problems.refuse(ZERO_PLUS_PLUS, "FSDP has a single shard, so no weight is gathered", "Leave this key out")
     return problems
 
 
@@ -136,6 +139,9 @@ def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
     if section.enable_fsdp_float8_all_gather and config.training.enable_cpu_offload:
         why = "with offload, FSDP gathers a copy that it makes on the GPU, without rounding it to float8 first"
         problems.refuse("training.enable_cpu_offload", why, f"Set {FLOAT8}.enable_fsdp_float8_all_gather = false")
+    if section.enable_fsdp_float8_all_gather and "qwz" in config.parallelism.zero_plus_plus:
+        why = "qwz gathers weights in int8, but this run gathers them in float8"
+        problems.refuse(ZERO_PLUS_PLUS, why, f'Leave out "qwz" or {FLOAT8}.enable_fsdp_float8_all_gather')
 
 
 def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list[Problem]:
@@ -150,6 +156,12 @@ def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list
         why = "the first and the last stage would each hold and train a copy of the tied matrix"
         remedy = "Use pipeline_parallel_degree = 1, or a flavor whose embedding is not tied"
         problems.refuse("parallelism.pipeline_parallel_degree", why, remedy)
+    if "hpz" in section.zero_plus_plus and section.pipeline_parallel_degree > 1:
+        why = "in a pipeline, a forward may use weights that a backward gathered, so there is nothing to keep"
+        problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz"')
+    elif "hpz" in section.zero_plus_plus and zero_stage < 3:
+        why = f"with zero_stage = {zero_stage}, parameters stay gathered, and backward gathers nothing"
+        problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz", or set parallelism.zero_stage = 3')
     if splits and zero_stage == 3:
         why = "it computes weight gradients after FSDP freed the parameters, so gradients are missing or wrong"
         remedy = 'Set parallelism.zero_stage = 1 (fsdp_reshard_after_forward = "never"), or use Interleaved1F1B'

@@ -11,7 +11,7 @@ Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 from torchtitan_lite.config.checks import check_layout, check_mesh, check_model, find_refused
 from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
@@ -50,6 +50,11 @@ class Layout:
     n_microbatches: int  # per rank and step: accumulation steps; under PP, microbatches of the schedule
     zero_stage: int  # 1, 2 or 3: the tensors that FSDP shards over dp_shard x cp, see parallel/fsdp.py
     ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0: the model has no experts
+    # Ranks of an FSDP group in a node (near), and its nodes (far). 1: ZeRO++ is off, or nodes do not split the group
+    fsdp_near: int = 1
+    fsdp_far: int = 1
+    efsdp_near: int = 1
+    efsdp_far: int = 1
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -78,6 +83,8 @@ class Layout:
             strides[dim] = stride
             stride *= degree
         of_experts = {"ep": 1, "efsdp": self.ep} if self.ep else {}
+        for dim, stride in (("fsdp", strides["cp"]), ("efsdp", self.ep)):
+            strides |= {f"{dim}_near": stride, f"{dim}_far": stride * getattr(self, f"{dim}_near")}
         return {**strides, "fsdp": strides["cp"], **of_experts}
 
     def stages_of(self, pp_rank: int) -> list[int]:
@@ -114,6 +121,7 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
         **batch,
         zero_stage=zero_stage,
         ep=section.expert_parallel_degree if model_args.moe else 0,
+        **split_by_node(section, degrees),
     )
 
 
@@ -168,6 +176,16 @@ def plan_zero_stage(parallelism: Parallelism, *, n_shards: int) -> int:
     never = 1 if parallelism.pipeline_parallel_degree > 1 else 2
     default = 3 if never == 2 and n_shards > 1 else never
     return {"always": 3, "never": never, "default": default}[parallelism.fsdp_reshard_after_forward]
+
+
+def split_by_node(section: Parallelism, degrees: dict[str, int]) -> dict[str, int]:
+    """Return the sizes of FSDP groups inside nodes and between nodes, as in Layout."""
+    n, tp, ep, sizes = degrees["dp_shard"] * degrees["cp"], degrees["tp"], section.expert_parallel_degree, {}
+    for dim, n_ranks, stride in (("fsdp", n, tp), ("efsdp", n * tp // ep, ep)) if section.zero_plus_plus else ():
+        near = gcd(n_ranks, max(1, section.zero_plus_plus_node_size // stride))
+        if 1 < near < n_ranks:
+            sizes |= {f"{dim}_near": near, f"{dim}_far": n_ranks // near}
+    return sizes
 
 
 def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:

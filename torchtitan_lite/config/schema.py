@@ -98,6 +98,9 @@ class Parallelism:
     )
     # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; under PP 1; with a single shard 2
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
+    # new: keep a node's shards for backward (hpz); round the weights (qwz) and gradients (qgz) that FSDP sends to int8
+    zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = field(default_factory=list)
+    zero_plus_plus_node_size: Positive = 8  # new: number of ranks in a node
     tensor_parallel_degree: Positive = 1
     enable_async_tensor_parallel: bool = False  # overlap TP collectives with chunks of matmuls; inductor on CUDA
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss

@@ -27,6 +27,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
+from torchtitan_lite.parallel.zero_plus_plus import Nodes, split_by_node
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Mesh:
     loss_mesh: DeviceMesh  # 1-D: ranks whose losses are summed, pp x dp x cp (all except tp)
     expert_fsdp_mesh: DeviceMesh | None = None  # for fully_shard of experts: (efsdp) or (dp_replicate, efsdp)
     ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer; both None: the model has no experts
+    fsdp_nodes: Nodes | None = None  # for zero_plus_plus.py: the ranks of fsdp_mesh's last dim, by node
+    expert_fsdp_nodes: Nodes | None = None  # the same for expert_fsdp_mesh; None: the model has no experts
 
     # Cached, because indexing a mesh creates a new object each time, which takes 0.15 ms.
 
@@ -76,13 +79,15 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         degrees = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "efsdp": layout.efsdp, "ep": layout.ep}
         mesh = make_mesh(device_type, degrees, alone, own=("efsdp", "ep"))
         shared = mesh["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else mesh["efsdp"]
-        experts = {"expert_fsdp_mesh": shared, "ep": mesh["ep"]}
+        nodes = split_by_node(mesh["efsdp"], "efsdp", layout.efsdp_near)
+        experts = {"expert_fsdp_mesh": shared, "ep": mesh["ep"], "expert_fsdp_nodes": nodes}
     return Mesh(
         world=world,
         # FSDP shards over a 1-D mesh. With a second dim in front it also replicates, which adds an all-reduce.
         fsdp_mesh=DeviceMesh._concatenate([world["dp_replicate"], shard]) if layout.dp_replicate > 1 else shard,
         dp_cp_mesh=join_dims(world, "dp_replicate", "dp_shard", "cp"),
         loss_mesh=join_dims(world, "pp", "dp_replicate", "dp_shard", "cp"),
+        fsdp_nodes=split_by_node(shard, "fsdp", layout.fsdp_near),
         **experts,
     )
 

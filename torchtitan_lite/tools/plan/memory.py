@@ -190,6 +190,11 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     is_sharded = not w.is_whole and layout.zero_stage == 3
     whole = n_parameters * width * (not w.is_whole and layout.zero_stage < 3)
     head, blocks = table * width * is_sharded, block * width * is_sharded
+    # What hpZ keeps of each block, and what qgZ needs while it reduces a gradient, per element
+    kept_width = (1 if "qwz" in w.zero_plus_plus else width) * ("hpz" in w.zero_plus_plus)
+    near = [(at, n) for at, n in enumerate((layout.fsdp_near, layout.efsdp_near)) if n > 1]
+    kept_parameters = sum(kind.parameters[at] / n * kind.count(w.stages[0]) for kind in w.kinds for at, n in near)
+    packing = (6 + 4 / layout.fsdp_near) * ("qgz" in w.zero_plus_plus)
     if layout.pp > 1:  # gradients stay unsharded until they are reduced at the end of the step
         gathered = 2 * blocks + head * (has_head or not layers)  # a stage without layers has the head or the embedding
         working = max(working, loss, table * width * has_embedding)
@@ -209,10 +214,10 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
         dense = max((kind.parameters[0] for kind, *_ in layers), default=0)
         to_come = 0.0 if before else MASTER_BYTES * (dense + table) / w.n_shards  # after the last block's backward
         moments = [
-            (2 * head, before, kept, loss),
-            (2 * blocks, before + table * reduced, kept, working),
+            (2 * head + kept_width * kept_parameters, before, kept, loss),
+            (2 * blocks + kept_width * kept_parameters, before + table * reduced, kept, working),
             (blocks, summed - to_come + dense * reduced, last, working),
-            (0.0, summed + table * (reduced + width), 0.0, 0.0),
+            (0.0, summed + table * (reduced + packing + width), 0.0, 0.0),
         ]
     gathered, gradients, kept, working = max(moments, key=sum)
     # Receive buffers hold hidden states for all stages except the first, and gradients for all except the last.

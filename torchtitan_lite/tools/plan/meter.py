@@ -59,7 +59,7 @@ def name_operation(func: OpOverload) -> str | None:
 
 def name_axis(layout: Layout, group: dist.ProcessGroup) -> str:
     """Return the mesh dims of a group by its description, e.g. "mesh_dp_shard_cp"; all dims for the default group."""
-    named = re.findall("pp|dp_replicate|dp_shard|efsdp|ep|cp|tp", group.group_desc.removeprefix("mesh_"))
+    named = re.findall("e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp", group.group_desc.removeprefix("mesh_"))
     return " x ".join(named or [dim for dim, degree in layout.degrees.items() if degree > 1])
 
 

@@ -46,6 +46,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         float8=choose_float8(*asked) if config.model.uses_float8 else frozenset(),
         float8_recipe=float8.recipe_name.partition("_")[0],
         gathers_float8=config.model.uses_float8 and float8.enable_fsdp_float8_all_gather,
+        zero_plus_plus=tuple(config.parallelism.zero_plus_plus),
         attention="triton" if config.model.attention == "document" else "cudnn",
         moment_bytes=count_moment_bytes(config.optimizer),
         updates_matrices=OPTIMIZERS[config.optimizer.name].updates_matrices,

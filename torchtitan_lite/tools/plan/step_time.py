@@ -24,6 +24,7 @@ from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Workloa
 CAUSAL_EDGE = 300  # tokens; attention reaches S/(S+300) of its rate, so short sequences are slow. Fit
 UNFUSED_SCORE_BYTES = 13  # bytes that softmax, dropout and two matmuls read and write per fp16 score
 KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in the forward of a layer
+PACKING_BYTES = {"qwz": 4, "qgz": 48}  # bytes per element that ZeRO++'s kernels read and write around a collective
 LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes per logit that the loss reads and writes in each direction
 
 
@@ -181,18 +182,24 @@ class StepTime:
         if w.is_whole:
             return 0.0, 0.0
         gather = self.shard_time(parameters) if w.layout.zero_stage == 3 else 0.0
+        again = self.shard_time(parameters, near=True) if "hpz" in w.zero_plus_plus else gather
         reduces = w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches
         reduce = self.shard_time(parameters, reduces=True) if reduces else 0.0
-        return self.expose(gather, forward), self.expose(gather + reduce, backward)
+        return self.expose(gather, forward), self.expose(again + reduce, backward)
 
-    def shard_time(self, n_parameters: tuple[float, float], *, reduces: bool = False) -> float:
-        """Return the seconds of FSDP's all-gather or reduce-scatter. `n_parameters`: (outside MoEs, in MoEs)."""
-        w = self.workload
+    def shard_time(self, n_parameters: tuple[float, float], *, reduces: bool = False, near: bool = False) -> float:
+        """Return the seconds of an all-gather (`near`: inside nodes) or reduction of parameters (dense, in MoEs)."""
+        w, seconds, name = self.workload, 0.0, "qgz" if reduces else "qwz"
         width = w.reduce_bytes if reduces else 1 if w.gathers_float8 else w.compute_bytes
-        width_of_experts = w.reduce_bytes if reduces else w.compute_bytes
-        seconds = self.collective_time(("dp_shard", "cp"), n_parameters[0] * width)
-        if n_parameters[1]:
-            seconds += self.collective_time(("efsdp",), n_parameters[1] * width_of_experts)
+        widths = [width, w.reduce_bytes if reduces else w.compute_bytes]
+        if name in w.zero_plus_plus:
+            widths, seconds = [1, 1], self.memory_time(sum(n_parameters) * PACKING_BYTES[name])
+        axes = (("dp_shard", "cp"), "fsdp_near"), (("efsdp",), "efsdp_near")
+        for n, width, (dims, of_node) in zip(n_parameters, widths, axes, strict=True):
+            is_near = near and getattr(w.layout, of_node) > 1
+            seconds += self.collective_time((of_node,) if is_near else dims, n * width) if n else 0.0
+            if reduces and name in w.zero_plus_plus:
+                seconds += self.collective_time((of_node,), n * width)
         return seconds
 
     def describe_head(self) -> Phases:

@@ -150,17 +150,26 @@ class Traffic:
         w, layout = self.workload, self.layout
         if w.is_whole:
             return
-        moes = [kind.parameters[1] for kind in w.kinds if kind.is_moe for _ in range(stage.n_moes)]
+        moes = [(kind.parameters[1], kind.packed[1]) for kind in w.kinds if kind.is_moe for _ in range(stage.n_moes)]
         others = w.groups_of(stage)
         has_own_embedding = stage.has_embedding and not (stage.has_head and w.args.tie_embeddings)
-        for index, n_parameters in enumerate(moes + others):
+        for index, (n_parameters, packed) in enumerate(moes + others):
             shard, n_shards = (("efsdp",), layout.efsdp) if index < len(moes) else (("dp_shard", "cp"), w.n_shards)
+            near, far = ("efsdp_near", "efsdp_far") if index < len(moes) else ("fsdp_near", "fsdp_far")
+            n_near = getattr(layout, near)
             is_head = stage.has_head and index == len(moes + others) - 1
             n_gathers = self.count_gathers(kinds, is_head=is_head)
             if layout.zero_stage == 3 and has_own_embedding and index == len(moes):  # backward needs no weight
                 n_gathers = kinds.count("F")
-            self.add(shard, "all-gather", n_gathers, n_parameters * w.compute_bytes)
-            self.add(shard, "reduce-scatter", w.n_reductions, n_parameters * MASTER_BYTES)
+            n_again = n_gathers - kinds.count("F") if "hpz" in w.zero_plus_plus and n_near > 1 else 0  # from the node
+            gathered = packed if "qwz" in w.zero_plus_plus else n_parameters * w.compute_bytes
+            self.add(shard, "all-gather", n_gathers - n_again, gathered)
+            self.add((near,), "all-gather", n_again, gathered)
+            if "qgz" in w.zero_plus_plus:
+                self.add((near,) if n_near > 1 else shard, "all-to-all", w.n_reductions, packed)
+                self.add((far,), "all-to-all", w.n_reductions, packed / n_near)
+            else:
+                self.add(shard, "reduce-scatter", w.n_reductions, n_parameters * MASTER_BYTES)
             self.add(("dp_replicate",), "all-reduce", 1, n_parameters / n_shards * MASTER_BYTES)
 
     def count_gathers(self, kinds: list[str], *, is_head: bool) -> int:

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from math import ceil, prod
 from typing import Literal, NamedTuple
 
-from torchtitan_lite.config.block import BlockModule, deal_matrices, find_expert_dim, list_block
+from torchtitan_lite.config.block import INT8_BLOCK, BlockModule, deal_matrices, find_expert_dim, list_block
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.memory_bound import MASTER_BYTES
@@ -49,6 +49,7 @@ class LayerKind:
     block: list[BlockModule]  # modules that have weights
     parameters: tuple[int, int]  # per layer and rank, before FSDP shards them: all except the MoE (norms whole), MoE
     matrices: list[Matrix]  # of a layer
+    packed: tuple[int, int]  # the bytes of these parameters, packed by ZeRO++
 
     def __post_init__(self):
         self.norms = [module for module in self.block if module.is_norm]
@@ -84,6 +85,7 @@ class Workload:
     float8: frozenset[str] = frozenset()  # names of a block's modules that compute in float8
     float8_recipe: str = "tensorwise"  # selects the field "<recipe>_efficiency" of Cluster
     gathers_float8: bool = False  # FSDP all-gathers in float8
+    zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
     attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"  # unfused: scores are written to memory
     moment_bytes: int = 8  # optimizer state per parameter
     updates_matrices: bool = False  # by Muon, which keeps MASTER_BYTES less for them
@@ -127,24 +129,24 @@ class Workload:
         self.kinds = [self.describe_kind(modes, is_moe=is_moe) for is_moe, modes in kinds if modes]
 
     def describe_kind(self, recompute: Counter, *, is_moe: bool) -> LayerKind:
-        layout, block, dense, moes, matrices = self.layout, list_block(self.args, moe=is_moe), 0, 0, []
+        layout, block, sizes, packed, matrices = self.layout, list_block(self.args, moe=is_moe), [0, 0], [0, 0], []
         for module in block:
-            rows, rest = module.weight[0], prod(module.weight[1:])
-            if module.split == "router":
-                moes += pad(rows, layout.efsdp) * rest
-            elif module.split == "experts":
+            rows, rest, of_moe = module.weight[0], prod(module.weight[1:]), module.split in ("router", "experts")
+            n_shards = layout.efsdp if of_moe else self.n_shards
+            if module.split == "experts":
                 n_here = rows // max(1, layout.ep)
-                moes += n_here * rest
+                size = n_here * rest
                 is_cut = find_expert_dim(self.args, layout.ep, layout.efsdp) != 0  # otherwise FSDP shards by expert
-                sizes = n_here // (1 if is_cut else layout.efsdp), *module.weight[1:]
-                matrices.append(Matrix(sizes, 1, ("efsdp",) * is_cut, n_here * rest // layout.efsdp))
+                whole = n_here // (1 if is_cut else layout.efsdp), *module.weight[1:]
+                matrices.append(Matrix(whole, 1, ("efsdp",) * is_cut, size // layout.efsdp))
             else:
                 rows = rows // layout.tp if module.split == "colwise" else rows
-                n_here = pad(rows, self.n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
-                dense += n_here
-                matrix = Matrix(module.weight, layout.tp, ("dp_shard", "cp"), n_here // self.n_shards)
-                matrices += [matrix] * (not module.is_norm)
-        return LayerKind(is_moe, recompute, block, (dense, moes), matrices)
+                size = pad(rows, n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
+                matrix = Matrix(module.weight, layout.tp, ("dp_shard", "cp"), size // n_shards)
+                matrices += [matrix] * (not (module.is_norm or of_moe))
+            sizes[of_moe] += size
+            packed[of_moe] += pack(size, n_shards)
+        return LayerKind(is_moe, recompute, block, tuple(sizes), matrices, tuple(packed))
 
     def list_matrices(self, pp_rank: int) -> list[Matrix]:
         """List the matrices of a pp rank that Muon updates."""
@@ -167,18 +169,19 @@ class Workload:
                 rounds.append((alike[indices[0]].sizes, elements))
         return rounds
 
-    def groups_of(self, stage: Stage) -> list[int]:
-        """Return the size of each FSDP group on one rank: embedding, layers without experts, head with final norm."""
+    def groups_of(self, stage: Stage) -> list[tuple[int, int]]:
+        """Return the parameters and packed bytes of each FSDP group: embedding, layers without MoE, head and norm."""
         has_own_embedding = stage.has_embedding and not (stage.has_head and self.args.tie_embeddings)
-        layers = [kind.parameters[0] for kind in self.kinds for _ in range(kind.count(stage))]
-        head = [self.vocabulary_parameters + pad(self.args.dim, self.n_shards)] * stage.has_head
-        return [self.vocabulary_parameters] * has_own_embedding + layers + head
+        layers = [(kind.parameters[0], kind.packed[0]) for kind in self.kinds for _ in range(kind.count(stage))]
+        n, table, norm = self.n_shards, self.vocabulary_parameters, pad(self.args.dim, self.n_shards)
+        head = [(table + norm, pack(table, n) + pack(norm, n))] * stage.has_head
+        return [(table, pack(table, n))] * has_own_embedding + layers + head
 
     @cached_property
     def parameters(self) -> dict[Stage, tuple[int, int]]:
         """Stage -> number of parameters (outside MoEs, in MoEs)."""
         return {
-            stage: (sum(self.groups_of(stage)), sum(kind.parameters[1] * kind.count(stage) for kind in self.kinds))
+            stage: (sum(n for n, _ in self.groups_of(stage)), sum(k.parameters[1] * k.count(stage) for k in self.kinds))
             for stage in set(self.stages)
         }
 
@@ -190,6 +193,11 @@ class Workload:
 def pad(rows: int, n_shards: int) -> int:
     """Return the number of rows after FSDP's padding. Every rank gets the same number of rows."""
     return ceil(rows / n_shards) * n_shards
+
+
+def pack(size: int, n_shards: int) -> int:
+    """Return the bytes of all shards of a parameter, in the blocks of zero_plus_plus.py."""
+    return n_shards * ceil(size / n_shards / INT8_BLOCK) * (INT8_BLOCK + 4)
 
 
 @lru_cache

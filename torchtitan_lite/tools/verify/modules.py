@@ -24,6 +24,7 @@ from torchtitan_lite.tools.verify.rank import (
     give_weights,
     local,
     own_rows,
+    packing_checked,
     settle_ties,
 )
 
@@ -73,7 +74,8 @@ def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Se
             inside = any(name.startswith(f"layers.{layer}.") for layer in part.layers)
             if name in right and not (config.compile.enable and inside):  # a hook would cause a graph break
                 module.register_forward_hook(note(name))
-    stepping.forward_backward(run, batch, n_tokens)
+    with packing_checked(seen, 0):
+        stepping.forward_backward(run, batch, n_tokens)
     for name in sorted(outputs, key=list(right).index):
         numbers = list_microbatches(config, run.layout, name)
         if len(outputs[name]) != len(numbers):

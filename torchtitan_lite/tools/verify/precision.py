@@ -34,11 +34,12 @@ from torchtitan_lite.tools.verify.rank import (
     called_before_clipping,
     give_weights,
     own_rows,
+    packing_checked,
     relative_error,
 )
 from torchtitan_lite.tools.verify.reduction import Reduction, override
 from torchtitan_lite.tools.verify.shapes import choose_float8_sizes, leave_out_compiler, put_on_one_rank
-from torchtitan_lite.tools.verify.trial import EXACT, SUMS, RunRanks, Trial, find_worst
+from torchtitan_lite.tools.verify.trial import BOUNDS, EXACT, SUMS, RunRanks, Trial, find_worst
 
 TWICE, ANGLES = 2.0, 1e-6
 LEAST = {"bfloat16": 1e-3, "float8": 1e-2}  # lower limit of a bound: the errors of one rank may cancel in its loss
@@ -74,7 +75,8 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
         return ROUNDED_OFTEN if split or (layout.ep > 1 and ".feed_forward." in fqn) else SUMS
 
     keys = [key for measure in MEASURES for key in one.errors if key[1] == measure]
-    bounds = {key: choose_bound(key[1], key[2], one.errors[key]) for key in keys}
+    bounds = {key: BOUNDS["packing"] for seen, _ in ranks for key in seen.errors if key[1] == "packing"}
+    bounds |= {key: choose_bound(key[1], key[2], one.errors[key]) for key in keys}
     return find_worst(name, [seen for seen, _ in ranks], bounds)
 
 
@@ -119,7 +121,7 @@ def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: boo
                 if keeps:
                     full[fqn] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
 
-        with called_before_clipping(compare), reductions_noted(seen, number):
+        with called_before_clipping(compare), reductions_noted(seen, number), packing_checked(seen, number):
             loss = stepping.train_step(run, own_rows(run, plain.batch)).loss.item()
         seen.note(number, "loss", "sum_losses", abs(loss - plain.loss) / plain.loss)
         compare_angles(run, plain, angles, number, seen)

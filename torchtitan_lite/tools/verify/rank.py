@@ -27,11 +27,13 @@ from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # a module, because tests patch its functions
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
+from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import rows_of_rank
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.parallel.zero_plus_plus import Packing
 from torchtitan_lite.tools.verify.plain import PlainStep, choose_init
 
 ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
@@ -144,7 +146,8 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
 
     # A spoiled step tests the code after the gradients. Skip its forward and backward, which would show nothing new.
     compute = (lambda *_: torch.zeros(())) if plain.spoiled_by else stepping.compute_gradients
-    with called_before_clipping(compare_gradients), patch.object(stepping, "compute_gradients", compute):
+    exact = packing_checked(seen, number)
+    with called_before_clipping(compare_gradients), patch.object(stepping, "compute_gradients", compute), exact:
         result = stepping.train_step(replace(run, config=config), batch)
     if not plain.spoiled_by:
         seen.note(number, "loss", "sum_losses", abs(result.loss.item() - plain.loss) / abs(plain.loss))
@@ -207,6 +210,25 @@ def called_before_clipping(call: Callable[[], None]) -> Iterator[None]:
         return measure(*args)
 
     with patch.object(stepping, "measure_grad_norm", call_and_measure):
+        yield
+
+
+@contextmanager
+def packing_checked(seen: Seen, number: int) -> Iterator[None]:
+    """Context manager: compare what ZeRO++ packs with its bound, then send exact numbers, which hide no other error."""
+    pack, unpack = Packing.pack, Packing.unpack
+
+    def check_and_send(self, rows: Tensor) -> Tensor:
+        unpack(self, pack(self, rows), rounded := torch.empty(rows.shape))
+        blocks = [block for own in rows.float().split(self.sizes, -1) for block in own.split(INT8_BLOCK, -1)]
+        half_scale = torch.cat([block.abs().amax(-1, keepdim=True).expand_as(block) for block in blocks], -1) / 254
+        errors = (rounded - rows).abs() / (half_scale + 4 * ROUNDING * rows.abs() + 1e-30)
+        seen.note(number, "packing", "zero_plus_plus", errors.max().item())
+        sent = rows.clone(memory_format=torch.contiguous_format).view(torch.int8)
+        rows.fill_(math.nan)  # a rank must not use its own numbers as they were: others see them rounded
+        return sent
+
+    with patch.multiple(Packing, pack=check_and_send, unpack=lambda _, sent, rows: rows.copy_(sent.view(rows.dtype))):
         yield
 
 

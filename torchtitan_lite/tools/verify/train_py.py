@@ -36,7 +36,7 @@ from torchtitan_lite.model.moe import Router
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.verify.degrees import list_other_layouts
 from torchtitan_lite.tools.verify.plain import init_leveled
-from torchtitan_lite.tools.verify.rank import Seen
+from torchtitan_lite.tools.verify.rank import Seen, packing_checked
 from torchtitan_lite.tools.verify.reduction import STAGES_BY_RULE, Reduction, override, round_up
 from torchtitan_lite.tools.verify.shapes import leave_out_compiler, put_on_one_rank
 from torchtitan_lite.tools.verify.trial import SUMS, RunRanks, Trial, find_worst
@@ -120,6 +120,7 @@ def start_train(rank: int, world_size: int, args: list[str], port: int, flavors:
         patch.dict(FLAVORS, flavors),
         patch.dict(build.MODELS, leveled),
         patch.object(Router, "choose", choose_by_bias),
+        packing_checked(Seen({}), 0),
         redirect_stdout(log),
         redirect_stderr(log),
     ):

@@ -22,6 +22,7 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "initial weights": EXACT,
     "counted tokens": EXACT,
     "learning rate": 1e-12,
+    "packing": 1.0,  # by ZeRO++, in units of the bound
     "loss": SUMS,
     "gradients": 2 * SUMS,
     "expert loads": EXACT,

@@ -1,0 +1,184 @@
+"""ZeRO++: FSDP that moves fewer bytes, above all between nodes (drawn for 2 nodes of 2 ranks, one weight of four rows).
+
+                                    rank 0      rank 1      rank 2      rank 3
+                                    ------- node 0 -------  ------- node 1 -------
+    at rest, as in fsdp.py          row 0       row 1       row 2       row 3       fp32
+    while its block runs            all rows    all rows    all rows    all rows    rounded by qwZ, freed just after
+    hpZ: from forward to backward   rows 0, 1   rows 2, 3   rows 0, 1   rows 2, 3   as gathered: a node has all rows
+    qgZ: gradient in the node       rows 0, 2   rows 1, 3   rows 0, 2   rows 1, 3   sums over the ranks of the node
+         gradient between nodes     row 0       row 1       row 2       row 3       sums over all ranks, fp32
+
+    hpZ   backward gathers what the ranks of the node kept: no bytes between nodes
+    qwZ   the all-gather sends int8 blocks. A rank rounds its own rows too, so that all ranks use equal weights
+    qgZ   two all-to-alls of int8 blocks replace the reduce-scatter. What arrives is unpacked, then summed in fp32
+
+A block is 256 consecutive elements of one rank's shard of one parameter, and is sent as 256 integers of one byte and an
+fp32 scale. The last block of a shard is padded with zeros. No block has elements of two parameters: next to a norm's
+weights, which are near 1, those of a matrix would all become 0.
+
+Bytes that a rank sends for a group of P elements of w bytes, over n = f nodes x m ranks, with q = 260/256:
+
+    all-gather, forward     wP(n-1)/n    with qwZ qP(n-1)/n
+    all-gather, backward    the same     with hpZ the same with (m-1)/m instead of (n-1)/n, all inside the node
+    reduce-scatter          4P(n-1)/n    with qgZ qP(m-1)/m inside the node, then (qP/m)(f-1)/f between nodes
+    memory                  hpZ keeps wP/m (with qwZ qP/m) of every block; qgZ needs (6 + 4/m)P while it reduces a group
+
+Rounding error. If a is the largest magnitude in a block, its scale is s = a/127. An element x is sent as the integer
+nearest to x/s, which is at most 127, so the product of this integer and s differs from x by at most s/2.
+
+    qwZ   a weight is off by at most s/2, by the same on all ranks: they train a model with rounded weights
+    qgZ   a sum of gradients g_r is off by at most s_r/2 for each rank r, plus s_v/2 for each node v. The sum of a node
+          is already off when it is rounded, so s_v <= (max |sum of its g_r| + max sum of its s_r/2) / 127
+
+Nothing else is rounded. `verify` compares every packed block with this bound, s/2, and then sends exact numbers by the
+same collectives, so that it can compare everything else as without ZeRO++. In a block with NaN or infinity all elements
+become NaN, and the step is skipped as usual.
+
+Nodes split a group only if it has several ranks in each of several nodes. For other groups hpZ keeps nothing, and qgZ
+has a single all-to-all. Replicas (HSDP) all-reduce exactly. Packing, collective and unpacking run on FSDP's streams, in
+the place of its own collective; the host does not wait.
+
+Source: ZeRO++ arXiv:2306.10209. In FSDP2, an integer for reshard_after_forward also keeps secondary shards, but not
+with TP, not of experts, and with two more process groups for each block.
+Effect: FSDP calls these collectives. Parameters, FQNs and checkpoints do not change.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan_lite.config.block import INT8_BLOCK
+from torchtitan_lite.model.moe import MoE
+
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+
+
+class Nodes(NamedTuple):
+    """The groups in which nodes split an FSDP group."""
+
+    near: dist.ProcessGroup  # ranks of this node; the whole group, if nodes do not split it
+    far: dist.ProcessGroup | None  # ranks with the same place in their nodes; None, if nodes do not split the group
+
+
+def split_by_node(mesh: DeviceMesh, dim: str, near: int) -> Nodes:
+    """Split the 1-D `mesh`, which has `near` consecutive ranks in each node; 1: do not. Collective over all ranks."""
+    if near == 1:
+        return Nodes(mesh.get_group(), None)
+    split = mesh._unflatten(0, (mesh.size() // near, near), (f"{dim}_far", f"{dim}_near"))
+    return Nodes(split.get_group(f"{dim}_near"), split.get_group(f"{dim}_far"))
+
+
+def apply_zero_plus_plus(part: nn.Module, uses: Sequence[str], nodes: Nodes, expert_nodes: Nodes | None) -> None:
+    """Give the FSDP groups of `part` their collectives. `uses`: some of "hpz", "qwz" and "qgz".
+
+    Secondary shards are kept only of groups that backward gathers again: blocks and their experts.
+    """
+    blocks = {*part.layers.values(), *(block.feed_forward for block in part.layers.values())}
+    for module in part.modules() if uses else ():
+        if not isinstance(module, FSDPModule):
+            continue
+        if not hasattr(module, "set_custom_all_gather") or not hasattr(module, "set_custom_reduce_scatter"):
+            raise RuntimeError(f"torch {torch.__version__} cannot replace FSDP's collectives, which ZeRO++ needs")
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is None:  # the root: all parameters are in other groups
+            continue
+        packing = Packing([parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params])
+        of_group = expert_nodes if isinstance(module, MoE) else nodes
+        keeps = "hpz" in uses and of_group.far is not None and module in blocks
+        if keeps or "qwz" in uses:
+            module.set_custom_all_gather(Gather(packing if "qwz" in uses else None, of_group.near if keeps else None))
+        if "qgz" in uses:
+            module.set_custom_reduce_scatter(ReduceScatter(packing, of_group))
+
+
+class Packing:
+    """Packs rows of numbers, each a rank's shard of an FSDP group, into bytes: integers of all blocks, then scales."""
+
+    def __init__(self, sizes: list[int]):
+        """`sizes`: number of elements in a rank's shard of each parameter, with FSDP's padding."""
+        self.sizes, self.n_blocks = sizes, [-(-size // INT8_BLOCK) for size in sizes]
+        self.padded = [n * INT8_BLOCK for n in self.n_blocks]
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Round rows (..., elements of a shard) to blocks (..., bytes)."""
+        blocks = rows.new_zeros((*rows.shape[:-1], sum(self.padded)), dtype=torch.float32)
+        for own, padded in zip(rows.split(self.sizes, -1), blocks.split(self.padded, -1), strict=True):
+            padded[..., : own.shape[-1]] = own
+        blocks = blocks.unflatten(-1, (-1, INT8_BLOCK))
+        scales = torch.linalg.vector_norm(blocks, torch.inf, -1, keepdim=True) / 127
+        blocks.div_(scales.masked_fill(scales == 0, 1.0)).round_()
+        return torch.cat([blocks.to(torch.int8).flatten(-2), scales.flatten(-2).view(torch.int8)], -1)
+
+    def unpack(self, packed: Tensor, rows: Tensor) -> None:
+        """Write the numbers in `packed` (..., bytes) to rows (..., elements of a shard), whose dtype may be any."""
+        integers, scales = packed.split([sum(self.padded), 4 * sum(self.n_blocks)], -1)
+        integers, scales = integers.split(self.padded, -1), scales.view(torch.float32).split(self.n_blocks, -1)
+        for own, integer, scale in zip(rows.split(self.sizes, -1), integers, scales, strict=True):
+            n_rest = own.shape[-1] % INT8_BLOCK
+            n_whole = own.shape[-1] - n_rest
+            whole = own[..., :n_whole].unflatten(-1, (-1, INT8_BLOCK))
+            whole_blocks = integer[..., :n_whole].unflatten(-1, (-1, INT8_BLOCK))
+            torch.mul(whole_blocks, scale[..., : n_whole // INT8_BLOCK, None], out=whole)  # needs no temporary tensor
+            if n_rest:
+                torch.mul(integer[..., n_whole:][..., :n_rest], scale[..., -1:], out=own[..., n_whole:])
+
+
+class Gather:
+    """The all-gather of an FSDP group, called by FSDP."""
+
+    def __init__(self, packing: Packing | None, near: dist.ProcessGroup | None):
+        """`packing`: how to round (qwZ). `near`: the ranks that keep secondary shards (hpZ)."""
+        self.packing, self.near = packing, near
+        self.secondary: Tensor | None = None  # this rank's part of what its node keeps, packed if weights are rounded
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
+        """Fill `output_tensor` with the shards of all ranks. All is in order on FSDP's stream, so no Work is returned.
+
+        Weights change after a backward and before the next forward. So every forward makes a new secondary shard, even
+        if no backward has used the last one, and only backward reads it.
+        """
+        is_backward = torch._C._current_graph_task_id() != -1
+        if is_backward and self.secondary is not None:
+            own, ranks, self.secondary = self.secondary, self.near, None
+        else:
+            own, ranks = input_tensor if self.packing is None else self.packing.pack(input_tensor), group
+        whole = output_tensor if self.packing is None else own.new_empty(ranks.size() * own.numel())
+        all_gather(whole, own, group=ranks)
+        if self.near is not None and ranks is group:
+            self.secondary = whole.chunk(self.near.size())[self.near.rank()].clone()
+        if self.packing is not None:
+            self.packing.unpack(whole.view(group.size(), -1), output_tensor.view(group.size(), -1))
+
+
+class ReduceScatter:
+    """The reduce-scatter of an FSDP group by all-to-alls (qgZ), called by FSDP."""
+
+    def __init__(self, packing: Packing, nodes: Nodes):
+        self.packing, self.nodes = packing, nodes
+
+    allocate = Gather.allocate
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ):
+        """Write the sum of the ranks' gradients of this shard to `output_tensor`. `op` is a sum (fsdp.py)."""
+        rows = input_tensor.view(-1, self.nodes.near.size(), output_tensor.numel())  # (node, place in it, shard)
+        rows = self.exchange(rows.transpose(0, 1), self.nodes.near)
+        output_tensor.copy_(rows[0] if self.nodes.far is None else self.exchange(rows, self.nodes.far))
+
+    def exchange(self, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Send rows[i] to rank i of the group, and return the sum of the rows that arrive."""
+        sent = self.packing.pack(rows)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        arrived = rows.new_empty(rows.shape)
+        self.packing.unpack(received, arrived)
+        return arrived.sum(0)
