@@ -141,7 +141,7 @@ def test_routes_and_their_weights_are_those_of_transformers(name):
             )
     with torch.no_grad():
         ours(tokens, positions=torch.arange(300).expand(2, -1)), theirs(tokens)
-    assert len(gates) == len(list_moes(ours)) and len(seen) == 2 * len(gates)
+    assert len(gates) == len(list(list_moes(ours))) and len(seen) == 2 * len(gates)
     for layer in gates:
         (weights, routes), (their_weights, their_routes) = seen["ours", layer], seen["theirs", layer]
         assert torch.equal(routes.flatten(0, 1), their_routes) and routes.unique().numel() == args.moe.n_experts
