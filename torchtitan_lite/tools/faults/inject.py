@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import train
 from torchtitan_lite.build import Run
+from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.components.optim import count_copies
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.model.batch import Batch
@@ -89,9 +90,9 @@ def flip_weight(fault: Fault, run: Run) -> None:
 
 def choose_weight(fault: Fault, run: Run) -> torch.Tensor:
     """Return the local shard of a weight, flat. Prefers weights that several ranks hold copies of."""
-    parameters = [parameter for parameter in run.parameters.values() if parameter.to_local().numel()]
+    parameters = [parameter for parameter in run.parameters.values() if local_tensor(parameter).numel()]
     copied = [parameter for parameter in parameters if count_copies(parameter) > 1] or parameters
-    return copied[fault.seed % len(copied)].to_local().detach().view(-1)
+    return local_tensor(copied[fault.seed % len(copied)]).detach().view(-1)
 
 
 def flip_snapshot(fault: Fault, run: Run) -> None:
