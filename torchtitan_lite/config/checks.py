@@ -7,7 +7,7 @@ every problem at once.
 
 import re
 from importlib.util import find_spec
-from math import prod
+from math import gcd, prod
 
 from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim, list_linears, plan_float8
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
@@ -99,6 +99,14 @@ def check_layout(
         check_experts(problems, degrees)
     elif config.parallelism.expert_parallel_degree > 1:
         problems.refuse(EP, "the model has no experts", "Leave it out, or choose a flavor with experts")
+    n_ranks, per_node = degrees["dp_shard"] * cp * tp, config.parallelism.zero_plus_plus_node_size
+    strides = (
+        [tp, config.parallelism.expert_parallel_degree] if model_args.moe else [tp]
+    )  # between the ranks of a group
+    is_alone = all(gcd(n_ranks // stride, max(1, per_node // stride)) == 1 for stride in strides)
+    if "hpz" in config.parallelism.zero_plus_plus and n_ranks > per_node and is_alone:
+        why = "nodes of this size do not have two or more ranks of an FSDP group each, so hpZ has nothing to keep"
+        problems.refuse(f"{ZERO_PLUS_PLUS}_node_size", why, f'Leave "hpz" out of {ZERO_PLUS_PLUS}')
     if config.model.uses_float8:
         check_float8(problems, tp, batch["microbatch_size"] * config.training.seq_len // cp)
     return problems

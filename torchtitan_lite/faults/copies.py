@@ -36,8 +36,13 @@ def compare_copies(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None
     own = [found for one, names in groups.items() for found in find_differing(one, names, sums)]
     findings: list[list] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(findings, own, group=group)
-    if any(findings):
-        raise UserError(name_odd([found for of_rank in findings for found in of_rank]))
+    if found := [finding for of_rank in findings for finding in of_rank]:
+        counts = Counter(rank for rank, _ in found)
+        odd = sorted(rank for rank, n in counts.items() if n == max(counts.values()))
+        name = min(name for rank, name in found if rank in odd)
+        no_majority = f"no majority tells which of the ranks {odd} has a wrong"
+        who = f"rank {odd[0]} has another" if len(odd) == 1 else no_majority
+        raise UserError(f"silent damage: {who} copy of {name}. Weights and optimizer state should be bit-equal there")
 
 
 def compute_checksum(tensor: DTensor) -> Tensor:
@@ -58,13 +63,3 @@ def find_differing(group: dist.ProcessGroup, names: list[str], sums: dict[str, T
             is_clear = n > len(copies) / 2
             found += [(rank, name) for rank, copy in zip(ranks, copies, strict=True) if copy != usual or not is_clear]
     return found
-
-
-def name_odd(found: list[tuple[int, str]]) -> str:
-    """Say which rank is in most of the findings of all ranks."""
-    counts = Counter(rank for rank, _ in found)
-    most = max(counts.values())
-    odd = sorted(rank for rank, n in counts.items() if n == most)
-    name = min(name for rank, name in found if rank in odd)
-    who = f"rank {odd[0]} has another" if len(odd) == 1 else f"no majority tells which of the ranks {odd} has a wrong"
-    return f"silent damage: {who} copy of {name}. Weights and optimizer state should be bit-equal there"

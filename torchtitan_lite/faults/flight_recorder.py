@@ -26,20 +26,19 @@ def read_recorder(main_thread: int) -> list[dict]:
 
 def list_calls(dump: dict, ranks: dict[str, list[int]], main_thread: int | None = None) -> list[dict]:
     """Return the calls in a dump, except those of checkpoint threads. `ranks` has the ranks of a group by its name."""
-    calls = []
-    for entry in dump.get("entries", []):
-        name, description = entry["process_group"]
-        if description not in IN_THREADS or int(entry.get("thread_id", -1)) == main_thread:
-            call = {
-                "group": f"{description} {ranks.get(name, [])}",
-                "number": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
-                "name": entry["profiling_name"].partition(":")[2],
-                "sizes": entry["input_sizes"],
-                "at_ns": entry["time_created_ns"],
-                "is_completed": entry["retired"],
-            }
-            calls.append(call)
-    return calls
+    return [
+        {
+            "group": f"{description} {ranks.get(name, [])}",
+            "number": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+            "name": entry["profiling_name"].partition(":")[2],
+            "sizes": entry["input_sizes"],
+            "at_ns": entry["time_created_ns"],
+            "is_completed": entry["retired"],
+        }
+        for entry in dump.get("entries", [])
+        for name, description in [entry["process_group"]]
+        if description not in IN_THREADS or int(entry.get("thread_id", -1)) == main_thread
+    ]
 
 
 def summarize(calls: list[dict]) -> dict[str, dict]:

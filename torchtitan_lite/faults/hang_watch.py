@@ -14,7 +14,6 @@ and on NCCL also sends and receives. On gloo, the main thread's stack tells wher
 
 import json
 import linecache
-import logging
 import os
 import socket
 import statistics
@@ -33,8 +32,6 @@ from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.faults.flight_recorder import find_deviation, read_recorder, summarize
 from torchtitan_lite.parallel.mesh import Mesh
-
-logger = logging.getLogger(__name__)
 
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
 
@@ -93,7 +90,6 @@ class HangWatch:
                 unfinished.rename(self.file)
             elif not is_late and self.file.exists():
                 self.file.unlink()
-                logger.warning(f"step {self.step} goes on")
 
     def collect(self) -> dict[str, object]:
         """Return what this rank does, as tools/faults/hang.py reads it."""
@@ -118,7 +114,7 @@ class HangWatch:
 def read_state(pid: int) -> str:
     """Return the state of a process's main thread: R runs, S sleeps, D waits for a disk, T is stopped; "": ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0].replace("Z", "")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0].upper().replace("Z", "")
     except OSError:
         return ""
 

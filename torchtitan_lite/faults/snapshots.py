@@ -49,22 +49,21 @@ class Snapshots(CheckpointSaver):
     planner, log_level = HostPlanner, logging.DEBUG
 
     def __init__(self, dump_folder: Path, section: Checkpoint, place: Place, all_ranks: dist.ProcessGroup, **kw: Any):
-        self.all_ranks, n_local = all_ranks, place.world_size // place.n_hosts
+        self.all_ranks, group, n_local = all_ranks, all_ranks, place.world_size // place.n_hosts
         if section.local_folder:
-            first = place.rank // n_local * n_local
-            ranks = list(range(first, first + n_local))
+            ranks = [rank for rank in range(place.world_size) if rank // n_local == place.rank // n_local]
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="snapshot")
         else:
-            group, section = all_ranks, replace(section, async_mode="disabled")
-        run = "-".join(dump_folder.absolute().parts[1:])
-        super().__init__(Path(section.local_folder) / run, section, group=group, **kw)
+            section = replace(section, async_mode="disabled")
+        folder = Path(section.local_folder) / "-".join(dump_folder.absolute().parts[1:])
+        super().__init__(folder, section, group=group, **kw)
         self.n_kept = {"keep_latest_k": 2, "keep_every_m": 0}
 
     def after_step(self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool) -> None:
         """Save every local_interval steps, but not where the run ends with a checkpoint. Raises errors of saves."""
         self.check()
-        is_due = step % self.section.local_interval == 0 and step < n_steps and not is_stopped
-        if self.section.local_folder and is_due:
+        is_due = self.section.local_folder and step % self.section.local_interval == 0
+        if is_due and step < n_steps and not is_stopped:
             self.save(step, name_tensors(parameters, self.optimizer))
 
     def restore(self, parameters: dict[str, Tensor], lr_scheduler: LRScheduler, newer_than: int) -> int:
@@ -85,10 +84,9 @@ class Snapshots(CheckpointSaver):
             raise CheckpointError(f"all snapshots in {self.folder} are damaged, and there is no checkpoint")
         if loaded:
             set_step(lr_scheduler, loaded)
-        if self.group.rank() == 0:
-            for step in find_steps(self.folder):
-                if step > loaded:
-                    rmtree(self.folder / f"step-{step}")
+        for step in find_steps(self.folder):
+            if step > loaded and self.group.rank() == 0:
+                rmtree(self.folder / f"step-{step}")
         return loaded
 
     def load(self, step: int, tensors: dict[str, Tensor]) -> bool:

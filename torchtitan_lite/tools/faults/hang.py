@@ -29,7 +29,6 @@ LOOK_EVERY_S, WAIT_FOR_RANKS_S = 1.0, 2.0
 STATES = {  # of a rank without a file, from /proc
     "": "its process has ended",
     "T": "it is stopped (SIGSTOP or a debugger)",
-    "t": "it is stopped by a debugger",
     "D": "it waits for a disk",
     "R": "it is busy and never releases Python's lock",
     "S": "it sleeps and holds Python's lock, or is between two steps (validation, a save)",
@@ -103,8 +102,9 @@ def explain(files: dict[int, dict]) -> tuple[dict[int, str], str]:
     for rank in sorted(set(range(first["world_size"])) - files.keys()):
         _, state, _ = processes.get(rank, (0, "unknown", ""))
         missing[rank] = STATES.get(state, "unknown: no rank of its host has written")
-    idle = {rank: describe_idle(file) for rank, file in files.items() if not is_waiting(file)}
-    culprits = missing | idle or find_deviating(files) or find_odd(files) or find_passed_send(files)
+    idle = {rank: describe_idle(file) for rank, file in files.items() if not list_pending(file)}
+    deviating = {rank: file["deviation"] for rank, file in files.items() if file["deviation"]}
+    culprits = missing | idle or deviating or find_odd(files) or find_passed_send(files)
 
     text = [f"HANG in step {first['step']}, {first['seconds']:g} s after it began."]
     for rank, does in list(culprits.items())[:3]:
@@ -113,27 +113,22 @@ def explain(files: dict[int, dict]) -> tuple[dict[int, str], str]:
     if len(culprits) > 3:
         text.append(f"So are {len(culprits) - 3} more ranks: {sorted(culprits)[3:20]}.")
     if not culprits:
-        waits = Counter(describe_wait(file) for file in files.values())
+        waits = Counter(list_pending(file)[0] for file in files.values())
         text.append(f"Cause unknown. {'; '.join(f'{n} ranks wait in {wait}' for wait, n in waits.most_common(4))}.")
     return culprits, " ".join([*text, f"{len(files)} of {first['world_size']} ranks wrote what they do."])
 
 
-# ---------------------------------------------------------------- who is it?
-
-
-def is_waiting(file: dict) -> bool:
-    """Return whether a rank waits for others: in a collective, or in its pipeline."""
-    return bool(file["pipeline"]["waits_for"]) or any(row["pending"] for row in file["groups"].values())
+def list_pending(file: dict) -> list[str]:
+    """Return the collectives that have not completed, and the wait in the pipeline. Empty: it waits for no rank."""
+    calls = [describe_call(row["pending"]) for row in file["groups"].values() if row["pending"]]
+    way = file["pipeline"]["waits_for"]
+    return [*calls, f"the pipeline ({way})"] if way else calls
 
 
 def describe_idle(file: dict) -> str:
-    _, state, _ = file["host"][str(file["rank"])]
-    does = "waits for a disk" if file["stack"][0].split()[-1] in DISK else DOES.get(state, "does something")
+    state = "D" if file["stack"][0].split()[-1] in DISK else file["host"][str(file["rank"])][1]
+    does = DOES.get(state, "does something")
     return f"it {does} in {' < '.join(file['stack'][:3])}"
-
-
-def find_deviating(files: dict[int, dict]) -> dict[int, str]:
-    return {rank: file["deviation"] for rank, file in files.items() if file["deviation"]}
 
 
 def find_odd(files: dict[int, dict]) -> dict[int, str]:
@@ -162,9 +157,6 @@ def find_passed_send(files: dict[int, dict]) -> dict[int, str]:
     return found
 
 
-# ---------------------------------------------------------------- what waits for it?
-
-
 def find_waiter(files: dict[int, dict], rank: int) -> str:
     """Say which call of which rank waits for this rank. Of several, the one that was called first."""
     own, waits = files.get(rank, {}).get("groups", {}), []
@@ -185,8 +177,3 @@ def find_waiter(files: dict[int, dict], rank: int) -> str:
 def describe_call(call: dict) -> str:
     axis = call["group"].partition(" ")[0].removeprefix("mesh_")  # "mesh_tp [0, 1]"
     return f"call {call['number']} on axis {axis}, {call['name']} {call['sizes']}"
-
-
-def describe_wait(file: dict) -> str:
-    pending = [row["pending"] for row in file["groups"].values() if row["pending"]]
-    return describe_call(pending[0]) if pending else f"the pipeline ({file['pipeline']['waits_for']})"

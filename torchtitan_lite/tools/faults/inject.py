@@ -2,8 +2,8 @@
 
     drill  ->  launcher with a fault in its environment  ->  rank: run_rank below  ->  train.py
 
-run_rank replaces train.py's train_step. On the chosen rank, the fault happens just before the chosen step. It leaves a
-mark, a file with the time, so that a restarted rank does not meet it again.
+run_rank replaces train.py's train_step. On the chosen rank, the fault happens just before the chosen step; kill, within
+0.2 s after that; kill_saving, after the step. A mark, a file with the time, keeps a restarted rank from a second fault.
 """
 
 import json
@@ -30,7 +30,6 @@ from torchtitan_lite.tools import launch
 
 VARIABLE, LAUNCHER = "TORCHTITAN_LITE_FAULT", "TORCHTITAN_LITE_LAUNCHER"  # of the environment: the fault, a pid
 HANG = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
-SAVES_AFTER_S = 0.05  # kill_saving: from the end of the step
 
 
 @dataclass
@@ -52,21 +51,13 @@ class Fault:
         return Path(self.folder) / "fault.txt"
 
 
-def kill(fault: Fault, run: Run) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_torchrun(fault: Fault, run: Run) -> None:
-    os.kill(int(os.environ[LAUNCHER]), signal.SIGKILL)
+def die_after(seconds: float) -> None:
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def kill_saving(fault: Fault, run: Run) -> None:
-    """Die soon after this step, when every rank saves."""
-    run.optimizer.register_step_post_hook(lambda *_: threading.Timer(SAVES_AFTER_S, kill, (fault, run)).start())
-
-
-def stop(fault: Fault, run: Run) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Die 0.05 s after the update of this step, when every rank saves."""
+    run.optimizer.register_step_post_hook(lambda *_: die_after(0.05))
 
 
 def loop(fault: Fault, run: Run) -> None:
@@ -112,20 +103,20 @@ def flip_file_and_die(fault: Fault, files: list[Path]) -> None:
     content = bytearray(newest.read_bytes())
     content[-1 - fault.seed % 1000] ^= 1 << fault.seed % 8
     newest.write_bytes(content)
-    os.kill(os.getpid(), signal.SIGKILL)
+    die_after(0)
 
 
 DEAD = r"exitcode: {status}\) local_rank: {rank} "  # in torchrun's report
 FAULTS = {  # kind -> function, and what names the fault in the output; {rank} is the rank that met it
-    "kill": (kill, DEAD.replace("{status}", "-9")),
+    "kill": (lambda fault, run: die_after(fault.seed % 200 / 1000), DEAD.replace("{status}", "-9")),
     "kill_saving": (kill_saving, DEAD.replace("{status}", "-9")),
-    "kill_torchrun": (kill_torchrun, "torchrun was killed"),
+    "kill_torchrun": (lambda fault, run: os.kill(int(os.environ[LAUNCHER]), signal.SIGKILL), "torchrun was killed"),
     "exception": (fail, DEAD.replace("{status}", "1")),
     "nan": (make_nan, r"weight \S+ on rank {rank} .*was not finite"),
     "flip_weight": (flip_weight, r"silent damage: (rank {rank} |no majority tells .*\b{rank}\b.* has a wrong)"),
     "flip_snapshot": (flip_snapshot, "DAMAGED SNAPSHOT"),
     "flip_checkpoint": (flip_checkpoint, "DAMAGED CHECKPOINT"),
-    "stop": (stop, HANG),
+    "stop": (lambda fault, run: os.kill(os.getpid(), signal.SIGSTOP), HANG),
     "loop": (loop, HANG),
 }
 
