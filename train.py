@@ -30,7 +30,7 @@ from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.parallel.process_groups import end_process, read_torchrun_environment, start_process
+from torchtitan_lite.parallel.process_groups import end_process, join_job, start_process
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.run_log import RunLog
 from torchtitan_lite.step import compute_gradients, train_step
@@ -45,7 +45,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     0 trained and saved, 1 a step was not finite or a checkpoint was not written, 130 stopped by SIGINT, 143 by SIGTERM.
     """
     # ---- config: report every mistake before creating any process group
-    place = read_torchrun_environment(os.environ)
+    place, store = join_job(os.environ)
     end_with_parent()
     machine = detect_machine()
     plan = preflight(
@@ -60,7 +60,7 @@ def main(args: list[str], stop: StopRequest) -> int:
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     starting_over = place.restarts == 0 and (config.job.overwrite or not dump_folder.exists())
-    device, groups = start_process(place, machine.device_type, config, dump_folder)
+    device, groups = start_process(place, store, machine.device_type, config, dump_folder)
     mesh = build_mesh(layout, device.type)
     lock = open_dump_folder(dump_folder, config, starting_over=starting_over) if place.rank == 0 else None
     start_logging(place.rank, dump_folder, color=not config.metrics.disable_color_printing)

@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +51,27 @@ def test_a_drill_of_four_faults_finds_all_and_ends_with_the_weights_of_the_undis
         assert row["is_equal"] and row["found_s"] is not None, row
         assert row["steps_lost"] <= 1, row
     assert rows[1]["found_s"] > 5, "not before comm.hang_seconds"
+
+
+def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_of_them(tmp_path):
+    """A rank of host 1 is killed. The rank of host 0 does not fail, as with NCCL, whose ranks wait for a killed one."""
+    keys = [*warm_start.write_letters(tmp_path / "letters"), "--training.steps=60", "--training.local_batch_size=4"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    variables = {"NNODES": "2", "MASTER_PORT": str(port), "MAX_RESTARTS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    variables |= dict.fromkeys(["MASTER_ADDR", "PET_LOCAL_ADDR"], "127.0.0.1")
+    keys += ["--checkpoint.interval=2", "--validation.no_enable"]
+    hosts = [
+        warm_start.launch(tmp_path / "run", tmp_path, *keys, n_ranks=1, NODE_RANK=str(n), **variables) for n in range(2)
+    ]
+    warm_start.read_until(hosts[0], "step +5/")
+    (waiting,), (killed,) = map(warm_start.list_ranks, hosts)
+    os.kill(waiting, signal.SIGSTOP)
+    os.kill(killed, signal.SIGKILL)
+    warm_start.read_until(hosts[0], f"Closing process {waiting}")
+    os.kill(waiting, signal.SIGKILL)  # torchrun would do so after 30 s
+    assert "resumed from" in warm_start.finish(hosts[0])
+    warm_start.finish(hosts[1])
 
 
 # ---------------------------------------------------------------- hangs

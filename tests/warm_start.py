@@ -50,6 +50,7 @@ def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> int:
     with (
         process_left_as_it_was(),
         redirect_stdout(io.StringIO()),
+        patch.object(train, "join_job", return_value=(process_groups.Place(rank, world_size, rank, 1, 0), None)),
         patch.object(process_groups, "start_process_group"),
         patch.object(process_groups.dist, "destroy_process_group"),
         patch.dict(os.environ, make_environment(rank, world_size, port=0)),

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config
 
 logger = logging.getLogger(__name__)
@@ -36,16 +37,31 @@ class Place:
     world_size: int
     local_rank: int  # among the ranks of this host
     n_hosts: int
-    restarts: int  # number of times that torchrun restarted the job
+    restarts: int  # restarts of the job: the sum of what torchrun counted on each host
 
 
-def read_torchrun_environment(environment: os._Environ) -> Place:
+def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
+    """Return the position of this process, and the key-value store of all ranks. Collective.
+
+    torchrun counts a restart only on hosts where a rank failed first. Hosts must agree whether the job has restarted,
+    so they add up their counts. This needs a store that is new after each restart (tools/launch.py).
+    """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if any(name not in environment for name in names):
         sys.exit("train.py runs as one rank of many: start it with ./run_train.sh or torchrun")
     rank, world_size, local_rank, local_world_size = (int(environment[name]) for name in names)
-    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
-    return Place(rank, world_size, local_rank, world_size // local_world_size, restarts)
+    n_hosts, restarts = world_size // local_world_size, int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+    store, _, _ = next(dist.rendezvous("env://"))
+    if n_hosts > 1:
+        may_restart = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        if may_restart and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            raise UserError("torchrun restarts several hosts only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each")
+        store.add("restarts", restarts if local_rank == 0 else 0)
+        if store.add("arrived", 1) == world_size:
+            store.set("all arrived", "")
+        store.wait(["all arrived"])
+        restarts = store.add("restarts", 0)
+    return Place(rank, world_size, local_rank, n_hosts, restarts), store
 
 
 @dataclass(frozen=True)
@@ -59,11 +75,13 @@ class Groups:
     saver: dist.ProcessGroup  # for the thread that saves checkpoints
 
 
-def start_process(place: Place, device_type: str, config: Config, dump_folder: Path) -> tuple[torch.device, Groups]:
+def start_process(
+    place: Place, store: dist.Store, device_type: str, config: Config, dump_folder: Path
+) -> tuple[torch.device, Groups]:
     """Prepare this process and connect it to all ranks. Collective."""
     device = choose_device(place.local_rank, device_type)
     prepare_process(config, dump_folder, place.world_size)
-    start_process_group(device, config, n_hosts=place.n_hosts, restarts=place.restarts)
+    start_process_group(device, config, place, store)
     host = make_host_group("host", config.comm.init_timeout_seconds)
     check_equal_gpus(device, host)
     saver = make_host_group("saver", config.comm.init_timeout_seconds) if config.checkpoint.enable else host
@@ -117,12 +135,12 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
     return device
 
 
-def start_process_group(device: torch.device, config: Config, *, n_hosts: int, restarts: int) -> None:
-    """Join the job's process group at the address in torchrun's environment: NCCL on CUDA, gloo on CPU.
+def start_process_group(device: torch.device, config: Config, place: Place, store: dist.Store) -> None:
+    """Join the job's process group: NCCL on CUDA, gloo on CPU.
 
     Offload needs both: its gradient norm is a CPU tensor, which NCCL cannot reduce.
     """
-    if n_hosts > 1:
+    if place.n_hosts > 1:
         warn_of_loopback()
     backend = "gloo" if device.type == "cpu" else "nccl"
     if device.type == "cuda" and config.training.enable_cpu_offload:
@@ -131,14 +149,14 @@ def start_process_group(device: torch.device, config: Config, *, n_hosts: int, r
     # stream, where each waits for the previous one. Without it, NCCL connects at the first collective.
     connects_at_once = device.type == "cuda" and config.parallelism.pipeline_parallel_degree == 1
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
     dist.init_process_group(
         backend,
-        # torchrun's store survives restarts and still has the addresses of dead ranks. Without a new prefix, a
-        # restarted rank may read these addresses, and fail to connect or wait forever (torch 2.13).
-        store=dist.PrefixStore(f"restart-{restarts}", store),
-        rank=rank,
-        world_size=world_size,
+        # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new
+        # prefix, a restarted rank may read these addresses, and fail to connect or wait forever (torch 2.13).
+        store=dist.PrefixStore(f"restart-{place.restarts}", store),
+        rank=place.rank,
+        world_size=place.world_size,
         timeout=timeout,
         device_id=device if connects_at_once else None,
     )

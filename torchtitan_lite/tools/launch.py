@@ -172,6 +172,7 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
     if n_hosts > 1:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29500')}"
         local_address = os.environ.get("PET_LOCAL_ADDR")
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torchrun makes a new store after each restart
     return torchrun.LaunchConfig(
         min_nodes=n_hosts,
         max_nodes=n_hosts,
