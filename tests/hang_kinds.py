@@ -14,7 +14,7 @@ def sleep(fault, run) -> None:
 
 
 def loop_with_lock(fault, run) -> None:
-    """Loop in C code that never releases Python's lock."""
+    """Loop in C code that never releases the GIL."""
     ctypes.PyDLL(None).PyRun_SimpleString(b"sum(range(10**18))")
 
 

@@ -81,7 +81,7 @@ CAME = {"mesh_tp [0, 1]": (6, "all_reduce", [[3]], True)}
 HANGS = {  # what ranks 0 and 1 of a tp group of two wrote, the state of rank 1's process, who is named, and how
     "stopped": ({0: {"calls": WAITS}}, "T", {1}, "is stopped"),
     "ended": ({0: {"calls": WAITS}}, "", {1}, "has ended"),
-    "holds the lock": ({0: {"calls": WAITS}}, "R", {1}, "never releases Python's lock"),
+    "holds the lock": ({0: {"calls": WAITS}}, "R", {1}, "never releases the GIL"),
     "busy": (
         {0: {"calls": WAITS}, 1: {"calls": CAME, "stack": ["own.py:7 loop"]}},
         "R",

@@ -1,4 +1,4 @@
-"""After SIGKILL of torchrun no rank trains on, also one that is stopped or holds Python's lock."""
+"""After SIGKILL of torchrun no rank trains on, also one that is stopped or holds the GIL."""
 
 import os
 import signal

@@ -1,7 +1,7 @@
 """Muon: orthogonalize the momentum of every hidden matrix; AdamW for all other parameters (drawn for fsdp 2 x tp 2).
 
 Hidden matrices are the weights of attention and feed-forward, and of each expert. Newton-Schulz needs a whole matrix.
-So in each round, every rank of fsdp x tp owns one matrix, all of about the same work. If rank (1, 0) owns a wo:
+So a step has rounds: in each, a rank of fsdp x tp owns a matrix, all of about the same size. Rank (1, 0) owns this wo:
 
     rank (fsdp, tp)                 (0, 0)        (0, 1)        (1, 0)        (1, 1)
     momentum and Nesterov, fp32     its slice     its slice     its slice     its slice
@@ -11,17 +11,17 @@ So in each round, every rank of fsdp x tp owns one matrix, all of about the same
     two all-to-alls back            its slice     its slice     its slice     its slice
     decay and update, fp32          its slice     its slice     its slice     its slice
 
-cp ranks belong to fsdp. HSDP replicas and pipeline stages do this on their own. The E/ep experts of a rank are a batch,
-dealt over efsdp; if FSDP shards them by expert, each rank has whole matrices, and nothing travels.
+cp ranks are part of fsdp. Each HSDP replica and pipeline stage has rounds of its own. The E/ep experts of a rank are a
+batch, dealt over efsdp. If FSDP shards by expert, each rank has whole matrices, and no communication is needed.
 
     state      4 bytes per parameter of a hidden matrix (momentum), 8 per other parameter (two moments of AdamW)
     traffic    2P(n-1)/n per rank over fsdp (n ranks) and 2P(t-1)/t over tp (t ranks), without overlap. P: bytes of its
                slices in compute dtype, 1.6 GiB for 8B on 8 ranks
-    work       5 x (4m^2n + 2m^3) FLOPs per m x n matrix, m <= n, on its owner only: for 8B as much as 12,000 tokens
+    work       5 x (4m^2n + 2m^3) FLOPs per m x n matrix, m <= n, on its owner only: for 8B, as for 12,000 tokens
 
-Newton-Schulz computes in training.mixed_precision_param: in bfloat16 as torch.optim.Muon does, in float32 so that all
-layouts make equal updates, which bfloat16 would round differently. Updates have the RMS of AdamW's ("match_rms_adamw"),
-so its learning rate and weight decay carry over. beta1, beta2 and eps are for AdamW.
+Newton-Schulz computes in training.mixed_precision_param. bfloat16 matches torch.optim.Muon; float32 makes updates equal
+on all layouts, which bfloat16 rounds differently. Updates have the RMS of AdamW's ("match_rms_adamw"), so its learning
+rate and weight decay carry over. beta1, beta2 and eps are for AdamW.
 Sources: Muon, kellerjordan.github.io/posts/muon; scaling: Moonlight arXiv:2502.16982.
 """
 

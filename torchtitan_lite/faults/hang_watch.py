@@ -5,8 +5,8 @@
                        write hang/restart-0/rank-00003.json
     launcher       2 s after the first file: read all files, print one paragraph (tools/faults/hang.py)
 
-The limit is comm.hang_seconds. A rank that is stopped, or never releases Python's lock, writes nothing; so every file
-also has the states of all ranks of its host, from /proc. If the step ends after all, the rank deletes its file.
+The limit is comm.hang_seconds. A rank that is stopped or never releases the GIL cannot write. So each file also has the
+state of every rank of its host, from /proc. If the step ends after all, the rank deletes its file.
 
 The calls come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and gloo,
 and on NCCL also sends and receives. On gloo, the main thread's stack tells where it is in a 1F1B pipeline.

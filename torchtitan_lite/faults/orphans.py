@@ -4,7 +4,7 @@
     a bare torchrun    torchrun  <-  ranks
 
 `<-` means: asks the kernel to be killed as soon as its parent ends (PR_SET_PDEATHSIG). The kernel needs no thread of
-the process for that, so it also ends ranks that are stopped, or hold Python's lock. A fork server does not end with the
+the process for that, so it also ends ranks that are stopped, or hold the GIL. A fork server does not end with the
 launcher by itself, because the ranks hold its pipe open; it makes the same request (tools/fork_server.py). The workers
 of `verify` and `prepare` do so, too.
 """

@@ -4,9 +4,9 @@
     host 1    checkpoint.local_folder/<run>/step-12/     the shards of ranks 8 .. 15
     shared    dump_folder/checkpoint/step-10/            all shards
 
-A snapshot has the format of a checkpoint, is committed by a rename, and the last two are kept. All ranks start from the
-newest step that every rank can open: its host has the same shards of this rank, with the right hashes. If a host is
-lost, or the layout has changed, that is the shared checkpoint.
+A snapshot has the format of a checkpoint, is committed by a rename, and the last two are kept. On start, all ranks load
+the newest one that every rank can open: its host has the shards of this rank, with the right hashes. If there is none,
+because a host was lost or the layout has changed, they load the shared checkpoint.
 """
 
 import json

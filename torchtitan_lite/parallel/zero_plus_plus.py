@@ -13,8 +13,8 @@
     qgZ   two all-to-alls of int8 blocks replace the reduce-scatter. What arrives is unpacked, then summed in fp32
 
 A block is 256 consecutive elements of one rank's shard of one parameter, and is sent as 256 integers of one byte and an
-fp32 scale. The last block of a shard is padded with zeros. No block has elements of two parameters: next to a norm's
-weights, which are near 1, those of a matrix would all become 0.
+fp32 scale. The last block of a shard is padded with zeros. A block never mixes two parameters: a norm's weights are
+near 1, and a scale that fits them would round the small weights of a matrix to 0.
 
 Bytes that a rank sends for a group of P elements of w bytes, over n = f nodes x m ranks, with q = 260/256:
 
@@ -26,20 +26,20 @@ Bytes that a rank sends for a group of P elements of w bytes, over n = f nodes x
 Rounding error. If a is the largest magnitude in a block, its scale is s = a/127. An element x is sent as the integer
 nearest to x/s, which is at most 127, so the product of this integer and s differs from x by at most s/2.
 
-    qwZ   a weight is off by at most s/2, by the same on all ranks: they train a model with rounded weights
+    qwZ   a weight is off by at most s/2, equally on all ranks, so they train the same rounded model
     qgZ   a sum of gradients g_r is off by at most s_r/2 for each rank r, plus s_v/2 for each node v. The sum of a node
           is already off when it is rounded, so s_v <= (max |sum of its g_r| + max sum of its s_r/2) / 127
 
-Nothing else is rounded. `verify` compares every packed block with this bound, s/2, and then sends exact numbers by the
-same collectives, so that it can compare everything else as without ZeRO++. In a block with NaN or infinity all elements
-become NaN, and the step is skipped as usual.
+Nothing else is rounded. `verify` checks every packed block against s/2. It then sends exact numbers through the same
+collectives, and compares everything else with its usual bounds. In a block with NaN or infinity, all elements become
+NaN, and the step is skipped as usual.
 
 Nodes split a group only if it has several ranks in each of several nodes. For other groups hpZ keeps nothing, and qgZ
 has a single all-to-all. Replicas (HSDP) all-reduce exactly. Packing, collective and unpacking run on FSDP's streams, in
 the place of its own collective; the host does not wait.
 
-Source: ZeRO++ arXiv:2306.10209. In FSDP2, an integer for reshard_after_forward also keeps secondary shards, but not
-with TP, not of experts, and with two more process groups for each block.
+Source: ZeRO++ arXiv:2306.10209. FSDP2's integer reshard_after_forward also keeps secondary shards. It does not support
+TP or experts, and adds two process groups per block.
 Effect: FSDP calls these collectives. Parameters, FQNs and checkpoints do not change.
 """
 

@@ -4,12 +4,12 @@
     FOLDER/comm_traces/rank_3                NCCL's flight recorder, on a time-out; has no stack and no process state
 
     ranks        files with     a collective that has not completed, or a receive of the pipeline: they wait
-    0 1 2 . 4    no file        stopped, ended, or busy without releasing Python's lock: /proc on its host tells which
+    0 1 2 . 4    no file        stopped, ended, or busy without releasing the GIL: /proc on its host tells which
     5 6 7        neither        busy or asleep somewhere else: its stack tells where
 
-If every rank waits, one of them called something else than the others: the rank whose calls differ from its own last
-step; else the rank that differs from the majority of its group; else, in a pipeline, the rank that has passed a send
-which its neighbor still waits for. If none of these applies, the cause is unknown.
+If every rank waits, one of them made a wrong call. The first rule that applies names it: its calls differ from those of
+its last step; its pending call differs from the majority of its group; in a pipeline, it has passed a send that its
+neighbor waits for. If no rule applies, the cause is unknown.
 """
 
 import json
@@ -30,8 +30,8 @@ STATES = {  # of a rank without a file, from /proc
     "": "its process has ended",
     "T": "it is stopped (SIGSTOP or a debugger)",
     "D": "it waits for a disk",
-    "R": "it is busy and never releases Python's lock",
-    "S": "it sleeps and holds Python's lock, or is between two steps (validation, a save)",
+    "R": "it is busy and never releases the GIL",
+    "S": "it sleeps and holds the GIL, or is between two steps (validation, a save)",
 }
 DOES = {"D": "waits for a disk", "R": "is busy", "S": "sleeps"}  # a rank with a file that waits for no other rank
 DISK = ("fsync", "write", "read", "sync_folder", "hash_file")  # functions
