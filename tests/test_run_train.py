@@ -102,6 +102,7 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
     read = {bash or python for bash, python in read}
     assert read > {"NNODES", "PYTHON", "MAX_RESTARTS", "LOG_RANK"}
     internal = {"RANK", "PYTHONPATH", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"}
+    internal |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
     for name in read - internal | {"NGPU", "srun", "--config"}:
         assert name in answer.stdout, name
 
