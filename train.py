@@ -45,8 +45,8 @@ def main(args: list[str], stop: StopRequest) -> int:
     0 trained and saved, 1 a step was not finite or a checkpoint was not written, 130 stopped by SIGINT, 143 by SIGTERM.
     """
     # ---- config: report every mistake before creating any process group
-    place, store = join_job(os.environ)
     end_with_parent()
+    place, store = join_job(os.environ)
     machine = detect_machine()
     plan = preflight(
         args, machine=machine, n_ranks=place.world_size, n_hosts=place.n_hosts, restarted=place.restarts > 0
