@@ -6,7 +6,7 @@ from mutant_table import mutant
 from torchtitan_lite.components import muon
 
 MUON = {"optimizer.name": "Muon", "optimizer.lr": 0.02}
-SHARDED, TENSOR, ODD = Row(2, MUON), Row(2, {TP: 2, **MUON}), Row(3, {"training.global_batch_size": 6, **MUON})
+SHARDED, TENSOR = Row(2, MUON), Row(2, {TP: 2, **MUON})
 
 
 @mutant(SHARDED, "updates", "layers.1.feed_forward.w2.weight", at=(muon, "orthogonalize"))
@@ -30,15 +30,6 @@ def owner_forgets_to_send(exchange, sent, received, group, empty, calls=[]):  # 
     if len(calls) % 2 == 0 and group.rank() > 0:
         for tensor, old in zip(received[0], before, strict=True):
             tensor.copy_(old)
-
-
-@mutant(ODD, "updates", "layers.1.feed_forward.w2.weight", at=(muon, "exchange"))
-def remainder_of_an_odd_size_is_lost(exchange, sent, received, group, empty):
-    """Whoever joins slices takes their size from the first. The smaller one of the last rank is left out."""
-    exchange(sent, received, group, empty)
-    for first, last in zip(received[0], received[-1], strict=False):
-        if last.numel() < first.numel() and last._base is not None:
-            last.zero_()
 
 
 @mutant(

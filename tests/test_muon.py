@@ -1,7 +1,4 @@
-"""Muon: torch.optim.Muon on one process, the same update on every layout, checkpoints, what plan and check say of it.
-
-What these layouts must notice is in mutants_of_muon.py; test_verify.py runs it.
-"""
+"""Muon: torch.optim.Muon on one process, the same update on every layout, checkpoints, and what plan and check say."""
 
 from unittest.mock import patch
 

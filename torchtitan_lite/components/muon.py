@@ -17,7 +17,7 @@ batch, dealt over efsdp. If FSDP shards by expert, each rank has whole matrices,
     state      4 bytes per parameter of a hidden matrix (momentum), 8 per other parameter (two moments of AdamW)
     traffic    2P(n-1)/n per rank over fsdp (n ranks) and 2P(t-1)/t over tp (t ranks), without overlap. P: bytes of its
                slices in compute dtype, 1.6 GiB for 8B on 8 ranks
-    work       5 x (4m^2n + 2m^3) FLOPs per m x n matrix, m <= n, on its owner only: for 8B, as for 12,000 tokens
+    work       5 x (4m^2n + 2m^3) FLOPs per m x n matrix, m <= n, on its owner. 8B: the FLOPs of 12,000 tokens
 
 Newton-Schulz computes in training.mixed_precision_param. bfloat16 matches torch.optim.Muon; float32 makes updates equal
 on all layouts, which bfloat16 rounds differently. Updates have the RMS of AdamW's ("match_rms_adamw"), so its learning

@@ -100,9 +100,8 @@ def check_layout(
     elif config.parallelism.expert_parallel_degree > 1:
         problems.refuse(EP, "the model has no experts", "Leave it out, or choose a flavor with experts")
     n_ranks, per_node = degrees["dp_shard"] * cp * tp, config.parallelism.zero_plus_plus_node_size
-    strides = (
-        [tp, config.parallelism.expert_parallel_degree] if model_args.moe else [tp]
-    )  # between the ranks of a group
+    # Neighbors in an FSDP group are tp ranks apart; in a group that shards experts, ep ranks.
+    strides = [tp, config.parallelism.expert_parallel_degree] if model_args.moe else [tp]
     is_alone = all(gcd(n_ranks // stride, max(1, per_node // stride)) == 1 for stride in strides)
     if "hpz" in config.parallelism.zero_plus_plus and n_ranks > per_node and is_alone:
         why = "nodes of this size do not have two or more ranks of an FSDP group each, so hpZ has nothing to keep"

@@ -8,8 +8,8 @@
     each such dim       all-gather of the checksums; a copy that differs from most others is the odd one
     all ranks           all-gather of the findings
 
-A sum of integers changes with every single flipped bit. Two copies have no majority, so both ranks are findings of this
-dim. The rank with the most findings over all dims is named; if ranks tie, all. Bytes per rank and dim: 8 per tensor.
+A sum of integers changes with every single flipped bit. Two copies have no majority, so both ranks are suspects. The
+most frequent suspect is named; if ranks tie, all are named. Bytes per rank and dim: 8 per tensor.
 """
 
 from collections import Counter, defaultdict

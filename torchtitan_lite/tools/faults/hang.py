@@ -7,9 +7,9 @@
     0 1 2 . 4    no file        stopped, ended, or busy without releasing the GIL: /proc on its host tells which
     5 6 7        neither        busy or asleep somewhere else: its stack tells where
 
-If every rank waits, one of them made a wrong call. The first rule that applies names it: its calls differ from those of
-its last step; its pending call differs from the majority of its group; in a pipeline, it has passed a send that its
-neighbor waits for. If no rule applies, the cause is unknown.
+If every rank waits, the report looks for a rank whose calls differ from its previous step, then for a rank whose
+pending call differs from most of its group, then for a pipeline rank that has passed a send its neighbor waits for.
+Otherwise the cause is unknown.
 """
 
 import json
