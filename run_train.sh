@@ -29,6 +29,7 @@ Environment:
                  others is kept in a folder that the last lines name
   MAX_RESTARTS   number of times torchrun restarts all ranks after a failure (default 0). With --checkpoint.enable a
                  restarted run resumes from the newest complete checkpoint
+  TOOL           pulse: measure the ranks and links of this run instead of training
   PYTHON         the Python to start with (default python3; 3.10 or newer)
   OMP_NUM_THREADS, GLOO_SOCKET_IFNAME   defaults: 1 thread per rank; the loopback interface on a single host
   PYTORCH_ALLOC_CONF   for GPUs; default expandable_segments:True, unless PYTORCH_CUDA_ALLOC_CONF is set
@@ -84,4 +85,4 @@ export NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-
 [[ -z ${CONFIG_FILE:-} ]] || set -- --config "$CONFIG_FILE" "$@" # the last --config wins
 # On GPUs, expandable segments avoid fragmentation of memory.
 [[ -n ${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-} ]] || export PYTORCH_ALLOC_CONF=expandable_segments:True
-exec "$PYTHON" -m torchtitan_lite train "$@"
+exec "$PYTHON" -m torchtitan_lite "${TOOL:-train}" "$@"

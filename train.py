@@ -83,7 +83,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     saving = {
         "optimizer": run.optimizer,
         "fingerprint": data.fingerprint,
-        "run": describe_run(config, layout.degrees, plan.published),
+        "run": describe_run(config, layout.degrees, plan.weights.published if plan.weights else {}),
         "device": device,
     }
     snapshots = Snapshots(dump_folder, config.checkpoint, place, groups.host, **saving)

@@ -33,7 +33,7 @@ def owner_forgets_to_send(exchange, sent, received, group, empty, calls=[]):  # 
 
 
 @mutant(
-    SHARDED, "state momentum_buffer", "layers.1.feed_forward.w1.weight", at=(muon.Muon, "update"), dims=("dp_shard",)
+    SHARDED, "state", "layers.1.feed_forward.w1.weight (momentum_buffer)", at=(muon.Muon, "update"), dims=("dp_shard",)
 )
 def momentum_of_another_matrix(update, optimizer, matrices, axes, group):
     """A rank keeps the momenta of a round in the order of their owners, and finds another one in the next step."""

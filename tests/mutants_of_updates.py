@@ -41,7 +41,7 @@ def one_rank_clips_only_very_large_gradients(update_weights, optimizer, grad_nor
     return update_weights(optimizer, grad_norm, max_norm)
 
 
-@mutant(SHARDED, "state exp_avg_sq", "output.weight", at=(build, "build_optimizer"), dims=("dp_shard",))
+@mutant(SHARDED, "state", "output.weight (exp_avg_sq)", at=(build, "build_optimizer"), dims=("dp_shard",))
 def another_beta_on_one_rank(build, section, *args):
     """One host reads an older config."""
     return build(replace(section, beta2=0.9975) if dist.get_rank() == 1 else section, *args)
@@ -70,7 +70,7 @@ def infinity_counts_as_finite(update_weights, optimizer, grad_norm, max_norm):
     return update_weights(optimizer, torch.where(grad_norm.isinf(), 1.0, grad_norm), max_norm)
 
 
-@mutant(SHARDED, "state exp_avg", "output.weight", at=(step, "update_weights"))
+@mutant(SHARDED, "state", "output.weight (exp_avg)", at=(step, "update_weights"))
 def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm):
     """The flag of a gradient that is not finite is added up instead of set, so that no later step moves a
     weight."""
@@ -88,7 +88,7 @@ def schedule_waits_for_a_finite_gradient(train_step, run, batch):
     return result
 
 
-@mutant(Row(2, MOMENTS_IN_BFLOAT16), "state exp_avg", "output.weight", at=(torch.Tensor, "copy_"))
+@mutant(Row(2, MOMENTS_IN_BFLOAT16), "state", "output.weight (exp_avg)", at=(torch.Tensor, "copy_"))
 def moments_cut_instead_of_rounded(copy, target, source, *args, **options):
     """The lower half of the bits of each moment is dropped, so that it moves toward zero."""
     if target.dtype == torch.bfloat16 and source.dtype == torch.float32:

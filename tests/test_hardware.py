@@ -89,12 +89,6 @@ def test_cuda_visible_devices_selects_as_cuda_does(visible, expected):
     assert "".join(gpu.index for gpu in select_visible(gpus, visible)) == expected
 
 
-def test_a_slice_of_a_gpu_counts_as_one_gpu_without_a_known_peak():
-    (gpu,) = select_visible([Gpu("0", "GPU-a1", "NVIDIA H200", 1)], "MIG-77")
-    assert peak_flops("NVIDIA H200") and peak_flops(gpu.name) is None
-    assert select_visible([], "MIG-77") == []
-
-
 def test_a_limit_of_the_control_group_or_any_around_it_is_a_limit(tmp_path):
     proc, root = tmp_path / "cgroup", tmp_path / "fs"
     proc.write_text("0::/slurm/job7/step\n")

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from torchtitan_lite.components import log
-from torchtitan_lite.components.log import ProgressLine, paint, start_logging
+from torchtitan_lite.components.log import paint, start_logging
 
 
 class Terminal(io.StringIO):
@@ -63,15 +62,3 @@ def test_only_a_terminal_that_wants_it_gets_colour_and_log_txt_never(
     assert ("\x1b[" in stream.getvalue().replace("\x1b[K", "")) is colored
     log = (tmp_path / "log.txt").read_text()
     assert log.endswith("WARNING loss 6.1 fell\n") and "\x1b" not in log
-
-
-def test_a_terminal_shows_progress_and_the_time_left_and_a_pipe_nothing(monkeypatch):
-    now_s = 100.0
-    monkeypatch.setattr(log.time, "monotonic", lambda: now_s)
-    for stream, shown in ((Terminal(), "\r\x1b[Ktrain: step 25 of 100, 0:00:45 left"), (io.StringIO(), "")):
-        monkeypatch.setattr(sys, "stderr", stream)
-        progress = ProgressLine("train: step", 100, n_done=10)
-        now_s += 9
-        progress.add(15)  # in 9 s
-        progress.add()  # too soon to be shown
-        assert stream.getvalue() == shown

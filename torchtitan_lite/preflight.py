@@ -95,11 +95,6 @@ class Prepared(RunConfig):
         return f"{find_model_type(model_args) if model_args.name == 'llama3' else model_args.name} {flavor}"
 
     @property
-    def published(self) -> dict[str, dict]:
-        """config.json and generation_config.json of the weights; empty if they are not from Hugging Face."""
-        return self.weights.published if self.weights else {}
-
-    @property
     def finished(self) -> str:
         """What the user can do if the resumed checkpoint is already at the last step; otherwise ""."""
         step = self.resumed_step

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.components.expert_balance import count_collapsed, describe_load
-from torchtitan_lite.components.log import ProgressLine, describe_rank
+from torchtitan_lite.components.expert_balance import describe_load
+from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.components.metrics import MetricsWriter, describe_out_of_memory, describe_step, read_peak_memory
 from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
 from torchtitan_lite.config.block import count_flops_per_token
@@ -56,8 +56,6 @@ class RunLog:
             "flops": count_flops_per_token(model_args, config.training.seq_len),
             "peak_flops": peak_flops(device_name) if run.device.type == "cuda" else None,
         }
-        self.n_collapsed = 0  # consecutive logged steps with collapsed expert loads
-        self.progress = ProgressLine("train: step", self.n_steps, n_done=resumed_step)
         self.is_warm = False
         self.writer = None
         if dist.get_rank() == 0:
@@ -95,8 +93,6 @@ class RunLog:
             self.write_step(step, result)
             if validation:
                 self.record("validation", step, **validation)
-        if self.writer:
-            self.progress.add()
         if not self.is_warm and (validation or not self.run.config.validation.enable):
             self.is_warm = True
             set_timeouts(self.run.config.comm.train_timeout_seconds, self.groups)
@@ -112,9 +108,7 @@ class RunLog:
         fields |= describe_step(**self.workload, step_time_s=step_time_s, data_time_s=self.data_time_s / self.n_timed)
         fields |= read_peak_memory(self.run.device)
         if result.expert_loads is not None:
-            args = self.run.parts[0].model_args.moe
-            load = describe_load(result.expert_loads, args.top_k)
-            self.n_collapsed = count_collapsed(step, load, args, self.n_collapsed)
+            load = describe_load(result.expert_loads, self.run.parts[0].model_args.moe.top_k)
             fields |= load | {"expert_loads": result.expert_loads[:, :-1].int().tolist()}
         self.record("step", step, **fields)
         self.restart_clock()
@@ -141,5 +135,4 @@ class RunLog:
             self.record("stop", self.step, reason=f"{type(error).__name__}: {error}")
         self.exits.__exit__(kind, error, *rest)
         if self.writer:
-            self.progress.clear()
             self.writer.close()

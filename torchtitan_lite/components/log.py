@@ -1,4 +1,4 @@
-"""Write log lines, and one progress line at the bottom of a terminal.
+"""Write log lines.
 
     rank 0         INFO and above       stdout, and dump_folder/log.txt with the date
     other ranks    WARNING and above    stderr, with the rank
@@ -10,13 +10,10 @@ files and pipes.
 import logging
 import re
 import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 
 COLORS = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "cyan": 36}  # ECMA-48 "select graphic rendition"
 ESCAPE_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-CLEAR_LINE = "\r\x1b[K"
 
 
 def paint(text: str, color: str) -> str:
@@ -27,9 +24,9 @@ def paint(text: str, color: str) -> str:
 class LineFormatter(logging.Formatter):
     """Formats lines as `12:30:01 text`. Adds the level if it is above INFO, and the rank if it is not 0."""
 
-    def __init__(self, rank: int, *, date_format: str, color: bool, start: str = ""):
+    def __init__(self, rank: int, *, date_format: str, color: bool):
         super().__init__("%(message)s", date_format)
-        self.rank, self.color, self.start = rank, color, start
+        self.rank, self.color = rank, color
 
     def format(self, record: logging.LogRecord) -> str:
         words = [self.formatTime(record, self.datefmt)]
@@ -38,7 +35,7 @@ class LineFormatter(logging.Formatter):
         if self.rank > 0:
             words.append(f"rank {self.rank}:")
         line = " ".join([*words, super().format(record)])  # includes the traceback, if any
-        return self.start + (line if self.color else ESCAPE_CODE.sub("", line))
+        return line if self.color else ESCAPE_CODE.sub("", line)
 
 
 def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) -> None:
@@ -48,8 +45,7 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
     """
     stream = sys.stdout if rank == 0 else sys.stderr
     console = logging.StreamHandler(stream)
-    start = CLEAR_LINE if stream.isatty() else ""  # erase a ProgressLine
-    console.setFormatter(LineFormatter(rank, date_format="%H:%M:%S", color=color and stream.isatty(), start=start))
+    console.setFormatter(LineFormatter(rank, date_format="%H:%M:%S", color=color and stream.isatty()))
     handlers: list[logging.Handler] = [console]
     if rank == 0 and dump_folder is not None:
         file = logging.FileHandler(dump_folder / "log.txt", encoding="utf-8")  # appends: a resumed run continues it
@@ -69,28 +65,3 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
 def describe_rank(rank: int, coordinates: dict[str, int]) -> str:
     """Format a rank and its mesh coordinates: `rank 3 (pp 0, dp_replicate 0, dp_shard 1, cp 0, tp 1)`."""
     return f"rank {rank} ({', '.join(f'{dim} {coordinate}' for dim, coordinate in coordinates.items())})"
-
-
-class ProgressLine:
-    """Shows the progress and the remaining time of a long job on a terminal. Writes nothing if stderr is not one."""
-
-    def __init__(self, what: str, n: int, *, n_done: int = 0):
-        """`n`: total number of items. `n_done`: number of items that are already done."""
-        self.what, self.n, self.n_done, self.n_before = what, n, n_done, n_done
-        self.started_s = self.shown_s = time.monotonic()
-
-    def add(self, n: int = 1) -> None:
-        """Add `n` completed items. Redraw the line at most twice a second."""
-        self.n_done += n
-        now_s = time.monotonic()
-        if now_s - self.shown_s >= 0.5 and sys.stderr.isatty():
-            self.shown_s = now_s
-            left_s = (now_s - self.started_s) / (self.n_done - self.n_before) * (self.n - self.n_done)
-            left = timedelta(seconds=max(0, round(left_s)))
-            sys.stderr.write(f"{CLEAR_LINE}{self.what} {self.n_done:,} of {self.n:,}, {left} left")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(CLEAR_LINE)
-            sys.stderr.flush()

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sysconfig
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -51,9 +51,7 @@ PEAK_BF16_FLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the peak dense bfloat16 FLOP/s of a GPU; None if unknown, for V100 and T4, and for a MIG slice."""
-    if "MIG" in name.split():
-        return None  # a slice has the name of its GPU, but only a fraction of the cores
+    """Return the peak dense bfloat16 FLOP/s of a GPU; None if unknown, and for V100 and T4."""
     return next((peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
@@ -102,9 +100,6 @@ def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
     selected = []
     for name in map(str.strip, visible.split(",")):
         named = [gpu for gpu in gpus if name == gpu.index or (name.startswith("GPU-") and gpu.uuid.startswith(name))]
-        if name.startswith("MIG-") and gpus:
-            # nvidia-smi does not list MIG slices. Use the memory of the whole GPU, which is more than the slice has.
-            named = [replace(gpus[0], uuid=name, name=f"{gpus[0].name} MIG")]
         if len(named) != 1:
             break
         selected += named

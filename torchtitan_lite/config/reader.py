@@ -203,10 +203,6 @@ def dump_config_toml(config: Config) -> str:
     for key in KEYS:
         section, _, name = key.rpartition(".")
         if (value := get_value(config, key)) is not None:
-            lines[section].append(f"{name} = {format_toml(value)}")
+            literal = json.dumps(value, ensure_ascii=False)  # JSON and TOML have the same literals for these types
+            lines[section].append(f"{name} = {literal}")
     return "\n\n".join("\n".join(block) for block in lines.values()) + "\n"
-
-
-def format_toml(value: object) -> str:
-    """Write a TOML literal. For strings, lists, numbers and booleans, JSON has the same syntax."""
-    return json.dumps(value, ensure_ascii=False)

@@ -45,9 +45,9 @@ def compare_copies(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None
         raise UserError(f"silent damage: {who} copy of {name}. Weights and optimizer state should be bit-equal there")
 
 
-def compute_checksum(tensor: DTensor) -> Tensor:
-    """Return the sum of the bits of the local shard, () int64 on its device."""
-    local = tensor.to_local().detach().contiguous()
+def compute_checksum(tensor: Tensor) -> Tensor:
+    """Return the sum of the bits of a tensor, of a DTensor's local shard, () int64 on its device."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
     return local.view(INTEGERS[local.element_size()]).sum(dtype=torch.int64)
 
 

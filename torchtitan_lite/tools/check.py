@@ -21,22 +21,18 @@ def main(options: Namespace) -> int:
     if options.keys is not None:
         print(describe_keys(options.keys))
         return 0
-    machine, n_ranks, n_hosts = choose_target(options)
-    prepared = check(options.config_args, machine, n_ranks, n_hosts)
-    print(describe(prepared, machine))
+    if options.gpus:
+        target = describe_node(options.gpu, find_cluster(options.gpu), options.gpus), options.gpus, 1
+    elif options.ranks:
+        target = replace(detect_machine(), memory_bytes_per_device=None, is_here=False), options.ranks, 1
+    else:
+        target = choose_host()
+    prepared = check(options.config_args, *target)
+    print(describe(prepared, target[0]))
     if options.gpus:
         command = shlex.join(["plan", *options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu])
         print(f"  next    for activations, run: python -m torchtitan_lite {command}")
     return 0
-
-
-def choose_target(options: Namespace) -> tuple[Machine, int | None, int]:
-    """Return a host, the number of ranks if given, and the number of hosts. Raises ConfigError."""
-    if options.gpus:
-        return describe_node(options.gpu, find_cluster(options.gpu), options.gpus), options.gpus, 1
-    if options.ranks:
-        return replace(detect_machine(), memory_bytes_per_device=None, is_here=False), options.ranks, 1
-    return choose_host()
 
 
 def choose_host() -> tuple[Machine, int | None, int]:

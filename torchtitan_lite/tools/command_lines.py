@@ -44,7 +44,7 @@ def make_parser(tool: str, description: str, epilog: str = STATUS) -> ArgumentPa
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    if tool not in ("train", "check", "plan", "explain", "report", "bench", "hang"):
+    if tool not in ("train", "check", "plan", "explain", "report", "bench", "hang", "pulse"):
         parser.add_argument("--json", action="store_true", help="print for programs")
     return parser
 
@@ -253,6 +253,14 @@ folder: metrics.jsonl, config.toml, traces/."""
     return parser
 
 
+def make_pulse_parser() -> ArgumentParser:
+    description = """
+Is a device slow or wrong, is a link slow? Measures the ranks of a run before it starts, in less than a minute.
+
+Start it on every host with the environment of the run, or TOOL=pulse ./run_train.sh, which also works with Slurm."""
+    return make_parser("pulse", description, "Exit status: 0 nothing found, 1 something is wrong, 2 wrong input.")
+
+
 def make_hang_parser() -> ArgumentParser:
     description = """
 Which rank makes the others wait? Reads what hanging ranks wrote, or NCCL's flight-recorder dumps.
@@ -292,6 +300,7 @@ TOOLS = {
     "eval": Tool("eval", make_eval_parser),
     "report": Tool("report.page", make_report_parser),
     "bench": Tool("bench.step", make_bench_parser),
+    "pulse": Tool("plan.pulse", make_pulse_parser, reads_config=True),
     "hang": Tool("faults.hang", make_hang_parser),
     "drill": Tool("faults.drill", make_drill_parser, reads_config=True),
 }

@@ -26,7 +26,6 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 )
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, SINGLE_FILE, list_tensors, name_theirs
 from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.components.log import ProgressLine
 from torchtitan_lite.config.block import count_parameters, list_expert_biases
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -100,7 +99,6 @@ def write_folder(
     names = [f"model-{number:05}-of-{len(cut):05}.safetensors" for number in range(1, len(cut) + 1)]
     names = names if len(cut) > 1 else [SINGLE_FILE]
     unfinished, file_of = folders.create_unfinished(out), {}
-    progress = ProgressLine("convert: tensor", len(n_bytes))
     try:
         for name, fqns in zip(names, cut, strict=True):
             theirs = {}
@@ -109,7 +107,6 @@ def write_folder(
                 tensor = to_their_order(tensor, model_args.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else tensor
                 matrices = [matrix.t() for matrix in tensor] if tensor.dim() == 3 else [tensor]
                 theirs |= zip(name_theirs(fqn, model_args), matrices, strict=True)
-                progress.add()
             folders.write_tensors(unfinished / name, theirs, {})
             file_of |= dict.fromkeys(theirs, name)
         if len(cut) > 1:
@@ -117,7 +114,6 @@ def write_folder(
         for name, content in contents.items():
             folders.write_file(unfinished / name, content)
         folders.commit(out)
-        progress.clear()
     except BaseException:
         folders.discard(out)
         raise

@@ -7,7 +7,6 @@ loss equals the val_loss of that run.
 import json
 import math
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.components.log import ProgressLine
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.schema import Training
@@ -61,20 +59,12 @@ def evaluate(options: Namespace) -> dict[str, object]:
 
         batches = prefetch(windows, range(n_rows), steps=range(windows.n_batches), device=device)
         bytes_of_tokens = torch.tensor(source.tokenizer.bytes_of_tokens(), device=device)
-        nats, counts = sum_losses(show_progress(batches, windows.n_batches), compute_loss, bytes_of_tokens)
+        nats, counts = sum_losses(batches, compute_loss, bytes_of_tokens)
     if not math.isfinite(nats.item()):
         raise CheckpointError(f"{source.path}: the loss is {nats.item()}. The weights are damaged or diverged.")
     n_tokens, n_bytes = counts.tolist()
     about = {"source": str(source.path), "data": options.data, "device": device.type, "seq_len": seq_len}
     return {**about, **describe_loss(nats, counts), "tokens": n_tokens, "bytes": n_bytes}
-
-
-def show_progress(batches: Iterator[Batch], n_batches: int) -> Iterator[Batch]:
-    progress = ProgressLine("eval: batch", n_batches)
-    for batch in batches:
-        yield batch
-        progress.add()
-    progress.clear()
 
 
 def open_text(data: str, source: ModelSource, folder: Path) -> Corpus:
@@ -98,6 +88,5 @@ def describe(report: dict[str, object]) -> str:
     """Return the report for people."""
     formats = {"loss": ".5f", "perplexity": ".5g", "bits_per_byte": ".4f", "tokens": ",", "bytes": ","}
     title = f"{report['source']} on {report['data']}, {report['device']}, windows of {report['seq_len']} tokens"
-    return "\n".join(
-        [title, *(f"  {name.replace('_', ' '):14} {report[name]:{form}}" for name, form in formats.items())]
-    )
+    lines = [f"  {name.replace('_', ' '):14} {report[name]:{form}}" for name, form in formats.items()]
+    return "\n".join([title, *lines])

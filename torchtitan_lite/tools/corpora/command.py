@@ -10,7 +10,6 @@ from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 
-from torchtitan_lite.components.log import ProgressLine
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.schema import Training
@@ -54,9 +53,7 @@ def run(options: argparse.Namespace) -> str:
         skip_bad=options.skip_bad,
         folder=os.path.commonpath([path.absolute().parent for path in files]),
     )
-    progress = ProgressLine("prepare: bytes", sum(path.stat().st_size for path in files))  # of compressed files, if any
-    manifest, bad = prepare(files, options.out, settings, n_processes=options.processes, report=progress.add)
-    progress.clear()
+    manifest, bad = prepare(files, options.out, settings, n_processes=options.processes)
     numbers = {"folder": str(options.out), "files": len(files), "files_left_out": left_out.total()}
     numbers |= {"bad_rows": bad.n, "first_bad_row": bad.first, **asdict(manifest)}
     return json.dumps(numbers) if options.json else describe(numbers, left_out, suggest_command(options, manifest))

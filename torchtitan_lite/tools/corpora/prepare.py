@@ -69,14 +69,9 @@ class BadRows:
 
 
 def prepare(
-    files: list[Path],
-    out: Path,
-    settings: PrepareSettings,
-    *,
-    n_processes: int = 1,
-    report: Callable[[int], object] = lambda n_bytes: None,
+    files: list[Path], out: Path, settings: PrepareSettings, *, n_processes: int = 1
 ) -> tuple[CorpusManifest, BadRows]:
-    """Create the folder `out`. `report` is called with the number of bytes of text that were encoded.
+    """Create the folder `out`.
 
     Raises PreparationError for wrong input, UserError for a missing extra, OSError if a file cannot be written.
     """
@@ -94,7 +89,6 @@ def prepare(
                 if name not in writers:
                     writers[name] = SplitWriter(unfinished, name, has_targets=settings.is_chat)
                 writers[name].write(documents)
-                report(documents.n_text_bytes)
             bad = BadRows(bad.n + faults.n, bad.first or faults.first)
         if "train" not in writers:
             raise PreparationError(f"these {len(files)} files have no text to train on. {bad.first}")
@@ -166,6 +160,7 @@ def get_encoder(settings: PrepareSettings) -> tuple[Tokenizer, ChatFormat | None
 def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Documents], BadRows]:
     """Return the documents of a batch by split. Raises PreparationError for a bad row, unless skip_bad is set."""
     tokenizer, chat = get_encoder(settings)
+    typecode = "H" if choose_dtype(tokenizer.vocab_size) == "uint16" else "I"
     made: dict[str, Documents] = {}
     bad = BadRows()
     for number, row in enumerate(batch.rows, batch.first):
@@ -190,21 +185,15 @@ def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Doc
         content = text.encode(errors="replace")  # JSON strings may contain unpaired surrogates
         key = os.path.relpath(batch.path, settings.folder).encode() if batch.is_text else content
         split = "validation" if hash_document(key) < settings.validation_share * 2**64 else "train"
-        documents = made.setdefault(split, Documents(array("I")))
-        n_before = len(documents.tokens)
+        documents = made.setdefault(split, Documents(array(typecode)))
         if chat:
             ids, starts = tokenizer.encode_special(text)
             documents.targets += bytes(any(start in turn for turn in turns) for start in starts)
-            documents.tokens.extend(ids)
         else:
-            documents.tokens.extend([tokenizer.bos_id] if tokenizer.bos_id is not None else [])
-            documents.tokens.extend(tokenizer.encode_text(content.decode()))
-            documents.tokens.append(tokenizer.eos_id)
-        documents.lengths.append(len(documents.tokens) - n_before)
+            ids = tokenizer.encode(content.decode(), bos=True, eos=True)
+        documents.tokens.extend(ids)
+        documents.lengths.append(len(ids))
         documents.n_text_bytes += len(content)
-    if choose_dtype(tokenizer.vocab_size) == "uint16":
-        for documents in made.values():  # keep the lower half of each little-endian uint32
-            documents.tokens = array("H", memoryview(documents.tokens).cast("B").cast("H")[::2].tobytes())
     return made, bad
 
 

@@ -155,6 +155,11 @@ def describe_node(gpu: str, cluster: Cluster, n_ranks: int) -> Machine:
     return Machine("cuda", n_ranks, int(cluster.memory_bytes), gpu.upper(), is_here=False)
 
 
+def find_row(device_name: str) -> str:
+    """Return the name of the row for a device, by the driver's name; "h100" if there is none."""
+    return next((name for name in CLUSTERS if name.partition("-")[0] in device_name.lower()), "h100")
+
+
 def find_cluster(gpu: str) -> Cluster:
     """Return the row of CLUSTERS for `gpu`. Raises ConfigError if there is none."""
     if gpu not in CLUSTERS:

@@ -14,7 +14,7 @@ from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.forecast import MEDIAN_ERROR, RANGE_80, Forecast, forecast, list_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, plan_run
-from torchtitan_lite.tools.plan.remedies import list_remarks, list_risks
+from torchtitan_lite.tools.plan.remedies import list_remarks
 from torchtitan_lite.tools.plan.search import search_layouts
 from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.timeline import plan_order
@@ -92,7 +92,6 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
             f"snapshots: at most {format_bytes(n_bytes)} each on a host; {config.checkpoint.local_folder} needs "
             f"{format_bytes(3 * n_bytes)}, for the last two and the one being written"
         )
-    blocks.append("\n".join(["not defended against", *(f"  {risk}" for risk in list_risks(plan.planned, expected))]))
     return "\n\n".join([*blocks, *(f"remark: {remark}" for remark in plan.remarks)])
 
 

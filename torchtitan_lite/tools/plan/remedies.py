@@ -1,4 +1,4 @@
-"""Remarks of `plan` on a layout: settings that waste time or memory, each with a better value; and risks of the run."""
+"""Remarks of `plan` on a layout: settings that waste time or memory, each with a better value."""
 
 from math import ceil
 
@@ -50,21 +50,3 @@ def warn_of_groups(layout: Layout, cluster: Cluster) -> list[str]:
             inner = max(n for n in range(1, size + 1) if size % n == 0 and degree % n == 0)
             warnings.append(f"{dim} {degree} {what} across nodes of {size}. Use parallelism.{key} = {inner}")
     return warnings
-
-
-def list_risks(planned: PlannedRun, expected: Forecast) -> list[str]:
-    """List the failures that the layout does not survive, and the wait to measure first."""
-    layout, world_size = planned.layout, planned.layout.world_size
-    held = "on one rank only" if layout.dp_replicate == 1 else f"on {layout.dp_replicate} ranks, but all of them stop"
-    back = "the run resumes from its last checkpoint"
-    if not planned.config.checkpoint.enable:
-        back = "the run starts over, because checkpoint.enable = false"
-    waits = {what: seconds for what, seconds in expected.parts_s.items() if what.startswith(("waiting", "bubble"))}
-    largest = max(waits, key=waits.get)
-    return [
-        f"a lost GPU or node: each shard of the optimizer state is {held}; {back}",
-        f"a slow or faulty GPU: all {world_size:,} wait for the slowest GPU in every step, and no rank checks the "
-        "results of another",
-        f"measure first: {largest}, the largest wait, {waits[largest] / expected.step_time_s:.0%} of the step "
-        "(profiling.enable_profiling)",
-    ]

@@ -10,7 +10,7 @@ from statistics import median
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.pictures import Points
-from torchtitan_lite.tools.plan.cluster import CLUSTERS
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, find_row
 from torchtitan_lite.tools.plan.command import Plan
 from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.plan.remedies import warn_of_bubble
@@ -29,7 +29,7 @@ class Run(Plan):
             raise UserError(f"{folder}/metrics.jsonl has no step yet")
         start = [record for record in self.records if record["kind"] == "start"][-1]
         self.folder, self.name, self.color, self.device = folder, folder.resolve().name, color, start["device"]
-        gpu = next((name for name in CLUSTERS if name.partition("-")[0] in self.device.lower()), "h100")
+        gpu = find_row(self.device)
         args = ["--config", str(folder / "config.toml")]
         super().__init__(plan_run(args, start["world_size"], "cpu" if gpu == "cpu" else "cuda"), gpu, CLUSTERS[gpu])
 

@@ -25,6 +25,7 @@ from torchtitan_lite.tools.verify.rank import (
     local,
     own_rows,
     packing_checked,
+    relative_error,
     settle_ties,
 )
 
@@ -34,7 +35,7 @@ def watch_plainly(config: Config, plain: PlainStep) -> dict[str, Tensor]:
     model, outputs = PlainModel(config), {}
 
     def note(name: str):
-        return lambda module, args, output: outputs.setdefault(name, first_tensor(output).detach())
+        return lambda module, args, output: outputs.setdefault(name, output.detach())
 
     for name, module in model.model.named_modules():
         if name:
@@ -44,10 +45,6 @@ def watch_plainly(config: Config, plain: PlainStep) -> dict[str, Tensor]:
     flat = logits.flatten(0, 1), plain.batch.targets.flatten()
     token_losses = nn.functional.cross_entropy(*flat, reduction="none").view_as(plain.batch.targets)
     return {name: token_losses if output.shape == logits.shape else output for name, output in outputs.items()}
-
-
-def first_tensor(output: object) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
 
 
 def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Seen:
@@ -65,7 +62,7 @@ def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Se
     def note(name: str):
         def keep(module, args, output) -> None:
             if torch._C._current_graph_task_id() == -1:  # skip the recompute in backward
-                outputs[name].append(local(first_tensor(output)).clone())
+                outputs[name].append(local(output).clone())
 
         return keep
 
@@ -82,10 +79,7 @@ def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Se
             seen.note(0, "microbatches", name, abs(len(outputs[name]) - len(numbers)))
         for number, piece in zip(numbers, outputs[name], strict=False):
             whole = cut_piece(right[name], piece, seen.coordinates, run.layout, number, config.training.seq_len)
-            error = float("inf")
-            if piece.shape == whole.shape:
-                wrong, scale = (piece.double() - whole.double()).norm().item(), whole.double().norm().item()
-                error = wrong / scale if wrong else 0.0
+            error = relative_error(piece, whole) if piece.shape == whole.shape else float("inf")
             seen.note(0, "module output", name, error)
     return seen
 

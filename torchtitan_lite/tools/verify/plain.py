@@ -108,12 +108,6 @@ def choose_positions(section: LRScheduler) -> list[int]:
 # ---------------------------------------------------------------- the model
 
 
-def choose_init(config: Config) -> Callable:
-    """Return the initialization of the model, with larger experts (see init_leveled)."""
-    _, init_parameter = build.MODELS[config.model.name]
-    return partial(init_leveled, init_parameter)
-
-
 def init_leveled(init_parameter: Callable, fqn: str, full: Tensor, args, generator: torch.Generator) -> None:
     """Initialize one parameter. Experts are larger and the embedding smaller, or experts would hardly matter."""
     init_parameter(fqn, full, args, generator)
@@ -177,13 +171,13 @@ class PlainModel:
     """The model with its initial weights, and its MoE layers with the loads and ties of the last forward."""
 
     def __init__(self, config: Config, *, biases_decide: bool = False):
-        model_class, _ = build.MODELS[config.model.name]
+        model_class, init_parameter = build.MODELS[config.model.name]
         self.config, self.model = config, model_class(resolve_model(config.model), attention=config.model.attention)
         if config.model.attention == "document":
             for name, module in self.model.named_modules():
                 if name.endswith("attention"):
                     module.inner = PlainDocuments()
-        initialize_weights(self.model, choose_init(config), config.debug.seed)
+        initialize_weights(self.model, partial(init_leveled, init_parameter), config.debug.seed)
         self.parameters = dict(self.model.named_parameters())
         loss = config.training.expert_balance_loss
         self.experts = {n: PlainExperts(m, n, loss, biases_decide=biases_decide) for n, m in list_moes(self.model)}

@@ -8,8 +8,7 @@
 In both cases, rotary angles must be computed in float32, and FSDP must reduce gradients in float32.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,15 +102,14 @@ def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: boo
     seen, kept = Seen(run.mesh.coordinates()), []
     if steps[1:] and run.float8_weights:  # scales are computed after the optimizer step, so weights change inside it
         run.optimizer.register_step_post_hook(lambda *_: give_weights(run, steps[1].weights))
-    blocks = {f"layers.{layer}": part.layers[layer] for part in run.parts for layer in part.layers}
+    angles: dict[str, list[Tensor]] = {}
+    for part in run.parts:
+        for layer, block in part.layers.items():
+            to = angles[f"layers.{layer}"] = []
+            block.register_forward_hook(partial(lambda to, _, args, out: to.append(args[1].detach().clone()), to))
     for number, plain in enumerate(steps):
         if not (number and run.float8_weights):
             give_weights(run, plain.weights)
-        angles: dict[str, list[Tensor]] = {name: [] for name in blocks}
-        hooks = [
-            block.register_forward_hook(partial(lambda to, _, args, out: to.append(args[1].detach().clone()), to))
-            for block, to in zip(blocks.values(), angles.values(), strict=True)
-        ]
         full: dict[str, Tensor] = {}
 
         def compare(number: int = number, plain: PlainStep = plain, full: dict = full) -> None:
@@ -126,13 +124,10 @@ def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: boo
         seen.note(number, "loss", "sum_losses", abs(loss - plain.loss) / plain.loss)
         compare_angles(run, plain, angles, number, seen)
         kept.append({"loss": loss, "gradients": full} if keeps else {})
-        for hook in hooks:
-            hook.remove()
     return seen, kept
 
 
-@contextmanager
-def reductions_noted(seen: Seen, number: int) -> Iterator[None]:
+def reductions_noted(seen: Seen, number: int) -> AbstractContextManager:
     """Context manager: record whether FSDP reduces gradients in float32."""
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch 2.13
     original = getattr(dist, name)
@@ -142,8 +137,7 @@ def reductions_noted(seen: Seen, number: int) -> Iterator[None]:
         seen.note(number, "reduced in float32", "FSDP", float(input.dtype != torch.float32))
         return original(output, input, *args, **options)
 
-    with patch.object(dist, name, note):
-        yield
+    return patch.object(dist, name, note)
 
 
 def compare_angles(run: build.Run, plain: PlainStep, angles: dict[str, list[Tensor]], number: int, seen: Seen) -> None:

@@ -12,8 +12,8 @@ plain loop. It is recognized by its scores, so it can be on any rank and in any 
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest.mock import patch
@@ -34,7 +34,7 @@ from torchtitan_lite.data.dataset import rows_of_rank
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.zero_plus_plus import Packing
-from torchtitan_lite.tools.verify.plain import PlainStep, choose_init
+from torchtitan_lite.tools.verify.plain import PlainStep, init_leveled
 
 ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
 SAME_TOKEN = 1e-6  # score distance within one token; if another token is that close, it makes the same choice (see TIE)
@@ -60,7 +60,8 @@ def build_small_run(config: Config, world_size: int) -> build.Run:
     model_args = resolve_model(config.model)
     layout = plan_layout(config, model_args, world_size)
     resolved, mesh, device = resolve_config(config, layout, "cpu"), build_mesh(layout, "cpu"), torch.device("cpu")
-    return build.build_run(resolved, model_args, layout, mesh, device, choose_init(config))
+    init = partial(init_leveled, build.MODELS[config.model.name][1])
+    return build.build_run(resolved, model_args, layout, mesh, device, init)
 
 
 def own_rows(run: build.Run, batch: Batch) -> Batch:
@@ -158,7 +159,7 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
         held = {fqn: run.optimizer.state.get(p, {}).get(name) for fqn, p in run.parameters.items() if fqn in of_state}
         for fqn, tensor in held.items():
             error = math.inf if tensor is None else relative_error(tensor, of_state[fqn], forgives=forgives)
-            seen.note(number, f"state {name}", fqn, error)
+            seen.note(number, "state", f"{fqn} ({name})", error)
         copied[name] = {fqn: tensor for fqn, tensor in held.items() if tensor is not None}
     for fqn, parameter in run.parameters.items():
         update = plain.updated[fqn].double() - plain.weights[fqn].double()
@@ -200,8 +201,7 @@ def choose_with_ties(choose: Callable[[Tensor], Tensor], of_ties: Tensor, routes
     return torch.where((nearest.values < SAME_TOKEN)[..., None], routes[nearest.indices], choose(scores))
 
 
-@contextmanager
-def called_before_clipping(call: Callable[[], None]) -> Iterator[None]:
+def called_before_clipping(call: Callable[[], None]) -> AbstractContextManager:
     """Context manager: steps inside call `call` when their gradients are complete."""
     measure = stepping.measure_grad_norm
 
@@ -209,12 +209,10 @@ def called_before_clipping(call: Callable[[], None]) -> Iterator[None]:
         call()
         return measure(*args)
 
-    with patch.object(stepping, "measure_grad_norm", call_and_measure):
-        yield
+    return patch.object(stepping, "measure_grad_norm", call_and_measure)
 
 
-@contextmanager
-def packing_checked(seen: Seen, number: int) -> Iterator[None]:
+def packing_checked(seen: Seen, number: int) -> AbstractContextManager:
     """Context manager: compare what ZeRO++ packs with its bound, then send exact numbers, which hide no other error."""
     pack, unpack = Packing.pack, Packing.unpack
 
@@ -228,28 +226,18 @@ def packing_checked(seen: Seen, number: int) -> Iterator[None]:
         rows.fill_(math.nan)  # a rank must not use its own numbers as they were: others see them rounded
         return sent
 
-    with patch.multiple(Packing, pack=check_and_send, unpack=lambda _, sent, rows: rows.copy_(sent.view(rows.dtype))):
-        yield
+    return patch.multiple(Packing, pack=check_and_send, unpack=lambda _, sent, rows: rows.copy_(sent.view(rows.dtype)))
 
 
 @torch.no_grad()
 def find_unequal_copies(tensors: dict[str, Tensor]) -> set[tuple[str, str]]:
-    """Return (name, mesh dim) of all tensors whose replicas are not bit-equal. Collective: one broadcast per dim.
-
-    A tensor must have the same dtype and name on all ranks that have a replica.
-    """
-    copies: dict[str, dict[str, DTensor]] = {}
+    """Return (name, mesh dim) of all tensors whose replicas are not bit-equal. Collective: a broadcast of each."""
+    unequal = set()
     for fqn, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             for dim, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True):
-                if placement.is_replicate() and tensor.device_mesh[dim].size() > 1:
-                    copies.setdefault(dim, {})[fqn] = tensor
-    unequal = set()
-    for dim, of_dim in copies.items():
-        own = [tensor.to_local() for tensor in of_dim.values()]
-        first = torch.cat([tensor.flatten() for tensor in own])
-        dist.broadcast(first, group=next(iter(of_dim.values())).device_mesh[dim].get_group(), group_src=0)
-        pieces = first.split([tensor.numel() for tensor in own])
-        found = zip(of_dim, own, pieces, strict=True)
-        unequal |= {(fqn, dim) for fqn, tensor, piece in found if not torch.equal(tensor.flatten(), piece)}
+                if placement.is_replicate():
+                    first = tensor.to_local().clone(memory_format=torch.contiguous_format)
+                    dist.broadcast(first, group=tensor.device_mesh.get_group(dim), group_src=0)
+                    unequal |= {(fqn, dim)} if not torch.equal(first, tensor.to_local()) else set()
     return unequal

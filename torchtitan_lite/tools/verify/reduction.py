@@ -40,7 +40,6 @@ N_EXPERTS = 8
 UNCHOSEN = 2  # minimum number of experts that a token does not choose
 ALIGNED = 8  # grouped_mm needs rows aligned to 16 bytes: dim and expert_ffn_dim are multiples of this
 STAGES_BY_RULE = {  # values of the keys that define stages, with which stages follow from the schedule
-    "parallelism.pipeline_parallel_schedule_csv": "",
     "parallelism.pipeline_parallel_layers_per_stage": None,
     "parallelism.module_fqns_per_model_part": [],
 }
@@ -107,20 +106,14 @@ def refuse_many_ranks(config: Config, max_ranks: int) -> Problem:
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
-    """Return the config with some keys ("section.key") set. "flavor.NAME" replaces a number in the flavor's row."""
+    """Return the config with some keys ("section.key") set. "flavor.NAME" is a field of its row, or of its `moe`."""
     for key, value in overrides.items():
         if key.startswith("flavor."):
-            row = change_row(config.model.row or FLAVORS[config.model.flavor], key.removeprefix("flavor."), value)
-            key, value = "model.row", row
+            row, name = config.model.row or FLAVORS[config.model.flavor], key.removeprefix("flavor.")
+            new = {name: value} if hasattr(row, name) else {"moe": replace(row.moe, **{name: value})}
+            key, value = "model.row", replace(row, **new)
         config = with_value(config, key, value)
     return config
-
-
-def change_row(row: ModelArgs, name: str, value: object) -> ModelArgs:
-    """Return the row with one number replaced. `name` is a field of ModelArgs, or of its `moe`."""
-    if hasattr(row, name):
-        return replace(row, **{name: value})
-    return replace(row, moe=replace(row.moe, **{name: value}))
 
 
 def give_sizes(config: Config, sizes: dict[str, int]) -> Config:
@@ -230,9 +223,7 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
         layers = range(start, start + size)
         stages.append(list(name_modules(layers, first=index == 0, last=index == n_stages - 1)))
         start += size
-    csv = section.pipeline_parallel_schedule_csv
-    keys = {"model.n_layers": start, **STAGES_BY_RULE, "parallelism.module_fqns_per_model_part": stages}
-    return keys | {"parallelism.pipeline_parallel_schedule_csv": csv}
+    return {"model.n_layers": start, **STAGES_BY_RULE, "parallelism.module_fqns_per_model_part": stages}
 
 
 def count_layers(stages: Iterable[Iterable[str]]) -> list[int]:

@@ -70,7 +70,7 @@ def find_far_position(real: Config) -> int:
 def plan_own_stages(config: Config) -> Config:
     """Return the config with stages that follow from the schedule, or from its CSV file."""
     section = config.parallelism
-    keys = {**STAGES_BY_RULE, "parallelism.pipeline_parallel_schedule_csv": section.pipeline_parallel_schedule_csv}
+    keys = dict(STAGES_BY_RULE)
     for end in ("first", "last"):
         name = f"pipeline_parallel_{end}_stage_less_layers"
         keys[f"parallelism.{name}"] = min(1, getattr(section, name))

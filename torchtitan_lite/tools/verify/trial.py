@@ -102,16 +102,11 @@ def judge(name: str, ranks: list[Seen], fqns: list[str]) -> Trial:
 
     def place(key: tuple[int, str, str]) -> tuple:
         step, measure, what = key
-        at = backward.get(what, 0)
-        return step, order.index(find_kind(measure)), -at if measure == "initial weights" else at, what, measure
+        at = backward.get(what.partition(" ")[0], 0)  # "norm.weight (exp_avg)"
+        return step, order.index(measure), -at if measure == "initial weights" else at, what
 
     keys = sorted({key for rank in ranks for key in rank.errors}, key=place)
-    return find_worst(name, ranks, {key: BOUNDS[find_kind(key[1])] for key in keys})
-
-
-def find_kind(measure: str) -> str:
-    """Return the key of BOUNDS for a measure: `state` for `state exp_avg`."""
-    return "state" if measure.startswith("state ") else measure
+    return find_worst(name, ranks, {key: BOUNDS[key[1]] for key in keys})
 
 
 def find_worst(name: str, ranks: list[Seen], bounds: dict[tuple[int, str, str], float]) -> Trial:
@@ -120,13 +115,12 @@ def find_worst(name: str, ranks: list[Seen], bounds: dict[tuple[int, str, str], 
     faults: dict[str, str] = {}
     first = None
     for key, bound in bounds.items():
-        step, measure, what = key
-        kind = find_kind(measure)
+        step, kind, what = key
         errors = [(rank.coordinates, rank.errors[key]) for rank in ranks if key in rank.errors]
         worst = max((error for _, error in errors), default=float("inf"))
         measures[kind] = max(measures.get(kind, (0.0, bound)), (worst, bound), key=lambda m: m[0] / (m[1] or 1e-9))
         if worst > bound:
-            culprit = blame(measure, what, f"off by {worst:.1e} in step {step + 1}", errors, bound)
+            culprit = blame(kind, what, f"off by {worst:.1e} in step {step + 1}", errors, bound)
             faults.setdefault(kind, str(culprit))
             first = first or culprit
     return Trial(name, measures, faults, first)
