@@ -211,7 +211,7 @@ def test_every_tool_sees_the_model_of_the_folder(published, text, capsys):
     args = [*text, *from_folder(published), "--checkpoint.no_enable"]
     prepared = preflight(args, machine=LAPTOP, n_ranks=2)
     assert prepared.model_args == plan_run(args, 2, "cpu").model_args == UNTIED
-    assert prepared.published["config.json"] == read_json(published)
+    assert prepared.weights.published["config.json"] == read_json(published)
     assert main(["check", *args, "--ranks", "2"]) == 0 and str(published) in capsys.readouterr().out
 
 
