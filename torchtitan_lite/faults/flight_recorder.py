@@ -1,27 +1,12 @@
-"""Read torch's flight recorder: the last collectives that this process called, group by group.
+"""Read torch's flight recorder: the last collectives that a process called, group by group. No torch.
 
 entry    process_group (name, description), collective_seq_id, profiling_name "gloo:all_reduce", input_sizes,
          time_created_ns, retired (the call has completed)
 call     group "mesh_tp [0, 1]" (the same on all of its ranks), number in its group, name, sizes, at_ns, is_completed
 """
 
-import json
-
-import torch.distributed as dist
-from torch._C import _distributed_c10d
-
 IN_THREADS = ("host", "saver", "snapshot")  # groups of checkpoints, which threads use beside the steps
 VARYING = "all_to_all"  # experts: sizes differ between ranks and steps
-
-
-def read_recorder(main_thread: int) -> list[dict]:
-    """Return the recorded calls of this process, oldest first, without those of checkpoint threads."""
-    ranks = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
-    calls = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of gloo; of NCCL, in builds for CUDA
-        if dump := getattr(_distributed_c10d, name, None):
-            calls += list_calls(json.loads(dump(True, False)), ranks, main_thread)
-    return sorted(calls, key=lambda call: call["at_ns"])
 
 
 def list_calls(dump: dict, ranks: dict[str, list[int]], main_thread: int | None = None) -> list[dict]:

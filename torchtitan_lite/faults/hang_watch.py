@@ -26,11 +26,12 @@ from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
-from torchtitan_lite.faults.flight_recorder import find_deviation, read_recorder, summarize
+from torchtitan_lite.faults.flight_recorder import find_deviation, list_calls, summarize
 from torchtitan_lite.parallel.mesh import Mesh
 
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
@@ -109,6 +110,16 @@ class HangWatch:
             "deviation": find_deviation(calls, self.last_step_ns, self.began_ns) if self.phase == "step" else "",
             "pipeline": {"waits_for": waits_for, "sender": senders.get(waits_for), "sent": sent},
         }
+
+
+def read_recorder(main_thread: int) -> list[dict]:
+    """Return the recorded calls of this process, oldest first, without those of checkpoint threads."""
+    ranks = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
+    calls = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of gloo; of NCCL, in builds for CUDA
+        if dump := getattr(_distributed_c10d, name, None):
+            calls += list_calls(json.loads(dump(True, False)), ranks, main_thread)
+    return sorted(calls, key=lambda call: call["at_ns"])
 
 
 def read_state(pid: int) -> str:
