@@ -362,7 +362,7 @@ def test_check_imports_no_torch():
         "import sys\n"
         "from torchtitan_lite.__main__ import main\n"
         "assert main(['check', '--config', 'debug']) == 0\n"
-        "assert main(['check', '--training.stepz', '3']) == 2\n"
+        "assert main(['train', '--training.stepz', '3']) == 2\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'numpy', 'tensorboard')])\n"
     )
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "NGPU": "2"}

@@ -279,9 +279,7 @@ Each fault gets a run of its own, with snapshots in memory, one restart, and a r
 run that is done is kept in --out: the same command continues where it stopped."""
     parser = make_parser("drill", description, "Exit status: 0 survived all, 1 not, 2 wrong input.")
     add = parser.add_argument
-    add(
-        "--faults", type=lambda text: text.split(","), metavar="KIND,...", help="default: all of tools/faults/inject.py"
-    )
+    add("--faults", type=lambda text: text.split(","), metavar="KIND,...", help="default: all of tools/faults/drill.py")
     add("--seed", type=int, default=0, metavar="N", help="of ranks, steps and weights (%(default)s)")
     add("--times", type=positive, default=1, metavar="N", help="runs of each kind (%(default)s)")
     add("--out", type=Path, default=Path("outputs/drill"), metavar="FOLDER", help="(%(default)s)")

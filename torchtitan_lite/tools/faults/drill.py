@@ -12,8 +12,10 @@ torchrun restarts a run. The drill starts it again if torchrun itself was killed
 names, as an operator would do.
 """
 
+import importlib
 import json
 import os
+import pkgutil
 import random
 import re
 import signal
@@ -23,28 +25,64 @@ import tempfile
 import time
 from argparse import Namespace
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shutil import rmtree
 
 from torchtitan_lite.checkpoint.manifest import read_checksums
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
-from torchtitan_lite.tools.faults.inject import FAULTS, HANG, LAUNCHER, VARIABLE, Fault, find_fault, run_rank
 from torchtitan_lite.tools.tables import format_table
 
+VARIABLE, LAUNCHER = "TORCHTITAN_LITE_FAULT", "TORCHTITAN_LITE_LAUNCHER"  # of the environment: the fault, a pid
+HANG = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
+DEAD = r"exitcode: {status}\) local_rank: {rank} "  # in torchrun's report
+KINDS = {  # function of inject.py -> what names its fault in the output; {rank} is the rank that met it
+    "kill": DEAD.replace("{status}", "-9"),
+    "kill_saving": DEAD.replace("{status}", "-9"),
+    "kill_torchrun": "torchrun was killed",
+    "exception": DEAD.replace("{status}", "1"),
+    "nan": r"weight \S+ on rank {rank} .*was not finite",
+    "flip_weight": r"silent damage: (rank {rank} |no majority tells .*\b{rank}\b.* has a wrong)",
+    "flip_snapshot": "DAMAGED SNAPSHOT",
+    "flip_checkpoint": "DAMAGED CHECKPOINT",
+    "stop": HANG,
+    "loop": HANG,
+}
 N_STEPS, FIRST_FAULT, LONGEST_S = 8, 5, 240
 KEYS = [f"--training.steps={N_STEPS}", "--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0"]
 KEYS += ["--checkpoint.local_interval=1", "--debug.compare_copies_every=1", "--comm.hang_seconds=5"]
 KEYS += ["--metrics.log_freq=1", "--metrics.no_enable_tensorboard", "--validation.no_enable"]
 
 
+@dataclass
+class Fault:
+    """A fault, and what became of it: a row of the score card."""
+
+    kind: str  # of KINDS, or "my_faults:sleep", a function that makes a rank hang
+    seed: int  # also chooses the weight and the bit
+    rank: int
+    step: int  # counted from the start of the process
+    folder: str  # dump folder of the run
+    found_s: float | None = None  # seconds until the output names the fault; None: never
+    back_s: float | None = None  # seconds until a restarted run logs a step
+    steps_lost: int | None = None  # finished steps that were trained again
+    is_equal: bool = False  # the run ended with the weights and optimizer state of the undisturbed run, bit by bit
+
+    @property
+    def mark(self) -> Path:
+        return Path(self.folder) / "fault.txt"
+
+
 def main(options: Namespace) -> int:
     if VARIABLE in os.environ:  # this process is a run of the drill
         os.environ[LAUNCHER] = str(os.getpid())
         return launch.main(options, run_rank)
-    args, out, kinds = [*options.config_args, *KEYS], options.out.absolute(), options.faults or list(FAULTS)
-    list(map(find_fault, kinds))  # raises UserError for an unknown kind
+    args, out, kinds = [*options.config_args, *KEYS], options.out.absolute(), options.faults or list(KINDS)
+    for kind in kinds:
+        if kind not in KINDS and not (":" in kind and pkgutil.resolve_name(kind)):
+            raise UserError(f"There is no fault {kind!r}. Use {', '.join(KINDS)}.")
     world_size = check(args, *choose_host()).layout.world_size
     faults = []
     for kind, seed in [("none", 0)] + [(kind, options.seed + n) for n in range(options.times) for kind in kinds]:
@@ -55,6 +93,11 @@ def main(options: Namespace) -> int:
         print(make_card(faults[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(json.dumps(list(map(asdict, faults))) if options.json else make_card(faults))
     return 0 if all(fault.is_equal and (fault.found_s is not None or fault.kind == "none") for fault in faults) else 1
+
+
+def run_rank(args: list[str], folder: Path) -> int:
+    """Train as one rank; torchrun calls it. Only ranks import torch."""
+    return importlib.import_module("torchtitan_lite.tools.faults.inject").run_rank(args, folder)
 
 
 def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> Fault:
@@ -104,7 +147,7 @@ def read_output(fault: Fault) -> None:
         return
     text = (Path(fault.folder) / "drill.txt").read_text(errors="replace")
     since_s = round(time.time() - float(fault.mark.read_text() or time.time()), 1)
-    names_fault = find_fault(fault.kind)[1]
+    names_fault = KINDS.get(fault.kind, HANG)
     if fault.found_s is None and (named := re.search(names_fault.replace("{rank}", str(fault.rank)), text)):
         fault.found_s = since_s
         if names_fault == HANG:
