@@ -32,6 +32,7 @@ IMPORT_BY_NAME = {  # modules that call importlib in a function
     "torchtitan_lite.config.files",  # import_extra: optional packages
     "torchtitan_lite.__main__",  # picks its tool
     "torchtitan_lite.tools.launch",  # imports torch after the ranks have started
+    "torchtitan_lite.tools.faults.drill",  # only its ranks need torch
 }
 WITHOUT_TORCH = {  # besides config/: what `check` needs
     "torchtitan_lite.__main__",
