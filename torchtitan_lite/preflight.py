@@ -10,22 +10,12 @@ The rules in config/checks.py need only numbers; the rules here need files or th
 call preflight, so a run that `check` accepts will start. All problems are reported together.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.hugging_face_config import (
-    CONFIG,
-    IN_MANIFEST,
-    LENGTH,
-    HuggingFaceError,
-    explain_unwritable,
-    find_model_type,
-    read_published,
-)
-from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, parse_model_args, read_manifest
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, LENGTH, explain_unwritable, find_model_type
+from torchtitan_lite.checkpoint.starting_weights import PATH, Weights, find_initial, find_resumed
 from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.checks import Problems, check_context_parallel, check_machine, check_run
 from torchtitan_lite.config.choices import OPTIMIZERS
@@ -41,24 +31,11 @@ from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files, list_earlier
 
-PATH = "checkpoint.initial_load_path"
 SHIPPED = "assets/tokenizer"
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
 # Keys that must not change when a run continues from the step and optimizer state of a checkpoint
 CONTINUED = [f"training.{name}" for name in ("dataset", "dataset_weights", "seq_len", "global_batch_size")]
 CONTINUED += ["debug.seed", "optimizer.name", "optimizer.moments_dtype"]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights that a run starts from, with their model and tokenizer."""
-
-    path: Path
-    model_args: ModelArgs
-    assets: str  # folder of the tokenizer they were trained with
-    published: dict[str, dict]  # config.json and generation_config.json, if they came from a Hugging Face folder
-    manifest: Manifest | None = None  # None: a Hugging Face folder
-    is_resumed: bool = False  # the checkpoint is in the dump folder, so the run continues from its step
 
 
 @dataclass(frozen=True)
@@ -204,48 +181,6 @@ def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], no
     if config.optimizer.lr > HIGHEST_LR:
         notices.append(f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights; finetune.toml uses 1e-5")
     return config
-
-
-def find_resumed(config: Config, restarted: bool) -> Weights | None:
-    """Return the checkpoint to resume from: load_step, or the newest readable one. Raises ConfigError."""
-    section, starts_over = config.checkpoint, config.job.overwrite and not restarted
-    is_named = section.enable and section.load_step != -1 and not restarted
-    folder = Path(config.job.dump_folder) / section.folder
-    steps = find_steps(folder) if section.enable and not starts_over else []
-    usable = steps if section.load_only else steps[-1:]  # a run that saves would save the later steps a second time
-    if is_named and section.load_step not in usable:
-        why = f"{folder} has the steps {steps}; a run that saves (without load_only) resumes from the last one"
-        remedy = f"Use {usable}" if usable else "Leave it out: the run starts from the beginning"
-        raise ConfigError([Problem("checkpoint.load_step", section.load_step, why, remedy)])
-    for step in [section.load_step] if is_named else reversed(steps):
-        with suppress(CheckpointError):  # damaged: try an earlier one
-            return replace(describe_checkpoint(folder / f"step-{step}"), is_resumed=True)
-    if steps:
-        why, remedy = f"{folder} has the steps {steps}, all damaged", "Delete them, or start over: --job.overwrite"
-        raise ConfigError([Problem("checkpoint.enable", True, why, remedy)])
-    return None
-
-
-def find_initial(config: Config) -> Weights | None:
-    """Return the weights in initial_load_path, a checkpoint or a Hugging Face folder. Raises ConfigError."""
-    if not config.checkpoint.initial_load_path:
-        return None
-    path = Path(config.checkpoint.initial_load_path)
-    try:
-        if not (path / CONFIG).is_file():
-            return describe_checkpoint(path)
-        model_args = replace(open_folder(path).model_args, name=config.model.name)
-        return Weights(path, model_args, str(path.absolute()), read_published(path))
-    except (HuggingFaceError, CheckpointError) as error:
-        remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
-        raise ConfigError([Problem(PATH, str(path), str(error), remedy)]) from None
-
-
-def describe_checkpoint(path: Path) -> Weights:
-    """Read the manifest of a checkpoint: its model and tokenizer. Raises CheckpointError."""
-    manifest = read_manifest(path)
-    assets = manifest.run["config"]["model"]["hf_assets_path"]
-    return Weights(path, parse_model_args(manifest), assets, manifest.run.get(IN_MANIFEST, {}), manifest)
 
 
 def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> Tokenizer | None:

@@ -113,7 +113,7 @@ class HangWatch:
 
 
 def read_recorder(main_thread: int) -> list[dict]:
-    """Return the recorded calls of this process, oldest first, without those of checkpoint threads."""
+    """Return the calls that this process has recorded, oldest first. Calls of checkpoint threads are left out."""
     ranks = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
     calls = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of gloo; of NCCL, in builds for CUDA

@@ -50,7 +50,7 @@ KINDS = {  # function of inject.py -> what names its fault in the output; {rank}
     "stop": HANG,
     "loop": HANG,
 }
-N_STEPS, FIRST_FAULT, LONGEST_S = 8, 5, 240
+N_STEPS, FIRST_FAULT, LONGEST_S, MARK = 8, 5, 240, "fault.txt"
 KEYS = [f"--training.steps={N_STEPS}", "--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0"]
 KEYS += ["--checkpoint.local_interval=1", "--debug.compare_copies_every=1", "--comm.hang_seconds=5"]
 KEYS += ["--metrics.log_freq=1", "--metrics.no_enable_tensorboard", "--validation.no_enable"]
@@ -69,10 +69,6 @@ class Fault:
     back_s: float | None = None  # seconds until a restarted run logs a step
     steps_lost: int | None = None  # finished steps that were trained again
     is_equal: bool = False  # the run ended with the weights and optimizer state of the undisturbed run, bit by bit
-
-    @property
-    def mark(self) -> Path:
-        return Path(self.folder) / "fault.txt"
 
 
 def main(options: Namespace) -> int:
@@ -97,7 +93,9 @@ def main(options: Namespace) -> int:
 
 def run_rank(args: list[str], folder: Path) -> int:
     """Train as one rank; torchrun calls it. Only ranks import torch."""
-    return importlib.import_module("torchtitan_lite.tools.faults.inject").run_rank(args, folder)
+    inject = importlib.import_module("torchtitan_lite.tools.faults.inject")
+    inject.replace_step(Fault(**json.loads(os.environ[VARIABLE])))
+    return launch.run_rank(args, folder)
 
 
 def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> Fault:
@@ -143,10 +141,11 @@ def run_with(fault: Fault, args: list[str]) -> None:
 
 def read_output(fault: Fault) -> None:
     """Note what the output says for the first time. Kill the rank that a report of a hang names."""
-    if not fault.mark.exists():
+    mark = Path(fault.folder, MARK)
+    if not mark.exists():
         return
     text = (Path(fault.folder) / "drill.txt").read_text(errors="replace")
-    since_s = round(time.time() - float(fault.mark.read_text() or time.time()), 1)
+    since_s = round(time.time() - float(mark.read_text() or time.time()), 1)
     names_fault = KINDS.get(fault.kind, HANG)
     if fault.found_s is None and (named := re.search(names_fault.replace("{rank}", str(fault.rank)), text)):
         fault.found_s = since_s

@@ -1,12 +1,11 @@
 """Make one rank of a training run meet one fault, once. The faults are functions of this file (drill.KINDS).
 
-    drill  ->  launcher with a fault in its environment  ->  rank: run_rank below  ->  train.py
+    drill  ->  launcher with a fault in its environment  ->  rank: replace_step below, then train.py
 
-run_rank replaces train.py's train_step. On the chosen rank, the fault happens just before the chosen step; kill, within
+On the chosen rank, the fault happens just before the chosen step; kill, within
 0.2 s after that; kill_saving, after the step. A mark, a file with the time, keeps a restarted rank from a second fault.
 """
 
-import json
 import os
 import pkgutil
 import signal
@@ -23,8 +22,7 @@ from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.components.optim import count_copies
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.step import StepResult
-from torchtitan_lite.tools import launch
-from torchtitan_lite.tools.faults.drill import LAUNCHER, VARIABLE, Fault
+from torchtitan_lite.tools.faults.drill import LAUNCHER, MARK, Fault
 
 
 def die_after(seconds: float) -> None:
@@ -94,17 +92,16 @@ def flip_file_and_die(fault: Fault, files: list[Path]) -> None:
     die_after(0)
 
 
-def run_rank(args: list[str], folder: Path) -> int:
-    """Train as one rank, with the options of the run and the folder of the launch."""
-    fault, original, n_steps = Fault(**json.loads(os.environ[VARIABLE])), train.train_step, 0
+def replace_step(fault: Fault) -> None:
+    """Make train.py call the fault on its rank, before its step."""
+    original, mark, n_steps = train.train_step, Path(fault.folder, MARK), 0
 
     def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
         nonlocal n_steps
         n_steps += 1
-        if fault.rank == dist.get_rank() and n_steps == fault.step and not fault.mark.exists():
-            fault.mark.write_text(str(time.time()))
+        if fault.rank == dist.get_rank() and n_steps == fault.step and not mark.exists():
+            mark.write_text(str(time.time()))
             pkgutil.resolve_name(fault.kind if ":" in fault.kind else f"{__name__}:{fault.kind}")(fault, run)
         return original(run, batch, stop_signal)
 
     train.train_step = train_step
-    return launch.run_rank(args, folder)

@@ -79,7 +79,7 @@ def run_rank(args: list[str], folder: Path) -> int:
     place, store = join_job(os.environ)
     machine = detect_machine()
     plan = preflight(args, machine=machine, n_ranks=place.world_size, n_hosts=place.n_hosts)
-    device, groups = start_process(place, store, machine.device_type, plan.config, plan.dump_folder)
+    device, groups = start_process(place, store, machine.device_type, plan.config, folder)  # writes NCCL's traces there
     mesh, host = build_mesh(plan.layout, device.type), place.rank * place.n_hosts // place.world_size
     row = {"host": host, "name": f"rank {place.rank} on {socket.gethostname()}", "axes": {}}
     row["matmul_s"], row["checksum"] = measure_matmul(device)
@@ -122,7 +122,10 @@ def measure_matmul(device: torch.device) -> tuple[float, int]:
 
 
 def measure_links(mesh: DeviceMesh, device: torch.device) -> tuple[list[int], float, float]:
-    """Return the ranks of this rank's group, and the seconds of a small and of a large all-gather. Collective."""
+    """Return the ranks of this rank's group, and the seconds of a small and of a large all-gather. Collective.
+
+    Each of n ranks sends P bytes, 8 or those in SIZES, and receives P(n-1).
+    """
     ranks, seconds = list_ranks(mesh), []
     for n_bytes in (8, SIZES[device.type][3]):
         own = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
@@ -142,7 +145,7 @@ def measure_folder(folder: Path) -> tuple[float, int]:
 
 
 def judge(rows: list[dict], plan: Prepared, gpu: str) -> tuple[str, list[str]]:
-    """Return the measurements as text, and a sentence about each that is wrong. `rows`: of all ranks, in order."""
+    """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""
     cluster, hosts, found = CLUSTERS[gpu], [row for row in rows if "variables" in row], []
     n, dtype, _, n_bytes, limit = SIZES["cpu" if gpu == "cpu" else "cuda"]
     table = [("", "rate", "median", "slowest", "expected", "the slowest")]

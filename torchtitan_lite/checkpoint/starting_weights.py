@@ -1,0 +1,73 @@
+"""Find the weights that a run starts from: a checkpoint to resume, or checkpoint.initial_load_path. Loads no tensor.
+
+checkpoint in the dump folder    the newest readable one, or checkpoint.load_step: the run continues from its step
+checkpoint elsewhere             its weights; also its step and optimizer state, unless initial_load_model_only
+Hugging Face folder              its weights
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, HuggingFaceError, read_published
+from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
+from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, parse_model_args, read_manifest
+from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.schema import Config
+
+PATH = "checkpoint.initial_load_path"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights that a run starts from, with their model and tokenizer."""
+
+    path: Path
+    model_args: ModelArgs
+    assets: str  # folder of the tokenizer they were trained with
+    published: dict[str, dict]  # config.json and generation_config.json, if they came from a Hugging Face folder
+    manifest: Manifest | None = None  # None: a Hugging Face folder
+    is_resumed: bool = False  # the checkpoint is in the dump folder, so the run continues from its step
+
+
+def find_resumed(config: Config, restarted: bool) -> Weights | None:
+    """Return the checkpoint to resume from: load_step, or the newest readable one. Raises ConfigError."""
+    section, starts_over = config.checkpoint, config.job.overwrite and not restarted
+    is_named = section.enable and section.load_step != -1 and not restarted
+    folder = Path(config.job.dump_folder) / section.folder
+    steps = find_steps(folder) if section.enable and not starts_over else []
+    usable = steps if section.load_only else steps[-1:]  # a run that saves would save the later steps a second time
+    if is_named and section.load_step not in usable:
+        why = f"{folder} has the steps {steps}; a run that saves (without load_only) resumes from the last one"
+        remedy = f"Use {usable}" if usable else "Leave it out: the run starts from the beginning"
+        raise ConfigError([Problem("checkpoint.load_step", section.load_step, why, remedy)])
+    for step in [section.load_step] if is_named else reversed(steps):
+        with suppress(CheckpointError):  # damaged: try an earlier one
+            return replace(describe_checkpoint(folder / f"step-{step}"), is_resumed=True)
+    if steps:
+        why, remedy = f"{folder} has the steps {steps}, all damaged", "Delete them, or start over: --job.overwrite"
+        raise ConfigError([Problem("checkpoint.enable", True, why, remedy)])
+    return None
+
+
+def find_initial(config: Config) -> Weights | None:
+    """Return the weights in initial_load_path, a checkpoint or a Hugging Face folder. Raises ConfigError."""
+    if not config.checkpoint.initial_load_path:
+        return None
+    path = Path(config.checkpoint.initial_load_path)
+    try:
+        if not (path / CONFIG).is_file():
+            return describe_checkpoint(path)
+        model_args = replace(open_folder(path).model_args, name=config.model.name)
+        return Weights(path, model_args, str(path.absolute()), read_published(path))
+    except (HuggingFaceError, CheckpointError) as error:
+        remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
+        raise ConfigError([Problem(PATH, str(path), str(error), remedy)]) from None
+
+
+def describe_checkpoint(path: Path) -> Weights:
+    """Read the manifest of a checkpoint: its model and tokenizer. Raises CheckpointError."""
+    manifest = read_manifest(path)
+    assets = manifest.run["config"]["model"]["hf_assets_path"]
+    return Weights(path, parse_model_args(manifest), assets, manifest.run.get(IN_MANIFEST, {}), manifest)
