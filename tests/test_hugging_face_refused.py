@@ -12,9 +12,9 @@ from test_hugging_face import edit_json
 from test_model import FLAVORS, build_ours, build_theirs
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.config.messages import UserError
 
 EMBEDDING = "model.embed_tokens.weight"
 LLAMA, MIXTRAL, QWEN = "Llama 3", "Mixtral", "Qwen3-MoE, a dense layer, weights as they are"
@@ -36,7 +36,7 @@ def saved(tmp_path_factory):
 
 
 def assert_refused(folder: Path, *named: str) -> None:
-    with pytest.raises(HuggingFaceError) as error:
+    with pytest.raises(UserError) as error:
         open_folder(folder)
     for text in (str(folder), *named):
         assert text in str(error.value)

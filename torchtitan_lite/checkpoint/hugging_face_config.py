@@ -13,12 +13,12 @@ are read. Exports use the format of version 4, which every version reads.
       -> an export                        both files, updated after training: `make_config`
 """
 
-import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
+from torchtitan_lite.config.files import read_json
 from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.messages import UserError
 
@@ -140,16 +140,8 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
 
 
 def read_published(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return file name -> content of config.json and generation_config.json, if present. Raises HuggingFaceError."""
+    """Return file name -> content of config.json and generation_config.json, if present. Raises JsonError."""
     return {name: read_json(folder / name) for name in (CONFIG, GENERATION_CONFIG) if (folder / name).exists()}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises HuggingFaceError."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise HuggingFaceError(path.parent, [f"{path.name} is not JSON: {error}"]) from None
 
 
 def read_model_args(folder: Path) -> ModelArgs:

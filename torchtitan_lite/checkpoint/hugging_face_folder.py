@@ -24,11 +24,10 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
     HuggingFaceError,
     find_model_type,
-    read_json,
     read_model_args,
 )
 from torchtitan_lite.config.block import list_llama_block
-from torchtitan_lite.config.files import refuse_pointer
+from torchtitan_lite.config.files import read_json, refuse_pointer
 from torchtitan_lite.config.flavors import ModelArgs
 
 SINGLE_FILE = "model.safetensors"
@@ -135,7 +134,8 @@ def list_files(path: Path) -> list[Path]:
         if pickles := sorted(file.name for file in path.glob("*.bin")):
             why += f"; {pickles[0]} is a pickle, which is never opened here: save it as safetensors with transformers"
         raise HuggingFaceError(path, [why])
-    return [path / name for name in sorted(set(read_json(path / INDEX)["weight_map"].values()))]
+    weight_map = read_json(path / INDEX).take("weight_map", dict[str, str])
+    return [path / name for name in sorted(set(weight_map.values()))]
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -13,11 +13,12 @@ tiktoken merges the two neighbors that form the token with the lowest id; Huggin
 in its list. Both give the same ids if the merges are sorted by the ids that they produce, as in trained files.
 """
 
-import json
 from base64 import b64decode
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+
+from torchtitan_lite.config.files import read_json
 
 CONFIG = "tokenizer_config.json"
 
@@ -110,15 +111,10 @@ def find_bos(file: dict) -> str | None:
 
 def find_eos(path: Path, ids: dict[str, int]) -> int:
     """Return the id of the token that ends a document: eos_token in tokenizer_config.json in the same folder."""
-    eos = read_json(path.with_name(CONFIG)).get("eos_token")
+    eos = read_json(path.with_name(CONFIG), may_be_missing=True).take("eos_token", str | dict, None)
     if eos is None:
         raise ValueError(f"{CONFIG} in the same folder has no eos_token, which ends a document")
-    return ids[eos["content"] if isinstance(eos, dict) else eos]
-
-
-def read_json(path: Path) -> dict:
-    """Return the JSON object in a file, or {} if there is no file."""
-    return json.loads(path.read_bytes()) if path.is_file() else {}
+    return ids[eos.take("content", str) if isinstance(eos, dict) else eos]
 
 
 def spell_token(token: str, *, is_byte_level: bool) -> bytes:
