@@ -5,7 +5,7 @@
 
 Order and content do not depend on the number of processes, and a single compressed file keeps all of them busy. A
 document is `BOS text EOS`, without BOS if the tokenizer has none. A conversation is formatted by its chat template.
-Documents of white space alone are left out and counted.
+Empty documents are left out and counted; white space is text.
 
 A hash selects the validation documents. For a row, it is the hash of the text, so equal rows stay together. For a file,
 it is the hash of the path, so a file stays in its split when it changes. If the hashes leave a split empty, the corpus
@@ -30,7 +30,7 @@ from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, 
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
-from torchtitan_lite.tools.corpora.text_files import Batch, PreparationError, read_batches
+from torchtitan_lite.tools.corpora.text_files import Batch, MissingField, PreparationError, read_batches
 from torchtitan_lite.tools.corpora.train_tokenizer import train_tokenizer
 
 BATCHES_AHEAD = 4  # batches in memory per worker
@@ -82,7 +82,7 @@ class RowCounts:
 
     n_bad: int = 0  # rows that were skipped
     first_bad: str = ""  # location and problem of the first one
-    n_empty: int = 0  # documents of white space alone
+    n_empty: int = 0  # documents without a character
     n_unknown: int = 0  # tokens that stand for text outside the vocabulary
     lowest: int = HASHES  # of the hashes of all documents
     highest: int = -1
@@ -133,7 +133,7 @@ def prepare(
         encode = partial(encode_files, unfinished, files, validation_files, settings, n_processes=n_processes)
         rule = SplitRule(0 if validation_files else int(get_share(settings) * HASHES))
         splits, counts = encode(rule)
-        if rule.below and len(splits) == 1:
+        if get_share(settings) > 0 and not validation_files and len(splits) == 1:
             rule = choose_small_split(settings, splits, counts)
             for path in unfinished.glob("*.*"):
                 path.unlink()
@@ -255,7 +255,7 @@ class SplitWriter:
         self.n_documents += len(documents.lengths)
         self.n_targets += sum(documents.targets)
         self.n_text_bytes += documents.n_text_bytes
-        self.largest_id = max(self.largest_id, *documents.tokens)
+        self.largest_id = max(self.largest_id, max(documents.tokens))
 
     def finish(self) -> Split:
         """Flush the files to disk, and return their description."""
@@ -311,11 +311,14 @@ def list_documents(
         except ValueError as error:
             place = f"{batch.locate(number)}: {error}"
             if not settings.skip_bad:
-                raise PreparationError(f"{place}. Fix it, or skip such documents with --skip-bad") from None
+                remedy = "Fix it, or skip such documents with --skip-bad"
+                if isinstance(error, MissingField):
+                    remedy = error.remedy
+                raise PreparationError(f"{place}. {remedy}") from None
             counts.n_bad += 1
             counts.first_bad = counts.first_bad or place
             continue
-        if text.strip():
+        if text:
             yield text, turns
         else:
             counts.n_empty += 1
@@ -327,9 +330,9 @@ def read_document(
     """Return the text of a row, and the character ranges of the assistant's turns. Raises ValueError."""
     content = batch.parse(row, settings.column)
     if chat:
-        if not isinstance(content, dict) or "messages" not in content:
-            raise ValueError("it has no field 'messages'")
-        return chat.render(content["messages"])
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+        return chat.render(content.get("messages", content.get("conversations")))
     if not isinstance(content, str):
         raise ValueError(f"its {settings.column!r} is not a string: {content!r:.60}")
     return content, []
@@ -355,7 +358,7 @@ def split_document(text: str, split: str, tail: float) -> list[tuple[str, str]]:
     """Return the parts of a document, each with its split. Only a document with a tail has two."""
     cut = int(len(text) * (1 - tail))
     parts = [("train", text[:cut]), ("validation", text[cut:])]
-    if tail and all(part.strip() for _, part in parts):
+    if tail and all(part for _, part in parts):
         return parts
     return [(split, text)]
 

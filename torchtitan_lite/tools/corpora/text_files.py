@@ -56,6 +56,17 @@ class PreparationError(UserError):
     """Raised if a corpus cannot be prepared. The message names the file, line or option, and a remedy."""
 
 
+class MissingField(ValueError):
+    """Raised for a row that lacks the field with the text."""
+
+    def __init__(self, name: str, row: dict[str, Any]):
+        found = ", ".join(map(repr, list(row)[:20])) or "nothing"
+        super().__init__(f"it has no {name!r}, only {found}")
+        self.remedy = "--text-column NAME selects another field or column; --chat reads conversations"
+        if any(isinstance(value, list) and value and isinstance(value[0], dict) for value in row.values()):
+            self.remedy = "It looks like a conversation: add --chat"
+
+
 @dataclass(frozen=True)
 class Batch:
     """Unparsed documents of a file: JSON values, values of a column, rows of a table, or the bytes of a text."""
@@ -95,17 +106,11 @@ class Batch:
             if not isinstance(content, dict):
                 raise ValueError(f"it is not a JSON object: {text:.60}")
             if field not in content:
-                raise ValueError(describe_missing(field, "field", list(content)))
+                raise MissingField(field, content)
             content = content[field]
         if "\\u" in text:
             refuse_surrogates(content)
         return content
-
-
-def describe_missing(name: str, kind: str, names: list[str]) -> str:
-    """Say that a row has no text, and which fields or columns it has."""
-    found = ", ".join(map(repr, names[:20])) or "none"
-    return f"it has no {kind} {name!r}; it has {found}. --text-column selects another; conversations need --chat"
 
 
 def refuse_surrogates(content: Any) -> None:
@@ -119,7 +124,7 @@ def refuse_surrogates(content: Any) -> None:
 
 
 def decode(content: bytes, encoding: str) -> str:
-    """Decode a text strictly. A byte order mark overrides `encoding`. Raises ValueError with the place of a bad byte."""
+    """Decode a text strictly. A byte order mark overrides `encoding`. Raises ValueError that locates a bad byte."""
     for mark, marked in BYTE_ORDER_MARKS.items():
         if content.startswith(mark):
             encoding = marked
@@ -128,7 +133,9 @@ def decode(content: bytes, encoding: str) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         place = f"byte {error.start} (line {line}) is 0x{content[error.start]:02x}"
-        raise ValueError(f"it is not {encoding}: {place}: {error.reason}. Name its encoding: --encoding cp1252") from None
+        raise ValueError(
+            f"it is not {encoding}: {place}: {error.reason}. Name its encoding: --encoding cp1252"
+        ) from None
 
 
 def get_kind(path: Path) -> str:
@@ -238,6 +245,8 @@ def read_batches(path: Path, column: str | None, encoding: str = "utf-8") -> Ite
         else:
             with open_file(path) as file:
                 yield Batch(path, 1, [file.read()], encoding)
+    except MissingField as error:
+        raise PreparationError(f"{path}: {error}. {error.remedy}") from None
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, csv.Error) as error:  # such as half a download
         raise PreparationError(f"{path} cannot be read: {error}") from None
 
@@ -247,7 +256,7 @@ def read_parquet(path: Path, column: str | None) -> Iterator[Batch]:
         table = import_extra("pyarrow.parquet", "data").ParquetFile(file)
         names = table.schema_arrow.names
         if column is not None and column not in names:
-            raise ValueError(describe_missing(column, "column", names))
+            raise MissingField(column, dict.fromkeys(names))
         first = 1
         for rows in table.iter_batches(BATCH_ROWS, columns=None if column is None else [column]):
             content = rows.to_pylist() if column is None else rows.column(0).to_pylist()
@@ -261,7 +270,7 @@ def read_csv(path: Path, column: str | None, encoding: str) -> Iterator[Batch]:
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=DELIMITERS[get_kind(path)], strict=True)
     names = next(lines, [])
     if column is not None and column not in names:
-        raise ValueError(describe_missing(column, "column", names))
+        raise MissingField(column, dict.fromkeys(names))
     if len(set(names)) < len(names):
         raise ValueError(f"two of its columns have the same name: {', '.join(names)}")
     rows: list[Any] = []
