@@ -26,7 +26,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_lite.config.files import JsonObject, read_json
+from torchtitan_lite.config.files import read_json
 from torchtitan_lite.config.messages import Problem, UserError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -87,39 +87,20 @@ def dump_manifest(manifest: CorpusManifest) -> str:
 def read_manifest(folder: Path) -> CorpusManifest:
     """Read the manifest and compare it with the size of every file. Raises CorpusError."""
     try:
-        manifest = parse_manifest(read_json(folder / MANIFEST))
+        file = read_json(folder / MANIFEST)
+        found = file.take("format", int)
+        if found != FORMAT:
+            raise ValueError(f"its format is {found}, but this version reads {FORMAT}")
+        splits = {name: Split(**split) for name, split in file.take("splits", dict[str, dict]).items()}
+        manifest = CorpusManifest(**{**file, "splits": splits})
         sizes = manifest.list_sizes()
-    except KeyError as error:
-        raise CorpusError(
-            f"{folder} is not a prepared corpus: {MANIFEST} names the unknown file or type {error}"
-        ) from None
-    except ValueError as error:
-        raise CorpusError(f"{folder} is not a prepared corpus: {error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorpusError(f"{folder} is not a prepared corpus: {MANIFEST}: {error}") from None
     for name, n_bytes in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != n_bytes:
             raise CorpusError(f"{folder / name} has {found or 'no'} bytes, but the manifest says {n_bytes}")
     return manifest
-
-
-def parse_manifest(file: JsonObject) -> CorpusManifest:
-    """Return the content of manifest.json. Raises JsonError, or ValueError for another format."""
-    found = file.take("format", int)
-    if found != FORMAT:
-        raise ValueError(f"its format is {found}, but this version reads {FORMAT}")
-    splits = {}
-    objects = file.take("splits", dict)
-    for name in objects:
-        split = objects.take(name, dict)
-        splits[name] = Split(
-            n_tokens=split.take("n_tokens", int),
-            n_documents=split.take("n_documents", int),
-            n_targets=split.take("n_targets", int),
-            n_text_bytes=split.take("n_text_bytes", int),
-            sha256=dict(split.take("sha256", dict[str, str])),
-            largest_id=split.take("largest_id", int, None),
-        )
-    return CorpusManifest(file.take("dtype", str), file.take("tokenizer", str), splits)
 
 
 def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:

@@ -35,7 +35,7 @@ from torchtitan_lite.data.vocabulary import (
     SPECIAL_TOKENS,
     BytePairs,
     find_bos,
-    find_eos,
+    find_eos_id,
     find_eos_name,
     list_configured_tokens,
     parse_tokenizer_model,
@@ -193,7 +193,8 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
         content = json.dumps(file).encode()
     added_ids = {token["content"]: token["id"] for token in added}
     ids = vocab | added_ids
-    bos_id, eos_id = ids.get(find_bos(file)), find_eos(path.parent, eos, ids)
+    bos_id = ids.get(find_bos(file))
+    eos_id = find_eos_id(path.parent) if eos is None else ids[eos]
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("decoder"))
     bytes_of_id = {id: spell_token(token, is_byte_level=is_byte_level) for token, id in vocab.items()}
     pairs = read_byte_level_bpe(file)
