@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
+from test_fine_tuning import CASES, publish
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HuggingFace
 from transformers import AutoTokenizer
@@ -297,7 +298,7 @@ def test_transformers_writes_the_tokenizer_json_of_a_sentencepiece_model_as_the_
         load_tokenizer(tmp_path)
     AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
     oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
-    for text in ("a tent", SOURCE):
+    for text in TEXTS[:-1]:
         assert tokenizer.encode(text) == oracle.encode(text, add_special_tokens=False)
 
 
@@ -305,3 +306,22 @@ def test_without_its_package_another_tokenizer_json_is_refused_and_the_extra_nam
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match="extra `hf`"):
         load_tokenizer(write(tmp_path, make_sentencepiece(), "</s>"))
+
+
+def test_entries_above_the_rows_of_a_model_are_accepted_unless_a_text_uses_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = publish(Path("llama"), CASES["tied, published in bfloat16"]) / "tokenizer.json"
+    oracle = HuggingFace.from_file(str(file))
+    oracle.add_special_tokens(["[PAD]"])
+    oracle.add_tokens(["[NEW]"])
+    oracle.save(str(file))
+    capsys.readouterr()
+    for name, status, words in (("[PAD]", 0, "No document uses"), ("[NEW]", 2, r"'\[NEW\]'.*resize_token_embeddings")):
+        Path(f"{name}.txt").write_text(f"def {name} read " * 9)
+        options = ["--tokenizer", "llama", "--processes", "1"]
+        assert main(["prepare", f"{name}.txt", "--out", name, *options]) == 0
+        run = ["--config=finetune", "--checkpoint.initial_load_path=llama", f"--training.dataset={name}"]
+        assert main(["check", *run]) == status
+        assert re.search(words, "".join(capsys.readouterr()))
+        assert main(["eval", "llama", "--data", f"{name}.txt", "--seq-len", "16"]) == status
+        assert main(["generate", "llama", "--prompt", f"def {name}", "--max-new-tokens", "2"]) == status
