@@ -9,7 +9,9 @@ reported, the key keeps its default, and the other keys are still checked.
 """
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from math import isfinite
@@ -18,9 +20,10 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config.arguments import expand_path, parse_whole
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.messages import Problem
-from torchtitan_lite.config.schema import Config, Job, get_value, with_value
+from torchtitan_lite.config.messages import Problem, UserError
+from torchtitan_lite.config.schema import PATH, Config, Job, get_value, with_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent, resolve_alias
 
 try:
@@ -61,7 +64,7 @@ def read_config(args: list[str]) -> ConfigReading:
     config_file = str(texts.pop("job.config_file", Job.config_file))
     table = {"job.config_file": config_file}
     try:
-        table |= dict(flatten_table(load_toml(find_config_file(config_file))))
+        table |= dict(flatten_table(load_toml(find_config_file(expand_path(config_file)))))
     except ValueError as error:
         problems.append(Problem("job.config_file", config_file, str(error), "Name a TOML file, or one in configs/"))
     notices = [f"{name} is now {new}" for name in (*table, *texts) if (new := resolve_alias(name)) != name]
@@ -121,7 +124,7 @@ def find_config_file(name: str) -> Path:
 def load_toml(path: Path) -> dict[str, Any]:
     """Return the table of a TOML file. Raises ValueError with the reason."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a BOM
     except (OSError, ValueError) as error:  # the text of a TOMLDecodeError names line and column
         raise ValueError(f"{path} cannot be read as TOML: {error}") from None
 
@@ -148,6 +151,8 @@ NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a fi
 def convert(kind: Any, value: Any) -> Any:
     """Convert a TOML value to the type of its key. Integers are accepted as floats. Raises WrongValue."""
     origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated and inner[1] == PATH:
+        return convert_path(convert(str, value))
     if origin is Annotated:
         limits, value = inner[1], convert(inner[0], value)
         if not limits.low <= value <= limits.high and value != limits.auto:
@@ -158,14 +163,13 @@ def convert(kind: Any, value: Any) -> Any:
             raise WrongValue("there is no such choice", f"Choose from {', '.join(map(repr, inner))}")
         return value
     if origin is list:
-        if isinstance(value, str):  # torchtitan's "a" for ["a"]; on the command line a,b or a,b;c,d
-            separator = ";" if get_origin(inner[0]) is list else ","
-            return [convert_text(inner[0], item.strip()) for item in value.split(separator) if item.strip()]
+        if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
+            return [convert_text(inner[0], item) for item in split_list(inner[0], value)]
         if not isinstance(value, list):
             raise WrongValue("it must be a list", 'Write ["a", "b"], or a,b on the command line')
         return [convert(inner[0], item) for item in value]
     if NoneType in inner:  # `X | None`
-        return None if value == "none" else convert(inner[0], value)
+        return None if value in ("none", "None") else convert(inner[0], value)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is float and not isfinite(value)):
@@ -173,16 +177,54 @@ def convert(kind: Any, value: Any) -> Any:
     return value
 
 
-def convert_text(kind: Any, text: str | bool) -> Any:
-    """Convert command-line text to the type of its key, first as a string, then as TOML. Raises WrongValue."""
+def convert_text(kind: Any, text: Any) -> Any:
+    """Convert command-line text, or an item of a list there, to the type of its key. Raises WrongValue."""
+    return convert(kind, parse_scalar(kind, text) if isinstance(text, str) else text)
+
+
+def parse_scalar(kind: Any, text: str) -> Any:
+    """Return the value that `text` stands for in this type, numbers as int() and float() read them. Else the text."""
+    inner = get_args(kind)
+    if get_origin(kind) is Literal:
+        return next((choice for choice in inner if text in (str(choice), f'"{choice}"')), text)
+    if get_origin(kind) is Annotated or NoneType in inner:
+        return parse_scalar(inner[0], text)
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    with suppress(ValueError):
+        if kind is int:
+            return parse_whole(text)
+        if kind is float:
+            return float(text)
+    return text
+
+
+WORD = re.compile(r"""("[^"]*"|'[^']*')|[^][,"'\s][^][,"']*""")  # quoted, or bare
+
+
+def split_list(kind: Any, text: str) -> list[Any]:
+    """Return the items of a list: ["a", "b"] as in TOML, [a,b] after a shell removed the quotes, a,b or a,b;c,d.
+
+    Raises WrongValue.
+    """
+    if text.lstrip()[:1] in ("'", '"'):
+        text = f"[{text}]"
+    if not text.lstrip().startswith("["):
+        separator = ";" if get_origin(kind) is list else ","
+        return [item.strip() for item in text.split(separator) if item.strip()]
+    quoted = WORD.sub(lambda word: word[1] or json.dumps(word[0].strip()), text)
+    for literal in (text, quoted):
+        with suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(f"value = {literal}")["value"]
+    raise WrongValue("it is not a list", """Write '["a", "b"]', or a,b""")
+
+
+def convert_path(text: str) -> str:
+    """Expand ~ and $VAR. Raises WrongValue."""
     try:
-        return convert(kind, text)
-    except WrongValue as wrong:
-        try:
-            value = tomllib.loads(f"value = {text}".lower())["value"]
-        except tomllib.TOMLDecodeError:
-            raise wrong from None
-    return convert(kind, value)
+        return expand_path(text)
+    except UserError as error:
+        raise WrongValue(str(error), "Write the whole path") from None
 
 
 def suggest_key(key: str) -> str:
