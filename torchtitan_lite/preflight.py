@@ -11,16 +11,16 @@ call preflight, so a run that `check` accepts will start. All problems are repor
 """
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, LENGTH, explain_unwritable, find_model_type
 from torchtitan_lite.checkpoint.starting_weights import PATH, Weights, find_initial, find_resumed
-from torchtitan_lite.config.block import list_linears, plan_float8
-from torchtitan_lite.config.checks import Problems, check_context_parallel, check_machine, check_run
+from torchtitan_lite.config.block import FLOAT8_BLOCK, SKIP_SMALL, list_linears, plan_float8
+from torchtitan_lite.config.checks import Problems, check_context_parallel, check_machine, check_run, count_pieces
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.flavors import AUTO, ModelArgs
-from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
@@ -36,6 +36,10 @@ HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of 
 # Keys that must not change when a run continues from the step and optimizer state of a checkpoint
 CONTINUED = [f"training.{name}" for name in ("dataset", "dataset_weights", "seq_len", "global_batch_size")]
 CONTINUED += ["debug.seed", "optimizer.name", "optimizer.moments_dtype"]
+# Keys that decide which weights a run starts from, and so its model and its tokenizer
+SOURCES = (PATH, TOKENIZER, "checkpoint.enable", "checkpoint.folder", "checkpoint.load_step", "job.dump_folder")
+# On a CPU, unless the user sets them: a step of a 135M model takes less than two minutes on two cores
+CPU_SEQ_LEN, CPU_TOKENS = 512, 2048  # tokens per sequence, and per step
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,13 @@ class Prepared(RunConfig):
     def resumed_step(self) -> int:
         """Step of the checkpoint that the run resumes from; 0: the run does not resume."""
         return self.weights.manifest.step if self.weights and self.weights.is_resumed else 0
+
+    @property
+    def origin(self) -> str:
+        """Where the weights come from, for people."""
+        if self.weights is None:
+            return f"random weights (debug.seed {self.config.debug.seed})"
+        return f"weights of {self.weights.path}"
 
     @property
     def title(self) -> str:
@@ -95,12 +106,20 @@ def preflight(
     run = read_run_config(args, restarted=restarted)
     config, weights, notices = run.config, run.weights, list(run.notices)
     n_ranks = n_ranks or choose_n_ranks(config.parallelism, machine, n_hosts)
+    if machine.device_type == "cpu" and machine.is_here:
+        config = adapt_to_cpu(config, run.chosen, n_ranks, notices)
+    unread = {problem.key for problem in run.problems}
     problems, model_args, layout, memory = Problems(config), None, None, None
-    problems += run.problems + check_run(config) + check_machine(config, machine) + check_files(config, restarted)
-    tokenizer = open_tokenizer(problems, config.model.hf_assets_path, weights)
-    problems += check_data(config, tokenizer)
-    # If a bad key fell back to its default, do not plan a layout: its problems would be meaningless.
-    if not any(problem.key.startswith(("model.", "training.", "parallelism.")) for problem in run.problems):
+    problems += check_run(config) + check_machine(config, machine) + check_files(config, restarted)
+    # If a bad key fell back to its default, do not check what depends on it: those problems would be meaningless.
+    tokenizer = None
+    if unread.isdisjoint(SOURCES):
+        tokenizer = open_tokenizer(problems, config.model.hf_assets_path, weights)
+    if not any(key.startswith(("training.dataset", "validation.")) for key in unread):
+        problems += check_data(config, tokenizer)
+    if unread.isdisjoint(SOURCES) and not any(
+        key.startswith(("model.", "training.", "parallelism.")) for key in unread
+    ):
         try:
             model_args = resolve_model(config.model)
             check_model_files(problems, model_args, tokenizer, weights)
@@ -115,20 +134,44 @@ def preflight(
     is_continued = weights and (weights.is_resumed or not config.checkpoint.initial_load_model_only)
     if is_continued and weights.manifest and layout and tokenizer:
         check_continued(problems, config, weights, fingerprint_documents(config, tokenizer))
+    problems = run.problems + [problem for problem in problems if not is_consequence(problem, unread)]
     if problems:
         raise ConfigError(problems)
     if config.model.uses_float8:
-        section = config.quantize.linear.float8
-        linears = list_linears(model_args)
-        chosen = plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name)
-        alone = "; async tensor parallel does not overlap these" * config.parallelism.enable_async_tensor_parallel
-        notices.append(f"{len(chosen)} of {len(linears)} linear layers compute in float8{alone}")
+        notices += describe_float8(config, model_args, layout)
+    warmup, n_steps = config.lr_scheduler.warmup_steps, config.training.steps
+    if warmup > n_steps:
+        reached = f"the learning rate only reaches {n_steps / warmup:.0%} of optimizer.lr"
+        notices.append(f"lr_scheduler.warmup_steps = {warmup} is longer than the run of {n_steps} steps: {reached}")
+    assets = Path(config.model.hf_assets_path)
+    if weights is None and (assets / CONFIG).is_file() and list(assets.glob("*.safetensors")):
+        why = f"only the tokenizer of {assets} is used. To train its weights too, set {PATH}={assets}"
+        notices.append(f"the run starts from random weights: {why}")
     if config.job.overwrite and not restarted and (earlier := list_earlier(Path(config.job.dump_folder), config)):
         notices.append(f"job.overwrite deletes the earlier run: {', '.join(map(str, earlier))}")
     if config.job.print_config:
         notices.append(dump_config_toml(config))
     resolved = {**vars(run), "config": config, "notices": notices}
     return Prepared(**resolved, model_args=model_args, layout=layout, memory=memory, tokenizer=tokenizer)
+
+
+def is_consequence(problem: Problem, unread: set[str]) -> bool:
+    """Return whether a problem follows from the default of a key that could not be read. Messages name such keys."""
+    return problem.key in unread or any(key in f"{problem.why} {problem.remedy}" for key in unread)
+
+
+def describe_float8(config: Config, model_args: ModelArgs, layout: Layout) -> list[str]:
+    """Return notices: how many layers compute in float8, and filters without effect."""
+    section, linears = config.quantize.linear.float8, list_linears(model_args)
+    chosen = plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name)
+    notice = f"{len(chosen)} of {len(linears)} linear layers compute in float8"
+    if config.parallelism.enable_async_tensor_parallel:
+        notice += "; async tensor parallel does not overlap these"
+    notices = [notice]
+    for part in section.filter_fqns:
+        if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
+            notices.append(f"quantize.linear.float8.filter_fqns: {part!r} is in the name of no linear layer")
+    return notices
 
 
 def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> int:
@@ -158,7 +201,9 @@ def read_run_config(args: list[str], *, restarted: bool = False) -> RunConfig:
         config = with_value(config, TOKENIZER, weights.assets if weights else SHIPPED)
     if weights and (weights.published or (section.initial_load_path and section.initial_load_model_only)):
         config = adapt_to_weights(config, weights, reading.given, notices)
-    return RunConfig(config, problems, notices, reading.config_name, reading.given, weights)
+    if "training.seq_len" not in reading.given:
+        config = round_seq_len(config, notices)
+    return RunConfig(config, problems, notices, reading.config_name, reading.given, reading.chosen, weights)
 
 
 def name_dump_folder(config: Config, config_name: str) -> str:
@@ -180,6 +225,38 @@ def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], no
         notices.append("training.expert_bias_rate is 0, because Hugging Face formats have no expert bias")
     if config.optimizer.lr > HIGHEST_LR:
         notices.append(f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights; finetune.toml uses 1e-5")
+    return config
+
+
+def round_seq_len(config: Config, notices: list[str]) -> Config:
+    """Return the config with a default seq_len that tp and cp ranks, and float8, can divide."""
+    unit, seq_len = count_pieces(config.parallelism), config.training.seq_len
+    if config.model.uses_float8:
+        unit = lcm(unit, FLOAT8_BLOCK * config.parallelism.context_parallel_degree)
+    if seq_len % unit == 0 or seq_len < unit:
+        return config
+    rounded = seq_len // unit * unit
+    notices.append(f"training.seq_len is {rounded}: tp, cp or float8 need a multiple of {unit}")
+    return with_value(config, "training.seq_len", rounded)
+
+
+def adapt_to_cpu(config: Config, chosen: frozenset[str], n_ranks: int, notices: list[str]) -> Config:
+    """Return the config with shorter sequences and smaller batches for a CPU. Keys in `chosen` do not change."""
+    degrees, changed = plan_degrees(config.parallelism, n_ranks), []
+    if config.training.seq_len > CPU_SEQ_LEN and "training.seq_len" not in chosen:
+        config = round_seq_len(with_value(config, "training.seq_len", CPU_SEQ_LEN), [])
+        changed.append(f"training.seq_len is {config.training.seq_len}")
+    dp, n_local = degrees["dp_replicate"] * degrees["dp_shard"], config.training.local_batch_size
+    share = max(1, CPU_TOKENS // config.training.seq_len // dp)
+    if share > n_local:
+        share -= share % n_local
+    is_larger = plan_batch(config, degrees)["global_batch_size"] > share * dp
+    is_free = chosen.isdisjoint(("training.global_batch_size", "training.local_batch_size"))
+    if degrees["pp"] == 1 and is_free and is_larger:
+        config = with_value(config, "training.global_batch_size", share * dp)
+        changed.append(f"training.global_batch_size is {share * dp}")
+    if changed:
+        notices.append(f"{' and '.join(changed)} on a CPU, unless you set them")
     return config
 
 

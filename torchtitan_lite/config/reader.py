@@ -56,6 +56,7 @@ class ConfigReading:
     notices: list[str]  # one line for each old key name that was used
     config_name: str  # name of the TOML file, without folder and extension
     given: frozenset[str]  # keys set by the file or the command line
+    chosen: frozenset[str]  # keys set by the command line or by a file outside configs/
 
 
 def read_config(args: list[str]) -> ConfigReading:
@@ -63,8 +64,11 @@ def read_config(args: list[str]) -> ConfigReading:
     texts, problems = parse_arguments(args)
     config_file = str(texts.pop("job.config_file", Job.config_file))
     table = {"job.config_file": config_file}
+    is_shipped = False
     try:
-        table |= dict(flatten_table(load_toml(find_config_file(expand_path(config_file)))))
+        path = find_config_file(expand_path(config_file))
+        is_shipped = path.parent.resolve() == CONFIG_FOLDER
+        table |= dict(flatten_table(load_toml(path)))
     except ValueError as error:
         problems.append(Problem("job.config_file", config_file, str(error), "Name a TOML file, or one in configs/"))
     notices = [f"{name} is now {new}" for name in (*table, *texts) if (new := resolve_alias(name)) != name]
@@ -83,7 +87,9 @@ def read_config(args: list[str]) -> ConfigReading:
             problems.append(Problem(key, value, "there is no such key", suggest_key(key)))
         elif remedy:
             problems.append(Problem(key, value, "torchtitan_lite does not have this feature", remedy))
-    return ConfigReading(config, problems, notices, Path(config_file).stem, frozenset(values))
+    given = frozenset(values)
+    chosen = frozenset(texts) if is_shipped else given
+    return ConfigReading(config, problems, notices, Path(config_file).stem, given, chosen)
 
 
 # ---------------------------------------------------------------- command line and file

@@ -74,11 +74,16 @@ class Training:
     dataset_path: PathText = ""  # folder or file of a downloaded corpus (c4, c4_test); empty: the folder in DATASETS
     dataset_weights: list[AboveZero] = field(default_factory=list)  # new: sampling weight per corpus; empty: by size
     cache_folder: PathText = "outputs/cache"  # new: tokens of named corpora, and compiled code; all runs share it
-    local_batch_size: Positive = 8  # sequences per data-parallel rank and forward pass; under PP, per schedule
-    global_batch_size: PositiveOrAuto = -1  # sequences per step; auto: local_batch_size x data-parallel ranks
-    seq_len: Positive = 2048  # tokens per sequence; lowered to the context length of Hugging Face weights unless set
+    # upper bound on the sequences per data-parallel rank and forward pass; a rank whose share of global_batch_size is
+    # smaller passes its share. Under PP: divides the share
+    local_batch_size: Positive = 8
+    # sequences per step; auto: local_batch_size x data-parallel ranks. Smaller on a CPU unless set
+    global_batch_size: PositiveOrAuto = -1
+    # tokens per sequence. Unless set: at most the context length of Hugging Face weights, at most 512 on a CPU, and a
+    # multiple of what tp and cp need
+    seq_len: Positive = 2048
     steps: Positive = 10000
-    max_norm: AboveZero = 1.0  # gradients are scaled down to this global 2-norm
+    max_norm: Annotated[float, Range(0)] = 1.0  # gradients are scaled down to this global 2-norm; 0: never
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype; auto: bfloat16 on CUDA
     mixed_precision_reduce: Literal["float32"] = "float32"  # dtype of gradient reduction
     enable_cpu_offload: bool = False  # keep weights, gradients and optimizer state on the host; update weights there
