@@ -102,6 +102,10 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
      "--model.hf_assets_path=nowhere",
      "optimizer.lr model.flavor training.global_batch_size job.dump_folder model.hf_assets_path"),
     (f"{TP}=x --{P}data_parallel_shard_degree=1", f"{P}tensor_parallel_degree", 8),
+    (f"{BUDGET} --compile.enable=x", "compile.enable"),
+    ("--checkpoint.initial_load_path=nowhere --model.vocab_size=300 --training.dataset=file",
+     "checkpoint.initial_load_path training.dataset"),
+    ("--config nowhere --training.global_batch_size=3", "job.config_file"),
     # model
     ("--model.flavor 9B", "model.flavor"),
     ("--model.n_heads 6", "model.n_heads"),
@@ -193,7 +197,11 @@ def test_exactly_what_cannot_run_is_refused_by_its_keys():
 @pytest.mark.parametrize(
     ("args", "n_ranks", "numbers"),
     [
-        ("--training.global_batch_size 10", 2, [8]),
+        ("--training.global_batch_size 10", 2, [8, 16, 1]),
+        ("--training.global_batch_size 6", 4, [4, 8]),
+        ("--training.global_batch_size 9", 2, [8, 16]),
+        ("--training.local_batch_size 6 --training.global_batch_size 9", 2, [8, 10]),
+        (f"{CP}=3 --training.seq_len=64", 3, [60, 66]),
         (f"{TP}=2 --{P}data_parallel_shard_degree=2", 3, [2]),
         (f"{FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1", 2, [32]),
         (f"{PP}=8", 8, [6]),  # the first and the last stage need no layer
@@ -343,6 +351,7 @@ def test_the_config_that_a_run_saves_has_no_automatic_value_and_starts_the_same_
 VERDICT = """\
 debug_3d on a laptop: nothing found wrong
   model   llama debug, 1,328,256 parameters, 0.00698 GFLOP per token (0.00659 with causal attention)
+  start   random weights (debug.seed 1)
   mesh    8 ranks: pp2 x dp_shard2 x tp2
   batch   8 sequences of 128 tokens make 1,024 per step: data-parallel ranks 2 x microbatches 4 x sequences 1
 """

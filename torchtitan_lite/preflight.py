@@ -10,6 +10,7 @@ The rules in config/checks.py need only numbers; the rules here need files or th
 call preflight, so a run that `check` accepts will start. All problems are reported together.
 """
 
+import re
 from dataclasses import dataclass, replace
 from math import lcm, prod
 from pathlib import Path
@@ -24,7 +25,7 @@ from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.reader import ConfigReading, dump_config_toml, read_config
+from torchtitan_lite.config.reader import KEYS, ConfigReading, dump_config_toml, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
 from torchtitan_lite.data.corpus_folder import check_data, fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
@@ -108,7 +109,9 @@ def preflight(
     n_ranks = n_ranks or choose_n_ranks(config.parallelism, machine, n_hosts)
     if machine.device_type == "cpu" and machine.is_here:
         config = adapt_to_cpu(config, run.chosen, n_ranks, notices)
-    unread = {problem.key for problem in run.problems}
+    unread = {problem.key for problem in run.problems} & {*KEYS}
+    if "job.config_file" in unread:  # nothing in that file is known
+        raise ConfigError(run.problems)
     problems, model_args, layout, memory = Problems(config), None, None, None
     problems += check_run(config) + check_machine(config, machine) + check_files(config, restarted)
     # If a bad key fell back to its default, do not check what depends on it: those problems would be meaningless.
@@ -157,7 +160,8 @@ def preflight(
 
 def is_consequence(problem: Problem, unread: set[str]) -> bool:
     """Return whether a problem follows from the default of a key that could not be read. Messages name such keys."""
-    return problem.key in unread or any(key in f"{problem.why} {problem.remedy}" for key in unread)
+    text = f"{problem.why} {problem.remedy}"  # a remedy may also repeat the user's arguments
+    return problem.key in unread or any(re.search(f"(?<!--){re.escape(key)}", text) for key in unread)
 
 
 def describe_float8(config: Config, model_args: ModelArgs, layout: Layout) -> list[str]:

@@ -31,10 +31,10 @@ def expand_path(text: str) -> str:
 
 
 def explain_hub_name(text: str | Path) -> str:
-    """Return how to download a model that is named as on the Hugging Face Hub; "" if the text is no such name."""
-    name = re.sub(r"^(hf:/|https?:/+huggingface\.co)/", "", str(text))
-    parts = name.split("/")
-    is_name = len(parts) == 2 and all(re.fullmatch(r"\w[\w.-]*", part) for part in parts)
-    if not is_name or os.path.exists(text) or os.path.exists(parts[0]):
+    """Return why a name of the Hugging Face Hub is no path, and how to download it; "" for any other text."""
+    name = re.sub(r"^(hf:/+|https?:/+huggingface\.co/)", "", str(text))
+    owner, _, model = name.partition("/")
+    is_name = all(re.fullmatch(r"\w[\w.-]*", part) for part in (owner, model))
+    if not is_name or os.path.exists(text) or os.path.exists(owner):
         return ""
-    return f"is no folder here; nothing is downloaded: hf download {name} --local-dir {name}"
+    return f"{text} is no folder here; nothing is downloaded. Run: hf download {name} --local-dir {name}"

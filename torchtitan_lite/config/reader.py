@@ -230,7 +230,7 @@ def convert_path(text: str) -> str:
     try:
         return expand_path(text)
     except UserError as error:
-        raise WrongValue(str(error), "Write the whole path") from None
+        raise WrongValue(str(error), "Write the whole path, or set the variable") from None
 
 
 def suggest_key(key: str) -> str:

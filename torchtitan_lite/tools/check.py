@@ -72,7 +72,7 @@ def describe(prepared: Prepared, machine: Machine) -> str:
     rows = {
         "model": f"{prepared.title}, {count_parameters(args):,} parameters{active}, "
         f"{flops.full / 1e9:.3g} GFLOP per token ({flops.causal / 1e9:.3g} with causal attention)",
-        "weights": prepared.origin,
+        "start": prepared.origin,
         "mesh": str(layout) if layout.world_size == 1 else f"{layout.world_size} ranks: {layout}",
         "batch": f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens make {tokens:,} per step: "
         f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}"
