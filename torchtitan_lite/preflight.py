@@ -12,20 +12,20 @@ call preflight, so a run that `check` accepts will start. All problems are repor
 
 import re
 from dataclasses import dataclass, replace
-from math import lcm, prod
+from math import prod
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, LENGTH, explain_unwritable, find_model_type
 from torchtitan_lite.checkpoint.starting_weights import PATH, Weights, find_initial, find_resumed
-from torchtitan_lite.config.block import FLOAT8_BLOCK, SKIP_SMALL, list_linears, plan_float8
+from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
 from torchtitan_lite.config.checks import Problems, check_context_parallel, check_machine, check_run, count_pieces
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.flavors import AUTO, ModelArgs
-from torchtitan_lite.config.layout import Layout, plan_batch, plan_degrees, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.reader import KEYS, ConfigReading, dump_config_toml, read_config
+from torchtitan_lite.config.reader import ConfigReading, dump_config_toml, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
 from torchtitan_lite.data.corpus_folder import check_data, fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
@@ -108,21 +108,18 @@ def preflight(
     config, weights, notices = run.config, run.weights, list(run.notices)
     n_ranks = n_ranks or choose_n_ranks(config.parallelism, machine, n_hosts)
     if machine.device_type == "cpu" and machine.is_here:
-        config = adapt_to_cpu(config, run.chosen, n_ranks, notices)
-    unread = {problem.key for problem in run.problems} & {*KEYS}
-    if "job.config_file" in unread:  # nothing in that file is known
+        degrees = plan_degrees(config.parallelism, n_ranks)
+        config = adapt_to_cpu(config, run.chosen, degrees["dp_replicate"] * degrees["dp_shard"], notices)
+    unread = {problem.key for problem in run.problems}
+    if "job.config_file" in unread:  # no key of that file is known
         raise ConfigError(run.problems)
     problems, model_args, layout, memory = Problems(config), None, None, None
     problems += check_run(config) + check_machine(config, machine) + check_files(config, restarted)
     # If a bad key fell back to its default, do not check what depends on it: those problems would be meaningless.
-    tokenizer = None
-    if unread.isdisjoint(SOURCES):
-        tokenizer = open_tokenizer(problems, config.model.hf_assets_path, weights)
-    if not any(key.startswith(("training.dataset", "validation.")) for key in unread):
-        problems += check_data(config, tokenizer)
-    if unread.isdisjoint(SOURCES) and not any(
-        key.startswith(("model.", "training.", "parallelism.")) for key in unread
-    ):
+    is_source_known = unread.isdisjoint(SOURCES)
+    tokenizer = open_tokenizer(problems, config.model.hf_assets_path, weights) if is_source_known else None
+    problems += check_data(config, tokenizer)
+    if is_source_known and not any(key.startswith(("model.", "training.", "parallelism.")) for key in unread):
         try:
             model_args = resolve_model(config.model)
             check_model_files(problems, model_args, tokenizer, weights)
@@ -160,8 +157,8 @@ def preflight(
 
 def is_consequence(problem: Problem, unread: set[str]) -> bool:
     """Return whether a problem follows from the default of a key that could not be read. Messages name such keys."""
-    text = f"{problem.why} {problem.remedy}"  # a remedy may also repeat the user's arguments
-    return problem.key in unread or any(re.search(f"(?<!--){re.escape(key)}", text) for key in unread)
+    words = re.findall(r"(?<![-\w.])[\w.]+", f"{problem.why} {problem.remedy}")  # without the user's --key=value
+    return not unread.isdisjoint([problem.key, *words])
 
 
 def describe_float8(config: Config, model_args: ModelArgs, layout: Layout) -> list[str]:
@@ -205,7 +202,7 @@ def read_run_config(args: list[str], *, restarted: bool = False) -> RunConfig:
         config = with_value(config, TOKENIZER, weights.assets if weights else SHIPPED)
     if weights and (weights.published or (section.initial_load_path and section.initial_load_model_only)):
         config = adapt_to_weights(config, weights, reading.given, notices)
-    if "training.seq_len" not in reading.given:
+    if "training.seq_len" not in reading.chosen:
         config = round_seq_len(config, notices)
     return RunConfig(config, problems, notices, reading.config_name, reading.given, reading.chosen, weights)
 
@@ -233,34 +230,34 @@ def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], no
 
 
 def round_seq_len(config: Config, notices: list[str]) -> Config:
-    """Return the config with a default seq_len that tp and cp ranks, and float8, can divide."""
+    """Return the config with a seq_len that tp and cp ranks can split."""
     unit, seq_len = count_pieces(config.parallelism), config.training.seq_len
-    if config.model.uses_float8:
-        unit = lcm(unit, FLOAT8_BLOCK * config.parallelism.context_parallel_degree)
     if seq_len % unit == 0 or seq_len < unit:
         return config
-    rounded = seq_len // unit * unit
-    notices.append(f"training.seq_len is {rounded}: tp, cp or float8 need a multiple of {unit}")
+    rounded = seq_len - seq_len % unit
+    notices.append(f"training.seq_len is {rounded}, a multiple of {unit}, which tp and cp need")
     return with_value(config, "training.seq_len", rounded)
 
 
-def adapt_to_cpu(config: Config, chosen: frozenset[str], n_ranks: int, notices: list[str]) -> Config:
-    """Return the config with shorter sequences and smaller batches for a CPU. Keys in `chosen` do not change."""
-    degrees, changed = plan_degrees(config.parallelism, n_ranks), []
-    if config.training.seq_len > CPU_SEQ_LEN and "training.seq_len" not in chosen:
-        config = round_seq_len(with_value(config, "training.seq_len", CPU_SEQ_LEN), [])
-        changed.append(f"training.seq_len is {config.training.seq_len}")
-    dp, n_local = degrees["dp_replicate"] * degrees["dp_shard"], config.training.local_batch_size
-    share = max(1, CPU_TOKENS // config.training.seq_len // dp)
-    if share > n_local:
-        share -= share % n_local
-    is_larger = plan_batch(config, degrees)["global_batch_size"] > share * dp
-    is_free = chosen.isdisjoint(("training.global_batch_size", "training.local_batch_size"))
-    if degrees["pp"] == 1 and is_free and is_larger:
-        config = with_value(config, "training.global_batch_size", share * dp)
-        changed.append(f"training.global_batch_size is {share * dp}")
-    if changed:
-        notices.append(f"{' and '.join(changed)} on a CPU, unless you set them")
+def adapt_to_cpu(config: Config, chosen: frozenset[str], dp: int, notices: list[str]) -> Config:
+    """Return the config with shorter sequences and smaller batches if a step has too many tokens for a CPU."""
+    training = config.training
+    n_sequences = training.global_batch_size
+    if n_sequences == -1:
+        n_sequences = training.local_batch_size * dp
+    if n_sequences * training.seq_len <= CPU_TOKENS or config.parallelism.pipeline_parallel_degree > 1:
+        return config
+    unit = dp
+    if "training.local_batch_size" in chosen:
+        unit *= training.local_batch_size
+    pieces = count_pieces(config.parallelism)
+    shorter = max(pieces, CPU_SEQ_LEN // pieces * pieces)
+    smaller = {"seq_len": min(training.seq_len, shorter), "local_batch_size": 1}
+    smaller["global_batch_size"] = min(n_sequences, max(unit, CPU_TOKENS // CPU_SEQ_LEN // unit * unit))
+    for name, value in smaller.items():
+        if f"training.{name}" not in chosen:
+            config = with_value(config, f"training.{name}", value)
+            notices.append(f"training.{name} is {value} on a CPU, unless you set it")
     return config
 
 

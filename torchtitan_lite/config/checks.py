@@ -117,7 +117,14 @@ def check_layout(
 ) -> list[Problem]:
     """Find sizes of the model that these degrees do not divide."""
     problems, tp, cp = Problems(config, model_args), degrees["tp"], degrees["cp"]
-    check_tensor_parallel(problems, tp)
+    for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+        size = getattr(model_args, name)
+        if size % tp:
+            why = f"parallelism.tensor_parallel_degree = {tp} does not divide it, but tp ranks need equal shards"
+            remedy = f"Use a parallelism.tensor_parallel_degree that divides {size}"
+            if name == "vocab_size" and config.model.row is None:  # loaded weights have a fixed number of rows
+                remedy += f", or {size + -size % tp} here; no token uses the added rows"
+            problems.refuse(f"model.{name}", why, remedy)
     pieces, seq_len = count_pieces(config.parallelism), config.training.seq_len
     if seq_len % pieces:
         why = f"it does not divide into {pieces} equal pieces (tp {tp}; cp {cp} needs 2 x cp pieces)"
@@ -137,22 +144,6 @@ def check_layout(
     if config.model.uses_float8:
         check_float8(problems, tp, batch["microbatch_size"] * config.training.seq_len // cp)
     return problems
-
-
-def check_tensor_parallel(problems: Problems, tp: int) -> None:
-    """Find sizes that tp ranks cannot share equally."""
-    model_args = problems.model_args
-    names = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-    common = gcd(*(getattr(model_args, name) for name in names))
-    smaller = max(n for n in range(1, tp + 1) if common % n == 0)
-    for name in names:
-        size = getattr(model_args, name)
-        if size % tp:
-            why = f"parallelism.tensor_parallel_degree = {tp} does not divide it, but tp ranks need equal shards"
-            remedy = f"Use parallelism.tensor_parallel_degree = {smaller}"
-            if name == "vocab_size" and problems.config.model.row is None:  # weights have as many rows as they have
-                remedy = f"Use {-(-size // tp) * tp} (the added rows are never used), or {remedy.removeprefix('Use ')}"
-            problems.refuse(f"model.{name}", why, remedy)
 
 
 def check_experts(problems: Problems, degrees: dict[str, int]) -> None:

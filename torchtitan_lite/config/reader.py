@@ -151,6 +151,7 @@ class WrongValue(Exception):
     """Raised for an invalid value of a key. The arguments are `why` and `remedy`, as in Problem."""
 
 
+BOOLEANS = {"true": True, "false": False}
 NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
 
 
@@ -158,7 +159,10 @@ def convert(kind: Any, value: Any) -> Any:
     """Convert a TOML value to the type of its key. Integers are accepted as floats. Raises WrongValue."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated and inner[1] == PATH:
-        return convert_path(convert(str, value))
+        try:
+            return expand_path(convert(str, value))
+        except UserError as error:
+            raise WrongValue(str(error), "Write the whole path, or set the variable") from None
     if origin is Annotated:
         limits, value = inner[1], convert(inner[0], value)
         if not limits.low <= value <= limits.high and value != limits.auto:
@@ -184,53 +188,29 @@ def convert(kind: Any, value: Any) -> Any:
 
 
 def convert_text(kind: Any, text: Any) -> Any:
-    """Convert command-line text, or an item of a list there, to the type of its key. Raises WrongValue."""
-    return convert(kind, parse_scalar(kind, text) if isinstance(text, str) else text)
-
-
-def parse_scalar(kind: Any, text: str) -> Any:
-    """Return the value that `text` stands for in this type, numbers as int() and float() read them. Else the text."""
-    inner = get_args(kind)
-    if get_origin(kind) is Literal:
-        return next((choice for choice in inner if text in (str(choice), f'"{choice}"')), text)
-    if get_origin(kind) is Annotated or NoneType in inner:
-        return parse_scalar(inner[0], text)
-    if kind is bool:
-        return {"true": True, "false": False}.get(text.lower(), text)
-    with suppress(ValueError):
-        if kind is int:
-            return parse_whole(text)
-        if kind is float:
-            return float(text)
-    return text
-
-
-WORD = re.compile(r"""("[^"]*"|'[^']*')|[^][,"'\s][^][,"']*""")  # quoted, or bare
-
-
-def split_list(kind: Any, text: str) -> list[Any]:
-    """Return the items of a list: ["a", "b"] as in TOML, [a,b] after a shell removed the quotes, a,b or a,b;c,d.
+    """Convert command-line text to the type of its key: text, a number as int() and float() read it, or a boolean.
 
     Raises WrongValue.
     """
-    if text.lstrip()[:1] in ("'", '"'):
-        text = f"[{text}]"
-    if not text.lstrip().startswith("["):
-        separator = ";" if get_origin(kind) is list else ","
-        return [item.strip() for item in text.split(separator) if item.strip()]
-    quoted = WORD.sub(lambda word: word[1] or json.dumps(word[0].strip()), text)
-    for literal in (text, quoted):
-        with suppress(tomllib.TOMLDecodeError):
-            return tomllib.loads(f"value = {literal}")["value"]
-    raise WrongValue("it is not a list", """Write '["a", "b"]', or a,b""")
-
-
-def convert_path(text: str) -> str:
-    """Expand ~ and $VAR. Raises WrongValue."""
     try:
-        return expand_path(text)
-    except UserError as error:
-        raise WrongValue(str(error), "Write the whole path, or set the variable") from None
+        return convert(kind, text)
+    except WrongValue:
+        if isinstance(text, str):
+            for read in (parse_whole, float, BOOLEANS.__getitem__):
+                with suppress(ValueError, KeyError):
+                    return convert(kind, read(text.lower()))
+        raise
+
+
+def split_list(kind: Any, text: str) -> list[Any]:
+    """Return the items of ["a", "b"] in TOML, [a,b] after a shell removed the quotes, a,b, or a,b;c,d if nested."""
+    with suppress(tomllib.TOMLDecodeError):
+        value = tomllib.loads(f"value = {text}")["value"]
+        if isinstance(value, list):
+            return value
+    separator = r"\]\s*,|;" if get_origin(kind) is list else ","
+    items = [item.strip("[]\"' ") for item in re.split(separator, text)]
+    return list(filter(None, items))
 
 
 def suggest_key(key: str) -> str:
