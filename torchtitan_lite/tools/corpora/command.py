@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> str:
     settings = PrepareSettings(
         assets=str(load_tokenizer(options.tokenizer).path),
         validation_share=options.validation_share,
-        column=options.text_column or ("messages" if options.chat else "text"),
+        column=None if options.chat else options.text_column or "text",
         is_chat=options.chat,
         skip_bad=options.skip_bad,
         folder=os.path.commonpath([path.absolute().parent for path in files]),

@@ -44,8 +44,8 @@ class PrepareSettings:
 
     assets: str  # the tokenizer: an argument for load_tokenizer
     validation_share: float  # fraction of the documents
-    column: str = "text"  # field of a JSON line, or column of a table
-    is_chat: bool = False  # the column has conversations
+    column: str | None = "text"  # field of a JSON line, or column of a table; None: whole rows, for conversations
+    is_chat: bool = False
     skip_bad: bool = False  # count a row without text instead of raising
     folder: str = ""  # file paths relative to this folder determine the split
 
@@ -166,8 +166,12 @@ def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Doc
     for number, row in enumerate(batch.rows, batch.first):
         try:
             text, turns = batch.parse(row, settings.column), []
-            if chat:
-                text, turns = chat.render(text)
+            if chat and text:
+                if not isinstance(text, dict) or "messages" not in text:
+                    raise ValueError("it has no field 'messages'")
+                text, turns = chat.render(text["messages"])
+            elif chat:
+                text, turns = "", []
             elif not isinstance(text, str):
                 raise ValueError(f"its {settings.column!r} is not a string: {text!r:.60}")
         except ValueError as error:
@@ -176,7 +180,7 @@ def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Doc
                 talk = CONVERSATION.search(row) if isinstance(row, bytes) and not chat else None
                 remedy = "Fix it, or skip such rows with --skip-bad"
                 if talk:
-                    remedy = f"It looks like a conversation: add --chat --text-column {talk[1].decode()}"
+                    remedy = "It looks like a conversation: add --chat"
                 raise PreparationError(f"{fault}. {remedy}") from None
             bad = BadRows(bad.n + 1, bad.first or fault)
             continue

@@ -44,7 +44,7 @@ class PreparationError(UserError):
 
 @dataclass(frozen=True)
 class Batch:
-    """Unparsed documents of a file: lines of JSON, values of a column, or a single text."""
+    """Unparsed documents of a file: lines of JSON, values of a column, rows of a table, or a single text."""
 
     path: Path
     first: int  # number of the first line or row in the file, from 1
@@ -54,13 +54,18 @@ class Batch:
     def is_text(self) -> bool:
         return get_kind(self.path) not in LINES_SUFFIXES | {TABLE_SUFFIX}
 
-    def parse(self, row: Any, field: str) -> Any:
-        """Return the content of a document: `field` of a JSON line, or the row itself. Raises ValueError."""
+    def parse(self, row: Any, field: str | None) -> Any:
+        """Return the content of a document: `field` of a JSON line, or the row itself. Raises ValueError.
+
+        Without a field, it is the whole object of a JSON line. A blank line is "".
+        """
         if get_kind(self.path) not in LINES_SUFFIXES:
             return row
         if not row.strip():
             return ""
         parsed = json.loads(row)
+        if field is None:
+            return parsed
         if not isinstance(parsed, dict) or field not in parsed:
             raise ValueError(f"it has no field {field!r} (--text-column selects another field)")
         return parsed[field]
@@ -99,21 +104,27 @@ def find_files(inputs: Iterable[Path], more_suffixes: Iterable[str] = ()) -> tup
     return files, left_out
 
 
-def read_batches(path: Path, column: str) -> Iterator[Batch]:
-    """Yield the documents of a file, about one megabyte at a time. Raises PreparationError if it cannot be read."""
+def read_batches(path: Path, column: str | None) -> Iterator[Batch]:
+    """Yield the documents of a file, about one megabyte at a time. Raises PreparationError if it cannot be read.
+
+    Without a column, a row of a table is a dictionary of all columns.
+    """
     try:
         yield from read_rows(path, column)
     except (OSError, EOFError, ValueError, zlib.error) as error:  # for example an interrupted download
         raise PreparationError(f"{path} cannot be read: {error}") from None
 
 
-def read_rows(path: Path, column: str) -> Iterator[Batch]:
+def read_rows(path: Path, column: str | None) -> Iterator[Batch]:
     if get_kind(path) == TABLE_SUFFIX:
-        table, first = import_extra("pyarrow.parquet", "data").ParquetFile(path), 1
-        if column not in table.schema_arrow.names:
+        table = import_extra("pyarrow.parquet", "data").ParquetFile(path)
+        first = 1
+        if column is not None and column not in table.schema_arrow.names:
             raise ValueError(f"it has no column {column!r} (set --text-column; for conversations use --chat)")
-        for rows in table.iter_batches(BATCH_ROWS, columns=[column]):
-            yield Batch(path, first, rows.column(0).to_pylist())
+        columns = None if column is None else [column]
+        for rows in table.iter_batches(BATCH_ROWS, columns=columns):
+            content = rows.to_pylist() if column is None else rows.column(0).to_pylist()
+            yield Batch(path, first, content)
             first += len(rows)
         return
     with open_file(path) as file:
