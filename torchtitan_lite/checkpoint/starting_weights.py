@@ -5,13 +5,19 @@ checkpoint elsewhere             its weights; also its step and optimizer state,
 Hugging Face folder              its weights
 """
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, read_published
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, parse_model_args, read_manifest
+from torchtitan_lite.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpoint,
+    Manifest,
+    find_steps,
+    parse_model_args,
+    read_manifest,
+)
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError
 from torchtitan_lite.config.schema import Config
@@ -42,13 +48,22 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
         why = f"{folder} has the steps {steps}; a run that saves (without load_only) resumes from the last one"
         remedy = f"Use {usable}" if usable else "Leave it out: the run starts from the beginning"
         raise ConfigError([Problem("checkpoint.load_step", section.load_step, why, remedy)])
+    reasons = []
     for step in [section.load_step] if is_named else reversed(steps):
-        with suppress(CheckpointError):  # damaged: try an earlier one
+        try:
             return replace(describe_checkpoint(folder / f"step-{step}"), is_resumed=True)
-    if steps:
-        why, remedy = f"{folder} has the steps {steps}, all damaged", "Delete them, or start over: --job.overwrite"
-        raise ConfigError([Problem("checkpoint.enable", True, why, remedy)])
+        except DamagedCheckpoint as error:  # try an earlier one
+            reasons.append(str(error))
+        except CheckpointError as error:  # it may be good: an earlier one would train its steps again
+            raise refuse_step(step, str(error)) from None
+    if reasons and not section.local_folder:  # with snapshots, the run may resume from these
+        raise refuse_step(section.load_step, "; ".join(reasons))
     return None
+
+
+def refuse_step(step: int, why: str) -> ConfigError:
+    remedy = "Restore it from a copy or make it readable, or start another run with --job.dump_folder=FOLDER"
+    return ConfigError([Problem("checkpoint.load_step", step, why, remedy)])
 
 
 def find_initial(config: Config) -> Weights | None:
