@@ -44,7 +44,10 @@ def check_files(config: Config, restarted: bool) -> Problems:
         if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
             problems.refuse(key, f"{nearest} is not a folder that this user can write to", "Name another folder")
     earlier = [name for name in (CONFIG, "metrics.jsonl") if (dump_folder / name).exists()]
-    if earlier and not (config.checkpoint.enable or overwrite or restarted):
+    if CONFIG in earlier and not is_of_run(dump_folder):
+        why = f"{dump_folder / CONFIG} was not written by a run, which would replace it"
+        problems.refuse("job.dump_folder", why, "Name another folder")
+    elif earlier and not (config.checkpoint.enable or overwrite or restarted):
         remedy = "Name another folder, or delete that run with --job.overwrite"
         if find_steps(dump_folder / config.checkpoint.folder):
             remedy += ", or resume it with --checkpoint.enable"
@@ -53,9 +56,6 @@ def check_files(config: Config, restarted: bool) -> Problems:
         value = get_value(config, key)
         if value in ("", ".", "..") or "/" in value:
             problems.refuse(key, "it is not the name of a folder", "Use a plain name, such as traces")
-    if (dump_folder / CONFIG).exists() and not is_of_run(dump_folder):
-        why = f"{dump_folder / CONFIG} was not written by a run, which would replace it"
-        problems.refuse("job.dump_folder", why, "Name another folder")
     initial = config.checkpoint.initial_load_path
     if initial and overwrite and not restarted and Path(initial).resolve().is_relative_to(dump_folder.resolve()):
         problems.refuse("checkpoint.initial_load_path", "job.overwrite deletes it first", "Copy it elsewhere")

@@ -180,8 +180,9 @@ def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], no
         if weights.manifest:
             rate = weights.manifest.run["config"]["training"]["expert_bias_rate"]
             why = f"as in the run that saved {weights.path}"
-        config = with_value(config, "training.expert_bias_rate", rate)
-        notices.append(f"training.expert_bias_rate is {rate:g}, {why}")
+        if rate != config.training.expert_bias_rate:
+            config = with_value(config, "training.expert_bias_rate", rate)
+            notices.append(f"training.expert_bias_rate is {rate:g}, {why}")
     if config.optimizer.lr > HIGHEST_LR:
         notices.append(f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights; finetune.toml uses 1e-5")
     return config

@@ -4,10 +4,11 @@
     noted      the run trains in another way from here on: both values are printed
     free       another value gives the same training: layout, recompute, logs, folders
 
-A rule for a section holds for every key in it that has no rule of its own. tests/test_continued.py lists keys that have
-no rule. Sizes of the model and the tokenizer are compared by preflight with the fingerprint in the manifest.
+A rule for a section holds for every key in it that has no rule of its own. A test lists keys without a rule. preflight
+compares the sizes of the model and the tokenizer with the fingerprint in the manifest.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.starting_weights import PATH, Weights
@@ -136,6 +137,7 @@ def describe_rates(config: Config, weights: Weights) -> str:
     """Return the learning rates of the last step of a checkpoint and of the next one, and how to keep its schedule."""
     step, before = weights.manifest.step, weights.manifest.run["config"]
     earlier = LRScheduler(**before["lr_scheduler"])
+    earlier = replace(earlier, total_steps=earlier.total_steps or before["training"]["steps"])
     last = before["optimizer"]["lr"] * learning_rate_factor(earlier, step - 1)
     following = config.optimizer.lr * learning_rate_factor(config.lr_scheduler, step)
     text = f"the learning rate is {last:.3g} at step {step} and {following:.3g} at step {step + 1}"

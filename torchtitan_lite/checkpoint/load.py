@@ -42,6 +42,7 @@ class Saved(NamedTuple):
     step: int
     path: Path
     ranks: dist.ProcessGroup  # the ranks whose shards it has
+    kind: str = "checkpoint"
 
 
 def restore(
@@ -60,7 +61,7 @@ def restore(
     tensors = list_restored(parameters, optimizer, section)
     loaded = load_newest(found, tensors, verify=section.verify, group=group)
     set_step(lr_scheduler, loaded.step)
-    logger.info(f"resumed from {loaded.path}")
+    logger.info(f"resumed from the {loaded.kind} {loaded.path}")
     return loaded
 
 
@@ -135,7 +136,7 @@ def load_newest(found: list[Saved], tensors: dict[str, Tensor], *, verify: bool,
         except DamagedCheckpoint as error:
             reasons.append(str(error))
             if dist.get_rank(group) == 0:
-                logger.error(f"DAMAGED, trying an older one: {error}")
+                logger.error(f"DAMAGED {saved.kind.upper()}, trying an older one: {error}")
             continue
         return saved
     raise CheckpointError(

@@ -84,7 +84,8 @@ class Snapshots(CheckpointSaver):
             return []
         steps: list[set[int]] = [set()] * self.all_ranks.size()
         dist.all_gather_object(steps, self.find_complete(parameters), group=self.all_ranks)
-        return [Saved(step, self.folder / f"step-{step}", self.group) for step in set.intersection(*steps)]
+        usable = set.intersection(*steps)
+        return [Saved(step, self.folder / f"step-{step}", self.group, "snapshot") for step in usable]
 
     def forget_after(self, step: int) -> None:
         """Delete snapshots of later steps, and of earlier runs in the same dump folder."""
