@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, get_value
 
 PATH = "checkpoint.initial_load_path"
 
@@ -48,6 +48,8 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
         why = f"{folder} has the steps {steps}; a run that saves (without load_only) resumes from the last one"
         remedy = f"Use {usable}" if usable else "Leave it out: the run starts from the beginning"
         raise ConfigError([Problem("checkpoint.load_step", section.load_step, why, remedy)])
+    key = "checkpoint.load_step" if is_named else "job.dump_folder"
+    remedy = "Restore the checkpoint from a copy or make it readable, or start another run: --job.dump_folder=FOLDER"
     reasons = []
     for step in [section.load_step] if is_named else reversed(steps):
         try:
@@ -55,15 +57,10 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
         except DamagedCheckpoint as error:  # try an earlier one
             reasons.append(str(error))
         except CheckpointError as error:  # it may be good: an earlier one would train its steps again
-            raise refuse_step(step, str(error)) from None
-    if reasons and not section.local_folder:  # with snapshots, the run may resume from these
-        raise refuse_step(section.load_step, "; ".join(reasons))
+            raise ConfigError([Problem(key, get_value(config, key), str(error), remedy)]) from None
+    if reasons and not section.local_folder:  # with snapshots, the run may resume from one of them
+        raise ConfigError([Problem(key, get_value(config, key), "; ".join(reasons), remedy)])
     return None
-
-
-def refuse_step(step: int, why: str) -> ConfigError:
-    remedy = "Restore it from a copy or make it readable, or start another run with --job.dump_folder=FOLDER"
-    return ConfigError([Problem("checkpoint.load_step", step, why, remedy)])
 
 
 def find_initial(config: Config) -> Weights | None:
