@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, LENGTH, explain_unwritable, find_model_type
 from torchtitan_lite.checkpoint.starting_weights import PATH, Weights, find_initial, find_resumed
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
 from torchtitan_lite.config.checks import Problems, check_context_parallel, check_machine, check_run, count_pieces
-from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.flavors import AUTO, ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import ConfigReading, dump_config_toml, read_config
-from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
+from torchtitan_lite.config.schema import Config, Parallelism, with_value
 from torchtitan_lite.data.corpus_folder import check_data, find_largest_id, fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
@@ -34,9 +34,6 @@ from torchtitan_lite.dump_folder import check_files, list_earlier
 
 SHIPPED = "assets/tokenizer"
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
-# Keys that must not change when a run continues from the step and optimizer state of a checkpoint
-CONTINUED = [f"training.{name}" for name in ("dataset", "dataset_weights", "seq_len", "global_batch_size")]
-CONTINUED += ["debug.seed", "optimizer.name", "optimizer.moments_dtype"]
 # Keys that decide which weights a run starts from, and so its model and its tokenizer
 SOURCES = (PATH, TOKENIZER, "checkpoint.enable", "checkpoint.folder", "checkpoint.load_step", "job.dump_folder")
 # On a CPU, unless the user sets them: a step of a 135M model takes less than two minutes on two cores
@@ -89,10 +86,13 @@ class Prepared(RunConfig):
         step = self.resumed_step
         if step == 0 or step < self.config.training.steps:
             return ""
+        further = with_value(self.config, "training.steps", 2 * step)
+        if "lr_scheduler.total_steps" not in self.given:
+            further = with_value(further, "lr_scheduler.total_steps", 2 * step)
         return (
             f"{self.config_name} is already at step {step}: everything is in {self.dump_folder}. Use "
-            f"--training.steps={2 * step} to train further, --job.dump_folder=FOLDER to start another run, or "
-            "--job.overwrite to delete this one"
+            f"--training.steps={2 * step} to train further ({describe_rates(further, self.weights)}), "
+            "--job.dump_folder=FOLDER to start another run, or --job.overwrite to delete this one"
         )
 
 
@@ -133,7 +133,7 @@ def preflight(
             problems += error.problems
     is_continued = weights and (weights.is_resumed or not config.checkpoint.initial_load_model_only)
     if is_continued and weights.manifest and layout and tokenizer:
-        check_continued(problems, config, weights, fingerprint_documents(config, tokenizer))
+        notices += check_continued(problems, config, weights, fingerprint_documents(config, tokenizer))
     problems = run.problems + [problem for problem in problems if not is_consequence(problem, unread)]
     if problems:
         raise ConfigError(problems)
@@ -222,8 +222,13 @@ def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], no
         config = with_value(config, "training.seq_len", context)
         notices.append(f"training.seq_len is {context}, the context length of the weights")
     if weights.model_args.moe and "training.expert_bias_rate" not in given:
-        config = with_value(config, "training.expert_bias_rate", 0.0)
-        notices.append("training.expert_bias_rate is 0, because Hugging Face formats have no expert bias")
+        rate, why = 0.0, "because Hugging Face formats have no expert bias"
+        if weights.manifest:
+            rate = weights.manifest.run["config"]["training"]["expert_bias_rate"]
+            why = f"as in the run that saved {weights.path}"
+        if rate != config.training.expert_bias_rate:
+            config = with_value(config, "training.expert_bias_rate", rate)
+            notices.append(f"training.expert_bias_rate is {rate:g}, {why}")
     if config.optimizer.lr > HIGHEST_LR:
         notices.append(f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights; finetune.toml uses 1e-5")
     return config
@@ -317,28 +322,3 @@ def compare_vocabularies(
         enlarge = f"enlarge the model with resize_token_embeddings({tokenizer.vocab_size}) of transformers"
         remedy = f"Prepare the corpus without the documents that use it, or {enlarge}"
     problems.append(Problem("model.vocab_size", n_rows, why, remedy))
-
-
-def check_continued(problems: Problems, config: Config, weights: Weights, documents: dict[str, str]) -> None:
-    """Find differences between a resolved config and the run that saved the checkpoint to continue from."""
-    path, manifest, exclude = weights.path, weights.manifest, config.checkpoint.exclude_from_loading
-    options = f"--job.dump_folder=FOLDER --{PATH}={path} --checkpoint.initial_load_model_only"
-    new_run = f"start another run from these weights: {options}"
-    for key in CONTINUED:
-        (section, name), value = key.split("."), get_value(config, key)
-        before = manifest.run["config"][section].get(name, value)
-        if key == "training.dataset":  # a corpus may move to another folder
-            before, value = ([Path(name).name for name in names] for names in (before, value))
-        if before != value and section not in exclude:
-            remedy = f"Use {before!r}, or {new_run}"
-            if section == "optimizer":
-                remedy += ", or start with new moments: --checkpoint.exclude_from_loading=optimizer"
-            problems.refuse(key, f"{path} was trained with {before!r}", remedy)
-    for name, before in zip(config.training.dataset, manifest.fingerprint.get("documents", []), strict=False):
-        if documents.get(name, before) != before:
-            why = f"the documents of {name} have changed since {path} was saved"
-            problems.refuse("training.dataset", why, f"Put them back, or {new_run}")
-    has_state = exclude or any(name.startswith("optimizer.") for name in manifest.tensors)
-    if OPTIMIZERS[config.optimizer.name].n_moments and not has_state and manifest.step < config.training.steps:
-        why = f"{path} has only weights (checkpoint.last_save_model_only), so training cannot continue from it"
-        problems.refuse("training.steps", why, f"To use them, {new_run}")
