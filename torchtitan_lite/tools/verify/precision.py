@@ -7,8 +7,8 @@
 
 In both cases, rotary angles must be computed in float32, and FSDP must reduce gradients in float32. In bfloat16, the
 gradients of a step must also be the sums of the gradients of its microbatches, in float32: a layout runs the step again
-with the first half of its microbatches, and with the second half. This finds a sum that is rounded to bfloat16 on any
-layout, because the halves round differently.
+with the even microbatches alone, and with the odd ones. This finds a sum that is rounded to bfloat16 on any layout,
+because the halves round differently.
 """
 
 from contextlib import AbstractContextManager
@@ -138,14 +138,14 @@ def compare_with_halves(run: build.Run, plain: PlainStep, number: int, seen: See
     give_weights(run, plain.weights)
     batch = own_rows(run, plain.batch)
     n_rows = len(batch.tokens)
-    is_early = torch.arange(n_rows) < run.layout.n_microbatches // 2 * run.layout.microbatch_size
+    is_even = torch.arange(n_rows) // run.layout.microbatch_size % 2 == 0
     n_tokens = torch.tensor(plain.n_tokens)
     sums = {}
     for router in run.balance.routers.values() if run.balance else ():
         router.balance_loss = 0.0  # both halves would add it for every row
     # The loss of a half is divided by the tokens of the whole batch.
     with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
-        for sign, is_counted in ((1, torch.ones(n_rows, dtype=torch.bool)), (-1, is_early), (-1, ~is_early)):
+        for sign, is_counted in ((1, torch.ones(n_rows, dtype=torch.bool)), (-1, is_even), (-1, ~is_even)):
             targets = batch.targets.masked_fill(~is_counted[:, None], IGNORE_INDEX)
             stepping.compute_gradients(run, replace(batch, targets=targets))
             for fqn, parameter in run.parameters.items():
