@@ -80,7 +80,7 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
     bounds = {key: BOUNDS["packing"] for seen, _ in ranks for key in seen.errors if key[1] == "packing"}
     bounds |= {key: choose_bound(key[1], key[2], one.errors[key]) for key in keys}
     bounds |= {key: SUMS for seen, _ in ranks for key in seen.errors if key[1] == SUMMED}
-    return find_worst(name, [seen for seen, _ in ranks], bounds)
+    return replace(find_worst(name, [seen for seen, _ in ranks], bounds), ran=(config,))
 
 
 def make_config(reduction: Reduction, *, float8: bool) -> Config:
