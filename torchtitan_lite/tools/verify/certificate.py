@@ -61,7 +61,7 @@ def describe_coverage(certificate: Certificate) -> list[str]:
     for trial in certificate.trials:
         replaced = [format_change(key, change) for key, change in coverage.list_replaced(trial.name).items()]
         if replaced:
-            lines.append(f"replaced in trial {trial.name} alone: {', '.join(replaced)}")
+            lines.append(f"another value in trial {trial.name}: {', '.join(replaced)}")
     return lines
 
 

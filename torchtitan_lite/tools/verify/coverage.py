@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torchtitan_lite.config.layout import Layout, resolve_config
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.tools.verify.degrees import AUTOMATIC
 from torchtitan_lite.tools.verify.reduction import STAGES_BY_RULE, Reduction
 from torchtitan_lite.tools.verify.trial import Trial
 
@@ -74,15 +75,14 @@ def find_coverage(reduction: Reduction, trials: Sequence[Trial]) -> Coverage:
 
 def compare_configs(reduction: Reduction, ran: Sequence[Config]) -> Changes:
     """Return every key whose value differs in one of the configs. Automatic values are resolved on both sides."""
-    asked = resolve(reduction, reduction.real)
+    asked = resolve_values(reduction, reduction.real)
     changes: Changes = {}
     for config in ran:
-        own = resolve(reduction, config)
+        own = resolve_values(reduction, config)
         for key in KEYS:
-            pair = get_value(asked, key), get_value(own, key)
-            if pair[0] != pair[1]:
-                changes.setdefault(key, pair)
-    if not asked.compile.enable:
+            if asked[key] != own[key]:
+                changes.setdefault(key, (asked[key], own[key]))
+    if not asked["compile.enable"]:
         changes.pop("compile.backend", None)  # not read
     return changes
 
@@ -92,8 +92,15 @@ def runs_as_asked(reduction: Reduction, key: str, trial: Trial) -> bool:
     return any(key not in compare_configs(reduction, [config]) for config in trial.ran)
 
 
-def resolve(reduction: Reduction, config: Config) -> Config:
-    return resolve_config(config, reduction.layout, "cuda")
+def resolve_values(reduction: Reduction, config: Config) -> dict[str, object]:
+    """Return the value of each key. Only automatic values are resolved, with the layout of the wide trial."""
+    resolved = resolve_config(config, reduction.layout, "cuda")
+    values = {}
+    for key in KEYS:
+        value = get_value(config, key)
+        is_automatic = value in (AUTOMATIC, "auto", None)
+        values[key] = get_value(resolved, key) if is_automatic else value
+    return values
 
 
 def is_read(key: str, trial: str) -> bool:
