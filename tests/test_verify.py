@@ -120,7 +120,8 @@ training.dataset=python_stdlib,python_stdlib training.dataset_weights=3,1 traini
 debug.deterministic=true debug.compare_copies_every=50 optimizer.implementation=foreach optimizer.weight_decay=0.2
 lr_scheduler.decay_ratio=0.5 checkpoint.async_mode=async checkpoint.enable_first_step_checkpoint=true
 checkpoint.initial_load_path=weights parallelism.zero_plus_plus=["hpz","qwz"]
-parallelism.enable_async_tensor_parallel=true activation_checkpoint.mode=full compile.enable=true compile.components=["loss"]
+parallelism.enable_async_tensor_parallel=true activation_checkpoint.mode=full compile.enable=true
+compile.components=["loss"]
 """.split()
 
 
@@ -165,7 +166,7 @@ def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
 
 AS_ASKED = """
 optimizer.moments_dtype=bfloat16 optimizer.implementation=foreach optimizer.beta2=0.9 training.dataset_weights=3,1
-debug.deterministic=true lr_scheduler.decay_ratio=0.5 lr_scheduler.min_lr_factor=0.1 lr_scheduler.decay_type=cosine
+debug.deterministic=true lr_scheduler.decay_type=cosine
 checkpoint.async_mode=async training.max_norm=0.3 validation.steps=3
 """.split()
 

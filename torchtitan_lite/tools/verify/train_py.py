@@ -4,14 +4,16 @@
     the layout        steps 1 2 3       saved after step 2
     another layout            3 4       on the same ranks, with another ep if possible, from that checkpoint
 
-train.py is started three times in warm workers, and all numbers in metrics.jsonl are compared. A fault that one process
-has too is not found here; the tests find those.
+train.py is started three times in warm workers. All numbers in metrics.jsonl are compared, and every tensor of the
+checkpoints after steps 2 and 4: a loss hides a state that a resume has rounded. A fault that one process has too is not
+found here; the tests find those.
 """
 
 import gc
 import io
 import json
 import logging
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -27,16 +29,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite import REPOSITORY, build
+from torchtitan_lite.checkpoint.storage import open_checkpoint
 from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.verify.degrees import list_other_layouts
 from torchtitan_lite.tools.verify.plain import init_leveled
-from torchtitan_lite.tools.verify.rank import Seen, packing_checked
+from torchtitan_lite.tools.verify.rank import Seen, packing_checked, relative_error
 from torchtitan_lite.tools.verify.reduction import STAGES_BY_RULE, Reduction, override, round_up
 from torchtitan_lite.tools.verify.shapes import leave_out_compiler, put_on_one_rank
 from torchtitan_lite.tools.verify.trial import SUMS, RunRanks, Trial, find_worst
@@ -52,7 +55,9 @@ BOUNDS = {
     "val_loss": SUMS,
     "val_bits_per_byte": SUMS,
     "router_entropy": SUMS,
+    "saved tensor": 5e-5,  # as for grad_norm; a state that was rounded to bfloat16 is off by 1e-3
 }
+ROUNDED_STATE = 1e-2  # bound of a tensor saved in bfloat16, of which a few elements are rounded to a neighbor
 Log = dict[int, dict[str, float]]  # step -> numbers in metrics.jsonl
 
 
@@ -67,15 +72,18 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     name = "first start"
     first_config = complete(config, FIRST_END, folder / name)
     compare_logs(right, run_train(first_config, n_ranks, run_ranks), (1, 2, 3), name, seen)
+    saved = Path(config.checkpoint.folder) / f"step-{SAVED}"
+    compare_checkpoints(folder / "one process" / saved, folder / name / saved, SAVED, seen)
     first = judge_logs(seen, (first_config,))
     if first.faults:
         return first
-    checkpoint = Path(config.checkpoint.folder) / f"step-{SAVED}"
     name = "resumed start"
-    (folder / name / checkpoint).parent.mkdir(parents=True)
-    (folder / "first start" / checkpoint).rename(folder / name / checkpoint)
+    (folder / name / saved).parent.mkdir(parents=True)
+    (folder / "first start" / saved).rename(folder / name / saved)
     second_config = complete(choose_other_layout(config, reduction), END, folder / name)
     compare_logs(right, run_train(second_config, n_ranks, run_ranks), (3, 4), name, seen)
+    last = Path(config.checkpoint.folder) / f"step-{END}"
+    compare_checkpoints(folder / "one process" / last, folder / name / last, END, seen)
     return judge_logs(seen, (first_config, second_config))
 
 
@@ -94,6 +102,23 @@ def compare_logs(right: Log, logged: Log, steps: tuple[int, ...], name: str, see
                 seen.note(step - 1, key, name, abs(own - expected) / abs(expected or 1.0))
             elif not key.startswith("val_"):
                 seen.note(step - 1, key, name, float("inf"))
+
+
+def compare_checkpoints(right_folder: Path, folder: Path, step: int, seen: Seen) -> None:
+    """Compare every tensor of a checkpoint, weights and optimizer state, with the checkpoint of one process."""
+    right = open_checkpoint(right_folder, verify=False)
+    own = open_checkpoint(folder, verify=False)
+    for name in right.manifest.tensors.keys() | own.manifest.tensors.keys():
+        if name not in right.manifest.tensors or name not in own.manifest.tensors:
+            seen.note(step - 1, "saved tensor", name, math.inf)
+            continue
+        whole = right.read(name)
+        tensor = own.read(name)
+        is_alike = whole.dtype == tensor.dtype and whole.shape == tensor.shape
+        error = relative_error(tensor, whole) if is_alike else math.inf
+        if whole.dtype == torch.bfloat16:
+            error *= BOUNDS["saved tensor"] / ROUNDED_STATE
+        seen.note(step - 1, "saved tensor", name, error)
 
 
 def complete(config: Config, last_step: int, folder: Path) -> Config:
@@ -202,8 +227,8 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
         small,
         {
             "optimizer": optimizer,
-            "lr_scheduler.warmup_steps": 2,
-            "lr_scheduler.total_steps": 6,
+            # the rate differs in every step, so that a step too many or too few is seen
+            "lr_scheduler": LRScheduler(warmup_steps=2, total_steps=6, decay_type=real.lr_scheduler.decay_type),
             "profiling.enable_profiling": False,
             "profiling.enable_memory_snapshot": False,  # refused without a GPU
             "metrics.log_freq": 1,
@@ -218,6 +243,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
             "checkpoint.load_only": False,
             "checkpoint.exclude_from_loading": [],
             "checkpoint.initial_load_path": "",
+            "checkpoint.last_save_model_only": False,
             "checkpoint.last_save_in_hf": False,
             "validation.enable": True,
             "validation.freq": 10**6,
