@@ -1,11 +1,13 @@
 """Pipeline plans as numbers, schedules from files, and validation forward through every schedule."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import compare
 import pytest
 import torch
-from layouts import PP, SCHEDULE, TP, ZERO, Row
+from layouts import BFLOAT16, MODE, PP, SCHEDULE, TP, ZERO, Row
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.checks import check_mesh
@@ -14,6 +16,8 @@ from torchtitan_lite.config.layout import plan_degrees
 from torchtitan_lite.config.schedule import check_microbatches, find_csv_fault, name_modules, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.tools.verify.plain import Inputs, run_plainly
+from torchtitan_lite.tools.verify.precision import try_precision
+from torchtitan_lite.tools.verify.ranks import RankFailure
 
 CSV = "parallelism.pipeline_parallel_schedule_csv"
 
@@ -139,6 +143,52 @@ def test_a_schedule_file_computes_the_single_device_model(pool, tmp_path, text):
     overrides = {PP: 2, CSV: parallelism.pipeline_parallel_schedule_csv, "activation_checkpoint.mode": "none"}
     overrides["parallelism.pipeline_parallel_microbatch_size"] = 4
     assert compare.try_row(Row(2, overrides), pool.run, tmp_path).faults == {}
+
+
+# Runs of weight halves with whole backwards between them: W W B B W W W B
+MIXED = "I0 I1 W0 W1 B2 B3 I4 I5 W4 W5 I6 W6 B7".split()
+
+
+def write_mixed(tmp_path: Path) -> str:
+    forwards = [f"F{microbatch}" for microbatch in range(8)]
+    rows = [",".join(f"{stage}{action}" for action in forwards + MIXED) for stage in (0, 1)]
+    return write_csv(tmp_path, "\n".join(rows) + "\n").pipeline_parallel_schedule_csv
+
+
+SPLITS = {
+    "InterleavedZeroBubble": {SCHEDULE: "InterleavedZeroBubble"},
+    "ZBVZeroBubble": {SCHEDULE: "ZBVZeroBubble"},
+    "a file": {},
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_weight_halves_in_bfloat16_are_summed_in_float32(pool, tmp_path, name, tp):
+    """Without tp, every gradient is compared with one rank that sums in float32; the bound is 1e-5."""
+    overrides = {PP: 2, TP: tp, MODE: "none", **BFLOAT16, **SPLITS[name]}
+    if name == "a file":
+        overrides[CSV] = write_mixed(tmp_path)
+    trial = try_precision("bfloat16", compare.reduce_row(Row(2 * tp, overrides)), pool.run, tmp_path)
+    assert trial.faults == {}
+    assert {"gradients", "sum of microbatches"} <= trial.measures.keys()
+
+
+def test_a_torch_that_cannot_sum_them_is_refused(pool):
+    overrides = {PP: 2, SCHEDULE: "ZBVZeroBubble", ZERO: 1, MODE: "none", **BFLOAT16}
+    run_ranks = compare.ranks_inside(pool, forget_the_sums)
+    with pytest.raises(RankFailure, match="would add the weight gradients of a split backward in the compute dtype"):
+        run_ranks(list_traced, 2, overrides)
+
+
+def forget_the_sums():
+    return patch.object(FSDPParam, "__getattribute__", hide_sums)
+
+
+def hide_sums(parameter, name: str):
+    if name == "to_accumulated_grad_if_needed":
+        raise AttributeError(name)
+    return object.__getattribute__(parameter, name)
 
 
 # ---------------------------------------------------------------- forward only

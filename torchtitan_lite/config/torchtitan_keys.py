@@ -26,7 +26,7 @@ ABSENT = {
     "job.custom_config_module": ("torchtitan.config", "To add a key, add a line to config/schema.py"),
     "metrics.save_for_all_ranks": (False, "Logged numbers cover the whole job, so rank 0 writes them"),
     "model.norm_type": ("rmsnorm", "Llama 3 uses RMSNorm"),
-    "optimizer.early_step_in_backward": (False, "It rules out clipping by the global norm, which is always on"),
+    "optimizer.early_step_in_backward": (False, "It rules out clipping by the global norm"),
     "training.dtype": ("float32", "Use training.mixed_precision_param; the weights themselves stay in float32"),
     "training.gc_debug": (False, "training.gc_freq = 1 collects garbage after every step"),
     "parallelism.enable_compiled_autograd": (False, "compile.enable compiles each block, including its backward"),

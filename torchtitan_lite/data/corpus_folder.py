@@ -86,6 +86,13 @@ def dump_manifest(manifest: CorpusManifest) -> str:
 
 def read_manifest(folder: Path) -> CorpusManifest:
     """Read the manifest and compare it with the size of every file. Raises CorpusError."""
+    path = folder / MANIFEST
+    if not folder.exists():
+        remedy = f"Write it: python -m torchtitan_lite prepare FILES --out {shlex.quote(str(folder))}"
+        raise CorpusError(f"there is no folder {folder.absolute()}, and nothing is downloaded", remedy)
+    if not path.exists():
+        remedy = f"Prepare its files: python -m torchtitan_lite prepare {shlex.quote(str(folder))} --out NEW_FOLDER"
+        raise CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
     try:
         file = read_json(folder / MANIFEST)
         found = file.take("format", int)
@@ -153,11 +160,21 @@ DOWNLOADS = DATASETS.keys() - {"python_stdlib"}  # these use training.dataset_pa
 VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
 
+def list_files(name: str, dataset_path: str) -> list[Path]:
+    """Return the files of a named corpus. Raises CorpusError if there are none."""
+    files = DATASETS[name](dataset_path)
+    if not files:
+        raise CorpusError(
+            f"the function of {name} lists no files", "Correct its row in data/corpus_folder.py: DATASETS"
+        )
+    return files
+
+
 def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
     """Return the folder of a corpus. A named corpus has a folder per tokenizer and set of files. Raises CorpusError."""
     if name not in DATASETS:
         return Path(name)
-    stats = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in DATASETS[name](dataset_path)]
+    stats = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in list_files(name, dataset_path)]
     content = repr([FORMAT, tokenizer.fingerprint, *stats]).encode()
     return cache_folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
 
@@ -197,7 +214,7 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
     for key, name, split, dataset_path in list_corpora(config):
         try:
             if name in DATASETS:
-                DATASETS[name](dataset_path)
+                list_files(name, dataset_path)
             else:
                 read_split(Path(name), split, tokenizer)
         except CorpusError as error:

@@ -28,6 +28,7 @@ from pathlib import Path
 import tiktoken
 
 from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.files import import_extra, parse_json, read_json, refuse_pointer
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data.vocabulary import (
@@ -103,6 +104,7 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     path = find_tokenizer(hf_assets_path)
     if path is None:
         why = f"there is no {' or '.join(IN_FOLDER[:2])} in {Path(hf_assets_path).absolute()}"
+        why = explain_hub_name(hf_assets_path) or why
         raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)])
     try:
         refuse_pointer(path)

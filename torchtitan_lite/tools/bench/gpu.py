@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
-from torchtitan_lite.checkpoint.load import restore_or_load
+from torchtitan_lite.checkpoint.load import Saved, restore
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.components.metrics import describe_step, read_peak_memory
@@ -189,7 +189,8 @@ def compare_runs(config: Config, folder: Path) -> dict:
             saved[mode] = load_file(path / "step-2" / "rank-00000.safetensors")
         make_step(run, batch)
         resumed, _ = build_alone(config, device)
-        restore_or_load(path, 2, resumed.saved, resumed.optimizer, resumed.lr_scheduler, is_named=True, **how)
+        found = [Saved(2, path / "step-2", how["group"])]
+        restore(found, resumed.saved, resumed.optimizer, resumed.lr_scheduler, **how)
         make_step(resumed, batch), make_step(resumed, batch)
         offloaded, _ = build_alone(with_value(config, "training.enable_cpu_offload", True), device)
         make_step(offloaded, batch)
