@@ -234,7 +234,7 @@ def test_a_unigram_tokenizer_is_read_and_what_it_does_not_know_is_counted(tmp_pa
     (tmp_path / "a.txt").write_text("a bc")
     options = ["--tokenizer", str(tmp_path), "--validation-share", "0", "--processes", "1"]
     assert main(["prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), *options]) == 0
-    assert "1 pieces of text that the tokenizer does not know" in capsys.readouterr().out
+    assert "1 tokens stand for text that the tokenizer does not know" in capsys.readouterr().out
 
 
 def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_the_size_that_was_asked_for(
@@ -263,12 +263,12 @@ def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_th
 BROKEN = {  # what is wrong -> the files, a word of the reason
     "nowhere": ({}, "there is no tokenizer.json"),
     "no JSON": ({"tokenizer.json": "{"}, "is not JSON"),
-    "no model": ({"tokenizer.json": "{}"}, "the key model is missing"),
+    "no model": ({"tokenizer.json": "{}"}, "model is missing"),
     "no vocabulary": ({"tokenizer.json": '{"model": {"vocab": 5}}'}, "model.vocab = 5"),
     "no end": ({"tokenizer.json": make_sentencepiece().to_str()}, "no eos_token"),
     "a number as end": (
         {"tokenizer.json": make_sentencepiece().to_str(), "tokenizer_config.json": '{"eos_token": 2}'},
-        "eos_token = 2, but it must be text",
+        "eos_token = 2",
     ),
     "no ranks": ({"tokenizer.model": "YQ== 1\n"}, "ranks"),
     "SentencePiece": ({"tokenizer.model": "\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02"}, "SentencePiece.*save_pretrained"),
@@ -316,12 +316,13 @@ def test_entries_above_the_rows_of_a_model_are_accepted_unless_a_text_uses_them(
     oracle.add_tokens(["[NEW]"])
     oracle.save(str(file))
     capsys.readouterr()
-    for name, status, words in (("[PAD]", 0, "No document uses"), ("[NEW]", 2, r"'\[NEW\]'.*resize_token_embeddings")):
-        Path(f"{name}.txt").write_text(f"def {name} read " * 9)
+    cases = [("[PAD]", 0, "No document uses"), ("[NEW]", 2, r"'\[NEW\]'.*resize_token_embeddings")]
+    for number, (name, status, words) in enumerate(cases):
+        Path(f"{number}.txt").write_text(f"def {name} read " * 9)
         options = ["--tokenizer", "llama", "--processes", "1"]
-        assert main(["prepare", f"{name}.txt", "--out", name, *options]) == 0
-        run = ["--config=finetune", "--checkpoint.initial_load_path=llama", f"--training.dataset={name}"]
+        assert main(["prepare", f"{number}.txt", "--out", f"out{number}", *options]) == 0
+        run = ["--config=finetune", "--checkpoint.initial_load_path=llama", f"--training.dataset=out{number}"]
         assert main(["check", *run]) == status
         assert re.search(words, "".join(capsys.readouterr()))
-        assert main(["eval", "llama", "--data", f"{name}.txt", "--seq-len", "16"]) == status
+        assert main(["eval", "llama", "--data", f"{number}.txt", "--seq-len", "16"]) == status
         assert main(["generate", "llama", "--prompt", f"def {name}", "--max-new-tokens", "2"]) == status

@@ -35,8 +35,9 @@ from torchtitan_lite.tools.corpora.text_files import Batch, MissingField, Prepar
 from torchtitan_lite.tools.corpora.train_tokenizer import train_tokenizer
 
 BATCHES_AHEAD = 4  # batches in memory per worker
-BAD_ROWS = "bad rows"
-UNKNOWN = "pieces of text that the tokenizer does not know, replaced by its token for them"
+BAD_ROWS = "bad rows left out"
+EMPTY = "empty documents left out"
+UNKNOWN = "tokens stand for text that the tokenizer does not know"
 
 
 def choose_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
@@ -83,7 +84,7 @@ class PreparedCorpus:
     """A corpus that `prepare` wrote."""
 
     manifest: CorpusManifest
-    skipped: Counter[str]  # number of rows that were left out, for each reason
+    counts: Counter[str]  # what became of the rows -> number of them; see BAD_ROWS
     first_bad: str  # location and problem of the first bad row
     validation: str  # how the validation documents were chosen
 
@@ -105,12 +106,12 @@ def prepare(files: list[Path], out: Path, settings: PrepareSettings, *, n_proces
             assets = train_tokenizer(texts, settings.train_tokenizer, unfinished / "tokenizer")
             settings = replace(settings, assets=assets)
         writers: dict[str, SplitWriter] = {}
-        skipped: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         first_bad = ""
         held: dict[str, Documents] = {}  # the last batch, whose last document may change its split
         batches = read_files(files, settings)
-        for made, reasons, bad in map_in_order(partial(encode_batch, settings), batches, n_processes):
-            skipped += reasons
+        for made, of_batch, bad in map_in_order(partial(encode_batch, settings), batches, n_processes):
+            counts += of_batch
             first_bad = first_bad or bad
             if made:
                 write(held, writers, unfinished)
@@ -127,7 +128,7 @@ def prepare(files: list[Path], out: Path, settings: PrepareSettings, *, n_proces
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return PreparedCorpus(manifest, skipped, first_bad, validation)
+    return PreparedCorpus(manifest, counts, first_bad, validation)
 
 
 def read_files(files: Iterable[Path], settings: PrepareSettings) -> Iterator[Batch]:
@@ -221,17 +222,17 @@ def get_encoder(settings: PrepareSettings) -> tuple[Tokenizer, ChatFormat | None
 
 
 def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Documents], Counter[str], str]:
-    """Return the documents of a batch by split, the number of skipped rows for each reason, and the first bad row.
+    """Return the documents of a batch by split, counts of what became of the rows, and the first bad row.
 
     Raises PreparationError for a bad row, unless skip_bad is set.
     """
     tokenizer, chat = get_encoder(settings)
     typecode = "H" if choose_dtype(tokenizer.vocab_size) == "uint16" else "I"
     made: dict[str, Documents] = {}
-    skipped: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     bad: list[str] = []
     n_unknown = 0
-    for document, turns in list_documents(settings, batch, chat, skipped, bad):
+    for document, turns in list_documents(settings, batch, chat, counts, bad):
         for split, text in split_document(settings, batch, document):
             documents = made.setdefault(split, Documents(array(typecode)))
             if chat:
@@ -244,12 +245,12 @@ def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Doc
             documents.text_bytes.append(len(text.encode()))
             n_unknown += ids.count(tokenizer.unknown_id)
     if n_unknown:
-        skipped[UNKNOWN] += n_unknown
-    return made, skipped, "".join(bad[:1])
+        counts[UNKNOWN] += n_unknown
+    return made, counts, "".join(bad[:1])
 
 
 def list_documents(
-    settings: PrepareSettings, batch: Batch, chat: ChatFormat | None, skipped: Counter[str], bad: list[str]
+    settings: PrepareSettings, batch: Batch, chat: ChatFormat | None, counts: Counter[str], bad: list[str]
 ) -> Iterator[tuple[str, list[range]]]:
     """Yield each document of a batch as text, with the character ranges of the assistant's turns. Raises as above."""
     for number, row in enumerate(batch.rows, batch.first):
@@ -270,12 +271,12 @@ def list_documents(
                     remedy = "Name another field with --text-column NAME. For conversations, add --chat"
                 raise PreparationError(f"{place}: {error}. {remedy}") from None
             bad.append(f"{place}: {error}")
-            skipped[BAD_ROWS] += 1
+            counts[BAD_ROWS] += 1
             continue
         if text:
             yield text, turns
         else:
-            skipped["empty documents"] += 1
+            counts[EMPTY] += 1
 
 
 def read_texts(files: Iterable[Path], settings: PrepareSettings) -> Iterator[str]:
