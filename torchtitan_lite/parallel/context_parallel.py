@@ -57,8 +57,12 @@ def plan_query_positions(
 
 def shard_sequence(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     """Keep this rank's pieces: (B, S) -> (B, S/cp). No communication, because every rank reads the full sequence."""
-    seq_len = whole.shape[1]
-    positions = plan_query_positions(mesh.get_local_rank(), mesh.size(), seq_len, whole.device)
+    positions = plan_query_positions(
+        mesh.get_local_rank(),
+        mesh.size(),
+        whole.shape[1],
+        whole.device,
+    )
     return whole[:, positions]
 
 
