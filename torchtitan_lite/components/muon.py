@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
@@ -43,14 +42,16 @@ from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, deal_matrices
 MOMENTUM = 0.95
 EPS = 1e-7
 UPDATE_RMS = 0.2
-A, B, C = 3.4445, -4.7750, 2.0315  # coefficients of Newton-Schulz
+A = 3.4445  # coefficients of Newton-Schulz
+B = -4.7750
+C = 2.0315
 
 
 class Matrix(NamedTuple):
     """A hidden parameter: a matrix, or a batch of this rank's experts. An axis is a mesh dim that shards matrices."""
 
     parameter: Tensor
-    owner: tuple[int, ...]  # rank on each axis
+    owner: tuple  # rank on each axis
     dims: list[int]  # the dim that each axis shards: -2 or -1
     shapes: list[list[int]]  # before each axis shards
 
@@ -60,13 +61,10 @@ class Muon(AdamW):
 
     def __init__(self, groups: list[dict], **options):
         super().__init__(groups, **options)
-        self.rounds = []
-        for group in self.param_groups:
-            rounds = plan_rounds(group["param_names"], group["params"])
-            self.rounds.append(rounds)
+        self.rounds = [plan_rounds(group["param_names"], group["params"]) for group in self.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None) -> None:
         gradients = {}
         for group, rounds in zip(self.param_groups, self.rounds, strict=True):
             for axes, matrices in rounds:
@@ -99,8 +97,7 @@ class Muon(AdamW):
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         for matrix, weight, update in zip(matrices, weights, updates, strict=True):
             longer_side = max(matrix.parameter.shape[-2:])
-            alpha = -group["lr"] * UPDATE_RMS * sqrt(longer_side)
-            weight.add_(update, alpha=alpha)
+            weight.add_(update, alpha=-group["lr"] * UPDATE_RMS * sqrt(longer_side))
 
 
 def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list[DeviceMesh], list[Matrix]]]:
@@ -112,49 +109,52 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list[D
             by_axes.setdefault(mesh_dims, []).append(parameter)
     rounds = []
     for mesh_dims, hidden in by_axes.items():
-        axes = []
-        for mesh_dim in mesh_dims:
-            mesh = hidden[0].device_mesh
-            axes.append(mesh[mesh.mesh_dim_names[mesh_dim]])
+        mesh = getattr(hidden[0], "device_mesh", None)
+        axes = [mesh[mesh.mesh_dim_names[mesh_dim]] for mesh_dim in mesh_dims]
         owners = list(product(*(range(axis.size()) for axis in axes)))
         shapes = [(*local_tensor(parameter).shape[:-2], *parameter.shape[-2:]) for parameter in hidden]
         for indices in deal_matrices(shapes, len(owners)):
             matrices = []
             for index, owner in zip(indices, owners, strict=False):  # the last round may have fewer matrices than ranks
-                matrices.append(place_matrix(hidden[index], shapes[index], owner, mesh_dims, axes))
+                matrices.append(
+                    place_matrix(
+                        hidden[index],
+                        shapes[index],
+                        owner,
+                        mesh_dims,
+                        axes,
+                    )
+                )
             rounds.append((axes, matrices))
     return rounds
 
 
 def find_axes(parameter: Tensor) -> tuple[int, ...]:
     """Return the mesh dims that shard matrices. FSDP may instead shard a batch of experts by expert."""
-    if not isinstance(parameter, DTensor):
-        return ()
     axes = []
-    for mesh_dim, placement in enumerate(parameter.placements):
-        if placement.is_replicate() or parameter.device_mesh.size(mesh_dim) == 1:
-            continue
-        if placement.dim >= parameter.dim() - 2:
+    for mesh_dim, placement in enumerate(getattr(parameter, "placements", ())):  # not a DTensor: no placements
+        shards = not placement.is_replicate() and placement.dim >= parameter.dim() - 2
+        if shards and parameter.device_mesh.size(mesh_dim) > 1:
             axes.append(mesh_dim)
     return tuple(axes)
 
 
 def place_matrix(
     parameter: Tensor,
-    shape: tuple[int, ...],
-    owner: tuple[int, ...],
-    mesh_dims: tuple[int, ...],
+    shape: tuple,
+    owner: tuple,
+    mesh_dims: tuple,
     axes: list[DeviceMesh],
 ) -> Matrix:
     """Return a matrix of the full `shape`, with its shapes on this rank. The last axis, tp, shards first."""
     dims = [parameter.placements[mesh_dim].dim - parameter.dim() for mesh_dim in mesh_dims]
     shapes = []
-    shape = list(shape)
     for dim, axis in zip(reversed(dims), reversed(axes), strict=True):
-        shapes.insert(0, list(shape))
+        shapes.insert(0, shape)
         length = shape[dim]
         size = ceil(length / axis.size())  # as torch.chunk: the last slices can be smaller, or empty
         remaining = length - axis.get_local_rank() * size
+        shape = [*shape]
         shape[dim] = max(0, min(size, remaining))
     return Matrix(parameter, owner, dims, shapes)
 
@@ -187,7 +187,8 @@ def orthogonalize(
             whole = empty.new_empty(matrix.shapes[at])
             own.append(matrix)
             joined.append(whole)
-            for rank, chunk in enumerate(whole.chunk(axis.size(), matrix.dims[at])):
+            chunks = whole.chunk(axis.size(), matrix.dims[at])
+            for rank, chunk in enumerate(chunks):
                 by_rank[rank].append(chunk)
     exchange(by_owner, by_rank, axis.get_group(), empty)
     orthogonalize(joined, own, axes, empty, at + 1)
@@ -195,15 +196,15 @@ def orthogonalize(
 
 
 def exchange(
-    sent: list[list[Tensor]],
-    received: list[list[Tensor]],
+    sent: list[list],
+    received: list[list],
     group: dist.ProcessGroup,
     empty: Tensor,
 ) -> None:
     """Send the tensors sent[i] to rank i, and fill received[i] with the tensors of rank i. One all-to-all."""
-    n_sent = [sum(list_sizes(tensors)) for tensors in sent]
-    n_received = [sum(list_sizes(tensors)) for tensors in received]
-    flat = [tensor.flatten() for tensor in chain(*sent)]
+    n_sent = [sum(map(Tensor.numel, tensors)) for tensors in sent]
+    n_received = [sum(map(Tensor.numel, tensors)) for tensors in received]
+    flat = map(Tensor.flatten, chain(*sent))
     arrived = empty.new_empty(sum(n_received))
     dist.all_to_all_single(
         arrived,
@@ -213,13 +214,9 @@ def exchange(
         group=group,
     )
     targets = list(chain(*received))
-    values = arrived.split(list_sizes(targets))
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value.view_as(target))
-
-
-def list_sizes(tensors: list[Tensor]) -> list[int]:
-    return [tensor.numel() for tensor in tensors]
+    sizes = list(map(Tensor.numel, targets))
+    for target, values in zip(targets, arrived.split(sizes), strict=True):
+        target.copy_(values.view_as(target))
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
@@ -231,6 +228,12 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     x = x / norm.clamp(min=EPS)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
+        polynomial = torch.baddbmm(
+            gram,
+            gram,
+            gram,
+            beta=B,
+            alpha=C,
+        )
         x = torch.baddbmm(x, polynomial, x, beta=A)
     return x.reshape(matrix.shape)

@@ -28,7 +28,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchtitan_lite.parallel.attention_kernels import Attention, choose_kernel, merge_into
+from torchtitan_lite.parallel.attention_kernels import (
+    Attention,
+    choose_kernel,
+    merge_into,
+)
 from torchtitan_lite.parallel.exchange import Ranks
 
 collectives = torch.ops._c10d_functional  # asynchronous: overlap with compute until wait_tensor
