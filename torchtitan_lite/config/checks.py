@@ -16,7 +16,7 @@ from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
 from torchtitan_lite.config.messages import Problem
-from torchtitan_lite.config.schedule import find_csv_fault, splits_backward
+from torchtitan_lite.config.schedule import splits_backward
 from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
 
 FLOAT8 = "quantize.linear.float8"
@@ -64,9 +64,6 @@ def check_mesh(config: Config, degrees: dict[str, int], world_size: int, batch: 
         why = f"the degrees ({shown}) do not multiply to the world size {world_size}"
         remedy = f"Use a multiple of {others} ranks, and -1 here for the remaining factor"
         problems.refuse("parallelism.data_parallel_shard_degree", why, remedy)
-    if fault := find_csv_fault(section):
-        remedy = "Write one row per pp rank and one action per cell, or remove the key"
-        problems.refuse("parallelism.pipeline_parallel_schedule_csv", f"it {fault}", remedy)
     check_batch(problems, degrees, batch)
     if section.pipeline_parallel_degree > 1 and section.zero_stage == 2:
         why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"
@@ -192,7 +189,7 @@ def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list
     tests/test_layouts.py runs each of them and expects a failure, so the test reports when torch fixes one.
     """
     problems, section = Problems(config), config.parallelism
-    splits = not find_csv_fault(section) and splits_backward(section)
+    splits = splits_backward(section)
     methods = ATTENTIONS[config.model.attention].under_cp
     if section.pipeline_parallel_degree > 1 and model_args.tie_embeddings:
         why = "the first and the last stage would each hold and train a copy of the tied matrix"
