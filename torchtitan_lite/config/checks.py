@@ -16,7 +16,7 @@ from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
 from torchtitan_lite.config.messages import Problem
-from torchtitan_lite.config.schedule import find_csv_fault, splits_backward
+from torchtitan_lite.config.schedule import splits_backward
 from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
 
 FLOAT8 = "quantize.linear.float8"
@@ -192,7 +192,7 @@ def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list
     tests/test_layouts.py runs each of them and expects a failure, so the test reports when torch fixes one.
     """
     problems, section = Problems(config), config.parallelism
-    splits = not find_csv_fault(section) and splits_backward(section)
+    splits = splits_backward(section)
     methods = ATTENTIONS[config.model.attention].under_cp
     if section.pipeline_parallel_degree > 1 and model_args.tie_embeddings:
         why = "the first and the last stage would each hold and train a copy of the tied matrix"

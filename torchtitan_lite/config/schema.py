@@ -113,8 +113,6 @@ class Parallelism:
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
     pipeline_parallel_degree: Positive = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
-    # CSV file that replaces the schedule: one row per pp rank, cells like 0F3
-    pipeline_parallel_schedule_csv: PathText = ""
     pipeline_parallel_microbatch_size: Positive = 1  # sequences per microbatch
     pipeline_parallel_layers_per_stage: Positive | None = None  # default: one stage per rank, or two if interleaved
     pipeline_parallel_first_stage_less_layers: NotNegative = 1  # load of the embedding, in layers

@@ -30,6 +30,7 @@ ABSENT = {
     "training.dtype": ("float32", "Use training.mixed_precision_param; the weights themselves stay in float32"),
     "training.gc_debug": (False, "training.gc_freq = 1 collects garbage after every step"),
     "parallelism.enable_compiled_autograd": (False, "compile.enable compiles each block, including its backward"),
+    "parallelism.pipeline_parallel_schedule_csv": ("", "pipeline_parallel_schedule names a schedule"),
     "parallelism.pipeline_parallel_split_points": ([], "Use pipeline_parallel_layers_per_stage"),
     "parallelism.expert_tensor_parallel_degree": (1, "expert_parallel_degree may span the ranks of tp too"),
     "activation_checkpoint.debug": (False, "Use debug.deterministic to make two runs comparable"),
