@@ -17,7 +17,8 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16, local_tensor
 from torchtitan_lite.components.muon import Muon
-from torchtitan_lite.config.choices import DECAYS, OPTIMIZERS
+from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
 # optimizer.name, a row of config/choices.py -> builder of the optimizer for all parameters of this rank
@@ -49,22 +50,6 @@ def build_optimizer(section: Optimizer, parameters: dict[str, Tensor], dtype: st
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append((fqn, parameter))
     groups = [{"params": group, "compute_dtype": getattr(torch, dtype)} for group in by_mesh.values()]
     return BUILDERS[section.name](groups, section, {"fused": fused, "foreach": foreach})
-
-
-def learning_rate_factor(section: LRScheduler, step: int) -> float:
-    """Return the fraction of the peak learning rate at `step` (0 = first): warm-up, constant, decay to min_lr_factor.
-
-    `total_steps` is resolved. Without decay_ratio the decay starts after the warm-up. A run may end during its warm-up.
-    """
-    if step < section.warmup_steps:
-        return (step + 1) / section.warmup_steps
-    decay_ratio = 1.0 if section.decay_ratio is None else section.decay_ratio
-    decay_start = max(section.warmup_steps, section.total_steps - round(decay_ratio * section.total_steps))
-    if step < decay_start:
-        return 1.0
-    progress = min(1.0, (step - decay_start) / max(1, section.total_steps - decay_start))
-    left = DECAYS[section.decay_type](progress)
-    return section.min_lr_factor + (1 - section.min_lr_factor) * left
 
 
 def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> LambdaLR:

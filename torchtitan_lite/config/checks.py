@@ -64,9 +64,6 @@ def check_mesh(config: Config, degrees: dict[str, int], world_size: int, batch: 
         why = f"the degrees ({shown}) do not multiply to the world size {world_size}"
         remedy = f"Use a multiple of {others} ranks, and -1 here for the remaining factor"
         problems.refuse("parallelism.data_parallel_shard_degree", why, remedy)
-    if fault := find_csv_fault(section):
-        remedy = "Write one row per pp rank and one action per cell, or remove the key"
-        problems.refuse("parallelism.pipeline_parallel_schedule_csv", f"it {fault}", remedy)
     check_batch(problems, degrees, batch)
     if section.pipeline_parallel_degree > 1 and section.zero_stage == 2:
         why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"
