@@ -67,7 +67,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     for notice in plan.notices:
         logger.info(notice)
     n_parameters = count_parameters(model_args)
-    logger.info(f"{config.job.description or plan.title}: {n_parameters:,} parameters, {layout}")
+    logger.info(f"{config.job.description or plan.title}: {n_parameters:,} parameters, {layout}, {plan.origin}")
 
     # ---- data: each data-parallel rank reads its rows of every global batch
     data = open_data(config, model_args, layout, plan.tokenizer, mesh.data_rank, device)
@@ -93,6 +93,7 @@ def main(args: list[str], stop: StopRequest) -> int:
         dump_folder,
         device_name=machine.name,
         resumed_step=resumed_step,
+        origin=plan.origin,
         restarts=place.restarts,
         groups=groups,
     )

@@ -108,9 +108,9 @@ def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_st
     for path, args, folder, title, seq_len, rate, said in (
         ("short", [FINETUNE], "finetune-short", "llama", 64, 1e-3, {LENGTH}),
         ("short", [FINETUNE, f"--{LENGTH}=128"], "finetune-short", "llama", 128, 1e-3, set()),
-        ("qwen", [FINETUNE], "finetune-qwen", "qwen3_moe", 2048, 0, {RATE}),
+        ("qwen", [FINETUNE], "finetune-qwen", "qwen3_moe", 512, 0, {LENGTH, RATE}),
         ("qwen", [f"--{RATE}=0.01"], "finetune-qwen", "qwen3_moe", 128, 0.01, {LR}),
-        ("runs/mine/checkpoint/step-9", [FINETUNE, f"--{LR}=2e-4"], "finetune-mine", "llama", 2048, 1e-3, {LR}),
+        ("runs/mine/checkpoint/step-9", [FINETUNE, f"--{LR}=2e-4"], "finetune-mine", "llama", 512, 1e-3, {LENGTH, LR}),
         ("", ["--model.flavor=debug_moe"], "debug", "mixtral", 128, 1e-3, set()),
     ):
         prepared = preflight([*args, f"--{PATH}={path}"], machine=LAPTOP, n_ranks=2)

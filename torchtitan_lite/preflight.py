@@ -10,15 +10,16 @@ The rules in config/checks.py need only numbers; the rules here need files or th
 call preflight, so a run that `check` accepts will start. All problems are reported together.
 """
 
+import re
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, LENGTH, explain_unwritable, find_model_type
-from torchtitan_lite.checkpoint.starting_weights import Weights, find_initial, find_resumed
-from torchtitan_lite.config.block import list_linears, plan_float8
-from torchtitan_lite.config.checks import Problems, check_context_parallel, check_machine, check_run
+from torchtitan_lite.checkpoint.starting_weights import PATH, Weights, find_initial, find_resumed
+from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
+from torchtitan_lite.config.checks import Problems, check_context_parallel, check_machine, check_run, count_pieces
 from torchtitan_lite.config.flavors import AUTO, ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine
@@ -26,13 +27,17 @@ from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import ConfigReading, dump_config_toml, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, with_value
-from torchtitan_lite.data.corpus_folder import check_data, fingerprint_documents
+from torchtitan_lite.data.corpus_folder import check_data, find_largest_id, fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files, list_earlier
 
 SHIPPED = "assets/tokenizer"
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
+# Keys that decide which weights a run starts from, and so its model and its tokenizer
+SOURCES = (PATH, TOKENIZER, "checkpoint.enable", "checkpoint.folder", "checkpoint.load_step", "job.dump_folder")
+# On a CPU, unless the user sets them: a step of a 135M model takes less than two minutes on two cores
+CPU_SEQ_LEN, CPU_TOKENS = 512, 2048  # tokens per sequence, and per step
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,13 @@ class Prepared(RunConfig):
     def resumed_step(self) -> int:
         """Step of the checkpoint that the run resumes from; 0: the run does not resume."""
         return self.weights.manifest.step if self.weights and self.weights.is_resumed else 0
+
+    @property
+    def origin(self) -> str:
+        """Where the weights come from, for people."""
+        if self.weights is None:
+            return f"random weights (debug.seed {self.config.debug.seed})"
+        return f"weights of {self.weights.path}"
 
     @property
     def title(self) -> str:
@@ -95,15 +107,22 @@ def preflight(
     run = read_run_config(args, restarted=restarted)
     config, weights, notices = run.config, run.weights, list(run.notices)
     n_ranks = n_ranks or choose_n_ranks(config.parallelism, machine, n_hosts)
+    if machine.device_type == "cpu" and machine.is_here:
+        degrees = plan_degrees(config.parallelism, n_ranks)
+        config = adapt_to_cpu(config, run.chosen, degrees["dp_replicate"] * degrees["dp_shard"], notices)
+    unread = {problem.key for problem in run.problems}
+    if "job.config_file" in unread:  # no key of that file is known
+        raise ConfigError(run.problems)
     problems, model_args, layout, memory = Problems(config), None, None, None
-    problems += run.problems + check_run(config) + check_machine(config, machine) + check_files(config, restarted)
-    tokenizer = open_tokenizer(problems, config.model.hf_assets_path, weights)
+    problems += check_run(config) + check_machine(config, machine) + check_files(config, restarted)
+    # If a bad key fell back to its default, do not check what depends on it: those problems would be meaningless.
+    is_source_known = unread.isdisjoint(SOURCES)
+    tokenizer = open_tokenizer(problems, config.model.hf_assets_path, weights) if is_source_known else None
     problems += check_data(config, tokenizer)
-    # If a bad key fell back to its default, do not plan a layout: its problems would be meaningless.
-    if not any(problem.key.startswith(("model.", "training.", "parallelism.")) for problem in run.problems):
+    if is_source_known and not any(key.startswith(("model.", "training.", "parallelism.")) for key in unread):
         try:
             model_args = resolve_model(config.model)
-            check_model_files(problems, model_args, tokenizer, weights)
+            check_model_files(problems, model_args, tokenizer, weights, notices)
             degrees = plan_degrees(config.parallelism, n_ranks)
             memory = bound_memory(config, model_args, degrees, machine, n_hosts)
             problems += check_memory(config.model.flavor, args, prod(degrees.values()), memory, machine)
@@ -115,20 +134,45 @@ def preflight(
     is_continued = weights and (weights.is_resumed or not config.checkpoint.initial_load_model_only)
     if is_continued and weights.manifest and layout and tokenizer:
         notices += check_continued(problems, config, weights, fingerprint_documents(config, tokenizer))
+    problems = run.problems + [problem for problem in problems if not is_consequence(problem, unread)]
     if problems:
         raise ConfigError(problems)
     if config.model.uses_float8:
-        section = config.quantize.linear.float8
-        linears = list_linears(model_args)
-        chosen = plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name)
-        alone = "; async tensor parallel does not overlap these" * config.parallelism.enable_async_tensor_parallel
-        notices.append(f"{len(chosen)} of {len(linears)} linear layers compute in float8{alone}")
+        notices += describe_float8(config, model_args, layout)
+    warmup, n_steps = config.lr_scheduler.warmup_steps, config.training.steps
+    if warmup > n_steps:
+        reached = f"the learning rate only reaches {n_steps / warmup:.0%} of optimizer.lr"
+        notices.append(f"lr_scheduler.warmup_steps = {warmup} is longer than the run of {n_steps} steps: {reached}")
+    assets = Path(config.model.hf_assets_path)
+    if weights is None and (assets / CONFIG).is_file() and list(assets.glob("*.safetensors")):
+        why = f"only the tokenizer of {assets} is used. To train its weights too, set {PATH}={assets}"
+        notices.append(f"the run starts from random weights: {why}")
     if config.job.overwrite and not restarted and (earlier := list_earlier(Path(config.job.dump_folder), config)):
         notices.append(f"job.overwrite deletes the earlier run: {', '.join(map(str, earlier))}")
     if config.job.print_config:
         notices.append(dump_config_toml(config))
     resolved = {**vars(run), "config": config, "notices": notices}
     return Prepared(**resolved, model_args=model_args, layout=layout, memory=memory, tokenizer=tokenizer)
+
+
+def is_consequence(problem: Problem, unread: set[str]) -> bool:
+    """Return whether a problem follows from the default of a key that could not be read. Messages name such keys."""
+    words = re.findall(r"(?<![-\w.])[\w.]+", f"{problem.why} {problem.remedy}")  # without the user's --key=value
+    return not unread.isdisjoint([problem.key, *words])
+
+
+def describe_float8(config: Config, model_args: ModelArgs, layout: Layout) -> list[str]:
+    """Return notices: how many layers compute in float8, and filters without effect."""
+    section, linears = config.quantize.linear.float8, list_linears(model_args)
+    chosen = plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name)
+    notice = f"{len(chosen)} of {len(linears)} linear layers compute in float8"
+    if config.parallelism.enable_async_tensor_parallel:
+        notice += "; async tensor parallel does not overlap these"
+    notices = [notice]
+    for part in section.filter_fqns:
+        if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
+            notices.append(f"quantize.linear.float8.filter_fqns: {part!r} is in the name of no linear layer")
+    return notices
 
 
 def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> int:
@@ -158,7 +202,9 @@ def read_run_config(args: list[str], *, restarted: bool = False) -> RunConfig:
         config = with_value(config, TOKENIZER, weights.assets if weights else SHIPPED)
     if weights and (weights.published or (section.initial_load_path and section.initial_load_model_only)):
         config = adapt_to_weights(config, weights, reading.given, notices)
-    return RunConfig(config, problems, notices, reading.config_name, reading.given, weights)
+    if "training.seq_len" not in reading.chosen:
+        config = round_seq_len(config, notices)
+    return RunConfig(config, problems, notices, reading.config_name, reading.given, reading.chosen, weights)
 
 
 def name_dump_folder(config: Config, config_name: str) -> str:
@@ -188,6 +234,38 @@ def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], no
     return config
 
 
+def round_seq_len(config: Config, notices: list[str]) -> Config:
+    """Return the config with a seq_len that tp and cp ranks can split."""
+    unit, seq_len = count_pieces(config.parallelism), config.training.seq_len
+    if seq_len % unit == 0 or seq_len < unit:
+        return config
+    rounded = seq_len - seq_len % unit
+    notices.append(f"training.seq_len is {rounded}, a multiple of {unit}, which tp and cp need")
+    return with_value(config, "training.seq_len", rounded)
+
+
+def adapt_to_cpu(config: Config, chosen: frozenset[str], dp: int, notices: list[str]) -> Config:
+    """Return the config with shorter sequences and smaller batches if a step has too many tokens for a CPU."""
+    training = config.training
+    n_sequences = training.global_batch_size
+    if n_sequences == -1:
+        n_sequences = training.local_batch_size * dp
+    if n_sequences * training.seq_len <= CPU_TOKENS or config.parallelism.pipeline_parallel_degree > 1:
+        return config
+    unit = dp
+    if "training.local_batch_size" in chosen:
+        unit *= training.local_batch_size
+    pieces = count_pieces(config.parallelism)
+    shorter = max(pieces, CPU_SEQ_LEN // pieces * pieces)
+    smaller = {"seq_len": min(training.seq_len, shorter), "local_batch_size": 1}
+    smaller["global_batch_size"] = min(n_sequences, max(unit, CPU_TOKENS // CPU_SEQ_LEN // unit * unit))
+    for name, value in smaller.items():
+        if f"training.{name}" not in chosen:
+            config = with_value(config, f"training.{name}", value)
+            notices.append(f"training.{name} is {value} on a CPU, unless you set it")
+    return config
+
+
 def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> Tokenizer | None:
     """Load the tokenizer of the run; None if it cannot be loaded. It must match the tokenizer of the weights."""
     try:
@@ -208,14 +286,16 @@ def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> 
 
 
 def check_model_files(
-    problems: Problems, model_args: ModelArgs, tokenizer: Tokenizer | None, weights: Weights | None
+    problems: Problems,
+    model_args: ModelArgs,
+    tokenizer: Tokenizer | None,
+    weights: Weights | None,
+    notices: list[str],
 ) -> None:
     """Check the model against its tokenizer, the weights to load, and the export formats."""
     config, section = problems.config, problems.config.checkpoint
     if tokenizer and tokenizer.vocab_size > model_args.vocab_size:
-        why = f"the tokenizer {config.model.hf_assets_path} has ids from 0 to {tokenizer.vocab_size - 1}"
-        remedy = f"Set model.vocab_size to {tokenizer.vocab_size} or more, or choose another model.hf_assets_path"
-        problems.append(Problem("model.vocab_size", model_args.vocab_size, why, remedy))
+        compare_vocabularies(problems, model_args, tokenizer, weights, notices)
     if section.enable and section.last_save_in_hf and (why := explain_unwritable(model_args, config.model.attention)):
         problems.refuse("checkpoint.last_save_in_hf", why, "Set it to false, or change [model]")
     if weights and weights.model_args != model_args:
@@ -224,3 +304,21 @@ def check_model_files(
         different = ", ".join(f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names)
         remedy = 'Leave out [model] and set flavor "auto" to use that model, or use another job.dump_folder for this'
         problems.refuse("model.flavor", f"it is not the model in {weights.path}: {different}", remedy)
+
+
+def compare_vocabularies(
+    problems: Problems, model_args: ModelArgs, tokenizer: Tokenizer, weights: Weights | None, notices: list[str]
+) -> None:
+    """Check a tokenizer with more ids than the model has rows: no document may use the others."""
+    assets, n_rows = problems.config.model.hf_assets_path, model_args.vocab_size
+    largest_id, corpus = find_largest_id(problems.config, tokenizer)
+    if largest_id < n_rows:
+        more = f"{tokenizer.vocab_size} ids, but the model has {n_rows} rows"
+        notices.append(f"the tokenizer {assets} has {more}. No document uses the other ids")
+        return
+    why = f"{corpus} may use the id {largest_id} ({tokenizer.decode([largest_id])!r}) of the tokenizer {assets}"
+    remedy = f"Set model.vocab_size to {tokenizer.vocab_size} or more, or choose another model.hf_assets_path"
+    if weights:
+        enlarge = f"enlarge the model with resize_token_embeddings({tokenizer.vocab_size}) of transformers"
+        remedy = f"Prepare the corpus without the documents that use it, or {enlarge}"
+    problems.append(Problem("model.vocab_size", n_rows, why, remedy))

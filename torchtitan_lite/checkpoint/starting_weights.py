@@ -18,6 +18,7 @@ from torchtitan_lite.checkpoint.manifest import (
     parse_model_args,
     read_manifest,
 )
+from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError
 from torchtitan_lite.config.schema import Config, get_value
@@ -68,13 +69,16 @@ def find_initial(config: Config) -> Weights | None:
     if not config.checkpoint.initial_load_path:
         return None
     path = Path(config.checkpoint.initial_load_path)
+    remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
+    if not path.is_dir():
+        why = explain_hub_name(config.checkpoint.initial_load_path) or f"there is no folder {path.absolute()}"
+        raise ConfigError([Problem(PATH, str(path), why, remedy)])
     try:
         if not (path / CONFIG).is_file():
             return describe_checkpoint(path)
         model_args = replace(open_folder(path).model_args, name=config.model.name)
         return Weights(path, model_args, str(path.absolute()), read_published(path))
     except UserError as error:
-        remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
         raise ConfigError([Problem(PATH, str(path), str(error), remedy)]) from None
 
 

@@ -103,12 +103,14 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
 def update_weights(optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float) -> Tensor:
     """Clip the gradients to a norm of at most `max_norm` and step the optimizer, if the norm is finite.
 
-    Otherwise gradients, weights and moments do not change. Returns whether the norm is finite, () bool on the device.
+    `max_norm` 0 turns clipping off. If the norm is not finite, gradients, weights and moments do not change. Returns
+    whether the norm is finite, () bool on the device.
     Fused kernels read the scale and the flag on the device (as with torch.amp.GradScaler), and clip during the update.
     Other optimizers need an extra pass over the gradients and one host-device synchronization per step.
     """
     finite = grad_norm.isfinite()
-    divisor = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0)  # 1e-6 as in torch.nn.utils
+    limit = max_norm or math.inf
+    divisor = ((grad_norm + 1e-6) / limit).clamp(min=1.0)  # 1e-6 as in torch.nn.utils
     if optimizer.defaults.get("fused"):
         optimizer.grad_scale, optimizer.found_inf = divisor, (~finite).float()
         optimizer.step()
