@@ -47,7 +47,7 @@ TWICE, ANGLES = 2.0, 1e-6
 LEAST = {"bfloat16": 1e-3, "float8": 1e-2}  # lower limit of a bound: the errors of one rank may cancel in its loss
 ROUNDED_OFTEN = 2e-2  # with ep, experts multiply the rows of several ranks at once, and add them in another order
 FAR = 8192  # bfloat16 does not represent all integers above 256
-GROWTH = 3.0  # growth of the weights between the two steps of float8: a stale scale would be too small
+GROWTH = 3.0  # growth of the weights after each step of float8: a stale scale would be too small
 SUMMED = "sum of microbatches"
 MEASURES = ("rotary angles", "loss", "reduced in float32", "gradients")  # in the order of a step
 
@@ -58,7 +58,7 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
     precompute = "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
     alone = override(put_on_one_rank(config, layout.microbatch_size), {precompute: False})
-    n_steps, growth = (2, GROWTH) if name == "float8" else (1, 1.0)
+    n_steps, growth = (3, GROWTH) if name == "float8" else (1, 1.0)
     inputs = Inputs(n_steps=n_steps, growth=growth, first_position=FAR, biases_decide=True)
     steps = run_plainly(override(config, {"model.converters": []}), inputs)
     path = folder / f"{name}.pt"
@@ -104,8 +104,9 @@ def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: boo
     steps: list[PlainStep] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     seen, kept = Seen(run.mesh.coordinates()), []
-    if steps[1:] and run.float8_weights:  # scales are computed after the optimizer step, so weights change inside it
-        run.optimizer.register_step_post_hook(lambda *_: give_weights(run, steps[1].weights))
+    if run.float8_weights:  # scales are computed after the optimizer step, so weights change inside it
+        following = iter([*steps[1:], steps[-1]])
+        run.optimizer.register_step_post_hook(lambda *_: give_weights(run, next(following).weights))
     angles: dict[str, list[Tensor]] = {}
     for part in run.parts:
         for layer, block in part.layers.items():
