@@ -112,12 +112,12 @@ def experts_saved_in_another_order():
         in_turns = partial(reorder, unflatten=lambda full, ep: full.unflatten(0, (ep, -1)))
         return {name: in_turns(tensor) for name, tensor in name_tensors(parameters, optimizer).items()}
 
-    def load_in_turns(folder, tensors, **options):
-        manifest = load_newest(folder, tensors, **options)
+    def load_in_turns(found, tensors, **options):
+        saved = load_newest(found, tensors, **options)
         for tensor in tensors.values():
             back = reorder(tensor, unflatten=lambda full, ep: full.unflatten(0, (-1, ep)))
             local(tensor).copy_(local(back))
-        return manifest
+        return saved
 
     with patch.object(saving, "name_tensors", save_in_turns), patch.object(loading, "load_newest", load_in_turns):
         yield

@@ -71,7 +71,7 @@ class SampleReader:
             raise CorpusError(
                 f"token {samples[row] * self.seq_len + column} of {self.corpora[sources[row]].name} is "
                 f"{tokens[row, column]}, but the model only has ids below {self.vocab_size} (model.vocab_size)",
-                "Use the tokenizer that this corpus was made with (model.hf_assets_path)",
+                "Leave out documents with this id, or use the tokenizer that the model was trained with",
             )
         targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
         begins = begins[:, :-1]

@@ -26,7 +26,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _PipelineSchedule,
-    _PipelineScheduleRuntime,
     get_schedule_class,
 )
 from torch.profiler import record_function
@@ -72,10 +71,6 @@ def build_schedule(
         for part, index in zip(parts, indices, strict=True)
     ]
     options = {"n_microbatches": layout.n_microbatches, "loss_fn": loss_fn, "scale_grads": False}
-    if section.pipeline_parallel_schedule_csv:
-        schedule = _PipelineScheduleRuntime(stages, **options)
-        schedule._load_csv(section.pipeline_parallel_schedule_csv)  # torch has no public name for it yet
-        return schedule
     schedule_class = get_schedule_class(section.pipeline_parallel_schedule)
     one_stage = issubclass(schedule_class, PipelineScheduleSingle)
     return schedule_class(stages[0] if one_stage else stages, **options)

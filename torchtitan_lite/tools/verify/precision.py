@@ -30,7 +30,7 @@ from torchtitan_lite.model.float8_linear import E4M3, choose_scale
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.llama3 import rotary_angles
 from torchtitan_lite.parallel.float8 import find_amax
-from torchtitan_lite.tools.verify.modules import cut_piece, list_microbatches
+from torchtitan_lite.tools.verify.modules import cut_piece
 from torchtitan_lite.tools.verify.plain import Inputs, PlainStep, run_plainly
 from torchtitan_lite.tools.verify.rank import (
     Seen,
@@ -190,8 +190,8 @@ def compare_angles(run: build.Run, plain: PlainStep, angles: dict[str, list[Tens
     """Compare the rotary angles that enter each block with float32 angles of the same positions."""
     right = rotary_angles(plain.batch.positions, resolve_model(run.config.model))
     for name, noted in angles.items():
-        order = list_microbatches(run.config, run.layout, name)
-        for at, own in zip(order, noted[-len(order) :], strict=False):
+        last_step = noted[-run.layout.n_microbatches :]
+        for at, own in enumerate(last_step):
             whole = cut_piece(right, own, seen.coordinates, run.layout, at, run.config.training.seq_len)
             error = (own - whole).abs().max().item() if own.shape == whole.shape else float("inf")
             seen.note(number, "rotary angles", name, error)

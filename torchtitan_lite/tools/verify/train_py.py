@@ -283,7 +283,6 @@ def choose_other_layout(config: Config, reduction: Reduction) -> Config:
     """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible."""
     keys = {
         **STAGES_BY_RULE,
-        "parallelism.pipeline_parallel_schedule_csv": "",
         "parallelism.pipeline_parallel_schedule": "GPipe",  # takes any number of microbatches
         "parallelism.pipeline_parallel_microbatch_size": 1,
         "training.local_batch_size": 1,
