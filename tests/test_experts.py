@@ -12,7 +12,7 @@ from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, PP, SCHEDULE, TP, TWO_L
 from torch import Tensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components.expert_balance import count_collapsed, describe_load
+from torchtitan_lite.components.expert_balance import count_collapsed, count_load, describe_load
 from torchtitan_lite.config.flavors import MoEArgs
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Checkpoint, Model
@@ -160,6 +160,27 @@ def test_a_checkpoint_of_ep2_opens_on_another_layout_with_every_element_and_bias
 
 
 # ---------------------------------------------------------------- the log
+
+
+def count_and_sum(rank: int, world_size: int) -> tuple[list, list]:
+    """Worker: return the loads of all ranks after two forward passes of many tokens, and this rank's own counts."""
+    run = compare.build_table_run(world_size, {**MOE, **TWO_LAYERS})
+    own = []
+    for layer, router in run.balance.routers.items():
+        generator = torch.Generator().manual_seed(2 * rank + layer)
+        x = torch.randn(3, 1031, 64, generator=generator)
+        weight = torch.randn(router.n_experts, 64, generator=generator)
+        _, routes = router.route(x, weight)
+        for _ in range(2):
+            count_load(router)
+        own.append((2 * routes.flatten().bincount(minlength=router.n_experts)).tolist())
+    return run.balance.sum_loads()[:, :-1].tolist(), own
+
+
+def test_loads_of_thousands_of_tokens_are_counted_without_rounding(pool):
+    """bfloat16 holds integers up to 256 only, and the loads of `verify` on few ranks are smaller."""
+    (loads, first), (_, second) = pool.run(count_and_sum, 2)
+    assert loads == [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(first, second, strict=True)]
 
 
 def make_loads(rows: list[list[float]], entropy: float = 0.0) -> Tensor:
