@@ -35,13 +35,15 @@ INPUTS = {
 }
 
 
-def run_linear(linear: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def run_linear(linear: nn.Module, x, dy) -> list[torch.Tensor]:
+    """Return the output and the gradients of x and the weight."""
     x = x.clone().requires_grad_()
     y = linear(x)
-    return y.detach(), *torch.autograd.grad(y, (x, linear.weight), dy)
+    gradients = torch.autograd.grad(y, (x, linear.weight), dy)
+    return [y.detach(), *gradients]
 
 
-def make_linear(recipe_name: str, weight: torch.Tensor, *, emulate: bool) -> Float8Linear:
+def make_linear(recipe_name: str, weight, *, emulate: bool) -> Float8Linear:
     out_features, in_features = weight.shape
     linear = Float8Linear(in_features, out_features, recipe_name=recipe_name, emulate=emulate)
     linear.weight = nn.Parameter(weight.clone())
@@ -122,12 +124,19 @@ class Matmuls(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("recipe_name", "n_matmuls"),
-    [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2)],
+    [
+        ("tensorwise", 3),
+        ("rowwise", 3),
+        ("rowwise_with_gw_hp", 2),
+    ],
 )
 def test_activations_are_summed_fast_and_gradients_exactly(recipe_name, n_matmuls):
-    linear = make_linear(recipe_name, torch.ones(32, 16), emulate=False)
+    weight = torch.ones(32, 16)
+    linear = make_linear(recipe_name, weight, emulate=False)
+    x = torch.ones(48, 16)
+    dy = torch.ones(48, 32)
     with Matmuls() as matmuls:
-        run_linear(linear, torch.ones(48, 16), torch.ones(48, 32))
+        run_linear(linear, x, dy)
     assert matmuls.fast == [True] + [False] * (n_matmuls - 1)
 
 
@@ -139,19 +148,29 @@ def count_matmuls(rank: int, world_size: int, overrides: dict) -> int:
     return len(matmuls.fast)
 
 
-@pytest.mark.parametrize(("mode", "matmuls_per_layer"), [("none", 3), ("selective", 3), ("full", 4)])
-def test_per_op_recompute_keeps_what_float8_matmuls_gave(pool, mode, matmuls_per_layer):
-    assert pool.run(count_matmuls, 1, {**FLOAT8, MODE: mode, "model.n_layers": 1}) == [matmuls_per_layer * 7]
+@pytest.mark.parametrize(
+    ("mode", "matmuls_per_linear"),
+    [
+        ("none", 3),
+        ("selective", 3),
+        ("full", 4),
+    ],
+)
+def test_per_op_recompute_keeps_what_float8_matmuls_gave(pool, mode, matmuls_per_linear):
+    keys = {**FLOAT8, MODE: mode, "model.n_layers": 1}
+    assert pool.run(count_matmuls, 1, keys) == [7 * matmuls_per_linear]
 
 
 def test_checkpoints_hold_high_precision_under_the_usual_names(pool, tmp_path):
     rest = str(tmp_path), 2, Checkpoint(enable=True)
-    tensors, losses, *_ = pool.run(checkpoints.train_and_save, 2, PRECOMPUTE, *rest)[0]
+    rank_0, _ = pool.run(checkpoints.train_and_save, 2, PRECOMPUTE, *rest)
+    tensors, losses, *_ = rank_0
     model = Llama3(TABLE_SIZES)
     assert set(tensors) == {f"model.{fqn}" for fqn, _ in model.named_parameters()}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     for overrides in (PRECOMPUTE, {}):
-        loaded, more, *_ = pool.run(checkpoints.load_and_train, 2, overrides, *rest)[0]
+        rank_0, _ = pool.run(checkpoints.load_and_train, 2, overrides, *rest)
+        loaded, more, *_ = rank_0
         assert checkpoints.list_differing(tensors, loaded) == []
         assert (losses == more) == (overrides == PRECOMPUTE)  # of the steps that follow
 
