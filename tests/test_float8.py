@@ -163,13 +163,23 @@ def test_per_op_recompute_keeps_what_float8_matmuls_gave(pool, mode, matmuls_per
 
 def test_checkpoints_hold_high_precision_under_the_usual_names(pool, tmp_path):
     rest = str(tmp_path), 2, Checkpoint(enable=True)
-    rank_0, _ = pool.run(checkpoints.train_and_save, 2, PRECOMPUTE, *rest)
+    rank_0, _ = pool.run(
+        checkpoints.train_and_save,
+        2,
+        PRECOMPUTE,
+        *rest,
+    )
     tensors, losses, *_ = rank_0
     model = Llama3(TABLE_SIZES)
     assert set(tensors) == {f"model.{fqn}" for fqn, _ in model.named_parameters()}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     for overrides in (PRECOMPUTE, {}):
-        rank_0, _ = pool.run(checkpoints.load_and_train, 2, overrides, *rest)
+        rank_0, _ = pool.run(
+            checkpoints.load_and_train,
+            2,
+            overrides,
+            *rest,
+        )
         loaded, more, *_ = rank_0
         assert checkpoints.list_differing(tensors, loaded) == []
         assert (losses == more) == (overrides == PRECOMPUTE)  # of the steps that follow
