@@ -77,8 +77,16 @@ class Router(nn.Module):
 
     def reset(self, device: torch.device | None) -> None:
         """Allocate the buffers on `device` and set bias and load to zero."""
-        self.expert_bias = torch.zeros(self.n_experts, dtype=torch.float32, device=device)
-        self.load = torch.zeros(self.n_experts + 1, dtype=torch.float64, device=device)
+        self.expert_bias = torch.zeros(
+            self.n_experts,
+            dtype=torch.float32,
+            device=device,
+        )
+        self.load = torch.zeros(
+            self.n_experts + 1,
+            dtype=torch.float64,
+            device=device,
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (B, S, D) -> weights (B, S, K) fp32 and routes (B, S, K) int64."""
@@ -217,7 +225,11 @@ def count_routes(routes: Tensor, n_experts: int) -> Tensor:
     n_sequences = len(routes)
     offset = n_experts * torch.arange(n_sequences, device=routes.device)
     index = routes + offset[:, None, None]
-    counts = torch.zeros(n_sequences * n_experts, dtype=torch.int64, device=routes.device)
+    counts = torch.zeros(
+        n_sequences * n_experts,
+        dtype=torch.int64,
+        device=routes.device,
+    )
     ones = torch.ones_like(index)
     counts.scatter_add_(0, index.flatten(), ones.flatten())
     return counts.view(-1, n_experts)
