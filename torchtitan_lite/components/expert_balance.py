@@ -9,6 +9,7 @@ rounding. Checkpoints contain the bias. A step with gradients that are not finit
 Source: arXiv:2408.15664. The auxiliary loss is in model/moe.py.
 """
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,8 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan_lite.config.flavors import MoEArgs
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.model.moe import Router, list_moes
+
+logger = logging.getLogger(__name__)
+
+COLLAPSED = 4.0  # ratio of the largest to the mean load of a layer, or three quarters of the largest possible ratio
+STEPS_TO_WARN = 3  # consecutive logged steps
 
 
 @dataclass(frozen=True)
@@ -115,3 +122,18 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
         "expert_dead_share": is_dead.double().mean().item(),  # fraction of experts that got no token
         "router_entropy": entropy.item(),  # of the router scores, in nats, averaged over tokens and layers
     }
+
+
+def count_collapsed(step: int, load: dict[str, float], moe: MoEArgs, n_before: int) -> int:
+    """Count consecutive logged steps in which one expert gets most tokens of a layer. Warn at STEPS_TO_WARN.
+
+    `load` is the result of `describe_load`; `n_before` is the count at the previous logged step.
+    """
+    ratio = load["expert_max_over_mean"]
+    if ratio < min(COLLAPSED, 0.75 * moe.n_experts / moe.top_k):
+        return 0
+    if n_before + 1 == STEPS_TO_WARN:
+        dead = f"{load['expert_dead_share']:.0%} of all experts get none"
+        remedy = "Raise training.expert_balance_loss or training.expert_bias_rate, or lower optimizer.lr"
+        logger.warning(f"step {step}: an expert gets {ratio:.1f} times the mean load of its layer; {dead}. {remedy}")
+    return n_before + 1

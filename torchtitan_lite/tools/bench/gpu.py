@@ -30,7 +30,7 @@ from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.checkpoint.load import restore_or_load
+from torchtitan_lite.checkpoint.load import Saved, restore
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.components.metrics import describe_step, read_peak_memory
@@ -252,13 +252,11 @@ def compare_runs(config: Config, folder: Path) -> dict:
         errors["async"] = find_error(*saved.values())
         make_step(run, batch)
         resumed, _ = build_alone(config, device)
-        restore_or_load(
-            path,
-            2,
+        restore(
+            [Saved(2, path / "step-2", group)],
             resumed.saved,
             resumed.optimizer,
             resumed.lr_scheduler,
-            is_named=True,
             section=section,
             group=group,
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schedule import Action
+from torchtitan_lite.tools.plan.actions import Action
 from torchtitan_lite.tools.plan.meter import OPERATIONS
 from torchtitan_lite.tools.plan.timeline import Event, Timeline
 from torchtitan_lite.tools.plan.transfers import Moved, fraction_moved, sum_moved
