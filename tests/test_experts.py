@@ -222,10 +222,11 @@ def test_the_load_of_a_logged_step_is_three_numbers():
 
 
 def test_a_load_that_stays_on_one_expert_is_warned_of_once_with_keys(caplog):
-    args, n_collapsed = MoEArgs(n_experts=8, top_k=2, expert_ffn_dim=1), 0
-    even, uneven = [[4] * 8, [4] * 8], [[4] * 8, [12, 12, 2, 2, *[1] * 4]]
-    for step, rows in enumerate([uneven, uneven, even, uneven, uneven, uneven, uneven], 1):
-        n_collapsed = count_collapsed(step, describe_load(make_loads(rows), top_k=2), args, n_collapsed)
+    moe_args = MoEArgs(n_experts=8, top_k=2, expert_ffn_dim=1)
+    n_collapsed = 0
+    for step, ratio in enumerate([3.0, 3.0, 1.0, 3.0, 3.0, 3.0, 3.0], start=1):
+        load = {"expert_max_over_mean": ratio, "expert_dead_share": 0.0}
+        n_collapsed = count_collapsed(step, load, moe_args, n_collapsed)
     (warning,) = caplog.messages
     assert warning.startswith("step 6: an expert gets 3.0 times the mean load of its layer")
 
