@@ -26,7 +26,7 @@ from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import ConfigReading, dump_config_toml, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
-from torchtitan_lite.data.corpus_folder import check_data, fingerprint_documents
+from torchtitan_lite.data.corpus_folder import check_data, find_largest_id, fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files, list_earlier
@@ -103,7 +103,7 @@ def preflight(
     if not any(problem.key.startswith(("model.", "training.", "parallelism.")) for problem in run.problems):
         try:
             model_args = resolve_model(config.model)
-            check_model_files(problems, model_args, tokenizer, weights)
+            check_model_files(problems, model_args, tokenizer, weights, notices)
             degrees = plan_degrees(config.parallelism, n_ranks)
             memory = bound_memory(config, model_args, degrees, machine, n_hosts)
             problems += check_memory(config.model.flavor, args, prod(degrees.values()), memory, machine)
@@ -203,14 +203,16 @@ def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> 
 
 
 def check_model_files(
-    problems: Problems, model_args: ModelArgs, tokenizer: Tokenizer | None, weights: Weights | None
+    problems: Problems,
+    model_args: ModelArgs,
+    tokenizer: Tokenizer | None,
+    weights: Weights | None,
+    notices: list[str],
 ) -> None:
     """Check the model against its tokenizer, the weights to load, and the export formats."""
     config, section = problems.config, problems.config.checkpoint
     if tokenizer and tokenizer.vocab_size > model_args.vocab_size:
-        why = f"the tokenizer {config.model.hf_assets_path} has ids from 0 to {tokenizer.vocab_size - 1}"
-        remedy = f"Set model.vocab_size to {tokenizer.vocab_size} or more, or choose another model.hf_assets_path"
-        problems.append(Problem("model.vocab_size", model_args.vocab_size, why, remedy))
+        compare_vocabularies(problems, model_args, tokenizer, weights, notices)
     if section.enable and section.last_save_in_hf and (why := explain_unwritable(model_args, config.model.attention)):
         problems.refuse("checkpoint.last_save_in_hf", why, "Set it to false, or change [model]")
     if weights and weights.model_args != model_args:
@@ -219,6 +221,24 @@ def check_model_files(
         different = ", ".join(f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names)
         remedy = 'Leave out [model] and set flavor "auto" to use that model, or use another job.dump_folder for this'
         problems.refuse("model.flavor", f"it is not the model in {weights.path}: {different}", remedy)
+
+
+def compare_vocabularies(
+    problems: Problems, model_args: ModelArgs, tokenizer: Tokenizer, weights: Weights | None, notices: list[str]
+) -> None:
+    """Check a tokenizer with more ids than the model has rows: no document may use the others."""
+    assets, n_rows = problems.config.model.hf_assets_path, model_args.vocab_size
+    largest_id, corpus = find_largest_id(problems.config, tokenizer)
+    if largest_id < n_rows:
+        more = f"{tokenizer.vocab_size} ids, but the model has {n_rows} rows"
+        notices.append(f"the tokenizer {assets} has {more}. No document uses the other ids")
+        return
+    why = f"{corpus} may use the id {largest_id} ({tokenizer.decode([largest_id])!r}) of the tokenizer {assets}"
+    remedy = f"Set model.vocab_size to {tokenizer.vocab_size} or more, or choose another model.hf_assets_path"
+    if weights:
+        enlarge = f"enlarge the model with resize_token_embeddings({tokenizer.vocab_size}) of transformers"
+        remedy = f"Prepare the corpus without the documents that use it, or {enlarge}"
+    problems.append(Problem("model.vocab_size", n_rows, why, remedy))
 
 
 def check_continued(problems: Problems, config: Config, weights: Weights, documents: dict[str, str]) -> None:

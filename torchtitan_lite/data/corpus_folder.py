@@ -26,12 +26,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
+from torchtitan_lite.config.files import JsonObject, read_json
 from torchtitan_lite.config.messages import Problem, UserError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 FORMAT = 3
 MANIFEST = "manifest.json"
+WIDTHS = {"uint16": 2, "uint32": 4}  # bytes per token
 
 
 class CorpusError(UserError):
@@ -51,6 +53,7 @@ class Split:
     n_targets: int  # conversations: number of the assistant's tokens
     n_text_bytes: int  # in UTF-8
     sha256: dict[str, str]  # suffix of a file -> hash
+    largest_id: int | None = None  # of its tokens; None: written by an older version
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class CorpusManifest:
 
     def list_sizes(self) -> dict[str, int]:
         """Return file name -> size in bytes."""
-        widths = {"tokens": {"uint16": 2, "uint32": 4}[self.dtype], "documents": 8, "targets": 1}
+        widths = {"tokens": WIDTHS[self.dtype], "documents": 8, "targets": 1}
         return {
             f"{name}.{suffix}": widths[suffix] * (split.n_documents if suffix == "documents" else split.n_tokens)
             for name, split in self.splits.items()
@@ -83,20 +86,40 @@ def dump_manifest(manifest: CorpusManifest) -> str:
 
 def read_manifest(folder: Path) -> CorpusManifest:
     """Read the manifest and compare it with the size of every file. Raises CorpusError."""
-    path = folder / MANIFEST
     try:
-        raw = json.loads(path.read_bytes())
-        if raw["format"] != FORMAT:
-            raise ValueError(f"its format is {raw['format']}, but this version reads {FORMAT}")
-        manifest = CorpusManifest(**{**raw, "splits": {name: Split(**split) for name, split in raw["splits"].items()}})
+        manifest = parse_manifest(read_json(folder / MANIFEST))
         sizes = manifest.list_sizes()
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CorpusError(f"{folder} is not a prepared corpus: {path.name}: {error}") from None
+    except KeyError as error:
+        raise CorpusError(
+            f"{folder} is not a prepared corpus: {MANIFEST} names the unknown file or type {error}"
+        ) from None
+    except ValueError as error:
+        raise CorpusError(f"{folder} is not a prepared corpus: {error}") from None
     for name, n_bytes in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != n_bytes:
             raise CorpusError(f"{folder / name} has {found or 'no'} bytes, but the manifest says {n_bytes}")
     return manifest
+
+
+def parse_manifest(file: JsonObject) -> CorpusManifest:
+    """Return the content of manifest.json. Raises JsonError, or ValueError for another format."""
+    found = file.take("format", int)
+    if found != FORMAT:
+        raise ValueError(f"its format is {found}, but this version reads {FORMAT}")
+    splits = {}
+    objects = file.take("splits", dict)
+    for name in objects:
+        split = objects.take(name, dict)
+        splits[name] = Split(
+            n_tokens=split.take("n_tokens", int),
+            n_documents=split.take("n_documents", int),
+            n_targets=split.take("n_targets", int),
+            n_text_bytes=split.take("n_text_bytes", int),
+            sha256=dict(split.take("sha256", dict[str, str])),
+            largest_id=split.take("largest_id", int, None),
+        )
+    return CorpusManifest(file.take("dtype", str), file.take("tokenizer", str), splits)
 
 
 def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
@@ -211,6 +234,21 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
         remedy = "Give one weight per corpus, or none to draw every sample equally often"
         problems.append(Problem("training.dataset_weights", weights, f"there are {n_corpora} corpora", remedy))
     return problems
+
+
+def find_largest_id(config: Config, tokenizer: Tokenizer) -> tuple[int, str]:
+    """Return the largest token id in the corpora of a run, and the corpus that has it.
+
+    A corpus whose ids are unknown, because it is not prepared yet, counts as plain text with every token.
+    """
+    found = []
+    for _, name, split, dataset_path in list_corpora(config):
+        largest_id = None
+        with suppress(CorpusError):
+            folder = find_corpus(name, tokenizer, Path(config.training.cache_folder), dataset_path)
+            largest_id = read_split(folder, split, tokenizer).splits[split].largest_id
+        found.append((tokenizer.largest_text_id if largest_id is None else largest_id, name))
+    return max(found, default=(0, ""))
 
 
 def check_prepared(config: Config, tokenizer: Tokenizer) -> None:

@@ -92,28 +92,39 @@ degrees, else 2) on each of NNODES hosts like this one. With --gpus, check memor
 
 def make_prepare_parser() -> ArgumentParser:
     description = """
-Prepare a corpus for training from text, JSON lines, Parquet, conversations, and folders of these.
+Prepare a corpus for training from text, JSON, tables, conversations, and folders of these.
 
     prepare texts/ notes.jsonl.gz --out data/mine      your own text; then set training.dataset to data/mine
     prepare --dataset c4 --dataset-path downloads/     a named corpus, as the launcher prepares it before a run
     prepare --check data/mine                          compare a corpus with its manifest
 
-Inputs are .txt, .md and source files (one document each), .jsonl and .json (one document per line), .parquet (one
-document per row), .gz and .zst of these, and folders. Files of other kinds in a folder are skipped and counted.
-Parquet and .zst need the extra `data`. OUT is complete or does not exist."""
+Inputs are .txt, .md and source files (one document each), .jsonl and .json (one document per line, object or element
+of an array), .parquet, .csv and .tsv (one document per row), .gz, .bz2, .xz and .zst of these, and folders. Files of
+other kinds in a folder are skipped and counted. Parquet and .zst need the extra `data`.
+Text is UTF-8, or UTF-16 with a byte order mark; anything else is an error unless --encoding names it. Empty
+documents are skipped and counted. OUT is complete or does not exist."""
     epilog = "Exit status: 0 success, 1 the corpus could not be written or --check found damage, 2 wrong input."
     parser = make_parser("prepare", description, epilog)
     add = parser.add_argument
     add("inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
     add("--out", type=Path, metavar="FOLDER", help="folder of the new corpus")
-    add("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
-    add("--validation-share", type=float, default=0.01, metavar="X", help="fraction of the documents (%(default)s)")
-    help = "field of a line, or column of a Parquet file, with the text (text; with --chat messages)"
+    add("--tokenizer", metavar="FOLDER", help="folder or file of the tokenizer, or bytes (assets/tokenizer)")
+    help = "train a byte-level BPE of N entries on these files instead, in OUT/tokenizer; needs the extra `hf`"
+    add("--train-tokenizer", type=positive, metavar="N", help=help)
+    help = "fraction of the documents, 0 <= X < 1 (0.01, at least one); of a single document, its last part (0.1)"
+    add("--validation-share", type=float, metavar="X", help=help)
+    help = "files or folders with all validation documents, instead of a share"
+    add("--validation", nargs="+", action="extend", default=[], type=Path, metavar="FILE", help=help)
+    help = "field of a JSON object, or column of a table, with the text (text)"
     add("--text-column", metavar="NAME", help=help)
+    help = "encoding of files without a byte order mark, such as cp1252 (%(default)s)"
+    add("--encoding", default="utf-8", metavar="NAME", help=help)
     help = "documents are conversations, lists of {role, content}; only the assistant's tokens are targets"
     add("--chat", action="store_true", help=help)
-    add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files of folders, one document each")
-    add("--skip-bad", action="store_true", help="skip and count bad lines instead of stopping at the first one")
+    add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files, one document each")
+    add(
+        "--skip-bad", action="store_true", help="skip and count bad rows and texts instead of stopping at the first one"
+    )
     add("--processes", type=positive, default=os.cpu_count(), metavar="N", help="(%(default)s)")
     add("--dataset", metavar="NAME", help="prepare this corpus for training.dataset; reads --tokenizer")
     add("--dataset-path", default="", metavar="PATH", help="the downloaded files, as in training.dataset_path")

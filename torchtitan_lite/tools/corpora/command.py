@@ -1,6 +1,7 @@
 """Run `prepare`: make a corpus from text files, prepare a named corpus, or compare a corpus with its manifest."""
 
 import argparse
+import codecs
 import json
 import os
 import shlex
@@ -18,7 +19,7 @@ from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import SHIPPED
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
-from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
+from torchtitan_lite.tools.corpora.text_files import PreparationError, describe_skipped, find_files
 
 
 def main(options: argparse.Namespace) -> int:
@@ -26,58 +27,97 @@ def main(options: argparse.Namespace) -> int:
     try:
         if options.check:
             return check(options.check)
-        if options.dataset:
-            if options.dataset not in DATASETS:
-                raise PreparationError(f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}")
-            tokenizer = load_tokenizer(options.tokenizer)
-            cache_folder = Path(options.cache_folder or Training.cache_folder)
-            print(prepare_dataset(options.dataset, tokenizer, cache_folder, options.dataset_path))
-            return 0
-        print(run(options))
+        output = prepare_named(options) if options.dataset else run(options)
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be written: {error}", file=sys.stderr)
         return 1
+    print(output)
     return 0
+
+
+def prepare_named(options: argparse.Namespace) -> str:
+    """Prepare a corpus of DATASETS, and return its folder."""
+    if options.dataset not in DATASETS:
+        raise PreparationError(f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}")
+    tokenizer = load_tokenizer(options.tokenizer or SHIPPED)
+    cache_folder = Path(options.cache_folder or Training.cache_folder)
+    return str(prepare_dataset(options.dataset, tokenizer, cache_folder, options.dataset_path))
 
 
 def run(options: argparse.Namespace) -> str:
     """Prepare the corpus, and return the output."""
-    if not (options.inputs and options.out):
-        raise PreparationError("Name the input files and the output folder: prepare texts/ --out data/mine")
-    files, left_out = find_files(options.inputs, [suffix.lower() for suffix in options.suffix])
+    check_options(options)
+    validation_files: list[Path] = []
+    if options.validation:
+        validation_files, _ = find_files(options.validation, options.suffix)
+    files, skipped = find_files(options.inputs, options.suffix, known=validation_files)
     settings = PrepareSettings(
-        assets=str(load_tokenizer(options.tokenizer).path),
+        assets="" if options.train_tokenizer else str(load_tokenizer(options.tokenizer or SHIPPED).path),
         validation_share=options.validation_share,
         column=None if options.chat else options.text_column or "text",
         is_chat=options.chat,
         skip_bad=options.skip_bad,
         folder=os.path.commonpath([path.absolute().parent for path in files]),
+        encoding=codecs.lookup(options.encoding).name,
+        train_tokenizer=options.train_tokenizer or 0,
     )
-    manifest, bad = prepare(files, options.out, settings, n_processes=options.processes)
-    numbers = {"folder": str(options.out), "files": len(files), "files_left_out": left_out.total()}
-    numbers |= {"bad_rows": bad.n, "first_bad_row": bad.first, **asdict(manifest)}
-    return json.dumps(numbers) if options.json else describe(numbers, left_out, suggest_command(options, manifest))
+    processes = options.processes
+    made = prepare(files, options.out, settings, n_processes=processes, validation_files=validation_files)
+    numbers = {
+        "folder": str(options.out),
+        "files": len(files) + len(validation_files),
+        "files_left_out": skipped.total(),
+        "left_out": dict(skipped),
+        "bad_rows": made.counts.n_bad,
+        "first_bad_row": made.counts.first_bad,
+        "empty_documents": made.counts.n_empty,
+        "unknown_tokens": made.counts.n_unknown,
+        "validation": made.split,
+        **asdict(made.manifest),
+    }
+    return json.dumps(numbers) if options.json else describe(numbers, skipped, suggest_command(options, made.manifest))
 
 
-def describe(numbers: dict, left_out: Counter[str], command: str) -> str:
+def check_options(options: argparse.Namespace) -> None:
+    """Raise PreparationError for options that cannot be used, or not together."""
+    if not (options.inputs and options.out):
+        raise PreparationError("Name the input files and the output folder: prepare texts/ --out data/mine")
+    share = options.validation_share
+    if share is not None and options.validation:
+        raise PreparationError("--validation names all validation documents. Leave out --validation-share")
+    if share is not None and not 0 <= share < 1:
+        raise PreparationError(f"--validation-share is {share}. Use a number from 0 to below 1, such as 0.01")
+    if options.train_tokenizer and (options.tokenizer or options.chat):
+        raise PreparationError("--train-tokenizer makes a new tokenizer for text. Leave out --tokenizer and --chat")
+    try:
+        "a".encode(options.encoding)
+    except LookupError as error:
+        raise PreparationError(f"--encoding: {error}. Use a name of Python, such as cp1252 or utf-16-le") from None
+
+
+def describe(numbers: dict, skipped: Counter[str], command: str) -> str:
     """Describe the new corpus, and the command that trains on it."""
     lines = [f"{numbers['folder']} is complete, from {numbers['files']:,} files:"]
     for name, split in numbers["splits"].items():
         figures = f"{split['n_tokens']:,} tokens in {split['n_documents']:,} documents"
         figures += f", {split['n_targets']:,} of these tokens are targets" if split["n_targets"] else ""
         lines.append(f"  {name:10} {figures}; {split['n_text_bytes'] / split['n_tokens']:.2f} bytes per token")
-    if left_out:
-        kinds = ", ".join(f"{n} {suffix}" for suffix, n in left_out.most_common(5))
-        lines.append(f"  left out   files of unknown kinds ({kinds}); --suffix .x adds a kind")
+    lines.append(f"  split      validation is {numbers['validation']}")
+    if skipped:
+        lines.append(f"  left out   files: {describe_skipped(skipped)}. --suffix .x reads more kinds")
+    if numbers["empty_documents"]:
+        lines.append(f"  left out   {numbers['empty_documents']:,} empty documents")
     if numbers["bad_rows"]:
         lines.append(f"  skipped    {numbers['bad_rows']:,} bad rows; the first is {numbers['first_bad_row']}")
+    if numbers["unknown_tokens"]:
+        lines.append(f"  unknown    {numbers['unknown_tokens']:,} tokens stand for text that the tokenizer lacks")
     return "\n".join([*lines, f"Train on it: {command}"])
 
 
 def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> str:
     """Return a command that trains on the corpus: weights in the tokenizer's folder if any, else the debug model."""
     words = ["./run_train.sh", "--training.dataset", str(options.out)]
-    tokenizer = options.tokenizer
+    tokenizer = str(options.out / "tokenizer") if options.train_tokenizer else options.tokenizer or SHIPPED
     if list(Path(tokenizer).glob("*.safetensors")):
         words[1:1] = ["--config", "finetune", "--checkpoint.initial_load_path", tokenizer]
     else:
