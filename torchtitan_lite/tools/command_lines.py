@@ -121,6 +121,7 @@ documents are skipped and counted. OUT is complete or does not exist."""
     add("--encoding", default="utf-8", metavar="NAME", help=help)
     help = "documents are conversations, lists of {role, content}; only the assistant's tokens are targets"
     add("--chat", action="store_true", help=help)
+    add("--only-last-turn", action="store_true", help="with --chat: only the last answer has targets")
     add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files, one document each")
     add(
         "--skip-bad", action="store_true", help="skip and count bad rows and texts instead of stopping at the first one"

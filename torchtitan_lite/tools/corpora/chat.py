@@ -13,11 +13,10 @@ template has no marks.
 A corpus depends only on its files: a template that asks for today's date gets DATE.
 """
 
-import os
+import json
 import re
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -29,10 +28,19 @@ from torchtitan_lite.config.files import JsonObject, import_extra, read_json
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.vocabulary import CONFIG
 from torchtitan_lite.tools.corpora.text_files import PreparationError
-from torchtitan_lite.tools.corpora.turns import TurnFinder, mark, mark_messages, read_marks
+from torchtitan_lite.tools.corpora.turns import (
+    MARK,
+    find_end,
+    find_end_tokens,
+    find_header,
+    find_turn,
+    mark,
+    mark_messages,
+    read_marks,
+)
 
 ASSISTANT = "assistant"
-MARKS = "endgeneration"
+GENERATION = "endgeneration"
 DATE = datetime(2024, 7, 26)  # the default date of Llama 3.1's own template
 LLAMA_3_NAMES = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}
 LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
@@ -42,7 +50,6 @@ LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 PROBES = ("x", [{"type": "text", "text": "x"}])  # some templates write only lists of parts
-SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -53,23 +60,24 @@ class ChatFormat:
     variables: dict[str, str]  # special tokens by their names in a template, such as bos_token
     tokenizer: Tokenizer
     transformers: ModuleType  # its functions for chat templates
-    is_llama3: bool  # there is no template, so Llama 3's is used
+    name: str  # for the summary
 
     @cached_property
-    def special_names(self) -> re.Pattern:
+    def special_name(self) -> re.Pattern:
         names = sorted(self.tokenizer.special, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names)) or "(?!)")  # (?!) matches nothing
 
     @cached_property
-    def ends(self) -> re.Pattern:
-        """Match an end token: a special token, or a name in brackets that the tokenizer reads as plain text."""
-        return re.compile(self.special_names.pattern + r"|<[^<>\s]+>")
+    def any_name(self) -> re.Pattern:
+        """Match a special token, or a name in brackets that this tokenizer reads as plain text."""
+        return re.compile(self.special_name.pattern + r"|<[^<>\s]+>")
 
     @cached_property
-    def end(self) -> str:
-        """The end token that follows the last answer of a conversation, or ""."""
-        found = self.ends.search(self.write_probe({}, ["user", ASSISTANT]))
-        return found.group() if found else ""
+    def ends(self) -> list[str]:
+        """End tokens of an answer. The first one ends the last answer of a conversation."""
+        last = self.write_probe({}, ["user", ASSISTANT]).removesuffix(self.find_header({}))
+        earlier = self.write_probe({}, ["user", ASSISTANT, "user"], after=1)
+        return find_end_tokens(last, earlier, self.any_name)
 
     def write(self, row: dict[str, Any], *, add_generation_prompt: bool = False) -> tuple[str, list[range]]:
         """Return the text of a conversation, and the ranges of its {% generation %} marks, as transformers does.
@@ -81,7 +89,7 @@ class ChatFormat:
         conversation = arguments.pop("messages")
         arguments |= {"conversations": [conversation], "chat_template": template, "continue_final_message": False}
         arguments["add_generation_prompt"] = add_generation_prompt
-        arguments["return_assistant_tokens_mask"] = MARKS in template
+        arguments["return_assistant_tokens_mask"] = GENERATION in template
         try:
             (text,), marked = self.transformers.render_jinja_template(**arguments)
         except Exception as error:  # a template is a program, which can raise anything
@@ -89,43 +97,32 @@ class ChatFormat:
         return text, [range(*place) for place in marked[0]] if marked else []
 
     def choose_template(self, row: dict[str, Any]) -> str:
-        """Return the template for a conversation, which transformers chooses in the same way. Raises ValueError."""
-        name = "tool_use" if "tools" in row and "tool_use" in self.templates else "default"
-        if name not in self.templates:
-            raise ValueError(f"the tokenizer has chat templates {', '.join(self.templates)}, but none named default")
-        return self.templates[name]
+        """Return the template for a conversation, which transformers chooses in the same way."""
+        return self.templates["tool_use" if "tools" in row and "tool_use" in self.templates else "default"]
 
-    def write_probe(self, row: dict[str, Any], roles: list[str], *, add_generation_prompt: bool = False) -> str:
-        """Return what a template writes after the text of the last message in a small conversation, or ""."""
+    def write_probe(self, row: dict[str, Any], roles: list[str], *, after: int = -1, **options: bool) -> str:
+        """Return what the template writes after a message of a small conversation, up to the next text, or ""."""
         for content in PROBES:
-            messages = [{"role": role, "content": content} for role in roles]
-            probe = {**row, "messages": mark_messages(messages)}
+            messages = mark_messages([{"role": role, "content": content} for role in roles])
             try:
-                marked, _ = self.write(probe, add_generation_prompt=add_generation_prompt)
+                pieces = MARK.split(self.write({**row, "messages": messages}, **options)[0])
             except ValueError:
                 continue
-            text, marks = read_marks(marked)
-            if marks and marks[-1].message == len(roles) - 1:
-                return text[marks[-1].position :]
+            if len(pieces) == 2 * len(roles) + 1:
+                return pieces[2::2][after]
         return ""
 
     def find_header(self, row: dict[str, Any]) -> str:
-        """Return the generation prompt, or the text before every answer if a template has no generation prompt."""
+        """Return the text before an answer in a conversation with the variables of `row`."""
         prompt = self.write_probe(row, ["user"], add_generation_prompt=True)
-        without = self.write_probe(row, ["user"])
-        shared = os.path.commonprefix([prompt, without])
-        if prompt != shared:
-            return prompt[len(shared) :]
-        end_of_user = self.ends.match(prompt)
-        return prompt[end_of_user.end() :] if end_of_user else prompt
-
-    # ---------------------------------------------------------------- one conversation
+        return find_header(prompt, self.write_probe(row, ["user"]), self.any_name)
 
     def render(self, row: dict[str, Any], *, only_last_turn: bool = False) -> tuple[str, list[range]]:
         """Return the text, with special tokens as their names, and the character ranges of the targets.
 
         `row` has `messages`, and variables of the template. Raises ValueError with the reason.
         """
+        row = json.loads(self.tokenizer.normalize(json.dumps(row, ensure_ascii=False, default=str)))
         messages = row["messages"]
         answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         trained = answers[-1:] if only_last_turn else answers
@@ -133,108 +130,65 @@ class ChatFormat:
         if not trained:
             raise ValueError("it has no assistant turn to train on, so it has no targets")
         text, marked = self.write(row)
+        text.encode()  # raises ValueError for half a surrogate pair
         self.refuse_special_names(row, text)
-        finder = self.make_finder(row, text)
-        refuse_lost_texts(messages, finder, trained)
-        has_marks = MARKS in self.choose_template(row)
-        turns = marked
-        if not has_marks or trained != answers:
-            turns = [self.find_turn(row, finder, number) for number in trained]
-        if has_marks:
-            turns = [each for each in marked if any(overlap(each, turn) for turn in turns)]
-        if not turns:
+        if GENERATION not in self.choose_template(row):
+            return text, self.find_turns(row, text, trained)
+        if trained != answers:
+            turns = self.find_turns(row, text, trained)
+            marked = [each for each in marked if any(overlap(each, turn) for turn in turns)]
+        if not any(marked):
             raise ValueError("the {% generation %} marks of the chat template are around none of its answers")
-        return normalize(text, turns, self.tokenizer)
+        return text, marked
 
-    def make_finder(self, row: dict[str, Any], text: str) -> TurnFinder:
-        try:
-            marked, _ = self.write({**row, "messages": mark_messages(row["messages"])})
-        except ValueError:  # the template reads the texts
-            marked = ""
-        plain, marks = read_marks(marked)
-        if plain != text:
-            marks = []
-        return TurnFinder(text, marks, self.find_header(row), self.end, self.ends)
-
-    def find_turn(self, row: dict[str, Any], finder: TurnFinder, number: int) -> range:
-        """Return the characters of message `number`. Raises ValueError if it cannot be found with certainty."""
-        found = finder.find(number)
-        if found:
-            return found
+    def find_turns(self, row: dict[str, Any], text: str, numbers: list[int]) -> list[range]:
+        """Return the characters of these messages. Raises ValueError if they cannot be found with certainty."""
         messages = row["messages"]
-        if number == len(messages) - 1:
-            prompt, _ = self.write({**row, "messages": messages[:number]}, add_generation_prompt=True)
-            if finder.text.startswith(prompt):
-                return range(len(prompt), finder.find_end(len(prompt), len(finder.text)))
-        raise ValueError(
-            f"message {number + 1} cannot be found with certainty in the text that the chat template writes. "
-            "--only-last-turn trains the last answer alone"
-        )
+        marks = []
+        try:
+            marked, _ = self.write({**row, "messages": mark_messages(messages)})
+            if MARK.sub("", marked) == text:
+                marks = read_marks(marked)
+        except ValueError:  # the template reads the texts
+            pass
+        header = self.find_header(row)
+        turns = []
+        for number in numbers:
+            message = messages[number]
+            if marks and mark(message, number) != message and number not in dict(marks):
+                raise ValueError(f"the chat template leaves out the text of message {number + 1}")
+            turn = find_turn(text, marks, number, header, self.ends)
+            if not turn and number == len(messages) - 1:
+                turn = self.find_last_turn(row, text)
+            if not turn:
+                why = f"message {number + 1} cannot be found with certainty in the text of the chat template"
+                raise ValueError(f"{why}; --only-last-turn trains the last answer alone")
+            turns.append(turn)
+        return turns
+
+    def find_last_turn(self, row: dict[str, Any], text: str) -> range | None:
+        """Return what follows the prompt for the last answer."""
+        prompt, _ = self.write({**row, "messages": row["messages"][:-1]}, add_generation_prompt=True)
+        stop = find_end(text, len(prompt), len(text), self.ends)
+        return range(len(prompt), stop or len(text)) if text.startswith(prompt) else None
 
     def refuse_special_names(self, row: dict[str, Any], text: str) -> None:
         """Raise ValueError if a text of the row would become special tokens of the document."""
-        found = []
-        for place, value in list_texts(row):
-            if SURROGATE.search(value):
-                raise ValueError(f"{place} has half a surrogate pair, which is no character: {value!r:.60}")
-            if name := self.special_names.search(value):
-                found.append(f"{place} has the text {name.group()!r}, which would become a special token")
-        if found and self.write(self.remove_special_names(row))[0] != text:
-            raise ValueError(found[0])
+        values = {key: value for key, value in row.items() if key != "messages"}
+        for number, message in enumerate(row["messages"], 1):
+            for key, value in message.items():
+                values[f"{key} of message {number}"] = value
+        for place, value in values.items():
+            found = self.special_name.search(json.dumps(value, ensure_ascii=False))
+            if found and self.write(self.remove_special_names(row))[0] != text:
+                raise ValueError(f"{place} has the text {found.group()!r}, which would become a special token")
 
-    def remove_special_names(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {self.remove_special_names(key): self.remove_special_names(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.remove_special_names(item) for item in value]
-        return self.special_names.sub("", value) if isinstance(value, str) else value
-
-
-def list_texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every string in a JSON value, with its place: messages[0].content."""
-    if isinstance(value, str):
-        yield place, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield f"a key in {place or 'the row'}", key
-            yield from list_texts(item, f"{place}.{key}" if place else key)
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from list_texts(item, f"{place}[{number}]")
-
-
-def refuse_lost_texts(messages: list[dict], finder: TurnFinder, trained: list[int]) -> None:
-    """Raise ValueError if the template leaves out the text of an answer, or of a list of parts."""
-    written = {mark.message for mark in finder.marks}
-    for number, message in enumerate(messages):
-        is_checked = number in trained or isinstance(message.get("content"), list)
-        if finder.marks and is_checked and number not in written and mark(message, number) != message:
-            kinds = "a string instead of a list of parts, or the reverse"
-            raise ValueError(f"the chat template leaves out the text of message {number + 1}. Try {kinds}")
+    def remove_special_names(self, row: dict[str, Any]) -> dict[str, Any]:
+        return json.loads(self.special_name.sub("", json.dumps(row, ensure_ascii=False)))
 
 
 def overlap(first: range, second: range) -> bool:
     return first.start < second.stop and second.start < first.stop
-
-
-def normalize(text: str, turns: list[range], tokenizer: Tokenizer) -> tuple[str, list[range]]:
-    """Return the text that `tokenizer` encodes, and the turns in it. Raises ValueError if they cannot be told apart."""
-    whole = tokenizer.normalize(text)
-    if whole == text:
-        return text, turns
-    pieces = []
-    moved = []
-    position = 0
-    for turn in turns:
-        pieces.append(tokenizer.normalize(text[position : turn.start]))
-        start = sum(map(len, pieces))
-        pieces.append(tokenizer.normalize(text[turn.start : turn.stop]))
-        moved.append(range(start, start + len(pieces[-1])))
-        position = turn.stop
-    pieces.append(tokenizer.normalize(text[position:]))
-    if "".join(pieces) != whole:
-        raise ValueError("the first character of an answer is a combining mark that changes the text before it")
-    return whole, moved
 
 
 def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
@@ -260,31 +214,30 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     import_extra("jinja2", "chat")
     transformers = import_extra("transformers.utils.chat_template_utils", "chat")
     config = read_json(folder / CONFIG, may_be_missing=True)
+    name = "the tokenizer's chat template"
     templates = read_templates(folder, config)
-    is_llama3 = not templates and LLAMA_3_NAMES <= tokenizer.special.keys()
-    if is_llama3:
+    if not templates and LLAMA_3_NAMES <= tokenizer.special.keys():
+        name = "the format of Llama 3, because the tokenizer has no chat template"
         templates = {"default": LLAMA_3}
-    if not templates:
-        why = f"{folder} has no chat template, and its tokenizer does not have the special tokens of Llama 3"
-        raise PreparationError(f"{why}. Put the model's chat_template.jinja there, or name another --tokenizer")
+    if "default" not in templates:
+        why = f"{folder} has no chat template" + (f" named default, only {', '.join(templates)}" if templates else "")
+        raise PreparationError(f"{why}. Put chat_template.jinja of its model there, or name another --tokenizer")
     try:
-        for template in templates.values():  # compiles it; a corpus does not depend on today's date
+        for template in templates.values():  # a corpus does not depend on today's date
             compiled = transformers._compile_jinja_template(template)
             compiled.environment.globals["strftime_now"] = DATE.strftime
-    except Exception as error:  # jinja2.TemplateError, or anything else in an unusual template
-        raise PreparationError(f"The chat template of {folder} cannot be read: {error}") from None
-    variables = read_special_tokens(read_json(folder / "special_tokens_map.json", may_be_missing=True))
-    return ChatFormat(templates, variables | read_special_tokens(config), tokenizer, transformers, is_llama3)
+    except Exception as error:  # of jinja2
+        raise PreparationError(f"the chat template in {folder} cannot be used: {error}") from None
+    names = read_json(folder / "special_tokens_map.json", may_be_missing=True)
+    return ChatFormat(templates, read_special_tokens(names | config), tokenizer, transformers, name)
 
 
 def read_templates(folder: Path, config: JsonObject) -> dict[str, str]:
-    """Return the chat templates of a folder by name: of its files, else of tokenizer_config.json. Raises UserError."""
-    files = {"default": folder / "chat_template.jinja"}
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        files[file.stem] = file
-    found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
-    if found:
-        return found
+    """Return the chat templates of a folder by name: its files, else those of tokenizer_config.json."""
+    files = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
+    files["default"] = folder / "chat_template.jinja"
+    if files["default"].is_file():
+        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     template = config.take("chat_template", str | dict | list[dict], {})
     if isinstance(template, str):
         return {"default": template}
@@ -293,11 +246,12 @@ def read_templates(folder: Path, config: JsonObject) -> dict[str, str]:
     return {name: template.take(name, str) for name in template}
 
 
-def read_special_tokens(config: JsonObject) -> dict[str, str]:
-    """Return the special tokens that a file of the tokenizer names, such as eos_token."""
+def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Return the special tokens in a tokenizer's files by the names that templates use, such as eos_token."""
     found = {}
-    for key in config:
-        if key.endswith("_token"):
-            token = config.take(key, str | dict | bool, None)
-            found[key] = token.take("content", str) if isinstance(token, dict) else token
-    return {key: token for key, token in found.items() if isinstance(token, str)}
+    for key, token in config.items():
+        if isinstance(token, dict):
+            token = token.get("content")
+        if key.endswith("_token") and isinstance(token, str):
+            found[key] = token
+    return found

@@ -56,6 +56,8 @@ def run(options: argparse.Namespace) -> str:
         validation_share=options.validation_share,
         column=None if options.chat else options.text_column or "text",
         is_chat=options.chat,
+        chat_column=options.text_column,
+        only_last_turn=options.only_last_turn,
         skip_bad=options.skip_bad,
         folder=os.path.commonpath([path.absolute().parent for path in files]),
         encoding=codecs.lookup(options.encoding).name,
@@ -70,6 +72,7 @@ def run(options: argparse.Namespace) -> str:
         "left_out": dict(skipped),
         "bad_rows": made.counts.n_bad,
         "first_bad_row": made.counts.first_bad,
+        "dialects": dict(made.counts.dialects),
         "empty_documents": made.counts.n_empty,
         "unknown_tokens": made.counts.n_unknown,
         "validation": made.split,
@@ -102,6 +105,8 @@ def describe(numbers: dict, skipped: Counter[str], command: str) -> str:
         figures = f"{split['n_tokens']:,} tokens in {split['n_documents']:,} documents"
         figures += f", {split['n_targets']:,} of these tokens are targets" if split["n_targets"] else ""
         lines.append(f"  {name:10} {figures}; {split['n_text_bytes'] / split['n_tokens']:.2f} bytes per token")
+    for dialect, n in numbers["dialects"].items():
+        lines.append(f"  chat       {n:,} conversations in the dialect {dialect}")
     lines.append(f"  split      validation is {numbers['validation']}")
     if skipped:
         lines.append(f"  left out   files: {describe_skipped(skipped)}. --suffix .x reads more kinds")

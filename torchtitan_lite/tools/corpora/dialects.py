@@ -33,22 +33,17 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict[st
     row = drop_nulls(row)
     if column in row:
         row["conversations"] = row.pop(column)
-    found = [name for name, columns in DIALECTS.items() if row.keys() >= set(columns)]
-    if column:
-        found = ["conversations"] if "conversations" in row else []
+    known = {"conversations": DIALECTS["conversations"]} if column else DIALECTS
+    found = [name for name, columns in known.items() if row.keys() >= set(columns)]
     if not found:
-        known = "; ".join(" and ".join(columns) for columns in DIALECTS.values())
-        raise ValueError(
-            f"it has the columns {', '.join(row)}, which is no known dialect of conversations ({known}; "
-            "--text-column names another column of messages)"
-        )
-    dialect = found[0]
-    messages = row.pop("messages") if dialect == "messages" else convert(dialect, row)
+        names = ", ".join("/".join(columns) for columns in DIALECTS.values())
+        raise ValueError(f"it has the columns {', '.join(row)}, but conversations have {names} (or set --text-column)")
+    messages = CONVERT[found[0]](row)
     check_messages(messages)
     if isinstance(row.get("tools"), str):  # JSON, as in data sets whose tools have different parameters
         row["tools"] = json.loads(row["tools"])
     options = row.pop("chat_template_kwargs", {})
-    return dialect, {**row, **options, "messages": messages}
+    return found[0], {**row, **options, "messages": messages}
 
 
 def drop_nulls(value: Any) -> Any:
@@ -60,35 +55,42 @@ def drop_nulls(value: Any) -> Any:
     return value
 
 
-def convert(dialect: str, row: dict[str, Any]) -> list[dict]:
-    """Remove the columns of a dialect from the row, and return them as messages. Raises ValueError."""
-    system = row.pop("system", "")
-    messages = [{"role": "system", "content": system}] if system else []
-    if dialect == "conversations":
-        return messages + read_turns(row.pop("conversations"))
-    if dialect == "Alpaca":
-        parts = [row.pop("instruction"), row.pop("input", "")]
-        prompt = "\n\n".join(str(part) for part in parts if part)
-        answer = row.pop("output")
-    else:
-        prompt = row.pop("prompt")
-        answer = row.pop("completion")
+def convert_turns(row: dict[str, Any]) -> list[dict]:
+    """Return the column `conversations` as messages."""
+    turns = row.pop("conversations")
+    messages = take_system(row)
+    if not isinstance(turns, list):
+        raise ValueError(f"its conversation is not a list of messages: {turns!r:.60}")
+    for turn in turns:
+        if isinstance(turn, dict) and "from" in turn:
+            role = turn.pop("from")
+            turn = {"role": ROLES.get(role, role), "content": turn.pop("value", ""), **turn}
+        messages.append(turn)
+    return messages
+
+
+def convert_completion(row: dict[str, Any]) -> list[dict]:
+    prompt = row.pop("prompt")
+    answer = row.pop("completion")
     if isinstance(prompt, list) and isinstance(answer, list):
         check_messages(prompt)
-        return messages + [{**message, "weight": 0} for message in prompt] + answer
-    return messages + [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        return take_system(row) + [{**message, "weight": 0} for message in prompt] + answer
+    return take_system(row) + make_exchange(prompt, answer)
 
 
-def read_turns(turns: Any) -> list[dict]:
-    """Return ShareGPT's turns as messages. Other lists are returned unchanged."""
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) and "from" in turn for turn in turns):
-        return turns
-    messages = []
-    for turn in turns:
-        role = turn["from"]
-        others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        messages.append({"role": ROLES.get(role, role), "content": turn.get("value", ""), **others})
-    return messages
+def convert_alpaca(row: dict[str, Any]) -> list[dict]:
+    parts = [row.pop("instruction"), row.pop("input", "")]
+    prompt = "\n\n".join(str(part) for part in parts if part)
+    return take_system(row) + make_exchange(prompt, row.pop("output"))
+
+
+def make_exchange(prompt: Any, answer: Any) -> list[dict]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def take_system(row: dict[str, Any]) -> list[dict]:
+    system = row.pop("system", "")
+    return [{"role": "system", "content": system}] if system else []
 
 
 def check_messages(messages: Any) -> None:
@@ -104,3 +106,11 @@ def check_messages(messages: Any) -> None:
             raise ValueError(f"message {number} has neither a content nor a tool call: {message!r:.60}")
         if message.get("weight", 1) not in (0, 1):
             raise ValueError(f"message {number} has the weight {message['weight']!r}; only 0 and 1 can be trained")
+
+
+CONVERT = {
+    "messages": lambda row: row.pop("messages"),
+    "conversations": convert_turns,
+    "prompt/completion": convert_completion,
+    "Alpaca": convert_alpaca,
+}

@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import shutil
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,8 @@ from typing import Literal
 from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.faults.orphans import end_with_parent
-from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
+from torchtitan_lite.tools.corpora.chat import ChatFormat, mark_targets, read_chat_format
+from torchtitan_lite.tools.corpora.dialects import read_conversation
 from torchtitan_lite.tools.corpora.text_files import Batch, MissingField, PreparationError, read_batches
 from torchtitan_lite.tools.corpora.train_tokenizer import train_tokenizer
 
@@ -52,6 +53,8 @@ class PrepareSettings:
     validation_share: float | None = None  # fraction of the documents, or of the only one; None: the defaults above
     column: str | None = "text"  # field of a JSON line, or column of a table; None: whole rows, for conversations
     is_chat: bool = False
+    chat_column: str | None = None  # column with the messages; None: by dialect
+    only_last_turn: bool = False  # of a conversation
     skip_bad: bool = False  # count a row without text instead of raising
     folder: str = ""  # file paths relative to this folder determine the split
     encoding: str = "utf-8"  # of text files without a byte order mark
@@ -83,6 +86,7 @@ class RowCounts:
     n_bad: int = 0  # rows that were skipped
     first_bad: str = ""  # location and problem of the first one
     n_empty: int = 0  # documents without a character
+    dialects: Counter[str] = field(default_factory=Counter)  # number of conversations of each
     n_unknown: int = 0  # tokens that stand for text outside the vocabulary
     lowest: int = HASHES  # of the hashes of all documents
     highest: int = -1
@@ -92,6 +96,7 @@ class RowCounts:
         self.n_bad += other.n_bad
         self.first_bad = self.first_bad or other.first_bad
         self.n_empty += other.n_empty
+        self.dialects.update(other.dialects)
         self.n_unknown += other.n_unknown
         self.lowest = min(self.lowest, other.lowest)
         self.highest = max(self.highest, other.highest)
@@ -288,8 +293,8 @@ def encode_batch(settings: PrepareSettings, rule: SplitRule, batch: Batch) -> tu
         for split, text in split_document(document, choose_split(settings, rule, batch, document, counts), rule.tail):
             documents = made.setdefault(split, Documents(array(typecode)))
             if chat:
-                ids, starts = tokenizer.encode_special(text)
-                documents.targets += bytes(any(start in turn for turn in turns) for start in starts)
+                ids, ends = tokenizer.encode_special(text)
+                documents.targets += mark_targets(ends, turns)
             else:
                 ids = tokenizer.encode(text, bos=True, eos=True)
             documents.tokens.extend(ids)
@@ -307,7 +312,7 @@ def list_documents(
         if isinstance(row, bytes) and not batch.is_text and not row.strip():  # a blank line
             continue
         try:
-            text, turns = read_document(settings, batch, chat, row)
+            text, turns = read_document(settings, batch, chat, row, counts)
         except ValueError as error:
             place = f"{batch.locate(number)}: {error}"
             if not settings.skip_bad:
@@ -325,14 +330,15 @@ def list_documents(
 
 
 def read_document(
-    settings: PrepareSettings, batch: Batch, chat: ChatFormat | None, row: object
+    settings: PrepareSettings, batch: Batch, chat: ChatFormat | None, row: object, counts: RowCounts
 ) -> tuple[str, list[range]]:
     """Return the text of a row, and the character ranges of the assistant's turns. Raises ValueError."""
     content = batch.parse(row, settings.column)
     if chat:
-        if not isinstance(content, dict):
-            raise ValueError("it is not a JSON object")
-        return chat.render(content.get("messages", content.get("conversations")))
+        dialect, conversation = read_conversation(content, settings.chat_column)
+        document = chat.render(conversation, only_last_turn=settings.only_last_turn)
+        counts.dialects[f"{dialect}, written by {chat.name}"] += 1
+        return document
     if not isinstance(content, str):
         raise ValueError(f"its {settings.column!r} is not a string: {content!r:.60}")
     return content, []
