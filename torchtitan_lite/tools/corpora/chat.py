@@ -195,11 +195,10 @@ def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
     """Return 1 for each token with a character in a turn. `ends`: the index after each token's last character."""
     targets = bytearray(len(ends))
     for turn in turns:
-        if turn:
-            first = bisect_right(ends, turn.start)
-            last = bisect_left(ends, turn.stop)  # the token with the last character, or with the first part of it
-            stop = bisect_right(ends, ends[last])
-            targets[first:stop] = bytes([1]) * (stop - first)
+        first = bisect_right(ends, turn.start)
+        last = min(bisect_left(ends, turn.stop), len(ends) - 1)
+        stop = bisect_right(ends, ends[last])  # a character can have several tokens
+        targets[first:stop] = bytes([1]) * (stop - first)
     return targets
 
 

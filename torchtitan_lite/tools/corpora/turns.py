@@ -89,8 +89,8 @@ def find_header(prompt: str, without: str, name: re.Pattern) -> str:
 def find_end_tokens(last: str, earlier: str, name: re.Pattern) -> list[str]:
     """Return the end tokens. `last`, `earlier`: what follows the last answer of a conversation, and another answer."""
     found = re.search(f"(?:{name.pattern})+", last)
-    ends = [found.group() if found else last.strip()]
+    end = found.group() if found else last.strip()
     between = name.search(earlier)
-    if between and ends[0] not in earlier:
-        ends.append(between.group())
-    return [end for end in ends if end]
+    if between and (not end or end not in earlier):
+        return [end, between.group()] if end else [between.group()]
+    return [end] if end else []
