@@ -64,7 +64,7 @@ class CachedModel:
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
-        assert 0 < length <= self.length, f"{length} of {self.length} tokens"
+        assert 0 <= length <= self.length, f"{length} of {self.length} tokens"
         for cache in self.caches:
-            cache.kept = cache.kept[:, :, :, :length]
+            cache.kept = cache.kept[:, :, :, :length] if length else None
         self.length = length

@@ -79,6 +79,12 @@ class ChatFormat:
         earlier = self.write_probe({}, ["user", ASSISTANT, "user"], after=1)
         return find_end_tokens(last, earlier, self.any_name)
 
+    @property
+    def end_ids(self) -> set[int]:
+        """The special token that ends an answer, if there is one."""
+        ids, _ = self.tokenizer.encode_special("".join(self.ends[:1]))
+        return {*ids[-1:]} & {*self.tokenizer.special.values()}
+
     def write(self, row: dict[str, Any], *, add_generation_prompt: bool = False) -> tuple[str, list[range]]:
         """Return the text of a conversation, and the ranges of its {% generation %} marks, as transformers does.
 
@@ -151,6 +157,9 @@ class ChatFormat:
                 marks = read_marks(marked)
         except ValueError:  # the template reads the texts
             pass
+        for number, message in enumerate(messages, 1):
+            if isinstance(message.get("content"), list) and number - 1 not in dict(marks):
+                raise ValueError(f"the chat template cannot write message {number}, a list of parts; use a string")
         header = self.find_header(row)
         turns = []
         for number in numbers:
