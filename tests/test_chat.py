@@ -1,4 +1,4 @@
-"""`prepare --chat`: texts, ids and targets against transformers, through the corpus to the batch, and what is refused."""
+"""`prepare --chat`: ids and targets against transformers, through the corpus to the batch, and what is refused."""
 
 import json
 import sys
@@ -199,7 +199,8 @@ def test_each_dialect_gives_the_same_conversation_and_is_named(name, suffix, mak
     assert f"1 conversations in the dialect {name}, written by the tokenizer's chat template" in capsys.readouterr().out
     expected, _, _ = encode(folder, {"messages": EXCHANGE})
     corpus = open_corpus(str(tmp_path / "out"), load_tokenizer(folder), tmp_path)
-    assert corpus.read(0, len(expected)).tokens.tolist() == expected
+    tokens, _, _ = corpus.read(torch.tensor([0]), len(expected))
+    assert tokens[0].tolist() == expected
 
 
 def test_columns_reach_the_template_and_other_dialects_keep_their_system_message_and_prompt():
@@ -221,6 +222,7 @@ def test_columns_reach_the_template_and_other_dialects_keep_their_system_message
     assert read_conversation({"talk": EXCHANGE, "messages": 3}, "talk")[1]["messages"] == EXCHANGE
 
 
+PARTS = [{"type": "text", "text": "x"}]
 REFUSED = {  # row -> words of the reason
     "other columns": ({"question": "2+2?", "answer": "4"}, ["question, answer", "conversations", "instruction/output"]),
     "text": ({"messages": "hello"}, ["not a list of messages"]),
