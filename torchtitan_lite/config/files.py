@@ -7,7 +7,6 @@ import os
 import shlex
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from math import isfinite
 from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Any, get_args, get_origin
@@ -16,20 +15,11 @@ from torchtitan_lite.config.messages import UserError
 
 LFS = b"version https://git-lfs.github.com/spec/v1"
 
-JSON_NAMES = {
-    str: "text",
-    int: "a whole number",
-    float: "a finite number",
-    bool: "true or false",
-    dict: "an object",
-    list: "a list",
-}
 REQUIRED = object()  # default of JsonObject.take: the key must be present
 
 
 class JsonError(UserError):
-    """Raised if a JSON file cannot be read, or has a value of another type than expected. The message names the file,
-    the key, the value and the expected type."""
+    """Raised if a JSON file cannot be read, or has a value of an unexpected type. The message names file and key."""
 
 
 class JsonObject(dict):
@@ -47,13 +37,15 @@ class JsonObject(dict):
         """
         value = self.get(key)
         name = self.place + key
-        if value is not None and has_kind(value, kind):
-            return locate(value, self.path, name)
-        if value is not None:
-            raise JsonError(f"{self.path}: {name} = {shorten(value)}, but it must be {name_kind(kind)}")
-        if default is REQUIRED:
-            raise JsonError(f"{self.path}: the key {name} is missing; it must be {name_kind(kind)}")
-        return default
+        if value is None and default is not REQUIRED:
+            return default
+        if not has_kind(value, kind):
+            found = "is missing" if value is None else f"= {shorten(value)}"
+            expected = kind.__name__ if type(kind) is type else kind
+            raise JsonError(f"{self.path}: {name} {found}; it must be {expected}")
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return [JsonObject(self.path, item, f"{name}[{n}].") for n, item in enumerate(value)]
+        return JsonObject(self.path, value, f"{name}.") if isinstance(value, dict) else value
 
 
 def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
@@ -73,9 +65,7 @@ def parse_json(content: bytes, path: Path) -> JsonObject:
     """Return the object in the content of a JSON file. `path` is for messages. Raises JsonError."""
     try:
         value = json.loads(content)
-    except RecursionError:
-        raise JsonError(f"{path} is not JSON that can be read: it is nested too deeply") from None
-    except ValueError as error:  # also a UnicodeDecodeError
+    except (ValueError, RecursionError) as error:
         raise JsonError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise JsonError(f"{path} must hold an object {{...}}, but it is {shorten(value)}")
@@ -87,38 +77,16 @@ def has_kind(value: Any, kind: Any) -> bool:
     outer, inner = get_origin(kind), get_args(kind)
     if outer is UnionType:
         return any(has_kind(value, each) for each in inner)
-    if outer is list:
-        return isinstance(value, list) and all(has_kind(item, inner[0]) for item in value)
-    if outer is dict:
-        return isinstance(value, dict) and all(has_kind(item, inner[1]) for item in value.values())
-    if kind is float:
-        return type(value) in (int, float) and isfinite(value)
-    return type(value) is kind
+    if outer in (list, dict):
+        items = value.values() if isinstance(value, dict) else value
+        return isinstance(value, outer) and all(has_kind(item, inner[-1]) for item in items)
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
-def name_kind(kind: Any) -> str:
-    """Return words for a type: "a list, each a whole number"."""
-    outer, inner = get_origin(kind), get_args(kind)
-    if outer is UnionType:
-        return " or ".join(name_kind(each) for each in inner)
-    if outer is None:
-        return JSON_NAMES[kind]
-    return f"{JSON_NAMES[outer]}, each value {name_kind(inner[-1])}"
-
-
-def locate(value: Any, path: Path, name: str) -> Any:
-    """Return a JSON value with JsonObject in place of each dict, which knows the keys that lead to it."""
-    if isinstance(value, dict):
-        return JsonObject(path, value, f"{name}.")
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [locate(item, path, f"{name}[{number}]") for number, item in enumerate(value)]
-    return value
-
-
-def shorten(value: Any, longest: int = 60) -> str:
-    """Return a JSON value as text, cut after `longest` characters."""
+def shorten(value: Any) -> str:
+    """Return the first characters of a JSON value."""
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= longest else f"{text[:longest]}..."
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def import_extra(name: str, extra: str) -> ModuleType:

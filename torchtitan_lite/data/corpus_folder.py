@@ -26,7 +26,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_lite.config.files import JsonObject, read_json
+from torchtitan_lite.config.files import read_json
 from torchtitan_lite.config.messages import Problem, UserError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -86,40 +86,28 @@ def dump_manifest(manifest: CorpusManifest) -> str:
 
 def read_manifest(folder: Path) -> CorpusManifest:
     """Read the manifest and compare it with the size of every file. Raises CorpusError."""
+    path = folder / MANIFEST
+    if not folder.exists():
+        remedy = f"Write it: python -m torchtitan_lite prepare FILES --out {shlex.quote(str(folder))}"
+        raise CorpusError(f"there is no folder {folder.absolute()}, and nothing is downloaded", remedy)
+    if not path.exists():
+        remedy = f"Prepare its files: python -m torchtitan_lite prepare {shlex.quote(str(folder))} --out NEW_FOLDER"
+        raise CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
     try:
-        manifest = parse_manifest(read_json(folder / MANIFEST))
+        file = read_json(folder / MANIFEST)
+        found = file.take("format", int)
+        if found != FORMAT:
+            raise ValueError(f"its format is {found}, but this version reads {FORMAT}")
+        splits = {name: Split(**split) for name, split in file.take("splits", dict[str, dict]).items()}
+        manifest = CorpusManifest(**{**file, "splits": splits})
         sizes = manifest.list_sizes()
-    except KeyError as error:
-        raise CorpusError(
-            f"{folder} is not a prepared corpus: {MANIFEST} names the unknown file or type {error}"
-        ) from None
-    except ValueError as error:
-        raise CorpusError(f"{folder} is not a prepared corpus: {error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorpusError(f"{folder} is not a prepared corpus: {MANIFEST}: {error}") from None
     for name, n_bytes in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != n_bytes:
             raise CorpusError(f"{folder / name} has {found or 'no'} bytes, but the manifest says {n_bytes}")
     return manifest
-
-
-def parse_manifest(file: JsonObject) -> CorpusManifest:
-    """Return the content of manifest.json. Raises JsonError, or ValueError for another format."""
-    found = file.take("format", int)
-    if found != FORMAT:
-        raise ValueError(f"its format is {found}, but this version reads {FORMAT}")
-    splits = {}
-    objects = file.take("splits", dict)
-    for name in objects:
-        split = objects.take(name, dict)
-        splits[name] = Split(
-            n_tokens=split.take("n_tokens", int),
-            n_documents=split.take("n_documents", int),
-            n_targets=split.take("n_targets", int),
-            n_text_bytes=split.take("n_text_bytes", int),
-            sha256=dict(split.take("sha256", dict[str, str])),
-            largest_id=split.take("largest_id", int, None),
-        )
-    return CorpusManifest(file.take("dtype", str), file.take("tokenizer", str), splits)
 
 
 def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
@@ -172,11 +160,21 @@ DOWNLOADS = DATASETS.keys() - {"python_stdlib"}  # these use training.dataset_pa
 VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
 
+def list_files(name: str, dataset_path: str) -> list[Path]:
+    """Return the files of a named corpus. Raises CorpusError if there are none."""
+    files = DATASETS[name](dataset_path)
+    if not files:
+        raise CorpusError(
+            f"the function of {name} lists no files", "Correct its row in data/corpus_folder.py: DATASETS"
+        )
+    return files
+
+
 def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
     """Return the folder of a corpus. A named corpus has a folder per tokenizer and set of files. Raises CorpusError."""
     if name not in DATASETS:
         return Path(name)
-    stats = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in DATASETS[name](dataset_path)]
+    stats = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in list_files(name, dataset_path)]
     content = repr([FORMAT, tokenizer.fingerprint, *stats]).encode()
     return cache_folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
 
@@ -216,7 +214,7 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
     for key, name, split, dataset_path in list_corpora(config):
         try:
             if name in DATASETS:
-                DATASETS[name](dataset_path)
+                list_files(name, dataset_path)
             else:
                 read_split(Path(name), split, tokenizer)
         except CorpusError as error:

@@ -29,6 +29,7 @@ from pathlib import Path
 import tiktoken
 
 from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.files import import_extra, parse_json, read_json, refuse_pointer
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data.vocabulary import (
@@ -36,7 +37,7 @@ from torchtitan_lite.data.vocabulary import (
     SPECIAL_TOKENS,
     BytePairs,
     find_bos,
-    find_eos,
+    find_eos_id,
     find_eos_name,
     list_configured_tokens,
     parse_tokenizer_model,
@@ -106,6 +107,7 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     path = find_tokenizer(hf_assets_path)
     if path is None:
         why = f"there is no {' or '.join(IN_FOLDER[:2])} in {Path(hf_assets_path).absolute()}"
+        why = explain_hub_name(hf_assets_path) or why
         raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)])
     try:
         refuse_pointer(path)
@@ -197,7 +199,8 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
         content = json.dumps(file).encode()
     added_ids = {token["content"]: token["id"] for token in added}
     ids = vocab | added_ids
-    bos_id, eos_id = ids.get(find_bos(file)), find_eos(path.parent, eos, ids)
+    bos_id = ids.get(find_bos(file))
+    eos_id = find_eos_id(path.parent) if eos is None else ids[eos]
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("decoder"))
     bytes_of_id = {id: spell_token(token, is_byte_level=is_byte_level) for token, id in vocab.items()}
     pairs = read_byte_level_bpe(file)

@@ -120,10 +120,7 @@ def find_bos(file: dict) -> str | None:
 def list_configured_tokens(
     config: JsonObject, eos: str | None, vocab: dict[str, int], added: list[JsonObject]
 ) -> list[dict]:
-    """Return the tokens of tokenizer_config.json that tokenizer.json lacks, with the ids that transformers gives them.
-
-    They are `added_tokens_decoder`, and `eos` if no other place has it.
-    """
+    """Return the tokens of tokenizer_config.json that tokenizer.json lacks, with ids as in transformers."""
     known = {token["content"] for token in added}
     next_id = max([len(vocab), *(token["id"] + 1 for token in added)])
     decoder = config.take("added_tokens_decoder", dict, {})
@@ -137,17 +134,16 @@ def list_configured_tokens(
             continue
         known.add(content)
         is_special = token.take("special", bool, False)
-        id = vocab.get(content, next_id)
-        next_id += id == next_id
-        flags = {flag: token.take(flag, bool, False) for flag in ("single_word", "lstrip", "rstrip")}
-        normalized = token.take("normalized", bool, not is_special)
-        found.append({"id": id, "content": content, "special": is_special, "normalized": normalized, **flags})
+        flags = {"special": is_special, "normalized": not is_special}
+        flags |= {"single_word": False, "lstrip": False, "rstrip": False}
+        found.append({**flags, **token, "id": vocab.get(content, next_id)})
+        next_id += content not in vocab
     return found
 
 
 def find_eos_name(folder: Path, config: JsonObject) -> str | None:
-    """Return eos_token of a tokenizer, or None. As in transformers, special_tokens_map.json overrides
-    tokenizer_config.json unless the latter has added_tokens_decoder."""
+    """Return eos_token, or None. As in transformers, special_tokens_map.json comes first, unless tokenizer_config.json
+    has added_tokens_decoder."""
     files = [read_json(folder / SPECIAL_MAP, may_be_missing=True), config]
     if "added_tokens_decoder" in config:
         files.reverse()
@@ -158,17 +154,14 @@ def find_eos_name(folder: Path, config: JsonObject) -> str | None:
     return None
 
 
-def find_eos(folder: Path, name: str | None, ids: dict[str, int]) -> int:
-    """Return the id of the token that ends a document: `name`, or eos_token_id of the model. Raises ValueError."""
-    if name is not None:
-        return ids[name]
-    for file in MODEL_CONFIGS:
-        eos = read_json(folder / file, may_be_missing=True).take("eos_token_id", int | list[int], None)
-        eos = eos[0] if isinstance(eos, list) and eos else eos
-        if eos in ids.values():
-            return eos
-    why = f"{CONFIG} and {SPECIAL_MAP} have no eos_token, and {' and '.join(MODEL_CONFIGS)} no eos_token_id"
-    raise ValueError(f"{why}: it is unknown what ends a document")
+def find_eos_id(folder: Path) -> int:
+    """Return eos_token_id of the model in the same folder, the first if there are several. Raises ValueError."""
+    for name in MODEL_CONFIGS:
+        eos = read_json(folder / name, may_be_missing=True).take("eos_token_id", int | list[int], None)
+        if eos is not None:
+            return eos[0] if isinstance(eos, list) else eos
+    why = f"{CONFIG} and {SPECIAL_MAP} in the same folder have no eos_token, which ends a document"
+    raise ValueError(f"{why}, and {' and '.join(MODEL_CONFIGS)} have no eos_token_id")
 
 
 def spell_token(token: str, *, is_byte_level: bool) -> bytes:

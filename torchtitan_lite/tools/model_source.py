@@ -27,6 +27,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_model_args
 from torchtitan_lite.checkpoint.storage import OpenCheckpoint, open_checkpoint
+from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError, UserError
@@ -74,6 +75,8 @@ def find_checkpoint(path: Path) -> Path:
     for folder in (path, path / "checkpoint"):
         if steps := find_steps(folder):
             return folder / f"step-{steps[-1]}"
+    if why := explain_hub_name(path):
+        raise SourceError(f"{why}. Then name that folder.")
     why = "has neither a checkpoint nor a Hugging Face model" if path.is_dir() else "is not a folder"
     runs = sorted(str(folder.parent) for folder in Path("outputs").glob("*/checkpoint") if find_steps(folder))
     remedy = f"Existing runs: {', '.join(runs[:5])}" if runs else "A run with --checkpoint.enable saves checkpoints"

@@ -6,20 +6,21 @@ import json
 import os
 import shlex
 import sys
-from collections import Counter
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 
 from torchtitan_lite.config.files import find_damage
-from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, CorpusManifest, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import SHIPPED
 from torchtitan_lite.tools.corpora.named import prepare_dataset
-from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
-from torchtitan_lite.tools.corpora.text_files import PreparationError, describe_skipped, find_files
+from torchtitan_lite.tools.corpora.prepare import BAD_ROWS, CONVERSATIONS, PrepareSettings, prepare
+from torchtitan_lite.tools.corpora.text_files import Batch, PreparationError, find_files
+
+SHARE = 0.01  # default of --validation-share
+TAIL = 0.1  # the same for a single text
 
 
 def main(options: argparse.Namespace) -> int:
@@ -29,9 +30,12 @@ def main(options: argparse.Namespace) -> int:
             return check(options.check)
         output = prepare_named(options) if options.dataset else run(options)
     except OSError as error:  # for example a full disk
-        print(f"The corpus could not be written: {error}", file=sys.stderr)
+        print(f"The corpus could not be made: {error}", file=sys.stderr)
         return 1
-    print(output)
+    try:
+        print(output, flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has ended; the corpus is complete
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -51,9 +55,13 @@ def run(options: argparse.Namespace) -> str:
     if options.validation:
         validation_files, _ = find_files(options.validation, options.suffix)
     files, skipped = find_files(options.inputs, options.suffix, known=validation_files)
+    share = options.validation_share
+    tail = 0.0
+    if len(files) == 1 and not validation_files and Batch(files[0], 1, []).is_text:
+        tail = TAIL if share is None else share
     settings = PrepareSettings(
-        assets="" if options.train_tokenizer else str(load_tokenizer(options.tokenizer or SHIPPED).path),
-        validation_share=options.validation_share,
+        assets=str(load_tokenizer(options.tokenizer or SHIPPED).path),
+        validation_share=SHARE if share is None else share,
         column=None if options.chat else options.text_column or "text",
         is_chat=options.chat,
         chat_column=options.text_column,
@@ -61,24 +69,16 @@ def run(options: argparse.Namespace) -> str:
         skip_bad=options.skip_bad,
         folder=os.path.commonpath([path.absolute().parent for path in files]),
         encoding=codecs.lookup(options.encoding).name,
+        tail=tail,
+        validation_files=frozenset(validation_files),
         train_tokenizer=options.train_tokenizer or 0,
     )
-    processes = options.processes
-    made = prepare(files, options.out, settings, n_processes=processes, validation_files=validation_files)
-    numbers = {
-        "folder": str(options.out),
-        "files": len(files) + len(validation_files),
-        "files_left_out": skipped.total(),
-        "left_out": dict(skipped),
-        "bad_rows": made.counts.n_bad,
-        "first_bad_row": made.counts.first_bad,
-        "dialects": dict(made.counts.dialects),
-        "empty_documents": made.counts.n_empty,
-        "unknown_tokens": made.counts.n_unknown,
-        "validation": made.split,
-        **asdict(made.manifest),
-    }
-    return json.dumps(numbers) if options.json else describe(numbers, skipped, suggest_command(options, made.manifest))
+    files += validation_files
+    made = prepare(files, options.out, settings, n_processes=options.processes)
+    skipped += made.skipped
+    numbers = {"folder": str(options.out), "files": len(files), "validation": made.validation, "skipped": dict(skipped)}
+    numbers |= {"bad_rows": skipped[BAD_ROWS], "first_bad_row": made.first_bad, **asdict(made.manifest)}
+    return json.dumps(numbers) if options.json else describe(numbers, suggest_command(options, made.manifest))
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -98,24 +98,19 @@ def check_options(options: argparse.Namespace) -> None:
         raise PreparationError(f"--encoding: {error}. Use a name of Python, such as cp1252 or utf-16-le") from None
 
 
-def describe(numbers: dict, skipped: Counter[str], command: str) -> str:
+def describe(numbers: dict, command: str) -> str:
     """Describe the new corpus, and the command that trains on it."""
     lines = [f"{numbers['folder']} is complete, from {numbers['files']:,} files:"]
     for name, split in numbers["splits"].items():
         figures = f"{split['n_tokens']:,} tokens in {split['n_documents']:,} documents"
         figures += f", {split['n_targets']:,} of these tokens are targets" if split["n_targets"] else ""
         lines.append(f"  {name:10} {figures}; {split['n_text_bytes'] / split['n_tokens']:.2f} bytes per token")
-    for dialect, n in numbers["dialects"].items():
-        lines.append(f"  chat       {n:,} conversations in the dialect {dialect}")
     lines.append(f"  split      validation is {numbers['validation']}")
-    if skipped:
-        lines.append(f"  left out   files: {describe_skipped(skipped)}. --suffix .x reads more kinds")
-    if numbers["empty_documents"]:
-        lines.append(f"  left out   {numbers['empty_documents']:,} empty documents")
+    for reason, n in numbers["skipped"].items():
+        label = "chat" if reason.startswith(CONVERSATIONS) else "left out"
+        lines.append(f"  {label:10} {n:,} {reason}")
     if numbers["bad_rows"]:
-        lines.append(f"  skipped    {numbers['bad_rows']:,} bad rows; the first is {numbers['first_bad_row']}")
-    if numbers["unknown_tokens"]:
-        lines.append(f"  unknown    {numbers['unknown_tokens']:,} tokens stand for text that the tokenizer lacks")
+        lines.append(f"             the first bad row is {numbers['first_bad_row']}")
     return "\n".join([*lines, f"Train on it: {command}"])
 
 
@@ -126,10 +121,9 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
     if list(Path(tokenizer).glob("*.safetensors")):
         words[1:1] = ["--config", "finetune", "--checkpoint.initial_load_path", tokenizer]
     else:
-        n_rows = max(FLAVORS["debug"].vocab_size, ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64)
-        words += (
-            ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)] if tokenizer != SHIPPED else []
-        )
+        if tokenizer != SHIPPED:
+            n_rows = ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64
+            words += ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)]
         words += ["--job.dump_folder", f"outputs/{options.out.name}"]  # outputs/debug may have a run on another corpus
     if "validation" not in manifest.splits:
         words.append("--validation.no_enable")
