@@ -16,7 +16,7 @@ from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, 
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import SHIPPED
 from torchtitan_lite.tools.corpora.named import prepare_dataset
-from torchtitan_lite.tools.corpora.prepare import BAD_ROWS, CONVERSATIONS, PrepareSettings, prepare
+from torchtitan_lite.tools.corpora.prepare import BAD_ROWS, PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import Batch, PreparationError, find_files
 
 SHARE = 0.01  # default of --validation-share
@@ -41,6 +41,8 @@ def main(options: argparse.Namespace) -> int:
 
 def prepare_named(options: argparse.Namespace) -> str:
     """Prepare a corpus of DATASETS, and return its folder."""
+    if options.inputs or options.out or options.validation or options.train_tokenizer:
+        raise PreparationError("--dataset prepares a corpus of this name alone. Leave out other inputs and --out")
     if options.dataset not in DATASETS:
         raise PreparationError(f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}")
     tokenizer = load_tokenizer(options.tokenizer or SHIPPED)
@@ -75,9 +77,9 @@ def run(options: argparse.Namespace) -> str:
     )
     files += validation_files
     made = prepare(files, options.out, settings, n_processes=options.processes)
-    skipped += made.skipped
-    numbers = {"folder": str(options.out), "files": len(files), "validation": made.validation, "skipped": dict(skipped)}
-    numbers |= {"bad_rows": skipped[BAD_ROWS], "first_bad_row": made.first_bad, **asdict(made.manifest)}
+    counts = {f"files left out: {reason}": n for reason, n in skipped.items()} | made.counts
+    numbers = {"folder": str(options.out), "files": len(files), "validation": made.validation, "counts": counts}
+    numbers |= {"bad_rows": made.counts[BAD_ROWS], "first_bad_row": made.first_bad, **asdict(made.manifest)}
     return json.dumps(numbers) if options.json else describe(numbers, suggest_command(options, made.manifest))
 
 
@@ -106,11 +108,10 @@ def describe(numbers: dict, command: str) -> str:
         figures += f", {split['n_targets']:,} of these tokens are targets" if split["n_targets"] else ""
         lines.append(f"  {name:10} {figures}; {split['n_text_bytes'] / split['n_tokens']:.2f} bytes per token")
     lines.append(f"  split      validation is {numbers['validation']}")
-    for reason, n in numbers["skipped"].items():
-        label = "chat" if reason.startswith(CONVERSATIONS) else "left out"
-        lines.append(f"  {label:10} {n:,} {reason}")
+    for reason, n in numbers["counts"].items():
+        lines.append(f"  {n:,} {reason}")
     if numbers["bad_rows"]:
-        lines.append(f"             the first bad row is {numbers['first_bad_row']}")
+        lines.append(f"  the first bad row is {numbers['first_bad_row']}")
     return "\n".join([*lines, f"Train on it: {command}"])
 
 
