@@ -164,11 +164,7 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     ("--training.dataset_weights=-1", "training.dataset_weights"),
     ("--training.dataset_path file", "training.dataset_path"),  # the named corpus reads none
     ("--model.hf_assets_path nowhere", "model.hf_assets_path"),
-<<<<<<< HEAD
     ("--model.vocab_size 2000", "model.vocab_size"),
-=======
-    ("--model.vocab_size 2049", "model.vocab_size"),
->>>>>>> text
     ("--job.dump_folder file/run", "job.dump_folder"),
     ("--training.cache_folder file", "training.cache_folder"),
     ("--checkpoint.folder /", "checkpoint.folder"),  # job.overwrite would empty it

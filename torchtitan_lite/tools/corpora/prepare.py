@@ -264,7 +264,7 @@ def list_documents(
             if chat:
                 dialect, conversation = read_conversation(text, settings.chat_column)
                 text, turns = chat.render(conversation, only_last_turn=settings.only_last_turn)
-                skipped[f"conversations in the dialect {dialect}, written by {chat.name}"] += 1
+                counts[f"conversations in the dialect {dialect}, written by {chat.name}"] += 1
             elif not isinstance(text, str):
                 raise ValueError(f"its {settings.column!r} is not a string: {text!r:.60}")
             text.encode()  # raises for half of a surrogate pair, which JSON may contain
