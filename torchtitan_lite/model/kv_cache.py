@@ -87,7 +87,7 @@ class CachedModel:
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
-        assert 0 < length <= self.length, f"{length} of {self.length} tokens"
+        assert 0 <= length <= self.length, f"{length} of {self.length} tokens"
         for attention in self.attentions:
-            attention.cache = attention.cache[:, :, :, :length]
+            attention.cache = attention.cache[:, :, :, :length] if length else None
         self.length = length

@@ -66,6 +66,8 @@ def run(options: argparse.Namespace) -> str:
         validation_share=SHARE if share is None else share,
         column=None if options.chat else options.text_column or "text",
         is_chat=options.chat,
+        chat_column=options.text_column,
+        only_last_turn=options.only_last_turn,
         skip_bad=options.skip_bad,
         folder=os.path.commonpath([path.absolute().parent for path in files]),
         encoding=codecs.lookup(options.encoding).name,

@@ -30,7 +30,8 @@ from torchtitan_lite.config.files import hash_file
 from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.faults.orphans import end_with_parent
-from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
+from torchtitan_lite.tools.corpora.chat import ChatFormat, mark_targets, read_chat_format
+from torchtitan_lite.tools.corpora.dialects import read_conversation
 from torchtitan_lite.tools.corpora.text_files import Batch, MissingField, PreparationError, read_batches
 from torchtitan_lite.tools.corpora.train_tokenizer import train_tokenizer
 
@@ -53,6 +54,8 @@ class PrepareSettings:
     validation_share: float = 0.01  # fraction of the documents
     column: str | None = "text"  # field of a JSON line, or column of a table; None: whole rows, for conversations
     is_chat: bool = False
+    chat_column: str | None = None  # column with the messages; None: by dialect
+    only_last_turn: bool = False  # of a conversation
     skip_bad: bool = False  # count a row without text instead of raising
     folder: str = ""  # file paths relative to this folder determine the split
     encoding: str = "utf-8"  # of text files without a byte order mark
@@ -238,8 +241,8 @@ def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Doc
         for split, text in split_document(settings, batch, document):
             documents = made.setdefault(split, Documents(array(typecode)))
             if chat:
-                ids, starts = tokenizer.encode_special(text)
-                documents.targets += bytes(any(start in turn for turn in turns) for start in starts)
+                ids, ends = tokenizer.encode_special(text)
+                documents.targets += mark_targets(ends, turns)
             else:
                 ids = tokenizer.encode(text, bos=True, eos=True)
             documents.tokens.extend(ids)
@@ -261,7 +264,9 @@ def list_documents(
         try:
             text, turns = batch.parse(row, settings.column), []
             if chat:
-                text, turns = chat.render(text.get("messages", text.get("conversations")))
+                dialect, conversation = read_conversation(text, settings.chat_column)
+                text, turns = chat.render(conversation, only_last_turn=settings.only_last_turn)
+                counts[f"conversations in the dialect {dialect}, written by {chat.name}"] += 1
             elif not isinstance(text, str):
                 raise ValueError(f"its {settings.column!r} is not a string: {text!r:.60}")
             text.encode()  # raises for half of a surrogate pair, which JSON may contain
