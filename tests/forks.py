@@ -82,7 +82,7 @@ QK_NORM = '''"""Llama 3 with a norm over each head of queries and keys."""
 
 from dataclasses import replace
 
-from torchtitan_lite.model.llama3 import Llama3
+from torchtitan_lite.models.llama3.modules import Llama3
 
 
 class Llama3QKNorm(Llama3):

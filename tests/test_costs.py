@@ -207,7 +207,7 @@ def test_backward_collectives_bear_the_line_and_module_of_their_forward():
     assert phases["forward", "all-gather"] == phases["forward", "reduce-scatter"] == 2
     assert phases["backward", "reduce-scatter"] == phases["backward", "all-gather"] == 2
     assert phases["recompute", "all-gather"] == 2
-    assert all(call.site.line.startswith("model/llama3.py:") for call in of_layer)
+    assert all(call.site.line.startswith("models/llama3/modules.py:") for call in of_layer)
 
 
 def test_an_extra_collective_in_the_step_is_in_the_dry_run_with_its_line():

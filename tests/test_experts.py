@@ -13,12 +13,14 @@ from torch import Tensor
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.expert_balance import describe_load
-from torchtitan_lite.config.flavors import MoEArgs
+from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.schema import Checkpoint, Model
 from torchtitan_lite.model.kv_cache import CachedModel
-from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.model.moe import MoE, list_moes
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.parallel.initial_weights import fill_tensor
 
 RATE = "training.expert_bias_rate"
 MOE = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 48, "model.head_dim": 8}
@@ -181,7 +183,7 @@ def test_a_cache_gives_the_logits_of_the_whole_text():
     args = replace(args, qk_norm=True, moe=replace(args.moe, n_shared_experts=1))
     model, tokens = Llama3(args), torch.randint(args.vocab_size, (9,)).tolist()
     for fqn, parameter in model.named_parameters():
-        init_parameter(fqn, parameter.data, args, torch.Generator().manual_seed(len(fqn)))
+        fill_tensor(parameter.data, list_parameters(args)[fqn], torch.Generator().manual_seed(len(fqn)))
     with torch.inference_mode():
         expected = model(torch.tensor([tokens]), positions=torch.arange(9)[None])[0, -1]
     cached = CachedModel(model)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools.model_source import build_model, open_source

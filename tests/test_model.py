@@ -8,10 +8,11 @@ from their_llama import make_their_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.model.head import IGNORE_INDEX
-from torchtitan_lite.model.llama3 import Llama3, init_parameter, rotary_angles
 from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.model.rotary import rotary_angles
+from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 PLAIN = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=128)
@@ -37,7 +38,7 @@ MOES = [name for name, args in FLAVORS.items() if args.moe]
 
 def build_ours(args: ModelArgs) -> Llama3:
     model = Llama3(args)
-    initialize_weights(model, init_parameter, seed=1)
+    initialize_weights(model, seed=1)
     with torch.no_grad():  # norms of 1 would hide a norm that is left out
         for index, parameter in enumerate(model.parameters()):
             if parameter.dim() == 1:
@@ -173,7 +174,7 @@ def test_initial_weights_depend_on_seed_and_name_only():
     models = {}
     for name, seed, n_layers in (("a", 0, 2), ("b", 0, 4), ("c", 1, 2)):
         model = Llama3(replace(PLAIN, n_layers=n_layers))
-        initialize_weights(model, init_parameter, seed)
+        initialize_weights(model, seed)
         models[name] = dict(model.named_parameters())
     wq = "layers.1.attention.wq.weight"
     assert torch.equal(models["a"][wq], models["b"][wq])  # another depth, the same name
@@ -183,7 +184,7 @@ def test_initial_weights_depend_on_seed_and_name_only():
 
 def test_initial_weights_have_the_spread_that_the_rule_says():
     model = Llama3(replace(PLAIN, dim=256, ffn_dim=512))
-    initialize_weights(model, init_parameter, seed=0)
+    initialize_weights(model, seed=0)
     spread = {fqn: parameter.std().item() for fqn, parameter in model.named_parameters() if parameter.dim() == 2}
     cut = 0.9933  # of a normal distribution cut off (by clamping) at three standard deviations
     assert spread["layers.0.attention.wq.weight"] == pytest.approx(0.02 * cut, rel=0.03)

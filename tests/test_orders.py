@@ -7,10 +7,10 @@ import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.schedule import Action, find_deadlock, find_missing_action
 from torchtitan_lite.config.schema import Config, Parallelism, Training
+from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.tools.plan.orders import Order, list_order
 from torchtitan_lite.tools.plan.timeline import (
     Timeline,

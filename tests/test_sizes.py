@@ -5,15 +5,14 @@ import torch
 import torch.distributed.pipelining as pipelining
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan_lite.build import MODELS
 from torchtitan_lite.components.optim import BUILDERS
-from torchtitan_lite.config.block import BLOCKS, count_flops_per_token, count_parameters
+from torchtitan_lite.config.block import count_flops_per_token, count_parameters
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
-from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Model
-from torchtitan_lite.model import llama3
-from torchtitan_lite.model.llama3 import Llama3
+from torchtitan_lite.model.attention import ATTENTION_MODULES
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.parallel.context_parallel import CONTEXT_ATTENTIONS
 
 # As the published checkpoints hold them: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, Mixtral v0.1, Qwen3.
@@ -29,6 +28,13 @@ PUBLISHED_PARAMETERS = {
     "debug_moe": 1_971_328,
     "Mixtral-8x7B": 46_702_792_704,
     "Mixtral-8x22B": 140_620_634_112,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-1.7B": 1_720_574_976,
     "Qwen3-4B": 4_022_468_096,
@@ -89,7 +95,6 @@ def test_a_number_beside_the_flavor_overrides_its_row_and_a_new_width_gets_a_hea
 
 def test_rows_and_code_name_the_same_choices():
     assert OPTIMIZERS.keys() == BUILDERS.keys()
-    assert BLOCKS.keys() == MODELS.keys()
-    assert ATTENTIONS.keys() == llama3.ATTENTION_MODULES.keys()
+    assert ATTENTIONS.keys() == ATTENTION_MODULES.keys()
     assert {(name, method) for name, row in ATTENTIONS.items() for method in row.under_cp} == CONTEXT_ATTENTIONS.keys()
     assert all(pipelining.schedules.get_schedule_class(name) for name in SCHEDULES)

@@ -2,7 +2,7 @@
 
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.model_rows import ModelArgs
 
 
 def make_their_config(args: ModelArgs, **options) -> PreTrainedConfig:

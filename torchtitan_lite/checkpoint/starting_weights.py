@@ -12,8 +12,8 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, HuggingFaceError, read_published
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, parse_model_args, read_manifest
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 
 PATH = "checkpoint.initial_load_path"
@@ -59,8 +59,7 @@ def find_initial(config: Config) -> Weights | None:
     try:
         if not (path / CONFIG).is_file():
             return describe_checkpoint(path)
-        model_args = replace(open_folder(path).model_args, name=config.model.name)
-        return Weights(path, model_args, str(path.absolute()), read_published(path))
+        return Weights(path, open_folder(path).model_args, str(path.absolute()), read_published(path))
     except (HuggingFaceError, CheckpointError) as error:
         remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
         raise ConfigError([Problem(PATH, str(path), str(error), remedy)]) from None

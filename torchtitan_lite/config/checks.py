@@ -11,9 +11,9 @@ from math import gcd, prod
 
 from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim, list_linears, plan_float8
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
 from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schedule import find_csv_fault, splits_backward
 from torchtitan_lite.config.schema import Config, Model, get_value
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from torchtitan_lite.config.block import FLOAT8_BLOCK, plan_float8
+from torchtitan_lite.config.block import FLOAT8_BLOCK, list_linears, plan_float8
 from torchtitan_lite.config.schema import Compile, Float8
 from torchtitan_lite.model.float8_linear import E4M3, Float8Linear, Float8MatmulFunction, cast, choose_scale
 
@@ -37,14 +37,13 @@ aten = torch.ops.aten
 
 def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     """Replace the linear layers that plan_float8 selects with float8 layers (on meta)."""
-    linears = {fqn: module for fqn, module in part.named_modules() if type(module) is nn.Linear and module.bias is None}
-    sizes = {fqn: tuple(linear.weight.shape) for fqn, linear in linears.items()}
+    linears = {fqn: module for fqn, module in part.named_modules() if type(module) is nn.Linear}
+    sizes = {fqn: size for fqn, size in list_linears(part.model_args).items() if fqn in linears}
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
         old = linears[fqn]
+        options = {"recipe_name": section.recipe_name, "emulate": section.emulate, "bias": old.bias is not None}
         with torch.device(old.weight.device):
-            new = ParallelFloat8Linear(
-                old.in_features, old.out_features, recipe_name=section.recipe_name, emulate=section.emulate
-            )
+            new = ParallelFloat8Linear(old.in_features, old.out_features, **options)
         part.set_submodule(fqn, new)
 
 
@@ -53,11 +52,12 @@ class ParallelFloat8Linear(Float8Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N). TP replaces this method and multiplies by the local shard (tensor_parallel.py)."""
-        return self.multiply(x, self.weight)
+        return self.multiply(x, self.weight, self.bias)
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         held = (weight.data8, weight.scale) if isinstance(weight, Float8GatheredWeight) else (None, None)
-        return Float8MatmulFunction.apply(x, weight, *held, self.recipe_name, self.emulate)
+        product = Float8MatmulFunction.apply(x, weight, *held, self.recipe_name, self.emulate)
+        return product if bias is None else product + bias
 
 
 # ---------------------------------------------------------------- weights gathered in float8

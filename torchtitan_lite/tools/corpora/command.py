@@ -11,8 +11,8 @@ from math import ceil
 from pathlib import Path
 
 from torchtitan_lite.config.files import find_damage
-from torchtitan_lite.config.flavors import FLAVORS
-from torchtitan_lite.config.schema import Training
+from torchtitan_lite.config.layout import find_row
+from torchtitan_lite.config.schema import Model, Training
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, CorpusError, CorpusManifest, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import SHIPPED
@@ -81,7 +81,7 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
     if list(Path(tokenizer).glob("*.safetensors")):
         words[1:1] = ["--config", "finetune", "--checkpoint.initial_load_path", tokenizer]
     else:
-        n_rows = max(FLAVORS["debug"].vocab_size, ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64)
+        n_rows = max(find_row(Model()).vocab_size, ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64)
         words += (
             ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)] if tokenizer != SHIPPED else []
         )

@@ -22,8 +22,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model import attention, moe
 from torchtitan_lite.model.batch import Batch

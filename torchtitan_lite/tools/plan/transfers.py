@@ -117,8 +117,8 @@ class Traffic:
         self.add(tp, "all-gather", n_passes * gathers, w.hidden_bytes)
         self.add(tp, "reduce-scatter", n_passes * scatters, w.hidden_bytes)
         # A norm on a tp rank saw a shard of the sequence or of the heads, so its gradient is also reduced over tp.
-        for norm in kind.norms:
-            self.add(tp, "all-reduce", n_layers * w.n_reductions, norm.weight[0] * self.reduced_bytes)
+        for size in kind.summed_over_tp:
+            self.add(tp, "all-reduce", n_layers * w.n_reductions, size * self.reduced_bytes)
 
     def add_expert_parallel(self, kind: LayerKind, n_layers: int) -> None:
         """Add the calls over ep: counts and rows go to experts, results come back. Backward mirrors the last two."""

@@ -17,7 +17,6 @@ The steps:
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,13 +27,14 @@ from torch import Tensor, nn
 from torchtitan_lite import build
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
+from torchtitan_lite.config.block import Parameter
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.moe import MoE, list_moes
-from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.parallel.initial_weights import fill_tensor, initialize_weights
 
 CLIPPED, LEFT = 0.5, 2.0  # max_norm of a step, in units of its gradient norm
 STEPS = [(CLIPPED, 0.0), (LEFT, 0.0), (LEFT, math.nan), (LEFT, math.inf), (CLIPPED, 0.0)]  # (clip, spoiled_by)
@@ -108,13 +108,14 @@ def choose_positions(section: LRScheduler) -> list[int]:
 # ---------------------------------------------------------------- the model
 
 
-def init_leveled(init_parameter: Callable, fqn: str, full: Tensor, args, generator: torch.Generator) -> None:
-    """Initialize one parameter. Experts are larger and the embedding smaller, or experts would hardly matter."""
-    init_parameter(fqn, full, args, generator)
-    if fqn == "tok_embeddings.weight" and not args.tie_embeddings:
+def init_leveled(full: Tensor, entry: Parameter, generator: torch.Generator) -> None:
+    """Initialize one parameter. Experts are larger and a large embedding smaller, or experts would hardly matter."""
+    fill_tensor(full, entry, generator)
+    if entry.row.kind == "embedding" and entry.row.start == 1.0:
         full.mul_(0.05)
-    if full.dim() == 3:
-        full.mul_(max(1.0, 50 / math.sqrt(args.dim)))
+    if entry.row.kind == "experts":
+        dim = full.shape[2] if entry.row.name.endswith("w2") else full.shape[1]
+        full.mul_(max(1.0, 50 / math.sqrt(dim)))
 
 
 class PlainDocuments(nn.Module):
@@ -171,13 +172,14 @@ class PlainModel:
     """The model with its initial weights, and its MoE layers with the loads and ties of the last forward."""
 
     def __init__(self, config: Config, *, biases_decide: bool = False):
-        model_class, init_parameter = build.MODELS[config.model.name]
-        self.config, self.model = config, model_class(resolve_model(config.model), attention=config.model.attention)
+        args = resolve_model(config.model)
+        self.config = config
+        self.model = build.find_model_class(args.name)(args, attention=config.model.attention)
         if config.model.attention == "document":
             for name, module in self.model.named_modules():
                 if name.endswith("attention"):
                     module.inner = PlainDocuments()
-        initialize_weights(self.model, partial(init_leveled, init_parameter), config.debug.seed)
+        initialize_weights(self.model, config.debug.seed, fill=init_leveled)
         self.parameters = dict(self.model.named_parameters())
         loss = config.training.expert_balance_loss
         self.experts = {n: PlainExperts(m, n, loss, biases_decide=biases_decide) for n, m in list_moes(self.model)}

@@ -24,7 +24,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.schedule import splits_backward
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model.llama3 import rotary_angles
+from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.tools.verify.modules import cut_piece, list_microbatches
 from torchtitan_lite.tools.verify.plain import Inputs, PlainStep, run_plainly
 from torchtitan_lite.tools.verify.rank import (

@@ -60,8 +60,7 @@ def build_small_run(config: Config, world_size: int) -> build.Run:
     model_args = resolve_model(config.model)
     layout = plan_layout(config, model_args, world_size)
     resolved, mesh, device = resolve_config(config, layout, "cpu"), build_mesh(layout, "cpu"), torch.device("cpu")
-    init = partial(init_leveled, build.MODELS[config.model.name][1])
-    return build.build_run(resolved, model_args, layout, mesh, device, init)
+    return build.build_run(resolved, model_args, layout, mesh, device, init_leveled)
 
 
 def own_rows(run: build.Run, batch: Batch) -> Batch:
