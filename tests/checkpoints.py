@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
-from torchtitan_lite.checkpoint.load import restore_or_load
+from torchtitan_lite.checkpoint.load import Saved, restore
 from torchtitan_lite.checkpoint.manifest import Manifest
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
 from torchtitan_lite.checkpoint.storage import StorageWriter, open_checkpoint
@@ -66,15 +66,15 @@ def load_and_train(
     world_size: int,
     overrides: dict,
     folder: str,
-    step: int | None,
+    step: int,
     section: Checkpoint,
     saved_again: str | None = None,
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
     """Worker: return the same after loading a checkpoint, and its step. May save what it has loaded elsewhere."""
     run = compare.build_table_run(world_size, overrides)
     of_run = (run.saved, run.optimizer, run.lr_scheduler)
-    options = {"section": section, "group": dist.new_group(backend="gloo")}
-    step = restore_or_load(Path(folder), step or 1, *of_run, is_named=step is not None, **options)
+    group = dist.new_group(backend="gloo")
+    step = restore([Saved(step, Path(folder, f"step-{step}"), group)], *of_run, section=section, group=group).step
     state = whole_state(run)
     if saved_again:
         with make_saver(saved_again, section, run.optimizer) as saver:

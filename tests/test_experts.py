@@ -12,7 +12,7 @@ from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, PP, SCHEDULE, TP, TWO_L
 from torch import Tensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components.expert_balance import describe_load
+from torchtitan_lite.components.expert_balance import count_collapsed, describe_load
 from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.model_rows import MoEArgs
@@ -172,6 +172,15 @@ def test_the_load_of_a_logged_step_is_three_numbers():
     """16 tokens of two routes each; layer 0 is dense."""
     load = describe_load(make_loads([[0] * 4, [16, 8, 8, 0], [8, 8, 8, 8]], entropy=16 * 1.25), top_k=2)
     assert load == {"expert_max_over_mean": 2.0, "expert_dead_share": 0.125, "router_entropy": 1.25}
+
+
+def test_a_load_that_stays_on_one_expert_is_warned_of_once_with_keys(caplog):
+    args, n_collapsed = MoEArgs(n_experts=8, top_k=2, expert_ffn_dim=1), 0
+    even, uneven = [[4] * 8, [4] * 8], [[4] * 8, [12, 12, 2, 2, *[1] * 4]]
+    for step, rows in enumerate([uneven, uneven, even, uneven, uneven, uneven, uneven], 1):
+        n_collapsed = count_collapsed(step, describe_load(make_loads(rows), top_k=2), args, n_collapsed)
+    (warning,) = caplog.messages
+    assert warning.startswith("step 6: an expert gets 3.0 times the mean load of its layer")
 
 
 # ---------------------------------------------------------------- with the rest of the trainer

@@ -1,5 +1,6 @@
 """The single-device model against transformers': logits, every parameter's gradient, and routes."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,8 @@ FLAVORS = {
     "linear scaling": replace(PLAIN, rope_scaling=RopeScaling(2.5, kind="linear")),
     "head dim of its own": replace(PLAIN, head_dim=32),
     "one key/value head": replace(PLAIN, n_kv_heads=1),
+    "Qwen2": replace(PLAIN, qkv_bias=True, norm_eps=1e-6),
+    "Qwen2, tied": replace(PLAIN, qkv_bias=True, tie_embeddings=True),
     "Qwen3": replace(PLAIN, qk_norm=True, head_dim=24, norm_eps=1e-6),
     "Qwen3, tied": replace(PLAIN, qk_norm=True, tie_embeddings=True),
     "Mixtral": replace(PLAIN, ffn_dim=40, moe=MoEArgs(4, 2, 40)),
@@ -88,16 +91,16 @@ def to_theirs(tensors: dict[str, Tensor], args: ModelArgs) -> dict[str, Tensor]:
 
 
 def their_name(fqn: str) -> str:
-    module = fqn.removesuffix(".weight")
+    module, _, tensor = fqn.rpartition(".")
     if module.startswith("layers."):
         _, layer, inside = module.split(".", 2)
-        return f"model.layers.{layer}.{THEIR_NAMES[inside]}.weight"
-    return f"{THEIR_NAMES[module]}.weight"
+        return f"model.layers.{layer}.{THEIR_NAMES[inside]}.{tensor}"
+    return f"{THEIR_NAMES[module]}.{tensor}"
 
 
 def in_their_order(fqn: str, tensor: Tensor, args: ModelArgs) -> Tensor:
     """They turn the pairs (i, i + E/2) of a head, we (2i, 2i + 1): the rows of wq and wk stand in another order."""
-    if not fqn.endswith(("wq.weight", "wk.weight", "q_norm.weight", "k_norm.weight")):
+    if not re.search(r"\.(wq|wk|q_norm|k_norm)\.", fqn):
         return tensor
     return tensor.unflatten(0, (-1, args.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 

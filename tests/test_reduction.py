@@ -19,7 +19,8 @@ LAYERS_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 
 
 def read(*args: str) -> Config:
-    reading = read_config(["--config", *args])
+    # finetune names its model by an environment variable
+    reading = read_config(["--checkpoint.initial_load_path=", "--config", *args])
     assert reading.problems == []
     return reading.config
 

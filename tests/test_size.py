@@ -1,75 +1,94 @@
-"""Lines per room: a room fails above 1.1 times its budget, the trainer and the whole package above their sums."""
+"""Code tokens of each half: names, operators, numbers and strings, without docstrings and comments.
 
+A half above its limit has an idea too many. Take one out; do not write denser lines, because lines are free.
+Only `.ci/run` runs these tests, so a fork that grows does not fail. Python 3.11 counts: 3.12 splits f-strings.
+"""
+
+import ast
+import io
+import os
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
-TRAINER = {
-    "train.py": 235,
-    "torchtitan_lite": 880,
-    "torchtitan_lite/config": 2_000,
-    "torchtitan_lite/model": 950,
-    "torchtitan_lite/parallel": 2_170,
-    "torchtitan_lite/data": 900,
-    "torchtitan_lite/checkpoint": 1_300,
-    "torchtitan_lite/components": 1_210,
-    "torchtitan_lite/faults": 400,
-}
-TOOLS = {
-    "torchtitan_lite/tools": 1_430,  # 83 of them draw the pictures of plan and report
-    "torchtitan_lite/tools/corpora": 620,
-    "torchtitan_lite/tools/verify": 2_000,
-    "torchtitan_lite/tools/plan": 2_660,
-    "torchtitan_lite/tools/report": 400,
-    "torchtitan_lite/tools/bench": 400,
-    "torchtitan_lite/tools/faults": 450,
-}
-TESTS = {"tests": 13_650}
-BUDGETS = TRAINER | TOOLS | TESTS
+TRAINER = 68_900
+TOOLS = 67_800
+TESTS = 121_600
+CORPORA = 5_500  # a part of TOOLS
+
+pytestmark = [
+    pytest.mark.skipif("HOLD_SIZE" not in os.environ, reason="only .ci/run sets HOLD_SIZE"),
+    pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="limits hold for the tokens of Python 3.11"),
+]
 
 
-def count_lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
+def find_docstrings(source: str) -> set[int]:
+    """Return the numbers of all lines that belong to a docstring."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines.update(range(docstring.lineno, docstring.end_lineno + 1))
+    return lines
 
 
-def measure(room: str) -> int:
-    """Return the lines of a file, of a folder without its subfolders, or of all tests."""
-    path = REPOSITORY / room
-    files = [path] if path.is_file() else path.rglob("*.py") if room == "tests" else path.glob("*.py")
-    return sum(map(count_lines, files))
+def count_tokens(source: str) -> int:
+    """Return the number of code tokens of a file."""
+    docstrings = find_docstrings(source)
+    n_tokens = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in COUNTED and token.start[0] not in docstrings:
+            n_tokens += 1
+    return n_tokens
 
 
-@pytest.mark.parametrize("room", BUDGETS)
-def test_a_room_keeps_to_its_budget(room):
-    assert measure(room) <= 1.1 * BUDGETS[room]
+def list_files() -> list[str]:
+    """Return the Python files that git has, so that scratch files do not count."""
+    listing = subprocess.run(["git", "ls-files", "*.py"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return listing.stdout.splitlines()
 
 
-@pytest.mark.parametrize("rooms", [TRAINER, TRAINER | TOOLS, TESTS], ids=["trainer", "package", "tests"])
-def test_a_half_keeps_to_the_sum_of_its_budgets(rooms):
-    assert sum(map(measure, rooms)) <= sum(rooms.values())
+def measure(is_of_half) -> int:
+    """Return the code tokens of all files for which `is_of_half` is true."""
+    n_tokens = 0
+    for name in list_files():
+        if is_of_half(name):
+            n_tokens += count_tokens((REPOSITORY / name).read_text(encoding="utf-8"))
+    return n_tokens
 
 
-def test_every_file_of_the_package_belongs_to_a_room():
-    files = {path for path in (REPOSITORY / "torchtitan_lite").rglob("*.py")}
-    assert files == {
-        path for room in (TRAINER | TOOLS) if room != "train.py" for path in (REPOSITORY / room).glob("*.py")
-    }
+def is_tool(name: str) -> bool:
+    return name.startswith("torchtitan_lite/tools/")
 
 
-LIST_FILES = (
-    "import sys, train; print(*(getattr(module, '__file__', None) for module in sys.modules.values()), sep='\\n')"
+def is_test(name: str) -> bool:
+    return name.startswith("tests/")
+
+
+def is_trainer(name: str) -> bool:
+    return not is_tool(name) and not is_test(name)
+
+
+def is_corpora(name: str) -> bool:
+    return name.startswith("torchtitan_lite/tools/corpora/")
+
+
+@pytest.mark.parametrize(
+    "is_of_half, limit",
+    [(is_trainer, TRAINER), (is_tool, TOOLS), (is_test, TESTS), (is_corpora, CORPORA)],
+    ids=["trainer", "tools", "tests", "corpora"],
 )
+def test_a_half_keeps_to_its_tokens(is_of_half, limit):
+    assert 0 < measure(is_of_half) <= limit
 
 
-def test_train_py_loads_the_trainer_and_none_of_the_tools():
-    answer = subprocess.run([sys.executable, "-c", LIST_FILES], cwd=REPOSITORY, capture_output=True, text=True)
-    package = REPOSITORY / "torchtitan_lite"
-    files = [Path(file) for file in answer.stdout.split("\n")]
-    loaded = [file for file in files if package in file.parents or file == REPOSITORY / "train.py"]
-    assert package / "step.py" in loaded, answer.stderr
-    assert not [file for file in loaded if package / "tools" in file.parents]
-    assert sum(map(count_lines, loaded)) <= sum(TRAINER.values())
+def test_docstrings_and_comments_do_not_count():
+    source = '"""A file."""\n# a comment\ndef f(x):\n    """One."""\n    return x + 1  # more\n'
+    assert count_tokens(source) == len("def f ( x ) : return x + 1".split())

@@ -29,7 +29,8 @@ from torchtitan_lite.parallel.float8 import Float8AllGatherHook, gather_in_float
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule
+from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule, is_tied_inside
+from torchtitan_lite.parallel.tied_embeddings import TiedMatrix
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Run:
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     float8_weights: list[Float8AllGatherHook]  # weights whose scales are precomputed
     balance: ExpertBalance | None = None  # None: the model has no experts
+    tied: TiedMatrix | None = None  # None: no stage of this rank has a matrix that another stage has
 
     @property
     def saved(self) -> dict[str, Tensor]:
@@ -82,7 +84,7 @@ def materialize(parts: list[nn.Module], config: Config, device: torch.device, fi
     """
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
-        if part.model_args.tie_embeddings:  # to_empty made two tensors out of the shared one
+        if is_tied_inside(part):  # to_empty made two tensors out of the shared one
             part.output.weight = part.tok_embeddings.weight
         for _, moe in list_moes(part):
             moe.router.reset(device)
@@ -114,6 +116,12 @@ def start_run(
     materialize(parts, config, device, fill)
     float8_weights = gather_in_float8(parts, config.quantize.linear.float8, config.compile)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
+    tied = None
+    if layout.tied:
+        copy = parameters.pop("output.weight", None)
+        owner = parameters.get("tok_embeddings.weight")
+        if copy is not None or owner is not None:
+            tied = TiedMatrix(owner, copy, mesh.ends)
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
     if config.compile.enable and isinstance(optimizer, AdamWBFloat16):  # torch's own kernels need no compiler
         optimizer.compile(config.compile.backend)
@@ -130,5 +138,16 @@ def start_run(
     lr_scheduler = build_lr_scheduler(config.lr_scheduler, optimizer)
     balance = build_balance(parts, config.training, layout.global_batch_size, device) if layout.ep else None
     return Run(
-        config, layout, mesh, device, parts, parameters, optimizer, lr_scheduler, schedule, float8_weights, balance
+        config,
+        layout,
+        mesh,
+        device,
+        parts,
+        parameters,
+        optimizer,
+        lr_scheduler,
+        schedule,
+        float8_weights,
+        balance,
+        tied,
     )

@@ -16,7 +16,7 @@ from math import gcd, prod
 from torchtitan_lite.config.checks import check_layout, check_mesh, check_model, find_refused
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schedule import Stages, check_microbatches, find_csv_fault, place_stages, plan_stages
+from torchtitan_lite.config.schedule import Stages, check_microbatches, place_stages, plan_stages
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Model, Parallelism, Training, with_value
 from torchtitan_lite.models.registry import MODELS
 
@@ -59,6 +59,7 @@ class Layout:
     microbatch_size: int  # sequences per rank and forward pass
     n_microbatches: int  # per rank and step: accumulation steps; under PP, microbatches of the schedule
     zero_stage: int  # 1, 2 or 3: the tensors that FSDP shards over dp_shard x cp, see parallel/fsdp.py
+    tied: bool = False  # in a pipeline, the first and the last stage hold the same matrix
     ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0: the model has no experts
     # Ranks of an FSDP group in a node (near), and its nodes (far). 1: ZeRO++ is off, or nodes do not split the group
     fsdp_near: int = 1
@@ -115,8 +116,6 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     batch = plan_batch(config, degrees)
     problems = check_mesh(config, degrees, world_size, batch) + check_layout(config, model_args, degrees, batch)
     problems += find_refused(config, model_args, zero_stage)
-    if find_csv_fault(section):  # the calls below read the file too
-        raise ConfigError(problems)
     stages, stage_problems = plan_stages(section, model_args.n_layers)
     problems += stage_problems
     if degrees["pp"] > 1 and not any("batch_size" in problem.key for problem in problems):
@@ -130,6 +129,7 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
         stage_ranks=place_stages(section, len(stages)),
         **batch,
         zero_stage=zero_stage,
+        tied=model_args.tie_embeddings and degrees["pp"] > 1,
         ep=section.expert_parallel_degree if model_args.moe else 0,
         **split_by_node(section, degrees),
     )

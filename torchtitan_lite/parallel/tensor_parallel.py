@@ -59,6 +59,7 @@ from torchtitan_lite.model.head import ChunkedLoss, Head
 from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.parallel.exchange import Gather, GatherVocabulary, Ranks, Scatter, all_gather, list_ranks
 from torchtitan_lite.parallel.float8 import ParallelFloat8Linear
+from torchtitan_lite.parallel.pipeline import is_tied_inside
 
 TensorParallelPlan = dict[str, "LocalStyle"]
 
@@ -94,7 +95,7 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: TensorParalle
                 f"{' and '.join(each.__name__ for each in plan[fqn].computes)}. "
                 "Write a style for this class, and add it to STYLES (parallel/tensor_parallel.py)"
             )
-    tied = part.output is not None and part.tok_embeddings is not None and part.model_args.tie_embeddings
+    tied = is_tied_inside(part)
     parallelize_module(part, mesh, plan)
     if tied:  # parallelize_module made a separate DTensor for each module, with equal placements
         part.output.weight = part.tok_embeddings.weight

@@ -52,7 +52,7 @@ def main(options: Namespace) -> int:
 
     logits = model.read(prompt_tokens)  # once for all samples
     usable = torch.zeros(len(logits), dtype=torch.bool)  # a model may have more rows than its tokenizer has tokens
-    usable[list(source.tokenizer.bytes_of_id)] = True
+    usable[[id for id in source.tokenizer.bytes_of_id if id < len(logits)]] = True
     show = (lambda text: None) if options.json else partial(print, end="", flush=True)
     samples = []
     for seed in range(options.seed, options.seed + options.n):
@@ -86,6 +86,9 @@ def encode_prompt(prompt: str, source: ModelSource, context: int | None) -> tupl
     tokens = source.tokenizer.encode(prompt, bos=True)
     if not tokens:
         raise SourceError("The prompt is empty, and this tokenizer has no BOS token to start from. Set a prompt.")
+    if max(tokens) >= source.model_args.vocab_size:
+        token = source.tokenizer.decode([max(tokens)])
+        raise SourceError(f"The prompt has {token!r}, whose id {max(tokens)} is above the rows of the model.")
     limit = context or source.context
     if limit is None:
         raise SourceError(f"{source.path} does not say which context length it was trained with. Set --context N.")

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.config.files import import_extra
+from torchtitan_lite.config.files import import_extra, read_json
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.data.vocabulary import CONFIG, read_json
+from torchtitan_lite.data.vocabulary import CONFIG
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 
 ASSISTANT = "assistant"
@@ -71,7 +71,8 @@ class ChatFormat:
 
 def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     """Return the chat format in the tokenizer's folder, or Llama 3's. Raises UserError."""
-    config, file = read_json(tokenizer.path.with_name(CONFIG)), tokenizer.path.with_name("chat_template.jinja")
+    config = read_json(tokenizer.path.with_name(CONFIG), may_be_missing=True)
+    file = tokenizer.path.with_name("chat_template.jinja")
     template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template", LLAMA_3)
     if isinstance(template, list):  # several named templates
         template = {entry["name"]: entry["template"] for entry in template}["default"]
