@@ -21,7 +21,9 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16
 from torchtitan_lite.components.expert_balance import ExpertBalance, build_balance
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
+from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.moe import list_moes
@@ -62,9 +64,22 @@ def find_model_class(name: str) -> type[nn.Module]:
 
 
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
-    """Build the whole model on meta, without storage."""
+    """Build the whole model on meta, without storage. Raises UserError if its table is wrong."""
     with torch.device("meta"):
-        return find_model_class(model_args.name)(model_args, attention=config.model.attention)
+        model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
+    require_table(model)
+    return model
+
+
+def require_table(model: nn.Module) -> None:
+    """Raise UserError unless the table of a model lists exactly its parameters."""
+    listed = {fqn: entry.shape for fqn, entry in list_parameters(model.model_args).items()}
+    built = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
+    for fqn in listed | built:
+        if listed.get(fqn) != built.get(fqn):
+            sizes = f"{built.get(fqn, 'absent')}, but its table says {listed.get(fqn, 'absent')}"
+            name = model.model_args.name
+            raise UserError(f"{fqn} in models/{name}/modules.py is {sizes}: correct models/{name}/table.py")
 
 
 def build_parts(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh) -> list[nn.Module]:

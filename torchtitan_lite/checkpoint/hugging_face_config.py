@@ -51,8 +51,12 @@ NOT_QUANTIZED = "Quantized weights cannot be used: take the folder with the weig
 
 
 def list_families() -> dict[str, tuple[str, Family]]:
-    """Return model_type -> name of the model, and its family."""
-    return {kind: (name, row) for name, table in MODELS.items() for kind, row in table.families.items()}
+    """Return model_type -> name of the first model that has it, and its family."""
+    found = {}
+    for name, table in MODELS.items():
+        for kind, row in table.families.items():
+            found.setdefault(kind, (name, row))
+    return found
 
 
 def find_model_type(model_args: ModelArgs) -> str | None:

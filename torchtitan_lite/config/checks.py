@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from itertools import count
 from math import gcd, prod
 
-from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim, list_linears, plan_float8
+from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim, list_block, list_ends, list_linears, plan_float8
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
 from torchtitan_lite.config.messages import Problem
@@ -127,6 +127,7 @@ def check_layout(
         why = f"it does not divide into {pieces} equal pieces (tp {tp}; cp {cp} needs 2 x cp pieces)"
         values = list_nearest(seq_len, lambda n: n % pieces == 0)
         problems.refuse("training.seq_len", why, f"Use {values}")
+    check_table(problems, tp)
     if model_args.moe:
         check_experts(problems, degrees)
     elif config.parallelism.expert_parallel_degree > 1:
@@ -141,6 +142,36 @@ def check_layout(
     if config.model.uses_float8:
         check_float8(problems, tp, batch["microbatch_size"] * config.training.seq_len // cp)
     return problems
+
+
+SERVED = {  # kind of a module -> splits that parallel/ serves
+    "linear": ("colwise", "rowwise", "sequence", "vocabulary"),
+    "norm": ("sequence", "heads", "colwise"),
+    "embedding": ("vocabulary",),
+    "router": ("sequence",),
+    "experts": ("experts",),
+}
+
+
+def check_table(problems: Problems, tp: int) -> None:
+    """Find rows in the table of the model that no code serves, or that tp cannot split."""
+    model_args, key = problems.model_args, "parallelism.tensor_parallel_degree"
+    rows = list_ends(model_args) + list_block(model_args)
+    if model_args.moe:
+        rows += list_block(model_args, moe=True)
+    expected = {"sequence": model_args.dim, "heads": model_args.head_dim}
+    for row in dict.fromkeys(rows):
+        if row.split not in SERVED.get(row.kind, ()):
+            why = f"its table says that {row.name} is a {row.kind} module with split {row.split!r}"
+            remedy = f"Use one of these in models/{model_args.name}/table.py: {SERVED}"
+            problems.refuse("model.name", why, remedy)
+        elif tp > 1 and row.kind == "norm" and row.weight[0] != expected.get(row.split, row.weight[0]):
+            why = f"{row.name} has {row.weight[0]} features, but with split {row.split!r} a tp rank has only"
+            why += f" {expected[row.split]} of them in one place"
+            problems.refuse(key, why, f"Use 1: no code computes {row.name} across tp ranks")
+        elif tp > 1 and row.split in ("colwise", "rowwise") and row.weight[row.split == "rowwise"] % tp:
+            why = f"it does not divide the {row.weight[row.split == 'rowwise']} features of {row.name}"
+            problems.refuse(key, why, "Use a degree that divides them")
 
 
 def check_experts(problems: Problems, degrees: dict[str, int]) -> None:

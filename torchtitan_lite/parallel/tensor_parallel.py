@@ -44,6 +44,7 @@ Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and ch
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -287,18 +288,19 @@ class LocalTensor(torch.autograd.Function):
 # ---------------------------------------------------------------- loss with a sharded vocabulary
 
 
-def build_chunked_loss(chunk_tokens: int, mesh: DeviceMesh, *, shard_loss: bool) -> ChunkedLoss:
+def build_chunked_loss(head: Head, chunk_tokens: int, mesh: DeviceMesh, *, shard_loss: bool) -> ChunkedLoss:
     """Build the chunked loss for this rank of `mesh` (tp, of any size). `chunk_tokens` 0: one chunk of all tokens."""
     if mesh.size() == 1:
-        return ChunkedLoss(chunk_tokens)
-    return (ShardedLoss if shard_loss else GatheredLoss)(chunk_tokens, list_ranks(mesh))
+        return ChunkedLoss(chunk_tokens, head.weigh_total)
+    kind = ShardedLoss if shard_loss else GatheredLoss
+    return kind(chunk_tokens, head.weigh_total, list_ranks(mesh))
 
 
 class LossOfShard(ChunkedLoss):
     """Base of both losses: uses this rank's rows of the weight, so the gradient of `hidden` is a partial sum."""
 
-    def __init__(self, chunk_tokens: int, ranks: Ranks):
-        super().__init__(chunk_tokens)
+    def __init__(self, chunk_tokens: int, weigh_total: Callable, ranks: Ranks):
+        super().__init__(chunk_tokens, weigh_total)
         self.ranks = ranks
 
 

@@ -61,7 +61,7 @@ class LayerKind:
         self.is_gated = self.is_moe or any(module.name.endswith("w3") for module in self.block)
         # Full recompute stops before a rowwise matmul at the end of a block, because backward does not need its output.
         # Backward needs the outputs of experts, because routing weights multiply them.
-        self.ends_in_rowwise = self.block[-1].kind != "experts"
+        self.ends_in_rowwise = self.block[-1].kind == "linear"
 
     def count(self, stage: Stage) -> int:
         """Return the number of layers of this kind in a stage."""
