@@ -1,18 +1,25 @@
-"""The rows of flavors.py, block.py and choices.py: sizes as published and as torch counts, and code for each name."""
+"""The tables of the models, and the rows of choices.py: sizes as published and as torch counts, code for each name."""
+
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.pipelining as pipelining
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.components.optim import BUILDERS
-from torchtitan_lite.config.block import count_flops_per_token, count_parameters
+from torchtitan_lite.config.block import count_flops_per_token, count_parameters, list_parameters
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
-from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.schema import Model
+from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.messages import ConfigError, UserError
+from torchtitan_lite.config.model_rows import ModuleRow
+from torchtitan_lite.config.schema import Config, Model, with_value
 from torchtitan_lite.model.attention import ATTENTION_MODULES
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS
+from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.parallel.context_parallel import CONTEXT_ATTENTIONS
 
 # As the published checkpoints hold them: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, Mixtral v0.1, Qwen3.
@@ -98,3 +105,47 @@ def test_rows_and_code_name_the_same_choices():
     assert ATTENTIONS.keys() == ATTENTION_MODULES.keys()
     assert {(name, method) for name, row in ATTENTIONS.items() for method in row.under_cp} == CONTEXT_ATTENTIONS.keys()
     assert all(pipelining.schedules.get_schedule_class(name) for name in SCHEDULES)
+
+
+def give_table(**fields):
+    """Replace fields of llama3's table inside a context."""
+    return patch.dict(MODELS, llama3=replace(MODELS["llama3"], **fields))
+
+
+def add_row(row: ModuleRow):
+    """Return the block of llama3 with another row."""
+    return lambda model_args, moe=None: [*list_llama_block(model_args, moe), row]
+
+
+list_llama_block = MODELS["llama3"].list_block
+OLMO_NORM = ModuleRow("attention.q_norm", "norm", (128,), "heads", 1.0)  # over all heads; one has 32 features
+
+
+@pytest.mark.parametrize(
+    ("row", "tp", "key"),
+    [
+        (OLMO_NORM, 2, "parallelism.tensor_parallel_degree"),
+        (OLMO_NORM, 1, None),
+        (ModuleRow("ffn_gate", "linear", (1, 128), "colwise", 0.02), 2, "parallelism.tensor_parallel_degree"),
+        (ModuleRow("ffn_scale", "norm", (128,), "rowwise", 1.0), 1, "model.name"),
+        (ModuleRow("ffn_scale", "norm", (128,), "sequence", 1.0), 2, None),
+    ],
+)
+def test_check_judges_a_table_without_its_code(row, tp, key):
+    config = with_value(Config(), "parallelism.tensor_parallel_degree", tp)
+    with give_table(list_block=add_row(row)):
+        problems = []
+        try:
+            plan_layout(config, resolve_model(config.model), 2)
+        except ConfigError as error:
+            problems = error.problems
+    assert [problem.key for problem in problems] == ([key] if key else [])
+
+
+def test_a_table_that_differs_from_its_code_stops_a_run_with_a_sentence():
+    config = Config()
+    with give_table(list_block=add_row(OLMO_NORM)), pytest.raises(UserError) as error:
+        list_parameters.cache_clear()
+        build_on_meta(config, resolve_model(config.model))
+    list_parameters.cache_clear()
+    assert "layers.0.attention.q_norm.weight" in str(error.value) and "table.py" in str(error.value)

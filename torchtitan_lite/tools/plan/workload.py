@@ -54,8 +54,14 @@ class LayerKind:
     def __post_init__(self):
         self.norms = [module for module in self.block if module.kind == "norm"]
         self.summed_over_tp = list_summed_over_tp(self.block)
-        self.colwise = [module for module in self.block if module.split == "colwise"]  # tp gathers their input
+        self.colwise = [
+            row for row in self.block if (row.kind, row.split) == ("linear", "colwise")
+        ]  # tp gathers their input
         self.rowwise = [module for module in self.block if module.split == "rowwise"]  # tp scatters their output
+        # The closed forms know matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
+        timed = [*self.colwise, *self.rowwise, *(row for row in self.norms if row.split == "sequence")]
+        known = {row.name for row in timed} | {"attention.q_norm", "attention.k_norm"}
+        self.untimed = [row.name for row in self.block if row.name not in known and row.kind in ("linear", "norm")]
         self.n_gathers = len(list_gathered(self.block))  # one for wq, wk, wv
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = self.is_moe or any(module.name.endswith("w3") for module in self.block)
