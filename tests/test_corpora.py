@@ -151,7 +151,11 @@ def test_bad_rows_are_counted_where_that_is_asked_for_and_the_corpus_is_checked(
     args = [str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--processes", "1"]
     assert main(["prepare", *args, "--validation-share", "0", "--skip-bad"]) == 0
     output = capsys.readouterr().out
-    assert "2 bad rows" in output and "a.jsonl, row 2: Expecting value" in output and "1 empty documents" in output
+    assert (
+        "2 bad rows" in output
+        and "a.jsonl, row 2: Expecting value" in output
+        and "1 empty documents left out" in output
+    )
     assert main(["prepare", *args]) == 2 and "exists" in capsys.readouterr().err
     (tmp_path / "other.tmp").mkdir()  # what a process that was killed leaves
     assert main(["prepare", *args, "--out", str(tmp_path / "other")]) == 2

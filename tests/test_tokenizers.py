@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
+from test_fine_tuning import CASES, publish
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HuggingFace
 from transformers import AutoTokenizer
@@ -233,7 +234,7 @@ def test_a_unigram_tokenizer_is_read_and_what_it_does_not_know_is_counted(tmp_pa
     (tmp_path / "a.txt").write_text("a bc")
     options = ["--tokenizer", str(tmp_path), "--validation-share", "0", "--processes", "1"]
     assert main(["prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), *options]) == 0
-    assert "1 pieces of text that the tokenizer does not know" in capsys.readouterr().out
+    assert "1 tokens stand for text that the tokenizer does not know" in capsys.readouterr().out
 
 
 def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_the_size_that_was_asked_for(
@@ -262,12 +263,12 @@ def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_th
 BROKEN = {  # what is wrong -> the files, a word of the reason
     "nowhere": ({}, "there is no tokenizer.json"),
     "no JSON": ({"tokenizer.json": "{"}, "is not JSON"),
-    "no model": ({"tokenizer.json": "{}"}, "the key model is missing"),
+    "no model": ({"tokenizer.json": "{}"}, "model is missing"),
     "no vocabulary": ({"tokenizer.json": '{"model": {"vocab": 5}}'}, "model.vocab = 5"),
     "no end": ({"tokenizer.json": make_sentencepiece().to_str()}, "no eos_token"),
     "a number as end": (
         {"tokenizer.json": make_sentencepiece().to_str(), "tokenizer_config.json": '{"eos_token": 2}'},
-        "eos_token = 2, but it must be text",
+        "eos_token = 2",
     ),
     "no ranks": ({"tokenizer.model": "YQ== 1\n"}, "ranks"),
     "SentencePiece": ({"tokenizer.model": "\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02"}, "SentencePiece.*save_pretrained"),
@@ -297,7 +298,7 @@ def test_transformers_writes_the_tokenizer_json_of_a_sentencepiece_model_as_the_
         load_tokenizer(tmp_path)
     AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
     oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
-    for text in ("a tent", SOURCE):
+    for text in TEXTS[:-1]:
         assert tokenizer.encode(text) == oracle.encode(text, add_special_tokens=False)
 
 
@@ -305,3 +306,23 @@ def test_without_its_package_another_tokenizer_json_is_refused_and_the_extra_nam
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match="extra `hf`"):
         load_tokenizer(write(tmp_path, make_sentencepiece(), "</s>"))
+
+
+def test_entries_above_the_rows_of_a_model_are_accepted_unless_a_text_uses_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = publish(Path("llama"), CASES["tied, published in bfloat16"]) / "tokenizer.json"
+    oracle = HuggingFace.from_file(str(file))
+    oracle.add_special_tokens(["[PAD]"])
+    oracle.add_tokens(["[NEW]"])
+    oracle.save(str(file))
+    capsys.readouterr()
+    cases = [("[PAD]", 0, "No document uses"), ("[NEW]", 2, r"'\[NEW\]'.*resize_token_embeddings")]
+    for number, (name, status, words) in enumerate(cases):
+        Path(f"{number}.txt").write_text(f"def {name} read " * 9)
+        options = ["--tokenizer", "llama", "--processes", "1"]
+        assert main(["prepare", f"{number}.txt", "--out", f"out{number}", *options]) == 0
+        run = ["--config=finetune", "--checkpoint.initial_load_path=llama", f"--training.dataset=out{number}"]
+        assert main(["check", *run]) == status
+        assert re.search(words, "".join(capsys.readouterr()))
+        assert main(["eval", "llama", "--data", f"{number}.txt", "--seq-len", "16"]) == status
+        assert main(["generate", "llama", "--prompt", f"def {name}", "--max-new-tokens", "2"]) == status

@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 
 import tiktoken
@@ -52,6 +53,8 @@ REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets
 # tiktoken's regular expression overflows its stack on longer runs of spaces. Llama 3's own code also cuts texts.
 MAX_CHARACTERS = 400_000
 
+CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that do not begin a character
+
 compose = partial(unicodedata.normalize, "NFC")
 
 
@@ -66,7 +69,7 @@ class Tokenizer:
     special: dict[str, int]  # name -> id of special tokens, which never come from plain text
     bytes_of_id: dict[int, bytes]  # id -> text of the token; for a special token, its name
     encode_text: Callable[[str], array]  # uint32
-    # Recognizes special tokens. Also returns the index of each token's first character in the normalized text.
+    # Recognizes special tokens. Also returns the index after each token's last character in the normalized text.
     encode_special: Callable[[str], tuple[list[int], list[int]]]
     normalize: Callable[[str], str] = str  # normalization that encode_special applies to a text
     unknown_id: int | None = None  # stands for text outside the vocabulary; None: every text can be encoded
@@ -170,7 +173,8 @@ def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callabl
 
     def encode_special(text: str) -> tuple[list[int], list[int]]:
         ids = encoding.encode(text, allowed_special="all")
-        return ids, encoding.decode_with_offsets(ids)[1]
+        tokens = encoding.decode_tokens_bytes(ids)
+        return ids, list(accumulate(len(token.translate(None, CONTINUATION)) for token in tokens))
 
     return encode_text, encode_special
 
@@ -229,6 +233,6 @@ def encode_by_package(content: bytes) -> tuple[Callable, Callable]:
         package.encode_special_tokens = False
         found = package.encode(text, add_special_tokens=False)
         package.encode_special_tokens = True
-        return found.ids, [start for start, _ in found.offsets]
+        return found.ids, [end for _, end in found.offsets]
 
     return encode_text, encode_special

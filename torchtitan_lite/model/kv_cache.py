@@ -27,7 +27,13 @@ class CachedAttention(nn.Module):
         super().__init__()
         self.cache: Tensor | None = None  # keys and values, (2, 1, K, L, E)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        doc_ids: Tensor | None = None,
+    ) -> Tensor:
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
         key_value = torch.stack((key, value))
         if self.cache is not None:
@@ -38,7 +44,12 @@ class CachedAttention(nn.Module):
         n_keys = key_value.shape[3]
         mask = None  # a single token attends to everything; an empty cache needs only is_causal
         if 1 < n_queries < n_keys:
-            mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device)
+            mask = torch.ones(
+                n_queries,
+                n_keys,
+                dtype=torch.bool,
+                device=query.device,
+            )
             mask = mask.tril(n_keys - n_queries)
         return F.scaled_dot_product_attention(
             query,
@@ -76,7 +87,7 @@ class CachedModel:
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
-        assert 0 < length <= self.length, f"{length} of {self.length} tokens"
+        assert 0 <= length <= self.length, f"{length} of {self.length} tokens"
         for attention in self.attentions:
-            attention.cache = attention.cache[:, :, :, :length]
+            attention.cache = attention.cache[:, :, :, :length] if length else None
         self.length = length

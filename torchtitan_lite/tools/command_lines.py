@@ -141,6 +141,7 @@ documents are skipped and counted. OUT is complete or does not exist."""
     add("--encoding", default="utf-8", metavar="NAME", help=help)
     help = "documents are conversations, lists of {role, content}; only the assistant's tokens are targets"
     add("--chat", action="store_true", help=help)
+    add("--only-last-turn", action="store_true", help="with --chat: only the last answer has targets")
     add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files, one document each")
     add(
         "--skip-bad", action="store_true", help="skip and count bad rows and texts instead of stopping at the first one"
@@ -228,10 +229,14 @@ def make_generate_parser() -> ArgumentParser:
 Continue a text with the model of a checkpoint or a Hugging Face folder.
 
 Prints the prompt and the generated text to standard output. The text ends at an end token, after --max-new-tokens, or
-when the context is full. Sample i is drawn with seed SEED + i."""
+when the context is full. Sample i is drawn with seed SEED + i.
+
+With --chat, the prompt is the message of a user, the chat template in the tokenizer's folder formats it, and only the
+answer is printed. On a terminal, without --prompt, it is a conversation."""
     parser = make_parser("generate", description)
     add = parser.add_argument
     add("--prompt", metavar="TEXT", help="default: standard input")
+    add("--chat", action="store_true", help="answer a user; needs the extra `chat`")
     add("--max-new-tokens", type=positive, default=256, metavar="N", help="(%(default)s)")
     add("--n", type=positive, default=1, metavar="N", help="number of samples (%(default)s)")
     add("--temperature", type=float, default=0.8, metavar="T", help="0: always the most likely token (%(default)s)")

@@ -41,6 +41,8 @@ def main(options: argparse.Namespace) -> int:
 
 def prepare_named(options: argparse.Namespace) -> str:
     """Prepare a corpus of DATASETS, and return its folder."""
+    if options.inputs or options.out or options.validation or options.train_tokenizer:
+        raise PreparationError("--dataset prepares a corpus of this name alone. Leave out other inputs and --out")
     if options.dataset not in DATASETS:
         raise PreparationError(f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}")
     tokenizer = load_tokenizer(options.tokenizer or SHIPPED)
@@ -64,6 +66,8 @@ def run(options: argparse.Namespace) -> str:
         validation_share=SHARE if share is None else share,
         column=None if options.chat else options.text_column or "text",
         is_chat=options.chat,
+        chat_column=options.text_column,
+        only_last_turn=options.only_last_turn,
         skip_bad=options.skip_bad,
         folder=os.path.commonpath([path.absolute().parent for path in files]),
         encoding=codecs.lookup(options.encoding).name,
@@ -73,9 +77,9 @@ def run(options: argparse.Namespace) -> str:
     )
     files += validation_files
     made = prepare(files, options.out, settings, n_processes=options.processes)
-    skipped += made.skipped
-    numbers = {"folder": str(options.out), "files": len(files), "validation": made.validation, "skipped": dict(skipped)}
-    numbers |= {"bad_rows": skipped[BAD_ROWS], "first_bad_row": made.first_bad, **asdict(made.manifest)}
+    counts = {f"files left out: {reason}": n for reason, n in skipped.items()} | made.counts
+    numbers = {"folder": str(options.out), "files": len(files), "validation": made.validation, "counts": counts}
+    numbers |= {"bad_rows": made.counts[BAD_ROWS], "first_bad_row": made.first_bad, **asdict(made.manifest)}
     return json.dumps(numbers) if options.json else describe(numbers, suggest_command(options, made.manifest))
 
 
@@ -104,10 +108,10 @@ def describe(numbers: dict, command: str) -> str:
         figures += f", {split['n_targets']:,} of these tokens are targets" if split["n_targets"] else ""
         lines.append(f"  {name:10} {figures}; {split['n_text_bytes'] / split['n_tokens']:.2f} bytes per token")
     lines.append(f"  split      validation is {numbers['validation']}")
-    for reason, n in numbers["skipped"].items():
-        lines.append(f"  left out   {n:,} {reason}")
+    for reason, n in numbers["counts"].items():
+        lines.append(f"  {n:,} {reason}")
     if numbers["bad_rows"]:
-        lines.append(f"             the first bad row is {numbers['first_bad_row']}")
+        lines.append(f"  the first bad row is {numbers['first_bad_row']}")
     return "\n".join([*lines, f"Train on it: {command}"])
 
 

@@ -30,13 +30,15 @@ from torchtitan_lite.config.files import hash_file
 from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.faults.orphans import end_with_parent
-from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
+from torchtitan_lite.tools.corpora.chat import ChatFormat, mark_targets, read_chat_format
+from torchtitan_lite.tools.corpora.dialects import read_conversation
 from torchtitan_lite.tools.corpora.text_files import Batch, MissingField, PreparationError, read_batches
 from torchtitan_lite.tools.corpora.train_tokenizer import train_tokenizer
 
 BATCHES_AHEAD = 4  # batches in memory per worker
-BAD_ROWS = "bad rows"
-UNKNOWN = "pieces of text that the tokenizer does not know, replaced by its token for them"
+BAD_ROWS = "bad rows left out"
+EMPTY = "empty documents left out"
+UNKNOWN = "tokens stand for text that the tokenizer does not know"
 
 
 def choose_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
@@ -52,6 +54,8 @@ class PrepareSettings:
     validation_share: float = 0.01  # fraction of the documents
     column: str | None = "text"  # field of a JSON line, or column of a table; None: whole rows, for conversations
     is_chat: bool = False
+    chat_column: str | None = None  # column with the messages; None: by dialect
+    only_last_turn: bool = False  # of a conversation
     skip_bad: bool = False  # count a row without text instead of raising
     folder: str = ""  # file paths relative to this folder determine the split
     encoding: str = "utf-8"  # of text files without a byte order mark
@@ -83,7 +87,7 @@ class PreparedCorpus:
     """A corpus that `prepare` wrote."""
 
     manifest: CorpusManifest
-    skipped: Counter[str]  # number of rows that were left out, for each reason
+    counts: Counter[str]  # what became of the rows -> number of them; see BAD_ROWS
     first_bad: str  # location and problem of the first bad row
     validation: str  # how the validation documents were chosen
 
@@ -105,12 +109,12 @@ def prepare(files: list[Path], out: Path, settings: PrepareSettings, *, n_proces
             assets = train_tokenizer(texts, settings.train_tokenizer, unfinished / "tokenizer")
             settings = replace(settings, assets=assets)
         writers: dict[str, SplitWriter] = {}
-        skipped: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         first_bad = ""
         held: dict[str, Documents] = {}  # the last batch, whose last document may change its split
         batches = read_files(files, settings)
-        for made, reasons, bad in map_in_order(partial(encode_batch, settings), batches, n_processes):
-            skipped += reasons
+        for made, of_batch, bad in map_in_order(partial(encode_batch, settings), batches, n_processes):
+            counts += of_batch
             first_bad = first_bad or bad
             if made:
                 write(held, writers, unfinished)
@@ -127,7 +131,7 @@ def prepare(files: list[Path], out: Path, settings: PrepareSettings, *, n_proces
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return PreparedCorpus(manifest, skipped, first_bad, validation)
+    return PreparedCorpus(manifest, counts, first_bad, validation)
 
 
 def read_files(files: Iterable[Path], settings: PrepareSettings) -> Iterator[Batch]:
@@ -185,18 +189,21 @@ class SplitWriter:
     def __init__(self, folder: Path, name: str, *, has_targets: bool):
         suffixes = ("tokens", "documents", "targets") if has_targets else ("tokens", "documents")
         self.files = {suffix: open(folder / f"{name}.{suffix}", "wb") for suffix in suffixes}
-        self.n_tokens = self.n_documents = self.n_targets = self.n_text_bytes = self.largest_id = 0
+        self.totals = Counter(n_tokens=0, n_documents=0, n_targets=0, n_text_bytes=0)
+        self.largest_id = 0
 
     def write(self, documents: Documents) -> None:
-        starts = array("q", accumulate(documents.lengths[:-1], initial=self.n_tokens))
+        starts = array("q", accumulate(documents.lengths[:-1], initial=self.totals["n_tokens"]))
         self.files["tokens"].write(documents.tokens)
         self.files["documents"].write(starts)
         if "targets" in self.files:
             self.files["targets"].write(documents.targets)
-        self.n_tokens += len(documents.tokens)
-        self.n_documents += len(documents.lengths)
-        self.n_targets += sum(documents.targets)
-        self.n_text_bytes += sum(documents.text_bytes)
+        self.totals.update(
+            n_tokens=len(documents.tokens),
+            n_documents=len(documents.lengths),
+            n_targets=sum(documents.targets),
+            n_text_bytes=sum(documents.text_bytes),
+        )
         self.largest_id = max(self.largest_id, max(documents.tokens))
 
     def finish(self) -> Split:
@@ -207,8 +214,7 @@ class SplitWriter:
             os.fsync(file.fileno())
             file.close()
             hashes[suffix] = hash_file(Path(file.name))
-        numbers = (self.n_tokens, self.n_documents, self.n_targets, self.n_text_bytes)
-        return Split(*numbers, hashes, self.largest_id)
+        return Split(**self.totals, sha256=hashes, largest_id=self.largest_id)
 
 
 # ---------------------------------------------------------------- worker processes
@@ -221,22 +227,22 @@ def get_encoder(settings: PrepareSettings) -> tuple[Tokenizer, ChatFormat | None
 
 
 def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Documents], Counter[str], str]:
-    """Return the documents of a batch by split, the number of skipped rows for each reason, and the first bad row.
+    """Return the documents of a batch by split, counts of what became of the rows, and the first bad row.
 
     Raises PreparationError for a bad row, unless skip_bad is set.
     """
     tokenizer, chat = get_encoder(settings)
     typecode = "H" if choose_dtype(tokenizer.vocab_size) == "uint16" else "I"
     made: dict[str, Documents] = {}
-    skipped: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     bad: list[str] = []
     n_unknown = 0
-    for document, turns in list_documents(settings, batch, chat, skipped, bad):
+    for document, turns in list_documents(settings, batch, chat, counts, bad):
         for split, text in split_document(settings, batch, document):
             documents = made.setdefault(split, Documents(array(typecode)))
             if chat:
-                ids, starts = tokenizer.encode_special(text)
-                documents.targets += bytes(any(start in turn for turn in turns) for start in starts)
+                ids, ends = tokenizer.encode_special(text)
+                documents.targets += mark_targets(ends, turns)
             else:
                 ids = tokenizer.encode(text, bos=True, eos=True)
             documents.tokens.extend(ids)
@@ -244,12 +250,12 @@ def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Doc
             documents.text_bytes.append(len(text.encode()))
             n_unknown += ids.count(tokenizer.unknown_id)
     if n_unknown:
-        skipped[UNKNOWN] += n_unknown
-    return made, skipped, "".join(bad[:1])
+        counts[UNKNOWN] += n_unknown
+    return made, counts, "".join(bad[:1])
 
 
 def list_documents(
-    settings: PrepareSettings, batch: Batch, chat: ChatFormat | None, skipped: Counter[str], bad: list[str]
+    settings: PrepareSettings, batch: Batch, chat: ChatFormat | None, counts: Counter[str], bad: list[str]
 ) -> Iterator[tuple[str, list[range]]]:
     """Yield each document of a batch as text, with the character ranges of the assistant's turns. Raises as above."""
     for number, row in enumerate(batch.rows, batch.first):
@@ -258,7 +264,9 @@ def list_documents(
         try:
             text, turns = batch.parse(row, settings.column), []
             if chat:
-                text, turns = chat.render(text.get("messages", text.get("conversations")))
+                dialect, conversation = read_conversation(text, settings.chat_column)
+                text, turns = chat.render(conversation, only_last_turn=settings.only_last_turn)
+                counts[f"conversations in the dialect {dialect}, written by {chat.name}"] += 1
             elif not isinstance(text, str):
                 raise ValueError(f"its {settings.column!r} is not a string: {text!r:.60}")
             text.encode()  # raises for half of a surrogate pair, which JSON may contain
@@ -270,12 +278,12 @@ def list_documents(
                     remedy = "Name another field with --text-column NAME. For conversations, add --chat"
                 raise PreparationError(f"{place}: {error}. {remedy}") from None
             bad.append(f"{place}: {error}")
-            skipped[BAD_ROWS] += 1
+            counts[BAD_ROWS] += 1
             continue
         if text:
             yield text, turns
         else:
-            skipped["empty documents"] += 1
+            counts[EMPTY] += 1
 
 
 def read_texts(files: Iterable[Path], settings: PrepareSettings) -> Iterator[str]:

@@ -136,7 +136,9 @@ def find_files(
             raise PreparationError(f"{given} does not exist")
         kind = get_kind(given)
         if not given.is_dir() and kind not in suffixes:
-            remedy = f"Unpack it if it is an archive. If it is a text, add --suffix {kind or repr(kind)}"
+            remedy = (
+                f"Unpack an archive. Rename a text to .txt, or give prepare the option --suffix {kind or repr(kind)}"
+            )
             raise PreparationError(f"{given} has the unknown suffix {kind!r}. {remedy}")
         files += list_files(given, suffixes, seen, skipped)
     if any(path.suffix.lower() == ".zst" or get_kind(path) == PARQUET for path in files):
