@@ -169,9 +169,11 @@ def check_table(problems: Problems, tp: int) -> None:
             why = f"{row.name} has {row.weight[0]} features, but with split {row.split!r} a tp rank has only"
             why += f" {expected[row.split]} of them in one place"
             problems.refuse(key, why, f"Use 1: no code computes {row.name} across tp ranks")
-        elif tp > 1 and row.split in ("colwise", "rowwise") and row.weight[row.split == "rowwise"] % tp:
-            why = f"it does not divide the {row.weight[row.split == 'rowwise']} features of {row.name}"
-            problems.refuse(key, why, "Use a degree that divides them")
+        elif row.split in ("colwise", "rowwise") and not problems:  # sizes of [model] are checked by name
+            n_features = row.weight[row.split == "rowwise"]
+            if n_features % tp:
+                why = f"it does not divide the {n_features} features of {row.name}"
+                problems.refuse(key, why, "Use a degree that divides them")
 
 
 def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
