@@ -138,7 +138,10 @@ def test_what_a_fork_cannot_do_is_refused(answers, what, key):
 
 
 # The slow ones are whole walks too: 20 s each, and the tables they pass through are those of the one by default.
-@pytest.mark.parametrize("names", [WHOLE_WALK, *(pytest.param((name,), marks=pytest.mark.slow) for name in FORKS)])
+SLOW_WALKS = [pytest.param((name,), marks=pytest.mark.slow) for name in FORKS]
+
+
+@pytest.mark.parametrize("names", [WHOLE_WALK, *SLOW_WALKS], ids=" and ".join)
 def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(checkout, names, request):
     walked = request.getfixturevalue("answers") if names == WHOLE_WALK else run_calls(checkout, list_walk(names))
     assert [walked[call][0] for call in ("prepare", "train", "resume")] == [0, 0, 0], walked
