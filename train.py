@@ -13,7 +13,7 @@ from functools import partial
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.build import build_run
+from torchtitan_lite.build import build_on_meta, build_run
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, name_tensors
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import start_logging
@@ -57,6 +57,7 @@ def main(args: list[str], stop: StopRequest) -> int:
             print(plan.finished)
         return 0
     check_prepared(config, plan.tokenizer)
+    build_on_meta(config, model_args)  # the code of the model has the parameters that preflight counted
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     starting_over = config.job.overwrite and place.restarts == 0

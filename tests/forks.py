@@ -17,6 +17,7 @@ class Fork:
     keys: tuple[str, ...]  # of a run that uses it
     rows: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # file -> (start of a line, row below it)
     files: dict[str, str] = field(default_factory=dict)  # path -> text
+    patch: str = ""  # a file of this repository, applied before the rows
 
 
 def write_forks(folder: Path) -> None:
@@ -27,7 +28,10 @@ def write_forks(folder: Path) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / name, folder / name)
     for fork in FORKS.values():
+        if fork.patch:
+            subprocess.run(["git", "apply", REPOSITORY / fork.patch], cwd=folder, check=True)
         for name, text in fork.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text)
         for name, rows in fork.rows.items():
             lines = (folder / name).read_text().splitlines()
@@ -77,16 +81,35 @@ class SlidingAttention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 '''
 
-QK_NORM = '''"""Llama 3 with a norm over each head of queries and keys."""
+Z_LOSS_TABLE = """from torchtitan_lite.config.model_rows import ModelTable
+from torchtitan_lite.models.llama3 import table
 
-from dataclasses import replace
+MODEL = ModelTable(dict(table.FLAVORS), table.list_block, table.list_ends, table.FAMILIES)
+"""
 
-from torchtitan_lite.model.llama3 import Llama3
+Z_LOSS_MODULES = '''"""Llama with the z-loss (arXiv:2204.02311): adds the squared log-sum-exp of the logits."""
+
+from torchtitan_lite.model.head import IGNORE_INDEX, Head
+from torchtitan_lite.models.llama3.modules import Llama3
+
+Z = 1e-2
 
 
-class Llama3QKNorm(Llama3):
+class ZLossHead(Head):
+    def weigh_total(self, log_total):
+        return log_total + Z * log_total.square(), 1 + 2 * Z * log_total
+
+    def sum_token_losses(self, logits, targets):
+        squares = logits.float().logsumexp(-1).square().where(targets != IGNORE_INDEX, 0)
+        return super().sum_token_losses(logits, targets) + Z * squares.sum()
+
+
+class Model(Llama3):
     def __init__(self, model_args, *, attention="causal"):
-        super().__init__(replace(model_args, qk_norm=True), attention=attention)
+        super().__init__(model_args, attention=attention)
+        weight = self.output.weight
+        self.output = ZLossHead(model_args.dim, model_args.vocab_size)
+        self.output.weight = weight
 '''
 
 FORKS = {
@@ -117,19 +140,15 @@ FORKS = {
         },
         {"torchtitan_lite/model/sliding.py": SLIDING},
     ),
-    "a model": Fork(
-        ("--model.name=qk_norm",),
+    "a norm": Fork(("--model.name=gemma_norm",), patch="assets/forks/gemma_norm.patch"),
+    "a loss": Fork(
+        ("--model.name=z_loss",),
+        {"torchtitan_lite/models/registry.py": [("NAMES = (", '    "z_loss",')]},
         {
-            "torchtitan_lite/config/block.py": [
-                ("from dataclasses import dataclass", "from dataclasses import replace"),
-                ("BLOCKS: ", '    "qk_norm": lambda args, moe: list_llama_block(replace(args, qk_norm=True)),'),
-            ],
-            "torchtitan_lite/build.py": [
-                ("from torchtitan_lite.model import llama3", "from torchtitan_lite.model import qk_norm"),
-                ("MODELS = {", '    "qk_norm": (qk_norm.Llama3QKNorm, llama3.init_parameter),'),
-            ],
+            "torchtitan_lite/models/z_loss/__init__.py": "",
+            "torchtitan_lite/models/z_loss/table.py": Z_LOSS_TABLE,
+            "torchtitan_lite/models/z_loss/modules.py": Z_LOSS_MODULES,
         },
-        {"torchtitan_lite/model/qk_norm.py": QK_NORM},
     ),
     "a decay": Fork(
         ("--lr_scheduler.decay_type=square", "--lr_scheduler.warmup_steps=1"),

@@ -46,6 +46,7 @@ SHARED = {  # as DeepSeek-V3 has them; and an auxiliary loss that is no small pa
     "training.expert_balance_loss": 0.1,
 }
 HEAD_NORMS = {"flavor.qk_norm": True}
+BIASES = {"flavor.qkv_bias": True}
 EXPERTS = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 192}  # 2 of 8 for each token
 BALANCE_LOSS = {"training.expert_balance_loss": 0.01}
 # As in Llama 3, the first stage is the embedding alone and the last one norm and head. Two layers on four stages make
@@ -97,6 +98,22 @@ FAST = {
         8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", "parallelism.module_fqns_per_model_part": ENDS_ALONE}
     ),
     "pp2 accumulation 2": Row(2, {PP: 2, **accumulate(4)}),
+    # tied embeddings: the first and the last stage hold the matrix
+    **{f"pp2 tied, {name}": Row(2, {PP: 2, SCHEDULE: name, **TIED, **PLAIN_FOR[name]}) for name in SCHEDULES},
+    "pp4 tied": Row(4, {PP: 4, **TIED}),
+    "pp2 x dp2 tied, resharded": Row(4, {PP: 2, RESHARD: "always", **TIED, **TWO_LAYERS}),
+    "pp2 x ddp2 x tp2 tied": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TIED, **TWO_LAYERS}),
+    "pp2 x dp2 x tp2 tied, ZBVZeroBubble": Row(
+        8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **TIED, "model.n_layers": 4}
+    ),
+    "pp2 tied, Muon": Row(2, {PP: 2, **TIED, "optimizer.name": "Muon", **TWO_LAYERS}),
+    "pp2 tied, offloaded": Row(2, {PP: 2, **TIED, **OFFLOAD, **TWO_LAYERS}),
+    # biases
+    "one rank, Qwen2": Row(1, BIASES),
+    "dp2, Qwen2": Row(2, {**BIASES, **TWO_LAYERS}),
+    "tp2, Qwen2": Row(2, {TP: 2, **BIASES, **TWO_LAYERS}),
+    "pp2 x tp2, Qwen2 compile": Row(4, {PP: 2, TP: 2, **BIASES, **COMPILED, **TWO_LAYERS}),
+    "cp2, Qwen2 tied": Row(2, {CP: 2, **BIASES, **TIED, **TWO_LAYERS}),
     "pp2 x dp2": Row(4, {PP: 2, **TWO_LAYERS}),
     "pp2 x dp2 resharded": Row(4, {PP: 2, RESHARD: "always", **TWO_LAYERS}),
     "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **TWO_LAYERS}),
@@ -223,6 +240,8 @@ BFLOAT16_LAYOUTS = {
     "dp2 x tp2 many chunks": Row(4, {TP: 2, **CHUNKS, **BFLOAT16}),
     "pp2": Row(2, {PP: 2, **BFLOAT16}),
     "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **BFLOAT16}),
+    "pp2 x dp2 tied": Row(4, {PP: 2, **TIED, **BFLOAT16}),
+    "tp2, Qwen2": Row(2, {TP: 2, **BIASES, **BFLOAT16}),
 }
 
 FLOAT8 = {"model.converters": ["float8"]}
@@ -234,6 +253,7 @@ ROWWISE, ROWWISE_HP = (
 FLOAT8_LAYOUTS = {
     "tp2": Row(2, {TP: 2, **FLOAT8}),
     "dp2": Row(2, FLOAT8),
+    "tp2, Qwen2": Row(2, {TP: 2, **FLOAT8, **BIASES, **TWO_LAYERS}),
     "pp2 x dp2 x tp2, gathered": Row(8, {PP: 2, TP: 2, **PRECOMPUTE, **TWO_LAYERS}),
     "dp2 x tp2 compile, gathered": Row(4, {TP: 2, **PRECOMPUTE, **COMPILED, **TWO_LAYERS}),
     "dp2 ZeRO-2 accumulation 4, gathered": Row(2, {**PRECOMPUTE, ZERO: 2, **ACCUMULATION_4, **TWO_LAYERS}),

@@ -9,6 +9,7 @@ import compare
 # Each adds its patches to the table.
 import mutants_of_experts  # noqa: F401
 import mutants_of_gradients  # noqa: F401
+import mutants_of_models  # noqa: F401
 import mutants_of_muon  # noqa: F401
 import mutants_of_precision  # noqa: F401
 import mutants_of_sizes  # noqa: F401

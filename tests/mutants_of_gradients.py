@@ -15,8 +15,8 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torchtitan_lite import step
 from torchtitan_lite.components import optim
 from torchtitan_lite.config import layout
-from torchtitan_lite.model import llama3
 from torchtitan_lite.model.head import count_valid_tokens
+from torchtitan_lite.models.llama3 import modules as llama3
 from torchtitan_lite.parallel import (
     activation_checkpoint,
     exchange,

@@ -8,8 +8,9 @@ from mutant_table import mutant
 
 from torchtitan_lite import build, step
 from torchtitan_lite.components import optim
-from torchtitan_lite.config.flavors import RopeScaling
-from torchtitan_lite.model import head, llama3, moe
+from torchtitan_lite.config.model_rows import RopeScaling
+from torchtitan_lite.model import head, moe
+from torchtitan_lite.models.llama3 import modules as llama3
 from torchtitan_lite.parallel import context_parallel, initial_weights, ring_attention
 
 LONG = {"training.seq_len": 2048}

@@ -130,7 +130,6 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     (f"{FLOAT8} {GATHER} --{F8}recipe_name=rowwise", f"{F8}recipe_name"),
     (f"{FLOAT8} {GATHER} --training.enable_cpu_offload", "training.enable_cpu_offload", 4, EIGHT_H100),
     # known to give wrong numbers or to crash
-    (f"{PP}=2 --model.flavor=1B", f"{P}pipeline_parallel_degree", 2, H100_ELSEWHERE),
     (f"{CP}=2 --training.mixed_precision_param=float32", "training.mixed_precision_param", 2, H100_ELSEWHERE),
     (f"{CP}=2 --model.head_dim=20", "model.head_dim", 2, H100_ELSEWHERE),
     (f"{SPLIT} {ZERO}=3 --{MODE}=none", f"{P}pipeline_parallel_schedule"),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from measure_memory import count_head_peak_bytes
 
-from torchtitan_lite.model.head import IGNORE_INDEX, ChunkedLoss, Head
+from torchtitan_lite.model.head import IGNORE_INDEX, ChunkedLoss, Head, weigh_equally
 from torchtitan_lite.parallel import tensor_parallel
 from torchtitan_lite.parallel.exchange import Ranks
 from torchtitan_lite.parallel.tensor_parallel import ShardedLoss
@@ -81,7 +81,7 @@ def test_logits_of_any_size_neither_overflow_nor_vanish():
         assert compare.relative_error(value, truth) < 1e-6
     far = torch.tensor([[-1e4], [1.0], [1e4]])  # of two tp ranks: the same log of a sum twice
     with patch.object(tensor_parallel, "all_gather", lambda own, ranks, dim: torch.cat([own, own])):
-        log_total, _ = ShardedLoss(0, Ranks(0, 2, "tp")).combine(far, far)
+        log_total, _ = ShardedLoss(0, weigh_equally, Ranks(0, 2, "tp")).combine(far, far)
     assert compare.relative_error(log_total, far.double() + math.log(2)) < 1e-6
 
 

@@ -20,7 +20,7 @@ from test_generate_tool import ARGS, save
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.reader import REPOSITORY, read_config
-from torchtitan_lite.model.llama3 import Llama3, init_parameter
+from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.command_lines import TOOLS, parse_command
 
@@ -92,7 +92,7 @@ def desk(tmp_path_factory) -> Path:
     for name in ("Llama-3.1-8B", "Llama-3.1-8B-Instruct"):
         shutil.copytree(REPOSITORY / "assets/tokenizer", desk / name)
     model = Llama3(ARGS)
-    initialize_weights(model, init_parameter, seed=0)
+    initialize_weights(model, seed=0)
     checkpoint = save(tmp_path_factory.mktemp("run") / "step-1", model.state_dict())
     assert main(["convert", str(checkpoint), str(desk / "Llama-3.2-1B")]) == 0
     return desk

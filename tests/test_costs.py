@@ -11,6 +11,7 @@ from layouts import (
     ACCUMULATION_4,
     ADAMW,
     BALANCE_LOSS,
+    BIASES,
     CHUNKS,
     CP,
     DOCUMENTS,
@@ -56,6 +57,9 @@ LAYOUTS = {
     "cp2, documents": (2, {CP: 2, BATCH: 4, **DOCUMENTS}),
     "cp2, ring": (2, {CP: 2, BATCH: 4, MODE: "full", **RING}),
     "tied": (2, {BATCH: 4, "flavor.tie_embeddings": True, ZERO: 1, MODE: "none"}),
+    "pp4 x dp2, tied": (8, {PP: 4, BATCH: 4, "flavor.tie_embeddings": True, "model.n_layers": 4}),
+    "pp2 x tp2, V, tied, biases": (4, {PP: 2, TP: 2, BATCH: 4, **V_SCHEDULE, **BIASES, "flavor.tie_embeddings": True}),
+    "dp2 x tp2, biases": (4, {TP: 2, BATCH: 4, **BIASES}),
     "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, BATCH: 4, **EVERY_SECOND, "model.n_layers": 4}),
     "pp2, ZeRO 3": (4, {PP: 2, BATCH: 4, ZERO: 3, MODE: "full"}),
     "pp2 x tp2, V": (4, {PP: 2, TP: 2, BATCH: 4, **V_SCHEDULE}),
@@ -207,7 +211,7 @@ def test_backward_collectives_bear_the_line_and_module_of_their_forward():
     assert phases["forward", "all-gather"] == phases["forward", "reduce-scatter"] == 2
     assert phases["backward", "reduce-scatter"] == phases["backward", "all-gather"] == 2
     assert phases["recompute", "all-gather"] == 2
-    assert all(call.site.line.startswith("model/llama3.py:") for call in of_layer)
+    assert all(call.site.line.startswith("models/llama3/modules.py:") for call in of_layer)
 
 
 def test_an_extra_collective_in_the_step_is_in_the_dry_run_with_its_line():

@@ -16,8 +16,8 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 WINDOW = 32
@@ -27,7 +27,7 @@ TEXTS = {"a.txt": "def read(self, n):\n" * 9, "b.md": "Grüße, 世界! " * 12, 
 @pytest.fixture(scope="module")
 def model() -> Llama3:
     model = Llama3(ARGS)
-    initialize_weights(model, init_parameter, seed=3)
+    initialize_weights(model, seed=3)
     return model
 
 
@@ -100,7 +100,7 @@ def test_of_a_corpus_the_held_out_documents_count(evaluate, checkpoint, texts, t
 def test_biases_choose_the_experts(evaluate, texts, tmp_path):
     args = resolve_model(Model(flavor="debug_moe", n_layers=2))
     model = Llama3(args)
-    initialize_weights(model, init_parameter, seed=3)
+    initialize_weights(model, seed=3)
     for _, moe in list_moes(model):
         moe.router.expert_bias.copy_(torch.arange(8) % 3)
     path = save(tmp_path / "step-4", model.state_dict(), shape=asdict(args))

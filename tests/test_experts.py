@@ -12,17 +12,15 @@ from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, PP, SCHEDULE, TP, TWO_L
 from torch import Tensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components.expert_balance import (
-    count_collapsed,
-    count_load,
-    describe_load,
-)
-from torchtitan_lite.config.flavors import MoEArgs
+from torchtitan_lite.components.expert_balance import count_collapsed, count_load, describe_load
+from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.schema import Checkpoint, Model
 from torchtitan_lite.model.kv_cache import CachedModel
-from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.model.moe import MoE, list_moes
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.parallel.initial_weights import fill_tensor
 
 MOE = {
     "model.flavor": "debug_moe",
@@ -269,7 +267,7 @@ def test_a_cache_gives_the_logits_of_the_whole_text():
     model = Llama3(args)
     for fqn, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(len(fqn))
-        init_parameter(fqn, parameter.data, args, generator)
+        fill_tensor(parameter.data, list_parameters(args)[fqn], generator)
     tokens = torch.randint(args.vocab_size, (9,))
     with torch.inference_mode():
         logits = model(tokens[None], positions=torch.arange(9)[None])

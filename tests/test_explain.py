@@ -77,7 +77,7 @@ def test_collectives_are_printed_in_order_and_equal_layers_once(capsys):
     assert places == sorted(places)
     layer = printed[printed.index("layers.0-1: each") : printed.index("  output ")]
     assert layer.count("all-gather over tp") == layer.count("reduce-scatter over tp") == 2
-    assert layer.count("model/llama3.py:") == 4
+    assert layer.count("models/llama3/modules.py:") == 4
 
 
 # n: tables of equal layers. A stage of 1F1B has two layers; the others have stages of one, V schedules a local border.

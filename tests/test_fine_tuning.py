@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools.model_source import build_model, open_source
@@ -29,7 +29,7 @@ ODD = RopeScaling(factor=5.5, low_freq_factor=1.5, high_freq_factor=3.0, origina
 UNTIED = replace(PLAIN, vocab_size=320, head_dim=24, norm_eps=3e-5, rope_theta=20_000.0, rope_scaling=ODD)
 TEXT = "The cat sat on the mat, and the dog sat on the cat; then both of them ran into the garden. "
 PATH = "checkpoint.initial_load_path"
-TP, EP = (f"--parallelism.{name}_parallel_degree=2" for name in ("tensor", "expert"))
+TP, EP, PP = (f"--parallelism.{name}_parallel_degree=2" for name in ("tensor", "expert", "pipeline"))
 BALANCE = "--training.expert_balance_loss=0.01"
 
 
@@ -46,6 +46,8 @@ class Case:
 CASES = {
     "untied, in several files": Case(UNTIED, version=4, shard_size="60KB"),
     "tied, published in bfloat16": Case(replace(UNTIED, tie_embeddings=True), dtype="bfloat16"),
+    "tied, on pp2 x dp2": Case(replace(UNTIED, tie_embeddings=True), n_ranks=4, layout=(PP,)),
+    "Qwen2, tied, on pp2 x tp2": Case(replace(UNTIED, qkv_bias=True, tie_embeddings=True), n_ranks=4, layout=(PP, TP)),
     "linear scaling, on dp2 x tp2": Case(
         replace(UNTIED, rope_scaling=RopeScaling(2.5, kind="linear")), shard_size="60KB", n_ranks=4, layout=(TP,)
     ),

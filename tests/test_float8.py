@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.checks import check_machine
-from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.model.float8_linear import RECIPES, Float8Linear
-from torchtitan_lite.model.llama3 import Llama3
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.models.llama3.table import FLAVORS
 
 # ---------------------------------------------------------------- one linear layer
 

@@ -23,12 +23,14 @@ SMALL = [
     "--training.global_batch_size=4",
     "--parallelism.tensor_parallel_degree=2",
 ]
+STAGES = [f"--parallelism.{key}" for key in ("pipeline_parallel_degree=2", "tensor_parallel_degree=1")]
+STAGES.append("--parallelism.data_parallel_shard_degree=1")
 REFUSED = {  # fork -> tool -> the key that it names
     "an attention": {"generate": "model.attention", "convert": "model.attention"},
-    "a model": {"convert": "model.name"},
+    "a norm": {"convert": "model.name"},
 }
 # Two forks in one run, by default: the one has state of its own in checkpoints, the other cannot be converted.
-WHOLE_WALK = ("an optimizer", "a model")
+WHOLE_WALK = ("an optimizer", "a norm")
 
 # Calls tools, and train.py on a pool of ranks, in one process: importing torch takes most of the time of each.
 CALLS = """
@@ -79,7 +81,7 @@ def answers(checkout) -> Answers:
         calls |= {f"{tool} {name}": [tool, *keys, "--gpus=4"] for tool in ("plan", "explain")}
     attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2"]
     calls["refuse an attention"] = ["check", *attention, "--ranks=4"]
-    for name in ("a model", "an attention"):
+    for name in ("a norm", "an attention"):
         export = [*SMALL, *FORKS[name].keys, "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
         calls[f"refuse an export of {name}"] = ["check", *export, "--ranks=4"]
     return run_calls(checkout, calls)
@@ -95,6 +97,7 @@ def list_walk(names: tuple[str, ...]) -> dict[str, list]:
         "train": ["train", 4, *train, "--training.steps=2"],
         "resume": ["train", 2, *train, "--training.steps=3"],
         "verify": ["verify", *SMALL, *keys, "--ranks=4", "--json"],
+        "verify pp2": ["verify", *SMALL, *keys, *STAGES, "--ranks=2"],
         "generate": ["generate", f"{run}/checkpoint/step-3", "--prompt=import", "--max-new-tokens=4", "--json"],
         "convert": ["convert", f"{run}/checkpoint/step-3", f"hf of {run}"],
     }
@@ -116,15 +119,16 @@ def run_calls(checkout: Path, calls: dict[str, list]) -> Answers:
 def test_a_fork_is_checked_planned_and_explained(answers, name):
     of_fork = {tool: answers[f"{tool} {name}"] for tool in ("check", "plan", "explain")}
     assert [status for status, _, _ in of_fork.values()] == [0, 0, 0], of_fork
-    block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64 + (2 * 16 if name == "a model" else 0)
-    assert f"{2 * block + 2 * 2304 * 64 + 64:,} parameters" in of_fork["check"][1]
+    block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64
+    post_norms = 2 * 2 * 64 if name == "a norm" else 0
+    assert f"{2 * block + post_norms + 2 * 2304 * 64 + 64:,} parameters" in of_fork["check"][1]
 
 
 @pytest.mark.parametrize(
     ("what", "key"),
     [
         ("an attention", "model.attention"),  # context parallel cannot compute it
-        ("an export of a model", "checkpoint.last_save_in_hf"),  # `convert` has no names for its parameters
+        ("an export of a norm", "checkpoint.last_save_in_hf"),  # `convert` has no names for its parameters
         ("an export of an attention", "checkpoint.last_save_in_hf"),  # transformers would compute another one
     ],
 )
@@ -134,7 +138,10 @@ def test_what_a_fork_cannot_do_is_refused(answers, what, key):
 
 
 # The slow ones are whole walks too: 20 s each, and the tables they pass through are those of the one by default.
-@pytest.mark.parametrize("names", [WHOLE_WALK, *(pytest.param((name,), marks=pytest.mark.slow) for name in FORKS)])
+SLOW_WALKS = [pytest.param((name,), marks=pytest.mark.slow) for name in FORKS]
+
+
+@pytest.mark.parametrize("names", [WHOLE_WALK, *SLOW_WALKS], ids=" and ".join)
 def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(checkout, names, request):
     walked = request.getfixturevalue("answers") if names == WHOLE_WALK else run_calls(checkout, list_walk(names))
     assert [walked[call][0] for call in ("prepare", "train", "resume")] == [0, 0, 0], walked
@@ -142,6 +149,8 @@ def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3]
     status, out, err = walked["verify"]
     assert status == 0 and json.loads(out)["certified"], out + err
+    status, out, err = walked["verify pp2"]
+    assert status == 0 and ("loss formula not covered" in out) == ("a loss" in names), out + err
     for tool in ("generate", "convert"):
         status, out, err = walked[tool]
         refused = [REFUSED[name][tool] for name in names if tool in REFUSED.get(name, {})]

@@ -6,9 +6,9 @@ from test_model import FLAVORS, build_ours
 from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.model.kv_cache import CachedModel
-from torchtitan_lite.model.llama3 import Llama3
+from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.tools.generate import Sampling, choose_token, limit
 
 PLAIN = FLAVORS["Llama 3"]

@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.config.flavors import FLAVORS, RopeScaling
+from torchtitan_lite.config.model_rows import RopeScaling
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.model.llama3 import Llama3, init_parameter
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import generate as tool
 from torchtitan_lite.tools.corpora.chat import read_chat_format
@@ -40,7 +41,7 @@ def tokenizer() -> Tokenizer:
 def trained(tokenizer) -> Llama3:
     """A model that has seen a little Python: its next tokens depend on more than rounding."""
     model = Llama3(ARGS)
-    initialize_weights(model, init_parameter, seed=0)
+    initialize_weights(model, seed=0)
     tokens = torch.tensor(tokenizer.encode(inspect.getsource(argparse)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     generator = torch.Generator().manual_seed(0)

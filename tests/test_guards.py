@@ -8,9 +8,9 @@ import warm_start
 from layouts import TP
 from made_corpora import write_corpus
 
-from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.model.head import ChunkedLoss
 from torchtitan_lite.model.moe import Router
+from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.parallel.initial_weights import copy_local_shard
 from torchtitan_lite.step import train_step
 

@@ -10,13 +10,13 @@ from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import FAMILIES, make_config, read_model_args, read_published
+from torchtitan_lite.checkpoint.hugging_face_config import list_families, make_config, read_model_args, read_published
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, list_tensors, open_folder
 from torchtitan_lite.config.block import list_expert_biases
-from torchtitan_lite.config.flavors import FLAVORS as OUR_FLAVORS
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.model.llama3 import Llama3
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.models.llama3.table import FLAVORS as OUR_FLAVORS
 from torchtitan_lite.tools import convert
 from torchtitan_lite.tools.model_source import read_end_ids
 
@@ -95,7 +95,7 @@ def test_we_load_what_transformers_saved_and_give_its_logits(name, version, dtyp
 
 
 @pytest.mark.parametrize("left_out", ["num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", list_families())
 def test_a_missing_key_means_the_same_as_in_transformers(family, left_out, tmp_path):
     sizes = {"num_attention_heads": 128, "hidden_size": 256, "num_experts_per_tok": 2, "vocab_size": 128}
     AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
@@ -133,7 +133,9 @@ def test_the_listed_tensors_are_the_parameters_and_biases_of_the_model_in_their_
         assert saved == list_tensors(args) | list_expert_biases(args) | tied
 
 
-@pytest.mark.parametrize("name", [name for name, args in OUR_FLAVORS.items() if args.moe or args.qk_norm])
+@pytest.mark.parametrize(
+    "name", [name for name, args in OUR_FLAVORS.items() if args.moe or args.qk_norm or args.qkv_bias]
+)
 def test_each_flavor_is_described_by_its_config(name, tmp_path):
     config = make_config(OUR_FLAVORS[name], dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(config))

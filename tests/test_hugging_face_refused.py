@@ -43,7 +43,7 @@ def assert_refused(folder: Path, *named: str) -> None:
 
 
 WRONG_CONFIGS = [  # model, changes, named
-    (LLAMA, {"model_type": "mistral"}, "model_type = 'mistral'; supported: llama, mixtral, qwen3, qwen3_moe"),
+    (LLAMA, {"model_type": "mistral"}, "model_type = 'mistral'; supported: llama, mixtral, qwen2, qwen3, qwen3_moe"),
     (LLAMA, {"model_type": None}, "model_type = None"),
     (LLAMA, {"attention_bias": True}, "attention_bias = True"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

@@ -16,8 +16,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Floor of a module, by the longest name that it starts with. A module imports from floors below its own and from its
 # own row; rows on one floor never import each other.
 FLOORS = {
-    "torchtitan_lite.config": 0,  # no torch, so it loads in milliseconds
+    "torchtitan_lite.config.model_rows": -2,  # the types of the rows below
+    "torchtitan_lite.models": -1,  # the tables of the models
+    "torchtitan_lite.config": 0,
     "torchtitan_lite.model": 1,
+    "torchtitan_lite.models.NAME.modules": 2,  # NAME: any folder of models/
     "torchtitan_lite.parallel": 2,
     "torchtitan_lite.data": 2,
     "torchtitan_lite.checkpoint": 2,
@@ -30,11 +33,12 @@ FLOORS = {
 }
 IMPORT_BY_NAME = {  # modules that call importlib in a function
     "torchtitan_lite.config.files",  # import_extra: optional packages
+    "torchtitan_lite.build",  # the code of a model, by its name
     "torchtitan_lite.__main__",  # picks its tool
     "torchtitan_lite.tools.launch",  # imports torch after the ranks have started
     "torchtitan_lite.tools.faults.drill",  # only its ranks need torch
 }
-WITHOUT_TORCH = {  # besides config/: what `check` needs
+WITHOUT_TORCH = {  # besides config/ and the tables of models/: what `check` needs
     "torchtitan_lite.__main__",
     "torchtitan_lite.preflight",
     "torchtitan_lite.dump_folder",
@@ -69,6 +73,7 @@ IMPORTS = {module: list_imports(tree) & TREES.keys() - {"torchtitan_lite"} for m
 
 
 def find_row(module: str) -> str:
+    module = re.sub(r"(models)\.\w+\.modules", r"\1.NAME.modules", module)
     return max((row for row in FLOORS if module == row or module.startswith(f"{row}.")), key=len)
 
 
@@ -92,7 +97,7 @@ def test_no_import_goes_round_in_a_circle():
 
 
 def test_config_and_check_do_not_import_torch():
-    for module in WITHOUT_TORCH | {module for module in TREES if find_row(module) == "torchtitan_lite.config"}:
+    for module in WITHOUT_TORCH | {module for module in TREES if FLOORS[find_row(module)] <= 0}:
         packages = {name.split(".")[0] for name in list_imports(TREES[module])}
         assert not packages & {"torch", "numpy", "tiktoken", "safetensors", "tensorboard"}, module
 

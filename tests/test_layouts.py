@@ -19,7 +19,6 @@ from layouts import (
     RING,
     SCHEDULE,
     SLOW_FLOAT8_LAYOUTS,
-    TIED,
     ZERO,
     Row,
 )
@@ -57,7 +56,6 @@ SPLIT = {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none"}
 # Key of the problem, a run that is refused, and how it fails: words of the crash, or the wrong measure. The day a torch
 # release repairs one, a test fails and says so.
 REFUSED = [
-    (PP, Row(2, {PP: 2, **TIED}), "has no attribute 'weight'"),
     (SCHEDULE, Row(4, {**SPLIT, ZERO: 3}), "gradients"),
     slow(SCHEDULE, Row(4, {**SPLIT, ZERO: 3, SCHEDULE: "InterleavedZeroBubble"}), "gradients"),
     slow(SCHEDULE, Row(4, {**SPLIT, ZERO: 3, SCHEDULE: "DualPipeV"}), "gradients"),

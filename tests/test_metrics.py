@@ -11,9 +11,9 @@ from torchtitan_lite.components import metrics as metrics_module
 from torchtitan_lite.components.log import ESCAPE_CODE
 from torchtitan_lite.components.metrics import MetricsWriter, describe_step
 from torchtitan_lite.config.block import FlopsPerToken, count_flops_per_token
-from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.config.schema import Metrics
+from torchtitan_lite.models.llama3.table import FLAVORS
 
 # torchtitan's published 8B row: 8 H100, one sequence of 8,192 tokens each, 5,762 tokens/s per GPU
 RUN = {"n_steps": 2000, "resumed_step": 0, "settings": {"training": {"steps": 2000}}}

@@ -1,5 +1,6 @@
 """The single-device model against transformers': logits, every parameter's gradient, and routes."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,11 @@ from their_llama import make_their_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.model.head import IGNORE_INDEX
-from torchtitan_lite.model.llama3 import Llama3, init_parameter, rotary_angles
 from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.model.rotary import rotary_angles
+from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 PLAIN = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=128)
@@ -23,6 +25,8 @@ FLAVORS = {
     "linear scaling": replace(PLAIN, rope_scaling=RopeScaling(2.5, kind="linear")),
     "head dim of its own": replace(PLAIN, head_dim=32),
     "one key/value head": replace(PLAIN, n_kv_heads=1),
+    "Qwen2": replace(PLAIN, qkv_bias=True, norm_eps=1e-6),
+    "Qwen2, tied": replace(PLAIN, qkv_bias=True, tie_embeddings=True),
     "Qwen3": replace(PLAIN, qk_norm=True, head_dim=24, norm_eps=1e-6),
     "Qwen3, tied": replace(PLAIN, qk_norm=True, tie_embeddings=True),
     "Mixtral": replace(PLAIN, ffn_dim=40, moe=MoEArgs(4, 2, 40)),
@@ -37,7 +41,7 @@ MOES = [name for name, args in FLAVORS.items() if args.moe]
 
 def build_ours(args: ModelArgs) -> Llama3:
     model = Llama3(args)
-    initialize_weights(model, init_parameter, seed=1)
+    initialize_weights(model, seed=1)
     with torch.no_grad():  # norms of 1 would hide a norm that is left out
         for index, parameter in enumerate(model.parameters()):
             if parameter.dim() == 1:
@@ -87,16 +91,16 @@ def to_theirs(tensors: dict[str, Tensor], args: ModelArgs) -> dict[str, Tensor]:
 
 
 def their_name(fqn: str) -> str:
-    module = fqn.removesuffix(".weight")
+    module, _, tensor = fqn.rpartition(".")
     if module.startswith("layers."):
         _, layer, inside = module.split(".", 2)
-        return f"model.layers.{layer}.{THEIR_NAMES[inside]}.weight"
-    return f"{THEIR_NAMES[module]}.weight"
+        return f"model.layers.{layer}.{THEIR_NAMES[inside]}.{tensor}"
+    return f"{THEIR_NAMES[module]}.{tensor}"
 
 
 def in_their_order(fqn: str, tensor: Tensor, args: ModelArgs) -> Tensor:
     """They turn the pairs (i, i + E/2) of a head, we (2i, 2i + 1): the rows of wq and wk stand in another order."""
-    if not fqn.endswith(("wq.weight", "wk.weight", "q_norm.weight", "k_norm.weight")):
+    if not re.search(r"\.(wq|wk|q_norm|k_norm)\.", fqn):
         return tensor
     return tensor.unflatten(0, (-1, args.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
@@ -173,7 +177,7 @@ def test_initial_weights_depend_on_seed_and_name_only():
     models = {}
     for name, seed, n_layers in (("a", 0, 2), ("b", 0, 4), ("c", 1, 2)):
         model = Llama3(replace(PLAIN, n_layers=n_layers))
-        initialize_weights(model, init_parameter, seed)
+        initialize_weights(model, seed)
         models[name] = dict(model.named_parameters())
     wq = "layers.1.attention.wq.weight"
     assert torch.equal(models["a"][wq], models["b"][wq])  # another depth, the same name
@@ -183,7 +187,7 @@ def test_initial_weights_depend_on_seed_and_name_only():
 
 def test_initial_weights_have_the_spread_that_the_rule_says():
     model = Llama3(replace(PLAIN, dim=256, ffn_dim=512))
-    initialize_weights(model, init_parameter, seed=0)
+    initialize_weights(model, seed=0)
     spread = {fqn: parameter.std().item() for fqn, parameter in model.named_parameters() if parameter.dim() == 2}
     cut = 0.9933  # of a normal distribution cut off (by clamping) at three standard deviations
     assert spread["layers.0.attention.wq.weight"] == pytest.approx(0.02 * cut, rel=0.03)

@@ -6,8 +6,8 @@ from math import prod
 import pytest
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.plan.cluster import CLUSTERS

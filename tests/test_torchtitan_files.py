@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import warm_start
 
-from torchtitan_lite.config.flavors import FLAVORS
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import REPOSITORY, read_config
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 

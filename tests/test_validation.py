@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import compare
@@ -16,7 +15,7 @@ from torchtitan_lite.config.schema import Validation
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.dataset import RunData, SampleReader, ValidationBatches, rows_of_rank
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.model.llama3 import Llama3, init_parameter
+from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
@@ -75,7 +74,7 @@ def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, fl
     """The same by a plain loop over samples of the held-out row, one at a time; `starts`: their first tokens."""
     config = compare.override(compare.TABLE_CONFIG, BYTES)
     model = Llama3(resolve_model(config.model))
-    initialize_weights(model, partial(init_leveled, init_parameter), config.debug.seed)  # as build_table_run
+    initialize_weights(model, config.debug.seed, fill=init_leveled)  # as build_table_run
     validation = open_validation(folder)
     tokens, begins = validation.tokens.long(), torch.zeros(validation.n_tokens, dtype=torch.bool)
     begins[validation.documents] = True

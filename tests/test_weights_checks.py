@@ -17,8 +17,8 @@ from torchtitan_lite.checkpoint.continued import FREE, NOTED, REFUSED, find_rule
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import Manifest, TensorRecord
 from torchtitan_lite.checkpoint.save import describe_run
-from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.data.corpus_folder import fingerprint_documents

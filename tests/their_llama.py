@@ -1,8 +1,8 @@
 """Transformers' own description of a model, from the sizes of ours: the oracle's side of several tests."""
 
-from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.model_rows import ModelArgs
 
 
 def make_their_config(args: ModelArgs, **options) -> PreTrainedConfig:
@@ -27,7 +27,8 @@ def make_their_config(args: ModelArgs, **options) -> PreTrainedConfig:
             "mlp_only_layers": list(range(moe.n_first_dense_layers)),
             "decoder_sparse_step": moe.moe_every,
         }
-    kinds = {(False, False): LlamaConfig, (False, True): MixtralConfig, (True, False): Qwen3Config}
+    dense = Qwen2Config if args.qkv_bias else LlamaConfig
+    kinds = {(False, False): dense, (False, True): MixtralConfig, (True, False): Qwen3Config}
     return kinds.get((args.qk_norm, moe is not None), Qwen3MoeConfig)(
         vocab_size=args.vocab_size,
         hidden_size=args.dim,

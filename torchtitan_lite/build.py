@@ -11,6 +11,7 @@ train.py, verify, plan, explain and bench all build their runs here, so they can
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +21,18 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16
 from torchtitan_lite.components.expert_balance import ExpertBalance, build_balance
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model import llama3
 from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.parallel.float8 import Float8AllGatherHook, gather_in_float8
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule
-
-# model.name, also a key of BLOCKS in config/block.py -> (class, function that initializes one parameter)
-MODELS = {
-    "llama3": (llama3.Llama3, llama3.init_parameter),
-}
+from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule, is_tied_inside
+from torchtitan_lite.parallel.tied_embeddings import TiedMatrix
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,7 @@ class Run:
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     float8_weights: list[Float8AllGatherHook]  # weights whose scales are precomputed
     balance: ExpertBalance | None = None  # None: the model has no experts
+    tied: TiedMatrix | None = None  # None: no stage of this rank has a matrix that another stage has
 
     @property
     def saved(self) -> dict[str, Tensor]:
@@ -59,11 +58,28 @@ class Run:
         return self.parameters | (self.balance.biases if self.balance else {})
 
 
+def find_model_class(name: str) -> type[nn.Module]:
+    """Return the class of a model in models/registry.py."""
+    return import_module(f"torchtitan_lite.models.{name}.modules").Model
+
+
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
-    """Build the whole model on meta, without storage."""
-    model_class, _ = MODELS[config.model.name]
+    """Build the whole model on meta, without storage. Raises UserError if its table is wrong."""
     with torch.device("meta"):
-        return model_class(model_args, attention=config.model.attention)
+        model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
+    require_table(model)
+    return model
+
+
+def require_table(model: nn.Module) -> None:
+    """Raise UserError unless the table of a model lists exactly its parameters."""
+    listed = {fqn: entry.shape for fqn, entry in list_parameters(model.model_args).items()}
+    built = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
+    for fqn in listed | built:
+        if listed.get(fqn) != built.get(fqn):
+            sizes = f"{built.get(fqn, 'absent')}, but its table says {listed.get(fqn, 'absent')}"
+            name = model.model_args.name
+            raise UserError(f"{fqn} in models/{name}/modules.py is {sizes}: correct models/{name}/table.py")
 
 
 def build_parts(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh) -> list[nn.Module]:
@@ -76,21 +92,18 @@ def build_parts(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mes
     return parts
 
 
-def materialize(
-    parts: list[nn.Module], config: Config, device: torch.device, init_parameter: Callable | None = None
-) -> None:
+def materialize(parts: list[nn.Module], config: Config, device: torch.device, fill: Callable | None = None) -> None:
     """Allocate this rank's shards on `device` (on the CPU with offload), and initialize their weights.
 
-    `init_parameter` fills a full tensor, and the rank keeps its shard. Default: the model's function in MODELS.
+    `fill`: as in initialize_weights.
     """
-    init_parameter = init_parameter or MODELS[config.model.name][1]
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
-        if part.model_args.tie_embeddings:  # to_empty made two tensors out of the shared one
+        if is_tied_inside(part):  # to_empty made two tensors out of the shared one
             part.output.weight = part.tok_embeddings.weight
         for _, moe in list_moes(part):
             moe.router.reset(device)
-        initialize_weights(part, init_parameter, config.debug.seed, device)
+        initialize_weights(part, config.debug.seed, device, fill)
         part.train()
 
 
@@ -100,10 +113,10 @@ def build_run(
     layout: Layout,
     mesh: Mesh,
     device: torch.device,
-    init_parameter: Callable | None = None,
+    fill: Callable | None = None,
 ) -> Run:
-    """Build a run at step 0. `config` is resolved; `init_parameter` is passed to `materialize`. Collective."""
-    return start_run(build_parts(config, model_args, layout, mesh), config, layout, mesh, device, init_parameter)
+    """Build a run at step 0. `config` is resolved; `fill` is passed to `materialize`. Collective."""
+    return start_run(build_parts(config, model_args, layout, mesh), config, layout, mesh, device, fill)
 
 
 def start_run(
@@ -112,12 +125,18 @@ def start_run(
     layout: Layout,
     mesh: Mesh,
     device: torch.device,
-    init_parameter: Callable | None = None,
+    fill: Callable | None = None,
 ) -> Run:
     """Build a run at step 0 from parts on meta: allocate the parts, then create the optimizer and the schedules."""
-    materialize(parts, config, device, init_parameter)
+    materialize(parts, config, device, fill)
     float8_weights = gather_in_float8(parts, config.quantize.linear.float8, config.compile)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
+    tied = None
+    if layout.tied:
+        copy = parameters.pop("output.weight", None)
+        owner = parameters.get("tok_embeddings.weight")
+        if copy is not None or owner is not None:
+            tied = TiedMatrix(owner, copy, mesh.ends)
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
     if config.compile.enable and isinstance(optimizer, AdamWBFloat16):  # torch's own kernels need no compiler
         optimizer.compile(config.compile.backend)
@@ -134,5 +153,16 @@ def start_run(
     lr_scheduler = build_lr_scheduler(config.lr_scheduler, optimizer)
     balance = build_balance(parts, config.training, layout.global_batch_size, device) if layout.ep else None
     return Run(
-        config, layout, mesh, device, parts, parameters, optimizer, lr_scheduler, schedule, float8_weights, balance
+        config,
+        layout,
+        mesh,
+        device,
+        parts,
+        parameters,
+        optimizer,
+        lr_scheduler,
+        schedule,
+        float8_weights,
+        balance,
+        tied,
     )

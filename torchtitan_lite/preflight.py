@@ -20,11 +20,11 @@ from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, LENGTH, expla
 from torchtitan_lite.checkpoint.starting_weights import PATH, Weights, find_initial, find_resumed
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
 from torchtitan_lite.config.checks import Problems, check_context_parallel, check_machine, check_run, count_pieces
-from torchtitan_lite.config.flavors import AUTO, ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.reader import ConfigReading, dump_config_toml, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, with_value
 from torchtitan_lite.data.corpus_folder import check_data, find_largest_id, fingerprint_documents
@@ -78,7 +78,7 @@ class Prepared(RunConfig):
         model_args, flavor = self.model_args, self.config.model.flavor
         if flavor == AUTO:
             flavor = f"of {self.weights.path}" if self.weights else "debug"
-        return f"{find_model_type(model_args) if model_args.name == 'llama3' else model_args.name} {flavor}"
+        return f"{find_model_type(model_args) or model_args.name} {flavor}"
 
     @property
     def finished(self) -> str:
@@ -198,6 +198,8 @@ def read_run_config(args: list[str], *, restarted: bool = False) -> RunConfig:
         problems += error.problems
     if weights and config.model.flavor == AUTO:
         config = replace(config, model=replace(config.model, row=weights.model_args))
+        if "model.name" not in reading.given:
+            config = with_value(config, "model.name", weights.model_args.name)
     if config.model.hf_assets_path == AUTO:
         config = with_value(config, TOKENIZER, weights.assets if weights else SHIPPED)
     if weights and (weights.published or (section.initial_load_path and section.initial_load_model_only)):

@@ -3,8 +3,8 @@
 Every rank reads only its rows or columns from the mapped files, without communication. Besides its shards, it needs
 memory for one matrix.
 
-Both models rotate pairs of features in a head. transformers rotates (i, i + E/2), and we rotate (2i, 2i + 1). So within
-each head, the rows of wq and wk, and the weights of the query and key norms, are in a different order. For E = 6:
+Both models rotate pairs of features in a head. transformers rotates (i, i + E/2), and we rotate (2i, 2i + 1). So the
+rows of modules marked `is_rotated` in the table of the model are in a different order in each head. For E = 6:
 
     theirs   0 1 2 3 4 5      our rows in their order:   0 2 4 1 3 5
     ours     0 3 1 4 2 5      their rows in our order
@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceFolder, list_tensors, name_theirs
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.storage import open_tensors
-from torchtitan_lite.config.block import list_expert_biases
-
-IN_ROTARY_ORDER = tuple(f"attention.{name}.weight" for name in ("wq", "wk", "q_norm", "k_norm"))
+from torchtitan_lite.config.block import list_expert_biases, list_parameters
+from torchtitan_lite.config.model_rows import ModelArgs
 
 
 def to_our_order(theirs: Tensor, head_dim: int) -> Tensor:
@@ -34,6 +33,12 @@ def to_our_order(theirs: Tensor, head_dim: int) -> Tensor:
 def to_their_order(ours: Tensor, head_dim: int) -> Tensor:
     """Reorder rows of full heads, (R, D) or (R,), for their q_proj and k_proj: the inverse of to_our_order."""
     return ours.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def find_unit(fqn: str, model_args: ModelArgs) -> int:
+    """Return the rows of a parameter that have another order in Hugging Face: those of a head, or 1 for none."""
+    entry = list_parameters(model_args).get(fqn)
+    return model_args.head_dim if entry and entry.row.is_rotated else 1
 
 
 @torch.no_grad()
@@ -57,7 +62,7 @@ def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> No
             for matrix, name in zip(local, name_theirs(fqn, folder.model_args)[offsets[0] :], strict=False):
                 read_box(matrix.t(), folder, name, offsets[:0:-1])
         elif local.numel():
-            unit = folder.model_args.head_dim if fqn.endswith(IN_ROTARY_ORDER) else 1
+            unit = find_unit(fqn, folder.model_args)
             read_box(local, folder, *name_theirs(fqn, folder.model_args), offsets, head_dim=unit)
 
 

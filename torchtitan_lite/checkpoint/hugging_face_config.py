@@ -1,8 +1,8 @@
 """Read config.json of a Hugging Face folder into ModelArgs, and write it. Needs no torch.
 
-Llama, Mixtral, Qwen3 and Qwen3-MoE are rows of FAMILIES. Two features distinguish them: QK-norm and experts. A model
-with an unsupported feature (biases, a sliding window, another activation or RoPE scaling, quantized weights) is
-refused, because it would load but compute something else. A model that fits no family cannot be exported.
+The architectures are in FAMILIES of models/NAME/table.py. A model with an unsupported feature (other biases, a sliding
+window, another activation or RoPE scaling, quantized weights) is refused, because it would load but compute something
+else. A model that fits no family cannot be exported.
 
 transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
 are read. Exports use the format of version 4, which every version reads.
@@ -13,14 +13,15 @@ are read. Exports use the format of version 4, which every version reads.
       -> an export                        both files, updated after training: `make_config`
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.files import JsonError, JsonObject, read_json, shorten
-from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.model_rows import SWITCHES, Family, ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.models.registry import MODELS
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: file name -> content
@@ -28,29 +29,11 @@ LENGTH = "max_position_embeddings"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # in transformers 4 and 5
 DENSE_LAYERS = "mlp_only_layers"  # a list of layer numbers
 
-SIZE_KEYS = {  # field of ModelArgs -> key in config.json
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps",
-}
 SCALING_KEYS = {  # field of RopeScaling -> key in config.json; linear scaling uses only the first
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "original_length": "original_max_position_embeddings",
-}
-MOE_KEYS = {  # field of MoEArgs -> key in config.json
-    "n_experts": "num_experts",
-    "top_k": "num_experts_per_tok",
-    "expert_ffn_dim": "moe_intermediate_size",
-    "normalize_top_k": "norm_topk_prob",
-    "n_first_dense_layers": DENSE_LAYERS,
-    "moe_every": "decoder_sparse_step",
 }
 
 
@@ -62,72 +45,40 @@ class HuggingFaceError(UserError):
         super().__init__("\n".join([f"{folder} cannot be used:", *(f"  {problem}" for problem in problems)]))
 
 
-@dataclass(frozen=True)
-class Family:
-    """A supported architecture of transformers, and the keys of its config.json besides SIZE_KEYS."""
-
-    architecture: str
-    must_be: dict[str, object]  # key -> the only supported value, which is also the default if the key is missing
-    defaults: dict[str, float | bool]  # key -> default if the key is missing
-    qk_norm: bool = False
-    experts: dict[str, str] = field(default_factory=dict)  # field of MoEArgs -> key; other fields must be the default
-
-    @property
-    def title(self) -> str:
-        return self.architecture.removesuffix("ForCausalLM")
-
-
-QWEN_CONSTANTS = {"attention_bias": False, "use_sliding_window": False, "sliding_window": None}
-FAMILIES = {  # model_type -> family
-    "llama": Family(
-        "LlamaForCausalLM",
-        {"attention_bias": False, "mlp_bias": False},
-        {"rms_norm_eps": 1e-6, "rope_theta": 1e4},
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        {"sliding_window": None},
-        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
-        experts={
-            "n_experts": "num_local_experts",
-            "top_k": "num_experts_per_tok",
-            "expert_ffn_dim": "intermediate_size",
-        },
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        QWEN_CONSTANTS,
-        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 32, "head_dim": 128},
-        qk_norm=True,
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        QWEN_CONSTANTS,
-        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 4}
-        | {"decoder_sparse_step": 1, "norm_topk_prob": False, DENSE_LAYERS: []},
-        qk_norm=True,
-        experts=MOE_KEYS,
-    ),
-}
 COMMON_CONSTANTS = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
 QUANTIZED = ("quantization_config", "compression_config", "quantization")  # keys of transformers, and of MLX
 NOT_QUANTIZED = "Quantized weights cannot be used: take the folder with the weights in bfloat16 or float32"
 
 
-def find_model_type(model_args: ModelArgs) -> str:
-    """Return the key of a model's row in FAMILIES."""
-    kinds = {(family.qk_norm, bool(family.experts)): name for name, family in FAMILIES.items()}
-    return kinds[model_args.qk_norm, model_args.moe is not None]
+def list_families() -> dict[str, tuple[str, Family]]:
+    """Return model_type -> name of the first model that has it, and its family."""
+    found = {}
+    for name, table in MODELS.items():
+        for kind, row in table.families.items():
+            found.setdefault(kind, (name, row))
+    return found
+
+
+def find_model_type(model_args: ModelArgs) -> str | None:
+    """Return the model_type of the first family that computes the same; None: the model has no Hugging Face format."""
+    wanted = {switch for switch in SWITCHES if getattr(model_args, switch)}
+    for kind, family in MODELS[model_args.name].families.items():
+        if set(family.switches) == wanted and bool(family.experts) == (model_args.moe is not None):
+            return kind
+    return None
+
+
+def find_family(model_args: ModelArgs) -> Family:
+    """Return the family of a model that has one."""
+    return MODELS[model_args.name].families[find_model_type(model_args)]
 
 
 def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     """Explain why a model with this attention cannot be exported to Hugging Face; None if it can."""
-    if (
-        model_args.name != "llama3"
-    ):  # Hugging Face has no names for its parameters, or would compute something else with them
-        return f"model.name = {model_args.name!r}, but only llama3 can be written in Hugging Face format"
-    family = FAMILIES[find_model_type(model_args)]
-    if model_args.dim % model_args.n_heads and family is FAMILIES["llama"]:
+    if find_model_type(model_args) is None:
+        return f"no family in the table of model.name = {model_args.name!r} computes the same in transformers"
+    family = find_family(model_args)
+    if model_args.dim % model_args.n_heads and family.divides_dim:
         return f"transformers needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
     if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # for example in a fork
         return f"model.attention = {attention!r}, but transformers' {family.title} only has causal attention"
@@ -160,13 +111,14 @@ def read_model_args(folder: Path) -> ModelArgs:
     for key in QUANTIZED:
         if content.get(key):
             raise HuggingFaceError(folder, [f"{CONFIG}: {key} = {shorten(content[key])}. {NOT_QUANTIZED}"])
-    family = FAMILIES.get(content.take("model_type", str, None))
-    if family is None:
-        known = ", ".join(FAMILIES)
+    families = list_families()
+    if content.take("model_type", str, None) not in families:
+        known = ", ".join(families)
         raise HuggingFaceError(folder, [f"{CONFIG}: model_type = {content.get('model_type')!r}; supported: {known}"])
+    model_name, family = families[content["model_type"]]
     given = {key: value for key, value in content.items() if value is not None}
     config = JsonObject(content.path, family.defaults | given)
-    if family.must_be is QWEN_CONSTANTS and not config.get("use_sliding_window"):
+    if "use_sliding_window" in family.must_be and not config.get("use_sliding_window"):
         config.pop("sliding_window", None)  # transformers ignores it
     if "num_local_experts" in config:  # the spelling of transformers 5
         config.setdefault("num_experts", config["num_local_experts"])
@@ -180,14 +132,15 @@ def read_model_args(folder: Path) -> ModelArgs:
     if n_heads % n_kv_heads:
         why = f"num_key_value_heads = {n_kv_heads} does not divide num_attention_heads = {n_heads}"
         raise HuggingFaceError(folder, [f"{CONFIG}: {why}"])
-    sizes = {name: take_size(config, key) for name, key in SIZE_KEYS.items() if name != "norm_eps"}
+    sizes = {name: take_size(config, key) for name, key in family.sizes.items() if name != "norm_eps"}
     return ModelArgs(
         **sizes,
         norm_eps=config.take("rms_norm_eps", float),
         rope_theta=rope.take("rope_theta", float, None) or config.take("rope_theta", float),
         rope_scaling=read_scaling(rope, config),
         tie_embeddings=config.take("tie_word_embeddings", bool, False),
-        qk_norm=family.qk_norm,
+        **dict.fromkeys(family.switches, True),
+        name=model_name,
         moe=read_moe(config, family) if family.experts else None,
     )
 
@@ -271,17 +224,16 @@ def make_config(
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
         return published | changed
-    model_type, scaling = find_model_type(model_args), model_args.rope_scaling
-    family = FAMILIES[model_type]
+    family, scaling = find_family(model_args), model_args.rope_scaling
     of_moe = {key: getattr(model_args.moe, name) for name, key in family.experts.items()}
     if DENSE_LAYERS in of_moe:
         of_moe[DENSE_LAYERS] = list(range(of_moe[DENSE_LAYERS]))
     config: dict[str, object] = {
         "architectures": [family.architecture],
-        "model_type": model_type,
+        "model_type": find_model_type(model_args),
         "hidden_act": COMMON_CONSTANTS["hidden_act"],
         **family.must_be,
-        **{key: getattr(model_args, name) for name, key in SIZE_KEYS.items()},
+        **{key: getattr(model_args, name) for name, key in family.sizes.items()},
         **of_moe,
         "rope_theta": model_args.rope_theta,
         "rope_scaling": None,

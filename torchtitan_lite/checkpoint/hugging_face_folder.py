@@ -12,8 +12,8 @@
     lm_head.weight (missing if tied)                 output.weight (the same)
     ...mlp.experts.0.gate_proj.weight  (F, D)        ...feed_forward.experts.w1  (experts, D, F)
 
-Modules and shapes come from config/block.py; this file only maps names. Both sides have the same shapes, except for
-experts: theirs are one transposed matrix per expert. The rows of wq and wk are in a different order: hugging_face.py.
+Modules, shapes and names come from models/NAME/table.py. Both sides have the same shapes, except for experts:
+theirs are one transposed matrix per expert. The rows of wq and wk are in a different order: hugging_face.py.
 """
 
 from dataclasses import dataclass
@@ -23,46 +23,16 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
     NOT_QUANTIZED,
     HuggingFaceError,
-    find_model_type,
+    find_family,
     read_model_args,
 )
-from torchtitan_lite.config.block import list_llama_block
+from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.files import parse_json, read_json, refuse_pointer
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.model_rows import ModelArgs
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-THEIR_MODULES = {
-    "tok_embeddings": "model.embed_tokens",
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "norm": "model.norm",
-    "output": "lm_head",
-}
-THEIR_EXPERTS = {  # model_type -> names in layers with experts; {} is the expert's index
-    "mixtral": {
-        "feed_forward.router": "block_sparse_moe.gate",
-        "feed_forward.experts.w1": "block_sparse_moe.experts.{}.w1",
-        "feed_forward.experts.w2": "block_sparse_moe.experts.{}.w2",
-        "feed_forward.experts.w3": "block_sparse_moe.experts.{}.w3",
-    },
-    "qwen3_moe": {
-        "feed_forward.router": "mlp.gate",
-        "feed_forward.experts.w1": "mlp.experts.{}.gate_proj",
-        "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
-        "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
-    },
-}
 NO_WEIGHTS = "rotary_emb.inv_freq"  # a constant that old versions of transformers saved in every layer
 DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
 UNPACKED = (*DTYPES, "F64", "I64", "BOOL")  # dtypes that quantized weights do not have
@@ -81,28 +51,19 @@ class HuggingFaceFolder:
 
 def list_tensors(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Return FQN -> global shape of every parameter, in the order of the model. A tied head is omitted."""
-    tensors: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (model_args.vocab_size, model_args.dim)}
-    for layer in range(model_args.n_layers):
-        for module in list_llama_block(model_args, model_args.moe if model_args.is_moe(layer) else None):
-            suffix = "" if module.split == "experts" else ".weight"
-            tensors[f"layers.{layer}.{module.name}{suffix}"] = module.weight
-    tensors["norm.weight"] = (model_args.dim,)
-    if not model_args.tie_embeddings:
-        tensors["output.weight"] = (model_args.vocab_size, model_args.dim)
-    return tensors
+    return {fqn: entry.shape for fqn, entry in list_parameters(model_args).items()}
 
 
 def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
     """Return Hugging Face's name of a parameter; for experts, one name per expert. A tied head is the embedding."""
-    module = fqn.removesuffix(".weight")
-    if module == "output" and model_args.tie_embeddings:
-        module = "tok_embeddings"
-    if not module.startswith("layers."):
-        return [f"{THEIR_MODULES[module]}.weight"]
-    _, layer, inside = module.split(".", 2)
-    in_moe = THEIR_EXPERTS[find_model_type(model_args)] if model_args.is_moe(int(layer)) else {}
-    name = f"model.layers.{layer}.{in_moe.get(inside) or THEIR_MODULES[inside]}.weight"
-    return [name.format(expert) for expert in range(model_args.moe.n_experts)] if "{}" in name else [name]
+    if fqn == "output.weight" and model_args.tie_embeddings:
+        fqn = "tok_embeddings.weight"
+    row = list_parameters(model_args)[fqn].row
+    prefix = ".".join(["model", *fqn.split(".")[:2], ""]) if fqn.startswith("layers.") else ""
+    name = prefix + find_family(model_args).names[row.name]
+    if row.kind == "experts":
+        return [f"{name.format(expert)}.weight" for expert in range(row.weight[0])]
+    return [f"{name}.{fqn.rpartition('.')[2]}"]
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:

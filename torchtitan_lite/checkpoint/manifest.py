@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config import files
-from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 
 MANIFEST, CHECKSUMS = "manifest.json", "checksums"
 FORMAT = 3

@@ -19,8 +19,8 @@ from torchtitan_lite.checkpoint.manifest import (
     read_manifest,
 )
 from torchtitan_lite.config.arguments import explain_hub_name
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, get_value
 
 PATH = "checkpoint.initial_load_path"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_lite.config.flavors import MoEArgs
+from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.model.moe import Router, list_moes
 

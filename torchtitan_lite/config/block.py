@@ -1,71 +1,57 @@
-"""The modules of a transformer block, with parameter counts, FLOPs and float8 layers derived from them.
-
-One table per model. Each row is a module: its name, the size of its weight, and how ranks split it. The TP plan, the
-Hugging Face names, memory and traffic are derived from the same table.
+"""What derives from the tables of a model: parameter counts, FLOPs, float8 layers. No model is named here.
 
 Legend: D model dim, L layers, H query heads, E head dim, F ffn dim, S sequence.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
-from typing import Literal
+from typing import NamedTuple
 
-from torchtitan_lite.config.flavors import ModelArgs, MoEArgs
-
-
-@dataclass(frozen=True)
-class BlockModule:
-    """One module of a transformer block, with one weight."""
-
-    name: str  # FQN inside the block; for experts, the FQN of the parameter
-    # linear layer: (out, in) features; norm: (size,); one matrix of all experts: (experts, in, out)
-    weight: tuple[int, ...]
-    # colwise, rowwise: tp splits the output or the input features. sequence, heads: replicated on every tp rank, which
-    # applies it to its slice of the sequence or to its heads. experts: split over ep. router: replicated.
-    split: Literal["colwise", "rowwise", "sequence", "heads", "router", "experts"] = "sequence"
-
-    @property
-    def is_norm(self) -> bool:
-        return len(self.weight) == 1
+from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
+from torchtitan_lite.models.registry import MODELS
 
 
-def list_llama_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[BlockModule]:
-    """List the modules of a Llama block, in the order of model/llama3.py. With `moe`, the block has experts."""
-    dim, head_dim = model_args.dim, model_args.head_dim
-    query, key = model_args.n_heads * head_dim, model_args.n_kv_heads * head_dim
-    norms_of_heads = ["attention.q_norm", "attention.k_norm"] if model_args.qk_norm else []
-    return [
-        BlockModule("attention_norm", (dim,)),
-        BlockModule("attention.wq", (query, dim), "colwise"),
-        BlockModule("attention.wk", (key, dim), "colwise"),
-        BlockModule("attention.wv", (key, dim), "colwise"),
-        BlockModule("attention.wo", (dim, query), "rowwise"),
-        *(BlockModule(name, (head_dim,), "heads") for name in norms_of_heads),
-        BlockModule("ffn_norm", (dim,)),
-        *(list_moe(dim, moe) if moe else list_swiglu("feed_forward", dim, model_args.ffn_dim)),
-    ]
+class Parameter(NamedTuple):
+    """One parameter of a model."""
+
+    row: ModuleRow  # its module
+    shape: tuple[int, ...]
+    is_bias: bool
 
 
-def list_swiglu(name: str, dim: int, ffn_dim: int) -> list[BlockModule]:
-    return [
-        BlockModule(f"{name}.w1", (ffn_dim, dim), "colwise"),
-        BlockModule(f"{name}.w2", (dim, ffn_dim), "rowwise"),
-        BlockModule(f"{name}.w3", (ffn_dim, dim), "colwise"),
-    ]
+def list_block(model_args: ModelArgs, *, moe: bool = False) -> list[ModuleRow]:
+    """List the modules of one block of this model, dense or with experts."""
+    return MODELS[model_args.name].list_block(model_args, model_args.moe if moe else None)
 
 
-def list_moe(dim: int, moe: MoEArgs) -> list[BlockModule]:
-    """List the router, the experts and the shared experts of an MoE feed-forward."""
-    n_experts, ffn_dim = moe.n_experts, moe.expert_ffn_dim
-    shared_dim = moe.n_shared_experts * ffn_dim
-    return [
-        BlockModule("feed_forward.router", (n_experts, dim), "router"),
-        BlockModule("feed_forward.experts.w1", (n_experts, dim, ffn_dim), "experts"),
-        BlockModule("feed_forward.experts.w2", (n_experts, ffn_dim, dim), "experts"),
-        BlockModule("feed_forward.experts.w3", (n_experts, dim, ffn_dim), "experts"),
-        *(list_swiglu("shared_experts", dim, shared_dim) if shared_dim else []),
-    ]
+def list_ends(model_args: ModelArgs) -> list[ModuleRow]:
+    """List the modules outside the blocks: tok_embeddings, norm, output."""
+    return MODELS[model_args.name].list_ends(model_args)
+
+
+def list_gathered(rows: list[ModuleRow]) -> list[str]:
+    """List the modules of a block whose linear layers need all tokens: tp gathers their input."""
+    linears = [row for row in rows if (row.kind, row.split) == ("linear", "colwise")]
+    return sorted({row.name.rpartition(".")[0] for row in linears})
+
+
+@lru_cache
+def list_parameters(model_args: ModelArgs) -> dict[str, Parameter]:
+    """Return FQN -> parameter for the whole model, in the order of the model. A tied head is omitted."""
+    embedding, *others = list_ends(model_args)
+    modules = [("", embedding)]
+    for layer in range(model_args.n_layers):
+        for row in list_block(model_args, moe=model_args.is_moe(layer)):
+            modules.append((f"layers.{layer}.", row))
+    for row in others:
+        if row.name != "output" or not model_args.tie_embeddings:
+            modules.append(("", row))
+    parameters = {}
+    for prefix, row in modules:
+        for name, shape in row.tensors.items():
+            parameters[prefix + name] = Parameter(row, shape, name.endswith(".bias"))
+    return parameters
 
 
 def list_expert_biases(model_args: ModelArgs) -> dict[str, tuple[int]]:
@@ -74,26 +60,18 @@ def list_expert_biases(model_args: ModelArgs) -> dict[str, tuple[int]]:
     return {f"layers.{layer}.feed_forward.router.expert_bias": (model_args.moe.n_experts,) for layer in layers}
 
 
-BLOCKS: dict[str, Callable[..., list[BlockModule]]] = {  # model.name -> the modules of its block
-    "llama3": list_llama_block,
-}
-
-
-def list_block(model_args: ModelArgs, *, moe: bool = False) -> list[BlockModule]:
-    """List the modules of one block of this model, dense or with experts."""
-    return BLOCKS[model_args.name](model_args, model_args.moe if moe else None)
-
-
 def count_layer_parameters(
-    model_args: ModelArgs, *, moe: bool = False, tp: int = 1, linear_only: bool = False, experts: int | None = None
+    model_args: ModelArgs, *, moe: bool = False, linear_only: bool = False, experts: int | None = None
 ) -> int:
-    """Count the parameters of one block on one tp rank. `experts`: number of experts to count; None: all."""
+    """Count the parameters of one block. `linear_only`: of matrices. `experts`: number of them to count; None: all."""
     n_parameters = 0
     for module in list_block(model_args, moe=moe):
-        if module.split == "experts" and experts is not None:
+        if module.kind == "experts" and experts is not None:
             n_parameters += experts * prod(module.weight[1:])
-        elif not (linear_only and module.is_norm):
-            n_parameters += prod(module.weight) // (tp if module.split in ("colwise", "rowwise") else 1)
+        elif linear_only:
+            n_parameters += 0 if module.kind == "norm" else prod(module.weight)
+        else:
+            n_parameters += module.n_parameters
     return n_parameters
 
 
@@ -107,7 +85,7 @@ def count_all_layers(model_args: ModelArgs, *, linear_only: bool = False, expert
 def list_experts(model_args: ModelArgs) -> list[tuple[int, ...]]:
     """List the sizes (experts, in, out) of the expert matrices in a layer; empty without experts."""
     block = list_block(model_args, moe=True) if model_args.moe else []
-    return [module.weight for module in block if module.split == "experts"]
+    return [module.weight for module in block if module.kind == "experts"]
 
 
 def find_expert_dim(model_args: ModelArgs, ep: int, n_ranks: int) -> int | None:
@@ -123,9 +101,10 @@ def count_parameters(model_args: ModelArgs, *, active: bool = False) -> int:
 
     `active`: count only the parameters that one token uses, so top_k of the experts.
     """
-    n_matrices = 1 if model_args.tie_embeddings else 2  # embedding and head
     experts = model_args.moe.top_k if model_args.moe and active else None
-    return count_all_layers(model_args, experts=experts) + (n_matrices * model_args.vocab_size + 1) * model_args.dim
+    ends = sum(row.n_parameters for row in list_ends(model_args))
+    shared = model_args.vocab_size * model_args.dim if model_args.tie_embeddings else 0
+    return count_all_layers(model_args, experts=experts) + ends - shared
 
 
 @dataclass(frozen=True)
@@ -199,5 +178,5 @@ def list_linears(model_args: ModelArgs) -> dict[str, tuple[int, int]]:
         f"layers.{layer}.{module.name}": module.weight
         for layer in range(model_args.n_layers)
         for module in list_block(model_args, moe=model_args.is_moe(layer))
-        if len(module.weight) == 2 and module.split != "router"
+        if module.kind == "linear" and module.split in ("colwise", "rowwise")
     }

@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from itertools import count
 from math import gcd, prod
 
-from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim, list_linears, plan_float8
+from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim, list_block, list_ends, list_linears, plan_float8
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
 from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schedule import splits_backward
 from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
 
@@ -127,6 +127,7 @@ def check_layout(
         why = f"it does not divide into {pieces} equal pieces (tp {tp}; cp {cp} needs 2 x cp pieces)"
         values = list_nearest(seq_len, lambda n: n % pieces == 0)
         problems.refuse("training.seq_len", why, f"Use {values}")
+    check_table(problems, tp)
     if model_args.moe:
         check_experts(problems, degrees)
     elif config.parallelism.expert_parallel_degree > 1:
@@ -141,6 +142,38 @@ def check_layout(
     if config.model.uses_float8:
         check_float8(problems, tp, batch["microbatch_size"] * config.training.seq_len // cp)
     return problems
+
+
+SERVED = {  # kind of a module -> splits that parallel/ serves
+    "linear": ("colwise", "rowwise", "sequence", "vocabulary"),
+    "norm": ("sequence", "heads", "colwise"),
+    "embedding": ("vocabulary",),
+    "router": ("sequence",),
+    "experts": ("experts",),
+}
+
+
+def check_table(problems: Problems, tp: int) -> None:
+    """Find rows in the table of the model that no code serves, or that tp cannot split."""
+    model_args, key = problems.model_args, "parallelism.tensor_parallel_degree"
+    rows = list_ends(model_args) + list_block(model_args)
+    if model_args.moe:
+        rows += list_block(model_args, moe=True)
+    expected = {"sequence": model_args.dim, "heads": model_args.head_dim}
+    for row in dict.fromkeys(rows):
+        if row.split not in SERVED.get(row.kind, ()):
+            why = f"its table says that {row.name} is a {row.kind} module with split {row.split!r}"
+            remedy = f"Use one of these in models/{model_args.name}/table.py: {SERVED}"
+            problems.refuse("model.name", why, remedy)
+        elif tp > 1 and row.kind == "norm" and row.weight[0] != expected.get(row.split, row.weight[0]):
+            why = f"{row.name} has {row.weight[0]} features, but with split {row.split!r} a tp rank has only"
+            why += f" {expected[row.split]} of them in one place"
+            problems.refuse(key, why, f"Use 1: no code computes {row.name} across tp ranks")
+        elif row.split in ("colwise", "rowwise") and not problems:  # sizes of [model] are checked by name
+            n_features = row.weight[row.split == "rowwise"]
+            if n_features % tp:
+                why = f"it does not divide the {n_features} features of {row.name}"
+                problems.refuse(key, why, "Use a degree that divides them")
 
 
 def check_experts(problems: Problems, degrees: dict[str, int]) -> None:
@@ -191,10 +224,6 @@ def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list
     problems, section = Problems(config), config.parallelism
     splits = splits_backward(section)
     methods = ATTENTIONS[config.model.attention].under_cp
-    if section.pipeline_parallel_degree > 1 and model_args.tie_embeddings:
-        why = "the first and the last stage would each hold and train a copy of the tied matrix"
-        remedy = "Use pipeline_parallel_degree = 1, or a flavor whose embedding is not tied"
-        problems.refuse("parallelism.pipeline_parallel_degree", why, remedy)
     if "hpz" in section.zero_plus_plus and section.pipeline_parallel_degree > 1:
         why = "in a pipeline, a forward may use weights that a backward gathered, so there is nothing to keep"
         problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz"')

@@ -5,7 +5,7 @@
     lr_scheduler.decay_type                DECAYS        the function in the row
     model.attention                        ATTENTIONS    model/attention.py; under cp: parallel/context_parallel.py
     parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
-    model.name                             BLOCKS, in block.py; MODELS in build.py
+    model.name                             NAMES, in models/registry.py; models/NAME/
 
 In a row, every feature is unsupported by default. A config that needs an unsupported feature is refused before launch.
 """

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from torchtitan_lite.config.checks import check_layout, check_mesh, check_model, find_refused
-from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
-from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schedule import Stages, check_microbatches, place_stages, plan_stages
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Model, Parallelism, Training, with_value
+from torchtitan_lite.models.registry import MODELS
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")  # keys of [model]
@@ -26,12 +27,21 @@ SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 def resolve_model(model: Model) -> ModelArgs:
     """Return the model of the flavor, or of the loaded weights, with the sizes in [model]. Raises ConfigError."""
     given = {name: value for name in SIZES if (value := getattr(model, name)) is not None}
-    model_args = replace(model.row or FLAVORS[model.flavor], **given, name=model.name)
+    model_args = replace(find_row(model), **given, name=model.name)
     if model.head_dim is None and (model.dim or model.n_heads):
         model_args = replace(model_args, head_dim=model_args.dim // model_args.n_heads)
     if problems := check_model(model, model_args):
         raise ConfigError(problems)
     return model_args
+
+
+def find_row(model: Model) -> ModelArgs:
+    """Return the model of the loaded weights, or of the flavor. Raises ConfigError."""
+    flavors = MODELS[model.name].flavors
+    if model.row is None and model.flavor not in flavors:
+        why = f"model.name = {model.name!r} has no such flavor"
+        raise ConfigError([Problem("model.flavor", model.flavor, why, f"Use one of {', '.join(flavors)}")])
+    return model.row or flavors[model.flavor]
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,7 @@ class Layout:
     microbatch_size: int  # sequences per rank and forward pass
     n_microbatches: int  # per rank and step: accumulation steps; under PP, microbatches of the schedule
     zero_stage: int  # 1, 2 or 3: the tensors that FSDP shards over dp_shard x cp, see parallel/fsdp.py
+    tied: bool = False  # in a pipeline, the first and the last stage hold the same matrix
     ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0: the model has no experts
     # Ranks of an FSDP group in a node (near), and its nodes (far). 1: ZeRO++ is off, or nodes do not split the group
     fsdp_near: int = 1
@@ -118,6 +129,7 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
         stage_ranks=place_stages(section, len(stages)),
         **batch,
         zero_stage=zero_stage,
+        tied=model_args.tie_embeddings and degrees["pp"] > 1,
         ep=section.expert_parallel_degree if model_args.moe else 0,
         **split_by_node(section, degrees),
     )

@@ -13,9 +13,9 @@ from math import ceil, log2, prod
 
 from torchtitan_lite.config.block import count_all_layers, count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, Optimizer
 
 USUAL_GPU_BYTES = 40 * GIB  # left for this state on the 80 GB GPU that `plan` assumes; activations take the rest

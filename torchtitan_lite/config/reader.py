@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.arguments import expand_path, parse_whole
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import Problem, UserError
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import PATH, Config, Job, get_value, with_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent, resolve_alias
 

@@ -10,9 +10,9 @@ from functools import reduce
 from math import inf
 from typing import Annotated, Any, Literal
 
-from torchtitan_lite.config.block import BLOCKS
 from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, OPTIMIZERS, SCHEDULES
-from torchtitan_lite.config.flavors import AUTO, FLAVORS, ModelArgs
+from torchtitan_lite.config.model_rows import AUTO, ModelArgs
+from torchtitan_lite.models.registry import FLAVORS, MODELS
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ PathText = Annotated[str, PATH]  # reader.py expands ~ and $VAR
 
 @dataclass(frozen=True)
 class Model:
-    name: Literal[tuple(BLOCKS)] = "llama3"  # a row of BLOCKS (block.py) and of MODELS (build.py)
-    # a row of flavors.py; the keys below override its sizes. auto: the model of the weights that the run loads
-    # (its own checkpoint, or checkpoint.initial_load_path), else debug
-    flavor: Literal[tuple(FLAVORS)] = AUTO
+    name: Literal[tuple(MODELS)] = "llama3"  # a folder of models/
+    # a row of FLAVORS in models/NAME/table.py; the keys below override its sizes.
+    # auto: the model of the weights that the run loads (own checkpoint, or checkpoint.initial_load_path), else debug
+    flavor: Literal[FLAVORS] = AUTO
     # folder with tokenizer.json or tokenizer.model, in the working directory or in this repository; or "bytes".
     # auto: the tokenizer of the weights that the run loads, else assets/tokenizer
     hf_assets_path: PathText = "auto"

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.corpus_folder import CorpusError

@@ -133,12 +133,13 @@ class Float8MatmulFunction(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """nn.Linear without bias that multiplies in float8. Its trained and saved weight is fp32."""
+    """nn.Linear that multiplies in float8. Its trained and saved weight is fp32."""
 
-    def __init__(self, in_features: int, out_features: int, *, recipe_name: str, emulate: bool):
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, *, recipe_name: str, emulate: bool, bias: bool = False):
+        super().__init__(in_features, out_features, bias=bias)
         self.recipe_name, self.emulate = recipe_name, emulate
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N)."""
-        return Float8MatmulFunction.apply(x, self.weight, None, None, self.recipe_name, self.emulate)
+        product = Float8MatmulFunction.apply(x, self.weight, None, None, self.recipe_name, self.emulate)
+        return product if self.bias is None else product + self.bias

@@ -18,12 +18,19 @@ TP, subclasses in parallel/tensor_parallel.py compute the loss from a sharded vo
 Legend: B batch, S sequence, N = B*S tokens, n tokens of a chunk, D model dim, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100  # a target that counts neither in the loss nor in the number of tokens
+
+
+def weigh_equally(log_total: Tensor) -> tuple[Tensor, float]:
+    """Return `log_total` and its derivative: the cross entropy."""
+    return log_total, 1.0
 
 
 class Head(nn.Linear):
@@ -44,6 +51,14 @@ class Head(nn.Linear):
         logits = F.linear(hidden, self.weight)
         return logits if targets is None else self.sum_token_losses(logits.flatten(0, 1), targets.flatten())
 
+    def weigh_total(self, log_total: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return the part of a token's loss that depends on the log-sum-exp of its logits, and its derivative.
+
+        The loss is this part minus the logit of the target. A model with another loss, such as the z-loss, has a
+        subclass that overrides this method and `sum_token_losses`.
+        """
+        return weigh_equally(log_total)
+
     def sum_token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits (N, V), targets (N,) int64 with IGNORE_INDEX -> summed cross entropy, () fp32."""
         return F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX)
@@ -57,10 +72,10 @@ def count_valid_tokens(targets: Tensor) -> Tensor:
 class ChunkedLoss(nn.Module):
     """Summed cross entropy of all valid tokens, in fp32. Computes the same value as Head.sum_token_losses."""
 
-    def __init__(self, chunk_tokens: int):
-        """With `chunk_tokens` = 0, all tokens form one chunk."""
+    def __init__(self, chunk_tokens: int, weigh_total: Callable = weigh_equally):
+        """With `chunk_tokens` = 0, all tokens form one chunk. `weigh_total`: the method of the head."""
         super().__init__()
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.weigh_total = chunk_tokens, weigh_total
 
     def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """hidden (B, S, D), weight (V, D), targets (B, S) int64 with IGNORE_INDEX -> () fp32."""
@@ -89,11 +104,12 @@ class ChunkedLoss(nn.Module):
         values.sub_(largest).exp_()
         log_total = largest + values.sum(1, keepdim=True).log()
         log_total, of_target = self.combine(log_total, of_target)
-        loss = (log_total - of_target).where(counted, 0).sum()
+        of_total, slope = self.weigh_total(log_total)
+        loss = (of_total - of_target).where(counted, 0).sum()
         if not with_gradient:
             return loss, None
 
-        values.mul_((largest - log_total).exp() * counted)  # probabilities
+        values.mul_((largest - log_total).exp() * counted * slope)  # probabilities
         at_target = values.gather(1, column) - is_here.float()
         return loss, values.to(logits.dtype).scatter_(1, column, at_target.to(logits.dtype))
 

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.config.flavors import MoEArgs
+from torchtitan_lite.config.model_rows import MoEArgs
 
 
 class MoE(nn.Module):

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from torchtitan_lite.config.block import FLOAT8_BLOCK, plan_float8
+from torchtitan_lite.config.block import FLOAT8_BLOCK, list_linears, plan_float8
 from torchtitan_lite.config.schema import Compile, Float8
 from torchtitan_lite.model.float8_linear import (
     E4M3,
@@ -50,12 +50,13 @@ VIEWS = (
 
 def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     """Replace the linear layers that plan_float8 selects with float8 layers (on meta)."""
+    listed = list_linears(part.model_args)
     linears = {}
     sizes = {}
     for fqn, module in part.named_modules():
-        if type(module) is nn.Linear and module.bias is None:
+        if type(module) is nn.Linear and fqn in listed:
             linears[fqn] = module
-            sizes[fqn] = tuple(module.weight.shape)
+            sizes[fqn] = listed[fqn]
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
         linear = linears[fqn]
         with torch.device(linear.weight.device):
@@ -64,6 +65,7 @@ def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
                 linear.out_features,
                 recipe_name=section.recipe_name,
                 emulate=section.emulate,
+                bias=linear.bias is not None,
             )
         part.set_submodule(fqn, float8_linear)
 
@@ -73,15 +75,15 @@ class ParallelFloat8Linear(Float8Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N). TP replaces this method and multiplies by the local shard (tensor_parallel.py)."""
-        return self.multiply(x, self.weight)
+        return self.multiply(x, self.weight, self.bias)
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         data8 = None
         scale = None
         if isinstance(weight, Float8GatheredWeight):
             data8 = weight.data8
             scale = weight.scale
-        return Float8MatmulFunction.apply(
+        product = Float8MatmulFunction.apply(
             x,
             weight,
             data8,
@@ -89,6 +91,7 @@ class ParallelFloat8Linear(Float8Linear):
             self.recipe_name,
             self.emulate,
         )
+        return product if bias is None else product + bias
 
 
 # ---------------------------------------------------------------- weights gathered in float8

@@ -42,6 +42,7 @@ class Mesh:
     # None if the model has no experts:
     expert_fsdp_mesh: DeviceMesh | None = None  # for fully_shard of experts: (efsdp) or (dp_replicate, efsdp)
     ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer
+    ends: dist.ProcessGroup | None = None  # for tied_embeddings.py: the ranks of the first and the last stage
     expert_fsdp_nodes: Nodes | None = None  # the ranks of expert_fsdp_mesh's last dim, by node
 
     # Cached, because indexing a mesh creates a new object each time, which takes 0.15 ms.
@@ -87,6 +88,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         dp_cp_mesh=join_dims(world, "dp_replicate", "dp_shard", "cp"),
         loss_mesh=join_dims(world, "pp", "dp_replicate", "dp_shard", "cp"),
         fsdp_nodes=split_by_node(shard, "fsdp", layout.fsdp_near),
+        ends=join_ends(layout),
     )
     if not layout.ep:
         return mesh
@@ -104,6 +106,17 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         ep=experts["ep"],
         expert_fsdp_nodes=split_by_node(shard, "efsdp", layout.efsdp_near),
     )
+
+
+def join_ends(layout: Layout) -> dist.ProcessGroup | None:
+    """Return the group of the ranks with the first and the last stage, if both hold a tied matrix. None elsewhere."""
+    first, last = layout.stage_ranks[0], layout.stage_ranks[-1]
+    per_stage = layout.world_size // layout.pp
+    pp_rank, place = divmod(dist.get_rank(), per_stage)
+    if not layout.tied or first == last or pp_rank not in (first, last):
+        return None
+    ranks = [first * per_stage + place, last * per_stage + place]
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc="mesh_pp_ends")
 
 
 def make_mesh(

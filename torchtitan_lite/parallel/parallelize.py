@@ -48,7 +48,8 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         apply_context_parallel(part, mesh.cp, attention=config.model.attention, method=method)
     if part.output is not None and (config.training.loss_chunk_tokens or layout.tp > 1):  # 3
         shard_loss = not config.parallelism.disable_loss_parallel
-        part.output.chunked_loss = build_chunked_loss(config.training.loss_chunk_tokens, mesh.tp, shard_loss=shard_loss)
+        chunk_tokens = config.training.loss_chunk_tokens
+        part.output.chunked_loss = build_chunked_loss(part.output, chunk_tokens, mesh.tp, shard_loss=shard_loss)
     if layout.ep:  # 4
         apply_expert_parallel(part, mesh.ep)
         share_sequences(part, [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1])

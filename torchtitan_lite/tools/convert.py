@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpoint import folders
-from torchtitan_lite.checkpoint.hugging_face import IN_ROTARY_ORDER, to_their_order
+from torchtitan_lite.checkpoint.hugging_face import find_unit, to_their_order
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
     GENERATION_CONFIG,
@@ -27,7 +27,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, SINGLE_FILE, list_tensors, name_theirs
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.block import count_parameters, list_expert_biases
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.vocabulary import CONFIG as TOKENIZER_CONFIG
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
@@ -105,7 +105,8 @@ def write_folder(
             theirs = {}
             for fqn in fqns:
                 tensor = to_finite(fqn, read(fqn), torch_dtype)
-                tensor = to_their_order(tensor, model_args.head_dim) if fqn.endswith(IN_ROTARY_ORDER) else tensor
+                if (unit := find_unit(fqn, model_args)) > 1:
+                    tensor = to_their_order(tensor, unit)
                 matrices = [matrix.t() for matrix in tensor] if tensor.dim() == 3 else [tensor]
                 theirs |= zip(name_theirs(fqn, model_args), matrices, strict=True)
             folders.write_tensors(unfinished / name, theirs, {})

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan_lite.build import MODELS
+from torchtitan_lite.build import find_model_class
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
@@ -29,8 +29,8 @@ from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_mode
 from torchtitan_lite.checkpoint.storage import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.block import list_expert_biases
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError, UserError
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.moe import list_moes
 
@@ -148,9 +148,8 @@ def load_named_tokenizer(assets: str, path: Path) -> Tokenizer:
 def build_model(source: ModelSource, device: torch.device) -> nn.Module:
     """Build the model on `device` and load its weights."""
     model_args = source.model_args
-    model_class, _ = MODELS[model_args.name]
     with torch.device("meta"):
-        model = model_class(model_args, attention=source.attention)
+        model = find_model_class(model_args.name)(model_args, attention=source.attention)
     model.to(DTYPES[device.type]).to_empty(device=device).eval()
     for _, moe in list_moes(model):
         moe.router.reset(device)

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_lite.build import find_model_class
 from torchtitan_lite.checkpoint.hugging_face_config import make_config
 from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.config.layout import resolve_model
@@ -37,7 +38,6 @@ from torchtitan_lite.config.schema import (
     Training,
     with_value,
 )
-from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.bench.one_rank import build_alone, make_step, one_rank
 
@@ -102,8 +102,8 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
     """Build the contenders that can run here. Each runs one step and returns its loss, a scalar on the device."""
     model_args = resolve_model(config.model)
     run, batch = build_alone(config, device)
-    model = Llama3(model_args).to(device)
-    initialize_weights(model, init_parameter, config.debug.seed)
+    model = find_model_class(model_args.name)(model_args).to(device)
+    initialize_weights(model, config.debug.seed)
     compute_logits = partial(model, batch.tokens, positions=batch.positions)
     contenders = {
         "trainer": partial(make_step, run, batch),

@@ -2,7 +2,7 @@
 
     FSDPParamGroup.unshard      `self.modules` are the modules            -> module
     nn.Module._call_impl        `self` is the module                      -> module, phase
-    model/llama3.py:118         the innermost frame of this package       -> line
+    models/llama3/modules.py:96         the innermost frame of this package       -> line
     _engine_run_backward        autograd                                  -> phase
 
 In backward, the stack ends in autograd's engine. Autograd numbers its nodes in the order in which forward creates

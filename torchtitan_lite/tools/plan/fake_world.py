@@ -22,8 +22,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model import attention, moe
 from torchtitan_lite.model.batch import Batch
@@ -125,7 +125,7 @@ def gpu_kernels() -> Iterator[None]:
     with (
         patch.object(attention, "attend_within_documents", attend_without_mask),
         patch.object(context_parallel, "attend_within_documents", attend_without_mask),
-        patch.object(F, "rms_norm", lambda x, shape, weight, eps: FusedNorm.apply(x, weight)),
+        patch.object(F, "rms_norm", lambda x, shape, weight=None, eps=None: FusedNorm.apply(x, weight)),
     ):
         yield
 
@@ -139,11 +139,13 @@ class FusedNorm(torch.autograd.Function):
     """Keeps the tensors that CUDA's fused RMS norm keeps. On a CPU, unfused steps keep three more of the size of x."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, x.sum(-1, dtype=torch.float32))  # the sum has the size of 1 / rms
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
+        if weight is None:
+            return torch.empty_like(x), None
         return torch.empty_like(x), gradient.flatten(0, -2).sum(0, dtype=weight.dtype)

@@ -172,6 +172,7 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     has_head = any(stage.has_head for stage in stages.values())
     at_rest = sum(map(w.count_at_rest, stages.values()))
     n_parameters = sum(sum(w.parameters[stage]) for stage in stages.values())
+    copied = table / w.n_shards if layout.tied and has_head else 0.0  # the owner of a tied matrix has its moments
     in_matrices = sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
     block = max((sum(kind.parameters) for kind, *_ in layers), default=0)
     working = max((working for *_, working in layers), default=0.0)
@@ -225,7 +226,7 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     return Memory(
         parameters=at_rest * MASTER_BYTES,
         gradients=gradients,
-        optimizer=at_rest * w.moment_bytes - in_matrices * MASTER_BYTES,
+        optimizer=(at_rest - copied) * w.moment_bytes - in_matrices * MASTER_BYTES,
         gathered=whole + gathered,
         activations=kept,
         received=n_received * (w.receive_buffers or layout.n_microbatches) * w.hidden_bytes / layout.tp,

@@ -7,7 +7,6 @@ from typing import Literal
 
 from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import (
     Layout,
     choose_chunk_tokens,
@@ -19,6 +18,7 @@ from torchtitan_lite.config.layout import (
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import count_moment_bytes
 from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.preflight import choose_n_ranks, read_run_config
 from torchtitan_lite.tools.plan.workload import Workload

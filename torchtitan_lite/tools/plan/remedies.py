@@ -16,6 +16,9 @@ def list_remarks(planned: PlannedRun, expected: Forecast, taken_bytes: float) ->
     """Return all remarks. `taken_bytes`: memory taken on the fullest GPU."""
     remarks, cluster = warn_of_bubble(planned, expected.bubble), expected.cluster
     remarks += warn_of_groups(planned.layout, cluster)
+    untimed = {name: None for kind in expected.workload.kinds for name in kind.untimed}
+    if untimed:
+        remarks.append(f"the time and memory of {', '.join(untimed)} are not in this forecast")
     if taken_bytes > cluster.memory_bytes:
         remarks.append("the layout does not fit in memory. `--search` ranks the layouts that fit")
     elif taken_bytes < LEAST_USED * cluster.memory_bytes:

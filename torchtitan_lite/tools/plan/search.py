@@ -15,10 +15,10 @@ from itertools import product
 
 from torchtitan_lite.config.checks import find_refused
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism
 from torchtitan_lite.preflight import read_run_config

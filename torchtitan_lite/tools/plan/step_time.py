@@ -16,7 +16,8 @@ from math import prod
 from operator import mul
 from typing import NamedTuple
 
-from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, BlockModule
+from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS
+from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.tools.plan.actions import Action
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Workload
@@ -65,15 +66,15 @@ class StepTime:
             times = [times[0] + cast, times[1] + cast, times[2]]
         return times
 
-    def module_times(self, module: BlockModule) -> list[float]:
+    def module_times(self, module: ModuleRow) -> list[float]:
         """Return the seconds of a module's matmuls on one rank, assuming that experts are equally loaded."""
         w, tp = self.workload, self.workload.layout.tp
-        if module.split == "experts":
+        if module.kind == "experts":
             n_here, into, out = module.weight[0] // max(1, w.layout.ep), *module.weight[1:]
             each = self.linear_times(max(1.0, w.n_rows / n_here), out, into, w.compute_dtype)
             return [n_here * seconds for seconds in each]
         out, into = module.weight
-        if module.split == "router":
+        if module.kind == "router":
             return self.linear_times(w.n_tokens / tp, out, into, "float32")
         sizes = (out // tp, into) if module.split == "colwise" else (out, into // tp)
         return self.linear_times(w.n_tokens, *sizes, "float8" if module.name in w.float8 else w.compute_dtype)
@@ -118,7 +119,7 @@ class StepTime:
     def describe_layer(self, kind: LayerKind) -> Phases:
         """Return the phases of a layer, averaged over its recompute modes."""
         w, if_full = self.workload, kind.average(full=1)
-        times = [self.module_times(module) for module in kind.block if not module.is_norm]
+        times = [self.module_times(module) for module in kind.block if module.kind != "norm"]
         linear, of_inputs, of_weights = map(sum, zip(*times, strict=True))
         elementwise, (attend, attend_back) = self.elementwise_time(kind), self.attention_times
         n_calls, gathers = kind.n_gathers + len(kind.rowwise), kind.n_gathers

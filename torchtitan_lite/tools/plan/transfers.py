@@ -65,6 +65,7 @@ def estimate_traffic(workload: Workload, pp_rank: int, order: Order) -> dict[tup
             traffic.add_expert_parallel(kind, kind.count(stage) * kind.is_moe)
         traffic.add_sharding(stage, [action.kind for action in order[pp_rank] if action.stage == index])
         traffic.add_sends(index)
+    traffic.add_tied_matrix(pp_rank)
     for _, elements in workload.deal_rounds(pp_rank):
         for dims, n_elements in elements.items():
             traffic.add(dims, "all-to-all", 2, n_elements * workload.compute_bytes)
@@ -117,8 +118,8 @@ class Traffic:
         self.add(tp, "all-gather", n_passes * gathers, w.hidden_bytes)
         self.add(tp, "reduce-scatter", n_passes * scatters, w.hidden_bytes)
         # A norm on a tp rank saw a shard of the sequence or of the heads, so its gradient is also reduced over tp.
-        for norm in kind.norms:
-            self.add(tp, "all-reduce", n_layers * w.n_reductions, norm.weight[0] * self.reduced_bytes)
+        for size in kind.summed_over_tp:
+            self.add(tp, "all-reduce", n_layers * w.n_reductions, size * self.reduced_bytes)
 
     def add_expert_parallel(self, kind: LayerKind, n_layers: int) -> None:
         """Add the calls over ep: counts and rows go to experts, results come back. Backward mirrors the last two."""
@@ -183,6 +184,14 @@ class Traffic:
             n_gathers += not is_here
             is_here = self.layout.zero_stage < 3 or (is_head if kind == "F" else self.layout.pp > 1)
         return n_gathers
+
+    def add_tied_matrix(self, pp_rank: int) -> None:
+        """Add the calls of tied_embeddings.py: weights one way, gradients both ways, between two ranks."""
+        ends = {self.layout.stage_ranks[0], self.layout.stage_ranks[-1]}
+        if self.layout.tied and len(ends) == 2 and pp_rank in ends:
+            n_bytes = self.workload.vocabulary_parameters / self.workload.n_shards * MASTER_BYTES
+            self.calls.append((("pp", "broadcast"), 1, n_bytes))
+            self.calls.append((("pp", "all-reduce"), 1, n_bytes * fraction_moved("all-reduce", 2)))
 
     def add_sends(self, index: int) -> None:
         """Add the sends and receives of hidden states and gradients between stages on different ranks."""

@@ -14,10 +14,10 @@ from functools import cached_property, lru_cache
 from math import ceil, prod
 from typing import Literal, NamedTuple
 
-from torchtitan_lite.config.block import INT8_BLOCK, BlockModule, deal_matrices, find_expert_dim, list_block
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.block import INT8_BLOCK, deal_matrices, find_expert_dim, list_block, list_gathered
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.memory_bound import MASTER_BYTES
+from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
 from torchtitan_lite.config.schedule import Stages
 
 
@@ -46,21 +46,28 @@ class LayerKind:
 
     is_moe: bool
     recompute: Counter  # mode -> number of layers of this kind in the model
-    block: list[BlockModule]  # modules that have weights
+    block: list[ModuleRow]  # modules that have weights
     parameters: tuple[int, int]  # per layer and rank, before FSDP shards them: all except the MoE (norms whole), MoE
     matrices: list[Matrix]  # of a layer
     packed: tuple[int, int]  # the bytes of these parameters, packed by ZeRO++
 
     def __post_init__(self):
-        self.norms = [module for module in self.block if module.is_norm]
-        self.colwise = [module for module in self.block if module.split == "colwise"]  # tp gathers their input
+        self.norms = [module for module in self.block if module.kind == "norm"]
+        self.summed_over_tp = list_summed_over_tp(self.block)
+        self.colwise = [
+            row for row in self.block if (row.kind, row.split) == ("linear", "colwise")
+        ]  # tp gathers their input
         self.rowwise = [module for module in self.block if module.split == "rowwise"]  # tp scatters their output
-        self.n_gathers = len({module.name.rpartition(".")[0] for module in self.colwise})  # one for wq, wk, wv
+        # The closed forms know matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
+        timed = [*self.colwise, *self.rowwise, *(row for row in self.norms if row.split == "sequence")]
+        known = {row.name for row in timed} | {"attention.q_norm", "attention.k_norm"}
+        self.untimed = [row.name for row in self.block if row.name not in known and row.kind in ("linear", "norm")]
+        self.n_gathers = len(list_gathered(self.block))  # one for wq, wk, wv
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = self.is_moe or any(module.name.endswith("w3") for module in self.block)
         # Full recompute stops before a rowwise matmul at the end of a block, because backward does not need its output.
         # Backward needs the outputs of experts, because routing weights multiply them.
-        self.ends_in_rowwise = self.block[-1].split != "experts"
+        self.ends_in_rowwise = self.block[-1].kind == "linear"
 
     def count(self, stage: Stage) -> int:
         """Return the number of layers of this kind in a stage."""
@@ -131,9 +138,9 @@ class Workload:
     def describe_kind(self, recompute: Counter, *, is_moe: bool) -> LayerKind:
         layout, block, sizes, packed, matrices = self.layout, list_block(self.args, moe=is_moe), [0, 0], [0, 0], []
         for module in block:
-            rows, rest, of_moe = module.weight[0], prod(module.weight[1:]), module.split in ("router", "experts")
+            rows, rest, of_moe = module.weight[0], prod(module.weight[1:]), module.kind in ("router", "experts")
             n_shards = layout.efsdp if of_moe else self.n_shards
-            if module.split == "experts":
+            if module.kind == "experts":
                 n_here = rows // max(1, layout.ep)
                 size = n_here * rest
                 is_cut = find_expert_dim(self.args, layout.ep, layout.efsdp) != 0  # otherwise FSDP shards by expert
@@ -143,9 +150,13 @@ class Workload:
                 rows = rows // layout.tp if module.split == "colwise" else rows
                 size = pad(rows, n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
                 matrix = Matrix(module.weight, layout.tp, ("dp_shard", "cp"), size // n_shards)
-                matrices += [matrix] * (not (module.is_norm or of_moe))
+                matrices += [matrix] * (module.kind == "linear")
             sizes[of_moe] += size
             packed[of_moe] += pack(size, n_shards)
+            if module.bias:
+                size = pad(rows, n_shards)
+                sizes[of_moe] += size
+                packed[of_moe] += pack(size, n_shards)
         return LayerKind(is_moe, recompute, block, tuple(sizes), matrices, tuple(packed))
 
     def list_matrices(self, pp_rank: int) -> list[Matrix]:
@@ -188,6 +199,19 @@ class Workload:
     def count_at_rest(self, stage: Stage) -> float:
         """Return the number of parameters of a stage that one rank holds between steps."""
         return self.parameters[stage][0] / self.n_shards + self.parameters[stage][1] / self.layout.efsdp
+
+
+def list_summed_over_tp(rows: list[ModuleRow]) -> list[int]:
+    """Return the size of each parameter that every tp rank has, and whose gradient each computes for its own tokens."""
+    sizes = []
+    for row in rows:
+        if row.kind in ("router", "experts"):  # summed over ep
+            continue
+        if row.split in ("sequence", "heads"):
+            sizes += map(prod, row.tensors.values())
+        elif row.split == "rowwise" and row.bias:
+            sizes.append(row.weight[0])
+    return sizes
 
 
 def pad(rows: int, n_shards: int) -> int:

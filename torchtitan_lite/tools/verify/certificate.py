@@ -4,8 +4,11 @@ import json
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
+from torchtitan_lite.build import build_on_meta
+from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.tools.tables import format_table
 from torchtitan_lite.tools.verify.coverage import SIZES, Coverage, find_coverage
+from torchtitan_lite.tools.verify.plain import has_own_loss
 from torchtitan_lite.tools.verify.reduction import Reduction
 from torchtitan_lite.tools.verify.trial import Trial
 
@@ -56,6 +59,9 @@ def describe_coverage(certificate: Certificate) -> list[str]:
     """Return the lines that say what the certificate does not cover."""
     coverage = certificate.coverage
     lines = [f"not covered: {OUTSIDE}. By key:"]
+    small = certificate.reduction.config
+    if has_own_loss(build_on_meta(small, resolve_model(small.model))):
+        lines.insert(0, "loss formula not covered: both sides call the head of the model")
     lines += [f"  {key}: no effect: {reason}" for key, reason in coverage.without_effect.items()]
     lines += [f"  {format_change(key, change)}" for key, change in coverage.not_covered.items()]
     for trial in certificate.trials:

@@ -16,8 +16,8 @@ The steps:
     5  end of the schedule       gradients are clipped to half
 """
 
+import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from torchtitan_lite import build
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
+from torchtitan_lite.config.block import Parameter, list_parameters
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.model.head import IGNORE_INDEX, Head
 from torchtitan_lite.model.moe import MoE, list_moes
-from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.parallel.initial_weights import fill_tensor, initialize_weights
 
 CLIPPED, LEFT = 0.5, 2.0  # max_norm of a step, in units of its gradient norm
 STEPS = [(CLIPPED, 0.0), (LEFT, 0.0), (LEFT, math.nan), (LEFT, math.inf), (CLIPPED, 0.0)]  # (clip, spoiled_by)
@@ -66,6 +67,7 @@ class PlainStep:
     n_tokens: int
     loss: float
     gradients: dict[str, Tensor]  # before clipping, in backward order
+    rounding: dict[str, float]  # FQN of a norm or bias -> error of its gradient against float64, relative
     norm: float
     rate: float
     loads: dict[int, Tensor]  # layer -> tokens of each expert
@@ -125,13 +127,14 @@ def choose_positions(section: LRScheduler) -> list[int]:
 # ---------------------------------------------------------------- the model
 
 
-def init_leveled(init_parameter: Callable, fqn: str, full: Tensor, args, generator: torch.Generator) -> None:
-    """Initialize one parameter. Experts are larger and the embedding smaller, or experts would hardly matter."""
-    init_parameter(fqn, full, args, generator)
-    if fqn == "tok_embeddings.weight" and not args.tie_embeddings:
+def init_leveled(full: Tensor, entry: Parameter, generator: torch.Generator) -> None:
+    """Initialize one parameter. Experts are larger and a large embedding smaller, or experts would hardly matter."""
+    fill_tensor(full, entry, generator)
+    if entry.row.kind == "embedding" and entry.row.start == 1.0:
         full.mul_(0.05)
-    if full.dim() == 3:
-        full.mul_(max(1.0, 50 / math.sqrt(args.dim)))
+    if entry.row.kind == "experts":
+        dim = full.shape[2] if entry.row.name.endswith("w2") else full.shape[1]
+        full.mul_(max(1.0, 50 / math.sqrt(dim)))
 
 
 class PlainDocuments(nn.Module):
@@ -148,6 +151,8 @@ class PlainExperts:
 
     def __init__(self, moe: MoE, layer: int, balance_loss: float, *, biases_decide: bool):
         self.moe, self.balance_loss = moe, balance_loss
+        self.routes: Tensor | None = None  # of the last forward
+        self.given: Tensor | None = None  # routes to take instead of the best
         router = moe.router
         router.reset(torch.device("cpu"))
         n_experts, top_k = router.n_experts, router.args.top_k
@@ -166,7 +171,8 @@ class PlainExperts:
         logits = x @ router.weight.t()
         scores = logits.softmax(-1) if args.router_scores == "softmax" else logits.sigmoid()  # (B, S, E)
         ranked = (scores + router.expert_bias).detach().sort(-1, descending=True)
-        routes = ranked.indices[..., : args.top_k]
+        routes = ranked.indices[..., : args.top_k] if self.given is None else self.given
+        self.routes = routes
         self.ties = scores[:0, 0].detach(), routes[:0, 0]
         if args.top_k < args.n_experts:
             is_tie = ranked.values[..., args.top_k - 1] - ranked.values[..., args.top_k] < TIE
@@ -188,13 +194,14 @@ class PlainModel:
     """The model with its initial weights, and its MoE layers with the loads and ties of the last forward."""
 
     def __init__(self, config: Config, *, biases_decide: bool = False):
-        model_class, init_parameter = build.MODELS[config.model.name]
-        self.config, self.model = config, model_class(resolve_model(config.model), attention=config.model.attention)
+        args = resolve_model(config.model)
+        self.config = config
+        self.model = build.find_model_class(args.name)(args, attention=config.model.attention)
         if config.model.attention == "document":
             for name, module in self.model.named_modules():
                 if name.endswith("attention"):
                     module.inner = PlainDocuments()
-        initialize_weights(self.model, partial(init_leveled, init_parameter), config.debug.seed)
+        initialize_weights(self.model, config.debug.seed, fill=init_leveled)
         self.parameters = dict(self.model.named_parameters())
         loss = config.training.expert_balance_loss
         self.experts = {n: PlainExperts(m, n, loss, biases_decide=biases_decide) for n, m in list_moes(self.model)}
@@ -209,6 +216,30 @@ class PlainModel:
     def logits(self, batch: Batch) -> Tensor:
         return self.model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
 
+    def compute_loss(self, batch: Batch) -> Tensor:
+        """Return the mean loss over tokens that count, computed here unless the model has a loss of its own."""
+        logits, targets = self.logits(batch).flatten(0, 1), batch.targets.flatten()
+        if not has_own_loss(self.model):
+            return F.cross_entropy(logits.double(), targets)
+        return self.model.output.sum_token_losses(logits, targets) / (targets != IGNORE_INDEX).sum()
+
+    def measure_rounding(self, exact: "PlainModel", batch: Batch, gradients: dict[str, Tensor]) -> dict[str, float]:
+        """Return FQN -> relative error of the gradient of each norm and bias, against a float64 model, `exact`.
+
+        These gradients are sums over all tokens, whose terms may cancel. Experts are those of the float32 model.
+        """
+        for fqn, parameter in exact.parameters.items():
+            parameter.data.copy_(self.parameters[fqn])
+        for layer, experts in exact.experts.items():
+            experts.given = self.experts[layer].routes
+        _, right = exact.backward(batch)
+        errors = {}
+        for fqn, entry in list_parameters(resolve_model(self.config.model)).items():
+            if entry.is_bias or entry.row.kind == "norm":
+                error = (gradients[fqn] - right[fqn]).norm() / right[fqn].norm()
+                errors[fqn] = error.item()
+        return errors
+
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over tokens that count, and the gradients in backward order."""
         gradients: dict[str, Tensor] = {}
@@ -217,7 +248,7 @@ class PlainModel:
             parameter.grad = None
             keep = partial(lambda fqn, p: gradients.update({fqn: p.grad}), fqn)
             hooks.append(parameter.register_post_accumulate_grad_hook(keep))
-        loss = F.cross_entropy(self.logits(batch).flatten(0, 1).double(), batch.targets.flatten())
+        loss = self.compute_loss(batch)
         (loss + sum(plain.auxiliary for plain in self.experts.values())).backward()
         for hook in hooks:
             hook.remove()
@@ -230,9 +261,16 @@ class PlainModel:
             bias += self.config.training.expert_bias_rate * torch.sign(load.mean() - load).float()
 
 
+def has_own_loss(model: nn.Module) -> bool:
+    """Whether the head of a model computes another loss than the cross entropy in model/head.py."""
+    return type(model.output).sum_token_losses is not Head.sum_token_losses
+
+
 def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
     """Run the plain loop. The parallelism of `config` is ignored."""
     plain, section = PlainModel(config, biases_decide=inputs.biases_decide), config.lr_scheduler
+    exact = copy.deepcopy(plain)
+    exact.model.double()
     optimizer = build_optimizer(replace(config.optimizer, implementation="for-loop"), plain.parameters)
     scheduler, steps = build_lr_scheduler(section, optimizer), []
     for number, position in enumerate(choose_positions(section)[: inputs.n_steps]):
@@ -241,6 +279,7 @@ def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
         clip, spoiled_by = STEPS[number]
         weights, batch = plain.copy_weights(), make_batch(config, number, inputs)
         loss, gradients = plain.backward(batch)
+        rounding = {} if spoiled_by else plain.measure_rounding(exact, batch, gradients)
         norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients.values()))
         rate = scheduler.get_last_lr()[0]
         if not spoiled_by:
@@ -264,6 +303,7 @@ def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
                 n_tokens=int((batch.targets != IGNORE_INDEX).sum()),
                 loss=loss,
                 gradients=gradients,
+                rounding=rounding,
                 norm=norm,
                 rate=rate,
                 loads={layer: experts.load for layer, experts in plain.experts.items()},

@@ -28,7 +28,7 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.float8_linear import E4M3, choose_scale
 from torchtitan_lite.model.head import IGNORE_INDEX
-from torchtitan_lite.model.llama3 import rotary_angles
+from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.parallel.float8 import find_amax
 from torchtitan_lite.tools.verify.modules import cut_piece
 from torchtitan_lite.tools.verify.plain import Inputs, PlainStep, run_plainly
@@ -47,7 +47,9 @@ from torchtitan_lite.tools.verify.trial import BOUNDS, EXACT, SUMS, RunRanks, Tr
 
 TWICE, ANGLES = 2.0, 1e-6
 LEAST = {"bfloat16": 1e-3, "float8": 1e-2}  # lower limit of a bound: the errors of one rank may cancel in its loss
-ROUNDED_OFTEN = 2e-2  # with ep, experts multiply the rows of several ranks at once, and add them in another order
+# With ep, experts multiply the rows of several ranks at once, and add them in another order. One rank adds the two
+# gradients of a tied matrix in the compute dtype, but stages add them in float32.
+ROUNDED_OFTEN = 2e-2
 FAR = 8192  # bfloat16 does not represent all integers above 256
 GROWTH = 1.5  # growth of the weights after each step of float8: a stale scale would be too small
 SUMMED = "sum of microbatches"
@@ -77,7 +79,9 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
             return ANGLES if measure == "rotary angles" else EXACT
         if not exact:
             return TWICE * error_of_one + LEAST[name]
-        return ROUNDED_OFTEN if layout.ep > 1 and ".feed_forward." in fqn else SUMS
+        is_tied = layout.tied and fqn == "tok_embeddings.weight"
+        of_experts = layout.ep > 1 and ".feed_forward." in fqn
+        return ROUNDED_OFTEN if is_tied or of_experts else SUMS
 
     keys = [key for measure in MEASURES for key in one.errors if key[1] == measure]
     bounds = {key: BOUNDS["packing"] for seen, _ in ranks for key in seen.errors if key[1] == "packing"}

@@ -19,9 +19,9 @@ from math import lcm, prod
 
 from torchtitan_lite.config.block import find_expert_dim
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
-from torchtitan_lite.config.layout import Layout, plan_layout, resolve_model
+from torchtitan_lite.config.layout import Layout, find_row, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schedule import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
@@ -109,7 +109,7 @@ def override(config: Config, overrides: dict[str, object]) -> Config:
     """Return the config with some keys ("section.key") set. "flavor.NAME" is a field of its row, or of its `moe`."""
     for key, value in overrides.items():
         if key.startswith("flavor."):
-            row, name = config.model.row or FLAVORS[config.model.flavor], key.removeprefix("flavor.")
+            row, name = find_row(config.model), key.removeprefix("flavor.")
             new = {name: value} if hasattr(row, name) else {"moe": replace(row.moe, **{name: value})}
             key, value = "model.row", replace(row, **new)
         config = with_value(config, key, value)

@@ -19,7 +19,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from string import ascii_letters
 from unittest.mock import patch
@@ -28,14 +27,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lite import REPOSITORY, build
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.storage import open_checkpoint
 from torchtitan_lite.components.shutdown import StopRequest
-from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.model.moe import Router
+from torchtitan_lite.models.registry import MODELS
+from torchtitan_lite.parallel import initial_weights
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.verify.degrees import list_other_layouts
 from torchtitan_lite.tools.verify.plain import init_leveled
@@ -155,16 +156,16 @@ def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> Log:
 def start_train(rank: int, world_size: int, args: list[str], port: int, flavors: dict[str, ModelArgs]) -> None:
     """Worker: execute train.py as under torchrun. `port`: port of the parent's TCPStore.
 
-    `flavors` are added to FLAVORS. Exceptions of train.py propagate; raises RuntimeError if its exit status is not 0.
+    `flavors` are added to those of the model. Exceptions of train.py propagate.
+    Raises RuntimeError if its exit status is not 0.
     """
     log = io.StringIO()
-    leveled = {name: (model, partial(init_leveled, rule)) for name, (model, rule) in build.MODELS.items()}
     dist.destroy_process_group()
     with (
         process_left_as_it_was(),
         patch.dict(os.environ, make_environment(rank, world_size, port)),
-        patch.dict(FLAVORS, flavors),
-        patch.dict(build.MODELS, leveled),
+        patch.dict(MODELS[flavors["debug"].name].flavors, flavors),
+        patch.object(initial_weights, "fill_tensor", init_leveled),
         patch.object(Router, "choose", choose_by_bias),
         packing_checked(Seen({}), 0),
         redirect_stdout(log),

@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.verify.modules import compare_outputs, watch_plainly
-from torchtitan_lite.tools.verify.plain import Inputs, run_plainly
+from torchtitan_lite.tools.verify.plain import Inputs, PlainStep, run_plainly
 from torchtitan_lite.tools.verify.rank import Coordinates, Seen, compare_steps
 from torchtitan_lite.tools.verify.ranks import NoAnswer, RankFailure
 
@@ -18,6 +18,7 @@ RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per 
 
 # Errors of correct layouts: gradients 2e-6, with twelve MoE layers 8e-6; state 2e-7, updates 4e-8.
 SUMS, SAME, EXACT = 1e-5, 5e-6, 0.0  # sums in another order; the same numbers rounded differently; bit-equal
+ROUNDINGS = 10.0  # largest error of a gradient of a norm or bias, in errors of one process
 BOUNDS = {  # measure, in the order of a step -> largest error of a correct layout
     "initial weights": EXACT,
     "counted tokens": EXACT,
@@ -69,7 +70,7 @@ def try_layout(name: str, config: Config, world_size: int, run_ranks: RunRanks, 
     path = folder / f"{name}.pt"
     steps = run_plainly(config, inputs)
     torch.save(steps, path)
-    trial = judge(name, run_ranks(compare_steps, world_size, config, str(path)), list(steps[0].gradients))
+    trial = judge(name, run_ranks(compare_steps, world_size, config, str(path)), steps)
     if next(iter(trial.faults), "") in OF_FORWARD:
         torch.save((steps[0], watch_plainly(config, steps[0])), path)
         module = name_module(run_ranks(compare_outputs, world_size, config, str(path)))
@@ -91,11 +92,12 @@ def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
     return replace(trial, seconds=time.monotonic() - start)
 
 
-def judge(name: str, ranks: list[Seen], fqns: list[str]) -> Trial:
+def judge(name: str, ranks: list[Seen], steps: list[PlainStep]) -> Trial:
     """Return the worst error of each measure. The culprit is the first error above its bound, in the order of a step.
 
-    `fqns`: all parameters, in backward order.
+    A gradient that one process computes less exactly has a larger bound, see measure_rounding.
     """
+    fqns = list(steps[0].gradients)  # in backward order
     if lost := [fqn for fqn in fqns if not any(fqn in rank.held for rank in ranks)]:
         culprit = Culprit("parameters", lost[0], f"no rank holds it; {len(lost)} of {len(fqns)} are missing")
         return Trial(name, faults={"parameters": culprit.detail}, culprit=culprit)
@@ -107,7 +109,13 @@ def judge(name: str, ranks: list[Seen], fqns: list[str]) -> Trial:
         return step, order.index(measure), -at if measure == "initial weights" else at, what
 
     keys = sorted({key for rank in ranks for key in rank.errors}, key=place)
-    return find_worst(name, ranks, {key: BOUNDS[key[1]] for key in keys})
+    bounds = {}
+    for step, measure, what in keys:
+        bound = BOUNDS[measure]
+        if measure == "gradients":
+            bound = max(bound, ROUNDINGS * steps[step].rounding.get(what, 0.0))
+        bounds[step, measure, what] = bound
+    return find_worst(name, ranks, bounds)
 
 
 def find_worst(name: str, ranks: list[Seen], bounds: dict[tuple[int, str, str], float]) -> Trial:

@@ -1,28 +1,25 @@
-"""Llama 3, 3.1 and 3.2 as plain single-device code: no ranks, no process groups, no environment variables.
+"""The Llama family as plain single-device code: no ranks, no process groups, no environment variables.
 
     tokens -> tok_embeddings -> n_layers x (attention, feed-forward) -> norm -> output -> logits, or the loss
 
-Mixtral is the same model with experts in place of the feed-forward (moe.py). Qwen3 adds an RMSNorm to each query and
-key head, with or without experts.
+Mixtral is the same model with experts in place of the feed-forward (model/moe.py). Qwen2 adds a bias to queries, keys
+and values, Qwen3 an RMSNorm to each query and key head. table.py lists the modules, and how their weights start.
 
 Legend: B batch, S sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim, V vocabulary.
 Sources: Llama 3, arXiv:2407.21783; RoPE 2104.09864; RMSNorm 1910.07467; SwiGLU 2002.05202; GQA 2305.13245;
 QK-norm 2302.05442.
 
-Modules and parameters have the names of Meta's checkpoints (`layers.3.attention.wq.weight`). Rotary pairs also follow
-Meta's order: the neighboring features (2i, 2i+1) of a head are rotated together.
+Modules and parameters have the names of Meta's checkpoints (`layers.3.attention.wq.weight`).
 """
 
-import math
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.config.flavors import ModelArgs
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.model.attention import ATTENTION_MODULES
 from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.moe import MoE
+from torchtitan_lite.model.rotary import rotary_angles, rotate
 
 
 class Llama3(nn.Module):
@@ -105,9 +102,9 @@ class Attention(nn.Module):
     def __init__(self, model_args: ModelArgs, inner: nn.Module):
         super().__init__()
         self.head_dim = model_args.head_dim
-        self.wq = nn.Linear(model_args.dim, model_args.n_heads * model_args.head_dim, bias=False)
-        self.wk = nn.Linear(model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=False)
-        self.wv = nn.Linear(model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=False)
+        self.wq = nn.Linear(model_args.dim, model_args.n_heads * model_args.head_dim, bias=model_args.qkv_bias)
+        self.wk = nn.Linear(model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=model_args.qkv_bias)
+        self.wv = nn.Linear(model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=model_args.qkv_bias)
         self.wo = nn.Linear(model_args.n_heads * model_args.head_dim, model_args.dim, bias=False)
         self.q_norm = nn.RMSNorm(model_args.head_dim, eps=model_args.norm_eps) if model_args.qk_norm else None
         self.k_norm = nn.RMSNorm(model_args.head_dim, eps=model_args.norm_eps) if model_args.qk_norm else None
@@ -141,63 +138,4 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
-    """Return the radians per position for each rotary pair, (E/2,) fp32, with RopeScaling applied."""
-    exponents = torch.arange(0, model_args.head_dim, 2, dtype=torch.float32, device=device) / model_args.head_dim
-    frequencies = model_args.rope_theta**-exponents
-    scaling = model_args.rope_scaling
-    if scaling is None:
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    # Number of full turns of each pair within the original context. Pairs with many turns are kept, pairs with less
-    # than about one turn are slowed down by `factor`, and pairs in between are interpolated.
-    turns = scaling.original_length * frequencies / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / scaling.factor)
-
-
-def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
-    """Return the factors for `rotate`, (B, S, 1, 3, E) fp32, shared by all heads and layers.
-
-    Three rows of E values: (cos, cos) and (-sin, sin) of each pair for compiled code, and (cos, sin) as complex
-    numbers for eager mode. Always fp32: at position 8,191, a bf16 angle would be off by up to 16 radians.
-    """
-    angles = positions[..., None].float() * rotary_frequencies(model_args, positions.device)  # (B, S, E/2)
-    cos, sin = angles.cos(), angles.sin()
-    rows = [torch.stack(pair, dim=-1).flatten(-2) for pair in ((cos, cos), (-sin, sin), (cos, sin))]
-    return torch.stack(rows, dim=-2)[:, :, None]
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate the pairs (x[2i], x[2i+1]) by their angles. x (B, S, heads, E) -> same shape and dtype; computed in fp32.
-
-    Eager mode multiplies complex numbers, which takes a sixth of the time. Inductor does not fuse complex numbers, so
-    compiled code swaps the two values of each pair. It loads eight neighbors at once, so x must not be transposed yet.
-    """
-    cos, sin, turn = rotation.float().unbind(-2)  # (B, S, 1, E)
-    pairs = x.float().unflatten(-1, (-1, 2))  # (B, S, heads, E/2, 2)
-    if torch.compiler.is_compiling():
-        return (x.float() * cos + pairs.flip(-1).flatten(-2) * sin).type_as(x)
-    turned = torch.view_as_complex(pairs) * torch.view_as_complex(turn.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(turned).flatten(-2).type_as(x)
-
-
-def init_parameter(fqn: str, full: Tensor, model_args: ModelArgs, generator: torch.Generator) -> None:
-    """Fill the full tensor of one parameter in place: normal, clamped at three standard deviations; norms are 1.
-
-    Matrices that write to the residual stream (wo, w2) start smaller, which keeps its variance from growing with depth
-    (as in GPT-2). Values are clamped, because `trunc_normal_` is five times slower.
-    """
-    if full.dim() == 1:
-        full.fill_(1.0)
-        return
-    std = 0.02
-    if fqn.endswith(("wo.weight", "w2.weight", "experts.w2")):
-        std /= math.sqrt(2 * model_args.n_layers)
-    elif fqn == "tok_embeddings.weight" and not model_args.tie_embeddings:
-        std = 1.0
-    elif fqn == "output.weight" or fqn == "tok_embeddings.weight":
-        std = model_args.dim**-0.5
-    full.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
+Model = Llama3

@@ -1,0 +1,157 @@
+"""Row types that describe a model without torch. The rows themselves are in `models/NAME/table.py`.
+
+    ModelArgs     the sizes of a model, and the options that its modules share
+    ModuleRow     one module: its weight and bias, how ranks split them, how they start
+    Family        names and keys of the model in Hugging Face folders
+    ModelTable    all of these: what models/registry.py has for each model
+
+Everything else derives from them: counts and FLOPs, tensor parallel, float8, memory, traffic, Hugging Face names,
+initial weights and the bounds of `verify`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+AUTO = "auto"  # the flavor that stands for the model of the weights that the run loads; without weights, debug
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Scaling of rotary wavelengths for contexts longer than the original training context.
+
+    kind llama3 (Llama 3.1) scales only long wavelengths. kind linear scales all of them, and only uses `factor`.
+    """
+
+    factor: float  # scaled wavelengths are multiplied by this
+    low_freq_factor: float = 1.0  # wavelengths above original_length / low_freq_factor are scaled
+    high_freq_factor: float = 4.0  # wavelengths below original_length / high_freq_factor are not; between: interpolated
+    original_length: int = 8192  # tokens in the original training context
+    kind: Literal["llama3", "linear"] = "llama3"
+
+
+@dataclass(frozen=True)
+class MoEArgs:
+    """An MoE feed-forward (model/moe.py): a router picks a few experts for each token."""
+
+    n_experts: int
+    top_k: int  # experts per token
+    expert_ffn_dim: int  # hidden dim of one expert
+    n_shared_experts: int = 0  # experts that see every token, merged into one feed-forward
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_top_k: bool = True  # scale the weights of a token's experts to a sum of 1
+    n_first_dense_layers: int = 0  # number of layers at the start that have no experts
+    moe_every: int = 1  # every n-th layer has experts
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """The architecture of one model."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    qk_norm: bool = False  # an RMSNorm of each query and key head
+    moe: MoEArgs | None = None  # None: every layer is dense
+    name: str = "llama3"  # a row of models/registry.py
+    qkv_bias: bool = False  # a bias on the projections to queries, keys and values
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether this layer has experts."""
+        moe = self.moe
+        if moe is None or layer < moe.n_first_dense_layers:
+            return False
+        return (layer + 1) % moe.moe_every == 0
+
+
+Kind = Literal["linear", "norm", "embedding", "router", "experts"]
+Split = Literal["colwise", "rowwise", "vocabulary", "sequence", "heads", "experts"]
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One module with a weight, and perhaps a bias.
+
+    kind    weight                            start: initial weights are
+    linear, embedding, router   (out, in)     normal with this standard deviation, clamped at three of them
+    norm    (size,)                           this constant. Also any other module that works on each element by itself
+    experts (experts, in, out)                normal, as above
+
+    split       the tensors on a tp rank                    how the module computes there
+    colwise     its output features, of weight and bias     all tokens are gathered before the module that has it
+    rowwise     its input features; the whole bias          partial sums are scattered; then the bias is added
+    vocabulary  its rows                                    embedding or head
+    sequence    all                                         its own forward, on the rank's slice of the sequence
+    heads       all                                         its own forward, on the rank's heads
+    experts     none of them: split over ep                 parallel/expert_parallel.py
+    """
+
+    name: str  # FQN inside the block; for experts, the FQN of the parameter
+    kind: Kind
+    weight: tuple[int, ...]
+    split: Split
+    start: float
+    bias: bool = False  # has a bias, which starts at 0
+    is_rotated: bool = (
+        False  # its output is heads that rotary embedding turns; Hugging Face has another order inside them
+    )
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """FQN inside the block -> shape of each parameter."""
+        if self.kind == "experts":
+            return {self.name: self.weight}
+        tensors = {f"{self.name}.weight": self.weight}
+        if self.bias:
+            tensors[f"{self.name}.bias"] = self.weight[:1]
+        return tensors
+
+    @property
+    def n_parameters(self) -> int:
+        return sum(map(prod, self.tensors.values()))
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of transformers that computes the same as some of a model's flavors.
+
+    `switches`: fields of ModelArgs that must be true; the other switches of SWITCHES must be false.
+    """
+
+    architecture: str
+    must_be: dict[str, object]  # key of config.json -> the only supported value, also the default if it is missing
+    defaults: dict[str, float | bool]  # key -> default if the key is missing
+    sizes: dict[str, str]  # field of ModelArgs -> key
+    names: dict[str, str]  # FQN of our module, inside the block if it is in one -> theirs; {}: the index of an expert
+    switches: tuple[str, ...] = ()
+    experts: dict[str, str] = field(default_factory=dict)  # field of MoEArgs -> key; other fields must be the default
+    divides_dim: bool = False  # the number of heads must divide the hidden size
+
+    @property
+    def title(self) -> str:
+        return self.architecture.removesuffix("ForCausalLM")
+
+
+SWITCHES = ("qk_norm", "qkv_bias")  # fields of ModelArgs in which families differ
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """A model: its sizes by flavor (with a row "debug"), its modules, and its families (model_type -> row)."""
+
+    flavors: dict[str, ModelArgs]
+    list_block: Callable[[ModelArgs, MoEArgs | None], list[ModuleRow]]  # the modules of a dense block, or with experts
+    list_ends: Callable[[ModelArgs], list[ModuleRow]]  # tok_embeddings, norm, output; FQNs in the model
+    families: dict[str, Family] = field(default_factory=dict)  # empty: the model has no Hugging Face format
+
+    def __post_init__(self):
+        self.flavors[AUTO] = self.flavors["debug"]

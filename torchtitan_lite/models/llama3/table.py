@@ -1,0 +1,236 @@
+"""The Llama family without torch: Llama 3, 3.1 and 3.2, Mixtral, Qwen2, Qwen3. modules.py has the code.
+
+    FLAVORS       sizes, compared with the model cards by tests
+    list_block    the modules of a block, in the order of modules.py
+    FAMILIES      names and keys in Hugging Face folders
+
+Mixtral has experts in place of the feed-forward, Qwen2 a bias on queries, keys and values, Qwen3 an RMSNorm of each
+query and key head.
+"""
+
+import math
+
+from torchtitan_lite.config.model_rows import Family, ModelArgs, ModelTable, ModuleRow, MoEArgs, RopeScaling
+
+# ---------------------------------------------------------------- sizes
+
+
+def mixtral(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelArgs:
+    """Return a Mixtral model (arXiv:2401.04088): two of eight experts in every layer."""
+    moe = MoEArgs(n_experts=8, top_k=2, expert_ffn_dim=ffn_dim)
+    return ModelArgs(dim, n_layers, n_heads, 8, 128, ffn_dim, 32000, rope_theta=1e6, moe=moe)
+
+
+def qwen2(*numbers: int, vocab_size: int = 152064, tied: bool = False) -> ModelArgs:
+    """Return a Qwen2.5 model (arXiv:2412.15115): a bias on queries, keys and values."""
+    dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
+    family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qkv_bias": True, "tie_embeddings": tied}
+    return ModelArgs(dim, n_layers, n_heads, n_kv_heads, dim // n_heads, ffn_dim, vocab_size, **family)
+
+
+def qwen3(*numbers: int, tied: bool = False, expert_ffn_dim: int | None = None) -> ModelArgs:
+    """Return a Qwen3 model (arXiv:2505.09388): head_dim is always 128, QK-norm; with experts, 8 of 128 per token."""
+    dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
+    moe = MoEArgs(n_experts=128, top_k=8, expert_ffn_dim=expert_ffn_dim) if expert_ffn_dim else None
+    family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True, "tie_embeddings": tied, "moe": moe}
+    return ModelArgs(dim, n_layers, n_heads, n_kv_heads, 128, ffn_dim, 151936, **family)
+
+
+FLAVORS = {
+    # vocabulary: 2,048 tokens of the shipped BPE + Llama 3's 256 special tokens
+    "debug": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=352, vocab_size=2304),
+    # from torchtitan: ffn_dim is 8/3 of dim, rounded up to a multiple of 256
+    "debugmodel": ModelArgs(256, 6, 16, 16, 16, 768, 2048, rope_scaling=RopeScaling(factor=8.0)),
+    "1B": ModelArgs(2048, 16, 32, 8, 64, 8192, 128256, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
+    "3B": ModelArgs(3072, 28, 24, 8, 128, 8192, 128256, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
+    "8B": ModelArgs(4096, 32, 32, 8, 128, 14336, 128256, rope_scaling=RopeScaling(factor=8.0)),
+    "70B": ModelArgs(8192, 80, 64, 8, 128, 28672, 128256, rope_scaling=RopeScaling(factor=8.0)),
+    "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=RopeScaling(factor=8.0)),
+    # 2M parameters, 1.1M active per token
+    "debug_moe": ModelArgs(128, 4, 4, 2, 32, 352, 2304, moe=MoEArgs(8, top_k=2, expert_ffn_dim=96)),
+    "Mixtral-8x7B": mixtral(4096, 32, 32, 14336),
+    "Mixtral-8x22B": mixtral(6144, 56, 48, 16384),
+    "Qwen2.5-0.5B": qwen2(896, 24, 14, 2, 4864, vocab_size=151936, tied=True),
+    "Qwen2.5-1.5B": qwen2(1536, 28, 12, 2, 8960, vocab_size=151936, tied=True),
+    "Qwen2.5-3B": qwen2(2048, 36, 16, 2, 11008, vocab_size=151936, tied=True),
+    "Qwen2.5-7B": qwen2(3584, 28, 28, 4, 18944),
+    "Qwen2.5-14B": qwen2(5120, 48, 40, 8, 13824),
+    "Qwen2.5-32B": qwen2(5120, 64, 40, 8, 27648),
+    "Qwen2.5-72B": qwen2(8192, 80, 64, 8, 29568),
+    "Qwen3-0.6B": qwen3(1024, 28, 16, 8, 3072, tied=True),
+    "Qwen3-1.7B": qwen3(2048, 28, 16, 8, 6144, tied=True),
+    "Qwen3-4B": qwen3(2560, 36, 32, 8, 9728, tied=True),
+    "Qwen3-8B": qwen3(4096, 36, 32, 8, 12288),
+    "Qwen3-14B": qwen3(5120, 40, 40, 8, 17408),
+    "Qwen3-32B": qwen3(5120, 64, 64, 8, 25600),
+    "Qwen3-30B-A3B": qwen3(2048, 48, 32, 4, 6144, expert_ffn_dim=768),
+    "Qwen3-235B-A22B": qwen3(4096, 94, 64, 4, 12288, expert_ffn_dim=1536),
+}
+
+# ---------------------------------------------------------------- modules
+
+STD = 0.02
+
+
+def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[ModuleRow]:
+    """List the modules of a block, in the order of modules.py. With `moe`, the block has experts."""
+    dim, head_dim = model_args.dim, model_args.head_dim
+    query, key = model_args.n_heads * head_dim, model_args.n_kv_heads * head_dim
+    biased = {"bias": model_args.qkv_bias}
+    rows = [
+        ModuleRow("attention_norm", "norm", (dim,), "sequence", 1.0),
+        ModuleRow("attention.wq", "linear", (query, dim), "colwise", STD, is_rotated=True, **biased),
+        ModuleRow("attention.wk", "linear", (key, dim), "colwise", STD, is_rotated=True, **biased),
+        ModuleRow("attention.wv", "linear", (key, dim), "colwise", STD, **biased),
+        ModuleRow("attention.wo", "linear", (dim, query), "rowwise", start_of_residual(model_args)),
+    ]
+    for name in ("attention.q_norm", "attention.k_norm") if model_args.qk_norm else ():
+        rows.append(ModuleRow(name, "norm", (head_dim,), "heads", 1.0, is_rotated=True))
+    rows.append(ModuleRow("ffn_norm", "norm", (dim,), "sequence", 1.0))
+    if moe:
+        return rows + list_moe(model_args, moe)
+    return rows + list_swiglu("feed_forward", model_args, model_args.ffn_dim)
+
+
+def start_of_residual(model_args: ModelArgs) -> float:
+    """Return the start of matrices that write to the residual stream.
+
+    It is smaller, which keeps the variance of the stream from growing with depth (as in GPT-2).
+    """
+    return STD / math.sqrt(2 * model_args.n_layers)
+
+
+def list_swiglu(name: str, model_args: ModelArgs, ffn_dim: int) -> list[ModuleRow]:
+    dim = model_args.dim
+    return [
+        ModuleRow(f"{name}.w1", "linear", (ffn_dim, dim), "colwise", STD),
+        ModuleRow(f"{name}.w2", "linear", (dim, ffn_dim), "rowwise", start_of_residual(model_args)),
+        ModuleRow(f"{name}.w3", "linear", (ffn_dim, dim), "colwise", STD),
+    ]
+
+
+def list_moe(model_args: ModelArgs, moe: MoEArgs) -> list[ModuleRow]:
+    """List the router, the experts and the shared experts of an MoE feed-forward."""
+    dim, n_experts, ffn_dim = model_args.dim, moe.n_experts, moe.expert_ffn_dim
+    shared_dim = moe.n_shared_experts * ffn_dim
+    residual = start_of_residual(model_args)
+    rows = [
+        ModuleRow("feed_forward.router", "router", (n_experts, dim), "sequence", STD),
+        ModuleRow("feed_forward.experts.w1", "experts", (n_experts, dim, ffn_dim), "experts", STD),
+        ModuleRow("feed_forward.experts.w2", "experts", (n_experts, ffn_dim, dim), "experts", residual),
+        ModuleRow("feed_forward.experts.w3", "experts", (n_experts, dim, ffn_dim), "experts", STD),
+    ]
+    return rows + list_swiglu("shared_experts", model_args, shared_dim) if shared_dim else rows
+
+
+def list_ends(model_args: ModelArgs) -> list[ModuleRow]:
+    """List the modules outside the blocks."""
+    dim, table = model_args.dim, (model_args.vocab_size, model_args.dim)
+    small = dim**-0.5
+    start = small if model_args.tie_embeddings else 1.0
+    return [
+        ModuleRow("tok_embeddings", "embedding", table, "vocabulary", start),
+        ModuleRow("norm", "norm", (dim,), "sequence", 1.0),
+        ModuleRow("output", "linear", table, "vocabulary", small),
+    ]
+
+
+# ---------------------------------------------------------------- Hugging Face
+
+SIZES = {  # field of ModelArgs -> key in config.json
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+}
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+MIXTRAL_NAMES = {
+    "feed_forward.router": "block_sparse_moe.gate",
+    "feed_forward.experts.w1": "block_sparse_moe.experts.{}.w1",
+    "feed_forward.experts.w2": "block_sparse_moe.experts.{}.w2",
+    "feed_forward.experts.w3": "block_sparse_moe.experts.{}.w3",
+}
+QWEN3_MOE_NAMES = {
+    "feed_forward.router": "mlp.gate",
+    "feed_forward.experts.w1": "mlp.experts.{}.gate_proj",
+    "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
+    "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
+}
+FULL_ATTENTION = {"use_sliding_window": False, "sliding_window": None}
+QWEN3_CONSTANTS = {"attention_bias": False, **FULL_ATTENTION}
+FAMILIES = {  # model_type -> family; an export has the first that fits
+    "llama": Family(
+        "LlamaForCausalLM",
+        {"attention_bias": False, "mlp_bias": False},
+        {"rms_norm_eps": 1e-6, "rope_theta": 1e4},
+        SIZES,
+        NAMES,
+        divides_dim=True,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"sliding_window": None},
+        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+        SIZES,
+        NAMES | MIXTRAL_NAMES,
+        experts={
+            "n_experts": "num_local_experts",
+            "top_k": "num_experts_per_tok",
+            "expert_ffn_dim": "intermediate_size",
+        },
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        FULL_ATTENTION,
+        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 32},
+        SIZES,
+        NAMES,
+        switches=("qkv_bias",),
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        QWEN3_CONSTANTS,
+        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 32, "head_dim": 128},
+        SIZES,
+        NAMES,
+        switches=("qk_norm",),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        QWEN3_CONSTANTS,
+        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 4}
+        | {"decoder_sparse_step": 1, "norm_topk_prob": False, "mlp_only_layers": []},
+        SIZES,
+        NAMES | QWEN3_MOE_NAMES,
+        switches=("qk_norm",),
+        experts={
+            "n_experts": "num_experts",
+            "top_k": "num_experts_per_tok",
+            "expert_ffn_dim": "moe_intermediate_size",
+            "normalize_top_k": "norm_topk_prob",
+            "n_first_dense_layers": "mlp_only_layers",
+            "moe_every": "decoder_sparse_step",
+        },
+    ),
+}
+
+MODEL = ModelTable(FLAVORS, list_block, list_ends, FAMILIES)
