@@ -154,7 +154,9 @@ documents are skipped and counted. OUT is complete or does not exist."""
     add("--only-last-turn", action="store_true", help="with --chat: only the last answer has targets")
     add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files, one document each")
     add(
-        "--skip-bad", action="store_true", help="skip and count bad rows and texts instead of stopping at the first one"
+        "--skip-bad",
+        action="store_true",
+        help="print and count bad rows and texts instead of stopping at the first one",
     )
     add("--processes", type=positive, default=os.cpu_count(), metavar="N", help="(%(default)s)")
     add("--dataset", metavar="NAME", help="prepare this corpus for training.dataset; reads --tokenizer")
