@@ -10,7 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -40,29 +39,21 @@ from torchtitan_lite.tools.corpora.prepare import PrepareSettings, hash_document
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 
 
-def write_files(folder: Path, seed: int = 0) -> list[str]:
-    """Files of all kinds below `folder`; the texts of their documents in order."""
-    draw, texts = random.Random(seed), []
+def write_rows(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def write_files(folder: Path) -> list[str]:
+    """Write texts of all lengths to files of three kinds, and return them in the order of the corpus."""
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(WORDS, k=draw.randrange(1, 60))) for _ in range(900)]
     (folder / "sub").mkdir(parents=True)
-    for number in range(12):
-        suffix = draw.choice([".txt", ".md", ".txt.gz", ".jsonl", ".json.gz", ".jsonl.zst", ".parquet"])
-        inside = [" ".join(draw.choices(WORDS, k=draw.randrange(60))) for _ in range(draw.randrange(1, 700))]
-        path = folder / ("sub" if number % 3 else ".") / f"{number:02}{suffix}"
-        if ".js" in suffix:
-            content = "\n".join(json.dumps({"text": text}) for text in inside).encode()
-        elif suffix == ".parquet":
-            pyarrow.parquet.write_table(pyarrow.table({"text": inside}), path, row_group_size=100)
-        else:
-            inside = inside[:1]
-            content = inside[0].encode()
-        if suffix.endswith(".gz"):
-            content = gzip.compress(content)
-        elif suffix.endswith(".zst"):
-            content = zstandard.compress(content)
-        if suffix != ".parquet":
-            path.write_bytes(content)
-        texts.append((str(path), [text for text in inside if text]))
-    return [text for _, of_file in sorted(texts) for text in of_file]
+    (folder / "1.txt").write_text(texts[0])
+    write_rows(folder / "2.jsonl", texts[1:500])
+    table = pyarrow.table({"text": texts[500:], "id": range(400)})
+    pyarrow.parquet.write_table(table, folder / "sub" / "3.parquet", row_group_size=100)
+    return texts
 
 
 def list_documents(corpus: Corpus) -> list[list[int]]:
@@ -80,33 +71,36 @@ def list_texts(folder: Path, split: str) -> list[str]:
     return [BYTES.decode(document[1:-1]) for document in list_documents(Corpus("", folder, split))]
 
 
-def test_every_document_is_there_once_in_order_whatever_the_number_of_processes(tmp_path, monkeypatch):
+def test_every_document_is_there_once_in_order_whatever_the_number_of_processes(here, monkeypatch):
     monkeypatch.setattr(preparing, "GROUP_ROWS", 50)
-    texts = write_files(tmp_path / "in")
-    files, _ = find_files([tmp_path / "in"])
+    texts = write_files(Path("in"))
+    files, _ = find_files([Path("in")])
+    contents = []
     for n in (1, 3):
-        prepare(files, tmp_path / f"out{n}", PrepareSettings("bytes", 0.0), n_processes=n)
-    assert list_documents(Corpus("", tmp_path / "out1", "train")) == [
-        BYTES.encode(t, bos=True, eos=True) for t in texts
-    ]
-    one, three = ({p.name: p.read_bytes() for p in (tmp_path / f"out{n}").iterdir()} for n in (1, 3))
-    assert one == three and sorted(one) == ["manifest.json", "train.documents", "train.tokens"]
+        out = Path(f"out{n}")
+        prepare(files, out, PrepareSettings("bytes", 0.0), n_processes=n)
+        contents.append({path.name: path.read_bytes() for path in out.iterdir()})
+    documents = list_documents(Corpus("", Path("out1"), "train"))
+    assert documents == [BYTES.encode(text, bos=True, eos=True) for text in texts]
+    assert contents[0] == contents[1]
+    assert sorted(contents[0]) == ["manifest.json", "train.documents", "train.tokens"]
 
 
-def test_rows_are_held_out_by_their_text_and_files_by_their_path(tmp_path):
+def test_rows_are_held_out_by_their_text_and_files_by_their_path(here):
     texts = [f"text {n}" for n in range(300)]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    prepare([tmp_path / "a.jsonl"], tmp_path / "rows", PrepareSettings("bytes", 0.3))
-    validation = [BYTES.encode(t, bos=True, eos=True) for t in texts if hash_document(t) < 0.3 * 2**64]
-    assert 60 < len(validation) < 120 and list_documents(Corpus("", tmp_path / "rows", "validation")) == validation
+    prepare([write_rows(Path("a.jsonl"), texts)], Path("rows"), PrepareSettings("bytes", 0.3))
+    validation = [text for text in texts if hash_document(text) < 0.3 * 2**64]
+    assert list_texts(Path("rows"), "validation") == validation
+    numbers = []
     for version in ("old", "new"):
+        Path(version).mkdir()
         for n in range(30):
-            (tmp_path / version).mkdir(exist_ok=True)
-            (tmp_path / version / f"{n}.txt").write_text(f"{version} {n}")
-        files, _ = find_files([tmp_path / version])
-        prepare(files, tmp_path / f"of {version}", PrepareSettings("bytes", 0.3))
-    old, new = (list_documents(Corpus("", tmp_path / f"of {v}", "validation")) for v in ("old", "new"))
-    assert [d[4:] for d in old] == [d[4:] for d in new] and 0 < len(old) < 30
+            Path(version, f"{n}.txt").write_text(f"{n} {version}")
+        files, _ = find_files([Path(version)])
+        prepare(files, Path(f"of {version}"), PrepareSettings("bytes", 0.3))
+        numbers.append([text.split()[0] for text in list_texts(Path(f"of {version}"), "validation")])
+    assert numbers[0] == numbers[1]
+    assert 0 < len(numbers[0]) < 30
 
 
 ROW = b'{"text": "x"}\n'
@@ -248,8 +242,8 @@ SPLITS = [  # file, options -> texts of both splits, or the last and the first o
 def test_no_split_is_empty_and_a_single_text_is_cut(case, here):
     name, options, train, validation = case
     Path("one.txt").write_text("0123456789" * 2)
-    Path("row.jsonl").write_text('{"text": "single"}')
-    Path("rows.jsonl").write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(20)))
+    write_rows(Path("row.jsonl"), ["single"])
+    write_rows(Path("rows.jsonl"), [f"row {n}" for n in range(20)])
     assert prepare_here(name, *options, "--out", "out") == 0
     assert list_texts(Path("out"), "train") == train
     assert list_texts(Path("out"), "validation") == validation
@@ -319,48 +313,43 @@ def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_and_a_remedy(
 # ---------------------------------------------------------------- corpora with a name
 
 
-def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_if_it_is_not(tmp_path, monkeypatch):
-    write_files(tmp_path / "in")
+def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_if_it_is_not(here, monkeypatch):
+    write_files(Path("in"))
     monkeypatch.setitem(DATASETS, "tiny", lambda path: find_files([Path(path)])[0])
-    section = replace(
-        Config().training, dataset=["tiny"], dataset_path=str(tmp_path / "in"), cache_folder=str(tmp_path)
-    )
-    config = replace(Config(), training=section)
+    config = read("tiny", "--training.dataset_path=in", "--training.cache_folder=cache")
     with pytest.raises(CorpusError) as error:
         check_prepared(config, BYTES)
     command = shlex.split(error.value.remedy.removeprefix("Run: "))
     assert command[:3] == ["python", "-m", "torchtitan_lite"]
-    with pytest.raises(CorpusError, match="prepare"):
-        open_corpus("tiny", BYTES, tmp_path, dataset_path=section.dataset_path)
 
     def prepare_as_another_does(files, out, settings, **options):  # two runs that start together
-        for folder in (out, find_corpus("tiny", BYTES, tmp_path, section.dataset_path)):
-            prepare(files, folder, settings, **options)
+        prepare(files, out, settings, **options)
+        prepare(files, out, settings, **options)
 
     monkeypatch.setattr(named, "prepare", prepare_as_another_does)
     assert main(command[3:]) == 0
     check_prepared(config, BYTES)
     monkeypatch.setattr(named, "prepare", lambda *_, **__: pytest.fail("prepared again"))
     prepare_datasets(config, BYTES)
-    (folder,) = tmp_path.glob("tiny-*")  # and no other one was left
-    assert open_corpus("tiny", BYTES, tmp_path, split="validation", dataset_path=section.dataset_path).n_tokens > 0
-    (tmp_path / "in" / "sub" / "more.txt").write_text("more")
-    assert find_corpus("tiny", BYTES, tmp_path, section.dataset_path) != folder
+    (folder,) = Path("cache").iterdir()  # no other one was left
+    assert open_corpus("tiny", BYTES, Path("cache"), split="validation", dataset_path="in").n_tokens > 0
+    Path("in/more.txt").write_text("more")
+    assert find_corpus("tiny", BYTES, Path("cache"), "in") != folder
 
 
-def test_c4_is_its_training_files_and_c4_validation_the_others(tmp_path):
+def test_c4_is_its_training_files_and_c4_validation_the_others(here):
     names = ["c4-train.00000-of-01024", "c4-train.00001-of-01024", "c4-validation.00000-of-00008"]
-    for name in [f"en/{name}" for name in names] + [f".cache/{names[0]}"]:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        lines = "".join(json.dumps({"text": f"{name} {n}", "url": "x"}) + "\n" for n in range(40))
-        (tmp_path / f"{name}.json.gz").write_bytes(gzip.compress(lines.encode()))
-    for name, split, folder, n in (("c4", "train", "c4-train", 80), ("c4_validation", "validation", names[2], 40)):
-        named.prepare_dataset(name, BYTES, tmp_path / "cache", str(tmp_path))
-        corpus = open_corpus(name, BYTES, tmp_path / "cache", split=split, dataset_path=str(tmp_path))
-        texts = [BYTES.decode(document[1:-1]) for document in list_documents(corpus)]
-        assert n * 0.9 < len(texts) <= n and all(text.startswith(f"en/{folder}") for text in texts)
+    Path("c4/en").mkdir(parents=True)
+    for name in names:
+        write_rows(Path(f"c4/en/{name}.json"), [f"{name} {n}" for n in range(40)])
+    for name, split, prefix in (("c4", "train", "c4-train"), ("c4_validation", "validation", names[2])):
+        folder = named.prepare_dataset(name, BYTES, Path("cache"), "c4")
+        texts = list_texts(folder, "train")
+        assert len(texts) > 35
+        assert all(text.startswith(prefix) for text in texts)
+        assert open_corpus(name, BYTES, Path("cache"), split=split, dataset_path="c4").n_tokens > 0
     with pytest.raises(CorpusError, match="(?s)allenai/c4.*training.dataset_path"):
-        open_corpus("c4", BYTES, tmp_path / "cache", dataset_path=str(tmp_path / "cache"))
+        open_corpus("c4", BYTES, Path("cache"), dataset_path="cache")
 
 
 def test_a_file_without_its_package_is_refused_and_the_extra_named(tmp_path, monkeypatch, capsys):

@@ -30,12 +30,9 @@ def prepare_dataset(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset
         return folder
     files = DATASETS[name](dataset_path)
     n_bytes = sum(path.stat().st_size for path in files)
-    about = f"{name}: {n_bytes / 1e6:,.1f} MB in {len(files)} files"
-    print(f"Encoding {about} once, to {folder}", file=sys.stderr, flush=True)
+    print(f"Encoding {name} ({n_bytes / 1e6:,.1f} MB) once, to {folder}", file=sys.stderr, flush=True)
     share = 0.0 if name in VALIDATION_ONLY else VALIDATION_SHARE
-    n_processes = os.cpu_count() or 1
-    if n_bytes < MANY_BYTES:
-        n_processes = 1
+    n_processes = os.cpu_count() if n_bytes > MANY_BYTES else 1
     try:
         prepare(files, folder, PrepareSettings(str(tokenizer.path), share), n_processes=n_processes)
     except (OSError, PreparationError):

@@ -26,7 +26,6 @@ from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 from torchtitan_lite.config.files import hash_file
 from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
@@ -39,6 +38,7 @@ from torchtitan_lite.tools.corpora.train_tokenizer import train_tokenizer
 
 CHUNK_ROWS = 32  # sent to a worker at once
 GROUP_ROWS = 128  # submitted at once, per worker
+UINT16_IDS = 2**16
 BAD_ROWS = "bad rows left out"
 
 
@@ -98,7 +98,8 @@ def prepare(
         if "train" not in splits:
             raise PreparationError(f"these {len(files)} files have no text to train on")
         tokenizer, _ = get_encoder(settings.assets, settings.is_chat)
-        manifest = CorpusManifest(choose_dtype(tokenizer), tokenizer.fingerprint, splits)
+        dtype = "uint16" if tokenizer.vocab_size <= UINT16_IDS else "uint32"
+        manifest = CorpusManifest(dtype, tokenizer.fingerprint, splits)
         (folder / MANIFEST).write_text(dump_manifest(manifest))
         folder.rename(out)
     return manifest, counts
@@ -178,23 +179,22 @@ class SplitWriter:
         self.totals = Counter()
         self.largest_id = 0
 
-    def append(self, suffix: str, content: bytes | array) -> None:
-        if suffix not in self.files:
-            self.files[suffix] = open(f"{self.path}.{suffix}", "wb")
-        self.files[suffix].write(content)
-
     def write(self, document: Document) -> None:
-        self.append("documents", self.totals["n_tokens"].to_bytes(8, "little"))
-        self.append("tokens", document.tokens)
-        if document.targets:
-            self.append("targets", document.targets)
+        start = self.totals["n_tokens"].to_bytes(8, "little")
+        contents = {"tokens": document.tokens, "documents": start, "targets": document.targets}
+        for suffix, content in contents.items():
+            if not content:
+                continue
+            if suffix not in self.files:
+                self.files[suffix] = open(f"{self.path}.{suffix}", "wb")
+            self.files[suffix].write(content)
         self.totals.update(
             n_documents=1,
             n_tokens=len(document.tokens),
             n_targets=sum(document.targets),
             n_text_bytes=document.n_text_bytes,
         )
-        self.largest_id = max(self.largest_id, *document.tokens)
+        self.largest_id = max(self.largest_id, max(document.tokens))
 
     def finish(self) -> Split:
         """Flush the files to disk, and return their description."""
@@ -242,14 +242,9 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
         if isinstance(error, MissingField):
             remedy = "Name another field with --text-column NAME. For conversations, add --chat"
         raise PreparationError(f"{problem}. {remedy}") from None
-    typecode = "H" if choose_dtype(tokenizer) == "uint16" else "I"
+    typecode = "H" if tokenizer.vocab_size <= UINT16_IDS else "I"
     tokens = array(typecode, ids)
     return Document(outcome, choose_split(settings, row, text), tokens, len(text.encode()), targets)
-
-
-def choose_dtype(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
-    """Return the smallest type that can store every id."""
-    return "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
 
 
 def read_text(settings: PrepareSettings, row: Row) -> str:
