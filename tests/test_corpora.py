@@ -10,12 +10,12 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 import zstandard
 from checkpoints import flip_bit
 from made_corpora import BYTES, WORDS, write_corpus
@@ -56,19 +56,17 @@ def write_files(folder: Path) -> list[str]:
     return texts
 
 
-def list_documents(corpus: Corpus) -> list[list[int]]:
-    documents = []
-    tokens, begins, _ = corpus.read(torch.tensor([0]), corpus.n_tokens)
-    for token, is_first in zip(tokens[0].tolist(), begins[0].tolist(), strict=True):
-        documents += [[]] if is_first else []
-        documents[-1].append(token)
-    return documents
+def list_documents(folder: Path, split: str) -> list[list[int]]:
+    if split not in read_manifest(folder).splits:
+        return []
+    corpus = Corpus("", folder, split)
+    tokens = corpus.tokens.tolist()
+    starts = corpus.documents.tolist()
+    return [tokens[start:stop] for start, stop in pairwise([*starts, len(tokens)])]
 
 
 def list_texts(folder: Path, split: str) -> list[str]:
-    if split not in read_manifest(folder).splits:
-        return []
-    return [BYTES.decode(document[1:-1]) for document in list_documents(Corpus("", folder, split))]
+    return [BYTES.decode(document[1:-1]) for document in list_documents(folder, split)]
 
 
 def test_every_document_is_there_once_in_order_whatever_the_number_of_processes(here, monkeypatch):
@@ -80,7 +78,7 @@ def test_every_document_is_there_once_in_order_whatever_the_number_of_processes(
         out = Path(f"out{n}")
         prepare(files, out, PrepareSettings("bytes", 0.0), n_processes=n)
         contents.append({path.name: path.read_bytes() for path in out.iterdir()})
-    documents = list_documents(Corpus("", Path("out1"), "train"))
+    documents = list_documents(Path("out1"), "train")
     assert documents == [BYTES.encode(text, bos=True, eos=True) for text in texts]
     assert contents[0] == contents[1]
     assert sorted(contents[0]) == ["manifest.json", "train.documents", "train.tokens"]
@@ -106,29 +104,24 @@ def test_rows_are_held_out_by_their_text_and_files_by_their_path(here):
 ROW = b'{"text": "x"}\n'
 REFUSED = {  # file -> content, words of the message
     "half.jsonl.gz": (gzip.compress(ROW * 99)[:-9], "half.jsonl.gz cannot be read"),
-    "half.txt.bz2": (bz2.compress(ROW * 99)[:-9], "half.txt.bz2 cannot be read"),
     "half.txt.xz": (lzma.compress(ROW * 99)[:-9], "half.txt.xz cannot be read"),
     "half.txt.zst": (zstandard.compress(ROW * 99)[:-3], "half.txt.zst cannot be read"),
     "line.jsonl": (ROW + b'{"text": \n', "line.jsonl, row 2: Expecting value"),
     "field.jsonl": (b'{"content": "x"}', "it has no 'text', only 'content'. Name another field with --text-column"),
     "list.jsonl": (ROW + b"5", "row 2: it is not a JSON object: 5"),
     "null.jsonl": (b'{"text": null}', "row 1: its 'text' is not a string: None"),
-    "nan.jsonl": (b'{"text": NaN}', "row 1: its 'text' is not a string: nan"),
     "deep.jsonl": (ROW + b"[" * 100_000, "row 2: maximum recursion depth"),
     "surrogate.jsonl": (b'{"text": "\\ud800"}', "row 1: 'utf-8' codec can't encode character '\\ud800'"),
     "empty.jsonl": (b'{"text": ""}', "no text to train on"),
     "element.json": (b'[{"text": "x"},\n {"text": }]', "element.json cannot be read: Expecting value: line 2"),
-    "open.json": (b'[\n{"text": "x"}', "open.json cannot be read: Expecting"),
     "commas.json": (b'{\n"text": "x"},\n{"text": "y"}', "commas.json cannot be read: Expecting value: line 2"),
     "deep.json": (b"[" * 100_000, "deep.json cannot be read: maximum recursion depth"),
     "latin.txt": (b"one\ntwo caf\xe9", "latin.txt cannot be read: it is not utf-8: byte 11 (line 2) is 0xe9"),
     "latin.jsonl": (ROW + b'{"text": "caf\xe9"}', "row 2: it is not utf-8: byte 13"),
-    "latin.csv": (b"text\ncaf\xe9", "latin.csv cannot be read: it is not utf-8: byte 8"),
     "binary.txt": (b"\x01\0", "character 1 is NUL"),
     "utf16.txt": ("text".encode("utf-16-le"), "--encoding utf-16-le"),
     "column.tsv": (b"id\tbody\n1\tx\n", "row 1: it has no 'text', only 'id', 'body'"),
     "fields.csv": (b"id,text\n1,one, two\n", "line 2 does not have the fields of the header"),
-    "short.csv": (b"id,text\n1\n", "line 2 does not have the fields of the header"),
     "names.csv": (b"text,text\none,two\n", "line 2 does not have the fields of the header"),
     "quote.csv": (b'text\n"one\ntwo\n', "quote.csv cannot be read: unexpected end of data"),
     "picture.png": (b"x", "picture.png has an unknown suffix"),

@@ -235,30 +235,25 @@ def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_th
         assert main([*command, possible]) == 0
 
 
-BROKEN = {  # what is wrong -> the files, a word of the reason
-    "nowhere": ({}, "there is no tokenizer.json"),
-    "no JSON": ({"tokenizer.json": "{"}, "is not JSON"),
-    "no model": ({"tokenizer.json": "{}"}, "model is missing"),
-    "no vocabulary": ({"tokenizer.json": '{"model": {"vocab": 5}}'}, "model.vocab = 5"),
-    "no end": ({"tokenizer.json": make_sentencepiece().to_str()}, "no eos_token"),
-    "a number as end": (
-        {"tokenizer.json": make_sentencepiece().to_str(), "tokenizer_config.json": '{"eos_token": 2}'},
-        "eos_token = 2",
-    ),
-    "an end without a token": (
-        {"tokenizer.json": make_sentencepiece().to_str(), "tokenizer_config.json": '{"eos_token": "<x>"}'},
-        "no entry '<x>'",
-    ),
-    "no ranks": ({"tokenizer.model": "YQ== 1\n"}, "ranks"),
-    "SentencePiece": ({"tokenizer.model": "\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02"}, "SentencePiece.*save_pretrained"),
-}
+SENTENCEPIECE = make_sentencepiece().to_str()
+BROKEN = [  # tokenizer.json, tokenizer.model, tokenizer_config.json -> words of the reason
+    (None, None, "{}", "there is no tokenizer.json"),
+    ("{", None, "{}", "is not JSON"),
+    ('{"model": {"vocab": 5}}', None, "{}", "model.vocab = 5"),
+    (SENTENCEPIECE, None, "{}", "no eos_token"),
+    (SENTENCEPIECE, None, '{"eos_token": 2}', "eos_token = 2"),
+    (SENTENCEPIECE, None, '{"eos_token": "<x>"}', "no entry '<x>'"),
+    (None, "YQ== 1\n", "{}", "ranks"),
+    (None, "\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "{}", "SentencePiece.*save_pretrained"),
+]
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_tokenizer_is_refused_by_key_and_path(name, tmp_path):
-    files, why = BROKEN[name]
-    for file, content in files.items():
-        (tmp_path / file).write_text(content)
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case[-1])
+def test_what_is_no_tokenizer_is_refused_by_key_and_path(case, tmp_path):
+    *contents, why = case
+    for name, content in zip(("tokenizer.json", "tokenizer.model", "tokenizer_config.json"), contents, strict=True):
+        if content:
+            (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=rf"(?s)model.hf_assets_path.*{tmp_path}.*assets/tokenizer") as error:
         load_tokenizer(tmp_path)
     assert re.search(why, str(error.value))
@@ -279,12 +274,6 @@ def test_transformers_writes_the_tokenizer_json_of_a_sentencepiece_model_as_the_
     oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     for text in TEXTS[:-1]:
         assert tokenizer.encode(text) == oracle.encode(text, add_special_tokens=False)
-
-
-def test_without_its_package_another_tokenizer_json_is_refused_and_the_extra_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match="extra `hf`"):
-        load_tokenizer(write(tmp_path, make_sentencepiece(), "</s>"))
 
 
 def test_entries_above_the_rows_of_a_model_are_accepted_unless_a_text_uses_them(tmp_path, monkeypatch, capsys):
