@@ -213,7 +213,12 @@ def test_links_are_followed_once_and_what_is_skipped_is_counted_by_its_reason(he
         Path("in", name).symlink_to(target)
     files, skipped = find_files([Path("in"), Path("in/a/1.txt")], ["log"])
     assert [str(path) for path in files] == ["in/2.LOG", "in/a/1.txt", "in/link/4.txt"]
-    assert skipped == {"reached twice": 3, "hidden": 1, "dead links": 1, "unknown suffix '.png'": 1}
+    assert skipped == {
+        "files or folders reached twice": 3,
+        "hidden files or folders left out": 1,
+        "dead links left out": 1,
+        "files of unknown suffix '.png' left out": 1,
+    }
     for missing in ("nowhere", "in/dead.txt"):
         with pytest.raises(PreparationError, match="does not exist"):
             find_files([Path(missing)])

@@ -76,8 +76,7 @@ def run(options: argparse.Namespace) -> str:
         train_tokenizer=options.train_tokenizer,
     )
     manifest, counts = prepare(files, options.out, settings, n_processes=options.processes)
-    for reason, n in skipped.items():
-        counts[f"files left out: {reason}"] = n
+    counts += skipped
     if options.json:
         numbers = {"folder": str(options.out), "files": len(files), "bad_rows": counts[BAD_ROWS], "counts": counts}
         return json.dumps(numbers | asdict(manifest))

@@ -125,7 +125,7 @@ def find_files(inputs: list[Path], more_suffixes: Iterable[str] = ()) -> tuple[l
         if not path.exists():
             raise PreparationError(f"{path} does not exist")
         if path.is_file() and get_kind(path) not in suffixes:
-            remedy = "Unpack an archive. Rename a text to .txt, or give prepare the option --suffix .x for x files"
+            remedy = f"Unpack an archive. Rename a text to .txt, or give prepare the option --suffix {get_kind(path)!r}"
             raise PreparationError(f"{path} has an unknown suffix. {remedy}")
     files = []
     skipped = Counter()
@@ -135,16 +135,16 @@ def find_files(inputs: list[Path], more_suffixes: Iterable[str] = ()) -> tuple[l
         path = pending.popleft()
         resolved = path.resolve()
         if resolved in seen:
-            skipped["reached twice"] += 1
+            skipped["files or folders reached twice"] += 1
         elif path.name.startswith(".") and path not in named:
-            skipped["hidden"] += 1
+            skipped["hidden files or folders left out"] += 1
         elif path.is_dir():
             seen.add(resolved)
             pending.extendleft(sorted(path.iterdir(), reverse=True))
         elif not path.exists():
-            skipped["dead links"] += 1
+            skipped["dead links left out"] += 1
         elif get_kind(path) not in suffixes:
-            skipped[f"unknown suffix {path.suffix.lower()!r}"] += 1
+            skipped[f"files of unknown suffix {path.suffix.lower()!r} left out"] += 1
         else:
             seen.add(resolved)
             files.append(path)
