@@ -284,7 +284,7 @@ def test_entries_above_the_rows_of_a_model_are_accepted_unless_a_text_uses_them(
     oracle.add_tokens(["[NEW]"])
     oracle.save(str(file))
     capsys.readouterr()
-    cases = [("[PAD]", 0, "No prepared document uses"), ("[NEW]", 2, r"'\[NEW\]'.*resize_token_embeddings")]
+    cases = [("[PAD]", 0, "No document uses"), ("[NEW]", 2, r"'\[NEW\]'.*resize_token_embeddings")]
     for number, (name, status, words) in enumerate(cases):
         Path(f"{number}.txt").write_text(f"def {name} read " * 9)
         options = ["--tokenizer", "llama", "--processes", "1"]

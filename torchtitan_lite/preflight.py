@@ -314,7 +314,7 @@ def compare_vocabularies(
     largest_id, corpus = find_largest_id(problems.config, tokenizer)
     if largest_id < n_rows:
         more = f"{tokenizer.vocab_size} ids, but the model has {n_rows} rows"
-        notices.append(f"the tokenizer {assets} has {more}. No prepared document uses the other ids")
+        notices.append(f"the tokenizer {assets} has {more}. No document uses the other ids")
         return
     why = f"{corpus} may use the id {largest_id} ({tokenizer.decode([largest_id])!r}) of the tokenizer {assets}"
     remedy = f"Set model.vocab_size to {tokenizer.vocab_size} or more, or choose another model.hf_assets_path"

@@ -235,13 +235,17 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
 
 
 def find_largest_id(config: Config, tokenizer: Tokenizer) -> tuple[int, str]:
-    """Return the largest token id in the prepared corpora of a run, and the corpus that has it."""
+    """Return the largest token id in the corpora of a run, and the corpus that has it.
+
+    A corpus whose ids are unknown, because it is not prepared yet, counts as plain text with every token.
+    """
     found = [(0, "")]
     for _, name, split, dataset_path in list_corpora(config):
+        largest_id = tokenizer.largest_text_id
         with suppress(CorpusError):
             folder = find_corpus(name, tokenizer, Path(config.training.cache_folder), dataset_path)
-            largest_id = read_split(folder, split, tokenizer).splits[split].largest_id
-            found.append((largest_id or 0, name))
+            largest_id = read_split(folder, split, tokenizer).splits[split].largest_id or largest_id
+        found.append((largest_id, name))
     return max(found)
 
 

@@ -77,6 +77,12 @@ class Tokenizer:
         """Largest id + 1, which is the minimum number of embedding rows."""
         return max(self.bytes_of_id) + 1
 
+    @cached_property
+    def largest_text_id(self) -> int:
+        """Largest id in a document of plain text: no special token except BOS and EOS."""
+        unused = set(self.special.values()) - {self.bos_id, self.eos_id}
+        return max(self.bytes_of_id.keys() - unused)
+
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of `text`. Special tokens in it are encoded as plain text."""
         before = [self.bos_id] if bos and self.bos_id is not None else []
