@@ -7,7 +7,6 @@ from base64 import b64encode
 from pathlib import Path
 
 import pytest
-from test_chat import TALK
 from test_check import H100_ELSEWHERE, LAPTOP
 from test_fine_tuning import CASES, publish
 from test_tokenizers import SHIPPED
@@ -23,6 +22,7 @@ from torchtitan_lite.tools import check
 from torchtitan_lite.tools.command_lines import parse_command
 from torchtitan_lite.tools.verify.reduction import reduce_config
 
+TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
 
 

@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
     files = [root / f"{number:02}.txt" for number in range(26)]
     for number, path in enumerate(files):
         path.write_text(f"{number} Grüße, 世界! " * (1 + number * 7 % 5), encoding="utf-8")
-    prepare(find_files(files)[0], root / "prepared", PrepareSettings("bytes", 0.5, folder=str(root)))
+    prepare(find_files(files)[0], root / "prepared", PrepareSettings("bytes", 0.5))
     return root / "prepared"
 
 

@@ -87,14 +87,15 @@ def dump_manifest(manifest: CorpusManifest) -> str:
 def read_manifest(folder: Path) -> CorpusManifest:
     """Read the manifest and compare it with the size of every file. Raises CorpusError."""
     path = folder / MANIFEST
+    name = shlex.quote(str(folder))
     if not folder.exists():
-        remedy = f"Write it: python -m torchtitan_lite prepare FILES --out {shlex.quote(str(folder))}"
+        remedy = f"Write it: python -m torchtitan_lite prepare FILES --out {name}"
         raise CorpusError(f"there is no folder {folder.absolute()}, and nothing is downloaded", remedy)
     if not path.exists():
-        remedy = f"Prepare its files: python -m torchtitan_lite prepare {shlex.quote(str(folder))} --out NEW_FOLDER"
+        remedy = f"Prepare its files: python -m torchtitan_lite prepare {name} --out NEW_FOLDER"
         raise CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
     try:
-        file = read_json(folder / MANIFEST)
+        file = read_json(path)
         found = file.take("format", int)
         if found != FORMAT:
             raise ValueError(f"its format is {found}, but this version reads {FORMAT}")
@@ -164,9 +165,8 @@ def list_files(name: str, dataset_path: str) -> list[Path]:
     """Return the files of a named corpus. Raises CorpusError if there are none."""
     files = DATASETS[name](dataset_path)
     if not files:
-        raise CorpusError(
-            f"the function of {name} lists no files", "Correct its row in data/corpus_folder.py: DATASETS"
-        )
+        why = f"the function of {name} lists no files"
+        raise CorpusError(why, "Correct its row in data/corpus_folder.py: DATASETS")
     return files
 
 
@@ -239,14 +239,14 @@ def find_largest_id(config: Config, tokenizer: Tokenizer) -> tuple[int, str]:
 
     A corpus whose ids are unknown, because it is not prepared yet, counts as plain text with every token.
     """
-    found = []
+    found = [(0, "")]
     for _, name, split, dataset_path in list_corpora(config):
-        largest_id = None
+        largest_id = tokenizer.largest_text_id
         with suppress(CorpusError):
             folder = find_corpus(name, tokenizer, Path(config.training.cache_folder), dataset_path)
-            largest_id = read_split(folder, split, tokenizer).splits[split].largest_id
-        found.append((tokenizer.largest_text_id if largest_id is None else largest_id, name))
-    return max(found, default=(0, ""))
+            largest_id = read_split(folder, split, tokenizer).splits[split].largest_id or largest_id
+        found.append((largest_id, name))
+    return max(found)
 
 
 def check_prepared(config: Config, tokenizer: Tokenizer) -> None:

@@ -37,7 +37,6 @@ from torchtitan_lite.data.vocabulary import (
     SPECIAL_TOKENS,
     BytePairs,
     find_bos,
-    find_eos_id,
     find_eos_name,
     list_configured_tokens,
     parse_tokenizer_model,
@@ -72,7 +71,6 @@ class Tokenizer:
     # Recognizes special tokens. Also returns the index after each token's last character in the normalized text.
     encode_special: Callable[[str], tuple[list[int], list[int]]]
     normalize: Callable[[str], str] = str  # normalization that encode_special applies to a text
-    unknown_id: int | None = None  # stands for text outside the vocabulary; None: every text can be encoded
 
     @cached_property
     def vocab_size(self) -> int:
@@ -192,7 +190,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     config = read_json(path.with_name(CONFIG), may_be_missing=True)
     eos = find_eos_name(path.parent, config)
     added = file.take("added_tokens", list[dict], [])
-    configured = list_configured_tokens(config, eos, vocab, added)
+    configured = list_configured_tokens(config, {token["content"] for token in added})
     if configured:
         added += configured
         file["added_tokens"] = added
@@ -200,7 +198,9 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     added_ids = {token["content"]: token["id"] for token in added}
     ids = vocab | added_ids
     bos_id = ids.get(find_bos(file))
-    eos_id = find_eos_id(path.parent) if eos is None else ids[eos]
+    if eos not in ids:
+        raise ValueError(f"it has no entry {eos!r}, which is the eos_token in the same folder")
+    eos_id = ids[eos]
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("decoder"))
     bytes_of_id = {id: spell_token(token, is_byte_level=is_byte_level) for token, id in vocab.items()}
     pairs = read_byte_level_bpe(file)
@@ -215,7 +215,6 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
         encode_text=encode_text,
         encode_special=encode_special,
         normalize=compose if pairs and pairs.nfc else str,
-        unknown_id=model.get("unk_id", ids.get(model.get("unk_token"))),
     )
 
 

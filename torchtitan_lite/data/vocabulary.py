@@ -22,7 +22,6 @@ from torchtitan_lite.config.files import JsonObject, read_json
 
 CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"  # older than tokenizer_config.json
-MODEL_CONFIGS = ("generation_config.json", "config.json")
 
 # The first alternative that matches is the next word.
 LLAMA3_PATTERN = "|".join(
@@ -117,33 +116,20 @@ def find_bos(file: dict) -> str | None:
     return None
 
 
-def list_configured_tokens(
-    config: JsonObject, eos: str | None, vocab: dict[str, int], added: list[JsonObject]
-) -> list[dict]:
-    """Return the tokens of tokenizer_config.json that tokenizer.json lacks, with ids as in transformers."""
-    known = {token["content"] for token in added}
-    next_id = max([len(vocab), *(token["id"] + 1 for token in added)])
+def list_configured_tokens(config: JsonObject, known: set[str]) -> list[dict]:
+    """Return the tokens of tokenizer_config.json that tokenizer.json does not know."""
+    tokens = []
     decoder = config.take("added_tokens_decoder", dict, {})
-    configured = [decoder.take(id, dict) for id in sorted(decoder, key=int)]
-    if eos is not None and eos not in vocab:
-        configured.append(JsonObject(config.path, {"content": eos, "special": True}))
-    found = []
-    for token in configured:
-        content = token.take("content", str)
-        if content in known:
-            continue
-        known.add(content)
-        is_special = token.take("special", bool, False)
-        flags = {"special": is_special, "normalized": not is_special}
-        flags |= {"single_word": False, "lstrip": False, "rstrip": False}
-        found.append({**flags, **token, "id": vocab.get(content, next_id)})
-        next_id += content not in vocab
-    return found
+    for token_id in decoder:
+        token = decoder.take(token_id, dict)
+        if token.take("content", str) not in known:
+            tokens.append({**token, "id": int(token_id)})
+    return tokens
 
 
-def find_eos_name(folder: Path, config: JsonObject) -> str | None:
-    """Return eos_token, or None. As in transformers, special_tokens_map.json comes first, unless tokenizer_config.json
-    has added_tokens_decoder."""
+def find_eos_name(folder: Path, config: JsonObject) -> str:
+    """Return eos_token. As in transformers, special_tokens_map.json comes first, unless tokenizer_config.json has
+    added_tokens_decoder. Raises ValueError."""
     files = [read_json(folder / SPECIAL_MAP, may_be_missing=True), config]
     if "added_tokens_decoder" in config:
         files.reverse()
@@ -151,17 +137,7 @@ def find_eos_name(folder: Path, config: JsonObject) -> str | None:
         eos = file.take("eos_token", str | dict, None)
         if eos:
             return eos.take("content", str) if isinstance(eos, dict) else eos
-    return None
-
-
-def find_eos_id(folder: Path) -> int:
-    """Return eos_token_id of the model in the same folder, the first if there are several. Raises ValueError."""
-    for name in MODEL_CONFIGS:
-        eos = read_json(folder / name, may_be_missing=True).take("eos_token_id", int | list[int], None)
-        if eos is not None:
-            return eos[0] if isinstance(eos, list) else eos
-    why = f"{CONFIG} and {SPECIAL_MAP} in the same folder have no eos_token, which ends a document"
-    raise ValueError(f"{why}, and {' and '.join(MODEL_CONFIGS)} have no eos_token_id")
+    raise ValueError(f"{CONFIG} and {SPECIAL_MAP} in the same folder have no eos_token, which ends a document")
 
 
 def spell_token(token: str, *, is_byte_level: bool) -> bytes:

@@ -59,6 +59,14 @@ def positive(text: str) -> int:
     return number
 
 
+def share(text: str) -> float:
+    """Parse a number from 0 to below 1; used as the type of an argument."""
+    number = float(text)
+    if not 0 <= number < 1:
+        raise ArgumentTypeError(f"{text} is not a number from 0 to below 1, such as 0.01")
+    return number
+
+
 def path_text(text: str) -> str:
     """Expand ~ and $VAR; used as the type of an argument."""
     try:
@@ -128,13 +136,15 @@ documents are skipped and counted. OUT is complete or does not exist."""
     add("inputs", nargs="*", type=path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
     add("--out", type=path, metavar="FOLDER", help="folder of the new corpus")
     help = "folder or file of the tokenizer, or bytes (assets/tokenizer)"
-    add("--tokenizer", type=path_text, metavar="FOLDER", help=help)
+    tokenizers = parser.add_mutually_exclusive_group()
+    tokenizers.add_argument("--tokenizer", type=path_text, default="assets/tokenizer", metavar="FOLDER", help=help)
     help = "train a byte-level BPE of N entries on these files instead, in OUT/tokenizer; needs the extra `hf`"
-    add("--train-tokenizer", type=positive, metavar="N", help=help)
+    tokenizers.add_argument("--train-tokenizer", type=positive, default=0, metavar="N", help=help)
     help = "fraction of the documents, 0 <= X < 1 (0.01, at least one); of a single document, its last part (0.1)"
-    add("--validation-share", type=float, metavar="X", help=help)
+    splits = parser.add_mutually_exclusive_group()
+    splits.add_argument("--validation-share", type=share, metavar="X", help=help)
     help = "files or folders with all validation documents, instead of a share"
-    add("--validation", nargs="+", action="extend", default=[], type=path, metavar="FILE", help=help)
+    splits.add_argument("--validation", nargs="+", action="extend", default=[], type=path, metavar="FILE", help=help)
     help = "field of a JSON object, or column of a table, with the text (text)"
     add("--text-column", metavar="NAME", help=help)
     help = "encoding of files without a byte order mark, such as cp1252 (%(default)s)"
@@ -144,7 +154,9 @@ documents are skipped and counted. OUT is complete or does not exist."""
     add("--only-last-turn", action="store_true", help="with --chat: only the last answer has targets")
     add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files, one document each")
     add(
-        "--skip-bad", action="store_true", help="skip and count bad rows and texts instead of stopping at the first one"
+        "--skip-bad",
+        action="store_true",
+        help="print and count bad rows and texts instead of stopping at the first one",
     )
     add("--processes", type=positive, default=os.cpu_count(), metavar="N", help="(%(default)s)")
     add("--dataset", metavar="NAME", help="prepare this corpus for training.dataset; reads --tokenizer")

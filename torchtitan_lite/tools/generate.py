@@ -150,6 +150,9 @@ def refuse_attention(source: ModelSource) -> None:
 
 def measure_room(tokens: list[int], source: ModelSource, context: int | None) -> int:
     """Return the number of tokens left in the context. Raises SourceError if there are none."""
+    if max(tokens) >= source.model_args.vocab_size:
+        token = source.tokenizer.decode([max(tokens)])
+        raise SourceError(f"The prompt has {token!r}, whose id {max(tokens)} is above the rows of the model.")
     limit = context or source.context
     if limit is None:
         raise SourceError(f"{source.path} does not say which context length it was trained with. Set --context N.")
@@ -162,7 +165,7 @@ def measure_room(tokens: list[int], source: ModelSource, context: int | None) ->
 def list_usable(tokenizer: Tokenizer, n_rows: int) -> Tensor:
     """Return which ids may be drawn, (V,) bool: a model may have more rows than its tokenizer has tokens."""
     usable = torch.zeros(n_rows, dtype=torch.bool)
-    usable[list(tokenizer.bytes_of_id)] = True
+    usable[[id for id in tokenizer.bytes_of_id if id < n_rows]] = True
     return usable
 
 

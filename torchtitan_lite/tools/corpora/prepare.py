@@ -15,16 +15,17 @@ document. A single text file is cut instead: its last part validates.
 import hashlib
 import multiprocessing
 import os
-import shutil
+import sys
 from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from tempfile import TemporaryDirectory
 
 from torchtitan_lite.config.files import hash_file
 from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
@@ -32,18 +33,17 @@ from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.tools.corpora.chat import ChatFormat, mark_targets, read_chat_format
 from torchtitan_lite.tools.corpora.dialects import read_conversation
-from torchtitan_lite.tools.corpora.text_files import Batch, MissingField, PreparationError, read_batches
+from torchtitan_lite.tools.corpora.text_files import UNREADABLE, PreparationError, Row, is_text, read_file
 from torchtitan_lite.tools.corpora.train_tokenizer import train_tokenizer
 
-BATCHES_AHEAD = 4  # batches in memory per worker
+CHUNK_ROWS = 32  # sent to a worker at once
+GROUP_ROWS = 128  # submitted at once, per worker
+UINT16_IDS = 2**16
 BAD_ROWS = "bad rows left out"
-EMPTY = "empty documents left out"
-UNKNOWN = "tokens stand for text that the tokenizer does not know"
 
 
-def choose_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """Return the smallest type that can store every id."""
-    return "uint16" if vocab_size <= 2**16 else "uint32"
+class MissingField(ValueError):
+    """Raised for a row that lacks the field or column with the text."""
 
 
 @dataclass(frozen=True)
@@ -51,160 +51,150 @@ class PrepareSettings:
     """Settings for converting rows to documents."""
 
     assets: str  # the tokenizer: an argument for load_tokenizer
-    validation_share: float = 0.01  # fraction of the documents
-    column: str | None = "text"  # field of a JSON line, or column of a table; None: whole rows, for conversations
+    validation_share: float = 0.01  # of the documents
+    tail: float = 0.0  # last part of each text that validates; for a single text, instead of validation_share
+    validation_files: frozenset[Path] = frozenset()  # all documents of these files validate
+    column: str | None = None  # of the text or the messages; None: "text", or by the dialect of the conversations
     is_chat: bool = False
-    chat_column: str | None = None  # column with the messages; None: by dialect
     only_last_turn: bool = False  # of a conversation
-    skip_bad: bool = False  # count a row without text instead of raising
-    folder: str = ""  # file paths relative to this folder determine the split
+    skip_bad: bool = False  # print and count a bad row instead of raising
     encoding: str = "utf-8"  # of text files without a byte order mark
-    tail: float = 0.0  # above 0: the last part of a document validates; for a corpus of a single text
-    validation_files: frozenset[Path] = frozenset()  # if any, they hold all validation documents
     train_tokenizer: int = 0  # number of entries of a new tokenizer that replaces `assets`; 0: none
-
-
-@dataclass
-class Documents:
-    """Documents of one split, in order."""
-
-    tokens: array
-    lengths: list[int] = field(default_factory=list)  # number of tokens of each document
-    targets: bytearray = field(default_factory=bytearray)  # conversations: 1 for each token of the assistant
-    text_bytes: list[int] = field(default_factory=list)  # length of each document in UTF-8
-
-    def pop(self) -> "Documents":
-        """Remove and return the last document."""
-        n = self.lengths.pop()
-        last = Documents(self.tokens[-n:], [n], self.targets[-n:], [self.text_bytes.pop()])
-        del self.tokens[-n:]
-        del self.targets[-n:]
-        return last
+    folder: str = ""  # set by `prepare`: file paths relative to this folder determine the split
 
 
 @dataclass(frozen=True)
-class PreparedCorpus:
-    """A corpus that `prepare` wrote."""
+class Document:
+    """An encoded row."""
 
-    manifest: CorpusManifest
-    counts: Counter[str]  # what became of the rows -> number of them; see BAD_ROWS
-    first_bad: str  # location and problem of the first bad row
-    validation: str  # how the validation documents were chosen
+    outcome: str  # for the summary; "": not counted
+    split: str = "train"
+    tokens: array | tuple = ()  # none: the row was left out
+    n_text_bytes: int = 0  # in UTF-8
+    targets: bytes = b""  # conversations: 1 for each token of the assistant
 
 
-def prepare(files: list[Path], out: Path, settings: PrepareSettings, *, n_processes: int = 1) -> PreparedCorpus:
-    """Create the folder `out`.
+def prepare(
+    files: list[Path], out: Path, settings: PrepareSettings, *, n_processes: int = 1
+) -> tuple[CorpusManifest, Counter[str]]:
+    """Create the folder `out`. Return its manifest, and the number of rows for each Document.outcome.
 
     Raises PreparationError for wrong input, UserError for a missing extra, OSError if a file cannot be written.
     """
     if out.exists():
         raise PreparationError(f"{out} exists. Choose another --out, or delete it if it is an old corpus")
-    unfinished = out.with_name(out.name + ".tmp")
-    if unfinished.exists():
-        raise PreparationError(f"{unfinished} exists. Delete it, or choose another --out")
-    unfinished.mkdir(parents=True)
-    try:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    get_encoder.cache_clear()
+    common = os.path.commonpath([path.absolute().parent for path in files])
+    settings = replace(settings, folder=common)
+    with TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.tmp-") as work:
+        folder = Path(work) / "corpus"
+        folder.mkdir()
         if settings.train_tokenizer:
-            texts = read_texts(files, settings)
-            assets = train_tokenizer(texts, settings.train_tokenizer, unfinished / "tokenizer")
+            assets = train_tokenizer(read_texts(files, settings), settings.train_tokenizer, folder / "tokenizer")
             settings = replace(settings, assets=assets)
-        writers: dict[str, SplitWriter] = {}
-        counts: Counter[str] = Counter()
-        first_bad = ""
-        held: dict[str, Documents] = {}  # the last batch, whose last document may change its split
-        batches = read_files(files, settings)
-        for made, of_batch, bad in map_in_order(partial(encode_batch, settings), batches, n_processes):
-            counts += of_batch
-            first_bad = first_bad or bad
-            if made:
-                write(held, writers, unfinished)
-                held = made
-        validation = fill_splits(settings, set(writers), held)
-        write(held, writers, unfinished)
-        if "train" not in writers:
-            raise PreparationError(f"these {len(files)} files have no text to train on. {first_bad}")
-        splits = {name: writers[name].finish() for name in sorted(writers)}
-        tokenizer, _ = get_encoder(settings)
-        manifest = CorpusManifest(choose_dtype(tokenizer.vocab_size), tokenizer.fingerprint, splits)
-        (unfinished / MANIFEST).write_text(dump_manifest(manifest))
-        unfinished.rename(out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return PreparedCorpus(manifest, counts, first_bad, validation)
+        documents = map_in_order(partial(encode_row, settings), read_rows(files, settings), n_processes)
+        splits, counts = write_documents(documents, folder, has_floor=settings.validation_share > 0)
+        if "train" not in splits:
+            raise PreparationError(f"these {len(files)} files have no text to train on")
+        tokenizer, _ = get_encoder(settings.assets, settings.is_chat)
+        dtype = "uint16" if tokenizer.vocab_size <= UINT16_IDS else "uint32"
+        manifest = CorpusManifest(dtype, tokenizer.fingerprint, splits)
+        (folder / MANIFEST).write_text(dump_manifest(manifest))
+        folder.rename(out)
+    return manifest, counts
 
 
-def read_files(files: Iterable[Path], settings: PrepareSettings) -> Iterator[Batch]:
+def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
+    """Yield the rows of all files. Raises PreparationError for a file that cannot be read."""
+    column = None if settings.is_chat else settings.column or "text"
     for path in files:
-        yield from read_batches(path, settings.column, settings.encoding)
+        try:
+            for number, content in enumerate(read_file(path, column, settings.encoding, settings.tail), 1):
+                yield Row(path, number, content)
+        except UNREADABLE as error:
+            raise PreparationError(f"{path} cannot be read: {error}") from None
 
 
-def write(made: dict[str, Documents], writers: dict[str, "SplitWriter"], folder: Path) -> None:
-    """Write documents of each split to its files."""
-    for name, documents in made.items():
-        if not documents.lengths:
-            continue
-        if name not in writers:
-            writers[name] = SplitWriter(folder, name, has_targets=bool(documents.targets))
-        writers[name].write(documents)
+def read_texts(files: list[Path], settings: PrepareSettings) -> Iterator[str]:
+    """Yield the texts of all files, without bad rows. Raises PreparationError."""
+    for row in read_rows(files, settings):
+        with suppress(ValueError, RecursionError):
+            yield read_text(settings, row)
 
 
-def fill_splits(settings: PrepareSettings, written: set[str], held: dict[str, Documents]) -> str:
-    """If one split has all documents, move the last one to the other. Return how the validation split was chosen."""
-    names = written | held.keys()
-    share = settings.validation_share
-    if settings.validation_files:
-        return "the files of --validation"
-    if settings.tail and len(names) == 2:
-        return f"the last part of the text, {settings.tail:g} of it"
-    if share == 0 or len(names) != 1:
-        return f"a share of {share:g}, chosen by hashes"
-    (name,) = names
-    if written or len(held[name].lengths) > 1:
-        other = "train" if name == "validation" else "validation"
-        held[other] = held[name].pop()
-        return f"one document, because a share of {share:g} selects none" if name == "train" else "all but one document"
-    held["train"] = held.pop(name)
-    return "none: there is only one document"
-
-
-def map_in_order(function: Callable, items: Iterable, n_processes: int) -> Iterator:
-    """Yield function(item) for each item, in order, computed by `n_processes`."""
+def map_in_order(function: Callable, rows: Iterator[Row], n_processes: int) -> Iterator:
+    """Yield function(row) for each row, in order, computed by `n_processes`."""
     if n_processes == 1:
-        yield from map(function, items)
+        yield from map(function, rows)
         return
-    context, pending = multiprocessing.get_context("spawn"), deque()
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(n_processes, context, initializer=end_with_parent) as pool:
-        for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) > BATCHES_AHEAD * n_processes:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        previous = iter(())
+        while group := list(islice(rows, GROUP_ROWS * n_processes)):
+            submitted = pool.map(function, group, chunksize=CHUNK_ROWS)
+            yield from previous
+            previous = submitted
+        yield from previous
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_documents(
+    documents: Iterator[Document], folder: Path, *, has_floor: bool
+) -> tuple[dict[str, Split], Counter[str]]:
+    """Write the files of both splits. Return the splits that have documents, and the number for each outcome.
+
+    `has_floor`: if all documents are in one split, the last one goes to the other.
+    """
+    train = SplitWriter(folder / "train")
+    validation = SplitWriter(folder / "validation")
+    writers = {"train": train, "validation": validation}
+    counts = Counter()
+    last = None
+    for document in documents:
+        counts[document.outcome] += 1
+        if not document.tokens:
+            continue
+        if last:
+            writers[last.split].write(last)
+        last = document
+    if last:
+        writer = writers[last.split]
+        if has_floor and not (train.files and validation.files):
+            writer = validation if train.files else train
+        writer.write(last)
+    del counts[""]
+    return {name: writer.finish() for name, writer in writers.items() if writer.files}, counts
 
 
 class SplitWriter:
     """Writes and hashes the files of a split."""
 
-    def __init__(self, folder: Path, name: str, *, has_targets: bool):
-        suffixes = ("tokens", "documents", "targets") if has_targets else ("tokens", "documents")
-        self.files = {suffix: open(folder / f"{name}.{suffix}", "wb") for suffix in suffixes}
-        self.totals = Counter(n_tokens=0, n_documents=0, n_targets=0, n_text_bytes=0)
+    def __init__(self, path: Path):
+        """`path`: of the files, without their suffix."""
+        self.path = path
+        self.files = {}
+        self.totals = Counter()
         self.largest_id = 0
 
-    def write(self, documents: Documents) -> None:
-        starts = array("q", accumulate(documents.lengths[:-1], initial=self.totals["n_tokens"]))
-        self.files["tokens"].write(documents.tokens)
-        self.files["documents"].write(starts)
-        if "targets" in self.files:
-            self.files["targets"].write(documents.targets)
+    def write(self, document: Document) -> None:
+        start = self.totals["n_tokens"].to_bytes(8, "little")
+        contents = {"tokens": document.tokens, "documents": start, "targets": document.targets}
+        for suffix, content in contents.items():
+            if not content:
+                continue
+            if suffix not in self.files:
+                self.files[suffix] = open(f"{self.path}.{suffix}", "wb")
+            self.files[suffix].write(content)
         self.totals.update(
-            n_tokens=len(documents.tokens),
-            n_documents=len(documents.lengths),
-            n_targets=sum(documents.targets),
-            n_text_bytes=sum(documents.text_bytes),
+            n_documents=1,
+            n_tokens=len(document.tokens),
+            n_targets=sum(document.targets),
+            n_text_bytes=document.n_text_bytes,
         )
-        self.largest_id = max(self.largest_id, max(documents.tokens))
+        self.largest_id = max(self.largest_id, max(document.tokens))
 
     def finish(self) -> Split:
         """Flush the files to disk, and return their description."""
@@ -221,91 +211,70 @@ class SplitWriter:
 
 
 @lru_cache(maxsize=1)
-def get_encoder(settings: PrepareSettings) -> tuple[Tokenizer, ChatFormat | None]:
-    tokenizer = load_tokenizer(settings.assets)
-    return tokenizer, read_chat_format(tokenizer) if settings.is_chat else None
+def get_encoder(assets: str, is_chat: bool) -> tuple[Tokenizer, ChatFormat | None]:
+    tokenizer = load_tokenizer(assets)
+    return tokenizer, read_chat_format(tokenizer) if is_chat else None
 
 
-def encode_batch(settings: PrepareSettings, batch: Batch) -> tuple[dict[str, Documents], Counter[str], str]:
-    """Return the documents of a batch by split, counts of what became of the rows, and the first bad row.
-
-    Raises PreparationError for a bad row, unless skip_bad is set.
-    """
-    tokenizer, chat = get_encoder(settings)
-    typecode = "H" if choose_dtype(tokenizer.vocab_size) == "uint16" else "I"
-    made: dict[str, Documents] = {}
-    counts: Counter[str] = Counter()
-    bad: list[str] = []
-    n_unknown = 0
-    for document, turns in list_documents(settings, batch, chat, counts, bad):
-        for split, text in split_document(settings, batch, document):
-            documents = made.setdefault(split, Documents(array(typecode)))
-            if chat:
-                ids, ends = tokenizer.encode_special(text)
-                documents.targets += mark_targets(ends, turns)
-            else:
-                ids = tokenizer.encode(text, bos=True, eos=True)
-            documents.tokens.extend(ids)
-            documents.lengths.append(len(ids))
-            documents.text_bytes.append(len(text.encode()))
-            n_unknown += ids.count(tokenizer.unknown_id)
-    if n_unknown:
-        counts[UNKNOWN] += n_unknown
-    return made, counts, "".join(bad[:1])
-
-
-def list_documents(
-    settings: PrepareSettings, batch: Batch, chat: ChatFormat | None, counts: Counter[str], bad: list[str]
-) -> Iterator[tuple[str, list[range]]]:
-    """Yield each document of a batch as text, with the character ranges of the assistant's turns. Raises as above."""
-    for number, row in enumerate(batch.rows, batch.first):
-        if isinstance(row, bytes) and not batch.is_text and not row.strip():  # a blank line
-            continue
-        try:
-            text, turns = batch.parse(row, settings.column), []
-            if chat:
-                dialect, conversation = read_conversation(text, settings.chat_column)
-                text, turns = chat.render(conversation, only_last_turn=settings.only_last_turn)
-                counts[f"conversations in the dialect {dialect}, written by {chat.name}"] += 1
-            elif not isinstance(text, str):
-                raise ValueError(f"its {settings.column!r} is not a string: {text!r:.60}")
-            text.encode()  # raises for half of a surrogate pair, which JSON may contain
-        except ValueError as error:
-            place = str(batch.path) if batch.is_text else f"{batch.path}, row {number}"
-            if not settings.skip_bad:
-                remedy = "Fix it, or skip such documents with --skip-bad"
-                if isinstance(error, MissingField):
-                    remedy = "Name another field with --text-column NAME. For conversations, add --chat"
-                raise PreparationError(f"{place}: {error}. {remedy}") from None
-            bad.append(f"{place}: {error}")
-            counts[BAD_ROWS] += 1
-            continue
-        if text:
-            yield text, turns
+def encode_row(settings: PrepareSettings, row: Row) -> Document:
+    """Encode the document of a row. Raises PreparationError for a bad row, unless skip_bad is set."""
+    tokenizer, chat = get_encoder(settings.assets, settings.is_chat)
+    outcome = ""
+    targets = b""
+    try:
+        if chat:
+            dialect, conversation = read_conversation(row.parse(settings.encoding), settings.column)
+            text, turns = chat.render(conversation, only_last_turn=settings.only_last_turn)
+            ids, ends = tokenizer.encode_special(text)
+            targets = bytes(mark_targets(ends, turns))
+            outcome = f"conversations in the dialect {dialect}, written by {chat.name}"
         else:
-            counts[EMPTY] += 1
+            text = read_text(settings, row)
+            if not text:
+                return Document("empty documents left out")
+            ids = tokenizer.encode(text, bos=True, eos=True)
+    except (ValueError, RecursionError) as error:
+        problem = f"{row.path}: {error}" if is_text(row.path) else f"{row.path}, row {row.number}: {error}"
+        if settings.skip_bad:
+            print(problem, file=sys.stderr)
+            return Document(BAD_ROWS)
+        remedy = "Fix it, or skip such documents with --skip-bad"
+        if isinstance(error, MissingField):
+            remedy = "Name another field with --text-column NAME. For conversations, add --chat"
+        raise PreparationError(f"{problem}. {remedy}") from None
+    typecode = "H" if tokenizer.vocab_size <= UINT16_IDS else "I"
+    tokens = array(typecode, ids)
+    return Document(outcome, choose_split(settings, row, text), tokens, len(text.encode()), targets)
 
 
-def read_texts(files: Iterable[Path], settings: PrepareSettings) -> Iterator[str]:
-    """Yield the texts of all files. Raises PreparationError."""
-    for batch in read_files(files, settings):
-        for text, _ in list_documents(settings, batch, None, Counter(), []):
-            yield text
+def read_text(settings: PrepareSettings, row: Row) -> str:
+    """Return the text of a row. Raises ValueError."""
+    content = row.parse(settings.encoding)
+    if is_text(row.path):
+        return content
+    if not isinstance(content, dict):
+        raise ValueError(f"it is not a JSON object: {content!r:.60}")
+    column = settings.column or "text"
+    if column not in content:
+        raise MissingField(f"it has no {column!r}, only {', '.join(map(repr, content))}")
+    text = content[column]
+    if not isinstance(text, str):
+        raise ValueError(f"its {column!r} is not a string: {text!r:.60}")
+    text.encode()  # raises for half of a surrogate pair, which JSON may contain
+    return text
 
 
-def split_document(settings: PrepareSettings, batch: Batch, text: str) -> list[tuple[str, str]]:
-    """Return the parts of a document that are not empty, each with its split. Only a text with a tail has two."""
-    if settings.tail:
-        cut = int(len(text) * (1 - settings.tail))
-        parts = [("train", text[:cut]), ("validation", text[cut:])]
-        return [(split, part) for split, part in parts if part]
-    key = os.path.relpath(batch.path, settings.folder) if batch.is_text else text
-    is_validation = hash_document(key.encode()) < settings.validation_share * 2**64
-    if settings.validation_files:
-        is_validation = batch.path in settings.validation_files
-    return [("validation" if is_validation else "train", text)]
+def choose_split(settings: PrepareSettings, row: Row, text: str) -> str:
+    """Return the split of a document."""
+    key = os.path.relpath(row.path, settings.folder) if is_text(row.path) else text
+    is_tail = settings.tail and row.number == 2
+    is_chosen = hash_document(key) < settings.validation_share * 2**64
+    if is_tail or is_chosen or row.path in settings.validation_files:
+        return "validation"
+    return "train"
 
 
-def hash_document(key: bytes) -> int:
+def hash_document(key: str) -> int:
     """Return a number below 2**64. The documents with the lowest numbers form the validation split."""
-    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big")
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8], "big")

@@ -16,20 +16,17 @@ from torchtitan_lite.tools.corpora.text_files import PreparationError
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
-FEWEST = 256 + len((BOS, EOS))
 
 
 def train_tokenizer(texts: Iterator[str], n_entries: int, folder: Path) -> str:
     """Write a tokenizer of `n_entries` to the new folder, and return the folder. Raises PreparationError."""
     library = import_extra("tokenizers", "hf")
-    if n_entries < FEWEST:
-        raise PreparationError(f"--train-tokenizer {n_entries}: use {FEWEST} or more, for 256 bytes, BOS and EOS")
     tokenizer = library.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts, vocab_size=n_entries, special_tokens=[BOS, EOS], show_progress=False)
     n_found = tokenizer.get_vocab_size()
-    if n_found < n_entries:
-        why = f"the texts have pairs for {n_found} entries only"
-        raise PreparationError(f"--train-tokenizer {n_entries}: {why}. Use {n_found} or less")
+    if n_found != n_entries:
+        why = f"with 256 bytes, BOS, EOS and their pairs, a tokenizer of these texts has {n_found} entries"
+        raise PreparationError(f"--train-tokenizer {n_entries}: {why}. Use {n_found}")
     tokenizer.post_processor = library.processors.TemplateProcessing(f"{BOS} $A", special_tokens=[(BOS, 0)])
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
