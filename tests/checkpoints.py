@@ -22,6 +22,8 @@ from torchtitan_lite.checkpoint.manifest import Manifest
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
 from torchtitan_lite.checkpoint.storage import StorageWriter, open_checkpoint
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.faults.snapshots import Snapshots
+from torchtitan_lite.parallel.process_groups import Place
 
 FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "moe": None}}
 
@@ -45,6 +47,12 @@ def make_saver(folder: str | Path, section: Checkpoint, optimizer: Optimizer | N
     optimizer = optimizer or torch.optim.SGD([torch.zeros(1)])
     options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu")}
     return CheckpointSaver(Path(folder), section, optimizer, group=dist.new_group(backend="gloo"), **options)
+
+
+def make_snapshots(folder: str | Path, section: Checkpoint, optimizer: Optimizer, n_hosts: int = 1) -> Snapshots:
+    place = Place(dist.get_rank(), dist.get_world_size(), 0, n_hosts, 0)
+    options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu")}
+    return Snapshots(Path(folder), section, place, dist.group.WORLD, optimizer=optimizer, **options)
 
 
 def train_and_save(

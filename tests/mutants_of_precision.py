@@ -97,7 +97,14 @@ def ranks_round_with_scales_of_their_own():
     return patch.object(float8, "dist", alone)
 
 
-@mutant(Row(2, PRECOMPUTE), "loss", "sum_losses", trial="float8")
+@mutant(Row(2, PRECOMPUTE), "scales", "precompute_scales", trial="float8", at=(step, "precompute_scales"))
+def scales_of_the_first_step_kept(precompute, weights, mesh):
+    """Scales are computed once, after the first step."""
+    if any(weight.scale is None for weight in weights):
+        precompute(weights, mesh)
+
+
+@mutant(Row(2, PRECOMPUTE), "scales", "precompute_scales", trial="float8")
 def scales_of_the_step_before():
     """Scales are computed before the optimizer step."""
     original = step.sum_losses

@@ -71,7 +71,7 @@ def checkpoints_rounded_to_bfloat16(original, parameters, optimizer):
 @mutant(
     Row(2, ADAMW),
     "saved tensor",
-    "optimizer.layers.0.attention.wk.weight.exp_avg",
+    "optimizer.layers.1.feed_forward.w2.weight.exp_avg_sq",
     trial="train.py",
     at=(loading, "load_checkpoint"),
 )
@@ -84,7 +84,9 @@ def second_moments_rounded_by_a_resume(original, path, tensors, **options):
     return manifest
 
 
-@in_resumed_start(Row(2, ADAMW), kind="loss", at=(loading, "load_checkpoint"))
+@in_resumed_start(
+    Row(2, {**ADAMW, "optimizer.moments_dtype": "bfloat16"}), kind="loss", at=(loading, "load_checkpoint")
+)
 def moments_in_bfloat16_not_restored(original, path, tensors, **options):
     """Moments kept in bf16 are left at zero by a resume; others would be restored."""
     manifest = original(path, tensors, **options)
@@ -100,7 +102,7 @@ def schedule_shifted_by_a_resume(original, lr_scheduler, step):
     original(lr_scheduler, step - 1)
 
 
-@in_resumed_start(FAST["experts, dp2, ep2"], kind="loss")
+@mutant(FAST["experts, dp2, ep2"], "saved tensor", "model.layers.0.feed_forward.experts.w3", trial="train.py")
 @contextmanager
 def experts_saved_in_another_order():
     """Experts are written in turns, one from each ep rank, and read so: right as long as ep stays."""

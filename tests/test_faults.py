@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm_start
-from checkpoints import FINGERPRINT, flip_bit, list_differing, make_saver, train, whole_state
+from checkpoints import flip_bit, list_differing, make_saver, make_snapshots, train, whole_state
 from layouts import MOE
 
 from torchtitan_lite import REPOSITORY
@@ -30,11 +30,8 @@ from torchtitan_lite.faults.copies import compare_copies
 from torchtitan_lite.faults.flight_recorder import find_deviation, summarize
 from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.faults.start import start_from
-from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.tools.check import check
-from torchtitan_lite.tools.faults.drill import Fault
 from torchtitan_lite.tools.faults.hang import explain
-from torchtitan_lite.tools.faults.inject import flip_weight
 from torchtitan_lite.tools.plan.pulse import VARIABLES, judge
 from torchtitan_lite.tools.verify.ranks import RankPool
 
@@ -237,46 +234,15 @@ def test_the_tool_hang_reads_dumps_of_a_flight_recorder_without_executing_code(t
 # ---------------------------------------------------------------- silent damage
 
 
-def flip_weights(rank: int, world_size: int, overrides: dict) -> list[tuple[int, str]]:
-    """Worker: flip one bit of a weight on one rank, 20 times. Return who did, and what is said."""
-    run = compare.build_table_run(world_size, overrides)
-    train(run, range(1))
-    compare_copies(name_tensors(run.saved, run.optimizer), run.mesh, dist.group.WORLD)
-    said = []
-    for seed in range(0, 20_000, 1000):
-        fault = Fault("flip_weight", seed + 7, seed // 1000 % world_size, 0, "")
-        if rank == fault.rank:
-            flip_weight(fault, run)
-        try:
-            compare_copies(name_tensors(run.saved, run.optimizer), run.mesh, dist.group.WORLD)
-            said.append((fault.rank, ""))
-        except UserError as error:
-            said.append((fault.rank, str(error)))
-        if rank == fault.rank:
-            flip_weight(fault, run)
-    return said
-
-
-@pytest.mark.parametrize(
-    "overrides", [{REPLICATE: 4, SHARD: 1}, {REPLICATE: 2, SHARD: 1, TP: 2}], ids=["dp4", "dp2 tp2"]
-)
-def test_a_flipped_bit_in_a_weight_is_named(pool, overrides):
-    for said in pool.run(flip_weights, 4, overrides):
-        for rank, text in said:
-            is_named = text.startswith(f"silent damage: rank {rank} has another")
-            in_pair = "no majority" in text and str(rank) in text and overrides[REPLICATE] == 2
-            assert is_named or in_pair, (rank, text)
-
-
-def flip_each_tensor(rank: int, world_size: int, overrides: dict) -> tuple[list[str], list[str]]:
-    """Worker: flip one bit of each tensor in a checkpoint on rank 1. Return those with a copy, and those found."""
+def flip_each_tensor(rank: int, world_size: int, overrides: dict) -> tuple[list[str], dict[str, str]]:
+    """Worker: flip one bit of each tensor in a checkpoint on rank 1. Return those with a copy, and what is said."""
     run = compare.build_table_run(world_size, overrides)
     train(run, range(1))
     tensors = name_tensors(run.saved, run.optimizer)
     shards = {name: compare.local(tensor) for name, tensor in tensors.items()}
     of_ranks: list[dict] = [{}] * world_size
     dist.all_gather_object(of_ranks, shards)
-    copied, found = [], []
+    copied, found = [], {}
     for name, shard in shards.items():
         if not shard.any():
             continue
@@ -288,18 +254,26 @@ def flip_each_tensor(rank: int, world_size: int, overrides: dict) -> tuple[list[
         try:
             compare_copies(tensors, run.mesh, dist.group.WORLD)
         except UserError as error:
-            assert f"copy of {name}." in str(error)
-            found.append(name)
+            found[name] = str(error)
         bits[:1] ^= int(rank == 1)
     return copied, found
 
 
-def test_a_flipped_bit_is_found_in_everything_that_more_than_one_rank_holds(pool):
-    overrides = {**MOE, TP: 2, "training.expert_bias_rate": 0.1, "optimizer.name": "AdamW"}
-    for copied, found in pool.run(flip_each_tensor, 4, overrides):
-        assert found == copied
-        for kind in ("expert_bias", ".step", "norm.weight", "norm.weight.exp_avg_sq"):
-            assert any(name.endswith(kind) for name in found), kind
+@pytest.mark.parametrize(
+    ("overrides", "kinds"),
+    [
+        ({**MOE, TP: 2, "training.expert_bias_rate": 0.1}, ("expert_bias", ".step", "norm.weight", "exp_avg_sq")),
+        ({REPLICATE: 4, SHARD: 1}, ("wq.weight", "wq.weight.exp_avg")),
+    ],
+    ids=["experts, dp2 x tp2", "dp4"],
+)
+def test_a_flipped_bit_is_found_in_everything_that_more_than_one_rank_holds(pool, overrides, kinds):
+    for copied, found in pool.run(flip_each_tensor, 4, overrides | {"optimizer.name": "AdamW"}):
+        assert list(found) == copied
+        assert all(any(name.endswith(kind) for name in found) for kind in kinds)
+        for name, said in found.items():
+            in_pair = "no majority" in said and REPLICATE not in overrides
+            assert f"copy of {name}." in said and ("rank 1 has another" in said or in_pair)
 
 
 # ---------------------------------------------------------------- snapshots
@@ -310,9 +284,7 @@ def open_run(run, folder: str, n_hosts: int, **keys: object) -> tuple[Run, Snaps
     section = Checkpoint(**{"enable": True, "local_folder": f"{folder}/snapshots", "local_interval": 1, **keys})
     job = replace(run.config.job, dump_folder=f"{folder}/run")
     run = replace(run, config=replace(run.config, checkpoint=section, job=job))
-    place = Place(dist.get_rank(), dist.get_world_size(), 0, n_hosts, 0)
-    options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu"), "optimizer": run.optimizer}
-    return run, Snapshots(Path(job.dump_folder), section, place, dist.group.WORLD, **options)
+    return run, make_snapshots(job.dump_folder, section, run.optimizer, n_hosts)
 
 
 def start(world_size: int, overrides: dict, folder: str, n_hosts: int = 1, **keys: object) -> tuple[int | str, Run]:

@@ -9,7 +9,7 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import FINGERPRINT, list_differing, make_saver, train
+from checkpoints import list_differing, make_saver, make_snapshots, train
 from layouts import MODE, MOE, OFFLOAD, TWO_LAYERS
 
 from torchtitan_lite.checkpoint.load import Saved, restore
@@ -17,8 +17,6 @@ from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.faults.snapshots import Snapshots
-from torchtitan_lite.parallel.process_groups import Place
 
 # The learning rate changes in every step, so that a shifted schedule changes the weights.
 SCHEDULE = {"lr_scheduler.warmup_steps": 3, "lr_scheduler.total_steps": 6, "lr_scheduler.decay_ratio": None}
@@ -39,7 +37,6 @@ MODES = {
     "sync": Checkpoint(enable=True),
     "async": Checkpoint(enable=True, async_mode="async"),
     "snapshot": Checkpoint(enable=True, local_folder="snapshots"),
-    "async snapshot": Checkpoint(enable=True, local_folder="snapshots", async_mode="async"),
 }
 
 
@@ -47,10 +44,7 @@ def open_saver(run, mode: str, folder: Path) -> CheckpointSaver:
     section = MODES[mode]
     if not section.local_folder:
         return make_saver(folder / mode, section, run.optimizer)
-    section = replace(section, local_folder=str(folder / mode))
-    place = Place(dist.get_rank(), dist.get_world_size(), 0, 1, 0)
-    options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu"), "optimizer": run.optimizer}
-    return Snapshots(folder / "run", section, place, dist.group.WORLD, **options)
+    return make_snapshots(folder / "run", replace(section, local_folder=str(folder / mode)), run.optimizer)
 
 
 def copy_state(run) -> dict[str, torch.Tensor]:

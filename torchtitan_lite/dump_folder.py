@@ -1,7 +1,7 @@
 """Check the paths of a run before it starts. Create, lock and empty `job.dump_folder`, which holds all files of a run.
 
 config.toml     the resolved config      log.txt, metrics.jsonl, tb/                logs
-checkpoint/     step-N/ ...              traces/, comm_traces/, memory_snapshot/    if enabled
+checkpoint/     step-N/, run_id          traces/, comm_traces/, memory_snapshot/    if enabled
 hang/           what hanging ranks did: `python -m torchtitan_lite hang FOLDER`
 wandb/          Weights & Biases if enabled; job.overwrite keeps it, because some of it may not be uploaded yet
 lock            locked by the run that writes here

@@ -217,7 +217,7 @@ def name_dump_folder(config: Config, config_name: str) -> str:
 
 def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], notices: list[str]) -> Config:
     """Return the config with defaults for pretrained weights, and add notices. Keys in `given` do not change."""
-    context = weights.published.get(CONFIG, {}).get(LENGTH, config.training.seq_len)
+    context = weights.published.get(CONFIG, {}).get(LENGTH) or config.training.seq_len
     if context < config.training.seq_len and "training.seq_len" not in given:
         config = with_value(config, "training.seq_len", context)
         notices.append(f"training.seq_len is {context}, the context length of the weights")

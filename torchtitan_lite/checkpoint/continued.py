@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.starting_weights import PATH, Weights
 from torchtitan_lite.config.checks import Problems
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.learning_rate import learning_rate_factor
-from torchtitan_lite.config.reader import KEYS
+from torchtitan_lite.config.reader import KEYS, flatten_table
 from torchtitan_lite.config.schema import Config, LRScheduler, get_value
 
 REFUSED = (
@@ -75,26 +75,24 @@ FREE = (
 )
 
 
+RULES = {name: rule for rule in (REFUSED, NOTED, FREE) for name in rule}
+
+
 def find_rule(key: str) -> tuple[str, ...] | None:
     """Return REFUSED, NOTED or FREE, whichever lists the key, or else its section. None if none does."""
-    for name in (key, key.rpartition(".")[0]):
-        for rule in (REFUSED, NOTED, FREE):
-            if name in rule:
-                return rule
-    return None
+    return RULES.get(key) or RULES.get(key.rpartition(".")[0])
 
 
 def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, object]]:
     """Return key -> (value in the run that saved the checkpoint, value in this config), if they differ."""
     different = {}
+    saved = dict(flatten_table(weights.manifest.run["config"]))
     for key in KEYS:
-        before: object = weights.manifest.run["config"]
-        for name in key.split("."):
-            before = before.get(name, {})
         value = get_value(config, key)
+        before = saved.get(key, value)
         if key.endswith(".dataset"):  # a corpus may move to another folder
             before, value = ([Path(name).name for name in names] for names in (before, value))
-        if before not in (value, {}):  # {}: a key that is newer than the checkpoint
+        if before != value:
             different[key] = before, value
     return different
 
@@ -108,8 +106,7 @@ def check_continued(problems: Problems, config: Config, weights: Weights, docume
     different = list_different(config, weights)
     for key, (before, value) in different.items():
         rule = find_rule(key)
-        is_excluded = key.partition(".")[0] in exclude
-        if rule is REFUSED and not is_excluded:
+        if rule is REFUSED and key.partition(".")[0] not in exclude:
             remedy = f"Use {before!r}, or {new_run}"
             if key.startswith("optimizer."):
                 remedy += ", or start with new moments: --checkpoint.exclude_from_loading=optimizer"

@@ -12,7 +12,6 @@ import errno
 import hashlib
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,20 +56,12 @@ def explain_write_error(path: Path) -> Iterator[None]:
     """Turn any error while writing `path` into a CheckpointError. If there is no room, report the free disk space."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # safetensors has its own exception class, whose message ends with the system's reason
         reason = str(error)
-        if find_errno(error) in NO_ROOM:
+        if any(os.strerror(number) in reason for number in NO_ROOM):
             free = shutil.disk_usage(path.parent if path.parent.exists() else "/").free
-            reason = f"no room, the disk has {free:,} bytes free: {error}"
+            reason = f"no room, the disk has {free:,} bytes free: {reason}"
         raise CheckpointError(f"{path} cannot be written: {reason}") from error
-
-
-def find_errno(error: Exception) -> int | None:
-    """Return the number of an operating-system error. safetensors has it only in its message."""
-    if isinstance(error, OSError):
-        return error.errno
-    number = re.search(r"os error (\d+)", str(error))
-    return int(number[1]) if number else None
 
 
 def write_file(path: Path, content: bytes) -> str:

@@ -146,7 +146,8 @@ def read_published(folder: Path) -> dict[str, JsonObject]:
     published = {name: read_json(folder / name) for name in (CONFIG, GENERATION_CONFIG) if (folder / name).exists()}
     for content in published.values():
         content.take("eos_token_id", int | list[int], None)
-        content.take(LENGTH, int, None)
+        if content.get(LENGTH) is not None:
+            take_size(content, LENGTH)
     return published
 
 
@@ -267,7 +268,7 @@ def make_config(
     """
     if published:
         changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published} or {DTYPE_KEYS[0]: dtype}
-        if context and context > published.get(LENGTH, context):
+        if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
         return published | changed
     model_type, scaling = find_model_type(model_args), model_args.rope_scaling

@@ -79,11 +79,15 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         content = (folder / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
+        checksums = read_checksums(folder)
+        for name in checksums:
+            (folder / name).open("rb").close()
+    except FileNotFoundError as error:
+        if (folder / MANIFEST).exists():
+            raise DamagedCheckpoint(f"{error.filename} is missing") from None
         raise CheckpointError(f"{folder} is not a checkpoint: {error}") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
-    checksums = list_readable(folder)
     if hashlib.sha256(content).hexdigest() != checksums.get(MANIFEST):
         raise DamagedCheckpoint(f"{folder / MANIFEST} has changed since it was written: see {CHECKSUMS}")
     raw = json.loads(content)
@@ -94,21 +98,6 @@ def read_manifest(folder: Path) -> Manifest:
         for name, (dtype, shape, chunks) in raw["tensors"].items()
     }
     return Manifest(**raw | {"tensors": tensors})
-
-
-def list_readable(folder: Path) -> dict[str, str]:
-    """Return the checksums, after a check that every file exists and can be opened. Raises CheckpointError."""
-    path = folder / CHECKSUMS
-    try:
-        checksums = read_checksums(folder)
-        for name in checksums:
-            path = folder / name
-            path.open("rb").close()
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from None
-    return checksums
 
 
 def read_checksums(folder: Path) -> dict[str, str]:

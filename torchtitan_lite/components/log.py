@@ -58,7 +58,13 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
         handler.close()
 
     console = logging.StreamHandler(stream)
-    console.setFormatter(LineFormatter(rank, date_format="%H:%M:%S", color=color and stream.isatty()))
+    console.setFormatter(
+        LineFormatter(
+            rank,
+            date_format="%H:%M:%S",
+            color=color and stream.isatty(),
+        )
+    )
     logger.addHandler(console)
     if rank == 0 and dump_folder:
         file = logging.FileHandler(dump_folder / "log.txt", encoding="utf-8")  # appends: a resumed run continues it

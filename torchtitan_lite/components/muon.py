@@ -64,7 +64,7 @@ class Muon(AdamW):
         self.rounds = [plan_rounds(group["param_names"], group["params"]) for group in self.param_groups]
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure=None):
         gradients = {}
         for group, rounds in zip(self.param_groups, self.rounds, strict=True):
             for axes, matrices in rounds:
@@ -77,7 +77,12 @@ class Muon(AdamW):
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
 
-    def update(self, matrices: list[Matrix], axes: list[DeviceMesh], group: dict) -> None:
+    def update(
+        self,
+        matrices: list[Matrix],
+        axes: list[DeviceMesh],
+        group: dict,
+    ) -> None:
         """Update the matrices of a round. Collective over the axes."""
         weights = []
         gradients = []
@@ -93,14 +98,19 @@ class Muon(AdamW):
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
         nesterov = torch._foreach_lerp(gradients, momenta, MOMENTUM)
         updates = [each.to(group["compute_dtype"]) for each in nesterov]
-        orthogonalize(updates, matrices, axes, updates[0].new_empty(0))
+        orthogonalize(
+            updates,
+            matrices,
+            axes,
+            updates[0].new_empty(0),
+        )
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         for matrix, weight, update in zip(matrices, weights, updates, strict=True):
             longer_side = max(matrix.parameter.shape[-2:])
             weight.add_(update, alpha=-group["lr"] * UPDATE_RMS * sqrt(longer_side))
 
 
-def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list[DeviceMesh], list[Matrix]]]:
+def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, list]]:
     """Return the rounds of a step for parameters on one mesh: the axes, and a matrix for each owner."""
     by_axes = {}
     for name, parameter in zip(names, parameters, strict=True):
@@ -112,7 +122,10 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list[D
         mesh = getattr(hidden[0], "device_mesh", None)
         axes = [mesh[mesh.mesh_dim_names[mesh_dim]] for mesh_dim in mesh_dims]
         owners = list(product(*(range(axis.size()) for axis in axes)))
-        shapes = [(*local_tensor(parameter).shape[:-2], *parameter.shape[-2:]) for parameter in hidden]
+        shapes = []
+        for parameter in hidden:
+            batch_shape = local_tensor(parameter).shape[:-2]  # this rank's experts
+            shapes.append((*batch_shape, *parameter.shape[-2:]))
         for indices in deal_matrices(shapes, len(owners)):
             matrices = []
             for index, owner in zip(indices, owners, strict=False):  # the last round may have fewer matrices than ranks

@@ -29,13 +29,13 @@ def start_from(run: Run, snapshots: Snapshots, group: dist.ProcessGroup, *, rest
     """
     section = run.config.checkpoint
     folder = Path(run.config.job.dump_folder) / section.folder
-    is_named = section.enable and section.load_step != -1 and not restarted
-    if is_named:
+    steps = do_on_rank_0(group, lambda: find_steps(folder)) if section.enable else []
+    snapshotted = snapshots.list_usable(run.saved)
+    if steps and section.load_step != -1 and not restarted:
         steps = [section.load_step]
-    else:
-        steps = do_on_rank_0(group, lambda: find_steps(folder) if section.enable else [])
+        snapshotted = []
     checkpoints = [Saved(step, folder / f"step-{step}", group) for step in steps]
-    found = checkpoints if is_named else checkpoints + snapshots.list_usable(run.saved)
+    found = checkpoints + snapshotted
     of_run = (run.saved, run.optimizer, run.lr_scheduler)
     if found:
         loaded = restore(found, *of_run, section=section, group=group)

@@ -27,7 +27,13 @@ class CachedAttention(nn.Module):
         super().__init__()
         self.cache: Tensor | None = None  # keys and values, (2, 1, K, L, E)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        doc_ids: Tensor | None = None,
+    ) -> Tensor:
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
         key_value = torch.stack((key, value))
         if self.cache is not None:
@@ -38,7 +44,12 @@ class CachedAttention(nn.Module):
         n_keys = key_value.shape[3]
         mask = None  # a single token attends to everything; an empty cache needs only is_causal
         if 1 < n_queries < n_keys:
-            mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device)
+            mask = torch.ones(
+                n_queries,
+                n_keys,
+                dtype=torch.bool,
+                device=query.device,
+            )
             mask = mask.tril(n_keys - n_queries)
         return F.scaled_dot_product_attention(
             query,

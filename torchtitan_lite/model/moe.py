@@ -46,7 +46,8 @@ class MoE(nn.Module):
         order = routes.flatten().argsort(stable=True)  # (R,): rows by expert; row r is copy r % K of token r // K
         place = invert(order)
         counts = count_routes(routes, self.router.n_experts)
-        rows = take_rows(x.flatten(0, 1), order // n_copies, place, n_copies)
+        tokens = x.flatten(0, 1)
+        rows = take_rows(tokens, order // n_copies, place, n_copies)
         rows = self.experts(rows, counts.sum(0))
         copies = take_rows(rows, place, order, 1)
         return self.combine(copies.view(*routes.shape, -1), weights)
@@ -76,8 +77,16 @@ class Router(nn.Module):
 
     def reset(self, device: torch.device | None) -> None:
         """Allocate the buffers on `device` and set bias and load to zero."""
-        self.expert_bias = torch.zeros(self.n_experts, dtype=torch.float32, device=device)
-        self.load = torch.zeros(self.n_experts + 1, dtype=torch.float64, device=device)
+        self.expert_bias = torch.zeros(
+            self.n_experts,
+            dtype=torch.float32,
+            device=device,
+        )
+        self.load = torch.zeros(
+            self.n_experts + 1,
+            dtype=torch.float64,
+            device=device,
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (B, S, D) -> weights (B, S, K) fp32 and routes (B, S, K) int64."""
@@ -115,14 +124,20 @@ class AuxiliaryGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weights: Tensor, probabilities: Tensor, counts: Tensor, router: Router) -> Tensor:
+    def forward(
+        ctx,
+        weights: Tensor,
+        probabilities: Tensor,
+        counts: Tensor,
+        router: Router,
+    ) -> Tensor:
         ctx.save_for_backward(counts)
         ctx.router = router
         ctx.n_tokens = probabilities.shape[1]
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple:
         (counts,) = ctx.saved_tensors
         router = ctx.router
         counts = router.sum_over_sequence(counts)  # (B, E), over full sequences
@@ -139,15 +154,30 @@ class Experts(nn.Module):
     def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
         ffn_dim = args.expert_ffn_dim
-        self.w1 = nn.Parameter(torch.empty(args.n_experts, dim, ffn_dim))  # (E, in, out)
-        self.w2 = nn.Parameter(torch.empty(args.n_experts, ffn_dim, dim))
-        self.w3 = nn.Parameter(torch.empty(args.n_experts, dim, ffn_dim))
+        up_shape = (args.n_experts, dim, ffn_dim)  # (E, in, out)
+        down_shape = (args.n_experts, ffn_dim, dim)
+        self.w1 = nn.Parameter(torch.empty(up_shape))
+        self.w2 = nn.Parameter(torch.empty(down_shape))
+        self.w3 = nn.Parameter(torch.empty(up_shape))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (R, D), sorted by expert; counts (E,) int64, the number of rows per expert -> (R, D)."""
-        return self.compute(rows, counts, self.w1, self.w2, self.w3)
+        return self.compute(
+            rows,
+            counts,
+            self.w1,
+            self.w2,
+            self.w3,
+        )
 
-    def compute(self, rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    def compute(
+        self,
+        rows: Tensor,
+        counts: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+    ) -> Tensor:
         """Apply the experts with these matrices."""
         if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
             w1 = ZeroIdleGradient.apply(w1, counts)
@@ -175,7 +205,7 @@ class ZeroIdleGradient(torch.autograd.Function):
         return matrices.view_as(matrices)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple:
         (counts,) = ctx.saved_tensors
         is_idle = counts == 0
         return grad.masked_fill_(is_idle[:, None, None], 0.0), None
@@ -195,15 +225,21 @@ def count_routes(routes: Tensor, n_experts: int) -> Tensor:
     n_sequences = len(routes)
     offset = n_experts * torch.arange(n_sequences, device=routes.device)
     index = routes + offset[:, None, None]
-    counts = torch.zeros(n_sequences * n_experts, dtype=torch.int64, device=routes.device)
-    counts.scatter_add_(0, index.flatten(), torch.ones_like(routes).flatten())
+    counts = torch.zeros(
+        n_sequences * n_experts,
+        dtype=torch.int64,
+        device=routes.device,
+    )
+    ones = torch.ones_like(index)
+    counts.scatter_add_(0, index.flatten(), ones.flatten())
     return counts.view(-1, n_experts)
 
 
 def invert(order: Tensor) -> Tensor:
     """Return the inverse of a permutation (R,)."""
     inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
+    index = torch.arange(len(order), device=order.device)
+    inverse[order] = index
     return inverse
 
 
@@ -214,17 +250,24 @@ class TakeRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: Tensor, copies: Tensor, n_copies: int) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        rows: Tensor,
+        copies: Tensor,
+        n_copies: int,
+    ) -> Tensor:
         ctx.save_for_backward(copies)
         ctx.n_copies = n_copies
         return x.index_select(0, rows)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple:
         (copies,) = ctx.saved_tensors
         grad = grad.index_select(0, copies)
         if ctx.n_copies > 1:
-            grad = grad.unflatten(0, (-1, ctx.n_copies)).sum(1)
+            by_row = grad.unflatten(0, (-1, ctx.n_copies))
+            grad = by_row.sum(1)
         return grad, None, None, None
 
 

@@ -91,7 +91,13 @@ def attend_around_ring(query: Tensor, key_value: Tensor, ranks: Ranks) -> Attent
             arriving = pass_on(key_value, ranks)  # overlaps with this part
         source = (ranks.own - step) % ranks.n
         queries, keys = visible_of_one(ranks.own, source, half)
-        merge_part(out, lse, query, queries, key_value[:, :, :, keys])
+        merge_part(
+            out,
+            lse,
+            query,
+            queries,
+            key_value[:, :, :, keys],
+        )
     return out, lse
 
 
@@ -101,10 +107,21 @@ def attend_part(query: Tensor, key_value: Tensor, *, causal: bool = False) -> At
     return out.float(), lse.float()
 
 
-def merge_part(out: Tensor, lse: Tensor, query: Tensor, queries: slice, key_value: Tensor) -> None:
+def merge_part(
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    queries: slice,
+    key_value: Tensor,
+) -> None:
     """Attend from some queries to more keys, and merge the result into (out, lse) in place."""
     part_out, part_lse = attend_part(query[:, :, queries], key_value)
-    merge_into(out[:, :, queries], lse[:, :, queries], part_out, part_lse)
+    merge_into(
+        out[:, :, queries],
+        lse[:, :, queries],
+        part_out,
+        part_lse,
+    )
 
 
 def visible_of_others(ranks: Ranks, half: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -203,7 +220,11 @@ def attend_around_ring_backward(saved: Saved, key_value: Tensor, ranks: Ranks) -
             arriving = pass_on(key_value, ranks)
         source = (ranks.own - step) % ranks.n
         queries, keys = visible_of_one(ranks.own, source, half)
-        grad_queries, grad_keys = attend_part_backward(saved, key_value[:, :, :, keys], queries)
+        grad_queries, grad_keys = attend_part_backward(
+            saved,
+            key_value[:, :, :, keys],
+            queries,
+        )
         grad_query[:, :, queries] += grad_queries
         grads = collectives.wait_tensor(grads_arriving).view_as(grads)  # gradients of the current keys and values
         grads[:, :, :, keys] += grad_keys

@@ -93,7 +93,7 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
         raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is not checked.")
     # The tokenizer's folder may name more end tokens.
     beside = published or (read_published(found.path.parent) if found.path.is_file() else {})
-    trained, length = config.get("training", {}).get("seq_len", 0), published.get(CONFIG, {}).get(LENGTH, 0)
+    trained, length = config.get("training", {}).get("seq_len", 0), published.get(CONFIG, {}).get(LENGTH) or 0
 
     def fill(tensors: dict[str, Tensor]) -> None:
         for fqn, tensor in tensors.items():
@@ -141,7 +141,7 @@ def load_named_tokenizer(assets: str, path: Path) -> Tokenizer:
         return load_tokenizer(assets)
     except ConfigError as error:
         why = error.problems[0].why
-        raise SourceError(f"{path}: its tokenizer was not found: {why}. Name it with --tokenizer FOLDER.") from None
+        raise SourceError(f"{path}: its tokenizer cannot be loaded: {why}. Name it with --tokenizer FOLDER.") from None
 
 
 @torch.no_grad()

@@ -14,8 +14,9 @@ def format_table(rows: list[tuple[str, ...]], align: str = "") -> str:
     """Align the columns of a table. `align`: "<" or ">" for each of the first columns; default "<"."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = align.ljust(len(widths), "<")
+    forms = [f"{side}{width}" for side, width in zip(sides, widths, strict=False)]
     lines = []
     for row in rows:
-        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=False)]
+        cells = map(format, row, forms)
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -98,7 +98,7 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
     return 0
 
 
-def build_contenders(config: Config, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+def build_contenders(config: Config, device: torch.device) -> dict[str, Callable]:
     """Build the contenders that can run here. Each runs one step and returns its loss, a scalar on the device."""
     model_args = resolve_model(config.model)
     run, batch = build_alone(config, device)
@@ -135,7 +135,7 @@ def write_loop(
     compute_logits: Callable,
     targets: Tensor,
     config: Config,
-) -> Callable[[], Tensor]:
+) -> Callable:
     """Return a hand-written training step with the trainer's hyperparameters."""
     section = config.optimizer
     optimizer = torch.optim.AdamW(
@@ -164,7 +164,7 @@ def measure_rounds(
     *,
     n_rounds: int,
     n_steps: int,
-) -> list[dict[str, float]]:
+) -> list[dict]:
     """Return the seconds per step of each contender, for each round. Each round starts with a different contender."""
     wait_for_device = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     names = list(contenders)
@@ -184,7 +184,7 @@ def measure_rounds(
     return rounds
 
 
-def compare_rounds(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
+def compare_rounds(rounds: list[dict]) -> dict[str, list[float]]:
     """Return ratio -> its value in each round. Leaves out ratios of missing contenders."""
     ratios = {}
     for ratio, (contender, reference) in RATIO_OF.items():

@@ -189,18 +189,21 @@ class SplitWriter:
     def __init__(self, folder: Path, name: str, *, has_targets: bool):
         suffixes = ("tokens", "documents", "targets") if has_targets else ("tokens", "documents")
         self.files = {suffix: open(folder / f"{name}.{suffix}", "wb") for suffix in suffixes}
-        self.n_tokens = self.n_documents = self.n_targets = self.n_text_bytes = self.largest_id = 0
+        self.totals = Counter(n_tokens=0, n_documents=0, n_targets=0, n_text_bytes=0)
+        self.largest_id = 0
 
     def write(self, documents: Documents) -> None:
-        starts = array("q", accumulate(documents.lengths[:-1], initial=self.n_tokens))
+        starts = array("q", accumulate(documents.lengths[:-1], initial=self.totals["n_tokens"]))
         self.files["tokens"].write(documents.tokens)
         self.files["documents"].write(starts)
         if "targets" in self.files:
             self.files["targets"].write(documents.targets)
-        self.n_tokens += len(documents.tokens)
-        self.n_documents += len(documents.lengths)
-        self.n_targets += sum(documents.targets)
-        self.n_text_bytes += sum(documents.text_bytes)
+        self.totals.update(
+            n_tokens=len(documents.tokens),
+            n_documents=len(documents.lengths),
+            n_targets=sum(documents.targets),
+            n_text_bytes=sum(documents.text_bytes),
+        )
         self.largest_id = max(self.largest_id, max(documents.tokens))
 
     def finish(self) -> Split:
@@ -211,8 +214,7 @@ class SplitWriter:
             os.fsync(file.fileno())
             file.close()
             hashes[suffix] = hash_file(Path(file.name))
-        numbers = (self.n_tokens, self.n_documents, self.n_targets, self.n_text_bytes)
-        return Split(*numbers, hashes, self.largest_id)
+        return Split(**self.totals, sha256=hashes, largest_id=self.largest_id)
 
 
 # ---------------------------------------------------------------- worker processes

@@ -18,7 +18,7 @@ from torchtitan_lite.tools.plan.explain import (
     format_parameters,
 )
 from torchtitan_lite.tools.plan.planned_run import group_pp_ranks
-from torchtitan_lite.tools.plan.timeline import Timeline, draw_timeline, plan_order
+from torchtitan_lite.tools.plan.timeline import draw_timeline, plan_order
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.report.runs import Run, describe_run
 from torchtitan_lite.tools.report.traces import Trace
@@ -162,7 +162,6 @@ def compare(run: Run) -> Iterator[str]:
     closed_form = estimate_traffic(planned.workload, 0, order)
     on_cpu = planned.device_type == "cpu"
     peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
-    tokens_per_s = run.find_median("tokens_per_s_per_rank")
     bubble = f"{run.pipeline.bubble:.1%}" if run.pipeline else "not traced"
     rows = [
         ("", "measured", f"forecast, {'one core per rank' if on_cpu else run.gpu}"),
@@ -173,11 +172,11 @@ def compare(run: Run) -> Iterator[str]:
         ),
         (
             "tokens/s per rank (median)",
-            f"{tokens_per_s:,.0f}",
+            f"{run.find_median('tokens_per_s_per_rank'):,.0f}",
             f"{forecast.tokens_per_s_per_gpu:,.0f}",
         ),
         (
-            "memory of rank 0, with Python" if on_cpu else "memory of rank 0",
+            f"memory of rank 0{', with Python' if on_cpu else ''}",
             format_bytes(peak_bytes),
             format_bytes(run.memory[0].live),
         ),
@@ -210,13 +209,18 @@ def draw_traces(run: Run) -> Iterator[str]:
         rows.append(("", 4, draw_parts(trace.hidden, step_s)))
     slowest = max(run.traces, key=lambda trace: trace.parts["computing"])
     part = max(slowest.parts, key=slowest.parts.get)
-    share = slowest.parts[part] / step_s
-    about = f"Rank {slowest.rank} computes longest. The largest part of its step is {part}: {share:.0%}."
+    share = f"{slowest.parts[part] / step_s:.0%}"
+    about = f"Rank {slowest.rank} computes longest. The largest part of its step is {part}: {share}."
     yield "<h3>Where the time of a step goes</h3><p><i>Source: traces. Thin bars are hidden communication.</i></p>"
     yield f"<p>{about}</p>{draw_rows(rows, step_s)}"
     if run.pipeline:
-        yield draw_pipeline("measured in traces", run.pipeline)
-        yield draw_pipeline("planned", run.forecast.timeline)
+        timelines = {
+            "measured in traces": run.pipeline,
+            "planned": run.forecast.timeline,
+        }
+        for about, timeline in timelines.items():
+            title = f"Pipeline, {about}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}"
+            yield f"<h3>{title}</h3>{draw_timeline(timeline)}"
     yield f"<h3>Calls of rank {slowest.rank}</h3>{draw_calls(slowest, step_s)}"
 
 
@@ -230,11 +234,6 @@ def draw_parts(parts: dict, step_s: float) -> list:
         text = f"{part.removeprefix('exposed ')} {seconds / step_s:.0%}"
         boxes.append((start, end, color(part), f"{part}: {seconds:.4f} s", text))
     return boxes
-
-
-def draw_pipeline(about: str, timeline: Timeline) -> str:
-    title = f"Pipeline, {about}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}"
-    return f"<h3>{title}</h3>{draw_timeline(timeline)}"
 
 
 def draw_calls(trace: Trace, step_s: float) -> str:

@@ -23,14 +23,15 @@ from torchtitan_lite.tools.plan.transfers import Moved, fraction_moved, sum_move
 
 MOST_RANKS = 16  # maximum number of traces that are read, evenly spaced
 DIMS = "pp|dp_replicate|dp_shard|efsdp|ep|cp|tp"
-ITEM_BYTES = {
+ITEM_BYTES = {  # others: 1
     "Double": 8,
     "Long": 8,
     "Float": 4,
     "Int": 4,
     "BFloat16": 2,
     "Half": 2,
-}  # others: 1
+}
+IGNORED = ("PythonDispatchMode", "gloo:send")
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 
@@ -58,8 +59,7 @@ def read_traces(folder: Path, layout: Layout) -> list[Trace]:
 
 
 def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
-    path = folder / f"rank-{rank}.json"
-    data = json.loads(path.read_bytes())
+    data = json.loads((folder / f"rank-{rank}.json").read_bytes())
     events = [event for event in data["traceEvents"] if event["ph"] == "X"]
     events.sort(key=lambda event: (event["ts"], -event["dur"]))
     on_gpu = any(event["cat"] == "kernel" for event in events)
@@ -81,10 +81,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     for event in events:
         name = event["name"]
         start, end = find_span(event)
-        if not step_start <= start < step_end or name in (
-            "PythonDispatchMode",
-            "gloo:send",
-        ):
+        if not step_start <= start < step_end or name in IGNORED:
             continue
         if name == "record_param_comms":
             sent.append(read_call(event["args"], axes))
@@ -107,7 +104,14 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
                 first = start
             actions[action] = first, max(last, end)
     parts, hidden = divide_step(spans, received, step_end - step_start, on_gpu)
-    return Trace(rank, parts, hidden, calls, actions, sum_moved(sent))
+    return Trace(
+        rank,
+        parts,
+        hidden,
+        calls,
+        actions,
+        sum_moved(sent),
+    )
 
 
 def find_span(event: dict) -> tuple[float, float]:
@@ -115,7 +119,12 @@ def find_span(event: dict) -> tuple[float, float]:
     return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
 
 
-def divide_step(spans: dict, received: list, step_s: float, on_gpu: bool) -> tuple[dict, dict]:
+def divide_step(
+    spans: dict,
+    received: list,
+    step_s: float,
+    on_gpu: bool,
+) -> tuple[dict, dict]:
     """Return the parts of a step, and the hidden communication by axis. See Trace."""
     computing = [("computing", spans.pop("", []))]
     communication = [(f"exposed {axis}", spans[axis]) for axis in sorted(spans)]
@@ -123,9 +132,9 @@ def divide_step(spans: dict, received: list, step_s: float, on_gpu: bool) -> tup
     parts = Counter(computing=0.0)
     busy = []
     for part, layer in [*layers, ("exposed pp", received)]:
-        before_s = measure(busy)
+        busy_s = measure(busy)
         busy = busy + layer
-        parts[part] += measure(busy) - before_s
+        parts[part] += measure(busy) - busy_s
     parts["waiting"] = step_s - measure(busy)
     hidden = {}
     if on_gpu:

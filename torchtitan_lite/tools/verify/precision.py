@@ -26,8 +26,10 @@ from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.model.float8_linear import E4M3, choose_scale
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.llama3 import rotary_angles
+from torchtitan_lite.parallel.float8 import find_amax
 from torchtitan_lite.tools.verify.modules import cut_piece
 from torchtitan_lite.tools.verify.plain import Inputs, PlainStep, run_plainly
 from torchtitan_lite.tools.verify.rank import (
@@ -47,8 +49,9 @@ TWICE, ANGLES = 2.0, 1e-6
 LEAST = {"bfloat16": 1e-3, "float8": 1e-2}  # lower limit of a bound: the errors of one rank may cancel in its loss
 ROUNDED_OFTEN = 2e-2  # with ep, experts multiply the rows of several ranks at once, and add them in another order
 FAR = 8192  # bfloat16 does not represent all integers above 256
-GROWTH = 3.0  # growth of the weights between the two steps of float8: a stale scale would be too small
+GROWTH = 1.5  # growth of the weights after each step of float8: a stale scale would be too small
 SUMMED = "sum of microbatches"
+SCALES = "scales"
 MEASURES = ("rotary angles", "loss", "reduced in float32", "gradients")  # in the order of a step
 
 
@@ -58,7 +61,7 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
     precompute = "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
     alone = override(put_on_one_rank(config, layout.microbatch_size), {precompute: False})
-    n_steps, growth = (2, GROWTH) if name == "float8" else (1, 1.0)
+    n_steps, growth = (3, GROWTH) if name == "float8" else (1, 1.0)
     inputs = Inputs(n_steps=n_steps, growth=growth, first_position=FAR, biases_decide=True)
     steps = run_plainly(override(config, {"model.converters": []}), inputs)
     path = folder / f"{name}.pt"
@@ -78,6 +81,7 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
 
     keys = [key for measure in MEASURES for key in one.errors if key[1] == measure]
     bounds = {key: BOUNDS["packing"] for seen, _ in ranks for key in seen.errors if key[1] == "packing"}
+    bounds |= {key: EXACT for seen, _ in ranks for key in seen.errors if key[1] == SCALES}
     bounds |= {key: choose_bound(key[1], key[2], one.errors[key]) for key in keys}
     bounds |= {key: SUMS for seen, _ in ranks for key in seen.errors if key[1] == SUMMED}
     return replace(find_worst(name, [seen for seen, _ in ranks], bounds), ran=(config,))
@@ -104,8 +108,9 @@ def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: boo
     steps: list[PlainStep] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     seen, kept = Seen(run.mesh.coordinates()), []
-    if steps[1:] and run.float8_weights:  # scales are computed after the optimizer step, so weights change inside it
-        run.optimizer.register_step_post_hook(lambda *_: give_weights(run, steps[1].weights))
+    if run.float8_weights:  # scales are computed after the optimizer step, so weights change inside it
+        following = iter([*steps[1:], steps[-1]])
+        run.optimizer.register_step_post_hook(lambda *_: give_weights(run, next(following).weights))
     angles: dict[str, list[Tensor]] = {}
     for part in run.parts:
         for layer, block in part.layers.items():
@@ -127,10 +132,23 @@ def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: boo
             loss = stepping.train_step(run, own_rows(run, plain.batch)).loss.item()
         seen.note(number, "loss", "sum_losses", abs(loss - plain.loss) / plain.loss)
         compare_angles(run, plain, angles, number, seen)
+        if run.float8_weights:
+            compare_scales(run, number, seen)
         if run.layout.n_microbatches > 1 and not (keeps or run.config.model.uses_float8):
             compare_with_halves(run, plain, number, seen)
         kept.append({"loss": loss, "gradients": full} if keeps else {})
     return seen, kept
+
+
+def compare_scales(run: build.Run, number: int, seen: Seen) -> None:
+    """Compare the scales for the next step with those of the weights that it will use. Collective."""
+    weights = run.float8_weights
+    mesh = run.mesh.fsdp_mesh
+    amax = torch.stack([find_amax(weight.shard) for weight in weights])
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+    scales = torch.stack([weight.scale for weight in weights])
+    error = (scales / choose_scale(amax, E4M3) - 1).abs().max()
+    seen.note(number, SCALES, "precompute_scales", error.item())
 
 
 def compare_with_halves(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> None:

@@ -2,7 +2,7 @@
 
                 layers        sequence                         microbatches    experts
     wide        1 or 2 each   about 40                         like real run   8
-    deep        12 or more    280 tokens beyond position 8,192 12 under pp     20
+    deep        12 or more    280 tokens around position 8,192 12 under pp     20
 
 Rows with documents have 560 tokens. The deep trial has the options of the wide one, except recompute and compile.
 """
@@ -33,7 +33,7 @@ N_TOKENS = 280  # per row; twice that with documents of two tokens. Indices do n
 N_MICROBATCHES = 12
 N_EXPERTS = 20
 N_CHUNKS = 12  # chunks of the loss per row
-FAR_POSITION = 8192  # the first position, unless seq_len or original_length is larger
+FAR_POSITION = 8192  # rows cross it, unless seq_len or original_length is larger
 
 
 def deepen(reduction: Reduction) -> Config:

@@ -55,7 +55,7 @@ BOUNDS = {
     "val_loss": SUMS,
     "val_bits_per_byte": SUMS,
     "router_entropy": SUMS,
-    "saved tensor": 5e-5,  # as for grad_norm; a state that was rounded to bfloat16 is off by 1e-3
+    "saved tensor": 1e-4,  # as for grad_norm; a state that was rounded to bfloat16 is off by 1e-3
 }
 ROUNDED_STATE = 1e-2  # bound of a tensor saved in bfloat16, of which a few elements are rounded to a neighbor
 Log = dict[int, dict[str, float]]  # step -> numbers in metrics.jsonl
@@ -108,17 +108,22 @@ def compare_checkpoints(right_folder: Path, folder: Path, step: int, seen: Seen)
     """Compare every tensor of a checkpoint, weights and optimizer state, with the checkpoint of one process."""
     right = open_checkpoint(right_folder, verify=False)
     own = open_checkpoint(folder, verify=False)
-    for name in right.manifest.tensors.keys() | own.manifest.tensors.keys():
-        if name not in right.manifest.tensors or name not in own.manifest.tensors:
-            seen.note(step - 1, "saved tensor", name, math.inf)
-            continue
-        whole = right.read(name)
-        tensor = own.read(name)
-        is_alike = whole.dtype == tensor.dtype and whole.shape == tensor.shape
-        error = relative_error(tensor, whole) if is_alike else math.inf
-        if whole.dtype == torch.bfloat16:
-            error *= BOUNDS["saved tensor"] / ROUNDED_STATE
-        seen.note(step - 1, "saved tensor", name, error)
+    names = [*right.manifest.tensors, *own.manifest.tensors]
+    errors = {}
+    for name in dict.fromkeys(names):
+        errors[name] = math.inf
+        if names.count(name) == 2:
+            errors[name] = compare_tensors(own.read(name), right.read(name))
+    for name in sorted(errors, key=errors.get, reverse=True):  # a wrong state makes weights wrong, but less so
+        seen.note(step - 1, "saved tensor", name, errors[name])
+
+
+def compare_tensors(own: Tensor, right: Tensor) -> float:
+    """Return the relative error. For a tensor in bfloat16, it is scaled from its own bound to the one in BOUNDS."""
+    if own.dtype != right.dtype or own.shape != right.shape:
+        return math.inf
+    error = relative_error(own, right)
+    return error * BOUNDS["saved tensor"] / ROUNDED_STATE if right.dtype == torch.bfloat16 else error
 
 
 def complete(config: Config, last_step: int, folder: Path) -> Config:
