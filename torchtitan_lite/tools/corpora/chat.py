@@ -73,10 +73,7 @@ class ChatFormat:
 
     def write_after(self, messages: list[dict], **options: bool) -> str:
         """Return the text between the answer of a small conversation and the next text, or ""."""
-        try:
-            pieces = MARK.split(self.write_marked(messages, {}, **options))
-        except ValueError:
-            return ""
+        pieces = MARK.split(self.try_write({"messages": mark_messages(messages)}, **options))
         return pieces[2] if len(pieces) > len(messages) else ""
 
     @property
@@ -107,9 +104,12 @@ class ChatFormat:
         """Return the template for a conversation, which transformers chooses in the same way."""
         return self.templates["tool_use" if "tools" in row and "tool_use" in self.templates else "default"]
 
-    def write_marked(self, messages: list[dict], row: dict[str, Any], **options: bool) -> str:
-        text, _ = self.write({**row, "messages": mark_messages(messages)}, **options)
-        return text
+    def try_write(self, row: dict[str, Any], **options: bool) -> str:
+        """Return the text of a conversation, or "" if the template refuses it."""
+        try:
+            return self.write(row, **options)[0]
+        except ValueError:
+            return ""
 
     def render(self, row: dict[str, Any], *, only_last_turn: bool = False) -> tuple[str, list[range]]:
         """Return the text, with special tokens as their names, and the character ranges of the targets.
@@ -123,72 +123,62 @@ class ChatFormat:
         trained = [number for number in trained if messages[number].get("weight", 1)]
         if not trained:
             raise ValueError("it has no assistant turn to train on, so it has no targets")
-        text, turns = self.write(row)
+        text, marked = self.write(row)
         self.refuse_special_names(row, text)
-        has_marks = GENERATION in self.choose_template(row)
-        if has_marks and trained != answers:
-            found = self.find_turns(row, text, trained)
-            turns = [turn for turn in turns if any(set(turn) & set(each) for each in found)]
-        elif not has_marks:
+        if GENERATION not in self.choose_template(row):
+            return text, self.find_turns(row, text, trained)
+        if trained != answers:
             turns = self.find_turns(row, text, trained)
-        if not any(turns):
+            marked = [each for each in marked if any(set(each) & set(turn) for turn in turns)]
+        if not any(marked):
             raise ValueError("the {% generation %} marks of the chat template are around none of its answers")
-        return text, turns
+        return text, marked
 
     def find_turns(self, row: dict[str, Any], text: str, numbers: list[int]) -> list[range]:
         """Return the characters of these answers. Raises ValueError if they cannot be found with certainty."""
-        messages = row["messages"]
-        try:
-            whole = self.write_marked(messages, row)
-        except ValueError:  # the template reads the texts
-            whole = ""
-        if not MARK.search(whole) or MARK.sub("", whole) != text:
-            whole = ""
-        for number, message in enumerate(messages):
+        marked = {**row, "messages": mark_messages(row["messages"])}
+        whole = self.try_write(marked)
+        has_marks = whole != text and MARK.sub("", whole) == text
+        if not has_marks:  # the template reads or changes the texts
+            marked = row
+            whole = text
+        last = len(row["messages"]) - 1
+        for number, message in enumerate(row["messages"]):
             is_list = isinstance(message.get("content"), list)
-            is_needed = is_list or (number in numbers and whole)
+            is_needed = is_list or (has_marks and number in numbers)
             if is_needed and has_text(message) and get_mark(number) not in whole:
                 why = f"the chat template leaves out the text of message {number + 1}"
                 raise ValueError(f"{why} (a list of parts may have to be a string)")
         turns = []
         for number in numbers:
-            turn = self.find_marked_turn(row, whole, number) or self.find_last_turn(row, text, number)
+            turn = None
+            if has_marks or number == last:
+                turn = self.find_turn(marked, whole, number)
             if not turn:
                 why = f"message {number + 1} cannot be found with certainty in the text of the chat template"
                 raise ValueError(f"{why}; --only-last-turn trains the last answer alone")
             turns.append(turn)
         return turns
 
-    def find_marked_turn(self, row: dict[str, Any], whole: str, number: int) -> range | None:
+    def find_turn(self, marked: dict[str, Any], whole: str, number: int) -> range | None:
         """Return the characters of an answer in the marked text `whole`, counted without marks."""
-        earlier = row["messages"][:number]
-        try:
-            prompt = self.write_marked(earlier, row, add_generation_prompt=True)
-            without = self.write_marked(earlier, row)
-        except ValueError:
+        asked = {**marked, "messages": marked["messages"][:number]}
+        prompt = self.try_write(asked, add_generation_prompt=True)
+        start = find_start(whole, prompt, self.try_write(asked), number)
+        if start is None:
             return None
-        start = find_start(whole, prompt, without, number)
-        return find_turn(whole, start, number, self.ends) if start else None
-
-    def find_last_turn(self, row: dict[str, Any], text: str, number: int) -> range | None:
-        """Return the characters of the last message: those after its prompt."""
-        *earlier, _ = row["messages"]
-        if number < len(earlier):
-            return None
-        prompt, _ = self.write({**row, "messages": earlier}, add_generation_prompt=True)
-        return find_turn(text, len(prompt), number, self.ends) if text.startswith(prompt) else None
+        return find_turn(whole, start, number, self.ends)
 
     def refuse_special_names(self, row: dict[str, Any], text: str) -> None:
         """Raise ValueError if a text of the row would become special tokens of the document."""
+        without = self.special_name.sub("", json.dumps(row, ensure_ascii=False))
+        if self.try_write(json.loads(without)) == text:
+            return
         places = {f"message {number}": message for number, message in enumerate(row["messages"], 1)}
-        places |= row
-        for place, value in places.items():
+        for place, value in (places | row).items():
             found = self.special_name.search(json.dumps(value, ensure_ascii=False))
-            if found and self.write(self.remove_special_names(row))[0] != text:
+            if found:
                 raise ValueError(f"{place} has the text {found.group()!r}, which would become a special token")
-
-    def remove_special_names(self, row: dict[str, Any]) -> dict[str, Any]:
-        return json.loads(self.special_name.sub("", json.dumps(row, ensure_ascii=False)))
 
 
 def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
@@ -218,17 +208,23 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     if not templates and LLAMA_3_NAMES <= tokenizer.special.keys():
         name = "the format of Llama 3, because the tokenizer has no chat template"
         templates = {"default": LLAMA_3}
-    if "default" not in templates:
-        why = f"{folder} has no chat template" + (f" named default, only {', '.join(templates)}" if templates else "")
-        raise PreparationError(f"{why}. Put chat_template.jinja of its model there, or name another --tokenizer")
     try:
-        for template in templates.values():  # a corpus does not depend on today's date
+        for template in (templates["default"], *templates.values()):
             compiled = transformers._compile_jinja_template(template)
-            compiled.environment.globals["strftime_now"] = DATE.strftime
-    except Exception as error:  # of jinja2
-        raise PreparationError(f"the chat template in {folder} cannot be used: {error}") from None
+            compiled.environment.globals["strftime_now"] = DATE.strftime  # a corpus does not depend on today's date
+    except Exception as error:  # of jinja2, or KeyError
+        why = f"{folder} has no chat template named default that can be used ({error})"
+        raise PreparationError(
+            f"{why}. Put chat_template.jinja of its model there, or name another --tokenizer"
+        ) from None
     names = read_json(folder / "special_tokens_map.json", may_be_missing=True)
-    return ChatFormat(templates, read_special_tokens(names | config), tokenizer, transformers, name)
+    variables = {}
+    for key, token in (names | config).items():
+        if isinstance(token, dict):
+            token = token.get("content")
+        if key.endswith("_token") and isinstance(token, str):
+            variables[key] = token
+    return ChatFormat(templates, variables, tokenizer, transformers, name)
 
 
 def read_templates(folder: Path, config: JsonObject) -> dict[str, str]:
@@ -243,14 +239,3 @@ def read_templates(folder: Path, config: JsonObject) -> dict[str, str]:
     if isinstance(template, list):
         return {entry.take("name", str): entry.take("template", str) for entry in template}
     return {name: template.take(name, str) for name in template}
-
-
-def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens in a tokenizer's files by the names that templates use, such as eos_token."""
-    found = {}
-    for key, token in config.items():
-        if isinstance(token, dict):
-            token = token.get("content")
-        if key.endswith("_token") and isinstance(token, str):
-            found[key] = token
-    return found

@@ -48,6 +48,8 @@ def find_start(whole: str, prompt: str, without: str, number: int) -> int | None
     `without`: the prompt without the text that asks for an answer. All three have marks. The answer may leave out the
     last names of the prompt, such as <think> if it has no thoughts.
     """
+    if not prompt:
+        return None
     before = 0
     for found in MARK.finditer(whole):
         if found.group() < get_mark(number):
