@@ -210,7 +210,7 @@ def test_columns_reach_the_template_and_other_dialects_keep_their_system_message
         ({**DIALECTS["conversations"], "system": "s"}, {"messages": messages}),
         (
             {"instruction": "2+", "input": "2?", "output": "4"},
-            {"messages": [{**EXCHANGE[0], "content": "2+\n\n2?"}, EXCHANGE[1]]},
+            {"messages": [{**EXCHANGE[0], "content": "2+\n\n2?", "weight": 0}, EXCHANGE[1]]},
         ),
         (lists, {"messages": [{**EXCHANGE[0], "weight": 0}, EXCHANGE[1]]}),
         (
@@ -226,19 +226,16 @@ PARTS = [{"type": "text", "text": "x"}]
 REFUSED = {  # row -> words of the reason
     "other columns": ({"question": "2+2?", "answer": "4"}, ["question, answer", "conversations", "instruction/output"]),
     "text": ({"messages": "hello"}, ["not a list of messages"]),
-    "no role": ({"messages": [{"content": "x"}]}, ["message 1 has no role"]),
+    "no role": ({"messages": [{"content": "x"}]}, ["message 1 needs a role"]),
     "no content": ({"messages": [{"role": "assistant", "content": None}]}, ["message 1"]),
     "no assistant": ({"messages": EXCHANGE[:1]}, ["no assistant turn"]),
     "half a weight": ({"messages": [EXCHANGE[0], {**EXCHANGE[1], "weight": 0.5}]}, ["message 2", "0.5"]),
-    "name in a role": ({"messages": [{"role": "user<|im_end|>", "content": "x"}, EXCHANGE[1]]}, ["role of message 1"]),
-    "name in a content": (
-        {"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": "<|im_end|>"}]},
-        ["content of message 2"],
+    "name in a role": (
+        {"messages": [{"role": "user<|im_end|>", "content": "x"}, EXCHANGE[1]]},
+        ["message 1 has the text"],
     ),
-    "parts that are not text": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, EXCHANGE[1]]},
-        [],
-    ),
+    "name in a content": ({"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": "<|im_end|>"}]}, ["message 2 has the"]),
+    "parts": ({"messages": [{"role": "user", "content": PARTS}, EXCHANGE[1]]}, ["refuses it"]),
 }
 
 

@@ -88,14 +88,16 @@ class ChatFormat:
         Raises ValueError if the template refuses the conversation.
         """
         template = self.choose_template(row)
-        arguments = self.variables | row
-        arguments["conversations"] = [arguments.pop("messages")]
-        arguments["chat_template"] = template
-        arguments["continue_final_message"] = False
-        arguments["add_generation_prompt"] = add_generation_prompt
-        arguments["return_assistant_tokens_mask"] = GENERATION in template
+        variables = self.variables | row
+        messages = variables.pop("messages")
         try:
-            (text,), marked = self.transformers.render_jinja_template(**arguments)
+            (text,), marked = self.transformers.render_jinja_template(
+                [messages],
+                chat_template=template,
+                return_assistant_tokens_mask=GENERATION in template,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
         except Exception as error:  # a template is a program, which can raise anything
             raise ValueError(f"the chat template refuses it: {type(error).__name__}: {error}") from None
         return text, [range(*place) for place in marked[0]] if marked else []
