@@ -265,24 +265,15 @@ def test_a_turn_that_is_not_certain_names_the_message_and_the_option_that_helps(
 
 
 def test_without_a_template_only_llama_3_s_tokens_have_a_format(make_folder, tmp_path, capsys):
-    tokenizer = load_tokenizer(SHIPPED)
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    text = "<|begin_of_text|>" + head.format("user") + "2+2?<|eot_id|>" + head.format("assistant") + "4<|eot_id|>"
+    expected, _ = load_tokenizer(SHIPPED).encode_special(text)
     ids, targets, _ = encode(SHIPPED, {"messages": EXCHANGE})
-    begin, start, end, turn = (
-        tokenizer.special[f"<|{name}|>"] for name in ("begin_of_text", "start_header_id", "end_header_id", "eot_id")
-    )
-    expected = [begin]
-    for message in EXCHANGE:
-        head = [start, *tokenizer.encode(message["role"]), end, *tokenizer.encode("\n\n")]
-        expected += [*head, *tokenizer.encode(message["content"]), turn]
     assert ids == expected and targets == [0] * (len(ids) - 2) + [1, 1]
     assert prepare(tmp_path / "in.jsonl", [{"messages": EXCHANGE}]) == 0
     assert "the format of Llama 3" in capsys.readouterr().out
-    assert (
-        prepare(
-            tmp_path / "in.jsonl", [{"messages": EXCHANGE}], "--out", tmp_path / "2", "--tokenizer", make_folder(None)
-        )
-        == 2
-    )
+    elsewhere = ["--out", tmp_path / "2", "--tokenizer", make_folder(None)]
+    assert prepare(tmp_path / "in.jsonl", [{"messages": EXCHANGE}], *elsewhere) == 2
     assert "chat_template.jinja" in capsys.readouterr().err
 
 

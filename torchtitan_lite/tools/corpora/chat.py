@@ -210,15 +210,15 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     if not templates and LLAMA_3_NAMES <= tokenizer.special.keys():
         name = "the format of Llama 3, because the tokenizer has no chat template"
         templates = {"default": LLAMA_3}
+    remedy = "Put chat_template.jinja of its model there, or name another --tokenizer"
+    if "default" not in templates:
+        raise PreparationError(f"{folder} has no chat template named default. {remedy}")
     try:
-        for template in (templates["default"], *templates.values()):
+        for template in templates.values():
             compiled = transformers._compile_jinja_template(template)
             compiled.environment.globals["strftime_now"] = DATE.strftime  # a corpus does not depend on today's date
-    except Exception as error:  # of jinja2, or KeyError
-        why = f"{folder} has no chat template named default that can be used ({error})"
-        raise PreparationError(
-            f"{why}. Put chat_template.jinja of its model there, or name another --tokenizer"
-        ) from None
+    except Exception as error:  # of jinja2
+        raise PreparationError(f"the chat template in {folder} cannot be used: {error}. {remedy}") from None
     names = read_json(folder / "special_tokens_map.json", may_be_missing=True)
     variables = {}
     for key, token in (names | config).items():
