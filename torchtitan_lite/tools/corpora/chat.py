@@ -63,12 +63,15 @@ class ChatFormat:
         name = self.special_name.pattern + r"|<[^<>\s]+>"  # some names are plain text to this tokenizer
         ends = []
         for content in ("x", [{"type": "text", "text": "x"}]):  # some templates write only lists of parts
-            asked, answered, question = [{"role": role, "content": content} for role in ("user", ASSISTANT, "user")]
-            last = self.write_after([asked, answered])
-            if last != self.write_after([asked, answered], add_generation_prompt=True):
+            question = {"role": "user", "content": content}
+            answer = {"role": ASSISTANT, "content": content}
+            last = self.write_after([question, answer])
+            prompting = self.write_after([question, answer], add_generation_prompt=True)
+            earlier = self.write_after([question, answer, question])
+            if last != prompting:  # names without a space between them end an answer together
                 ends += re.findall(f"(?:{name})+", last)[:1]
             ends += re.findall(name, last)[:1]
-            ends += re.findall(name, self.write_after([asked, answered, question]))[:1]
+            ends += re.findall(name, earlier)[:1]
         return ends
 
     def write_after(self, messages: list[dict], **options: bool) -> str:
@@ -155,14 +158,14 @@ class ChatFormat:
         for number in numbers:
             turn = None
             if has_marks or number == last:
-                turn = self.find_turn(marked, whole, number)
+                turn = self.find_answer(marked, whole, number)
             if not turn:
                 why = f"message {number + 1} cannot be found with certainty in the text of the chat template"
                 raise ValueError(f"{why}; --only-last-turn trains the last answer alone")
             turns.append(turn)
         return turns
 
-    def find_turn(self, marked: dict[str, Any], whole: str, number: int) -> range | None:
+    def find_answer(self, marked: dict[str, Any], whole: str, number: int) -> range | None:
         """Return the characters of an answer in the marked text `whole`, counted without marks."""
         asked = {**marked, "messages": marked["messages"][:number]}
         prompt = self.try_write(asked, add_generation_prompt=True)

@@ -33,8 +33,8 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict[st
     row = drop_nulls(row)
     if column in row:
         row["conversations"] = row.pop(column)
-        row.pop("messages", None)
-    found = [name for name, columns in DIALECTS.items() if row.keys() >= columns]
+    names = ["conversations"] if column else DIALECTS
+    found = [name for name in names if row.keys() >= DIALECTS[name]]
     if not found:
         known = "messages, conversations, prompt/completion, instruction/output"
         raise ValueError(f"it has the columns {', '.join(row)}, but conversations have {known} (or set --text-column)")
@@ -58,7 +58,8 @@ def drop_nulls(value: Any) -> Any:
 def read_messages(dialect: str, row: dict[str, Any]) -> list[dict]:
     """Take the columns of the conversation from a row, and return its messages."""
     if dialect == "Alpaca":
-        row["prompt"] = "\n\n".join(filter(None, [row.pop("instruction"), row.pop("input", "")]))
+        parts = [row.pop("instruction"), row.pop("input", "")]
+        row["prompt"] = "\n\n".join(str(part) for part in parts if part)
         row["completion"] = row.pop("output")
     if dialect in row:
         turns = row.pop(dialect)
