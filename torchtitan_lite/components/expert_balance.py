@@ -56,6 +56,16 @@ class ExpertBalance:
         Returns (layers, experts + 1) float64: the number of routes to each expert in the global batch. The last column
         is the entropy of the router scores in nats, summed over tokens. Rows of dense layers are zero.
         """
+        loads = self.sum_loads()
+        for layer, router in self.routers.items():
+            load = loads[layer, :-1]
+            missing = load.sum() - self.n_experts * load  # exact, because loads are integers
+            direction = missing.sign().float()
+            router.expert_bias += self.rate * direction * finite
+        return loads
+
+    def sum_loads(self) -> Tensor:
+        """Sum the loads of all ranks since `reset_loads`. Collective; for the result see `update`."""
         loads = torch.zeros(
             self.n_layers,
             self.n_experts + 1,
@@ -65,11 +75,6 @@ class ExpertBalance:
         for layer, router in self.routers.items():
             loads[layer] = router.load
         dist.all_reduce(loads)
-        for layer, router in self.routers.items():
-            load = loads[layer, :-1]
-            missing = load.sum() - self.n_experts * load  # exact, because loads are integers
-            direction = missing.sign().float()
-            router.expert_bias += self.rate * direction * finite
         return loads
 
 
