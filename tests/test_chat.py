@@ -210,7 +210,7 @@ def test_columns_reach_the_template_and_other_dialects_keep_their_system_message
         ({**DIALECTS["conversations"], "system": "s"}, {"messages": messages}),
         (
             {"instruction": "2+", "input": "2?", "output": "4"},
-            {"messages": [{**EXCHANGE[0], "content": "2+\n\n2?"}, EXCHANGE[1]]},
+            {"messages": [{**EXCHANGE[0], "content": "2+\n\n2?", "weight": 0}, EXCHANGE[1]]},
         ),
         (lists, {"messages": [{**EXCHANGE[0], "weight": 0}, EXCHANGE[1]]}),
         (
@@ -226,19 +226,16 @@ PARTS = [{"type": "text", "text": "x"}]
 REFUSED = {  # row -> words of the reason
     "other columns": ({"question": "2+2?", "answer": "4"}, ["question, answer", "conversations", "instruction/output"]),
     "text": ({"messages": "hello"}, ["not a list of messages"]),
-    "no role": ({"messages": [{"content": "x"}]}, ["message 1 has no role"]),
+    "no role": ({"messages": [{"content": "x"}]}, ["message 1 needs a role"]),
     "no content": ({"messages": [{"role": "assistant", "content": None}]}, ["message 1"]),
     "no assistant": ({"messages": EXCHANGE[:1]}, ["no assistant turn"]),
     "half a weight": ({"messages": [EXCHANGE[0], {**EXCHANGE[1], "weight": 0.5}]}, ["message 2", "0.5"]),
-    "name in a role": ({"messages": [{"role": "user<|im_end|>", "content": "x"}, EXCHANGE[1]]}, ["role of message 1"]),
-    "name in a content": (
-        {"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": "<|im_end|>"}]},
-        ["content of message 2"],
+    "name in a role": (
+        {"messages": [{"role": "user<|im_end|>", "content": "x"}, EXCHANGE[1]]},
+        ["message 1 has the text"],
     ),
-    "parts that are not text": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, EXCHANGE[1]]},
-        [],
-    ),
+    "name in a content": ({"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": "<|im_end|>"}]}, ["message 2 has the"]),
+    "parts": ({"messages": [{"role": "user", "content": PARTS}, EXCHANGE[1]]}, ["refuses it"]),
 }
 
 
@@ -268,24 +265,15 @@ def test_a_turn_that_is_not_certain_names_the_message_and_the_option_that_helps(
 
 
 def test_without_a_template_only_llama_3_s_tokens_have_a_format(make_folder, tmp_path, capsys):
-    tokenizer = load_tokenizer(SHIPPED)
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    text = "<|begin_of_text|>" + head.format("user") + "2+2?<|eot_id|>" + head.format("assistant") + "4<|eot_id|>"
+    expected, _ = load_tokenizer(SHIPPED).encode_special(text)
     ids, targets, _ = encode(SHIPPED, {"messages": EXCHANGE})
-    begin, start, end, turn = (
-        tokenizer.special[f"<|{name}|>"] for name in ("begin_of_text", "start_header_id", "end_header_id", "eot_id")
-    )
-    expected = [begin]
-    for message in EXCHANGE:
-        head = [start, *tokenizer.encode(message["role"]), end, *tokenizer.encode("\n\n")]
-        expected += [*head, *tokenizer.encode(message["content"]), turn]
     assert ids == expected and targets == [0] * (len(ids) - 2) + [1, 1]
     assert prepare(tmp_path / "in.jsonl", [{"messages": EXCHANGE}]) == 0
     assert "the format of Llama 3" in capsys.readouterr().out
-    assert (
-        prepare(
-            tmp_path / "in.jsonl", [{"messages": EXCHANGE}], "--out", tmp_path / "2", "--tokenizer", make_folder(None)
-        )
-        == 2
-    )
+    elsewhere = ["--out", tmp_path / "2", "--tokenizer", make_folder(None)]
+    assert prepare(tmp_path / "in.jsonl", [{"messages": EXCHANGE}], *elsewhere) == 2
     assert "chat_template.jinja" in capsys.readouterr().err
 
 

@@ -9,7 +9,6 @@ Source: top-p arXiv:1904.09751. Legend: V vocabulary.
 
 import codecs
 import json
-import os
 import sys
 import time
 from argparse import Namespace
@@ -53,43 +52,41 @@ def main(options: Namespace) -> int:
         return converse(options, source, chat, CachedModel(build_model(source, device)))
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
     prompt_tokens = encode_prompt(prompt, source.tokenizer, chat)
-    n_new_tokens = min(options.max_new_tokens, measure_room(prompt_tokens, source, options.context))
+    n_new_tokens = count_new_tokens(prompt_tokens, source, options)
     limit = "max_new_tokens" if n_new_tokens == options.max_new_tokens else "context"
-    sampling = Sampling(options.temperature, options.top_k, options.top_p)
     model = CachedModel(build_model(source, device))
     print(f"{source.path} on {device.type}, {len(prompt_tokens)} prompt tokens", file=sys.stderr)
 
     logits = model.read(prompt_tokens)  # once for all samples
-    usable = list_usable(source.tokenizer, len(logits))
     show = (lambda text: None) if options.json else partial(print, end="", flush=True)
     samples = []
     for seed in range(options.seed, options.seed + options.n):
         model.rewind(len(prompt_tokens))
-        tokens = generate(model, logits, sampling, seed=seed, usable=usable, most_tokens=n_new_tokens)
         if options.n > 1:
             show(f"--- sample {seed - options.seed + 1} of {options.n}, seed {seed} ---\n")
         if not chat:
             show(prompt)
         started_s = time.monotonic()
-        taken = take(tokens, source.tokenizer, source.end_ids, show)
+        taken = answer(model, logits, source, options, seed, n_new_tokens, show)
         seconds = time.monotonic() - started_s
-        show("\n")
         stopped = limit if len(taken) == n_new_tokens else "end_of_document"
         print(f"[{len(taken)} tokens, {len(taken) / seconds:.1f} per second, {stopped}]", file=sys.stderr)
         sample = {"seed": seed, "text": source.tokenizer.decode(taken), "tokens": taken}
         samples.append({**sample, "stopped": stopped, "seconds": seconds})
     if options.json:
-        about = {"source": str(source.path), "prompt": prompt, "prompt_tokens": prompt_tokens, **asdict(sampling)}
-        print(json.dumps({**about, "samples": samples}))
+        about = {"source": str(source.path), "prompt": prompt, "prompt_tokens": prompt_tokens}
+        print(json.dumps({**about, **asdict(read_sampling(options)), "samples": samples}))
     return 0
+
+
+def read_sampling(options: Namespace) -> Sampling:
+    return Sampling(options.temperature, options.top_k, options.top_p)
 
 
 def converse(options: Namespace, source: ModelSource, chat: ChatFormat, model: CachedModel) -> int:
     """Answer each line from the terminal, until the end of its input."""
-    sampling = Sampling(options.temperature, options.top_k, options.top_p)
     show = partial(print, end="", flush=True)
     messages = []
-    cached: list[int] = []  # the tokens that the model has read
     print("Ctrl-D ends the conversation.", file=sys.stderr)
     while True:
         try:
@@ -101,17 +98,28 @@ def converse(options: Namespace, source: ModelSource, chat: ChatFormat, model: C
             continue
         messages.append({"role": "user", "content": line})
         tokens = encode_messages(messages, chat)
-        n_new_tokens = min(options.max_new_tokens, measure_room(tokens, source, options.context))
-        n_shared = min(len(os.path.commonprefix([cached, tokens])), len(tokens) - 1)
-        model.rewind(n_shared)  # a template can write earlier turns in another way
-        logits = model.read(tokens[n_shared:])
-        usable = list_usable(source.tokenizer, len(logits))
-        seed = options.seed + len(messages)
-        drawn = generate(model, logits, sampling, seed=seed, usable=usable, most_tokens=n_new_tokens)
-        taken = take(drawn, source.tokenizer, source.end_ids, show)
-        show("\n")
-        cached = (tokens + taken)[: model.length]
+        n_new_tokens = count_new_tokens(tokens, source, options)
+        model.rewind(0)  # a template can write earlier turns in another way
+        logits = model.read(tokens)
+        taken = answer(model, logits, source, options, options.seed + len(messages), n_new_tokens, show)
         messages.append({"role": "assistant", "content": source.tokenizer.decode(taken)})
+
+
+def answer(
+    model: CachedModel,
+    logits: Tensor,
+    source: ModelSource,
+    options: Namespace,
+    seed: int,
+    most_tokens: int,
+    show: Callable[[str], object],
+) -> list[int]:
+    """Generate, show and return the tokens after those that `model` has read, up to an end token."""
+    usable = list_usable(source.tokenizer, len(logits))
+    tokens = generate(model, logits, read_sampling(options), seed=seed, usable=usable, most_tokens=most_tokens)
+    taken = take(tokens, source.tokenizer, source.end_ids, show)
+    show("\n")
+    return taken
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, chat: ChatFormat | None) -> list[int]:
@@ -148,18 +156,24 @@ def refuse_attention(source: ModelSource) -> None:
         raise SourceError(f"{source.path}: {why}.")
 
 
+<<<<<<< HEAD
 def measure_room(tokens: list[int], source: ModelSource, context: int | None) -> int:
     """Return the number of tokens left in the context. Raises SourceError if there are none."""
     if max(tokens) >= source.model_args.vocab_size:
         token = source.tokenizer.decode([max(tokens)])
         raise SourceError(f"The prompt has {token!r}, whose id {max(tokens)} is above the rows of the model.")
     limit = context or source.context
+=======
+def count_new_tokens(tokens: list[int], source: ModelSource, options: Namespace) -> int:
+    """Return the most tokens to generate after these. Raises SourceError if the context is full."""
+    limit = options.context or source.context
+>>>>>>> diet-chat
     if limit is None:
         raise SourceError(f"{source.path} does not say which context length it was trained with. Set --context N.")
     if len(tokens) >= limit:
         remedy = "Shorten it, or set a longer context than in training with --context N"
         raise SourceError(f"The prompt has {len(tokens)} tokens, but the context has {limit}. {remedy}.")
-    return limit - len(tokens)
+    return min(options.max_new_tokens, limit - len(tokens))
 
 
 def list_usable(tokenizer: Tokenizer, n_rows: int) -> Tensor:

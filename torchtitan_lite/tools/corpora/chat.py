@@ -28,16 +28,7 @@ from torchtitan_lite.config.files import JsonObject, import_extra, read_json
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.vocabulary import CONFIG
 from torchtitan_lite.tools.corpora.text_files import PreparationError
-from torchtitan_lite.tools.corpora.turns import (
-    MARK,
-    find_end,
-    find_end_tokens,
-    find_header,
-    find_turn,
-    mark,
-    mark_messages,
-    read_marks,
-)
+from torchtitan_lite.tools.corpora.turns import MARK, find_start, find_turn, get_mark, has_text, mark_messages
 
 ASSISTANT = "assistant"
 GENERATION = "endgeneration"
@@ -49,7 +40,6 @@ LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
     "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-PROBES = ("x", [{"type": "text", "text": "x"}])  # some templates write only lists of parts
 
 
 @dataclass(frozen=True)
@@ -68,16 +58,26 @@ class ChatFormat:
         return re.compile("|".join(map(re.escape, names)) or "(?!)")  # (?!) matches nothing
 
     @cached_property
-    def any_name(self) -> re.Pattern:
-        """Match a special token, or a name in brackets that this tokenizer reads as plain text."""
-        return re.compile(self.special_name.pattern + r"|<[^<>\s]+>")
-
-    @cached_property
     def ends(self) -> list[str]:
-        """End tokens of an answer. The first one ends the last answer of a conversation."""
-        last = self.write_probe({}, ["user", ASSISTANT]).removesuffix(self.find_header({}))
-        earlier = self.write_probe({}, ["user", ASSISTANT, "user"], after=1)
-        return find_end_tokens(last, earlier, self.any_name)
+        """End tokens: after the last answer of a conversation, and after another answer."""
+        name = self.special_name.pattern + r"|<[^<>\s]+>"  # some names are plain text to this tokenizer
+        ends = []
+        for content in ("x", [{"type": "text", "text": "x"}]):  # some templates write only lists of parts
+            question = {"role": "user", "content": content}
+            answer = {"role": ASSISTANT, "content": content}
+            last = self.write_after([question, answer])
+            prompting = self.write_after([question, answer], add_generation_prompt=True)
+            earlier = self.write_after([question, answer, question])
+            if last != prompting:  # names without a space between them end an answer together
+                ends += re.findall(f"(?:{name})+", last)[:1]
+            ends += re.findall(name, last)[:1]
+            ends += re.findall(name, earlier)[:1]
+        return ends
+
+    def write_after(self, messages: list[dict], **options: bool) -> str:
+        """Return the text between the answer of a small conversation and the next text, or ""."""
+        pieces = MARK.split(self.try_write({"messages": mark_messages(messages)}, **options))
+        return pieces[2] if len(pieces) > len(messages) else ""
 
     @property
     def end_ids(self) -> set[int]:
@@ -90,14 +90,17 @@ class ChatFormat:
 
         Raises ValueError if the template refuses the conversation.
         """
-        arguments = self.variables | row
         template = self.choose_template(row)
-        conversation = arguments.pop("messages")
-        arguments |= {"conversations": [conversation], "chat_template": template, "continue_final_message": False}
-        arguments["add_generation_prompt"] = add_generation_prompt
-        arguments["return_assistant_tokens_mask"] = GENERATION in template
+        variables = self.variables | row
+        messages = variables.pop("messages")
         try:
-            (text,), marked = self.transformers.render_jinja_template(**arguments)
+            (text,), marked = self.transformers.render_jinja_template(
+                [messages],
+                chat_template=template,
+                return_assistant_tokens_mask=GENERATION in template,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
         except Exception as error:  # a template is a program, which can raise anything
             raise ValueError(f"the chat template refuses it: {type(error).__name__}: {error}") from None
         return text, [range(*place) for place in marked[0]] if marked else []
@@ -106,22 +109,12 @@ class ChatFormat:
         """Return the template for a conversation, which transformers chooses in the same way."""
         return self.templates["tool_use" if "tools" in row and "tool_use" in self.templates else "default"]
 
-    def write_probe(self, row: dict[str, Any], roles: list[str], *, after: int = -1, **options: bool) -> str:
-        """Return what the template writes after a message of a small conversation, up to the next text, or ""."""
-        for content in PROBES:
-            messages = mark_messages([{"role": role, "content": content} for role in roles])
-            try:
-                pieces = MARK.split(self.write({**row, "messages": messages}, **options)[0])
-            except ValueError:
-                continue
-            if len(pieces) == 2 * len(roles) + 1:
-                return pieces[2::2][after]
-        return ""
-
-    def find_header(self, row: dict[str, Any]) -> str:
-        """Return the text before an answer in a conversation with the variables of `row`."""
-        prompt = self.write_probe(row, ["user"], add_generation_prompt=True)
-        return find_header(prompt, self.write_probe(row, ["user"]), self.any_name)
+    def try_write(self, row: dict[str, Any], **options: bool) -> str:
+        """Return the text of a conversation, or "" if the template refuses it."""
+        try:
+            return self.write(row, **options)[0]
+        except ValueError:
+            return ""
 
     def render(self, row: dict[str, Any], *, only_last_turn: bool = False) -> tuple[str, list[range]]:
         """Return the text, with special tokens as their names, and the character ranges of the targets.
@@ -136,68 +129,61 @@ class ChatFormat:
         if not trained:
             raise ValueError("it has no assistant turn to train on, so it has no targets")
         text, marked = self.write(row)
-        text.encode()  # raises ValueError for half a surrogate pair
         self.refuse_special_names(row, text)
         if GENERATION not in self.choose_template(row):
             return text, self.find_turns(row, text, trained)
         if trained != answers:
             turns = self.find_turns(row, text, trained)
-            marked = [each for each in marked if any(overlap(each, turn) for turn in turns)]
+            marked = [each for each in marked if any(set(each) & set(turn) for turn in turns)]
         if not any(marked):
             raise ValueError("the {% generation %} marks of the chat template are around none of its answers")
         return text, marked
 
     def find_turns(self, row: dict[str, Any], text: str, numbers: list[int]) -> list[range]:
-        """Return the characters of these messages. Raises ValueError if they cannot be found with certainty."""
-        messages = row["messages"]
-        marks = []
-        try:
-            marked, _ = self.write({**row, "messages": mark_messages(messages)})
-            if MARK.sub("", marked) == text:
-                marks = read_marks(marked)
-        except ValueError:  # the template reads the texts
-            pass
-        for number, message in enumerate(messages, 1):
-            if isinstance(message.get("content"), list) and number - 1 not in dict(marks):
-                raise ValueError(f"the chat template cannot write message {number}, a list of parts; use a string")
-        header = self.find_header(row)
+        """Return the characters of these answers. Raises ValueError if they cannot be found with certainty."""
+        marked = {**row, "messages": mark_messages(row["messages"])}
+        whole = self.try_write(marked)
+        has_marks = whole != text and MARK.sub("", whole) == text
+        if not has_marks:  # the template reads or changes the texts
+            marked = row
+            whole = text
+        last = len(row["messages"]) - 1
+        for number, message in enumerate(row["messages"]):
+            is_list = isinstance(message.get("content"), list)
+            is_needed = is_list or (has_marks and number in numbers)
+            if is_needed and has_text(message) and get_mark(number) not in whole:
+                why = f"the chat template leaves out the text of message {number + 1}"
+                raise ValueError(f"{why} (a list of parts may have to be a string)")
         turns = []
         for number in numbers:
-            message = messages[number]
-            if marks and mark(message, number) != message and number not in dict(marks):
-                raise ValueError(f"the chat template leaves out the text of message {number + 1}")
-            turn = find_turn(text, marks, number, header, self.ends)
-            if not turn and number == len(messages) - 1:
-                turn = self.find_last_turn(row, text)
+            turn = None
+            if has_marks or number == last:
+                turn = self.find_answer(marked, whole, number)
             if not turn:
                 why = f"message {number + 1} cannot be found with certainty in the text of the chat template"
                 raise ValueError(f"{why}; --only-last-turn trains the last answer alone")
             turns.append(turn)
         return turns
 
-    def find_last_turn(self, row: dict[str, Any], text: str) -> range | None:
-        """Return what follows the prompt for the last answer."""
-        prompt, _ = self.write({**row, "messages": row["messages"][:-1]}, add_generation_prompt=True)
-        stop = find_end(text, len(prompt), len(text), self.ends)
-        return range(len(prompt), stop or len(text)) if text.startswith(prompt) else None
+    def find_answer(self, marked: dict[str, Any], whole: str, number: int) -> range | None:
+        """Return the characters of an answer in the marked text `whole`, counted without marks."""
+        asked = {**marked, "messages": marked["messages"][:number]}
+        prompt = self.try_write(asked, add_generation_prompt=True)
+        start = find_start(whole, prompt, self.try_write(asked), number)
+        if start is None:
+            return None
+        return find_turn(whole, start, number, self.ends)
 
     def refuse_special_names(self, row: dict[str, Any], text: str) -> None:
         """Raise ValueError if a text of the row would become special tokens of the document."""
-        values = {key: value for key, value in row.items() if key != "messages"}
-        for number, message in enumerate(row["messages"], 1):
-            for key, value in message.items():
-                values[f"{key} of message {number}"] = value
-        for place, value in values.items():
+        without = self.special_name.sub("", json.dumps(row, ensure_ascii=False))
+        if self.try_write(json.loads(without)) == text:
+            return
+        places = {f"message {number}": message for number, message in enumerate(row["messages"], 1)}
+        for place, value in (places | row).items():
             found = self.special_name.search(json.dumps(value, ensure_ascii=False))
-            if found and self.write(self.remove_special_names(row))[0] != text:
+            if found:
                 raise ValueError(f"{place} has the text {found.group()!r}, which would become a special token")
-
-    def remove_special_names(self, row: dict[str, Any]) -> dict[str, Any]:
-        return json.loads(self.special_name.sub("", json.dumps(row, ensure_ascii=False)))
-
-
-def overlap(first: range, second: range) -> bool:
-    return first.start < second.stop and second.start < first.stop
 
 
 def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
@@ -227,17 +213,23 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     if not templates and LLAMA_3_NAMES <= tokenizer.special.keys():
         name = "the format of Llama 3, because the tokenizer has no chat template"
         templates = {"default": LLAMA_3}
+    remedy = "Put chat_template.jinja of its model there, or name another --tokenizer"
     if "default" not in templates:
-        why = f"{folder} has no chat template" + (f" named default, only {', '.join(templates)}" if templates else "")
-        raise PreparationError(f"{why}. Put chat_template.jinja of its model there, or name another --tokenizer")
+        raise PreparationError(f"{folder} has no chat template named default. {remedy}")
     try:
-        for template in templates.values():  # a corpus does not depend on today's date
+        for template in templates.values():
             compiled = transformers._compile_jinja_template(template)
-            compiled.environment.globals["strftime_now"] = DATE.strftime
+            compiled.environment.globals["strftime_now"] = DATE.strftime  # a corpus does not depend on today's date
     except Exception as error:  # of jinja2
-        raise PreparationError(f"the chat template in {folder} cannot be used: {error}") from None
+        raise PreparationError(f"the chat template in {folder} cannot be used: {error}. {remedy}") from None
     names = read_json(folder / "special_tokens_map.json", may_be_missing=True)
-    return ChatFormat(templates, read_special_tokens(names | config), tokenizer, transformers, name)
+    variables = {}
+    for key, token in (names | config).items():
+        if isinstance(token, dict):
+            token = token.get("content")
+        if key.endswith("_token") and isinstance(token, str):
+            variables[key] = token
+    return ChatFormat(templates, variables, tokenizer, transformers, name)
 
 
 def read_templates(folder: Path, config: JsonObject) -> dict[str, str]:
@@ -252,14 +244,3 @@ def read_templates(folder: Path, config: JsonObject) -> dict[str, str]:
     if isinstance(template, list):
         return {entry.take("name", str): entry.take("template", str) for entry in template}
     return {name: template.take(name, str) for name in template}
-
-
-def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens in a tokenizer's files by the names that templates use, such as eos_token."""
-    found = {}
-    for key, token in config.items():
-        if isinstance(token, dict):
-            token = token.get("content")
-        if key.endswith("_token") and isinstance(token, str):
-            found[key] = token
-    return found

@@ -15,10 +15,10 @@ import json
 from typing import Any
 
 DIALECTS = {  # name -> columns that its rows have
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "prompt/completion": ("prompt", "completion"),
-    "Alpaca": ("instruction", "output"),
+    "messages": {"messages"},
+    "conversations": {"conversations"},
+    "prompt/completion": {"prompt", "completion"},
+    "Alpaca": {"instruction", "output"},
 }
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"}
 
@@ -33,17 +33,17 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict[st
     row = drop_nulls(row)
     if column in row:
         row["conversations"] = row.pop(column)
-    known = {"conversations": DIALECTS["conversations"]} if column else DIALECTS
-    found = [name for name, columns in known.items() if row.keys() >= set(columns)]
+    names = ["conversations"] if column else DIALECTS
+    found = [name for name in names if row.keys() >= DIALECTS[name]]
     if not found:
-        names = ", ".join("/".join(columns) for columns in DIALECTS.values())
-        raise ValueError(f"it has the columns {', '.join(row)}, but conversations have {names} (or set --text-column)")
-    messages = CONVERT[found[0]](row)
-    check_messages(messages)
+        known = "messages, conversations, prompt/completion, instruction/output"
+        raise ValueError(f"it has the columns {', '.join(row)}, but conversations have {known} (or set --text-column)")
+    dialect = found[0]
+    messages = read_messages(dialect, row)
     if isinstance(row.get("tools"), str):  # JSON, as in data sets whose tools have different parameters
         row["tools"] = json.loads(row["tools"])
     options = row.pop("chat_template_kwargs", {})
-    return found[0], {**row, **options, "messages": messages}
+    return dialect, {**row, **options, "messages": messages}
 
 
 def drop_nulls(value: Any) -> Any:
@@ -55,62 +55,38 @@ def drop_nulls(value: Any) -> Any:
     return value
 
 
-def convert_turns(row: dict[str, Any]) -> list[dict]:
-    """Return the column `conversations` as messages."""
-    turns = row.pop("conversations")
-    messages = take_system(row)
-    if not isinstance(turns, list):
+def read_messages(dialect: str, row: dict[str, Any]) -> list[dict]:
+    """Take the columns of the conversation from a row, and return its messages."""
+    if dialect == "Alpaca":
+        parts = [row.pop("instruction"), row.pop("input", "")]
+        row["prompt"] = "\n\n".join(str(part) for part in parts if part)
+        row["completion"] = row.pop("output")
+    if dialect in row:
+        turns = row.pop(dialect)
+    else:
+        prompt = list_turns(row.pop("prompt"), "user")
+        turns = [{**turn, "weight": 0} for turn in prompt] + list_turns(row.pop("completion"), "assistant")
+    if not isinstance(turns, list) or not turns:
         raise ValueError(f"its conversation is not a list of messages: {turns!r:.60}")
-    for turn in turns:
-        if isinstance(turn, dict) and "from" in turn:
-            role = turn.pop("from")
-            turn = {"role": ROLES.get(role, role), "content": turn.pop("value", ""), **turn}
-        messages.append(turn)
-    return messages
+    if dialect != "messages" and "system" in row:
+        turns = list_turns(row.pop("system"), "system") + turns
+    return [read_message(turn, number) for number, turn in enumerate(turns, 1)]
 
 
-def convert_completion(row: dict[str, Any]) -> list[dict]:
-    prompt = row.pop("prompt")
-    answer = row.pop("completion")
-    if isinstance(prompt, list) and isinstance(answer, list):
-        check_messages(prompt)
-        return take_system(row) + [{**message, "weight": 0} for message in prompt] + answer
-    return take_system(row) + make_exchange(prompt, answer)
+def list_turns(value: Any, role: str) -> list:
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
-def convert_alpaca(row: dict[str, Any]) -> list[dict]:
-    parts = [row.pop("instruction"), row.pop("input", "")]
-    prompt = "\n\n".join(str(part) for part in parts if part)
-    return take_system(row) + make_exchange(prompt, row.pop("output"))
-
-
-def make_exchange(prompt: Any, answer: Any) -> list[dict]:
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-
-
-def take_system(row: dict[str, Any]) -> list[dict]:
-    system = row.pop("system", "")
-    return [{"role": "system", "content": system}] if system else []
-
-
-def check_messages(messages: Any) -> None:
-    """Raise ValueError if this is not a list of messages."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"its conversation is not a list of messages: {messages!r:.60}")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {number} has no role: {message!r:.60}")
-        if not isinstance(message.get("content", ""), str | list):
-            raise ValueError(f"message {number} has a content that is neither text nor a list: {message!r:.60}")
-        if message.keys() <= {"role", "weight"}:
-            raise ValueError(f"message {number} has neither a content nor a tool call: {message!r:.60}")
-        if message.get("weight", 1) not in (0, 1):
-            raise ValueError(f"message {number} has the weight {message['weight']!r}; only 0 and 1 can be trained")
-
-
-CONVERT = {
-    "messages": lambda row: row.pop("messages"),
-    "conversations": convert_turns,
-    "prompt/completion": convert_completion,
-    "Alpaca": convert_alpaca,
-}
+def read_message(turn: Any, number: int) -> dict:
+    """Return a turn with `role` and `content`, or with `from` and `value`, as a message. Raises ValueError."""
+    message = dict(turn) if isinstance(turn, dict) else {}
+    if "from" in message:
+        role = message.pop("from")
+        message["role"] = ROLES.get(role, role)
+        message["content"] = message.pop("value", "")
+    has_text = isinstance(message.get("content", ""), str | list)
+    if not isinstance(message.get("role"), str) or not has_text or message.keys() <= {"role", "weight"}:
+        raise ValueError(f"message {number} needs a role, and a content or tool calls: {turn!r:.60}")
+    if message.get("weight", 1) not in (0, 1):
+        raise ValueError(f"message {number} has the weight {message['weight']!r}; only 0 and 1 can be trained")
+    return message
