@@ -23,7 +23,8 @@ class Bar(NamedTuple):
         """Return the number of rows and sources, and whether any row is of this GPU."""
         n_rows = sum(self.n_rows.values())
         text = f"{n_rows} published runs, {self.n_sources} left-out sources, median error {self.median:.1%}"
-        return text if gpu in self.n_rows else f"never compared on {gpu}; elsewhere {text}"
+        is_compared = any(name.startswith(gpu) for name in self.n_rows)
+        return text if is_compared else f"never compared on {gpu}; elsewhere {text}"
 
 
 # Printed by `python -m torchtitan_lite.tools.plan.published`.

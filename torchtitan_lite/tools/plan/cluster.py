@@ -66,8 +66,8 @@ class Cluster:
     link_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6
     # An overlapped collective takes multiprocessors, memory bandwidth and power from compute. The two together take the
-    # time of the longer plus this fraction of the shorter, if it runs at the rate of the links: a slower one takes less in
-    # proportion. Fit.
+    # time of the longer plus this fraction of the shorter. A collective slower than the links takes less, in proportion
+    # to its rate. Fit.
     contention: float = 0.32
     async_tp_hidden: float = 0.63  # fraction of tp's collectives that async TP hides. Fit.
     # Bytes that the allocator reserves per byte in use, without and with tp, whose copies of hidden states come and

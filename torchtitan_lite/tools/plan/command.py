@@ -119,8 +119,8 @@ def describe_memory(plan: Plan) -> str:
         rows.append((f"  pp rank {pp_rank}{like}", *cells))
     error = BARS["memory"].describe(plan.gpu)
     return (
-        f"{format_table(rows)}\n  taken: by the allocator and by CUDA; at most: upper end of the 80 % range. The layout "
-        f"fits if this fits\n  {error}"
+        f"{format_table(rows)}\n  taken: by the allocator and by CUDA; at most: upper end of the 80 % range, which must fit"
+        f"\n  {error}"
     )
 
 
