@@ -31,6 +31,7 @@ SECTIONS |= {"mode": "activation_checkpoint", "enable": "compile"}
 
 def read(name: str, n_gpus: int, **keys) -> PlannedRun:
     """A shipped config on GPUs. Keys: of parallelism, training or activation_checkpoint."""
+    keys.setdefault("global_batch_size", -1)
     args = [f"--{SECTIONS.get(key, 'parallelism')}.{key}={value}" for key, value in keys.items()]
     return plan_run(["--config", name, *args], n_gpus, "cuda")
 
@@ -71,11 +72,15 @@ def test_a_plan_needs_no_torch_and_says_where_the_time_goes():
 
 
 def test_a_plan_names_the_nodes_of_each_axis_and_ends_with_status_1_if_it_does_not_fit(capsys):
-    assert main(["plan", "--config", "mixtral_8x22b", "--gpus", "2048"]) == 0
+    keys = [f"--{PP}=4", "--training.local_batch_size=16", "--parallelism.data_parallel_replicate_degree=1"]
+    keys += [f"--{TP}=8", "--parallelism.zero_stage=1"]
+    assert main(["plan", "--config", "mixtral_8x22b", "--gpus", "2048", *keys]) == 0
     lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
     nodes = {tuple(line[1:3]): line[-1] for line in lines if len(line) == 6}
     assert (nodes["tp", "all-gather"], nodes["pp", "send"]) == ("inside a node", "over 4 nodes")
-    assert main(["plan", "--config", "llama3_405b", "--gpus", "64"]) == 1
+    keys = ["--parallelism.pipeline_parallel_degree=1", "--parallelism.pipeline_parallel_schedule=1F1B"]
+    keys += ["--training.local_batch_size=1", "--training.global_batch_size=-1"]
+    assert main(["plan", "--config", "llama3_70b", "--gpus", "16", *keys]) == 1
     assert "remark: the layout does not fit in memory" in capsys.readouterr().out
 
 
@@ -110,11 +115,12 @@ def remarks_of(planned: PlannedRun) -> list[str]:
 
 
 def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
-    planned = read("llama3_405b", 16384, **degrees(pp=16), local_batch_size=16)
-    assert predict(planned).bubble > 15 / 31  # (p-1)/(m+p-1), and stages that wait for what is sent
+    schedule = {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_layers_per_stage": 8}
+    planned = read("llama3_405b", 16384, **degrees(pp=16, tp=8), **schedule, local_batch_size=16)
+    assert predict(planned).bubble > 0.45  # of the step; (p-1)/(m+p-1) = 15/31 of the pipeline alone
     (remark,) = (remark for remark in remarks_of(planned) if "idle" in remark)
     n = int(remark.split("Use ")[1].split(" microbatches")[0])
-    assert predict(read("llama3_405b", 16384, **degrees(pp=16), local_batch_size=n)).bubble <= 0.15
+    assert predict(read("llama3_405b", 16384, **degrees(pp=16, tp=8), **schedule, local_batch_size=n)).bubble <= 0.17  # uneven stages stay
     assert f"training.global_batch_size = {n * 128}" in remark and "or about 6 stages per rank" in remark
 
 
@@ -129,8 +135,8 @@ def test_groups_over_nodes_get_a_degree_that_stays_inside():
 
 
 def test_memory_that_is_left_over_or_missing_is_called_out():
-    assert any("Try --search" in remark for remark in remarks_of(read("llama3_70b", 512)))
-    assert any("does not fit" in remark for remark in remarks_of(read("llama3_405b", 64)))
+    assert any("Try --search" in remark for remark in remarks_of(read("llama3_8b", 512)))
+    assert any("does not fit" in remark for remark in remarks_of(read("llama3_70b", 16)))
 
 
 def test_the_interval_of_saves_is_youngs_for_short_stalls_and_the_best_of_all():
@@ -155,7 +161,7 @@ def test_groups_within_a_node_use_its_links_and_others_share_its_network_cards()
 
 
 def test_a_gpu_without_a_row_is_refused():
-    with pytest.raises(ConfigError, match="h100, h200, a100-80, b200, cpu"):
+    with pytest.raises(ConfigError, match="h100, h200, a100-80, b200, h100-96, cpu"):
         find_cluster("h1000")
 
 
@@ -206,13 +212,13 @@ def test_no_schedule_undercuts_the_bound_by_which_layouts_are_pruned(schedule):
 
 
 def test_keys_of_the_config_that_make_a_step_faster_are_read():
-    plain = read("llama3_70b", 64)
+    plain = read("llama3_70b", 64, **degrees(tp=8))
     faster = {
         "parallelism.enable_async_tensor_parallel": "true",
         "quantize.linear.float8.enable_fsdp_float8_all_gather": "true",
     }
     for key, value in faster.items():
-        args = ["--config", "llama3_70b", f"--{key}={value}"]
+        args = ["--config", "llama3_70b", f"--{key}={value}", f"--{TP}=8", "--training.global_batch_size=-1"]
         args += ["--model.converters=float8"] * ("float8" in key) + ["--compile.enable=true"]
         planned = plan_run(args, 64, "cuda")
         assert predict(planned).step_time_s < predict(plain).step_time_s, key

@@ -90,10 +90,10 @@ def test_the_report_says_why_the_own_layout_loses_and_the_winner_reads_back(tmp_
 
 @pytest.mark.parametrize(
     ("name", "n_gpus", "batch", "expected"),
-    [("llama3_70b", 64, 128, ("dp_shard64", "recompute full")), ("llama3_405b", 512, 128, ("pp", "tp"))],
+    [("llama3_70b", 64, 128, ("dp_shard64", "recompute full")), ("llama3_405b", 512, 128, ("dp_shard128 x tp4",))],
 )
 def test_large_models_get_what_practitioners_run(name, n_gpus, batch, expected):
-    """70B on 64: FSDP and full recompute. 405B on 512: a pipeline with tp inside a node, not FSDP alone."""
+    """70B on 64: FSDP and full recompute. 405B on 512: FSDP with tp inside a node, not FSDP alone."""
     search = Search(*read(name, f"--training.global_batch_size {batch}"), n_gpus, H100)
     best = search.rank()
     assert search.n_accepted > 3_000 and len(best) == 10

@@ -33,7 +33,7 @@ class MemoryBound:
     def __str__(self) -> str:
         ranks = f"{self.n_ranks} ranks share" if self.n_ranks > 1 else "a rank has"
         needed = f"at least {self.state_bytes / GIB:.2f} GiB for weights, gradients and optimizer state"
-        more = "activations, gathered weights and the allocator's reserve come on top (`plan`)"
+        more = "activations, gathered weights and the allocator's reserve come on top"
         return f"{needed}; {more}; {ranks} {self.available_bytes / GIB:.1f} GiB"
 
 
