@@ -129,7 +129,12 @@ def test_what_only_a_gpu_has_is_left_out_and_what_saves_memory_stays():
 @pytest.mark.parametrize(
     ("args", "efsdp", "n_experts", "n_deep"),
     [
-        (("mixtral_8x22b", f"--{PP}=1", f"--{TP}=1", f"--{EP}=4", f"--{SHARD}=8", ONE_COPY), 2, 8, 8),  # FSDP shares experts
+        (
+            ("mixtral_8x22b", f"--{PP}=1", f"--{TP}=1", f"--{EP}=4", f"--{SHARD}=8", ONE_COPY),
+            2,
+            8,
+            8,
+        ),  # FSDP shares experts
         (("qwen3_30b_a3b", f"--{EP}=8", f"--{SHARD}=8"), 1, 16, 24),
         (("qwen3_30b_a3b", f"--{EP}=2", f"--{SHARD}=4", f"--{TP}=2"), 4, 16, 24),
         (("debug_moe_3d",), 1, 8, 8),

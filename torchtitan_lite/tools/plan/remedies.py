@@ -36,7 +36,7 @@ def list_remarks(planned: PlannedRun, expected: Forecast, taken_bytes: float) ->
         remarks.append(f"{waiting:.0%} of a step waits for gathers and reductions over dp. {advice}")
     if taken_bytes > cluster.memory_bytes:
         sizes = f"{taken_bytes / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB"
-        advice = "; ".join(list_levers(planned, cluster)) or "use more GPUs, or `--search`, which ranks layouts that fit"
+        advice = "; ".join(list_levers(planned, cluster)) or "more GPUs, or `--search`"
         remarks.append(f"the layout does not fit in memory: it may take {sizes}. What helps: {advice}")
     elif taken_bytes < LEAST_USED * cluster.memory_bytes:
         used = f"the layout uses {taken_bytes / GIB:.0f} of {cluster.memory_bytes / GIB:.1f} GiB"
