@@ -14,7 +14,6 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_run
-from torchtitan_lite.checkpoint.load import restore_or_load
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, name_tensors
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import start_logging
@@ -29,6 +28,7 @@ from torchtitan_lite.faults.copies import compare_copies
 from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.faults.snapshots import Snapshots
+from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, join_job, start_process
 from torchtitan_lite.preflight import preflight
@@ -59,7 +59,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     check_prepared(config, plan.tokenizer)
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
-    starting_over = place.restarts == 0 and (config.job.overwrite or not dump_folder.exists())
+    starting_over = config.job.overwrite and place.restarts == 0
     device, groups = start_process(place, store, machine.device_type, config, dump_folder)
     mesh = build_mesh(layout, device.type)
     lock = open_dump_folder(dump_folder, config, starting_over=starting_over) if place.rank == 0 else None
@@ -67,7 +67,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     for notice in plan.notices:
         logger.info(notice)
     n_parameters = count_parameters(model_args)
-    logger.info(f"{config.job.description or plan.title}: {n_parameters:,} parameters, {layout}")
+    logger.info(f"{config.job.description or plan.title}: {n_parameters:,} parameters, {layout}, {plan.origin}")
 
     # ---- data: each data-parallel rank reads its rows of every global batch
     data = open_data(config, model_args, layout, plan.tokenizer, mesh.data_rank, device)
@@ -78,8 +78,6 @@ def main(args: list[str], stop: StopRequest) -> int:
     run = build_run(config, model_args, layout, mesh, device)
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
-    checkpoints = dump_folder / config.checkpoint.folder
-    is_named = config.checkpoint.load_step != -1 and place.restarts == 0
     saving = {
         "optimizer": run.optimizer,
         "fingerprint": data.fingerprint,
@@ -87,17 +85,7 @@ def main(args: list[str], stop: StopRequest) -> int:
         "device": device,
     }
     snapshots = Snapshots(dump_folder, config.checkpoint, place, groups.host, **saving)
-    newer_than = config.training.steps if is_named or starting_over else plan.resumed_step
-    resumed_step = snapshots.restore(run.saved, run.lr_scheduler, newer_than) or restore_or_load(
-        checkpoints,
-        plan.resumed_step,
-        run.saved,
-        run.optimizer,
-        run.lr_scheduler,
-        is_named=is_named,
-        section=config.checkpoint,
-        group=groups.host,
-    )
+    resumed_step = start_from(run, snapshots, groups.host, restarted=place.restarts > 0)
 
     # ---- loop
     log = RunLog(
@@ -105,9 +93,11 @@ def main(args: list[str], stop: StopRequest) -> int:
         dump_folder,
         device_name=machine.name,
         resumed_step=resumed_step,
+        origin=plan.origin,
         restarts=place.restarts,
         groups=groups,
     )
+    checkpoints = dump_folder / config.checkpoint.folder
     saver = CheckpointSaver(checkpoints, config.checkpoint, group=groups.saver, record=log.record, **saving)
     hangs = HangWatch(dump_folder, config.comm, mesh, place.restarts, groups.host)
     first, last = resumed_step + 1, config.training.steps
@@ -126,7 +116,7 @@ def main(args: list[str], stop: StopRequest) -> int:
                 break
             hangs.end()
             if config.debug.compare_copies_every and step % config.debug.compare_copies_every == 0:
-                compare_copies(name_tensors(run.saved, run.optimizer), groups.host)
+                compare_copies(name_tensors(run.saved, run.optimizer), mesh, groups.host)
             stop.is_first_step = False
             validation = validate(run, data, step)  # None if this step is not validated
             log.after_step(step, result, validation)

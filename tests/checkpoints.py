@@ -17,11 +17,13 @@ from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
-from torchtitan_lite.checkpoint.load import restore_or_load
+from torchtitan_lite.checkpoint.load import Saved, restore
 from torchtitan_lite.checkpoint.manifest import Manifest
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
 from torchtitan_lite.checkpoint.storage import StorageWriter, open_checkpoint
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.faults.snapshots import Snapshots
+from torchtitan_lite.parallel.process_groups import Place
 
 FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "moe": None}}
 
@@ -47,6 +49,12 @@ def make_saver(folder: str | Path, section: Checkpoint, optimizer: Optimizer | N
     return CheckpointSaver(Path(folder), section, optimizer, group=dist.new_group(backend="gloo"), **options)
 
 
+def make_snapshots(folder: str | Path, section: Checkpoint, optimizer: Optimizer, n_hosts: int = 1) -> Snapshots:
+    place = Place(dist.get_rank(), dist.get_world_size(), 0, n_hosts, 0)
+    options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu")}
+    return Snapshots(Path(folder), section, place, dist.group.WORLD, optimizer=optimizer, **options)
+
+
 def train_and_save(
     rank: int, world_size: int, overrides: dict, folder: str, n_steps: int, section: Checkpoint
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
@@ -66,15 +74,15 @@ def load_and_train(
     world_size: int,
     overrides: dict,
     folder: str,
-    step: int | None,
+    step: int,
     section: Checkpoint,
     saved_again: str | None = None,
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
     """Worker: return the same after loading a checkpoint, and its step. May save what it has loaded elsewhere."""
     run = compare.build_table_run(world_size, overrides)
     of_run = (run.saved, run.optimizer, run.lr_scheduler)
-    options = {"section": section, "group": dist.new_group(backend="gloo")}
-    step = restore_or_load(Path(folder), step or 1, *of_run, is_named=step is not None, **options)
+    group = dist.new_group(backend="gloo")
+    step = restore([Saved(step, Path(folder, f"step-{step}"), group)], *of_run, section=section, group=group).step
     state = whole_state(run)
     if saved_again:
         with make_saver(saved_again, section, run.optimizer) as saver:

@@ -17,7 +17,6 @@ class Fork:
     keys: tuple[str, ...]  # of a run that uses it
     rows: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # file -> (start of a line, row below it)
     files: dict[str, str] = field(default_factory=dict)  # path -> text
-    resumed_on: int = 2  # ranks; of 4
 
 
 def write_forks(folder: Path) -> None:
@@ -90,10 +89,6 @@ class Llama3QKNorm(Llama3):
         super().__init__(replace(model_args, qk_norm=True), attention=attention)
 '''
 
-SCHEDULE = """0F0,0F1,,0B0,,0B1
-,1F0,1B0,1F1,1B1,
-"""
-
 FORKS = {
     "an optimizer": Fork(
         ("--optimizer.name=Lion", "--optimizer.lr=1e-4"),
@@ -150,18 +145,5 @@ FORKS = {
                 )
             ]
         },
-    ),
-    "a schedule": Fork(
-        (
-            "--parallelism.pipeline_parallel_degree=2",
-            "--parallelism.tensor_parallel_degree=1",
-            "--parallelism.data_parallel_shard_degree=2",
-            "--parallelism.pipeline_parallel_schedule_csv=own.csv",
-            "--training.local_batch_size=2",
-            "--training.global_batch_size=4",
-        ),
-        {},
-        {"own.csv": SCHEDULE},
-        resumed_on=4,  # its file is for this number of microbatches
     ),
 }

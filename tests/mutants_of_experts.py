@@ -100,6 +100,16 @@ def loads_of_own_tokens():
     return patch.object(expert_balance, "dist")
 
 
+@mutant(
+    FAST["experts, pp2"], "expert loads", "layers.0.feed_forward.router", trial="deep", at=(ExpertBalance, "sum_loads")
+)
+def loads_summed_in_bfloat16(original, balance):
+    """Loads are rounded to bf16 before they are added. tests/test_experts.py sees it on every layout."""
+    for router in balance.routers.values():
+        router.load.copy_(router.load.bfloat16())
+    return original(balance)
+
+
 @mutant(EP2, "expert biases", "layers.0.feed_forward.router.expert_bias", at=(ExpertBalance, "update"))
 def bias_moved_by_a_step_that_is_left_out(original, balance, finite):
     """A step with a gradient that is not finite changes no weight, but it moves the biases."""

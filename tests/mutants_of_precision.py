@@ -6,12 +6,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from layouts import CP, GATHER, PRECOMPUTE, RING, TP, Row
+from layouts import CP, GATHER, MODE, PP, PRECOMPUTE, RING, SCHEDULE, TP, Row
 from mutant_table import mutant
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step
-from torchtitan_lite.parallel import float8, fsdp, parallelize, ring_attention
+from torchtitan_lite.parallel import float8, fsdp, parallelize, pipeline, ring_attention
 
 
 @mutant("dp2", "reduced in float32", "FSDP", at=(parallelize, "apply_fsdp"), trial="bfloat16")
@@ -30,6 +30,44 @@ def rotary_angles_cast_to_bfloat16(make_policy, **options):
 def microbatches_accumulated_in_bfloat16():
     """What one rank's microbatches contribute is added in the compute dtype, and in fp32 only between ranks."""
     return patch.object(FSDPParam, "to_accumulated_grad_if_needed", lambda parameter: None)
+
+
+ZERO_BUBBLE = {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "none"}
+
+
+@mutant(
+    Row(2, ZERO_BUBBLE),
+    "gradients",
+    "layers.1.attention_norm.weight",
+    at=(pipeline, "accumulate_weight_gradients"),
+    trial="bfloat16",
+)
+def weight_halves_added_in_bfloat16(accumulate, part):
+    """torch adds the gradients of a run of weight halves in the compute dtype."""
+
+
+@mutant(
+    Row(4, {**ZERO_BUBBLE, TP: 2}),
+    "sum of microbatches",
+    "layers.1.attention_norm.weight",
+    at=(pipeline, "accumulate_weight_gradients"),
+    trial="bfloat16",
+)
+def weight_halves_added_in_bfloat16_under_tp(accumulate, part):
+    """The same: the rounding of tp hides it from a comparison with one rank."""
+
+
+@mutant(
+    Row(2, ZERO_BUBBLE),
+    "gradients",
+    "layers.1.attention_norm.weight",
+    at=(pipeline, "accumulate_weight_gradients"),
+    trial="bfloat16",
+)
+def a_run_of_weight_halves_replaces_the_sum(accumulate, part):
+    """A sum that FSDP already has is overwritten."""
+    for parameter in fsdp.list_fsdp_parameters(part):
+        parameter.to_accumulated_grad_if_needed()
 
 
 @mutant(Row(4, {CP: 4, **RING}), "module output", "layers.0.attention.inner", at=(ring_attention, "merge_into"))
@@ -59,7 +97,14 @@ def ranks_round_with_scales_of_their_own():
     return patch.object(float8, "dist", alone)
 
 
-@mutant(Row(2, PRECOMPUTE), "loss", "sum_losses", trial="float8")
+@mutant(Row(2, PRECOMPUTE), "scales", "precompute_scales", trial="float8", at=(step, "precompute_scales"))
+def scales_of_the_first_step_kept(precompute, weights, mesh):
+    """Scales are computed once, after the first step."""
+    if any(weight.scale is None for weight in weights):
+        precompute(weights, mesh)
+
+
+@mutant(Row(2, PRECOMPUTE), "scales", "precompute_scales", trial="float8")
 def scales_of_the_step_before():
     """Scales are computed before the optimizer step."""
     original = step.sum_losses

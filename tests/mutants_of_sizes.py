@@ -64,6 +64,19 @@ def positions_of_cp_pieces_rounded(original, run, batch):
 
 
 @mutant(
+    Row(2, {CP: 2, "training.seq_len": 65_536}),
+    "module output",
+    "layers.0.attention.inner",
+    at=(step, "shard_for_cp"),
+    trial="deep",
+)
+def positions_wrap_at_32768(original, run, batch):
+    """Positions are kept in 15 bits on their way to a context-parallel rank."""
+    pieces = original(run, batch)
+    return replace(pieces, positions=pieces.positions % 32_768)
+
+
+@mutant(
     Row(1, {"flavor.rope_scaling": RopeScaling(factor=8.0), **LONG}),
     "module output",
     "layers.0.attention.inner",

@@ -68,7 +68,41 @@ def checkpoints_rounded_to_bfloat16(original, parameters, optimizer):
     return {name: tensor.bfloat16().float() for name, tensor in original(parameters, optimizer).items()}
 
 
-@in_resumed_start(FAST["experts, dp2, ep2"], kind="loss")
+@mutant(
+    Row(2, ADAMW),
+    "saved tensor",
+    "optimizer.layers.1.feed_forward.w2.weight.exp_avg_sq",
+    trial="train.py",
+    at=(loading, "load_checkpoint"),
+)
+def second_moments_rounded_by_a_resume(original, path, tensors, **options):
+    """Second moments pass through bf16 on their way from a checkpoint. No loss shows it."""
+    manifest = original(path, tensors, **options)
+    for name, tensor in tensors.items():
+        if name.endswith("exp_avg_sq"):
+            local(tensor).copy_(local(tensor).bfloat16())
+    return manifest
+
+
+@in_resumed_start(
+    Row(2, {**ADAMW, "optimizer.moments_dtype": "bfloat16"}), kind="loss", at=(loading, "load_checkpoint")
+)
+def moments_in_bfloat16_not_restored(original, path, tensors, **options):
+    """Moments kept in bf16 are left at zero by a resume; others would be restored."""
+    manifest = original(path, tensors, **options)
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.bfloat16 and "exp_avg" in name:
+            local(tensor).zero_()
+    return manifest
+
+
+@in_resumed_start("dp2", kind="lr", at=(loading, "set_step"))
+def schedule_shifted_by_a_resume(original, lr_scheduler, step):
+    """The first step after a resume uses the rate of the step that was saved."""
+    original(lr_scheduler, step - 1)
+
+
+@mutant(FAST["experts, dp2, ep2"], "saved tensor", "model.layers.0.feed_forward.experts.w3", trial="train.py")
 @contextmanager
 def experts_saved_in_another_order():
     """Experts are written in turns, one from each ep rank, and read so: right as long as ep stays."""
@@ -78,12 +112,12 @@ def experts_saved_in_another_order():
         in_turns = partial(reorder, unflatten=lambda full, ep: full.unflatten(0, (ep, -1)))
         return {name: in_turns(tensor) for name, tensor in name_tensors(parameters, optimizer).items()}
 
-    def load_in_turns(folder, tensors, **options):
-        manifest = load_newest(folder, tensors, **options)
+    def load_in_turns(found, tensors, **options):
+        saved = load_newest(found, tensors, **options)
         for tensor in tensors.values():
             back = reorder(tensor, unflatten=lambda full, ep: full.unflatten(0, (-1, ep)))
             local(tensor).copy_(local(back))
-        return manifest
+        return saved
 
     with patch.object(saving, "name_tensors", save_in_turns), patch.object(loading, "load_newest", load_in_turns):
         yield

@@ -17,6 +17,7 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import CONFIG_FOLDER, REPOSITORY, dump_config_toml
+from torchtitan_lite.data.corpus_folder import DATASETS
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools import check
 
@@ -44,7 +45,6 @@ def empty_folder(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     write_tokenizer(tmp_path / "assets" / "tokenizer")
     Path("file").write_text("in the way")
-    Path("deadlock.csv").write_text("0F0,0B0\n1B0,1F0\n")
     return tmp_path
 
 
@@ -72,7 +72,7 @@ def find_one_problem(args: str | list[str], **options) -> Problem:
 
 P = "parallelism."
 TP, PP, CP = f"--{P}tensor_parallel_degree", f"--{P}pipeline_parallel_degree", f"--{P}context_parallel_degree"
-SCHEDULE, CSV, ZERO = f"--{P}pipeline_parallel_schedule", f"{P}pipeline_parallel_schedule_csv", f"--{P}zero_stage"
+SCHEDULE, ZERO = f"--{P}pipeline_parallel_schedule", f"--{P}zero_stage"
 ASYNC_TP, METHOD = f"{P}enable_async_tensor_parallel", f"{P}context_parallel_rotate_method"
 MICROBATCH = f"{P}pipeline_parallel_microbatch_size"
 FLOAT8, GATHER = "--model.converters=float8", "--quantize.linear.float8.enable_fsdp_float8_all_gather"
@@ -102,6 +102,10 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
      "--model.hf_assets_path=nowhere",
      "optimizer.lr model.flavor training.global_batch_size job.dump_folder model.hf_assets_path"),
     (f"{TP}=x --{P}data_parallel_shard_degree=1", f"{P}tensor_parallel_degree", 8),
+    (f"{BUDGET} --compile.enable=x", "compile.enable"),
+    ("--checkpoint.initial_load_path=nowhere --model.vocab_size=300 --training.dataset=file",
+     "checkpoint.initial_load_path training.dataset"),
+    ("--config nowhere --training.global_batch_size=3", "job.config_file"),
     # model
     ("--model.flavor 9B", "model.flavor"),
     ("--model.n_heads 6", "model.n_heads"),
@@ -112,8 +116,7 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     ("--training.global_batch_size 10", "training.global_batch_size"),
     (f"{PP}=2 --training.local_batch_size=4 --{MICROBATCH}=3", MICROBATCH),
     (f"{PP}=2 {ZERO}=2", f"{P}zero_stage"),
-    (f"{PP}=2 --{CSV}=deadlock.csv", CSV),
-    (f"{PP}=2 --{CSV}=nowhere.csv", CSV),
+    (f"{SCHEDULE}_csv=own.csv", f"{P}pipeline_parallel_schedule_csv"),
     # layout
     (f"{TP}=4 --model.n_heads=2", "model.n_heads model.n_kv_heads", 4),
     (f"{TP}=2 --model.ffn_dim=351", "model.ffn_dim"),
@@ -161,7 +164,7 @@ REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
     ("--training.dataset_weights=-1", "training.dataset_weights"),
     ("--training.dataset_path file", "training.dataset_path"),  # the named corpus reads none
     ("--model.hf_assets_path nowhere", "model.hf_assets_path"),
-    ("--model.vocab_size 2303", "model.vocab_size"),
+    ("--model.vocab_size 2000", "model.vocab_size"),
     ("--job.dump_folder file/run", "job.dump_folder"),
     ("--training.cache_folder file", "training.cache_folder"),
     ("--checkpoint.folder /", "checkpoint.folder"),  # job.overwrite would empty it
@@ -193,7 +196,11 @@ def test_exactly_what_cannot_run_is_refused_by_its_keys():
 @pytest.mark.parametrize(
     ("args", "n_ranks", "numbers"),
     [
-        ("--training.global_batch_size 10", 2, [8]),
+        ("--training.global_batch_size 10", 2, [8, 16, 1]),
+        ("--training.global_batch_size 6", 4, [4, 8]),
+        ("--training.global_batch_size 9", 2, [8, 16]),
+        ("--training.local_batch_size 6 --training.global_batch_size 9", 2, [8, 10]),
+        (f"{CP}=3 --training.seq_len=64", 3, [60, 66]),
         (f"{TP}=2 --{P}data_parallel_shard_degree=2", 3, [2]),
         (f"{FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1", 2, [32]),
         (f"{PP}=8", 8, [6]),  # the first and the last stage need no layer
@@ -203,6 +210,55 @@ def test_exactly_what_cannot_run_is_refused_by_its_keys():
 def test_a_remedy_names_the_bound(args, n_ranks, numbers):
     remedy = find_one_problem(args, n_ranks=n_ranks, machine=H100_ELSEWHERE).remedy
     assert [int(number) for number in re.findall(r"\b\d\b|\b\d\d\b", remedy.replace("-1", ""))] == numbers
+
+
+@pytest.mark.parametrize(
+    ("args", "n_ranks", "said"),
+    [
+        (
+            "--training.global_batch_size=6",
+            4,
+            "4 data-parallel ranks cannot have equal shares of 6 sequences. Use 4 or 8",
+        ),
+        (f"--model.vocab_size=50257 {TP}=2", 2, "or 50258 here"),
+        (
+            "--model.hf_assets_path=Qwen/Qwen3-8B",
+            2,
+            "nothing is downloaded. Run: hf download Qwen/Qwen3-8B --local-dir",
+        ),
+        ("--checkpoint.initial_load_path=hf://a/b", 2, "nothing is downloaded. Run: hf download a/b --local-dir a/b"),
+        ("--config finetune", 2, "the environment variable $MODEL_FOLDER is not set"),
+        ("--training.dataset=data/mine", 2, "prepare FILES --out data/mine"),
+        ("--training.dataset=assets", 2, "prepare assets --out NEW_FOLDER"),
+        ("--training.dataset=empty", 2, "the function of empty lists no files"),
+    ],
+)
+def test_a_refusal_names_what_the_user_wrote_and_what_works(args, n_ranks, said, monkeypatch):
+    monkeypatch.setitem(DATASETS, "empty", lambda path: [])
+    assert said in str(find_one_problem(args, n_ranks=n_ranks, machine=H100_ELSEWHERE))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("--training.steps=4 --lr_scheduler.warmup_steps=5", "the learning rate only reaches 80% of optimizer.lr"),
+        (f"{FLOAT8} --{F8}filter_fqns=output,wx", "'wx' is in the name of no linear layer"),
+        ("--model.hf_assets_path=model", "set checkpoint.initial_load_path=model"),
+        ("--training.local_batch_size=6", "(training.local_batch_size allows 6)"),
+        ("--config own.toml", "training.seq_len is 512 on a CPU"),
+        ("--config own.toml", "4 sequences of 512 tokens make 2,048 per step"),
+        ("--config own.toml --training.seq_len=1024 --training.local_batch_size=3", "6 sequences of 1024 tokens"),
+        (f"--config own.toml {CP}=3", "training.seq_len is 510"),
+        ("--config own.toml --training.steps=7", "per step, "),  # a time, roughly
+    ],
+)
+def test_check_says_what_a_user_did_not_ask_for(args, said, empty_folder, capsys):
+    write_tokenizer(empty_folder / "model")
+    for name in ("config.json", "model.safetensors"):
+        (empty_folder / "model" / name).touch()
+    Path("own.toml").touch()
+    assert main(["check", *args.split()]) == 0
+    assert said in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- ranks and places
@@ -343,6 +399,7 @@ def test_the_config_that_a_run_saves_has_no_automatic_value_and_starts_the_same_
 VERDICT = """\
 debug_3d on a laptop: nothing found wrong
   model   llama debug, 1,328,256 parameters, 0.00698 GFLOP per token (0.00659 with causal attention)
+  start   random weights (debug.seed 1)
   mesh    8 ranks: pp2 x dp_shard2 x tp2
   batch   8 sequences of 128 tokens make 1,024 per step: data-parallel ranks 2 x microbatches 4 x sequences 1
 """

@@ -65,7 +65,7 @@ def saved(pool, tmp_path_factory):
     return folder, merge_states(states), losses[0], merge_states(last_states)
 
 
-def open_on(pool, world_size: int, overrides: dict, folder, step: int | None = 2, section=KEEP_ALL, **more):
+def open_on(pool, world_size: int, overrides: dict, folder, step: int = 2, section=KEEP_ALL, **more):
     """The whole state after loading, the losses of three more steps, the last state, the step."""
     results = pool.run(load_and_train, world_size, overrides, str(folder), step, section, **more)
     states, losses, last_states, steps = zip(*results, strict=True)

@@ -1,5 +1,6 @@
 """Damaged checkpoints: each is refused by the name of the damaged file, and a run resumes from an older one."""
 
+import hashlib
 import os
 import pickle
 import random
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import FINGERPRINT, flip_bit, make_saver, read_tensors, write_tensors
 
+from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint import load as loading
 from torchtitan_lite.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from torchtitan_lite.checkpoint.save import describe_run
@@ -109,57 +111,102 @@ def test_a_damaged_file_is_refused_by_its_name(folder, group, name):
 
 def fall_back(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, torch.Tensor]]:
     """Worker: return the step that was loaded, and its tensors."""
-    tensors = make_tensors(0)
-    options = {"verify": True, "group": dist.group.WORLD}
-    return loading.load_newest(Path(folder), tensors, **options).step, tensors
+    tensors, group = make_tensors(0), dist.group.WORLD
+    found = [loading.Saved(step, Path(folder, f"step-{step}"), group) for step in (4, 8)]
+    return loading.load_newest(found, tensors, verify=True, group=group).step, tensors
 
 
-def test_all_ranks_load_the_newest_undamaged_checkpoint_and_rename_the_damaged_one(pool, folder, group, caplog):
+def test_all_ranks_load_the_newest_undamaged_checkpoint(pool, folder, group, caplog):
     flip_bit(folder / "step-8" / SECOND)
-    one_rank = shutil.copytree(folder, folder.with_name("one rank"))
-    for earlier in ("step-8.damaged", "step-8.damaged-2"):
-        (one_rank / earlier).mkdir()
-    for step, tensors in [*pool.run(fall_back, 3, str(folder)), fall_back(0, 1, str(one_rank))]:
+    for step, tensors in [*pool.run(fall_back, 3, str(folder)), fall_back(0, 1, str(folder))]:
         assert step == 4 and all(torch.equal(tensors[name], tensor) for name, tensor in make_tensors(4).items())
-    assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-8.damaged"]
-    for aside in (folder / "step-8.damaged", one_rank / "step-8.damaged-3"):
-        assert {path.name for path in aside.iterdir()} == {*FILES, "checksums"}
-    assert "DAMAGED CHECKPOINT" in caplog.text and str(one_rank / "step-8" / SECOND) in caplog.text
+    assert "DAMAGED CHECKPOINT" in caplog.text and str(folder / "step-8" / SECOND) in caplog.text
+    assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-8"]
+
+
+def test_a_damaged_checkpoint_is_renamed_and_never_replaced(folder):
+    for earlier in ("step-8.damaged", "step-8.damaged-2"):
+        (folder / earlier).mkdir()
+    folders.quarantine([folder / "step-8"])
+    assert {path.name for path in (folder / "step-8.damaged-3").iterdir()} == {*FILES, "checksums"}
 
 
 LAPTOP = Machine("cpu", 1, 2**34, "a laptop")
 
 
-def test_a_named_step_is_checked_before_torch_starts(tmp_path):
+@pytest.fixture
+def run_folder(tmp_path) -> Path:
+    """The dump folder of a run that has saved steps 4 and 8."""
     prepared = preflight(["--config=debug"], machine=LAPTOP)
     fingerprint = {"shape": asdict(prepared.model_args), "tokenizer": prepared.tokenizer.fingerprint}
     run = describe_run(prepared.config, {}, {})
     for step in (4, 8):
         path = tmp_path / "checkpoint" / f"step-{step}"
         write_tensors(path, make_tensors(step), step=step, fingerprint=fingerprint, run=run)
-    args = ["--config=debug", "--checkpoint.enable"]
+    return tmp_path
 
-    def resume_at(step: int, *more: str, restarted: bool = False) -> int:
-        named = [*args, f"--job.dump_folder={tmp_path}", f"--checkpoint.load_step={step}", *more]
-        return preflight(named, machine=LAPTOP, restarted=restarted).resumed_step
 
-    assert resume_at(8) == 8 and resume_at(4, "--checkpoint.load_only") == 4
+def resume_at(folder: Path, step: int, *more: str, restarted: bool = False) -> int:
+    """Return the step that a run would resume from."""
+    named = ["--config=debug", f"--job.dump_folder={folder}", f"--checkpoint.load_step={step}", *more]
+    return preflight(named, machine=LAPTOP, restarted=restarted).resumed_step
+
+
+def test_a_named_step_is_checked_before_torch_starts(run_folder):
+    assert resume_at(run_folder, 8) == 8 and resume_at(run_folder, 4, "--checkpoint.load_only") == 4
     # A job that torchrun restarts continues from its own newest checkpoint, wherever it began.
-    assert resume_at(4, restarted=True) == resume_at(-1, "--job.overwrite", restarted=True) == 8
-    assert resume_at(-1, "--job.overwrite") == 0
+    assert resume_at(run_folder, 4, restarted=True) == 8
+    assert resume_at(run_folder, -1, "--job.overwrite", restarted=True) == 8
+    assert resume_at(run_folder, -1, "--job.overwrite") == 0
     for step, named, *more in (
         (6, "steps [4, 8]"),
         (4, "Use [8]"),  # the run would meet step 8 again
         (8, "starts from the beginning", "--job.overwrite"),
     ):
         with pytest.raises(ConfigError) as refused:
-            resume_at(step, *more)
+            resume_at(run_folder, step, *more)
         (problem,) = refused.value.problems
         assert problem.key == "checkpoint.load_step" and named in str(problem)
-    for step in (4, 8):
-        flip_bit(tmp_path / "checkpoint" / f"step-{step}" / "manifest.json")
-    with pytest.raises(ConfigError, match="all damaged"):
-        resume_at(-1)
+
+
+def change_format(path: Path) -> None:
+    """Write a manifest as another version would, with a hash that matches."""
+    written = path.read_text()
+    changed = written.replace('"format": 3', '"format": 2')
+    assert changed != written
+    path.write_text(changed)
+    old, new = (hashlib.sha256(text.encode()).hexdigest() for text in (written, changed))
+    checksums = path.with_name("checksums")
+    checksums.write_text(checksums.read_text().replace(old, new))
+
+
+def replace_by_folder(path: Path) -> None:
+    """Let every read fail, also for root."""
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "resumed"),
+    [
+        (flip_bit, "manifest.json has changed since it was written", 4),
+        (lambda path: path.with_name("checksums").unlink(), "checksums is missing", 4),
+        (change_format, "has format 2, but this version reads format 3", None),
+        (replace_by_folder, "cannot be read: [Errno 21] Is a directory", None),
+    ],
+    ids=["flipped", "lost", "format", "unreadable"],
+)
+def test_the_reason_reaches_the_user_who_is_never_told_to_delete(run_folder, change, reason, resumed):
+    change(run_folder / "checkpoint" / "step-8" / "manifest.json")
+    if resumed:
+        assert resume_at(run_folder, -1) == resumed
+        flip_bit(run_folder / "checkpoint" / "step-4" / "manifest.json")
+    for step in (-1, 8):
+        with pytest.raises(ConfigError) as refused:
+            resume_at(run_folder, step)
+        (problem,) = refused.value.problems
+        assert str(run_folder / "checkpoint" / "step-8") in problem.why and reason in problem.why
+        assert not any(word in str(problem) for word in ("elete", "overwrite", "damaged"))
 
 
 def test_a_checkpoint_keeps_any_dtype_and_shape(tmp_path):

@@ -1,5 +1,6 @@
 """Saving on full disks and with dead ranks; the memory that loading takes; the steps that are saved."""
 
+import errno
 import os
 import resource
 from pathlib import Path
@@ -57,6 +58,15 @@ def test_without_room_the_save_fails_on_every_rank_and_names_the_file(pool, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
     for step in (1, 3):
         open_checkpoint(tmp_path / f"step-{step}")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EIO])
+def test_a_full_disk_is_reported_only_if_the_system_says_so(tmp_path, number):
+    for error in (OSError(number, os.strerror(number)), ValueError(f"I/O error: {os.strerror(number)} (os error)")):
+        with pytest.raises(CheckpointError) as raised, folders.explain_write_error(tmp_path / "file"):
+            raise error
+        is_full = number not in (errno.EACCES, errno.EIO)
+        assert ("bytes free" in str(raised.value)) == is_full and str(error) in str(raised.value)
 
 
 def fail_beside_steps(rank: int, world_size: int, folder: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from torchtitan_lite.config.reader import (
     read_config,
     resolve_alias,
 )
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent
 
 
@@ -82,11 +82,52 @@ def test_values_are_read_by_the_type_of_their_key(write_toml):
     args = write_toml("[lr_scheduler]\ndecay_ratio = 0.5\n")
     config = read_sound([*args, "--lr_scheduler.decay_ratio", "none"])
     assert config.lr_scheduler.decay_ratio is None  # `none` takes a value of the file back
-    args = write_toml("[training]\ndataset = ['data/wiki', 'code.bin']\ndataset_weights = [3, 0.5]\n")
-    training = read_sound(args).training
-    assert (training.dataset, training.dataset_weights) == (["data/wiki", "code.bin"], [3.0, 0.5])
-    training = read_sound([*args, "--training.dataset", "a,b", "--training.dataset_weights=1,2.5"]).training
-    assert (training.dataset, training.dataset_weights) == (["a", "b"], [1.0, 2.5])
+
+
+SPELLINGS = [  # key, text on the command line, value; None: refused
+    ("optimizer.lr", ".0003", 3e-4),
+    ("optimizer.lr", "3.e-4", 3e-4),
+    ("optimizer.lr", "nan", None),
+    ("debug.seed", "007", 7),
+    ("training.steps", "1e3", 1000),
+    ("training.steps", "1_000", 1000),
+    ("training.steps", "1.5", None),
+    ("training.steps", "", None),
+    ("compile.enable", "True", True),
+    ("compile.enable", "yes", None),
+    ("parallelism.zero_stage", "3", 3),
+    ("lr_scheduler.decay_ratio", "None", None),
+    ("training.dataset_weights", "1,.5", [1.0, 0.5]),
+    ("training.dataset", '["a,b", "c"]', ["a,b", "c"]),
+    ("training.dataset", "a, b", ["a", "b"]),
+    ("training.dataset", "~/a,$DATA/b", ["/home/me/a", "/data/b"]),
+    ("training.dataset", "$NONE/b", None),
+    ("job.dump_folder", "${DATA}/run", "/data/run"),
+    ("quantize.linear.float8.filter_fqns", '["output","wq"]', ["output", "wq"]),
+    ("quantize.linear.float8.filter_fqns", "[output,wq]", ["output", "wq"]),  # a shell removed the quotes
+    ("quantize.linear.float8.filter_fqns", "['output', 'wq']", ["output", "wq"]),
+    ("parallelism.module_fqns_per_model_part", '[["a","b"],["c"]]', [["a", "b"], ["c"]]),
+    ("parallelism.module_fqns_per_model_part", "[[a,b],[c]]", [["a", "b"], ["c"]]),
+    ("parallelism.module_fqns_per_model_part", "a,b;c", [["a", "b"], ["c"]]),
+]
+
+
+@pytest.mark.parametrize(("key", "text", "value"), SPELLINGS, ids=str)
+def test_text_of_the_command_line_is_read_as_python_reads_numbers_and_toml_reads_lists(key, text, value, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("DATA", "/data")
+    reading = read_config([f"--{key}={text}"])
+    is_refused = value is None and text != "None"
+    assert [problem.key for problem in reading.problems] == [key] * is_refused
+    assert is_refused or get_value(reading.config, key) == value
+
+
+def test_a_toml_file_with_a_byte_order_mark_is_read_and_its_paths_are_expanded(write_toml, monkeypatch):
+    monkeypatch.setenv("DATA", "/data")
+    training = read_sound(
+        write_toml("\ufeff[training]\ndataset = ['$DATA/a', 'b']\ndataset_weights = [3, 0.5]")
+    ).training
+    assert (training.dataset, training.dataset_weights) == (["/data/a", "b"], [3.0, 0.5])
 
 
 # --- files ---
@@ -117,7 +158,8 @@ AWKWARD = [
 
 
 @pytest.mark.parametrize("args", [AWKWARD, *(["--config", path.stem] for path in CONFIG_FOLDER.glob("*.toml"))])
-def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml(args, write_toml):
+def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml(args, write_toml, monkeypatch):
+    monkeypatch.setenv("MODEL_FOLDER", "a model")  # finetune.toml names it
     text = 'quotes " and \\ backslash, tab\t, newline\n, é, 😀, # no comment'
     config = read_sound(args)
     assert not config.job.overwrite  # a second run must not delete the first
@@ -176,7 +218,7 @@ training: dataset dataset_path local_batch_size [batch_size] global_batch_size s
     dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug [compile] [seed] [deterministic]
 parallelism: data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward tensor_parallel_degree
     disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree pipeline_parallel_schedule
-    pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size pipeline_parallel_layers_per_stage
+    pipeline_parallel_microbatch_size pipeline_parallel_layers_per_stage
     pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers module_fqns_per_model_part
     [pipeline_parallel_split_points] context_parallel_degree context_parallel_rotate_method
     context_parallel_load_balancer expert_parallel_degree expert_tensor_parallel_degree [enable_compiled_autograd]

@@ -261,6 +261,47 @@ def test_every_round_takes_its_share_from_each_source_spread_over_the_round():
             assert all(abs(counts[s] - weight / sum(weights) * n) < tolerance for s, weight in enumerate(weights))
 
 
+SHARES = [0.00004, 0.9, 0.000001, 0.0003, 0.00074, 0.098919]
+
+
+@pytest.mark.parametrize("first_round", [0, 7, 10**6])
+def test_a_small_weight_is_exact_on_average_from_any_draw_on(first_round):
+    sampler = Sampler([5000] * len(SHARES), weights=[3 * share for share in SHARES], seed=4)
+    counts = torch.zeros(len(SHARES))
+    draws = first_round * DRAWS_PER_ROUND + torch.arange(DRAWS_PER_ROUND)
+    for n_rounds in range(1, 61):
+        sources, _ = sampler.choose(draws)
+        draws += DRAWS_PER_ROUND
+        counts += torch.bincount(sources, minlength=len(SHARES))
+        assert (counts - n_rounds * DRAWS_PER_ROUND * torch.tensor(SHARES)).abs().max() < 3
+
+
+def test_a_small_weight_is_exact_on_average_over_seeds_in_the_shortest_run():
+    n_draws, share, n_seeds = 5000, 0.00004, 300
+    first = [
+        Sampler([5000, 11], weights=[1 - share, share], seed=seed).choose(torch.arange(n_draws))[0]
+        for seed in range(n_seeds)
+    ]
+    assert (
+        abs(sum(int(sources.sum()) for sources in first) / n_seeds - share * n_draws) < 0.1
+    )  # four standard deviations
+
+
+def test_draws_of_a_rare_source_go_through_its_epochs_across_rounds():
+    sampler = Sampler([50_000, 7], weights=[1, 0.0003], seed=2)
+    start = 10**9
+    sources, samples = sampler.choose(start + torch.arange(20 * DRAWS_PER_ROUND))
+    own = samples[sources == 1].tolist()
+    assert len(own) > 50
+    windows = [set(own[at : at + 7]) for at in range(7)]
+    assert any(len(window) == 7 for window in windows)  # an epoch begins at one of seven places
+    first = next(at for at, window in enumerate(windows) if len(window) == 7)
+    assert all(len(set(own[at : at + 7])) == 7 for at in range(first, len(own) - 7, 7))
+    for step in (0, 777, 19_999):  # any draws alone are chosen as together with others
+        alone = sampler.choose(start + torch.arange(step, step + 3))
+        assert [part.tolist() for part in alone] == [whole[step : step + 3].tolist() for whole in (sources, samples)]
+
+
 def test_with_weights_every_source_has_epochs_and_an_order_of_its_own():
     n_samples = [101, 900, 900]
     chosen = choose(Sampler(n_samples, weights=[1, 2, 2], seed=5), torch.arange(2 * DRAWS_PER_ROUND))

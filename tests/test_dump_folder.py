@@ -13,11 +13,33 @@ import pytest
 
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.reader import REPOSITORY, dump_config_toml
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.dump_folder import open_dump_folder
+from torchtitan_lite.config.schema import Config, with_value
+from torchtitan_lite.dump_folder import check_files, list_earlier, open_dump_folder
 
-OF_A_RUN = ["config.toml", "metrics.jsonl", "log.txt", "tb/events", "traces/0.json", "checkpoint/step-5/manifest.json"]
-OF_OTHERS = ["notes.txt", "elsewhere/step-5/manifest.json"]
+FOLDERS = ("checkpoint", "tb", "traces", "memory_snapshot", "comm_traces")
+CONFIG = dump_config_toml(Config())
+OF_A_RUN = [
+    "config.toml",
+    "metrics.jsonl",
+    "log.txt",
+    "hang/restart-0/rank-00000.json",
+    "tb/events.out.tfevents.1.host.2.0",
+    "traces/step-10/rank-0.json",
+    "memory_snapshot/step-10/rank-0.pickle",
+    "comm_traces/rank_0",
+    "checkpoint/run_id",
+    "checkpoint/step-5/manifest.json",
+    "checkpoint/step-5/rank-00000.safetensors",
+    "checkpoint/step-5-hf/config.json",
+    "checkpoint/step-4.damaged/manifest.json",
+    "checkpoint/step-6.tmp/rank-00000.safetensors",
+]
+OF_OTHERS = [
+    "notes.txt",
+    "elsewhere/step-5/manifest.json",
+    "hang/letter.txt",
+    *(f"{name}/{letter}" for name in FOLDERS for letter in ("letter.txt", "step-1/letter.txt")),
+]
 
 
 @pytest.fixture
@@ -26,7 +48,7 @@ def folder(tmp_path) -> Path:
     for name in (*OF_A_RUN, *OF_OTHERS):
         path = tmp_path / "run" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("of an earlier run")
+        path.write_text(CONFIG if name == "config.toml" else "of an earlier run")
     (tmp_path / "run" / "checkpoint" / "step-7").symlink_to(tmp_path / "run" / "elsewhere" / "step-5")
     return tmp_path / "run"
 
@@ -36,10 +58,8 @@ def list_files(folder: Path) -> set[str]:
 
 
 def test_a_run_that_starts_over_deletes_what_a_run_leaves_and_nothing_else(folder):
-    (folder / "comm_traces").mkdir()  # as another rank does, before rank 0 is here
     open_dump_folder(folder, Config(), starting_over=True).close()
     assert list_files(folder) == {"config.toml", "lock", *OF_OTHERS}
-    assert (folder / "comm_traces").is_dir()
 
 
 def test_a_run_that_goes_on_changes_nothing_but_its_config(folder):
@@ -48,6 +68,16 @@ def test_a_run_that_goes_on_changes_nothing_but_its_config(folder):
     contents = {name: (folder / name).read_text() for name in (*OF_A_RUN, *OF_OTHERS)}
     assert contents.pop("config.toml") == dump_config_toml(Config())
     assert set(contents.values()) == {"of an earlier run"}
+
+
+def test_files_that_no_run_wrote_are_neither_replaced_nor_deleted(tmp_path):
+    config = with_value(Config(), "job.dump_folder", str(tmp_path))
+    (tmp_path / "log.txt").write_text("of an application")
+    assert list_earlier(tmp_path, config) == []
+    (tmp_path / "config.toml").write_text("[package]")
+    for overwrite in (False, True):
+        (problem,) = check_files(with_value(config, "job.overwrite", overwrite), restarted=overwrite)
+        assert problem.key == "job.dump_folder" and str(tmp_path / "config.toml") in problem.why
 
 
 def test_a_second_run_on_one_folder_stops_until_the_first_has_died(folder):

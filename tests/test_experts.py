@@ -12,7 +12,7 @@ from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, PP, SCHEDULE, TP, TWO_L
 from torch import Tensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components.expert_balance import describe_load
+from torchtitan_lite.components.expert_balance import count_collapsed, count_load, describe_load
 from torchtitan_lite.config.flavors import MoEArgs
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Checkpoint, Model
@@ -20,17 +20,21 @@ from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.model.moe import MoE, list_moes
 
-RATE = "training.expert_bias_rate"
-MOE = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 48, "model.head_dim": 8}
+MOE = {
+    "model.flavor": "debug_moe",
+    "flavor.expert_ffn_dim": 48,
+    "model.head_dim": 8,
+}
 TOKENS = compare.GLOBAL_BATCH_SIZE * compare.SEQ_LEN
 
 
 # ---------------------------------------------------------------- one MoE layer in one process
 
 
-def make_moe(**numbers) -> MoE:
+def make_moe(**sizes) -> MoE:
     torch.manual_seed(0)
-    moe = MoE(16, MoEArgs(**{"n_experts": 6, "top_k": 2, "expert_ffn_dim": 24} | numbers))
+    sizes = {"n_experts": 6, "top_k": 2, "expert_ffn_dim": 24} | sizes
+    moe = MoE(16, MoEArgs(**sizes))
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return moe
@@ -38,99 +42,123 @@ def make_moe(**numbers) -> MoE:
 
 def compute_plainly(moe: MoE, x: Tensor) -> Tensor:
     """The paper's formula, token by token."""
-    args, experts = moe.router.args, moe.experts
-    rows = []
+    router = moe.router
+    experts = moe.experts
+    outputs = []
     for token in x.flatten(0, 1):
-        logits = moe.router.weight @ token
-        scores = logits.softmax(0) if args.router_scores == "softmax" else logits.sigmoid()
-        chosen = (scores.detach() + moe.router.expert_bias).topk(args.top_k).indices.tolist()
-        total = sum(scores[e] for e in chosen) if args.normalize_top_k else 1.0
-        outputs = [(F.silu(token @ experts.w1[e]) * (token @ experts.w3[e])) @ experts.w2[e] for e in chosen]
-        rows.append(sum(scores[e] / total * output for e, output in zip(chosen, outputs, strict=True)))
-    return torch.stack(rows).view_as(x)
+        logits = router.weight @ token
+        scores = logits.softmax(0)
+        if router.args.router_scores == "sigmoid":
+            scores = logits.sigmoid()
+        biased = scores.detach() + router.expert_bias
+        chosen = biased.topk(router.args.top_k).indices
+        weights = scores[chosen]
+        if router.args.normalize_top_k:
+            weights = weights / weights.sum()
+        output = 0.0
+        for weight, expert in zip(weights, chosen, strict=True):
+            gate = F.silu(token @ experts.w1[expert])
+            hidden = gate * (token @ experts.w3[expert])
+            output = output + weight * (hidden @ experts.w2[expert])
+        outputs.append(output)
+    return torch.stack(outputs).view_as(x)
 
 
 @pytest.mark.parametrize(
-    "numbers", [{}, {"router_scores": "sigmoid"}, {"normalize_top_k": False}, {"top_k": 6}], ids=str
+    "sizes",
+    [{}, {"router_scores": "sigmoid"}, {"normalize_top_k": False}, {"top_k": 6}],
+    ids=str,
 )
-def test_an_moe_layer_and_its_gradients_are_those_of_the_formula(numbers):
-    moe, x = make_moe(**numbers), torch.randn(2, 5, 16, requires_grad=True)
+def test_an_moe_layer_and_its_gradients_are_those_of_the_formula(sizes):
+    moe = make_moe(**sizes)
+    x = torch.randn(2, 5, 16, requires_grad=True)
     moe.router.expert_bias[3] = 0.4  # counts for the choice, not for the weights
     results = []
-    for compute in (moe, lambda x: compute_plainly(moe, x)):
-        output = compute(x)
-        tensors = [x, *moe.parameters()]
-        results.append([output, *torch.autograd.grad(output.square().sum(), tensors)])
+    for output in (moe(x), compute_plainly(moe, x)):
+        gradients = torch.autograd.grad(output.square().sum(), [x, *moe.parameters()])
+        results.append([output, *gradients])
     for ours, plain in zip(*results, strict=True):
         assert compare.relative_error(ours, plain) < 1e-6
 
 
 def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32():
-    moe, x = make_moe(top_k=6).bfloat16(), torch.randn(2, 5, 16).bfloat16()
+    moe = make_moe(top_k=6).bfloat16()
+    x = torch.randn(2, 5, 16).bfloat16()
     weights, routes = moe.router(x)
     in_float = copy.deepcopy(moe.router).float()
     in_float.choose = lambda scores: routes
-    assert torch.equal(weights, in_float(x.float())[0])
+    expected, _ = in_float(x.float())
+    assert torch.equal(weights, expected)
     moe.experts.forward = lambda rows, counts: rows  # then a token is the weighted sum of six times itself
     assert torch.equal(moe(x), x)
 
 
 def test_the_auxiliary_gradient_is_that_of_the_papers_loss():
     """Sum over experts of f x P for each sequence, f without gradient (DeepSeek-V3, eq. 17 to 20)."""
-    moe, x = make_moe(router_scores="sigmoid"), torch.randn(3, 7, 16)
-    moe.router.balance_loss = 0.25
-    weights, routes = moe.router(x)
-    (0 * weights.sum()).backward()
-    injected, moe.router.weight.grad = moe.router.weight.grad, None
-    scores = (x @ moe.router.weight.T).sigmoid()
-    share = F.one_hot(routes, 6).sum(2).float().mean(1) * 6 / 2  # f (B, E)
-    mean_score = (scores / scores.sum(-1, keepdim=True)).mean(1)  # P (B, E)
-    (0.25 * (share * mean_score).sum()).backward()
-    assert compare.relative_error(injected, moe.router.weight.grad) < 1e-6
+    router = make_moe(router_scores="sigmoid").router
+    router.balance_loss = 0.25
+    x = torch.randn(3, 7, 16)
+    weights, routes = router(x)
+    (found,) = torch.autograd.grad(0 * weights.sum(), router.weight)
+    scores = (x @ router.weight.T).sigmoid()
+    probabilities = scores / scores.sum(-1, keepdim=True)
+    mean_probability = probabilities.mean(1)  # P (B, E)
+    counts = F.one_hot(routes, 6).sum(2)  # (B, S, E)
+    fraction = counts.float().mean(1) * 6 / 2  # f (B, E)
+    loss = 0.25 * fraction * mean_probability
+    (expected,) = torch.autograd.grad(loss.sum(), router.weight)
+    assert compare.relative_error(found, expected) < 1e-6
 
 
-def test_layers_without_experts_are_where_the_numbers_say():
+def test_layers_without_experts_are_where_the_sizes_say():
     args = resolve_model(Model(flavor="debug_moe", n_layers=6))
-    args = replace(args, moe=replace(args.moe, n_first_dense_layers=2, moe_every=2, n_shared_experts=1))
+    moe = replace(args.moe, n_first_dense_layers=2, moe_every=2, n_shared_experts=1)
     with torch.device("meta"):
-        built = Llama3(args)
-    assert [layer for layer, _ in list_moes(built)] == [3, 5]
-    assert [block.shared_experts is not None for block in built.layers.values()] == [
-        layer in (3, 5) for layer in range(6)
-    ]
+        model = Llama3(replace(args, moe=moe))
+    assert [layer for layer, _ in list_moes(model)] == [3, 5]
+    with_shared_experts = [layer for layer, block in model.layers.items() if block.shared_experts]
+    assert with_shared_experts == ["3", "5"]
 
 
 # ---------------------------------------------------------------- loads and biases of a step
 
 
-def count_step(rank: int, world_size: int, overrides: dict, n_steps: int = 1) -> dict[str, object]:
-    """Worker: loads of the last step, and the biases after it, of all layers."""
-    run = compare.build_table_run(world_size, {**MOE, **overrides})
-    for step in range(n_steps):
-        batch = compare.own_rows(run, compare.make_batch(step, run.config.model.vocab_size))
-        stepping.forward_only(run, stepping.shard_for_cp(run, batch), torch.ones(()))  # validation counts nothing
-        loads = stepping.train_step(run, batch).expert_loads
+def count_step(rank: int, world_size: int, overrides: dict) -> dict:
+    """Worker: return the loads of a step, and the biases after it, of all layers."""
+    run = compare.build_table_run(world_size, {**MOE, **TWO_LAYERS, **overrides})
+    batch = compare.make_batch(0, run.config.model.vocab_size)
+    batch = compare.own_rows(run, batch)
+    sharded = stepping.shard_for_cp(run, batch)
+    stepping.forward_only(run, sharded, torch.ones(()))  # validation counts nothing
+    loads = stepping.train_step(run, batch).expert_loads
     biases = {fqn: bias.tolist() for fqn, bias in run.balance.biases.items()}
-    return {"loads": loads[:, :-1].tolist(), "entropy": loads[:, -1].tolist(), "biases": biases}
+    return {
+        "loads": loads[:, :-1].tolist(),
+        "entropy": loads[:, -1].tolist(),
+        "biases": biases,
+    }
 
 
-ALONE = (1, {MODE: "none", **TWO_LAYERS})
+ALONE = (1, {MODE: "none"})
 COUNTED_ALIKE = {
-    "full recompute": (1, {MODE: "full", **TWO_LAYERS}),
-    "accumulation": (1, {**ACCUMULATION_4, **TWO_LAYERS}),
-    "pp2 ZBVZeroBubble": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **TWO_LAYERS}),
-    "cp2 x tp2, ep4": (4, {CP: 2, TP: 2, EP: 4, **TWO_LAYERS}),
+    "full recompute": (1, {MODE: "full"}),
+    "accumulation": (1, ACCUMULATION_4),
+    "pp2 ZBVZeroBubble": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none"}),
+    "cp2 x tp2, ep4": (4, {CP: 2, TP: 2, EP: 4}),
 }
+
+
+def test_a_bias_moves_toward_the_mean_load(pool):
+    (alone,) = pool.run(count_step, *ALONE)
+    for load, bias in zip(alone["loads"], alone["biases"].values(), strict=True):
+        assert sum(load) == 2 * TOKENS
+        direction = (sum(load) / 8 - torch.tensor(load)).sign()
+        assert bias == pytest.approx(1e-3 * direction)
 
 
 @pytest.mark.parametrize("name", COUNTED_ALIKE)
 def test_every_layout_counts_each_token_once_and_moves_the_same_biases(pool, name):
     (alone,) = pool.run(count_step, *ALONE)
-    assert [sum(load) for load in alone["loads"]] == [2 * TOKENS] * 2
-    for load, bias in zip(alone["loads"], alone["biases"].values(), strict=True):
-        mean = sum(load) / 8
-        signs = [(mean > n) - (mean < n) for n in load]
-        assert bias == pytest.approx([1e-3 * sign for sign in signs])
     biases = {}
     for rank in pool.run(count_step, *COUNTED_ALIKE[name]):
         assert rank["loads"] == alone["loads"]
@@ -142,34 +170,86 @@ def test_every_layout_counts_each_token_once_and_moves_the_same_biases(pool, nam
 # ---------------------------------------------------------------- checkpoints
 
 
-TRAINED = {**MOE, **ADAMW, **TWO_LAYERS, RATE: 0.01}
-OPENED_ON = {"dp2, ep1": (2, {EP: 1}), "tp2 x dp2, ep4": (4, {TP: 2, EP: 4}), "pp2": (2, {PP: 2})}
+TRAINED = {**MOE, **ADAMW, **TWO_LAYERS, "training.expert_bias_rate": 0.01}
+OPENED_ON = {
+    "dp2, ep1": (2, {EP: 1}),
+    "tp2 x dp2, ep4": (4, {TP: 2, EP: 4}),
+    "pp2": (2, {PP: 2}),
+}
 
 
 @pytest.mark.parametrize("name", OPENED_ON)
 def test_a_checkpoint_of_ep2_opens_on_another_layout_with_every_element_and_bias_equal(pool, tmp_path, name):
-    section = Checkpoint(enable=True)
-    saved = pool.run(train_and_save, 2, {**TRAINED, EP: 2}, str(tmp_path), 3, section)
+    rest = str(tmp_path), 3, Checkpoint(enable=True)
     world_size, keys = OPENED_ON[name]
-    opened = pool.run(load_and_train, world_size, {**TRAINED, **keys}, str(tmp_path), 3, section)
-    state = merge_states([rank[0] for rank in saved])
-    assert list_differing(merge_states([rank[0] for rank in opened]), state) == []
-    biases = [tensor for fqn, tensor in state.items() if fqn.endswith("expert_bias")]
-    assert len(biases) == 2 and all(bias.abs().max() >= 0.0099 for bias in biases)
+    saved = pool.run(
+        train_and_save,
+        2,
+        {**TRAINED, EP: 2},
+        *rest,
+    )
+    opened = pool.run(
+        load_and_train,
+        world_size,
+        {**TRAINED, **keys},
+        *rest,
+    )
+    saved_state = merge_states([rank[0] for rank in saved])
+    opened_state = merge_states([rank[0] for rank in opened])
+    assert list_differing(opened_state, saved_state) == []
+    for layer in range(2):
+        bias = saved_state[f"model.layers.{layer}.feed_forward.router.expert_bias"]
+        assert bias.abs().max() >= 0.0099
     assert opened[0][1] == pytest.approx(saved[0][1], rel=1e-4)  # the losses of three more steps
 
 
 # ---------------------------------------------------------------- the log
 
 
-def make_loads(rows: list[list[float]], entropy: float = 0.0) -> Tensor:
-    return torch.tensor([[*row, entropy] for row in rows], dtype=torch.float64)
+def count_and_sum(rank: int, world_size: int) -> tuple[list, list]:
+    """Worker: return the loads of all ranks after two forward passes of many tokens, and this rank's own counts."""
+    run = compare.build_table_run(world_size, {**MOE, **TWO_LAYERS})
+    own = []
+    for layer, router in run.balance.routers.items():
+        generator = torch.Generator().manual_seed(2 * rank + layer)
+        x = torch.randn(3, 1031, 64, generator=generator)
+        weight = torch.randn(router.n_experts, 64, generator=generator)
+        _, routes = router.route(x, weight)
+        for _ in range(2):
+            count_load(router)
+        own.append((2 * routes.flatten().bincount(minlength=router.n_experts)).tolist())
+    return run.balance.sum_loads()[:, :-1].tolist(), own
+
+
+def test_loads_of_thousands_of_tokens_are_counted_without_rounding(pool):
+    """bfloat16 holds integers up to 256 only, and the loads of `verify` on few ranks are smaller."""
+    (loads, first), (_, second) = pool.run(count_and_sum, 2)
+    assert loads == [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(first, second, strict=True)]
 
 
 def test_the_load_of_a_logged_step_is_three_numbers():
     """16 tokens of two routes each; layer 0 is dense."""
-    load = describe_load(make_loads([[0] * 4, [16, 8, 8, 0], [8, 8, 8, 8]], entropy=16 * 1.25), top_k=2)
-    assert load == {"expert_max_over_mean": 2.0, "expert_dead_share": 0.125, "router_entropy": 1.25}
+    entropy = 16 * 1.25
+    loads = [
+        [0, 0, 0, 0, 0],
+        [16, 8, 8, 0, entropy],
+        [8, 8, 8, 8, entropy],
+    ]
+    assert describe_load(torch.tensor(loads, dtype=torch.float64), top_k=2) == {
+        "expert_max_over_mean": 2.0,
+        "expert_dead_share": 0.125,
+        "router_entropy": 1.25,
+    }
+
+
+def test_a_load_that_stays_on_one_expert_is_warned_of_once_with_keys(caplog):
+    moe_args = MoEArgs(n_experts=8, top_k=2, expert_ffn_dim=1)
+    n_collapsed = 0
+    for step, ratio in enumerate([3.0, 3.0, 1.0, 3.0, 3.0, 3.0, 3.0], start=1):
+        load = {"expert_max_over_mean": ratio, "expert_dead_share": 0.0}
+        n_collapsed = count_collapsed(step, load, moe_args, n_collapsed)
+    (warning,) = caplog.messages
+    assert warning.startswith("step 6: an expert gets 3.0 times the mean load of its layer")
 
 
 # ---------------------------------------------------------------- with the rest of the trainer
@@ -178,12 +258,17 @@ def test_the_load_of_a_logged_step_is_three_numbers():
 def test_a_cache_gives_the_logits_of_the_whole_text():
     torch.manual_seed(0)
     args = resolve_model(Model(flavor="debug_moe", n_layers=2))
-    args = replace(args, qk_norm=True, moe=replace(args.moe, n_shared_experts=1))
-    model, tokens = Llama3(args), torch.randint(args.vocab_size, (9,)).tolist()
+    moe = replace(args.moe, n_shared_experts=1)
+    args = replace(args, qk_norm=True, moe=moe)
+    model = Llama3(args)
     for fqn, parameter in model.named_parameters():
-        init_parameter(fqn, parameter.data, args, torch.Generator().manual_seed(len(fqn)))
+        generator = torch.Generator().manual_seed(len(fqn))
+        init_parameter(fqn, parameter.data, args, generator)
+    tokens = torch.randint(args.vocab_size, (9,))
     with torch.inference_mode():
-        expected = model(torch.tensor([tokens]), positions=torch.arange(9)[None])[0, -1]
+        logits = model(tokens[None], positions=torch.arange(9)[None])
     cached = CachedModel(model)
-    cached.read(tokens[:6])
-    assert compare.relative_error([cached.read([token]) for token in tokens[6:]][-1], expected) < 1e-5
+    cached.read(tokens[:6].tolist())
+    for token in tokens[6:].tolist():
+        last = cached.read([token])
+    assert compare.relative_error(last, logits[0, -1]) < 1e-5

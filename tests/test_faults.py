@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import compare
@@ -15,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm_start
-from checkpoints import FINGERPRINT, train, whole_state
+from checkpoints import flip_bit, list_differing, make_saver, make_snapshots, train, whole_state
+from layouts import MOE
 
 from torchtitan_lite import REPOSITORY
+from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
 from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.config.machine import Machine
@@ -26,11 +29,9 @@ from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.faults.copies import compare_copies
 from torchtitan_lite.faults.flight_recorder import find_deviation, summarize
 from torchtitan_lite.faults.snapshots import Snapshots
-from torchtitan_lite.parallel.process_groups import Place
+from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.tools.check import check
-from torchtitan_lite.tools.faults.drill import Fault
 from torchtitan_lite.tools.faults.hang import explain
-from torchtitan_lite.tools.faults.inject import flip_weight
 from torchtitan_lite.tools.plan.pulse import VARIABLES, judge
 from torchtitan_lite.tools.verify.ranks import RankPool
 
@@ -233,80 +234,98 @@ def test_the_tool_hang_reads_dumps_of_a_flight_recorder_without_executing_code(t
 # ---------------------------------------------------------------- silent damage
 
 
-def flip_weights(rank: int, world_size: int, overrides: dict) -> list[tuple[int, str]]:
-    """Worker: flip one bit of a weight on one rank, 20 times. Return who did, and what is said."""
+def flip_each_tensor(rank: int, world_size: int, overrides: dict) -> tuple[list[str], dict[str, str]]:
+    """Worker: flip one bit of each tensor in a checkpoint on rank 1. Return those with a copy, and what is said."""
     run = compare.build_table_run(world_size, overrides)
     train(run, range(1))
-    compare_copies(name_tensors(run.saved, run.optimizer), dist.group.WORLD)
-    said = []
-    for seed in range(0, 20_000, 1000):
-        fault = Fault("flip_weight", seed + 7, seed // 1000 % world_size, 0, "")
-        if rank == fault.rank:
-            flip_weight(fault, run)
+    tensors = name_tensors(run.saved, run.optimizer)
+    shards = {name: compare.local(tensor) for name, tensor in tensors.items()}
+    of_ranks: list[dict] = [{}] * world_size
+    dist.all_gather_object(of_ranks, shards)
+    copied, found = [], {}
+    for name, shard in shards.items():
+        if not shard.any():
+            continue
+        others = [of_rank[name] for other, of_rank in enumerate(of_ranks) if other != 1 and name in of_rank]
+        if any(torch.equal(other, of_ranks[1][name]) for other in others):
+            copied.append(name)
+        bits = shard.view(torch.int32).flatten()
+        bits[:1] ^= int(rank == 1)
         try:
-            compare_copies(name_tensors(run.saved, run.optimizer), dist.group.WORLD)
-            said.append((fault.rank, ""))
+            compare_copies(tensors, run.mesh, dist.group.WORLD)
         except UserError as error:
-            said.append((fault.rank, str(error)))
-        if rank == fault.rank:
-            flip_weight(fault, run)
-    return said
+            found[name] = str(error)
+        bits[:1] ^= int(rank == 1)
+    return copied, found
 
 
 @pytest.mark.parametrize(
-    "overrides", [{REPLICATE: 4, SHARD: 1}, {REPLICATE: 2, SHARD: 1, TP: 2}], ids=["dp4", "dp2 tp2"]
+    ("overrides", "kinds"),
+    [
+        ({**MOE, TP: 2, "training.expert_bias_rate": 0.1}, ("expert_bias", ".step", "norm.weight", "exp_avg_sq")),
+        ({REPLICATE: 4, SHARD: 1}, ("wq.weight", "wq.weight.exp_avg")),
+    ],
+    ids=["experts, dp2 x tp2", "dp4"],
 )
-def test_a_flipped_bit_in_a_weight_is_named(pool, overrides):
-    for said in pool.run(flip_weights, 4, overrides):
-        for rank, text in said:
-            is_named = text.startswith(f"silent damage: rank {rank} has another")
-            in_pair = "no majority" in text and str(rank) in text and overrides[REPLICATE] == 2
-            assert is_named or in_pair, (rank, text)
+def test_a_flipped_bit_is_found_in_everything_that_more_than_one_rank_holds(pool, overrides, kinds):
+    for copied, found in pool.run(flip_each_tensor, 4, overrides | {"optimizer.name": "AdamW"}):
+        assert list(found) == copied
+        assert all(any(name.endswith(kind) for name in found) for kind in kinds)
+        for name, said in found.items():
+            in_pair = "no majority" in said and REPLICATE not in overrides
+            assert f"copy of {name}." in said and ("rank 1 has another" in said or in_pair)
 
 
 # ---------------------------------------------------------------- snapshots
 
 
-def restore(run, section: Checkpoint, n_hosts: int, newer_than: int = 0) -> int | str:
-    with open_snapshots(run, section, n_hosts) as snapshots:
+def open_run(run, folder: str, n_hosts: int, **keys: object) -> tuple[Run, Snapshots]:
+    """Return the run with a dump folder and snapshots of every step inside `folder`."""
+    section = Checkpoint(**{"enable": True, "local_folder": f"{folder}/snapshots", "local_interval": 1, **keys})
+    job = replace(run.config.job, dump_folder=f"{folder}/run")
+    run = replace(run, config=replace(run.config, checkpoint=section, job=job))
+    return run, make_snapshots(job.dump_folder, section, run.optimizer, n_hosts)
+
+
+def start(world_size: int, overrides: dict, folder: str, n_hosts: int = 1, **keys: object) -> tuple[int | str, Run]:
+    """Start a run. Return its step, or the error that it ends with."""
+    run, snapshots = open_run(compare.build_table_run(world_size, overrides), folder, n_hosts, **keys)
+    with snapshots:
         try:
-            return snapshots.restore(run.saved, run.lr_scheduler, newer_than)
+            return start_from(run, snapshots, dist.group.WORLD, restarted=False), run
         except CheckpointError as error:
-            return str(error)
+            return str(error), run
 
 
-def open_snapshots(run, section: Checkpoint, n_hosts: int) -> Snapshots:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu"), "optimizer": run.optimizer}
-    return Snapshots(Path("/run"), section, Place(rank, world_size, 0, n_hosts, 0), dist.group.WORLD, **options)
+def list_saved(folder: str) -> dict[str, list[str]]:
+    """Return the names of all snapshots and checkpoints. Collective."""
+    dist.barrier()
+    found = {name: Path(folder).glob(f"{name}/**/step-*") for name in ("snapshots", "run")}
+    return {name: sorted(path.name for path in paths) for name, paths in found.items()}
 
 
 def lose_snapshots(rank: int, world_size: int, overrides: dict, folder: str, mode: str) -> list:
     """Worker on one of two hosts: save after steps 1 to 3, lose them one after another, and restore each time."""
-    run, host = compare.build_table_run(world_size, overrides), rank // 2
-    own = Path(folder) / f"host-{host}"
-    section = Checkpoint(enable=True, local_folder=str(own), local_interval=1, async_mode=mode)
+    keys = {"n_hosts": 2, "async_mode": mode, "local_folder": f"{folder}/host-{rank // 2}"}
+    run, snapshots = open_run(compare.build_table_run(world_size, overrides), folder, **keys)
     states = {}
-    with open_snapshots(run, section, 2) as snapshots:
+    with snapshots:
         for step in (1, 2, 3):
             train(run, range(step, step + 1))
             states[step] = whole_state(run)
             snapshots.after_step(step, run.saved, n_steps=9, is_stopped=False)
-    found = [find_steps(own / "run")]
+    found = [find_steps(snapshots.folder)]
     for action in ("nothing", "one host lacks the newest", "a bit of the next is flipped"):
-        again = compare.build_table_run(world_size, overrides)
         dist.barrier()
         if rank == 3 and action == "one host lacks the newest":
-            shutil.rmtree(own / "run" / "step-3")
+            shutil.rmtree(snapshots.folder / "step-3")
         elif rank == 3 and action == "a bit of the next is flipped":
-            file = own / "run" / "step-2" / "rank-00001.safetensors"
-            file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+            flip_bit(snapshots.folder / "step-2" / "rank-00001.safetensors")
         dist.barrier()
-        step = restore(again, section, 2)
+        step, again = start(world_size, overrides, folder, **keys)
         found.append(step)
         if isinstance(step, int) and step:
-            state = whole_state(again)
-            assert all(torch.equal(state[name], states[step][name]) for name in states[step])
+            assert list_differing(whole_state(again), states[step]) == []
             assert again.lr_scheduler.last_epoch == step
     return found
 
@@ -316,29 +335,91 @@ def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, tmp_path,
     overrides = {REPLICATE: 1, SHARD: 2, TP: 2}
     for found in pool.run(lose_snapshots, 4, overrides, str(tmp_path), mode):
         assert found[:3] == [[2, 3], 3, 2]
-        assert "are damaged" in found[3], "no older snapshot is left, and no checkpoint"
+        assert "step-2/rank-00001.safetensors" in found[3], "no older snapshot is left, and no checkpoint"
 
 
-def restore_on_another_layout(rank: int, world_size: int, folder: str) -> list[int]:
-    """Worker: save on dp4, then restore on tp4, with a newer checkpoint, and on dp4."""
-    section = Checkpoint(enable=True, local_folder=folder, local_interval=1)
-    run = compare.build_table_run(world_size, {SHARD: 4})
-    with open_snapshots(run, section, 1) as snapshots:
-        for step in (1, 2):
-            snapshots.after_step(step, run.saved, n_steps=9, is_stopped=False)
-    kept = Path(folder) / "kept"
-    if rank == 0:
-        shutil.copytree(Path(folder) / "run", kept)
-    found = []
-    for overrides, newer_than in (({SHARD: 4}, 0), ({SHARD: 4}, 2), ({SHARD: 2, TP: 2}, 0)):
+def damage_and_start(rank: int, world_size: int, folder: str) -> list:
+    """Worker: checkpoints 5 and 10, snapshots 6 and 9; the newest is damaged again and again."""
+    run, snapshots = open_run(compare.build_table_run(world_size, {}), folder, n_hosts=1)
+    states, found = {}, []
+    with snapshots, make_saver(f"{folder}/run/checkpoint", run.config.checkpoint) as saver:
+        for step, owner in ((5, saver), (6, snapshots), (9, snapshots), (10, saver)):
+            train(run, range(step, step + 1))
+            states[step] = whole_state(run)
+            owner.save(step, name_tensors(run.saved, run.optimizer))
+    saved = {step: owner.folder / f"step-{step}" for step, owner in ((5, saver), (6, snapshots), (9, snapshots))}
+    saved[10] = saver.folder / "step-10"
+    for damaged in ([], [10, 9, 6, 5], [10], [9], [6]):
         dist.barrier()
         if rank == 0:
-            shutil.rmtree(Path(folder) / "run")
-            shutil.copytree(kept, Path(folder) / "run")
+            flip_all(saved, damaged)
         dist.barrier()
-        found.append(restore(compare.build_table_run(world_size, overrides), section, 1, newer_than))
+        step, again = start(world_size, {}, folder)
+        found.append((step, list_saved(folder)))
+        if isinstance(step, int):
+            assert list_differing(whole_state(again), states[step]) == []
+        dist.barrier()
+        if rank == 0 and len(damaged) > 1:
+            flip_all(saved, damaged)
     return found
 
 
-def test_a_snapshot_of_another_layout_or_older_than_the_checkpoint_is_not_restored(pool, tmp_path):
-    assert pool.run(restore_on_another_layout, 4, str(tmp_path)) == [[2, 0, 0]] * 4
+def flip_all(saved: dict[int, Path], damaged: list[int]) -> None:
+    for step in damaged:
+        flip_bit(saved[step] / "rank-00000.safetensors")
+
+
+def test_the_newest_state_that_opens_is_restored_and_nothing_is_deleted_before(pool, tmp_path):
+    everything = {"snapshots": ["step-6", "step-9"], "run": ["step-10", "step-5"]}
+    left = {"run": ["step-10.damaged", "step-5"]}
+    for found in pool.run(damage_and_start, 2, str(tmp_path)):
+        assert found[0] == (10, everything)
+        assert "nothing can be loaded" in found[1][0] and "step-10" in found[1][0] and found[1][1] == everything
+        assert found[2] == (9, left | {"snapshots": ["step-6", "step-9"]})
+        assert found[3] == (6, left | {"snapshots": ["step-6"]})
+        assert found[4] == (5, left | {"snapshots": []})
+
+
+def start_over_and_end(rank: int, world_size: int, folder: str) -> list:
+    """Worker: save snapshots, clear the dump folder, and train to the end."""
+    found = []
+    for is_cleared in (False, True):
+        dist.barrier()
+        if is_cleared and rank == 0:
+            shutil.rmtree(f"{folder}/run")
+        dist.barrier()
+        run, snapshots = open_run(compare.build_table_run(world_size, {}), folder, n_hosts=1)
+        with snapshots:
+            found += [start_from(run, snapshots, dist.group.WORLD, restarted=False), list_saved(folder)["snapshots"]]
+            dist.barrier()
+            for step in (1, 2, 3):
+                n_steps = 3 if is_cleared else 9
+                snapshots.after_step(step, run.saved, n_steps=n_steps, is_stopped=False)
+        dist.barrier()
+        found.append(list_saved(folder)["snapshots"])
+    return found
+
+
+def test_snapshots_belong_to_one_dump_folder_and_go_when_the_run_ends(pool, tmp_path):
+    for found in pool.run(start_over_and_end, 2, str(tmp_path)):
+        assert found == [0, [], ["step-2", "step-3"], 0, [], []]
+    assert list((tmp_path / "snapshots").iterdir()) == []
+
+
+def restore_on_another_layout(rank: int, world_size: int, folder: str) -> list[int | str]:
+    """Worker: save on dp4, restore there and on tp4, and with fewer training.steps."""
+    run, snapshots = open_run(compare.build_table_run(world_size, {SHARD: 4}), folder, n_hosts=1)
+    with snapshots:
+        for step in (1, 2):
+            snapshots.after_step(step, run.saved, n_steps=9, is_stopped=False)
+    found = []
+    for overrides in ({SHARD: 4}, {SHARD: 4, "training.steps": 2}, {SHARD: 2, TP: 2}):
+        dist.barrier()
+        found.append(start(world_size, overrides, folder)[0])
+    return found
+
+
+def test_a_snapshot_of_another_layout_or_of_the_last_step_is_not_restored(pool, tmp_path):
+    for resumed, too_late, other_layout in pool.run(restore_on_another_layout, 4, str(tmp_path)):
+        assert (resumed, other_layout) == (2, 0)
+        assert "step-2 is already at step 2: set training.steps to more than 2" in too_late

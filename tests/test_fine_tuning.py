@@ -1,10 +1,7 @@
 """A Hugging Face model, trained further by naming its folder, and exported: transformers computes our model."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +9,7 @@ import pytest
 import torch
 import warm_start
 from made_corpora import write_corpus
-from test_check import LAPTOP, find_one_problem
+from test_check import LAPTOP
 from test_hugging_face import spell_as_version_4
 from test_model import PLAIN
 from their_llama import make_their_config
@@ -20,7 +17,6 @@ from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -61,15 +57,6 @@ CASES = {
         dtype="bfloat16",
         layout=(BALANCE,),
     ),
-}
-
-
-FAMILIES = {  # model_type, or its variant -> what the log says it is, and the model
-    "llama": ("llama", UNTIED),
-    "llama-tied": ("llama", replace(UNTIED, tie_embeddings=True)),
-    "qwen3": ("qwen3", replace(UNTIED, qk_norm=True, norm_eps=1e-6)),
-    "mixtral": ("mixtral", replace(UNTIED, ffn_dim=48, moe=MoEArgs(4, 2, 48))),
-    "qwen3-moe": ("qwen3_moe", replace(UNTIED, qk_norm=True, moe=MoEArgs(6, 2, 24, n_first_dense_layers=1))),
 }
 
 
@@ -168,31 +155,6 @@ def load_equal(checkpoint: Path, exported: Path, before: dict[str, torch.Tensor]
     return theirs
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "mixtral" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
-def test_the_shipped_config_trains_each_family_on_dp2_x_tp2_and_exports_it(name, tmp_path):
-    title, args = FAMILIES[name]
-    source = publish(tmp_path / "models" / name, Case(args))
-    config = read_json(source) | {"max_position_embeddings": 128}
-    (source / "config.json").write_text(json.dumps(config))
-    corpus, *_ = write_text(tmp_path / "text", source)
-    keys = ["--config=finetune", f"--{PATH}=models/{name}", corpus, TP]
-    keys += ["--training.steps=3", "--optimizer.lr=1e-3", "--lr_scheduler.warmup_steps=0"]
-    environment = {**os.environ, "NGPU": "4", "PYTHON": sys.executable}
-    done = subprocess.run(
-        [REPOSITORY / "run_train.sh", *keys], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = tmp_path / f"outputs/finetune-{name}"
-    log = (run / "log.txt").read_text()
-    assert f"{title} of models/{name}: " in log and "dp_shard2 x tp2" in log
-    assert "training.seq_len is 128" in log and "optimizer.lr = 0.001 is high" in log
-    assert read_json(run / "checkpoint/step-3-hf") == config
-    before = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
-    load_equal(run / "checkpoint/step-3", run / "checkpoint/step-3-hf", before)
-
-
 # ---------------------------------------------------------------- what sees the model, and what is refused
 
 
@@ -213,16 +175,6 @@ def test_every_tool_sees_the_model_of_the_folder(published, text, capsys):
     assert prepared.model_args == plan_run(args, 2, "cpu").model_args == UNTIED
     assert prepared.weights.published["config.json"] == read_json(published)
     assert main(["check", *args, "--ranks", "2"]) == 0 and str(published) in capsys.readouterr().out
-
-
-def test_a_folder_that_is_not_there_or_is_not_a_model_of_ours_is_one_problem(published, text, tmp_path):
-    other = shutil.copytree(published, tmp_path / "other")
-    config = read_json(other)
-    (other / "config.json").write_text(json.dumps({**config, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
-    text = text[1:]  # a corpus of another tokenizer would be a second problem
-    assert find_one_problem([*text, *from_folder(tmp_path / "nowhere")]).key == PATH
-    problem = find_one_problem([*text, *from_folder(other)])
-    assert problem.key == PATH and "'yarn'" in problem.why
 
 
 def test_training_on_longer_texts_says_so_in_config_json(pool, tmp_path):

@@ -93,7 +93,7 @@ def list_walk(names: tuple[str, ...]) -> dict[str, list]:
     return {
         "prepare": ["prepare", "--dataset=own_sources"],  # as the launcher does
         "train": ["train", 4, *train, "--training.steps=2"],
-        "resume": ["train", max(FORKS[name].resumed_on for name in names), *train, "--training.steps=3"],
+        "resume": ["train", 2, *train, "--training.steps=3"],
         "verify": ["verify", *SMALL, *keys, "--ranks=4", "--json"],
         "generate": ["generate", f"{run}/checkpoint/step-3", "--prompt=import", "--max-new-tokens=4", "--json"],
         "convert": ["convert", f"{run}/checkpoint/step-3", f"hf of {run}"],

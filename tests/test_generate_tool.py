@@ -23,6 +23,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import generate as tool
+from torchtitan_lite.tools.corpora.chat import read_chat_format
 
 ARGS = replace(FLAVORS["debug"], n_layers=2, rope_scaling=RopeScaling(factor=8.0, original_length=64))
 SHIPPED = "assets/tokenizer"
@@ -168,6 +169,50 @@ def test_rows_of_the_head_without_a_token_are_never_drawn(export, generate):
     arguments = ("--tokenizer", "bytes", "--prompt", "x", "--temperature", 50, "--max-new-tokens", 60, "--n", 3)
     for sample in generate(export, *arguments)["samples"]:
         assert set(sample["tokens"]) < set(range(258)) - {257}
+
+
+# ---------------------------------------------------------------- conversations
+
+
+def test_chat_encodes_a_message_as_transformers_does_and_stops_at_the_templates_end_token(export, tokenizer, generate):
+    text = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    text += "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    expected, _ = tokenizer.encode_special(text)
+    for prompt in ("Hi", text):
+        report = generate(export, "--chat", "--prompt", prompt, "--max-new-tokens", 1)
+        assert report["prompt_tokens"] == expected
+    assert tokenizer.special["<|eot_id|>"] in read_chat_format(tokenizer).end_ids
+    assert tokenizer.eos_id not in read_chat_format(tokenizer).end_ids
+
+
+def test_without_chat_a_line_says_that_special_names_are_text(export, capsys):
+    for prompt, is_named in (("a<|eot_id|>b", True), ("ab", False)):
+        assert main(["generate", str(export), "--prompt", prompt, "--max-new-tokens", "1"]) == 0
+        assert ("<|eot_id|> is plain text" in capsys.readouterr().err) == is_named
+
+
+def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_at_once(
+    export, tokenizer, monkeypatch, capsys
+):
+    lines = iter(["Hi", "no <|eot_id|> names", "and then?"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or end_input())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    arguments = ["generate", str(export), "--max-new-tokens", "5", "--temperature", "0", "--chat"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "<|eot_id|> would become" in printed.err
+    first, second = printed.out.split("\n", 1)
+    chat = read_chat_format(tokenizer)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
+    text, _ = chat.write(
+        {"messages": [*messages, {"role": "user", "content": "and then?"}]}, add_generation_prompt=True
+    )
+    assert main([*arguments, "--prompt", text]) == 0
+    assert capsys.readouterr().out == second
+
+
+def end_input() -> str:
+    raise EOFError
 
 
 # ---------------------------------------------------------------- what is refused

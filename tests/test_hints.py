@@ -75,7 +75,7 @@ def publish_llama() -> list[str]:
 
 PREPARED = {  # options of prepare, number of documents -> words of the command that it prints
     "as it is": (lambda: ["--validation-share", "0.2"], 50, "--training.dataset out --job.dump_folder outputs/out"),
-    "too few documents": (list, 9, "--validation.no_enable"),
+    "a few documents": (list, 9, "--training.dataset out --job.dump_folder outputs/out"),
     "one document": (list, 1, "--validation.no_enable"),
     "nothing held out": (lambda: ["--validation-share", "0"], 50, "--validation.no_enable"),
     "bytes": (lambda: ["--tokenizer", "bytes"], 50, "--model.hf_assets_path bytes"),

@@ -106,6 +106,16 @@ def test_a_missing_key_means_the_same_as_in_transformers(family, left_out, tmp_p
     assert args.rope_theta == config.rope_parameters["rope_theta"] and args.rope_scaling is None
 
 
+@pytest.mark.parametrize("beside", [{}, {"original_max_position_embeddings": 128}], ids=str)
+def test_llama3_scaling_without_its_original_length_means_the_same_as_in_transformers(beside, tmp_path):
+    sizes = {"num_attention_heads": 4, "hidden_size": 64, "vocab_size": 128, "num_hidden_layers": 2}
+    AutoConfig.for_model("llama", **sizes, max_position_embeddings=256).save_pretrained(tmp_path)
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    edit_json(tmp_path / "config.json", rope_scaling=scaling, **beside)
+    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters["original_max_position_embeddings"]
+    assert read_model_args(tmp_path).rope_scaling.original_length == expected
+
+
 def test_a_tied_model_may_be_loaded_into_an_untied_one(tmp_path):
     tied = FLAVORS["Llama 3.2, tied"]
     build_theirs(tied, build_ours(tied)).save_pretrained(tmp_path)

@@ -16,7 +16,7 @@ from watching import PeakMemory
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
-from torchtitan_lite.checkpoint.load import restore_or_load
+from torchtitan_lite.checkpoint.load import load_initial
 from torchtitan_lite.checkpoint.save import choose_tensors
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint
@@ -94,8 +94,7 @@ def load_and_save(rank: int, world_size: int, overrides: dict, out: str, **keys)
     """Worker: load as train.py does, and save step 5 as [checkpoint] says. Return the step and what was loaded."""
     run = compare.build_table_run(world_size, overrides)
     section, of_run = Checkpoint(enable=True, **keys), (run.parameters, run.optimizer)
-    options = {"is_named": False, "section": section, "group": dist.group.WORLD}
-    step = restore_or_load(Path(out), 0, *of_run, run.lr_scheduler, **options)
+    step = load_initial(*of_run, run.lr_scheduler, section=section, group=dist.group.WORLD)
     with checkpoints.make_saver(out, section, run.optimizer) as saver:
         saver.save(5, choose_tensors(*of_run, section=section, is_last=True))
     return step, compare.gather(run, lambda parameter: parameter)

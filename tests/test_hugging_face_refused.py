@@ -12,9 +12,9 @@ from test_hugging_face import edit_json
 from test_model import FLAVORS, build_ours, build_theirs
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, open_folder
 from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.config.messages import UserError
 
 EMBEDDING = "model.embed_tokens.weight"
 LLAMA, MIXTRAL, QWEN = "Llama 3", "Mixtral", "Qwen3-MoE, a dense layer, weights as they are"
@@ -36,7 +36,7 @@ def saved(tmp_path_factory):
 
 
 def assert_refused(folder: Path, *named: str) -> None:
-    with pytest.raises(HuggingFaceError) as error:
+    with pytest.raises(UserError) as error:
         open_folder(folder)
     for text in (str(folder), *named):
         assert text in str(error.value)
@@ -49,9 +49,16 @@ WRONG_CONFIGS = [  # model, changes, named
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config"),
     (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
-    (LLAMA, {"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
+    (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing; it must be float"),
     (LLAMA, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-    (LLAMA, {"hidden_size": None}, "'hidden_size' is missing"),
+    (LLAMA, {"rope_scaling": "llama3"}, 'rope_scaling = "llama3"; it must be dict'),
+    (LLAMA, {"hidden_size": None}, "hidden_size is missing; it must be int"),
+    (LLAMA, {"hidden_size": "64"}, 'hidden_size = "64"; it must be int'),
+    (LLAMA, {"num_attention_heads": 0}, "num_attention_heads = 0, but it must be 1 or more"),
+    (LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads = 4"),
+    (LLAMA, {"tie_word_embeddings": "yes"}, 'tie_word_embeddings = "yes"; it must be bool'),
+    (LLAMA, {"layer_types": [1]}, "layer_types = [1]; it must be list[str]"),
+    (LLAMA, {"quantization": {"bits": 4}}, "Quantized weights cannot be used"),
     (LLAMA, {"num_hidden_layers": 1}, "unknown: model.layers.1"),
     (LLAMA, {"vocab_size": 130}, f"{EMBEDDING} is F32 [128, 64], but config.json says [130, 64]"),
     (LLAMA, {"tie_word_embeddings": True}, "unknown: lm_head.weight"),
@@ -106,6 +113,19 @@ A_FILE = "model-00001-of"
 WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+    "no text": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{"), "config.json is not JSON"),
+    "no object": (
+        lambda folder: (folder / "config.json").write_text("[1]"),
+        "must hold an object {...}, but it is [1]",
+    ),
+    "nested": (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        "config.json is not JSON: maximum recursion depth",
+    ),
+    "a list as index": (
+        lambda folder: (folder / INDEX).write_text('{"weight_map": ["a"]}'),
+        'weight_map = ["a"]; it must be dict[str, str]',
+    ),
     "no index": (lambda folder: (folder / INDEX).unlink(), INDEX),
     "pickles": (keep_only_pickles, "pytorch_model.bin is a pickle"),
     "missing file": (lambda folder: first_file(folder).unlink(), A_FILE),
@@ -120,7 +140,15 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     ),
     "another dtype": (
         change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].char()})),
-        f"{EMBEDDING} is I8",
+        f"{EMBEDDING} is I8. Quantized weights cannot be used",
+    ),
+    "float8": (
+        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.float8_e4m3fn)})),
+        f"{EMBEDDING} is F8_E4M3. Quantized weights cannot be used",
+    ),
+    "double": (
+        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].double()})),
+        f"{EMBEDDING} is F64; supported: F32, BF16, F16",
     ),
     "cut file": (lambda folder: os.truncate(first_file(folder), first_file(folder).stat().st_size - 1), A_FILE),
     "empty file": (lambda folder: os.truncate(first_file(folder), 0), A_FILE),

@@ -144,8 +144,8 @@ def test_all_ranks_stop_for_one_signal_and_sigterm_wins(pool, signals, stop):
         (Optimizer(moments_dtype="bfloat16"), True),
     ],
 )
-@pytest.mark.parametrize("norm", [0.5, 4.0])
-def test_an_update_clips_as_torch_does(section, compiled, norm):
+@pytest.mark.parametrize(("norm", "max_norm"), [(0.5, 1.0), (4.0, 1.0), (4.0, 0.0)])
+def test_an_update_clips_as_torch_does_or_never_if_max_norm_is_0(section, compiled, norm, max_norm):
     gradient = torch.randn(3, 1024, generator=torch.Generator().manual_seed(1))
     gradient *= norm / gradient.norm()
     weights = [torch.zeros_like(gradient, requires_grad=True) for _ in range(2)]
@@ -155,8 +155,8 @@ def test_an_update_clips_as_torch_does(section, compiled, norm):
     for factor in (1, 0.1):
         for weight in weights:
             weight.grad = factor * gradient
-        update_weights(optimizers[0], torch.tensor(factor * norm), 1.0)
-        torch.nn.utils.clip_grad_norm_([weights[1]], 1.0)
+        update_weights(optimizers[0], torch.tensor(factor * norm), max_norm)
+        torch.nn.utils.clip_grad_norm_([weights[1]], max_norm or math.inf)
         optimizers[1].step()
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-9)
 

@@ -7,10 +7,7 @@ import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.flavors import FLAVORS
-from torchtitan_lite.config.layout import plan_layout
-from torchtitan_lite.config.schedule import Action, find_deadlock, find_missing_action
-from torchtitan_lite.config.schema import Config, Parallelism, Training
+from torchtitan_lite.tools.plan.actions import Action, find_deadlock, find_missing_action
 from torchtitan_lite.tools.plan.orders import Order, list_order
 from torchtitan_lite.tools.plan.timeline import (
     Timeline,
@@ -18,7 +15,6 @@ from torchtitan_lite.tools.plan.timeline import (
     draw_timeline,
     extrapolate_in_flight,
     list_samples,
-    plan_order,
     simulate,
 )
 
@@ -131,16 +127,24 @@ def test_microbatches_in_flight_are_those_of_the_papers(schedule, v, held):
     assert [count_in_flight(row).total() for row in list_order(schedule, 4, 8, v)] == held
 
 
-def test_the_order_is_that_of_the_schedule_or_of_the_csv_file(tmp_path):
-    file = tmp_path / "schedule.csv"
-    file.write_text("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
-    for key, value, second_row in (
-        ("pipeline_parallel_schedule", "GPipe", ["1F0", "1F1", "1B0", "1B1"]),
-        ("pipeline_parallel_schedule_csv", str(file), ["1F0", "1B0", "1F1", "1B1"]),
-    ):
-        section = Parallelism(pipeline_parallel_degree=2, **{key: value})
-        layout = plan_layout(Config(training=Training(local_batch_size=2), parallelism=section), FLAVORS["debug"], 2)
-        assert list(map(str, plan_order(section, layout)[1])) == second_row
+# GPipe on two ranks, with one change each
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        ("0F0 0F1 0B0 0B1", "1F0 1B0", "nothing for microbatch 1 of stage 1"),
+        ("0F0 0B0 0B0", "1F0 1B0", "BBF for microbatch 0 of stage 0"),
+        ("0F0 0I0", "1F0 1B0", "FI for microbatch 0 of stage 0"),
+        ("0F0 1F0", "0B0 1B0", "stage 0 on rows [1, 2]"),
+        ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0", "deadlocks: row 1 at 0B0, row 2 at 1F1"),
+        ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", ""),
+    ],
+)
+def test_a_wrong_order_is_judged_on_paper(first, second, why):
+    order = []
+    for row in (first, second):
+        order.append([Action(int(stage), kind, int(microbatch)) for stage, kind, microbatch in row.split()])
+    fault = find_missing_action(order) or find_deadlock(order)
+    assert fault.startswith(f"has {why}" if why and "deadlocks" not in why else why)
 
 
 def test_the_picture_has_a_box_for_each_action():

@@ -23,7 +23,8 @@ ANY_BATCH = "--training.global_batch_size=-1"
 
 
 def read(*args: str) -> Config:
-    reading = read_config(["--config", *args])
+    # finetune names its model by an environment variable
+    reading = read_config(["--checkpoint.initial_load_path=", "--config", *args])
     assert reading.problems == []
     return reading.config
 

@@ -18,7 +18,14 @@ from torchtitan_lite.tools.report.page import main
 from torchtitan_lite.tools.report.runs import Run, describe_run, list_remarks
 from torchtitan_lite.tools.report.traces import read_traces
 
-FIELDS = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_s_per_rank", "peak_memory_gib")
+FIELDS = (
+    "loss",
+    "val_loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_s_per_rank",
+    "peak_memory_gib",
+)
 KEYS = [
     "--model.flavor=debug_moe",
     "--model.hf_assets_path=bytes",
@@ -41,12 +48,13 @@ KEYS = [
 @pytest.fixture(scope="module")
 def folder(pool, tmp_path_factory):
     """A run of experts on a pipeline that was stopped after step 3 and resumed, with traces."""
-    place = tmp_path_factory.mktemp("report")
-    corpus = warm_start.write_letters(place / "corpus")[-3]
-    keys = [*KEYS, corpus, f"--job.dump_folder={place / 'a run'}"]
+    parent = tmp_path_factory.mktemp("report")
+    folder = parent / "a run"
+    corpus = warm_start.write_letters(parent / "corpus")[-3]
+    keys = [*KEYS, corpus, f"--job.dump_folder={folder}"]
     assert pool.run(warm_start.start, 4, keys, 3) == [143] * 4
     assert pool.run(warm_start.start, 4, keys) == [0] * 4
-    return place / "a run"
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -66,40 +74,49 @@ def list_titles(page: str) -> list[str]:
 
 def read_curve(page: str, name: str) -> dict[int, float]:
     """Return step -> the number that the page shows for it."""
-    points = [re.fullmatch(rf"{re.escape(name)}, step (\d+): (\S+)", title) for title in list_titles(page)]
-    return {int(point[1]): float(point[2]) for point in points if point}
+    curve = {}
+    for title in list_titles(page):
+        if point := re.fullmatch(rf"{re.escape(name)}, step (\d+): (\S+)", title):
+            curve[int(point[1])] = float(point[2])
+    return curve
 
 
-def test_curves_have_the_figures_of_the_records(page, folder):
-    for field in FIELDS:
-        assert read_curve(page, f"a run, {field}") == pytest.approx(warm_start.read_losses(folder, field), rel=1e-6)
+@pytest.mark.parametrize("field", FIELDS)
+def test_curves_have_the_figures_of_the_records(page, folder, field):
+    expected = warm_start.read_losses(folder, field)
+    assert read_curve(page, f"a run, {field}") == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_load_of_experts_is_that_of_the_records(page, folder):
     for step, layers in warm_start.read_losses(folder, "expert_loads").items():
         for layer, load in enumerate(layers):
-            ratio = max(load) * len(load) / sum(load)
-            assert read_curve(page, f"layer {layer}")[step] == pytest.approx(ratio, abs=1e-4)
+            curve = read_curve(page, f"layer {layer}")
+            mean = sum(load) / len(load)
+            assert curve[step] == pytest.approx(max(load) / mean, abs=1e-4)
 
 
 def test_words_come_first(page, folder, run):
-    what, how, end, look, command_line = describe_run(run)
+    what, how, end, _, command_line = describe_run(run)
     losses = warm_start.read_losses(folder)
     assert "by 4 ranks (pp2 x tp2, ep2)" in what
-    assert "6 of 6 steps, 768 tokens" in how and "in 2 starts" in how
+    assert "6 of 6 steps, 768 tokens" in how
+    assert "in 2 starts" in how
     assert f"from {losses[1]:.4f} to {losses[6]:.4f}" in how
     assert "trained 3 steps (4 to 6)" in end
     assert f"--config '{folder}/config.toml' --job.no_overwrite --training.steps=12" in command_line
     assert f"report '{folder}', or tensorboard --logdir '{folder}'/tb" in (folder / "log.txt").read_text()
     assert page.index(what[:20]) < page.index("By step")
-    marks = [title.removeprefix("a run: ") for title in list_titles(page) if title.startswith("a run: ")]
-    assert marks[: len(marks) // 5] == ["save", "stop", "start", "save", "stop"]  # the same in each of five plots
+
+
+def test_starts_saves_and_stops_are_marked_in_every_plot(page):
+    marks = [title for title in list_titles(page) if title.startswith("a run: ")]
+    kinds = [mark.removeprefix("a run: ") for mark in marks]
+    assert kinds == ["save", "stop", "start", "save", "stop"] * 5
 
 
 def test_a_large_bubble_has_a_remedy(run):
-    assert {(event.rank, str(event.action)) for event in run.pipeline.events} == {
-        (rank, f"{rank}{kind}{i}") for rank in range(2) for kind in "FB" for i in range(4)
-    }
+    actions = {(event.rank, event.action) for event in run.pipeline.events}
+    assert len(actions) == 2 * 2 * 4  # ranks, forward and backward, microbatches
     assert run.pipeline.bubble > 0.15
     assert re.search("is idle for .* of a step. Use .* microbatches", list_remarks(run)[0])
 
@@ -107,10 +124,12 @@ def test_a_large_bubble_has_a_remedy(run):
 def test_parts_of_a_step_add_up_and_name_their_axes(folder, run):
     assert [trace.rank for trace in run.traces] == [0, 1, 2, 3]
     for trace in run.traces:
-        recorded = json.loads((folder / f"traces/step-6/rank-{trace.rank}.json").read_text())["traceEvents"]
-        step = next(event["dur"] for event in recorded if event["name"].startswith("ProfilerStep"))
-        assert sum(trace.parts.values()) == pytest.approx(step / 1e6)
-        assert min(trace.parts[name] for name in ("computing", "waiting", "exposed pp", "exposed tp or ep")) > 0
+        path = folder / f"traces/step-6/rank-{trace.rank}.json"
+        events = json.loads(path.read_text())["traceEvents"]
+        step = next(event for event in events if event["name"].startswith("ProfilerStep"))
+        assert sum(trace.parts.values()) == pytest.approx(step["dur"] / 1e6)
+        for name in ("computing", "waiting", "exposed pp", "exposed tp or ep"):
+            assert trace.parts[name] > 0
 
 
 def test_two_runs_are_drawn_over_each_other(folder, tmp_path):
@@ -118,11 +137,13 @@ def test_two_runs_are_drawn_over_each_other(folder, tmp_path):
     other.mkdir()
     shutil.copy(folder / "config.toml", other)
     text = (folder / "metrics.jsonl").read_text()
-    (other / "metrics.jsonl").write_text(text.replace('"loss": ', '"loss": 1'))
+    text = text.replace('"loss": ', '"loss": 1')
+    (other / "metrics.jsonl").write_text(text)
     losses = warm_start.read_losses(other)
-    (other / "metrics.jsonl").open("a").write('{"kind": "ste')  # killed in a line
-    assert main(Namespace(runs=[folder, other], out=tmp_path / "both.html")) == 0
-    page = (tmp_path / "both.html").read_text(encoding="utf-8")
+    (other / "metrics.jsonl").write_text(text + '{"kind": "ste')  # killed in a line
+    out = tmp_path / "both.html"
+    assert main(Namespace(runs=[folder, other], out=out)) == 0
+    page = out.read_text(encoding="utf-8")
     assert read_curve(page, "a run, loss") != read_curve(page, "other, loss")
     assert read_curve(page, "other, loss") == pytest.approx(losses, rel=1e-6)
     assert "There are no traces" in page
@@ -138,27 +159,44 @@ def test_the_page_fetches_nothing(page):
     assert len(page) < 2_000_000
 
 
+def record(name: str, start_s: int, end_s: int, kind: str = "kernel", thread: int = 7, **args) -> dict:
+    return {
+        "ph": "X",
+        "cat": kind,
+        "name": name,
+        "ts": 1e6 * start_s,
+        "dur": 1e6 * (end_s - start_s),
+        "tid": thread,
+        "args": args,
+    }
+
+
 def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_path):
+    group = {"Process Group Name": "2"}
+    call = {
+        "Collective name": "_allgather_base",
+        "dtype": "BFloat16",
+        "Group size": 2,
+        "In msg nelems": 512,
+        "Out msg nelems": 1024,
+        **group,
+    }
+    trace = {
+        "traceEvents": [
+            record("ProfilerStep#9", 0, 10, kind="user_annotation", thread=1),
+            record("aten::mm", 0, 9, kind="cpu_op", thread=1),
+            record("gemm", 1, 4),
+            record("ncclDevKernel_AllGather", 3, 6, thread=8, **group),
+            record("gemm", 7, 8),
+            record("record_param_comms", 2, 3, kind="cpu_op", thread=1, **call),
+        ],
+        "distributedInfo": {"pg_config": [{"pg_name": "2", "pg_desc": "mesh_tp", "ranks": [0, 1]}]},
+    }
+    path = tmp_path / "step-10" / "rank-0.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(trace))
     config = read_config(["--config=debug", "--parallelism.tensor_parallel_degree=2"]).config
     layout = plan_layout(config, resolve_model(config.model), 4)
-
-    def record(name, start, end, kind="kernel", thread=7, **args):
-        return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": end - start, "tid": thread, "args": args}
-
-    call = {"Collective name": "_allgather_base", "dtype": "BFloat16", "Group size": 2}
-    call |= {"In msg nelems": 512, "Out msg nelems": 1024}
-    events = [
-        record("ProfilerStep#9", 0, 10e6, kind="user_annotation", thread=1),
-        record("aten::mm", 0, 9e6, kind="cpu_op", thread=1),
-        record("gemm", 1e6, 4e6),
-        record("ncclDevKernel_AllGather", 3e6, 6e6, thread=8, **{"Process Group Name": "2"}),
-        record("gemm", 7e6, 8e6),
-        record("record_param_comms", 2e6, 3e6, kind="cpu_op", thread=1, **call, **{"Process Group Name": "2"}),
-    ]
-    groups = [{"pg_name": "2", "pg_desc": "mesh_tp", "ranks": [0, 1]}]
-    trace = {"traceEvents": events, "distributedInfo": {"pg_config": groups}}
-    (tmp_path / "step-10").mkdir()
-    (tmp_path / "step-10" / "rank-0.json").write_text(json.dumps(trace))
     [read] = read_traces(tmp_path, layout)
     assert read.parts == {"computing": 4, "exposed tp": 2, "waiting": 4}
     assert read.hidden == {"hidden tp": 1}
@@ -168,8 +206,11 @@ def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_pa
 def test_ticks_are_few_and_round_and_spikes_stay():
     assert choose_ticks(3.78, 8.24) == [4, 6, 8]
     assert choose_ticks(0, 0.004) == pytest.approx([0, 0.001, 0.002, 0.003, 0.004])
-    points = [(step, 9.0 if step == 777 else 1.0 + step / 1e6) for step in range(10_000)]
-    assert (777, 9.0) in thin(points) and len(thin(points)) <= 300
+    points = [(step, step / 1e6) for step in range(10_000)]
+    points[777] = (777, 9.0)
+    thinned = thin(points)
+    assert (777, 9.0) in thinned
+    assert len(thinned) <= 300
 
 
 PROBE = """<script>addEventListener("load", () => {
@@ -182,10 +223,18 @@ PROBE = """<script>addEventListener("load", () => {
 @pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
 def test_a_browser_shows_every_picture_on_a_phone_without_an_error(page, tmp_path):
     (tmp_path / "page.html").write_text(page.replace("<body>", "<style>html { width: 390px }</style>" + PROBE))
-    options = ["--headless", "--no-sandbox", "--enable-logging=stderr", "--virtual-time-budget=2000", "--dump-dom"]
-    command_line = ["chromium", *options, str(tmp_path / "page.html")]
+    command_line = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=2000",
+        "--dump-dom",
+        str(tmp_path / "page.html"),
+    ]
     shown = subprocess.run(command_line, capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in shown.stderr
-    n_pictures, n_shown, width = map(int, list_titles(shown.stdout)[0].split(","))
+    counts, *_ = list_titles(shown.stdout)
+    n_pictures, n_shown, width = map(int, counts.split(","))
     assert n_pictures == n_shown == 10  # 5 plots; experts, parts of a step, calls, two pipelines
     assert width <= 390

@@ -1,21 +1,20 @@
-"""Pipeline plans as numbers, schedules from files, and validation forward through every schedule."""
+"""Pipeline plans as numbers, weight halves in bfloat16, and validation forward through every schedule."""
 
-from pathlib import Path
+from unittest.mock import patch
 
 import compare
 import pytest
 import torch
-from layouts import PP, SCHEDULE, TP, ZERO, Row
+from layouts import BFLOAT16, MODE, PP, SCHEDULE, TP, ZERO, Row
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.checks import check_mesh
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.layout import plan_degrees
-from torchtitan_lite.config.schedule import check_microbatches, find_csv_fault, name_modules, plan_stages
-from torchtitan_lite.config.schema import Config, Parallelism
+from torchtitan_lite.config.schedule import check_microbatches, name_modules, plan_stages
+from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.tools.verify.plain import Inputs, run_plainly
-
-CSV = "parallelism.pipeline_parallel_schedule_csv"
+from torchtitan_lite.tools.verify.precision import try_precision
+from torchtitan_lite.tools.verify.ranks import RankFailure
 
 
 def pipeline(pp: int, schedule: str = "1F1B", **keys) -> Parallelism:
@@ -98,47 +97,39 @@ def torch_refuses(name: str, pp: int, n_stages: int, n_microbatches: int) -> boo
     return False
 
 
-# ---------------------------------------------------------------- schedules from files
+# ---------------------------------------------------------------- weight halves
 
-# GPipe on two ranks and two microbatches, and the same with split backwards
-GPIPE = "0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n"
-SPLIT = "0F0,0F1,,,0I0,0I1,0W0,0W1\n,1F0,1F1,1I0,1I1,1W0,1W1,\n"
-
-
-def write_csv(tmp_path: Path, text: str) -> Parallelism:
-    (tmp_path / "schedule.csv").write_text(text)
-    return pipeline(2, schedule_csv=str(tmp_path / "schedule.csv"))
+SPLITS = {
+    "InterleavedZeroBubble": {SCHEDULE: "InterleavedZeroBubble"},
+    "ZBVZeroBubble": {SCHEDULE: "ZBVZeroBubble"},
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("0F0,0G0\n1F0,1B0\n", "the cell '0G0' in line 1"),
-        ("", "no actions"),
-        ("0F0,0B0\n", "1 rows for 2 pp ranks"),
-        ("0F0,0F1,0B0,0B1\n1F0,1B0\n", "nothing for microbatch 1 of stage 1"),
-        ("0F0,0B0,0B0\n1F0,1B0\n", "BBF for microbatch 0 of stage 0"),
-        ("0F0,0I0\n1F0,1B0\n", "FI for microbatch 0 of stage 0"),
-        ("0F0,1F0\n0B0,1B0\n", "stage 0 on rows [1, 2]"),
-        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "deadlocks: row 1 at 0B0, row 2 at 1F1"),
-        ("0B0,0F0\n1F0,1B0\n", "deadlocks"),
-    ],
-)
-def test_a_schedule_file_that_cannot_run_is_refused_with_the_reason(tmp_path, text, why):
-    parallelism = write_csv(tmp_path, text)
-    assert why in find_csv_fault(parallelism)
-    degrees = plan_degrees(parallelism, 2)
-    problems = check_mesh(Config(parallelism=parallelism), degrees, 2, {"global_batch_size": 8, "microbatch_size": 1})
-    assert [problem.key for problem in problems] == [CSV]
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_weight_halves_in_bfloat16_are_summed_in_float32(pool, tmp_path, name, tp):
+    """Without tp, every gradient is compared with one rank that sums in float32; the bound is 1e-5."""
+    overrides = {PP: 2, TP: tp, MODE: "none", **BFLOAT16, **SPLITS[name]}
+    trial = try_precision("bfloat16", compare.reduce_row(Row(2 * tp, overrides)), pool.run, tmp_path)
+    assert trial.faults == {}
+    assert {"gradients", "sum of microbatches"} <= trial.measures.keys()
 
 
-@pytest.mark.parametrize("text", [pytest.param(GPIPE, marks=pytest.mark.slow), SPLIT])
-def test_a_schedule_file_computes_the_single_device_model(pool, tmp_path, text):
-    parallelism = write_csv(tmp_path, text)
-    assert find_csv_fault(parallelism) == ""
-    overrides = {PP: 2, CSV: parallelism.pipeline_parallel_schedule_csv, "activation_checkpoint.mode": "none"}
-    overrides["parallelism.pipeline_parallel_microbatch_size"] = 4
-    assert compare.try_row(Row(2, overrides), pool.run, tmp_path).faults == {}
+def test_a_torch_that_cannot_sum_them_is_refused(pool):
+    overrides = {PP: 2, SCHEDULE: "ZBVZeroBubble", ZERO: 1, MODE: "none", **BFLOAT16}
+    run_ranks = compare.ranks_inside(pool, forget_the_sums)
+    with pytest.raises(RankFailure, match="would add the weight gradients of a split backward in the compute dtype"):
+        run_ranks(list_traced, 2, overrides)
+
+
+def forget_the_sums():
+    return patch.object(FSDPParam, "__getattribute__", hide_sums)
+
+
+def hide_sums(parameter, name: str):
+    if name == "to_accumulated_grad_if_needed":
+        raise AttributeError(name)
+    return object.__getattribute__(parameter, name)
 
 
 # ---------------------------------------------------------------- forward only

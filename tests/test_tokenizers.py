@@ -1,19 +1,26 @@
 """Tokenizers: Llama 3's file against tiktoken set up by hand, tokenizer.json against Hugging Face's own library."""
 
 import base64
+import io
 import json
 import random
+import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import tiktoken
+from test_fine_tuning import CASES, publish
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HuggingFace
+from transformers import AutoTokenizer
 
+from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import tokenizer as tokenizer_module
+from torchtitan_lite.data.corpus_folder import read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"
@@ -180,23 +187,142 @@ def test_a_tokenizer_json_gives_hugging_faces_ids_and_knows_begin_end_and_bytes(
     assert ids.count(ours.eos_id) == 1 and starts[ids.index(ours.eos_id)] == 2
 
 
-BROKEN = {
-    "nowhere": {},
-    "no JSON": {"tokenizer.json": "{"},
-    "no end": {"tokenizer.json": make_sentencepiece().to_str()},
-    "no ranks": {"tokenizer.model": "YQ== 1\n"},
+ADDED = {"special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+NEW = {str(600 + n): {**ADDED, "content": content} for n, content in enumerate(["<new>", "<eos>"])}
+PLAIN = {"605": {**ADDED, "content": "tent", "special": False}}
+EOS_FILES = {  # where people's folders name EOS -> the files beside tokenizer.json
+    "tokenizer_config.json, which has the token": {
+        "tokenizer_config": {"eos_token": "<eos>", "added_tokens_decoder": NEW}
+    },
+    "a token that no file has": {"tokenizer_config": {"eos_token": "<eos>"}},
+    "special_tokens_map.json": {"special_tokens_map": {"eos_token": {"content": "</s>"}}},
+    "both": {"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}},
+    "both, with the tokens": {
+        "special_tokens_map": {"eos_token": "<s>"},
+        "tokenizer_config": {"eos_token": "</s>", "added_tokens_decoder": PLAIN},
+    },
+}
+
+
+@pytest.mark.parametrize("place", EOS_FILES)
+def test_eos_and_more_tokens_are_found_where_transformers_finds_them(place, tmp_path):
+    make_sentencepiece().save(str(tmp_path / "tokenizer.json"))
+    for name, content in {"tokenizer_config": {}, **EOS_FILES[place]}.items():
+        more = {"tokenizer_class": "PreTrainedTokenizerFast"} if name == "tokenizer_config" else {}
+        (tmp_path / f"{name}.json").write_text(json.dumps({**more, **content}))
+    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (oracle.eos_token_id, len(oracle))
+    text = f"a tent{oracle.eos_token}tent"
+    assert tokenizer.encode_special(text)[0] == oracle.encode(text, add_special_tokens=False)
+    assert tokenizer.eos_id not in tokenizer.encode(text)
+
+
+def test_eos_of_the_model_is_used_if_the_tokenizer_names_none(tmp_path):
+    make_sentencepiece().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert load_tokenizer(tmp_path).eos_id == 2
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    assert load_tokenizer(tmp_path).eos_id == 1
+
+
+def test_a_unigram_tokenizer_is_read_and_what_it_does_not_know_is_counted(tmp_path, capsys):
+    unigram = HuggingFace(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("▁a", -1.0), ("▁", -2.0), ("b", -3.0)], 0))
+    unigram.pre_tokenizer, unigram.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    write(tmp_path, unigram, "</s>")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a b") == unigram.encode("a b").ids and tokenizer.decode([2, 3, 4]) == " a b"
+    (tmp_path / "a.txt").write_text("a bc")
+    options = ["--tokenizer", str(tmp_path), "--validation-share", "0", "--processes", "1"]
+    assert main(["prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), *options]) == 0
+    assert "1 tokens stand for text that the tokenizer does not know" in capsys.readouterr().out
+
+
+def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_the_size_that_was_asked_for(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text(SOURCE + "日本語 <|end_of_text|>")
+    command = ["prepare", "a.txt", "--out", "out", "--processes", "1", "--train-tokenizer"]
+    assert main([*command, "400"]) == 0
+    assert "--model.hf_assets_path out/tokenizer --model.vocab_size 448" in capsys.readouterr().out
+    oracle, tokenizer = AutoTokenizer.from_pretrained("out/tokenizer"), load_tokenizer("out/tokenizer")
+    assert tokenizer.vocab_size == len(oracle) == 400 and tokenizer.fingerprint == read_manifest(Path("out")).tokenizer
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (oracle.bos_token_id, oracle.eos_token_id)
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        if "<|" not in text:
+            assert tokenizer.encode(text, bos=True) == oracle.encode(text)
+    shutil.rmtree("out")
+    assert main([*command, "257"]) == 2
+    assert main([*command, "100000"]) == 2
+    most = re.search(r"Use (\d+) or less", capsys.readouterr().err)[1]
+    assert main([*command, most]) == 0
+    assert main([*command, "400", "--tokenizer", "bytes"]) == 2
+
+
+BROKEN = {  # what is wrong -> the files, a word of the reason
+    "nowhere": ({}, "there is no tokenizer.json"),
+    "no JSON": ({"tokenizer.json": "{"}, "is not JSON"),
+    "no model": ({"tokenizer.json": "{}"}, "model is missing"),
+    "no vocabulary": ({"tokenizer.json": '{"model": {"vocab": 5}}'}, "model.vocab = 5"),
+    "no end": ({"tokenizer.json": make_sentencepiece().to_str()}, "no eos_token"),
+    "a number as end": (
+        {"tokenizer.json": make_sentencepiece().to_str(), "tokenizer_config.json": '{"eos_token": 2}'},
+        "eos_token = 2",
+    ),
+    "no ranks": ({"tokenizer.model": "YQ== 1\n"}, "ranks"),
+    "SentencePiece": ({"tokenizer.model": "\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02"}, "SentencePiece.*save_pretrained"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_no_tokenizer_is_refused_by_key_and_path(name, tmp_path):
-    for file, content in BROKEN[name].items():
+    files, why = BROKEN[name]
+    for file, content in files.items():
         (tmp_path / file).write_text(content)
-    with pytest.raises(ConfigError, match=rf"(?s)model.hf_assets_path.*{tmp_path}.*assets/tokenizer"):
+    with pytest.raises(ConfigError, match=rf"(?s)model.hf_assets_path.*{tmp_path}.*assets/tokenizer") as error:
         load_tokenizer(tmp_path)
+    assert re.search(why, str(error.value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_transformers_writes_the_tokenizer_json_of_a_sentencepiece_model_as_the_error_says(kind, tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    trainer, lines, model = sentencepiece.SentencePieceTrainer, iter(SOURCE.splitlines()), io.BytesIO()
+    trainer.train(sentence_iterator=lines, model_writer=model, vocab_size=400, model_type=kind, byte_fallback=True)
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    names = {"tokenizer_class": {"bpe": "LlamaTokenizer", "unigram": "T5Tokenizer"}[kind], "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    with pytest.raises(ConfigError, match="SentencePiece"):
+        load_tokenizer(tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    for text in TEXTS[:-1]:
+        assert tokenizer.encode(text) == oracle.encode(text, add_special_tokens=False)
 
 
 def test_without_its_package_another_tokenizer_json_is_refused_and_the_extra_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match="extra `hf`"):
         load_tokenizer(write(tmp_path, make_sentencepiece(), "</s>"))
+
+
+def test_entries_above_the_rows_of_a_model_are_accepted_unless_a_text_uses_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = publish(Path("llama"), CASES["tied, published in bfloat16"]) / "tokenizer.json"
+    oracle = HuggingFace.from_file(str(file))
+    oracle.add_special_tokens(["[PAD]"])
+    oracle.add_tokens(["[NEW]"])
+    oracle.save(str(file))
+    capsys.readouterr()
+    cases = [("[PAD]", 0, "No document uses"), ("[NEW]", 2, r"'\[NEW\]'.*resize_token_embeddings")]
+    for number, (name, status, words) in enumerate(cases):
+        Path(f"{number}.txt").write_text(f"def {name} read " * 9)
+        options = ["--tokenizer", "llama", "--processes", "1"]
+        assert main(["prepare", f"{number}.txt", "--out", f"out{number}", *options]) == 0
+        run = ["--config=finetune", "--checkpoint.initial_load_path=llama", f"--training.dataset=out{number}"]
+        assert main(["check", *run]) == status
+        assert re.search(words, "".join(capsys.readouterr()))
+        assert main(["eval", "llama", "--data", f"{number}.txt", "--seq-len", "16"]) == status
+        assert main(["generate", "llama", "--prompt", f"def {name}", "--max-new-tokens", "2"]) == status

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from functools import partial
+from pathlib import Path
 
 import compare
 import pytest
@@ -16,10 +18,12 @@ from mutants import MUTANTS, apply_mutant, try_mutant
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.layout import plan_layout
-from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.reader import KEYS, read_config
+from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.tools.verify import command as tool
 from torchtitan_lite.tools.verify import train_py
 from torchtitan_lite.tools.verify.certificate import Certificate, describe, report_for_programs
+from torchtitan_lite.tools.verify.coverage import SIZES
 from torchtitan_lite.tools.verify.rank import find_unequal_copies
 from torchtitan_lite.tools.verify.ranks import RankFailure, RankPool
 from torchtitan_lite.tools.verify.reduction import reduce_config
@@ -107,6 +111,72 @@ def test_a_wrong_layout_ends_with_its_first_fault(pool, tmp_path):
     assert (report["certified"], trial["culprit"]["name"]) == (False, "output") and "loss" in trial["faults"]
     assert trial["measures"]["loss"]["error"] > trial["measures"]["loss"]["bound"]
     assert report["degrees"]["tp"] == 2 and report["replaced"]["training.seq_len"] == [128, 40]
+
+
+# ---------------------------------------------------------------- coverage
+
+UNUSUAL = """
+training.dataset=python_stdlib,python_stdlib training.dataset_weights=3,1 training.enable_cpu_offload=true
+debug.deterministic=true debug.compare_copies_every=50 optimizer.implementation=foreach optimizer.weight_decay=0.2
+lr_scheduler.decay_ratio=0.5 checkpoint.async_mode=async checkpoint.enable_first_step_checkpoint=true
+checkpoint.initial_load_path=weights parallelism.zero_plus_plus=["hpz","qwz"]
+parallelism.enable_async_tensor_parallel=true activation_checkpoint.mode=full compile.enable=true
+compile.components=["loss"]
+""".split()
+
+
+def record_configs(run_ranks, configs: dict):
+    """Return run_ranks that also notes the config of each layout, as its ranks get it."""
+
+    def run(worker, world_size: int, *args, **options):
+        if world_size > 1 and worker.__name__ == "start_train":
+            path = args[0][1]
+            configs["train.py"].append(read_config(["--config", path]).config)
+        elif world_size > 1:
+            name = Path(args[1]).stem
+            configs[name].append(args[0])
+        return run_ranks(worker, world_size, *args, **options)
+
+    return run
+
+
+def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
+    reading = read_config(["--config", "debug", *(f"--{pair}" for pair in UNUSUAL)])
+    assert reading.problems == []
+    configs = defaultdict(list)
+    reduction = reduce_config(reading.config, 2)
+    certificate = tool.verify("debug", reduction, record_configs(pool.run, configs), tmp_path)
+    text = describe(certificate)
+    assert certificate.verdict == "certified", text
+    report = json.loads(json.dumps(report_for_programs(certificate), default=str))
+    assert configs.keys() == {trial["name"] for trial in report["trials"]} == {"wide", "deep", "train.py", "bfloat16"}
+    for trial in report["trials"]:
+        for config in configs[trial["name"]]:
+            for key in KEYS:
+                asked, ran = get_value(reading.config, key), get_value(config, key)
+                if asked != ran and asked not in (-1, "auto", None):
+                    assert key in trial["replaced"], (trial["name"], key)
+                    assert key in text or key in SIZES, key
+    assert {"compile.backend", "checkpoint.initial_load_path"} <= report["not_covered"].keys()
+    assert "parallelism.enable_async_tensor_parallel" in report["not_covered"]
+    assert "hpz keeps nothing" in report["without_effect"]["parallelism.zero_plus_plus"]
+    first_lines = text.split("worst error")[0]
+    assert all(key in first_lines for key in (*report["not_covered"], *report["without_effect"]))
+
+
+AS_ASKED = """
+optimizer.moments_dtype=bfloat16 optimizer.implementation=foreach optimizer.beta2=0.9 training.dataset_weights=3,1
+debug.deterministic=true lr_scheduler.decay_type=cosine
+checkpoint.async_mode=async training.max_norm=0.3 validation.steps=3
+""".split()
+
+
+def test_train_py_runs_what_was_asked(tmp_path):
+    pairs = [*AS_ASKED, "training.dataset=python_stdlib,python_stdlib"]
+    reduction = reduce(*(f"--{pair}" for pair in pairs))
+    config = train_py.make_config(reduction, tmp_path)
+    for key in (pair.partition("=")[0] for pair in AS_ASKED):
+        assert get_value(config, key) == get_value(reduction.real, key) != get_value(Config(), key), key
 
 
 def hang(rank: int, world_size: int) -> None:

@@ -1,5 +1,6 @@
 """The weights that a run starts from or exports, checked before torch; and a run uses the tokenizer of its weights."""
 
+import json
 import os
 import shutil
 from dataclasses import asdict, replace
@@ -12,12 +13,13 @@ from test_check import LAPTOP, find_one_problem, find_problems, write_tokenizer
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint.continued import FREE, NOTED, REFUSED, find_rule
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.manifest import Manifest, TensorRecord
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.messages import Problem
-from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.data.corpus_folder import fingerprint_documents
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -106,9 +108,9 @@ def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_st
     for path, args, folder, title, seq_len, rate, said in (
         ("short", [FINETUNE], "finetune-short", "llama", 64, 1e-3, {LENGTH}),
         ("short", [FINETUNE, f"--{LENGTH}=128"], "finetune-short", "llama", 128, 1e-3, set()),
-        ("qwen", [FINETUNE], "finetune-qwen", "qwen3_moe", 2048, 0, {RATE}),
+        ("qwen", [FINETUNE], "finetune-qwen", "qwen3_moe", 512, 0, {LENGTH, RATE}),
         ("qwen", [f"--{RATE}=0.01"], "finetune-qwen", "qwen3_moe", 128, 0.01, {LR}),
-        ("runs/mine/checkpoint/step-9", [FINETUNE, f"--{LR}=2e-4"], "finetune-mine", "llama", 2048, 1e-3, {LR}),
+        ("runs/mine/checkpoint/step-9", [FINETUNE, f"--{LR}=2e-4"], "finetune-mine", "llama", 512, 1e-3, {LENGTH, LR}),
         ("", ["--model.flavor=debug_moe"], "debug", "mixtral", 128, 1e-3, set()),
     ):
         prepared = preflight([*args, f"--{PATH}={path}"], machine=LAPTOP, n_ranks=2)
@@ -170,6 +172,59 @@ def follow_remedy(problem: Problem, *args: str) -> None:
         assert not flags or prepare(*args, *flags)
 
 
+def test_every_key_has_a_rule_and_every_rule_a_key():
+    assert [key for key in KEYS if find_rule(key) is None] == []
+    sections = {key.rpartition(".")[0] for key in KEYS}
+    names = [*REFUSED, *NOTED, *FREE]
+    assert len(names) == len(set(names)) and set(names) <= KEYS.keys() | sections
+
+
+OTHER_TRAINING = {  # key -> value in the checkpoint, value now
+    "model.attention": ("causal", "document"),
+    "model.converters": ([], ["float8"]),
+    "quantize.linear.float8.recipe_name": ("tensorwise", "rowwise"),
+    "training.max_norm": (1.0, 0.5),
+    "training.mixed_precision_param": ("float32", "bfloat16"),
+    "training.expert_balance_loss": (0.0, 0.1),
+    "optimizer.lr": (4e-3, 1e-4),
+    "optimizer.beta2": (0.95, 0.9),
+    "optimizer.weight_decay": (0.1, 0.2),
+    "lr_scheduler.warmup_steps": (20, 3),
+    "lr_scheduler.decay_type": ("linear", "cosine"),
+}
+SAME_TRAINING = ["--training.local_batch_size=1", "--metrics.log_freq=3", "--parallelism.tensor_parallel_degree=2"]
+
+
+def test_a_run_that_trains_in_another_way_from_here_on_prints_both_values():
+    checkpoint = save(9)
+    before = prepare().notices
+    assert prepare(*SAME_TRAINING).notices == before
+    for key, (saved, now) in OTHER_TRAINING.items():
+        text = now if isinstance(now, str) else json.dumps(now)
+        added = [notice for notice in prepare(f"--{key}={text}").notices if notice not in before]
+        assert f"{key} is now {now!r}; {checkpoint} was trained with {saved!r}" in added
+        assert any("the learning rate is" in notice for notice in added) == key.startswith(("optimizer.lr", "lr_"))
+
+
+def test_the_state_of_another_run_is_continued_to_a_later_step_only():
+    for n_steps in (5, 9):
+        args = [OURS, f"--training.steps={n_steps}", "--checkpoint.exclude_from_loading=optimizer"]
+        problem = find_one_problem([*RUN, *args, NOT_ONLY])
+        assert problem.key == "training.steps" and "step-9 is already at step 9" in problem.why
+        assert prepare(*args, "--checkpoint.initial_load_model_only") and "more than 9" in problem.remedy
+    assert prepare(OURS, NOT_ONLY, "--training.steps=10")
+
+
+def test_a_run_from_an_own_checkpoint_balances_its_experts_as_before():
+    experts = ["--model.flavor=debug_moe", "--job.dump_folder=first"]
+    for rate in (0.01, 0.0, 1e-3):
+        checkpoint = save(9, *experts, f"--{RATE}={rate}", "--job.overwrite")
+        prepared = prepare(f"--{PATH}={checkpoint}")
+        assert prepared.config.training.expert_bias_rate == rate
+        assert any(RATE in notice and str(checkpoint) in notice for notice in prepared.notices) == (rate != 1e-3)
+        shutil.rmtree("first")
+
+
 def test_documents_that_changed_under_the_same_name_are_found():
     fingerprint, data = load_tokenizer(SHIPPED).fingerprint, "--training.dataset=letters"
     write_corpus(Path("letters"), [[[1, 2]]], validation=[[[1]]], tokenizer_fingerprint=fingerprint)
@@ -199,12 +254,20 @@ def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job
     words = prepare().finished.split()
     assert words[:6] == ["debug", "is", "already", "at", "step", "200:"]
     flags = [word.rstrip(",") for word in words if word.startswith("--")]
+    kept = flags.pop(1)
+    assert kept == "--lr_scheduler.total_steps=200"
     assert flags == ["--training.steps=400", "--job.dump_folder=FOLDER", "--job.overwrite"]
     prepared = [prepare(flag) for flag in flags]
     assert [each.finished for each in prepared] == [""] * 3
     assert [each.resumed_step for each in prepared] == [200, 0, 0]
     deletes = [notice for each in prepared for notice in each.notices if "job.overwrite deletes" in notice]
     assert len(deletes) == 1 and deletes[0].endswith(": outputs/debug/checkpoint/step-200")
+    # The log of a resumed run has the same two rates, and the given key keeps the earlier ones.
+    step_200, jump, earlier = 4e-3 / 180, 4e-3 * 200 / 380, 0.0
+    rates = f"the learning rate is {step_200:.3g} at step 200 and {jump:.3g} at step 201"
+    assert rates in prepare().finished and f"{kept} keeps the earlier schedule ({earlier:g})" in prepare().finished
+    assert any(notice.startswith(rates) for notice in prepared[0].notices)
+    assert not any("learning rate" in notice for notice in prepare(flags[0], kept).notices)
     assert main(["check", *RUN]) == 0 and "already at step 200" in capsys.readouterr().out
 
 

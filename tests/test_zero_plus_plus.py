@@ -120,18 +120,30 @@ def remainder_dropped(pack, self, rows):
     return pack(self, whole)
 
 
+def chunk_of_the_next_rank_kept(gather, self, output_tensor, input_tensor, group, async_op=False):
+    is_forward = torch._C._current_graph_task_id() == -1
+    gather(self, output_tensor, input_tensor, group)
+    if is_forward and self.near is not None and self.packing is None:
+        chunks = output_tensor.chunk(self.near.size())
+        self.secondary = chunks[(self.near.rank() + 1) % self.near.size()].clone()
+
+
 MUTANTS = {
     scales_of_the_next_block: (Packing, "pack", "packing"),
     remainder_dropped: (Packing, "pack", "packing"),
     own_shard_not_rounded: (Gather, "__call__", "loss"),
     summed_before_unpacking: (ReduceScatter, "exchange", "gradients"),
+    chunk_of_the_next_rank_kept: (Gather, "__call__", "gradients"),
 }
+LAYOUT_OF = {chunk_of_the_next_rank_kept: "dp4, hpZ alone"}
 
 
 @pytest.mark.parametrize("function", MUTANTS)
 def test_a_mutant_is_found(pool, tmp_path, function):
     run_ranks = compare.ranks_inside(pool, partial(put_in_place, function, *MUTANTS[function][:2]))
-    assert MUTANTS[function][2] in try_trial("wide", LAYOUTS["dp4"], run_ranks, tmp_path).faults
+    assert (
+        MUTANTS[function][2] in try_trial("wide", LAYOUTS[LAYOUT_OF.get(function, "dp4")], run_ranks, tmp_path).faults
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

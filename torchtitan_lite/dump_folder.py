@@ -1,7 +1,7 @@
 """Check the paths of a run before it starts. Create, lock and empty `job.dump_folder`, which holds all files of a run.
 
 config.toml     the resolved config      log.txt, metrics.jsonl, tb/                logs
-checkpoint/     step-N/ ...              traces/, comm_traces/, memory_snapshot/    if enabled
+checkpoint/     step-N/, run_id          traces/, comm_traces/, memory_snapshot/    if enabled
 hang/           what hanging ranks did: `python -m torchtitan_lite hang FOLDER`
 wandb/          Weights & Biases if enabled; job.overwrite keeps it, because some of it may not be uploaded yet
 lock            locked by the run that writes here
@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
+from torchtitan_lite.checkpoint.manifest import CHECKSUMS, MANIFEST, UNFINISHED, CheckpointError, find_steps
 from torchtitan_lite.config.checks import Problems
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, get_value
@@ -22,15 +22,17 @@ from torchtitan_lite.config.schema import Config, get_value
 logger = logging.getLogger(__name__)
 
 LOCK = "lock"
+CONFIG = "config.toml"  # marks the folder of a run
+RUN_ID = "run_id"  # in checkpoint.folder: names the snapshots of the run
 HANG = "hang"  # folder with what hanging ranks did, one folder inside for each restart
-FILES = ("config.toml", "log.txt", "metrics.jsonl", HANG)
-FOLDERS = (  # keys that name a folder inside job.dump_folder
-    "checkpoint.folder",
-    "metrics.save_tb_folder",
-    "profiling.save_traces_folder",
-    "profiling.save_memory_snapshot_folder",
-    "comm.save_traces_folder",
-)
+FILES = ("log.txt", "metrics.jsonl", f"{HANG}/restart-*")
+FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writes there, and job.overwrite deletes
+    "checkpoint.folder": (f"step-*/{MANIFEST}", f"step-*/{CHECKSUMS}", f"step-*{UNFINISHED}", "step-*-hf", RUN_ID),
+    "metrics.save_tb_folder": ("events.out.tfevents.*",),
+    "profiling.save_traces_folder": ("step-*/rank-*.json",),
+    "profiling.save_memory_snapshot_folder": ("step-*/rank-*.pickle",),
+    "comm.save_traces_folder": ("rank_*",),
+}
 
 
 def check_files(config: Config, restarted: bool) -> Problems:
@@ -41,20 +43,29 @@ def check_files(config: Config, restarted: bool) -> Problems:
         nearest = next(above for above in (path, *path.parents) if above.exists())
         if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
             problems.refuse(key, f"{nearest} is not a folder that this user can write to", "Name another folder")
-    earlier = [name for name in ("config.toml", "metrics.jsonl") if (dump_folder / name).exists()]
-    if earlier and not (config.checkpoint.enable or overwrite or restarted):
+    earlier = [name for name in (CONFIG, "metrics.jsonl") if (dump_folder / name).exists()]
+    if CONFIG in earlier and not is_of_run(dump_folder):
+        why = f"{dump_folder / CONFIG} was not written by a run, which would replace it"
+        problems.refuse("job.dump_folder", why, "Name another folder")
+    elif earlier and not (config.checkpoint.enable or overwrite or restarted):
         remedy = "Name another folder, or delete that run with --job.overwrite"
         if find_steps(dump_folder / config.checkpoint.folder):
             remedy += ", or resume it with --checkpoint.enable"
         problems.refuse("job.dump_folder", f"it has an earlier run ({earlier[0]})", remedy)
     for key in FOLDERS:
         value = get_value(config, key)
-        if value in ("", ".", "..") or "/" in value:  # job.overwrite deletes what is in it
+        if value in ("", ".", "..") or "/" in value:
             problems.refuse(key, "it is not the name of a folder", "Use a plain name, such as traces")
     initial = config.checkpoint.initial_load_path
     if initial and overwrite and not restarted and Path(initial).resolve().is_relative_to(dump_folder.resolve()):
         problems.refuse("checkpoint.initial_load_path", "job.overwrite deletes it first", "Copy it elsewhere")
     return problems
+
+
+def is_of_run(folder: Path) -> bool:
+    """Return whether a run has written its config to `folder`."""
+    path = folder / CONFIG
+    return path.is_file() and "\ndump_folder = " in path.read_text(encoding="utf-8", errors="replace")
 
 
 def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> BinaryIO:
@@ -79,12 +90,19 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
                 shutil.rmtree(path)
             else:
                 path.unlink()
-    (folder / "config.toml").write_text(dump_config_toml(config), encoding="utf-8")
+    (folder / CONFIG).write_text(dump_config_toml(config), encoding="utf-8")
     return lock
 
 
 def list_earlier(folder: Path, config: Config) -> list[Path]:
-    """List the paths that job.overwrite deletes. FOLDERS themselves stay: another rank may just have created one."""
-    files = [folder / name for name in FILES if (folder / name).exists()]
-    inside = [path for key in FOLDERS for path in sorted((folder / get_value(config, key)).glob("*"))]
-    return files + inside
+    """List the paths that job.overwrite deletes: only what a run has written, never another file."""
+    paths: list[Path] = []
+    if is_of_run(folder):
+        for pattern in FILES:
+            paths += folder.glob(pattern)
+    for key, patterns in FOLDERS.items():
+        inside = folder / get_value(config, key)
+        for pattern in patterns:
+            # The first part: a checkpoint or a trace is deleted with its folder, step-N.
+            paths += [inside / path.relative_to(inside).parts[0] for path in inside.glob(pattern)]
+    return sorted(set(paths))

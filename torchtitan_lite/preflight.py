@@ -10,32 +10,34 @@ The rules in config/checks.py need only numbers; the rules here need files or th
 call preflight, so a run that `check` accepts will start. All problems are reported together.
 """
 
+import re
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, LENGTH, explain_unwritable, find_model_type
 from torchtitan_lite.checkpoint.starting_weights import PATH, Weights, find_initial, find_resumed
-from torchtitan_lite.config.block import list_linears, plan_float8
-from torchtitan_lite.config.checks import Problems, check_context_parallel, check_machine, check_run
-from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
+from torchtitan_lite.config.checks import Problems, check_context_parallel, check_machine, check_run, count_pieces
 from torchtitan_lite.config.flavors import AUTO, ModelArgs
 from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import ConfigReading, dump_config_toml, read_config
-from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
-from torchtitan_lite.data.corpus_folder import check_data, fingerprint_documents
+from torchtitan_lite.config.schema import Config, Parallelism, with_value
+from torchtitan_lite.data.corpus_folder import check_data, find_largest_id, fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files, list_earlier
 
 SHIPPED = "assets/tokenizer"
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
-# Keys that must not change when a run continues from the step and optimizer state of a checkpoint
-CONTINUED = [f"training.{name}" for name in ("dataset", "dataset_weights", "seq_len", "global_batch_size")]
-CONTINUED += ["debug.seed", "optimizer.name", "optimizer.moments_dtype"]
+# Keys that decide which weights a run starts from, and so its model and its tokenizer
+SOURCES = (PATH, TOKENIZER, "checkpoint.enable", "checkpoint.folder", "checkpoint.load_step", "job.dump_folder")
+# On a CPU, unless the user sets them: a step of a 135M model takes less than two minutes on two cores
+CPU_SEQ_LEN, CPU_TOKENS = 512, 2048  # tokens per sequence, and per step
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,13 @@ class Prepared(RunConfig):
         return self.weights.manifest.step if self.weights and self.weights.is_resumed else 0
 
     @property
+    def origin(self) -> str:
+        """Where the weights come from, for people."""
+        if self.weights is None:
+            return f"random weights (debug.seed {self.config.debug.seed})"
+        return f"weights of {self.weights.path}"
+
+    @property
     def title(self) -> str:
         """Model family, then flavor or folder of the weights: "qwen3 Qwen3-8B", "llama of DIR"."""
         model_args, flavor = self.model_args, self.config.model.flavor
@@ -77,10 +86,13 @@ class Prepared(RunConfig):
         step = self.resumed_step
         if step == 0 or step < self.config.training.steps:
             return ""
+        further = with_value(self.config, "training.steps", 2 * step)
+        if "lr_scheduler.total_steps" not in self.given:
+            further = with_value(further, "lr_scheduler.total_steps", 2 * step)
         return (
             f"{self.config_name} is already at step {step}: everything is in {self.dump_folder}. Use "
-            f"--training.steps={2 * step} to train further, --job.dump_folder=FOLDER to start another run, or "
-            "--job.overwrite to delete this one"
+            f"--training.steps={2 * step} to train further ({describe_rates(further, self.weights)}), "
+            "--job.dump_folder=FOLDER to start another run, or --job.overwrite to delete this one"
         )
 
 
@@ -95,15 +107,22 @@ def preflight(
     run = read_run_config(args, restarted=restarted)
     config, weights, notices = run.config, run.weights, list(run.notices)
     n_ranks = n_ranks or choose_n_ranks(config.parallelism, machine, n_hosts)
+    if machine.device_type == "cpu" and machine.is_here:
+        degrees = plan_degrees(config.parallelism, n_ranks)
+        config = adapt_to_cpu(config, run.chosen, degrees["dp_replicate"] * degrees["dp_shard"], notices)
+    unread = {problem.key for problem in run.problems}
+    if "job.config_file" in unread:  # no key of that file is known
+        raise ConfigError(run.problems)
     problems, model_args, layout, memory = Problems(config), None, None, None
-    problems += run.problems + check_run(config) + check_machine(config, machine) + check_files(config, restarted)
-    tokenizer = open_tokenizer(problems, config.model.hf_assets_path, weights)
+    problems += check_run(config) + check_machine(config, machine) + check_files(config, restarted)
+    # If a bad key fell back to its default, do not check what depends on it: those problems would be meaningless.
+    is_source_known = unread.isdisjoint(SOURCES)
+    tokenizer = open_tokenizer(problems, config.model.hf_assets_path, weights) if is_source_known else None
     problems += check_data(config, tokenizer)
-    # If a bad key fell back to its default, do not plan a layout: its problems would be meaningless.
-    if not any(problem.key.startswith(("model.", "training.", "parallelism.")) for problem in run.problems):
+    if is_source_known and not any(key.startswith(("model.", "training.", "parallelism.")) for key in unread):
         try:
             model_args = resolve_model(config.model)
-            check_model_files(problems, model_args, tokenizer, weights)
+            check_model_files(problems, model_args, tokenizer, weights, notices)
             degrees = plan_degrees(config.parallelism, n_ranks)
             memory = bound_memory(config, model_args, degrees, machine, n_hosts)
             problems += check_memory(config.model.flavor, args, prod(degrees.values()), memory, machine)
@@ -114,21 +133,46 @@ def preflight(
             problems += error.problems
     is_continued = weights and (weights.is_resumed or not config.checkpoint.initial_load_model_only)
     if is_continued and weights.manifest and layout and tokenizer:
-        check_continued(problems, config, weights, fingerprint_documents(config, tokenizer))
+        notices += check_continued(problems, config, weights, fingerprint_documents(config, tokenizer))
+    problems = run.problems + [problem for problem in problems if not is_consequence(problem, unread)]
     if problems:
         raise ConfigError(problems)
     if config.model.uses_float8:
-        section = config.quantize.linear.float8
-        linears = list_linears(model_args)
-        chosen = plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name)
-        alone = "; async tensor parallel does not overlap these" * config.parallelism.enable_async_tensor_parallel
-        notices.append(f"{len(chosen)} of {len(linears)} linear layers compute in float8{alone}")
+        notices += describe_float8(config, model_args, layout)
+    warmup, n_steps = config.lr_scheduler.warmup_steps, config.training.steps
+    if warmup > n_steps:
+        reached = f"the learning rate only reaches {n_steps / warmup:.0%} of optimizer.lr"
+        notices.append(f"lr_scheduler.warmup_steps = {warmup} is longer than the run of {n_steps} steps: {reached}")
+    assets = Path(config.model.hf_assets_path)
+    if weights is None and (assets / CONFIG).is_file() and list(assets.glob("*.safetensors")):
+        why = f"only the tokenizer of {assets} is used. To train its weights too, set {PATH}={assets}"
+        notices.append(f"the run starts from random weights: {why}")
     if config.job.overwrite and not restarted and (earlier := list_earlier(Path(config.job.dump_folder), config)):
         notices.append(f"job.overwrite deletes the earlier run: {', '.join(map(str, earlier))}")
     if config.job.print_config:
         notices.append(dump_config_toml(config))
     resolved = {**vars(run), "config": config, "notices": notices}
     return Prepared(**resolved, model_args=model_args, layout=layout, memory=memory, tokenizer=tokenizer)
+
+
+def is_consequence(problem: Problem, unread: set[str]) -> bool:
+    """Return whether a problem follows from the default of a key that could not be read. Messages name such keys."""
+    words = re.findall(r"(?<![-\w.])[\w.]+", f"{problem.why} {problem.remedy}")  # without the user's --key=value
+    return not unread.isdisjoint([problem.key, *words])
+
+
+def describe_float8(config: Config, model_args: ModelArgs, layout: Layout) -> list[str]:
+    """Return notices: how many layers compute in float8, and filters without effect."""
+    section, linears = config.quantize.linear.float8, list_linears(model_args)
+    chosen = plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name)
+    notice = f"{len(chosen)} of {len(linears)} linear layers compute in float8"
+    if config.parallelism.enable_async_tensor_parallel:
+        notice += "; async tensor parallel does not overlap these"
+    notices = [notice]
+    for part in section.filter_fqns:
+        if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
+            notices.append(f"quantize.linear.float8.filter_fqns: {part!r} is in the name of no linear layer")
+    return notices
 
 
 def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> int:
@@ -158,7 +202,9 @@ def read_run_config(args: list[str], *, restarted: bool = False) -> RunConfig:
         config = with_value(config, TOKENIZER, weights.assets if weights else SHIPPED)
     if weights and (weights.published or (section.initial_load_path and section.initial_load_model_only)):
         config = adapt_to_weights(config, weights, reading.given, notices)
-    return RunConfig(config, problems, notices, reading.config_name, reading.given, weights)
+    if "training.seq_len" not in reading.chosen:
+        config = round_seq_len(config, notices)
+    return RunConfig(config, problems, notices, reading.config_name, reading.given, reading.chosen, weights)
 
 
 def name_dump_folder(config: Config, config_name: str) -> str:
@@ -171,15 +217,52 @@ def name_dump_folder(config: Config, config_name: str) -> str:
 
 def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], notices: list[str]) -> Config:
     """Return the config with defaults for pretrained weights, and add notices. Keys in `given` do not change."""
-    context = weights.published.get(CONFIG, {}).get(LENGTH, config.training.seq_len)
+    context = weights.published.get(CONFIG, {}).get(LENGTH) or config.training.seq_len
     if context < config.training.seq_len and "training.seq_len" not in given:
         config = with_value(config, "training.seq_len", context)
         notices.append(f"training.seq_len is {context}, the context length of the weights")
     if weights.model_args.moe and "training.expert_bias_rate" not in given:
-        config = with_value(config, "training.expert_bias_rate", 0.0)
-        notices.append("training.expert_bias_rate is 0, because Hugging Face formats have no expert bias")
+        rate, why = 0.0, "because Hugging Face formats have no expert bias"
+        if weights.manifest:
+            rate = weights.manifest.run["config"]["training"]["expert_bias_rate"]
+            why = f"as in the run that saved {weights.path}"
+        if rate != config.training.expert_bias_rate:
+            config = with_value(config, "training.expert_bias_rate", rate)
+            notices.append(f"training.expert_bias_rate is {rate:g}, {why}")
     if config.optimizer.lr > HIGHEST_LR:
         notices.append(f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights; finetune.toml uses 1e-5")
+    return config
+
+
+def round_seq_len(config: Config, notices: list[str]) -> Config:
+    """Return the config with a seq_len that tp and cp ranks can split."""
+    unit, seq_len = count_pieces(config.parallelism), config.training.seq_len
+    if seq_len % unit == 0 or seq_len < unit:
+        return config
+    rounded = seq_len - seq_len % unit
+    notices.append(f"training.seq_len is {rounded}, a multiple of {unit}, which tp and cp need")
+    return with_value(config, "training.seq_len", rounded)
+
+
+def adapt_to_cpu(config: Config, chosen: frozenset[str], dp: int, notices: list[str]) -> Config:
+    """Return the config with shorter sequences and smaller batches if a step has too many tokens for a CPU."""
+    training = config.training
+    n_sequences = training.global_batch_size
+    if n_sequences == -1:
+        n_sequences = training.local_batch_size * dp
+    if n_sequences * training.seq_len <= CPU_TOKENS or config.parallelism.pipeline_parallel_degree > 1:
+        return config
+    unit = dp
+    if "training.local_batch_size" in chosen:
+        unit *= training.local_batch_size
+    pieces = count_pieces(config.parallelism)
+    shorter = max(pieces, CPU_SEQ_LEN // pieces * pieces)
+    smaller = {"seq_len": min(training.seq_len, shorter), "local_batch_size": 1}
+    smaller["global_batch_size"] = min(n_sequences, max(unit, CPU_TOKENS // CPU_SEQ_LEN // unit * unit))
+    for name, value in smaller.items():
+        if f"training.{name}" not in chosen:
+            config = with_value(config, f"training.{name}", value)
+            notices.append(f"training.{name} is {value} on a CPU, unless you set it")
     return config
 
 
@@ -203,14 +286,16 @@ def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> 
 
 
 def check_model_files(
-    problems: Problems, model_args: ModelArgs, tokenizer: Tokenizer | None, weights: Weights | None
+    problems: Problems,
+    model_args: ModelArgs,
+    tokenizer: Tokenizer | None,
+    weights: Weights | None,
+    notices: list[str],
 ) -> None:
     """Check the model against its tokenizer, the weights to load, and the export formats."""
     config, section = problems.config, problems.config.checkpoint
     if tokenizer and tokenizer.vocab_size > model_args.vocab_size:
-        why = f"the tokenizer {config.model.hf_assets_path} has ids from 0 to {tokenizer.vocab_size - 1}"
-        remedy = f"Set model.vocab_size to {tokenizer.vocab_size} or more, or choose another model.hf_assets_path"
-        problems.append(Problem("model.vocab_size", model_args.vocab_size, why, remedy))
+        compare_vocabularies(problems, model_args, tokenizer, weights, notices)
     if section.enable and section.last_save_in_hf and (why := explain_unwritable(model_args, config.model.attention)):
         problems.refuse("checkpoint.last_save_in_hf", why, "Set it to false, or change [model]")
     if weights and weights.model_args != model_args:
@@ -221,26 +306,19 @@ def check_model_files(
         problems.refuse("model.flavor", f"it is not the model in {weights.path}: {different}", remedy)
 
 
-def check_continued(problems: Problems, config: Config, weights: Weights, documents: dict[str, str]) -> None:
-    """Find differences between a resolved config and the run that saved the checkpoint to continue from."""
-    path, manifest, exclude = weights.path, weights.manifest, config.checkpoint.exclude_from_loading
-    options = f"--job.dump_folder=FOLDER --{PATH}={path} --checkpoint.initial_load_model_only"
-    new_run = f"start another run from these weights: {options}"
-    for key in CONTINUED:
-        (section, name), value = key.split("."), get_value(config, key)
-        before = manifest.run["config"][section].get(name, value)
-        if key == "training.dataset":  # a corpus may move to another folder
-            before, value = ([Path(name).name for name in names] for names in (before, value))
-        if before != value and section not in exclude:
-            remedy = f"Use {before!r}, or {new_run}"
-            if section == "optimizer":
-                remedy += ", or start with new moments: --checkpoint.exclude_from_loading=optimizer"
-            problems.refuse(key, f"{path} was trained with {before!r}", remedy)
-    for name, before in zip(config.training.dataset, manifest.fingerprint.get("documents", []), strict=False):
-        if documents.get(name, before) != before:
-            why = f"the documents of {name} have changed since {path} was saved"
-            problems.refuse("training.dataset", why, f"Put them back, or {new_run}")
-    has_state = exclude or any(name.startswith("optimizer.") for name in manifest.tensors)
-    if OPTIMIZERS[config.optimizer.name].n_moments and not has_state and manifest.step < config.training.steps:
-        why = f"{path} has only weights (checkpoint.last_save_model_only), so training cannot continue from it"
-        problems.refuse("training.steps", why, f"To use them, {new_run}")
+def compare_vocabularies(
+    problems: Problems, model_args: ModelArgs, tokenizer: Tokenizer, weights: Weights | None, notices: list[str]
+) -> None:
+    """Check a tokenizer with more ids than the model has rows: no document may use the others."""
+    assets, n_rows = problems.config.model.hf_assets_path, model_args.vocab_size
+    largest_id, corpus = find_largest_id(problems.config, tokenizer)
+    if largest_id < n_rows:
+        more = f"{tokenizer.vocab_size} ids, but the model has {n_rows} rows"
+        notices.append(f"the tokenizer {assets} has {more}. No document uses the other ids")
+        return
+    why = f"{corpus} may use the id {largest_id} ({tokenizer.decode([largest_id])!r}) of the tokenizer {assets}"
+    remedy = f"Set model.vocab_size to {tokenizer.vocab_size} or more, or choose another model.hf_assets_path"
+    if weights:
+        enlarge = f"enlarge the model with resize_token_embeddings({tokenizer.vocab_size}) of transformers"
+        remedy = f"Prepare the corpus without the documents that use it, or {enlarge}"
+    problems.append(Problem("model.vocab_size", n_rows, why, remedy))

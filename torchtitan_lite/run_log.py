@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.components.expert_balance import describe_load
+from torchtitan_lite.components.expert_balance import count_collapsed, describe_load
 from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.components.metrics import MetricsWriter, describe_out_of_memory, describe_step, read_peak_memory
 from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
@@ -43,6 +43,7 @@ class RunLog:
         *,
         device_name: str,
         resumed_step: int,
+        origin: str,
         restarts: int,
         groups: Groups,
     ):
@@ -56,13 +57,14 @@ class RunLog:
             "flops": count_flops_per_token(model_args, config.training.seq_len),
             "peak_flops": peak_flops(device_name) if run.device.type == "cuda" else None,
         }
+        self.n_collapsed = 0  # consecutive logged steps with collapsed experts
         self.is_warm = False
         self.writer = None
         if dist.get_rank() == 0:
             options = {"n_steps": self.n_steps, "resumed_step": resumed_step, "settings": asdict(config)}
             self.writer = MetricsWriter(dump_folder, config.metrics, **options)
         about = {"layout": layout.degrees, "world_size": layout.world_size, "device": device_name}
-        self.record("start", resumed_step, **about, resumed=resumed_step > 0, restarts=restarts)
+        self.record("start", resumed_step, **about, resumed=resumed_step > 0, restarts=restarts, weights=origin)
 
     def record(self, kind: str, step: int, **fields: object) -> None:
         """Write a record to metrics.jsonl. Only rank 0 writes."""
@@ -108,7 +110,9 @@ class RunLog:
         fields |= describe_step(**self.workload, step_time_s=step_time_s, data_time_s=self.data_time_s / self.n_timed)
         fields |= read_peak_memory(self.run.device)
         if result.expert_loads is not None:
-            load = describe_load(result.expert_loads, self.run.parts[0].model_args.moe.top_k)
+            moe = self.run.parts[0].model_args.moe
+            load = describe_load(result.expert_loads, moe.top_k)
+            self.n_collapsed = count_collapsed(step, load, moe, self.n_collapsed)
             fields |= load | {"expert_loads": result.expert_loads[:, :-1].int().tolist()}
         self.record("step", step, **fields)
         self.restart_clock()

@@ -8,6 +8,7 @@ At any time, a folder without .tmp is a complete checkpoint. A damaged checkpoin
 can be saved again. Exports to Hugging Face folders are written and committed in the same way.
 """
 
+import errno
 import hashlib
 import logging
 import os
@@ -32,6 +33,8 @@ from torchtitan_lite.config.files import sync_folder
 
 logger = logging.getLogger(__name__)
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def name_unfinished(final: Path) -> Path:
     return final.with_name(final.name + UNFINISHED)
@@ -43,24 +46,27 @@ def create_unfinished(final: Path) -> Path:
     for path in (final, unfinished):
         if path.exists():
             raise CheckpointError(f"{path} already exists, and is never overwritten")
-    with explain_full_disk(unfinished):
+    with explain_write_error(unfinished):
         unfinished.mkdir(parents=True)
     return unfinished
 
 
 @contextmanager
-def explain_full_disk(path: Path) -> Iterator[None]:
-    """Turn any error while writing `path` into a CheckpointError that reports the free disk space."""
+def explain_write_error(path: Path) -> Iterator[None]:
+    """Turn any error while writing `path` into a CheckpointError. If there is no room, report the free disk space."""
     try:
         yield
-    except Exception as error:  # safetensors has its own exception class
-        free = shutil.disk_usage(path.parent if path.parent.exists() else "/").free
-        raise CheckpointError(f"{path} cannot be written (the disk has {free:,} bytes free): {error}") from error
+    except Exception as error:  # safetensors has its own exception class, whose message ends with the system's reason
+        reason = str(error)
+        if any(os.strerror(number) in reason for number in NO_ROOM):
+            free = shutil.disk_usage(path.parent if path.parent.exists() else "/").free
+            reason = f"no room, the disk has {free:,} bytes free: {reason}"
+        raise CheckpointError(f"{path} cannot be written: {reason}") from error
 
 
 def write_file(path: Path, content: bytes) -> str:
     """Write a file, flush it to disk, and return its hash. Raises CheckpointError."""
-    with explain_full_disk(path), open(path, "xb") as file:
+    with explain_write_error(path), open(path, "xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -70,7 +76,7 @@ def write_file(path: Path, content: bytes) -> str:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file. The caller must flush it to disk. Raises CheckpointError."""
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with explain_full_disk(path):
+    with explain_write_error(path):
         path.touch(exist_ok=False)
         mode = path.stat().st_mode  # from the umask; safetensors creates files that only the owner can read
         save_file(on_host, path, {"format": "pt", **metadata})  # transformers refuses files without "format"
@@ -84,7 +90,7 @@ def commit(final: Path, manifest: Manifest | None = None, hashes: Mapping[str, s
         hashes = {**hashes, MANIFEST: write_file(unfinished / MANIFEST, encode(manifest))}
         lines = [f"{digest}  {name}\n" for name, digest in sorted(hashes.items())]
         write_file(unfinished / CHECKSUMS, "".join(lines).encode())
-    with explain_full_disk(final):
+    with explain_write_error(final):
         sync_folder(unfinished)
         unfinished.rename(final)
         sync_folder(final.parent)

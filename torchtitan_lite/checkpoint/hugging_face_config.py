@@ -13,12 +13,12 @@ are read. Exports use the format of version 4, which every version reads.
       -> an export                        both files, updated after training: `make_config`
 """
 
-import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
+from torchtitan_lite.config.files import JsonError, JsonObject, read_json, shorten
 from torchtitan_lite.config.flavors import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.messages import UserError
 
@@ -109,7 +109,9 @@ FAMILIES = {  # model_type -> family
         experts=MOE_KEYS,
     ),
 }
-COMMON_CONSTANTS = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
+COMMON_CONSTANTS = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
+QUANTIZED = ("quantization_config", "compression_config", "quantization")  # keys of transformers, and of MLX
+NOT_QUANTIZED = "Quantized weights cannot be used: take the folder with the weights in bfloat16 or float32"
 
 
 def find_model_type(model_args: ModelArgs) -> str:
@@ -139,77 +141,110 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
 # --- read ---
 
 
-def read_published(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return file name -> content of config.json and generation_config.json, if present. Raises HuggingFaceError."""
-    return {name: read_json(folder / name) for name in (CONFIG, GENERATION_CONFIG) if (folder / name).exists()}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises HuggingFaceError."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise HuggingFaceError(path.parent, [f"{path.name} is not JSON: {error}"]) from None
+def read_published(folder: Path) -> dict[str, JsonObject]:
+    """Return file name -> content of config.json and generation_config.json, if present. Raises JsonError."""
+    published = {name: read_json(folder / name) for name in (CONFIG, GENERATION_CONFIG) if (folder / name).exists()}
+    for content in published.values():
+        content.take("eos_token_id", int | list[int], None)
+        if content.get(LENGTH) is not None:
+            take_size(content, LENGTH)
+    return published
 
 
 def read_model_args(folder: Path) -> ModelArgs:
-    """Return the model that config.json describes. Raises HuggingFaceError with all unsupported features."""
-    config = read_json(folder / CONFIG)
-    family = FAMILIES.get(config.get("model_type"))
+    """Return the model that config.json describes.
+
+    Raises HuggingFaceError with all unsupported features, and JsonError for a value that is missing or has no sense.
+    """
+    content = read_json(folder / CONFIG)
+    for key in QUANTIZED:
+        if content.get(key):
+            raise HuggingFaceError(folder, [f"{CONFIG}: {key} = {shorten(content[key])}. {NOT_QUANTIZED}"])
+    family = FAMILIES.get(content.take("model_type", str, None))
     if family is None:
         known = ", ".join(FAMILIES)
-        raise HuggingFaceError(folder, [f"{CONFIG}: model_type = {config.get('model_type')!r}; supported: {known}"])
-    config = family.defaults | {key: value for key, value in config.items() if value is not None}
+        raise HuggingFaceError(folder, [f"{CONFIG}: model_type = {content.get('model_type')!r}; supported: {known}"])
+    given = {key: value for key, value in content.items() if value is not None}
+    config = JsonObject(content.path, family.defaults | given)
     if family.must_be is QWEN_CONSTANTS and not config.get("use_sliding_window"):
         config.pop("sliding_window", None)  # transformers ignores it
     if "num_local_experts" in config:  # the spelling of transformers 5
         config.setdefault("num_experts", config["num_local_experts"])
-    problems = [
-        f"{key} = {config[key]!r}; for {family.title} only {value!r} is supported"
-        for key, value in (COMMON_CONSTANTS | family.must_be).items()
-        if config.get(key, value) != value
-    ]
-    if set(config.get("layer_types", [])) - {"full_attention"}:
-        problems.append(f"layer_types = {config['layer_types']!r}; only full attention is supported")
-    dense = config.get(DENSE_LAYERS, [])
+    rope = config.take("rope_scaling", dict, {}) or config.take("rope_parameters", dict, JsonObject(content.path, {}))
+    if problems := find_unsupported(config, family, rope):
+        raise HuggingFaceError(folder, [f"{CONFIG}: {problem}" for problem in problems])
+    n_heads = take_size(config, "num_attention_heads")
+    config.setdefault("num_key_value_heads", n_heads)
+    config.setdefault("head_dim", take_size(config, "hidden_size") // n_heads)
+    n_kv_heads = take_size(config, "num_key_value_heads")
+    if n_heads % n_kv_heads:
+        why = f"num_key_value_heads = {n_kv_heads} does not divide num_attention_heads = {n_heads}"
+        raise HuggingFaceError(folder, [f"{CONFIG}: {why}"])
+    sizes = {name: take_size(config, key) for name, key in SIZE_KEYS.items() if name != "norm_eps"}
+    return ModelArgs(
+        **sizes,
+        norm_eps=config.take("rms_norm_eps", float),
+        rope_theta=rope.take("rope_theta", float, None) or config.take("rope_theta", float),
+        rope_scaling=read_scaling(rope, config),
+        tie_embeddings=config.take("tie_word_embeddings", bool, False),
+        qk_norm=family.qk_norm,
+        moe=read_moe(config, family) if family.experts else None,
+    )
+
+
+def find_unsupported(config: JsonObject, family: Family, rope: JsonObject) -> list[str]:
+    """Find keys whose values our model does not compute."""
+    problems = []
+    for key, value in (COMMON_CONSTANTS | family.must_be).items():
+        if config.get(key, value) != value:
+            problems.append(f"{key} = {config[key]!r}; for {family.title} only {value!r} is supported")
+    layer_types = config.take("layer_types", list[str], [])
+    if set(layer_types) - {"full_attention"}:
+        problems.append(f"layer_types = {layer_types!r}; only full attention is supported")
+    dense = config.take(DENSE_LAYERS, list[int], [])
     if dense != list(range(len(dense))):
         problems.append(f"{DENSE_LAYERS} = {dense!r}; only the first layers can be dense, such as [0, 1]")
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    try:
-        config.setdefault("num_key_value_heads", config["num_attention_heads"])
-        config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-        model_args = ModelArgs(
-            **{name: config[key] for name, key in SIZE_KEYS.items()},
-            rope_theta=rope.get("rope_theta") or config["rope_theta"],
-            rope_scaling=read_scaling(rope, problems),
-            tie_embeddings=config.get("tie_word_embeddings", False),
-            qk_norm=family.qk_norm,
-            moe=read_moe(config, family) if family.experts else None,
-        )
-    except KeyError as error:
-        problems.append(f"the key {error} is missing")
-    if problems:
-        raise HuggingFaceError(folder, [f"{CONFIG}: {problem}" for problem in problems])
-    return model_args
-
-
-def read_scaling(rope: dict[str, Any], problems: list[str]) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; only 1.0 is supported")
-    if kind == "llama3":
-        return RopeScaling(**{name: rope[key] for name, key in SCALING_KEYS.items()})
-    if kind == "linear":
-        return RopeScaling(factor=rope["factor"], kind="linear")
-    if kind != "default":
+    kind = read_rope_type(rope)
+    if kind not in ("default", "linear", "llama3"):
         problems.append(f"rope_type = {kind!r}; supported: 'default', 'linear' and 'llama3'")
-    return None
+    if rope.take("partial_rotary_factor", float, 1.0) != 1.0:
+        problems.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; only 1.0 is supported")
+    return problems
 
 
-def read_moe(config: dict[str, Any], family: Family) -> MoEArgs:
-    numbers = {name: config[key] for name, key in family.experts.items()}
-    if "n_first_dense_layers" in numbers:
-        numbers["n_first_dense_layers"] = len(numbers["n_first_dense_layers"])
+def take_size(config: JsonObject, key: str) -> int:
+    """Return a whole number of 1 or more. Raises JsonError."""
+    value = config.take(key, int)
+    if value < 1:
+        raise JsonError(f"{config.path}: {config.place}{key} = {value}, but it must be 1 or more")
+    return value
+
+
+def read_rope_type(rope: JsonObject) -> str:
+    return rope.take("rope_type", str, None) or rope.take("type", str, "default")
+
+
+def read_scaling(rope: JsonObject, config: JsonObject) -> RopeScaling | None:
+    """Return the RoPE scaling. A missing original length is max_position_embeddings, as in transformers."""
+    kind = read_rope_type(rope)
+    if kind == "linear":
+        return RopeScaling(factor=rope.take("factor", float), kind="linear")
+    if kind == "default":
+        return None
+    length = rope.take(SCALING_KEYS["original_length"], int, None) or take_size(config, LENGTH)
+    factors = {name: rope.take(SCALING_KEYS[name], float) for name in SCALING_KEYS if name != "original_length"}
+    return RopeScaling(**factors, original_length=length)
+
+
+def read_moe(config: JsonObject, family: Family) -> MoEArgs:
+    numbers = {}
+    for name, key in family.experts.items():
+        if key == DENSE_LAYERS:
+            numbers[name] = len(config[key])
+        elif name == "normalize_top_k":
+            numbers[name] = config.take(key, bool)
+        else:
+            numbers[name] = take_size(config, key)
     return MoEArgs(**numbers)
 
 
@@ -233,7 +268,7 @@ def make_config(
     """
     if published:
         changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published} or {DTYPE_KEYS[0]: dtype}
-        if context and context > published.get(LENGTH, context):
+        if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
         return published | changed
     model_type, scaling = find_model_type(model_args), model_args.rope_scaling

@@ -16,19 +16,18 @@ Modules and shapes come from config/block.py; this file only maps names. Both si
 experts: theirs are one transposed matrix per expert. The rows of wq and wk are in a different order: hugging_face.py.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
+    NOT_QUANTIZED,
     HuggingFaceError,
     find_model_type,
-    read_json,
     read_model_args,
 )
 from torchtitan_lite.config.block import list_llama_block
-from torchtitan_lite.config.files import refuse_pointer
+from torchtitan_lite.config.files import parse_json, read_json, refuse_pointer
 from torchtitan_lite.config.flavors import ModelArgs
 
 SINGLE_FILE = "model.safetensors"
@@ -66,6 +65,7 @@ THEIR_EXPERTS = {  # model_type -> names in layers with experts; {} is the exper
 }
 NO_WEIGHTS = "rotary_emb.inv_freq"  # a constant that old versions of transformers saved in every layer
 DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
+UNPACKED = (*DTYPES, "F64", "I64", "BOOL")  # dtypes that quantized weights do not have
 MOST_NAMED = 8  # tensors per message
 REMEDY = "Name a folder with config.json and safetensors files, as transformers saves a Llama, Mixtral or Qwen3"
 
@@ -110,6 +110,9 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     model_args, found = read_model_args(path), {}
     for file in list_files(path):
         found |= {name: (file, *entry) for name, entry in read_header(file).items() if not name.endswith(NO_WEIGHTS)}
+    for name, (file, dtype, _) in found.items():
+        if dtype not in UNPACKED:
+            raise HuggingFaceError(path, [f"{file.name}: {name} is {dtype}. {NOT_QUANTIZED}"])
     expected = {}
     for fqn, shape in list_tensors(model_args).items():  # the matrix of an expert is transposed
         expected |= dict.fromkeys(name_theirs(fqn, model_args), shape[:0:-1] if len(shape) == 3 else shape)
@@ -119,7 +122,9 @@ def open_folder(path: Path) -> HuggingFaceFolder:
         problems += [f"{kind}: {', '.join(shown)}" + f", and {more} more" * (more > 0)] if names else []
     for name in sorted(expected.keys() & found):
         file, dtype, shape = found[name]
-        if shape != expected[name] or dtype not in DTYPES:
+        if dtype not in DTYPES:
+            problems.append(f"{file.name}: {name} is {dtype}; supported: {', '.join(DTYPES)}")
+        if shape != expected[name]:
             problems.append(f"{file.name}: {name} is {dtype} {list(shape)}, but {CONFIG} says {list(expected[name])}")
     if problems:
         raise HuggingFaceError(path, problems)
@@ -135,7 +140,8 @@ def list_files(path: Path) -> list[Path]:
         if pickles := sorted(file.name for file in path.glob("*.bin")):
             why += f"; {pickles[0]} is a pickle, which is never opened here: save it as safetensors with transformers"
         raise HuggingFaceError(path, [why])
-    return [path / name for name in sorted(set(read_json(path / INDEX)["weight_map"].values()))]
+    weight_map = read_json(path / INDEX).take("weight_map", dict[str, str])
+    return [path / name for name in sorted(set(weight_map.values()))]
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -148,11 +154,14 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         size = path.stat().st_size
         with open(path, "rb") as file:
             n_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(n_bytes, size)))
+            header = parse_json(file.read(min(n_bytes, size)), path)
         header.pop("__metadata__", None)
-        needed = 8 + n_bytes + max(entry["data_offsets"][1] for entry in header.values())
+        tensors = {name: header.take(name, dict) for name in header}
+        needed = 8 + n_bytes + max(entry.take("data_offsets", list[int])[1] for entry in tensors.values())
         if size != needed:
             raise ValueError(f"it has {size} bytes, but its header needs {needed}")
-        return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+        return {
+            name: (entry.take("dtype", str), tuple(entry.take("shape", list[int]))) for name, entry in tensors.items()
+        }
     except (OSError, ValueError) as error:
         raise HuggingFaceError(path.parent, [f"{path} is not a complete safetensors file: {error}"]) from None

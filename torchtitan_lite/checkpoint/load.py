@@ -1,12 +1,14 @@
 """Load a checkpoint on any layout: every rank reads its shards, and each file is hashed by one rank.
 
-Reading and hashing overlap, but a load only succeeds if every hash matches. If the newest checkpoint is damaged, a run
-logs this and resumes from the previous one. A step that the user chose (load_step) is loaded or refused.
+Reading and hashing overlap, but a load only succeeds if every hash matches. If the newest state is damaged, an older
+one is loaded. faults/start.py lists the states that a run may resume from.
 """
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
@@ -25,61 +26,82 @@ from torchtitan_lite.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
     find_damage,
-    find_steps,
     read_checksums,
     read_manifest,
 )
 from torchtitan_lite.checkpoint.save import name_tensors, name_weights
-from torchtitan_lite.checkpoint.storage import StorageReader, do_on_rank_0, explain_dcp_error, raise_on_all_ranks
+from torchtitan_lite.checkpoint.storage import StorageReader, explain_dcp_error, raise_on_all_ranks
 from torchtitan_lite.config.schema import Checkpoint
 
 logger = logging.getLogger(__name__)
 
 
-def restore_or_load(
-    checkpoints: Path,
-    resumed_step: int,
+class Saved(NamedTuple):
+    """A checkpoint, or a snapshot of one host."""
+
+    step: int
+    path: Path
+    ranks: dist.ProcessGroup  # the ranks whose shards it has
+    kind: str = "checkpoint"
+
+
+def restore(
+    found: list[Saved],
     parameters: dict[str, Tensor],
     optimizer: Optimizer,
     lr_scheduler: LRScheduler,
     *,
-    is_named: bool,
+    section: Checkpoint,
+    group: dist.ProcessGroup,
+) -> Saved:
+    """Restore the newest of `found` that all ranks can open, and return it. Collective over `group`.
+
+    Raises CheckpointError; the parameters are then undefined.
+    """
+    tensors = list_restored(parameters, optimizer, section)
+    loaded = load_newest(found, tensors, verify=section.verify, group=group)
+    set_step(lr_scheduler, loaded.step)
+    logger.info(f"resumed from the {loaded.kind} {loaded.path}")
+    return loaded
+
+
+def load_initial(
+    parameters: dict[str, Tensor],
+    optimizer: Optimizer,
+    lr_scheduler: LRScheduler,
+    *,
     section: Checkpoint,
     group: dist.ProcessGroup,
 ) -> int:
-    """Restore a checkpoint of this run, or load initial weights. Return the last finished step. Collective.
+    """Load checkpoint.initial_load_path if it is set. Return the step of its optimizer state, or 0. Collective.
 
-    `resumed_step` is the newest step, or with `is_named` the step that the user chose. If the newest step is damaged,
-    an older one is loaded. If `resumed_step` is 0, checkpoint.initial_load_path is loaded, if set. preflight has
-    already compared the config with the checkpoint. Raises CheckpointError; the parameters are then undefined.
+    preflight has already compared the config with the checkpoint. Raises CheckpointError; the parameters are then
+    undefined.
     """
-    path, options = Path(section.initial_load_path), {"verify": section.verify, "group": group}
-    if not resumed_step and not section.initial_load_path:
+    if not section.initial_load_path:
         return 0
-    is_hugging_face = (path / CONFIG).is_file()
-    if not resumed_step and (section.initial_load_model_only or is_hugging_face):
-        if is_hugging_face:
-            raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
-        else:
-            load_checkpoint(path, name_weights(parameters), **options)
-        logger.info(f"the run starts from the weights in {path}")
-        return 0
-
-    if "optimizer" in section.exclude_from_loading:
-        tensors = name_weights(parameters)
-        logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
+    path = Path(section.initial_load_path)
+    if (path / CONFIG).is_file():
+        raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
+    elif section.initial_load_model_only:
+        load_checkpoint(path, name_weights(parameters), verify=section.verify, group=group)
     else:
-        create_optimizer_state(optimizer)
-        tensors = name_tensors(parameters, optimizer)
-    if resumed_step and not is_named:
-        manifest = load_newest(checkpoints, tensors, **options)
-        path = checkpoints / f"step-{manifest.step}"
-    else:  # a step that the user chose, or the weights, optimizer state and step of another run
-        path = checkpoints / f"step-{resumed_step}" if resumed_step else path
-        manifest = load_checkpoint(path, tensors, **options)
-    set_step(lr_scheduler, manifest.step)
-    logger.info(f"resumed from {path}")
-    return manifest.step
+        tensors = list_restored(parameters, optimizer, section)
+        manifest = load_checkpoint(path, tensors, verify=section.verify, group=group)
+        set_step(lr_scheduler, manifest.step)
+        logger.info(f"the run continues {path}")
+        return manifest.step
+    logger.info(f"the run starts from the weights in {path}")
+    return 0
+
+
+def list_restored(parameters: dict[str, Tensor], optimizer: Optimizer, section: Checkpoint) -> dict[str, Tensor]:
+    """Return the tensors to load when a run continues: weights, and the optimizer state unless it is excluded."""
+    if "optimizer" in section.exclude_from_loading:
+        logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
+        return name_weights(parameters)
+    create_optimizer_state(optimizer)
+    return name_tensors(parameters, optimizer)
 
 
 def create_optimizer_state(optimizer: Optimizer) -> None:
@@ -101,27 +123,25 @@ def set_step(lr_scheduler: LRScheduler, step: int) -> None:
     lr_scheduler.step()
 
 
-def load_newest(folder: Path, tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup) -> Manifest:
-    """Load `tensors` in place from the newest undamaged checkpoint in `folder`. Collective.
+def load_newest(found: list[Saved], tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup) -> Saved:
+    """Load `tensors` in place from the newest undamaged one, and return it. Collective over `group`.
 
-    Renames damaged checkpoints to step-N.damaged. If all are damaged, raises CheckpointError and renames nothing.
+    Renames and deletes nothing. Raises CheckpointError if all are damaged.
     """
-    steps = do_on_rank_0(group, lambda: find_steps(folder))
-    damaged = []
-    for step in reversed(steps):
-        path = folder / f"step-{step}"
+    reasons = []
+    for saved in sorted(found, key=lambda saved: saved.step, reverse=True):
+        load = partial(load_checkpoint, saved.path, tensors, verify=verify, group=saved.ranks)
         try:
-            manifest = load_checkpoint(path, tensors, verify=verify, group=group)
+            raise_on_all_ranks(group, load)
         except DamagedCheckpoint as error:
+            reasons.append(str(error))
             if dist.get_rank(group) == 0:
-                logger.error(f"DAMAGED CHECKPOINT, trying an older one: {error}")
-            damaged.append(path)
+                logger.error(f"DAMAGED {saved.kind.upper()}, trying an older one: {error}")
             continue
-        do_on_rank_0(group, lambda: folders.quarantine(damaged))
-        return manifest
+        return saved
     raise CheckpointError(
-        f"none of the checkpoints in {folder} can be loaded (steps {steps or 'none'}): restore one from a copy, "
-        "or start over with --job.overwrite, which deletes them"
+        f"nothing can be loaded: {'; '.join(reasons)}. Restore a checkpoint from a copy, or start another run with "
+        "--job.dump_folder=FOLDER"
     )
 
 

@@ -73,19 +73,26 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the checkpoint `folder`, and check that every file exists. Raises CheckpointError."""
+    """Read the manifest of the checkpoint `folder`, and check that every file exists and can be opened.
+
+    Raises DamagedCheckpoint if a file is missing or has changed, and CheckpointError if this process cannot read it.
+    """
     try:
-        content, checksums = (folder / MANIFEST).read_bytes(), read_checksums(folder)
-    except OSError as error:
+        content = (folder / MANIFEST).read_bytes()
+        checksums = read_checksums(folder)
+        for name in checksums:
+            (folder / name).open("rb").close()
+    except FileNotFoundError as error:
+        if (folder / MANIFEST).exists():
+            raise DamagedCheckpoint(f"{error.filename} is missing") from None
         raise CheckpointError(f"{folder} is not a checkpoint: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from None
     if hashlib.sha256(content).hexdigest() != checksums.get(MANIFEST):
         raise DamagedCheckpoint(f"{folder / MANIFEST} has changed since it was written: see {CHECKSUMS}")
     raw = json.loads(content)
     if raw["format"] != FORMAT:
         raise CheckpointError(f"{folder} has format {raw['format']}, but this version reads format {FORMAT}")
-    for name in checksums:
-        if not (folder / name).is_file():
-            raise DamagedCheckpoint(f"{folder / name} is missing")
     tensors = {
         name: TensorRecord(dtype, tuple(shape), tuple(Chunk(file, tuple(o), tuple(s)) for file, o, s in chunks))
         for name, (dtype, shape, chunks) in raw["tensors"].items()

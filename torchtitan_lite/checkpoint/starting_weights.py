@@ -5,16 +5,23 @@ checkpoint elsewhere             its weights; also its step and optimizer state,
 Hugging Face folder              its weights
 """
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, HuggingFaceError, read_published
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, read_published
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps, parse_model_args, read_manifest
+from torchtitan_lite.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpoint,
+    Manifest,
+    find_steps,
+    parse_model_args,
+    read_manifest,
+)
+from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.messages import ConfigError, Problem, UserError
+from torchtitan_lite.config.schema import Config, get_value
 
 PATH = "checkpoint.initial_load_path"
 
@@ -42,12 +49,18 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
         why = f"{folder} has the steps {steps}; a run that saves (without load_only) resumes from the last one"
         remedy = f"Use {usable}" if usable else "Leave it out: the run starts from the beginning"
         raise ConfigError([Problem("checkpoint.load_step", section.load_step, why, remedy)])
+    key = "checkpoint.load_step" if is_named else "job.dump_folder"
+    remedy = "Restore the checkpoint from a copy or make it readable, or start another run: --job.dump_folder=FOLDER"
+    reasons = []
     for step in [section.load_step] if is_named else reversed(steps):
-        with suppress(CheckpointError):  # damaged: try an earlier one
+        try:
             return replace(describe_checkpoint(folder / f"step-{step}"), is_resumed=True)
-    if steps:
-        why, remedy = f"{folder} has the steps {steps}, all damaged", "Delete them, or start over: --job.overwrite"
-        raise ConfigError([Problem("checkpoint.enable", True, why, remedy)])
+        except DamagedCheckpoint as error:  # try an earlier one
+            reasons.append(str(error))
+        except CheckpointError as error:  # it may be good: an earlier one would train its steps again
+            raise ConfigError([Problem(key, get_value(config, key), str(error), remedy)]) from None
+    if reasons and not section.local_folder:  # with snapshots, the run may resume from one of them
+        raise ConfigError([Problem(key, get_value(config, key), "; ".join(reasons), remedy)])
     return None
 
 
@@ -56,13 +69,16 @@ def find_initial(config: Config) -> Weights | None:
     if not config.checkpoint.initial_load_path:
         return None
     path = Path(config.checkpoint.initial_load_path)
+    remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
+    if not path.is_dir():
+        why = explain_hub_name(config.checkpoint.initial_load_path) or f"there is no folder {path.absolute()}"
+        raise ConfigError([Problem(PATH, str(path), why, remedy)])
     try:
         if not (path / CONFIG).is_file():
             return describe_checkpoint(path)
         model_args = replace(open_folder(path).model_args, name=config.model.name)
         return Weights(path, model_args, str(path.absolute()), read_published(path))
-    except (HuggingFaceError, CheckpointError) as error:
-        remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
+    except UserError as error:
         raise ConfigError([Problem(PATH, str(path), str(error), remedy)]) from None
 
 

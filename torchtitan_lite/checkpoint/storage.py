@@ -85,7 +85,10 @@ def explain_dcp_error(error: CheckpointException) -> CheckpointError:
 
 def as_checkpoint_error(error: BaseException, prefix: str = "") -> CheckpointError:
     """Return a CheckpointError with the same message, which any process can unpickle."""
-    return error if isinstance(error, CheckpointError) else CheckpointError(f"{prefix}{type(error).__name__}: {error}")
+    if isinstance(error, CheckpointError):
+        return error
+    kind = DamagedCheckpoint if isinstance(error, SafetensorError) else CheckpointError
+    return kind(f"{prefix}{type(error).__name__}: {error}")
 
 
 # --- DCP's hooks ---
@@ -118,7 +121,7 @@ class StorageWriter(HuggingFaceStorageWriter):
         if tensors:
             path = folders.name_unfinished(self.final) / self.file_name
             folders.write_tensors(path, tensors, {SHARDING: json.dumps(offsets)})
-            with open(path, "rb") as file, ThreadPoolExecutor(1) as thread, folders.explain_full_disk(path):
+            with open(path, "rb") as file, ThreadPoolExecutor(1) as thread, folders.explain_write_error(path):
                 hashing = thread.submit(hash_file, path)  # reads from the page cache while the disk writes
                 os.fsync(file.fileno())
             results = [WriteResult(item.index, 0, (self.file_name, hashing.result())) for item in plan.items]

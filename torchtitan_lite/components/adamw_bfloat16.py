@@ -45,33 +45,35 @@ class AdamWBFloat16(AdamW):
         for group in self.param_groups:
             # Largest first, because inductor tunes the kernel for all sizes on the second size that it sees.
             parameters = sorted((p for p in group["params"] if p.grad is not None), key=Tensor.numel, reverse=True)
-            if not parameters:
-                continue
-            n_steps = self.initialize_state(parameters)
             keys = {key: group[key] for key in ("weight_decay", "eps", "amsgrad", "maximize")}
             keys["beta1"], keys["beta2"] = group["betas"]
-            # A tensor, because every new value of a Python number would recompile.
-            lr = torch.full_like(n_steps, group["lr"]) if self.compiled_update else group["lr"]
             for parameter in parameters:
-                state = self.state[parameter]
-                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                tensors = [local_tensor(tensor).detach() for tensor in tensors]
-                if self.compiled_update:
-                    shape = (-1, ROW) if tensors[0].numel() % ROW == 0 else (-1,)
-                    rows = [tensor.view(shape) for tensor in tensors]
-                    self.compiled_update(*rows, n_steps, lr, self.grad_scale, self.found_inf, keys)
-                else:
-                    self.update_fused(*tensors, n_steps, lr, keys)
-            n_steps += 1 if self.found_inf is None else 1 - self.found_inf
+                if not self.state[parameter]:
+                    self.initialize_state(parameter)
+                self.update(parameter, group["lr"], keys)
+            n_steps = [self.state[parameter]["step"] for parameter in parameters]
+            if n_steps:
+                torch._foreach_add_(n_steps, 1 if self.found_inf is None else 1 - self.found_inf)
 
-    def initialize_state(self, parameters: list[Tensor]) -> Tensor:
-        """Allocate the moments before the first step. Return the step count, () fp32, shared by all parameters."""
-        if not self.state[parameters[0]]:
-            n_steps = torch.zeros((), device=local_tensor(parameters[0]).device)
-            for parameter in parameters:
-                moments = {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in ("exp_avg", "exp_avg_sq")}
-                self.state[parameter] = {"step": n_steps, **moments}
-        return self.state[parameters[0]]["step"]
+    def initialize_state(self, parameter: Tensor) -> None:
+        """Allocate the moments, and the step count, () fp32. A checkpoint needs a count per parameter, as in torch."""
+        moments = {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in ("exp_avg", "exp_avg_sq")}
+        n_steps = torch.zeros((), device=local_tensor(parameter).device)
+        self.state[parameter] = {"step": n_steps, **moments}
+
+    def update(self, parameter: Tensor, lr: float, keys: dict) -> None:
+        """Update one parameter and its moments, but not its step count."""
+        state = self.state[parameter]
+        n_steps = state["step"]
+        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        tensors = [local_tensor(tensor).detach() for tensor in tensors]
+        if self.compiled_update:
+            shape = (-1, ROW) if tensors[0].numel() % ROW == 0 else (-1,)
+            rows = [tensor.view(shape) for tensor in tensors]
+            lr = torch.full_like(n_steps, lr)  # every new value of a Python number would recompile
+            self.compiled_update(*rows, n_steps, lr, self.grad_scale, self.found_inf, keys)
+        else:
+            self.update_fused(*tensors, n_steps, lr, keys)
 
     def update_fused(
         self, weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, n_steps: Tensor, lr: float, keys: dict

@@ -27,45 +27,67 @@ from torchtitan_lite.components.log import describe_rank
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The first tensor of a rank that was not finite although the inputs of its module were."""
+
+    order: tuple  # earlier origins are smaller
+    name: str  # of the tensor
+
+
+@dataclass(frozen=True)
 class Finding:
     """Findings of one rank about the step."""
 
     rank: str  # with its mesh coordinates
     bad_weight: str | None  # FQN of the first parameter that was not finite before the step
-    origin: tuple[int, int, int, str] | None  # three numbers to sort by, and the name of the tensor that was not finite
+    origin: Origin | None
     bad_gradient: str | None  # FQN of the first parameter whose gradient was not finite
 
 
-def find_non_finite(parts: list[nn.Module], coordinates: dict[str, int], repeat: Callable[[], object]) -> str:
+def find_non_finite(
+    parts: list[nn.Module],
+    coordinates: dict[str, int],
+    repeat: Callable,
+) -> str:
     """Return one sentence that names the rank and module of the first NaN or infinity. Collective.
 
     `parts` have the gradients of the step; `repeat` computes them again.
     """
-    parameters = [named for part in parts for named in part.named_parameters()]
-    bad_weight = next((fqn for fqn, parameter in parameters if not is_finite(parameter)), None)
-    bad_gradient = next((fqn for fqn, parameter in parameters if not is_finite(parameter.grad)), None)
+    weights = {}
+    for part in parts:
+        weights.update(part.named_parameters())
+    gradients = {fqn: weight.grad for fqn, weight in weights.items()}
+    bad_weight = find_bad(weights)
+    bad_gradient = find_bad(gradients)
     origin = repeat_with_hooks(parts, coordinates["pp"], repeat)
-    findings: list = [None] * dist.get_world_size()
-    own = Finding(describe_rank(dist.get_rank(), coordinates), bad_weight, origin, bad_gradient)
-    dist.all_gather_object(findings, own)
+    rank = describe_rank(dist.get_rank(), coordinates)
+    findings = [None] * dist.get_world_size()
+    dist.all_gather_object(findings, Finding(rank, bad_weight, origin, bad_gradient))
     return name_culprit(findings)
 
 
-def repeat_with_hooks(
-    parts: list[nn.Module], pp_rank: int, repeat: Callable[[], object]
-) -> tuple[int, int, int, str] | None:
-    """Call `repeat` with hooks. Return where the first NaN or infinity appeared, as in `Finding.origin`."""
-    origins: list[tuple[int, int, int, str]] = []
+def find_bad(tensors: dict[str, Tensor | None]) -> str | None:
+    """Return the FQN of the first tensor that is not finite."""
+    for fqn, tensor in tensors.items():
+        if not is_finite(tensor):
+            return fqn
+
+
+def repeat_with_hooks(parts: list[nn.Module], pp_rank: int, repeat: Callable) -> Origin | None:
+    """Call `repeat` with hooks. Return where the first NaN or infinity appeared on this rank."""
+    origins: list[Origin] = []
     calls = itertools.count()
 
-    def check_forward(fqn: str, module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-        call, name = next(calls), fqn or "the model"
-        if not origins and not is_finite(output) and is_finite((args, kwargs)):
-            origins.append((0, pp_rank, call, f"the output of {name}"))
+    def check_forward(fqn, module, args, kwargs, output) -> None:
+        call = next(calls)
+        name = fqn or "the model"
+        inputs = args, kwargs
+        if not origins and not is_finite(output) and is_finite(inputs):
+            origins.append(Origin((0, pp_rank, call), f"the output of {name}"))
         is_right = [True]  # False if the gradient of the output is not finite
         for tensor in list_differentiable(output):
             tensor.register_hook(partial(check_output_gradient, is_right))
-        for tensor in list_differentiable((args, kwargs)):
+        for tensor in list_differentiable(inputs):
             tensor.register_hook(partial(check_input_gradient, is_right, name))
 
     def check_output_gradient(is_right: list[bool], gradient: Tensor) -> None:
@@ -74,13 +96,13 @@ def repeat_with_hooks(
     def check_input_gradient(is_right: list[bool], name: str, gradient: Tensor) -> None:
         call = next(calls)
         if not origins and is_right[0] and not is_finite(gradient):
-            origins.append((1, -pp_rank, call, f"the gradient of the input of {name}"))
+            origins.append(Origin((1, -pp_rank, call), f"the gradient of the input of {name}"))
 
-    handles = [
-        module.register_forward_hook(partial(check_forward, fqn), prepend=True, with_kwargs=True)
-        for part in parts
-        for fqn, module in part.named_modules()
-    ]
+    handles = []
+    for part in parts:
+        for fqn, module in part.named_modules():
+            hook = partial(check_forward, fqn)
+            handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
     with torch.compiler.set_stance("force_eager"):  # compiled code does not call hooks
         repeat()
     for handle in handles:
@@ -96,8 +118,9 @@ def list_differentiable(tree: object) -> list[Tensor]:
 def is_finite(tree: object) -> bool:
     """Return whether all floating-point values in the local shards of a tree of tensors are finite."""
     for leaf in tree_leaves(tree):
-        local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-        if isinstance(local, Tensor) and local.is_floating_point() and not local.isfinite().all():
+        if isinstance(leaf, DTensor):
+            leaf = leaf.to_local()
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
             return False
     return True
 
@@ -107,9 +130,10 @@ def name_culprit(findings: list[Finding]) -> str:
     for finding in findings:
         if finding.bad_weight:
             return f"the weight {finding.bad_weight} on {finding.rank} was not finite before the step"
-    if made := [finding for finding in findings if finding.origin]:
-        first = min(made, key=lambda finding: finding.origin[:3])
-        return f"{first.rank} was first: {first.origin[3]}"
+    with_origin = [finding for finding in findings if finding.origin]
+    if with_origin:
+        first = min(with_origin, key=lambda finding: finding.origin.order)
+        return f"{first.rank} was first: {first.origin.name}"
     for finding in findings:
         if finding.bad_gradient:
             return f"the gradient of {finding.bad_gradient} on {finding.rank}; inputs and outputs of modules are finite"

@@ -12,7 +12,13 @@ import re
 import sys
 from pathlib import Path
 
-COLORS = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "cyan": 36}  # ECMA-48 "select graphic rendition"
+COLORS = {
+    "bold": 1,
+    "red": 31,
+    "green": 32,
+    "yellow": 33,
+    "cyan": 36,
+}  # ECMA-48 "select graphic rendition"
 ESCAPE_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -26,7 +32,8 @@ class LineFormatter(logging.Formatter):
 
     def __init__(self, rank: int, *, date_format: str, color: bool):
         super().__init__("%(message)s", date_format)
-        self.rank, self.color = rank, color
+        self.rank = rank
+        self.color = color
 
     def format(self, record: logging.LogRecord) -> str:
         words = [self.formatTime(record, self.datefmt)]
@@ -34,7 +41,8 @@ class LineFormatter(logging.Formatter):
             words.append(paint(record.levelname, "red"))
         if self.rank > 0:
             words.append(f"rank {self.rank}:")
-        line = " ".join([*words, super().format(record)])  # includes the traceback, if any
+        words.append(super().format(record))  # includes the traceback, if any
+        line = " ".join(words)
         return line if self.color else ESCAPE_CODE.sub("", line)
 
 
@@ -44,24 +52,29 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
     `color`: use color on a terminal. Without `dump_folder`, no log.txt is written.
     """
     stream = sys.stdout if rank == 0 else sys.stderr
+    logger = logging.getLogger("torchtitan_lite")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+
     console = logging.StreamHandler(stream)
-    console.setFormatter(LineFormatter(rank, date_format="%H:%M:%S", color=color and stream.isatty()))
-    handlers: list[logging.Handler] = [console]
-    if rank == 0 and dump_folder is not None:
+    console.setFormatter(
+        LineFormatter(
+            rank,
+            date_format="%H:%M:%S",
+            color=color and stream.isatty(),
+        )
+    )
+    logger.addHandler(console)
+    if rank == 0 and dump_folder:
         file = logging.FileHandler(dump_folder / "log.txt", encoding="utf-8")  # appends: a resumed run continues it
         file.setFormatter(LineFormatter(rank, date_format="%Y-%m-%d %H:%M:%S", color=False))
-        handlers.append(file)
-
-    logger = logging.getLogger("torchtitan_lite")
-    for old in list(logger.handlers):
-        logger.removeHandler(old)
-        old.close()
-    for handler in handlers:
-        logger.addHandler(handler)
+        logger.addHandler(file)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False  # otherwise a library that configures the root logger would print every line again
 
 
 def describe_rank(rank: int, coordinates: dict[str, int]) -> str:
     """Format a rank and its mesh coordinates: `rank 3 (pp 0, dp_replicate 0, dp_shard 1, cp 0, tp 1)`."""
-    return f"rank {rank} ({', '.join(f'{dim} {coordinate}' for dim, coordinate in coordinates.items())})"
+    places = ", ".join(f"{dim} {coordinate}" for dim, coordinate in coordinates.items())
+    return f"rank {rank} ({places})"

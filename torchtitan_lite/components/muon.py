@@ -25,8 +25,8 @@ rate and weight decay carry over. beta1, beta2 and eps are for AdamW.
 Sources: Muon, kellerjordan.github.io/posts/muon; scaling: Moonlight arXiv:2502.16982.
 """
 
-from itertools import product
-from math import sqrt
+from itertools import chain, product
+from math import ceil, sqrt
 from typing import NamedTuple
 
 import torch
@@ -38,17 +38,22 @@ from torch.optim import AdamW
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, deal_matrices
 
-MOMENTUM, EPS, UPDATE_RMS = 0.95, 1e-7, 0.2  # as in torch.optim.Muon
-A, B, C = 3.4445, -4.7750, 2.0315  # coefficients of Newton-Schulz
+# As in torch.optim.Muon
+MOMENTUM = 0.95
+EPS = 1e-7
+UPDATE_RMS = 0.2
+A = 3.4445  # coefficients of Newton-Schulz
+B = -4.7750
+C = 2.0315
 
 
 class Matrix(NamedTuple):
-    """A hidden parameter: a matrix, or a batch of this rank's experts. An axis is a mesh dim that cuts matrices."""
+    """A hidden parameter: a matrix, or a batch of this rank's experts. An axis is a mesh dim that shards matrices."""
 
     parameter: Tensor
-    owner: tuple[int, ...]  # rank on each axis
-    dims: list[int]  # the dim that each axis cuts: -2 or -1
-    shapes: list[list[int]]  # before each axis cuts
+    owner: tuple  # rank on each axis
+    dims: list[int]  # the dim that each axis shards: -2 or -1
+    shapes: list[list[int]]  # before each axis shards
 
 
 class Muon(AdamW):
@@ -59,93 +64,172 @@ class Muon(AdamW):
         self.rounds = [plan_rounds(group["param_names"], group["params"]) for group in self.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None):
+        gradients = {}
         for group, rounds in zip(self.param_groups, self.rounds, strict=True):
             for axes, matrices in rounds:
                 self.update(matrices, axes, group)
-        hidden = [(m.parameter, m.parameter.grad) for rounds in self.rounds for _, matrices in rounds for m in matrices]
-        for parameter, _ in hidden:
-            parameter.grad = None  # so AdamW skips it
+                for matrix in matrices:
+                    parameter = matrix.parameter
+                    gradients[parameter] = parameter.grad
+                    parameter.grad = None  # so AdamW skips it
         super().step()
-        for parameter, gradient in hidden:
+        for parameter, gradient in gradients.items():
             parameter.grad = gradient
 
-    def update(self, matrices: list[Matrix], axes: list[DeviceMesh], group: dict) -> None:
+    def update(
+        self,
+        matrices: list[Matrix],
+        axes: list[DeviceMesh],
+        group: dict,
+    ) -> None:
         """Update the matrices of a round. Collective over the axes."""
-        parameters = [matrix.parameter for matrix in matrices]
-        for parameter in parameters:
-            self.state[parameter] = self.state[parameter] or {"momentum_buffer": torch.zeros_like(parameter)}
-        weights = [local_tensor(parameter) for parameter in parameters]
-        gradients = [local_tensor(parameter.grad) for parameter in parameters]
-        momenta = [local_tensor(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        weights = []
+        gradients = []
+        momenta = []
+        for matrix in matrices:
+            parameter = matrix.parameter
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            weights.append(local_tensor(parameter))
+            gradients.append(local_tensor(parameter.grad))
+            momenta.append(local_tensor(state["momentum_buffer"]))
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
-        slices = [each.to(group["compute_dtype"]) for each in torch._foreach_lerp(gradients, momenta, MOMENTUM)]
-        orthogonalize(slices, matrices, axes, slices[0].new_empty(0))
+        nesterov = torch._foreach_lerp(gradients, momenta, MOMENTUM)
+        updates = [each.to(group["compute_dtype"]) for each in nesterov]
+        orthogonalize(
+            updates,
+            matrices,
+            axes,
+            updates[0].new_empty(0),
+        )
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        for parameter, weight, update in zip(parameters, weights, slices, strict=True):
-            weight.add_(update, alpha=-group["lr"] * UPDATE_RMS * sqrt(max(parameter.shape[-2:])))
+        for matrix, weight, update in zip(matrices, weights, updates, strict=True):
+            longer_side = max(matrix.parameter.shape[-2:])
+            weight.add_(update, alpha=-group["lr"] * UPDATE_RMS * sqrt(longer_side))
 
 
-def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list[DeviceMesh], list[Matrix]]]:
+def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, list]]:
     """Return the rounds of a step for parameters on one mesh: the axes, and a matrix for each owner."""
-    by_axes: dict[tuple[int, ...], list[Tensor]] = {}
+    by_axes = {}
     for name, parameter in zip(names, parameters, strict=True):
         if name.startswith("layers.") and parameter.dim() > 1 and "router" not in name:
-            placed = enumerate(getattr(parameter, "placements", ()))  # a mesh dim may leave each expert's matrix whole
-            cuts = [at for at, each in placed if not each.is_replicate() and each.dim >= parameter.dim() - 2]
-            by_axes.setdefault(tuple(at for at in cuts if parameter.device_mesh.size(at) > 1), []).append(parameter)
+            mesh_dims = find_axes(parameter)
+            by_axes.setdefault(mesh_dims, []).append(parameter)
     rounds = []
     for mesh_dims, hidden in by_axes.items():
-        axes = [hidden[0].device_mesh[hidden[0].device_mesh.mesh_dim_names[at]] for at in mesh_dims]
+        mesh = getattr(hidden[0], "device_mesh", None)
+        axes = [mesh[mesh.mesh_dim_names[mesh_dim]] for mesh_dim in mesh_dims]
         owners = list(product(*(range(axis.size()) for axis in axes)))
-        shapes = [(*local_tensor(each).shape[:-2], *each.shape[-2:]) for each in hidden]
+        shapes = []
+        for parameter in hidden:
+            batch_shape = local_tensor(parameter).shape[:-2]  # this rank's experts
+            shapes.append((*batch_shape, *parameter.shape[-2:]))
         for indices in deal_matrices(shapes, len(owners)):
-            dealt = zip(indices, owners, strict=False)  # the last round may have fewer matrices than ranks
-            rounds.append((axes, [describe(hidden[at], shapes[at], owner, mesh_dims, axes) for at, owner in dealt]))
+            matrices = []
+            for index, owner in zip(indices, owners, strict=False):  # the last round may have fewer matrices than ranks
+                matrices.append(
+                    place_matrix(
+                        hidden[index],
+                        shapes[index],
+                        owner,
+                        mesh_dims,
+                        axes,
+                    )
+                )
+            rounds.append((axes, matrices))
     return rounds
 
 
-def describe(parameter: Tensor, whole: tuple, owner: tuple, mesh_dims: tuple, axes: list[DeviceMesh]) -> Matrix:
-    """Return a matrix of the shape `whole`, with its shapes on this rank. The last axis, tp, cuts first."""
-    dims, shapes = [parameter.placements[at].dim - parameter.dim() for at in mesh_dims], [[*whole]]
-    for dim, axis in reversed([*zip(dims, axes, strict=True)]):
-        length, shape = shapes[0][dim], [*shapes[0]]
-        size = -(-length // axis.size())  # as torch.chunk: the last slices can be smaller, or empty
-        shape[dim] = max(0, min(size, length - axis.get_local_rank() * size))
+def find_axes(parameter: Tensor) -> tuple[int, ...]:
+    """Return the mesh dims that shard matrices. FSDP may instead shard a batch of experts by expert."""
+    axes = []
+    for mesh_dim, placement in enumerate(getattr(parameter, "placements", ())):  # not a DTensor: no placements
+        shards = not placement.is_replicate() and placement.dim >= parameter.dim() - 2
+        if shards and parameter.device_mesh.size(mesh_dim) > 1:
+            axes.append(mesh_dim)
+    return tuple(axes)
+
+
+def place_matrix(
+    parameter: Tensor,
+    shape: tuple,
+    owner: tuple,
+    mesh_dims: tuple,
+    axes: list[DeviceMesh],
+) -> Matrix:
+    """Return a matrix of the full `shape`, with its shapes on this rank. The last axis, tp, shards first."""
+    dims = [parameter.placements[mesh_dim].dim - parameter.dim() for mesh_dim in mesh_dims]
+    shapes = []
+    for dim, axis in zip(reversed(dims), reversed(axes), strict=True):
         shapes.insert(0, shape)
-    return Matrix(parameter, owner, dims, shapes[1:])
+        length = shape[dim]
+        size = ceil(length / axis.size())  # as torch.chunk: the last slices can be smaller, or empty
+        remaining = length - axis.get_local_rank() * size
+        shape = [*shape]
+        shape[dim] = max(0, min(size, remaining))
+    return Matrix(parameter, owner, dims, shapes)
 
 
-def orthogonalize(slices: list, matrices: list[Matrix], axes: list[DeviceMesh], empty: Tensor, at: int = 0) -> None:
+def orthogonalize(
+    slices: list[Tensor],
+    matrices: list[Matrix],
+    axes: list[DeviceMesh],
+    empty: Tensor,
+    at: int = 0,
+) -> None:
     """Replace this rank's slices of matrices by its slices of the orthogonalized matrices. Collective.
 
-    Axis `at` joins slices on the owners' ranks for the next axis, and cuts its results again. `empty` has the dtype and
-    the device of all slices.
+    Axis `at` joins slices on the owners' ranks for the next axis, and splits its results again. `empty` has the dtype
+    and the device of all slices.
     """
     if at == len(axes):
-        for whole in slices:
-            whole.copy_(newton_schulz(whole))
+        for matrix in slices:
+            matrix.copy_(newton_schulz(matrix))
         return
-    ranks, group = range(axes[at].size()), axes[at].get_group()
-    own = [matrix for matrix in matrices if matrix.owner[at] == axes[at].get_local_rank()]
-    joined = [empty.new_empty(matrix.shapes[at]) for matrix in own]
-    cut = [whole.chunk(len(ranks), matrix.dims[at]) for whole, matrix in zip(joined, own, strict=True)]
-    by_rank = [[chunks[rank] for chunks in cut if rank < len(chunks)] for rank in ranks]
-    by_owner = [[s for s, matrix in zip(slices, matrices, strict=True) if matrix.owner[at] == rank] for rank in ranks]
-    exchange(by_owner, by_rank, group, empty)
+    axis = axes[at]
+    own = []
+    joined = []
+    by_owner = [[] for _ in range(axis.size())]  # this rank's slices of the matrices of each owner
+    by_rank = [[] for _ in range(axis.size())]  # slices of this rank's own matrices
+    for local_slice, matrix in zip(slices, matrices, strict=True):
+        owner = matrix.owner[at]
+        by_owner[owner].append(local_slice)
+        if owner == axis.get_local_rank():
+            whole = empty.new_empty(matrix.shapes[at])
+            own.append(matrix)
+            joined.append(whole)
+            chunks = whole.chunk(axis.size(), matrix.dims[at])
+            for rank, chunk in enumerate(chunks):
+                by_rank[rank].append(chunk)
+    exchange(by_owner, by_rank, axis.get_group(), empty)
     orthogonalize(joined, own, axes, empty, at + 1)
-    exchange(by_rank, by_owner, group, empty)
+    exchange(by_rank, by_owner, axis.get_group(), empty)
 
 
-def exchange(sent: list[list[Tensor]], received: list[list[Tensor]], group: dist.ProcessGroup, empty: Tensor) -> None:
+def exchange(
+    sent: list[list],
+    received: list[list],
+    group: dist.ProcessGroup,
+    empty: Tensor,
+) -> None:
     """Send the tensors sent[i] to rank i, and fill received[i] with the tensors of rank i. One all-to-all."""
-    n_received, n_sent = ([sum(map(Tensor.numel, row)) for row in side] for side in (received, sent))
+    n_sent = [sum(map(Tensor.numel, tensors)) for tensors in sent]
+    n_received = [sum(map(Tensor.numel, tensors)) for tensors in received]
+    flat = map(Tensor.flatten, chain(*sent))
     arrived = empty.new_empty(sum(n_received))
-    flat = torch.cat([empty, *(tensor.flatten() for row in sent for tensor in row)])
-    dist.all_to_all_single(arrived, flat, n_received, n_sent, group=group)
-    targets = [tensor for row in received for tensor in row]
-    for target, piece in zip(targets, arrived.split([*map(Tensor.numel, targets)]), strict=True):
-        target.copy_(piece.view_as(target))
+    dist.all_to_all_single(
+        arrived,
+        torch.cat([empty, *flat]),
+        n_received,
+        n_sent,
+        group=group,
+    )
+    targets = list(chain(*received))
+    sizes = list(map(Tensor.numel, targets))
+    for target, values in zip(targets, arrived.split(sizes), strict=True):
+        target.copy_(values.view_as(target))
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
@@ -153,8 +237,16 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     if matrix.shape[-2] > matrix.shape[-1]:
         return newton_schulz(matrix.mT).mT
     x = matrix.reshape(-1, *matrix.shape[-2:])
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
+    norm = x.norm(dim=(1, 2), keepdim=True)
+    x = x / norm.clamp(min=EPS)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+        polynomial = torch.baddbmm(
+            gram,
+            gram,
+            gram,
+            beta=B,
+            alpha=C,
+        )
+        x = torch.baddbmm(x, polynomial, x, beta=A)
     return x.reshape(matrix.shape)

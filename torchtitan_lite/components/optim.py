@@ -17,7 +17,8 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16, local_tensor
 from torchtitan_lite.components.muon import Muon
-from torchtitan_lite.config.choices import DECAYS, OPTIMIZERS
+from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
 # optimizer.name, a row of config/choices.py -> builder of the optimizer for all parameters of this rank
@@ -49,22 +50,6 @@ def build_optimizer(section: Optimizer, parameters: dict[str, Tensor], dtype: st
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append((fqn, parameter))
     groups = [{"params": group, "compute_dtype": getattr(torch, dtype)} for group in by_mesh.values()]
     return BUILDERS[section.name](groups, section, {"fused": fused, "foreach": foreach})
-
-
-def learning_rate_factor(section: LRScheduler, step: int) -> float:
-    """Return the fraction of the peak learning rate at `step` (0 = first): warm-up, constant, decay to min_lr_factor.
-
-    `total_steps` is resolved. Without decay_ratio the decay starts after the warm-up. A run may end during its warm-up.
-    """
-    if step < section.warmup_steps:
-        return (step + 1) / section.warmup_steps
-    decay_ratio = 1.0 if section.decay_ratio is None else section.decay_ratio
-    decay_start = max(section.warmup_steps, section.total_steps - round(decay_ratio * section.total_steps))
-    if step < decay_start:
-        return 1.0
-    progress = min(1.0, (step - decay_start) / max(1, section.total_steps - decay_start))
-    left = DECAYS[section.decay_type](progress)
-    return section.min_lr_factor + (1 - section.min_lr_factor) * left
 
 
 def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> LambdaLR:
@@ -118,12 +103,14 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
 def update_weights(optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float) -> Tensor:
     """Clip the gradients to a norm of at most `max_norm` and step the optimizer, if the norm is finite.
 
-    Otherwise gradients, weights and moments do not change. Returns whether the norm is finite, () bool on the device.
+    `max_norm` 0 turns clipping off. If the norm is not finite, gradients, weights and moments do not change. Returns
+    whether the norm is finite, () bool on the device.
     Fused kernels read the scale and the flag on the device (as with torch.amp.GradScaler), and clip during the update.
     Other optimizers need an extra pass over the gradients and one host-device synchronization per step.
     """
     finite = grad_norm.isfinite()
-    divisor = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0)  # 1e-6 as in torch.nn.utils
+    limit = max_norm or math.inf
+    divisor = ((grad_norm + 1e-6) / limit).clamp(min=1.0)  # 1e-6 as in torch.nn.utils
     if optimizer.defaults.get("fused"):
         optimizer.grad_scale, optimizer.found_inf = divisor, (~finite).float()
         optimizer.step()

@@ -27,8 +27,12 @@ MEMORY_EVENTS = 100_000  # allocations and frees per snapshot: a few steps of a 
 
 @contextmanager
 def profile_steps(
-    section: Profiling, dump_folder: Path, rank: int, *, resumed_step: int = 0
-) -> Iterator[Callable[[], None]]:
+    section: Profiling,
+    dump_folder: Path,
+    rank: int,
+    *,
+    resumed_step: int = 0,
+) -> Iterator[Callable]:
     """Context manager around the training loop. Yields a function to call at the end of each step.
 
     `resumed_step` is the step that the run resumed from: file names count the steps of the whole run. An incomplete
@@ -36,7 +40,8 @@ def profile_steps(
     """
     profilers = []
     if section.enable_profiling:
-        profilers.append(make_tracer(section, dump_folder / section.save_traces_folder, rank, resumed_step))
+        folder = dump_folder / section.save_traces_folder
+        profilers.append(make_tracer(section, folder, rank, resumed_step))
     if section.enable_memory_snapshot:
         folder = dump_folder / section.save_memory_snapshot_folder
         profilers.append(MemorySnapshots(section.profile_freq, folder, rank, resumed_step))
@@ -61,38 +66,53 @@ def make_tracer(section: Profiling, folder: Path, rank: int, resumed_step: int) 
         path = folder / f"step-{step}" / f"rank-{rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
-        sort_by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table = profiler.key_averages().table(sort_by, row_limit=N_OPERATORS, max_name_column_width=50)
+        device = "device" if torch.cuda.is_available() else "cpu"
+        table = profiler.key_averages().table(
+            sort_by=f"self_{device}_time_total",
+            row_limit=N_OPERATORS,
+            max_name_column_width=50,
+        )
         logger.info(f"step {step} traced to {path}\n{table}")
 
-    warmup, active = section.profiler_warmup, section.profiler_active
-    steps = schedule(wait=section.profile_freq - warmup - active, warmup=warmup, active=active)
-    return profile(schedule=steps, on_trace_ready=write_trace, record_shapes=True)
+    warmup = section.profiler_warmup
+    active = section.profiler_active
+    idle = section.profile_freq - warmup - active
+    return profile(
+        schedule=schedule(wait=idle, warmup=warmup, active=active),
+        on_trace_ready=write_trace,
+        record_shapes=True,
+    )
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether the error is a CUDA out-of-memory error, or was raised from one as torch's pipeline does."""
-    return error is not None and (isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__))
+    if error is None:
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__)
 
 
 class MemorySnapshots:
     """Context manager that writes this GPU's allocations and their stacks after each period and on out of memory."""
 
     def __init__(self, profile_freq: int, folder: Path, rank: int, resumed_step: int):
-        self.profile_freq, self.folder, self.rank = profile_freq, folder, rank
-        self.resumed_step = self.n_steps = resumed_step
+        self.profile_freq = profile_freq
+        self.folder = folder
+        self.rank = rank
+        self.resumed_step = resumed_step
+        self.n_steps = resumed_step
 
     def __enter__(self) -> None:
         torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
 
-    def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
+    def __exit__(self, kind, error, traceback) -> None:
         if is_out_of_memory(error):
             self._write(f"step-{self.n_steps + 1}-out-of-memory")
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def step(self) -> None:
         self.n_steps += 1
-        if (self.n_steps - self.resumed_step) % self.profile_freq == 0:
+        n_own_steps = self.n_steps - self.resumed_step
+        if n_own_steps % self.profile_freq == 0:
             self._write(f"step-{self.n_steps}")
 
     def _write(self, name: str) -> None:

@@ -57,20 +57,26 @@ class StopRequest:
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)  # do not interrupt system calls of libraries
-        threading.Thread(target=self.read, args=(reader,), name="signals", daemon=True).start()
+        thread = threading.Thread(target=self.read, args=(reader,), name="signals", daemon=True)
+        thread.start()
 
     def read(self, reader: int) -> None:
         while True:
-            if (number := os.read(reader, 1)[0]) in SIGNALS:
+            number = os.read(reader, 1)[0]
+            if number in SIGNALS:
                 self.note(signal.Signals(number))
 
     def note(self, received: signal.Signals) -> None:
         """Store the first signal until the end of a step. End this process on a later one, or during the first step."""
         now_s = time.monotonic()
         if self.is_first_step:
-            self.end(received, "before the end of its first step, so there is nothing to save")
+            self.end(
+                received,
+                "before the end of its first step, so there is nothing to save",
+            )
         elif self.received is None:
-            self.received, self.received_at_s = received, now_s
+            self.received = received
+            self.received_at_s = now_s
             later = f"a signal more than {COPIES_ARRIVE_WITHIN_S:g} s from now ends it immediately"
             logger.info(f"{received.name}: the run stops at the end of a step; {later}")
         elif now_s - self.received_at_s > COPIES_ARRIVE_WITHIN_S:
@@ -83,22 +89,31 @@ class StopRequest:
 
 
 def describe_stop(
-    received: int, step: int, config: Config, newest: Path | None, args: list[str], ngpu: str | None
+    received: int,
+    step: int,
+    config: Config,
+    newest: Path | None,
+    args: list[str],
+    ngpu: str | None,
 ) -> str:
     """Return one line: the step at which the run stopped, its newest checkpoint, and the command that resumes it.
 
     `args` are the arguments of the run, `ngpu` is the environment variable NGPU.
     """
     stopped = f"stopped by {signal.Signals(received).name} after step {step} of {config.training.steps}"
-    if newest is None:
-        return f"{stopped}; nothing is saved{'' if config.checkpoint.enable else ' (add --checkpoint.enable)'}"
-    return f"{stopped}; {describe_newest(newest, config, args, ngpu)}"
+    if newest:
+        return f"{stopped}; {describe_newest(newest, config, args, ngpu)}"
+    if config.checkpoint.enable:
+        return f"{stopped}; nothing is saved"
+    return f"{stopped}; nothing is saved (add --checkpoint.enable)"
 
 
 def describe_newest(newest: Path, config: Config, args: list[str], ngpu: str | None) -> str:
     """Name the newest checkpoint and the command that resumes from it. For the arguments see describe_stop."""
+    command = ["./run_train.sh", *args]
+    if config.job.overwrite:
+        command.append("--job.no_overwrite")
+    if config.checkpoint.load_step != -1:
+        command.append("--checkpoint.load_step=-1")
     variable = f"NGPU={ngpu} " if ngpu else ""
-    changes = ["--job.no_overwrite"] if config.job.overwrite else []
-    changes += ["--checkpoint.load_step=-1"] if config.checkpoint.load_step != -1 else []
-    command = shlex.join(["./run_train.sh", *args, *changes])
-    return f"newest checkpoint {newest}; to continue: {variable}{command}"
+    return f"newest checkpoint {newest}; to continue: {variable}{shlex.join(command)}"

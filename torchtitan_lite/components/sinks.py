@@ -1,7 +1,8 @@
 """Send metrics to TensorBoard and Weights & Biases, in addition to the log and metrics.jsonl.
 
 A sink has `write(step, scalars)`, with `scalars` from tag to value, and `close()`. Only rank 0 creates sinks. wandb
-reads the environment (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WANDB_API_KEY). A resumed run continues there.
+reads the environment (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WANDB_API_KEY). A resumed run continues its run
+in wandb.
 """
 
 from pathlib import Path
@@ -29,10 +30,14 @@ class TensorBoardSink:
 class WandbSink:
     """Writes to Weights & Biases, which stores its local files in `folder`/wandb. Needs the extra `wandb`."""
 
-    def __init__(self, folder: Path, *, settings: dict[str, object], resumed_step: int):
-        """`settings`: the config by section."""
+    def __init__(self, folder: Path, *, settings: dict, resumed_step: int):
+        """`settings` is the config by section."""
         wandb = import_extra("wandb", "wandb")
-        self.run = wandb.init(dir=str(folder), config=settings, resume="auto" if resumed_step else None)
+        self.run = wandb.init(
+            dir=str(folder),
+            config=settings,
+            resume="auto" if resumed_step else None,
+        )
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         self.run.log(scalars, step=step)

@@ -6,7 +6,9 @@ every problem at once.
 """
 
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import count
 from math import gcd, prod
 
 from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim, list_linears, plan_float8
@@ -14,8 +16,8 @@ from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
 from torchtitan_lite.config.messages import Problem
-from torchtitan_lite.config.schedule import find_csv_fault, splits_backward
-from torchtitan_lite.config.schema import Config, Model, get_value
+from torchtitan_lite.config.schedule import splits_backward
+from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
 
 FLOAT8 = "quantize.linear.float8"
 ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
@@ -55,24 +57,14 @@ def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
 
 def check_mesh(config: Config, degrees: dict[str, int], world_size: int, batch: dict[str, int]) -> list[Problem]:
     """Find degrees that do not multiply to the world size, and batches that do not divide into microbatches."""
-    problems, section, training = Problems(config), config.parallelism, config.training
+    problems, section = Problems(config), config.parallelism
     if prod(degrees.values()) != world_size:
         others = prod(degree for dim, degree in degrees.items() if dim != "dp_shard")
         shown = " x ".join(f"{dim} {degree}" for dim, degree in degrees.items() if degree > 1) or "all 1"
         why = f"the degrees ({shown}) do not multiply to the world size {world_size}"
         remedy = f"Use a multiple of {others} ranks, and -1 here for the remaining factor"
         problems.refuse("parallelism.data_parallel_shard_degree", why, remedy)
-    if fault := find_csv_fault(section):
-        remedy = "Write one row per pp rank and one action per cell, or remove the key"
-        problems.refuse("parallelism.pipeline_parallel_schedule_csv", f"it {fault}", remedy)
-    n_local = training.local_batch_size if degrees["pp"] > 1 else batch["microbatch_size"]
-    unit = n_local * degrees["dp_replicate"] * degrees["dp_shard"]
-    if batch["global_batch_size"] % unit:
-        why = f"it is not a multiple of local_batch_size {n_local} x data-parallel ranks = {unit}"
-        problems.refuse("training.global_batch_size", why, f"Use a multiple of {unit}, or a smaller local_batch_size")
-    if training.local_batch_size % batch["microbatch_size"]:
-        why = f"it does not divide training.local_batch_size = {training.local_batch_size}"
-        problems.refuse("parallelism.pipeline_parallel_microbatch_size", why, "Use a divisor of it, such as 1")
+    check_batch(problems, degrees, batch)
     if section.pipeline_parallel_degree > 1 and section.zero_stage == 2:
         why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"
         problems.refuse("parallelism.zero_stage", why, "Use 1, or 3 to shard the parameters too")
@@ -81,20 +73,60 @@ def check_mesh(config: Config, degrees: dict[str, int], world_size: int, batch: 
     return problems
 
 
+def check_batch(problems: Problems, degrees: dict[str, int], batch: dict[str, int]) -> None:
+    """Find why data-parallel ranks cannot have equal numbers of full microbatches."""
+    n_local, n_sequences = problems.config.training.local_batch_size, batch["global_batch_size"]
+    dp = degrees["dp_replicate"] * degrees["dp_shard"]
+
+    def is_valid(n: int) -> bool:
+        is_single = degrees["pp"] == 1 and n <= n_local * dp  # one microbatch per rank
+        return n % (dp if is_single else n_local * dp) == 0
+
+    share = n_sequences // dp
+    if not is_valid(n_sequences):
+        why = f"{dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences"
+        remedy = f"Use {list_nearest(n_sequences, is_valid)}"
+        if n_sequences == share * dp:
+            why = f"training.local_batch_size = {n_local} does not divide the share of a rank, {share} sequences"
+            divisor = max(n for n in range(1, n_local + 1) if share % n == 0)
+            remedy += f", or set training.local_batch_size = {divisor}"
+        problems.refuse("training.global_batch_size", why, remedy)
+    if degrees["pp"] > 1 and n_local % batch["microbatch_size"]:
+        why = f"it does not divide training.local_batch_size = {n_local}"
+        problems.refuse("parallelism.pipeline_parallel_microbatch_size", why, "Use a divisor of it, such as 1")
+
+
+def list_nearest(value: int, is_valid: Callable[[int], bool]) -> str:
+    """Return the nearest valid numbers below and above `value`, as in "4 or 8"."""
+    below = next((n for n in range(value, 0, -1) if is_valid(n)), None)
+    above = next(n for n in count(value + 1) if is_valid(n))
+    return f"{below} or {above}" if below else f"{above}"
+
+
+def count_pieces(parallelism: Parallelism) -> int:
+    """Return the number of equal pieces of a sequence: two for each cp rank (early, late), each split by tp."""
+    cp = parallelism.context_parallel_degree
+    return (2 * cp if cp > 1 else 1) * parallelism.tensor_parallel_degree
+
+
 def check_layout(
     config: Config, model_args: ModelArgs, degrees: dict[str, int], batch: dict[str, int]
 ) -> list[Problem]:
     """Find sizes of the model that these degrees do not divide."""
     problems, tp, cp = Problems(config, model_args), degrees["tp"], degrees["cp"]
     for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
-        if getattr(model_args, name) % tp:
+        size = getattr(model_args, name)
+        if size % tp:
             why = f"parallelism.tensor_parallel_degree = {tp} does not divide it, but tp ranks need equal shards"
-            remedy = f"Use a parallelism.tensor_parallel_degree that divides {getattr(model_args, name)}"
+            remedy = f"Use a parallelism.tensor_parallel_degree that divides {size}"
+            if name == "vocab_size" and config.model.row is None:  # loaded weights have a fixed number of rows
+                remedy += f", or {size + -size % tp} here; no token uses the added rows"
             problems.refuse(f"model.{name}", why, remedy)
-    pieces = (2 * cp if cp > 1 else 1) * tp  # each cp rank has an early and a late piece, and tp splits both
-    if config.training.seq_len % pieces:
+    pieces, seq_len = count_pieces(config.parallelism), config.training.seq_len
+    if seq_len % pieces:
         why = f"it does not divide into {pieces} equal pieces (tp {tp}; cp {cp} needs 2 x cp pieces)"
-        problems.refuse("training.seq_len", why, f"Use a multiple of {pieces}")
+        values = list_nearest(seq_len, lambda n: n % pieces == 0)
+        problems.refuse("training.seq_len", why, f"Use {values}")
     if model_args.moe:
         check_experts(problems, degrees)
     elif config.parallelism.expert_parallel_degree > 1:
@@ -157,7 +189,7 @@ def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list
     tests/test_layouts.py runs each of them and expects a failure, so the test reports when torch fixes one.
     """
     problems, section = Problems(config), config.parallelism
-    splits = not find_csv_fault(section) and splits_backward(section)
+    splits = splits_backward(section)
     methods = ATTENTIONS[config.model.attention].under_cp
     if section.pipeline_parallel_degree > 1 and model_args.tie_embeddings:
         why = "the first and the last stage would each hold and train a copy of the tied matrix"

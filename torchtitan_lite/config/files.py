@@ -1,17 +1,92 @@
-"""Hash files, flush folders, and import optional packages."""
+"""Read JSON files that others wrote, hash files, flush folders, and import optional packages."""
 
 import hashlib
 import importlib
+import json
 import os
 import shlex
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, UnionType
+from typing import Any, get_args, get_origin
 
 from torchtitan_lite.config.messages import UserError
 
 LFS = b"version https://git-lfs.github.com/spec/v1"
+
+REQUIRED = object()  # default of JsonObject.take: the key must be present
+
+
+class JsonError(UserError):
+    """Raised if a JSON file cannot be read, or has a value of an unexpected type. The message names file and key."""
+
+
+class JsonObject(dict):
+    """An object of a JSON file from outside. `take` checks each value where it is used."""
+
+    def __init__(self, path: Path, values: dict[str, Any], place: str = ""):
+        super().__init__(values)
+        self.path = path
+        self.place = place  # keys that lead to this object: "rope_scaling."
+
+    def take(self, key: str, kind: Any, default: Any = REQUIRED) -> Any:
+        """Return the value of `key`, which must have the type `kind`, such as `int`, `list[str]` or `str | dict`.
+
+        A missing key and null give the default. Objects are JsonObjects again. Raises JsonError.
+        """
+        value = self.get(key)
+        name = self.place + key
+        if value is None and default is not REQUIRED:
+            return default
+        if not has_kind(value, kind):
+            found = "is missing" if value is None else f"= {shorten(value)}"
+            expected = kind.__name__ if type(kind) is type else kind
+            raise JsonError(f"{self.path}: {name} {found}; it must be {expected}")
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return [JsonObject(self.path, item, f"{name}[{n}].") for n, item in enumerate(value)]
+        return JsonObject(self.path, value, f"{name}.") if isinstance(value, dict) else value
+
+
+def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
+    """Return the object in a JSON file from outside. A missing file gives {} if it `may_be_missing`.
+
+    Raises JsonError.
+    """
+    if may_be_missing and not path.exists():
+        return JsonObject(path, {})
+    try:
+        return parse_json(path.read_bytes(), path)
+    except OSError as error:
+        raise JsonError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parse_json(content: bytes, path: Path) -> JsonObject:
+    """Return the object in the content of a JSON file. `path` is for messages. Raises JsonError."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise JsonError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise JsonError(f"{path} must hold an object {{...}}, but it is {shorten(value)}")
+    return JsonObject(path, value)
+
+
+def has_kind(value: Any, kind: Any) -> bool:
+    """Return whether a JSON value has this type. An int is also a float; a bool is neither."""
+    outer, inner = get_origin(kind), get_args(kind)
+    if outer is UnionType:
+        return any(has_kind(value, each) for each in inner)
+    if outer in (list, dict):
+        items = value.values() if isinstance(value, dict) else value
+        return isinstance(value, outer) and all(has_kind(item, inner[-1]) for item in items)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def shorten(value: Any) -> str:
+    """Return the first characters of a JSON value."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def import_extra(name: str, extra: str) -> ModuleType:

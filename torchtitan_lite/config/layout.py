@@ -16,7 +16,7 @@ from math import gcd, prod
 from torchtitan_lite.config.checks import check_layout, check_mesh, check_model, find_refused
 from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.schedule import Stages, check_microbatches, find_csv_fault, place_stages, plan_stages
+from torchtitan_lite.config.schedule import Stages, check_microbatches, place_stages, plan_stages
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Model, Parallelism, Training, with_value
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
@@ -105,8 +105,6 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     batch = plan_batch(config, degrees)
     problems = check_mesh(config, degrees, world_size, batch) + check_layout(config, model_args, degrees, batch)
     problems += find_refused(config, model_args, zero_stage)
-    if find_csv_fault(section):  # the calls below read the file too
-        raise ConfigError(problems)
     stages, stage_problems = plan_stages(section, model_args.n_layers)
     problems += stage_problems
     if degrees["pp"] > 1 and not any("batch_size" in problem.key for problem in problems):

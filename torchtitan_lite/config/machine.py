@@ -48,6 +48,7 @@ PEAK_BF16_FLOPS = {
     "L40S": 362e12,  # nvidia.com, L40S datasheet: dense
     "L4": 121e12,  # nvidia.com, L4 datasheet: 242 sparse
 }
+CPU_FLOPS_PER_CORE = 20e9  # in float32 training of a 135M model, on one thread; a rough guess for other CPUs
 
 
 def peak_flops(name: str) -> float | None:

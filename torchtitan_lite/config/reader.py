@@ -9,7 +9,9 @@ reported, the key keeps its default, and the other keys are still checked.
 """
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from math import isfinite
@@ -18,9 +20,10 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config.arguments import expand_path, parse_whole
 from torchtitan_lite.config.flavors import ModelArgs
-from torchtitan_lite.config.messages import Problem
-from torchtitan_lite.config.schema import Config, Job, get_value, with_value
+from torchtitan_lite.config.messages import Problem, UserError
+from torchtitan_lite.config.schema import PATH, Config, Job, get_value, with_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent, resolve_alias
 
 try:
@@ -53,6 +56,7 @@ class ConfigReading:
     notices: list[str]  # one line for each old key name that was used
     config_name: str  # name of the TOML file, without folder and extension
     given: frozenset[str]  # keys set by the file or the command line
+    chosen: frozenset[str]  # keys set by the command line or by a file outside configs/
 
 
 def read_config(args: list[str]) -> ConfigReading:
@@ -60,8 +64,11 @@ def read_config(args: list[str]) -> ConfigReading:
     texts, problems = parse_arguments(args)
     config_file = str(texts.pop("job.config_file", Job.config_file))
     table = {"job.config_file": config_file}
+    is_shipped = False
     try:
-        table |= dict(flatten_table(load_toml(find_config_file(config_file))))
+        path = find_config_file(expand_path(config_file))
+        is_shipped = path.parent.resolve() == CONFIG_FOLDER
+        table |= dict(flatten_table(load_toml(path)))
     except ValueError as error:
         problems.append(Problem("job.config_file", config_file, str(error), "Name a TOML file, or one in configs/"))
     notices = [f"{name} is now {new}" for name in (*table, *texts) if (new := resolve_alias(name)) != name]
@@ -80,7 +87,9 @@ def read_config(args: list[str]) -> ConfigReading:
             problems.append(Problem(key, value, "there is no such key", suggest_key(key)))
         elif remedy:
             problems.append(Problem(key, value, "torchtitan_lite does not have this feature", remedy))
-    return ConfigReading(config, problems, notices, Path(config_file).stem, frozenset(values))
+    given = frozenset(values)
+    chosen = frozenset(texts) if is_shipped else given
+    return ConfigReading(config, problems, notices, Path(config_file).stem, given, chosen)
 
 
 # ---------------------------------------------------------------- command line and file
@@ -121,7 +130,7 @@ def find_config_file(name: str) -> Path:
 def load_toml(path: Path) -> dict[str, Any]:
     """Return the table of a TOML file. Raises ValueError with the reason."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a BOM
     except (OSError, ValueError) as error:  # the text of a TOMLDecodeError names line and column
         raise ValueError(f"{path} cannot be read as TOML: {error}") from None
 
@@ -142,12 +151,18 @@ class WrongValue(Exception):
     """Raised for an invalid value of a key. The arguments are `why` and `remedy`, as in Problem."""
 
 
+BOOLEANS = {"true": True, "false": False}
 NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
 
 
 def convert(kind: Any, value: Any) -> Any:
     """Convert a TOML value to the type of its key. Integers are accepted as floats. Raises WrongValue."""
     origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated and inner[1] == PATH:
+        try:
+            return expand_path(convert(str, value))
+        except UserError as error:
+            raise WrongValue(str(error), "Write the whole path, or set the variable") from None
     if origin is Annotated:
         limits, value = inner[1], convert(inner[0], value)
         if not limits.low <= value <= limits.high and value != limits.auto:
@@ -158,14 +173,13 @@ def convert(kind: Any, value: Any) -> Any:
             raise WrongValue("there is no such choice", f"Choose from {', '.join(map(repr, inner))}")
         return value
     if origin is list:
-        if isinstance(value, str):  # torchtitan's "a" for ["a"]; on the command line a,b or a,b;c,d
-            separator = ";" if get_origin(inner[0]) is list else ","
-            return [convert_text(inner[0], item.strip()) for item in value.split(separator) if item.strip()]
+        if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
+            return [convert_text(inner[0], item) for item in split_list(inner[0], value)]
         if not isinstance(value, list):
             raise WrongValue("it must be a list", 'Write ["a", "b"], or a,b on the command line')
         return [convert(inner[0], item) for item in value]
     if NoneType in inner:  # `X | None`
-        return None if value == "none" else convert(inner[0], value)
+        return None if value in ("none", "None") else convert(inner[0], value)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is float and not isfinite(value)):
@@ -173,16 +187,30 @@ def convert(kind: Any, value: Any) -> Any:
     return value
 
 
-def convert_text(kind: Any, text: str | bool) -> Any:
-    """Convert command-line text to the type of its key, first as a string, then as TOML. Raises WrongValue."""
+def convert_text(kind: Any, text: Any) -> Any:
+    """Convert command-line text to the type of its key: text, a number as int() and float() read it, or a boolean.
+
+    Raises WrongValue.
+    """
     try:
         return convert(kind, text)
-    except WrongValue as wrong:
-        try:
-            value = tomllib.loads(f"value = {text}".lower())["value"]
-        except tomllib.TOMLDecodeError:
-            raise wrong from None
-    return convert(kind, value)
+    except WrongValue:
+        if isinstance(text, str):
+            for read in (parse_whole, float, BOOLEANS.__getitem__):
+                with suppress(ValueError, KeyError):
+                    return convert(kind, read(text.lower()))
+        raise
+
+
+def split_list(kind: Any, text: str) -> list[Any]:
+    """Return the items of ["a", "b"] in TOML, [a,b] after a shell removed the quotes, a,b, or a,b;c,d if nested."""
+    with suppress(tomllib.TOMLDecodeError):
+        value = tomllib.loads(f"value = {text}")["value"]
+        if isinstance(value, list):
+            return value
+    separator = r"\]\s*,|;" if get_origin(kind) is list else ","
+    items = [item.strip("[]\"' ") for item in re.split(separator, text)]
+    return list(filter(None, items))
 
 
 def suggest_key(key: str) -> str:

@@ -35,6 +35,8 @@ NotNegativeOrAuto = Annotated[int, Range(0, auto=-1)]
 AboveZero = Annotated[float, Range(1e-30)]
 Share = Annotated[float, Range(0, 1)]
 Decay = Annotated[float, Range(0, 0.999999)]  # Adam divides by 1 - beta
+PATH = "path"
+PathText = Annotated[str, PATH]  # reader.py expands ~ and $VAR
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Model:
     flavor: Literal[tuple(FLAVORS)] = AUTO
     # folder with tokenizer.json or tokenizer.model, in the working directory or in this repository; or "bytes".
     # auto: the tokenizer of the weights that the run loads, else assets/tokenizer
-    hf_assets_path: str = "auto"
+    hf_assets_path: PathText = "auto"
     dim: Positive | None = None  # new: width of the residual stream
     n_layers: Positive | None = None  # new
     n_heads: Positive | None = None  # new: query heads
@@ -68,15 +70,20 @@ class Model:
 @dataclass(frozen=True)
 class Training:
     # corpora: names in DATASETS (data/corpus_folder.py), or folders that `prepare` wrote
-    dataset: list[str] = field(default_factory=lambda: ["python_stdlib"])
-    dataset_path: str = ""  # folder or file of a downloaded corpus (c4, c4_test); empty: the folder in DATASETS
+    dataset: list[PathText] = field(default_factory=lambda: ["python_stdlib"])
+    dataset_path: PathText = ""  # folder or file of a downloaded corpus (c4, c4_test); empty: the folder in DATASETS
     dataset_weights: list[AboveZero] = field(default_factory=list)  # new: sampling weight per corpus; empty: by size
-    cache_folder: str = "outputs/cache"  # new: tokens of named corpora, and compiled code; all runs share it
-    local_batch_size: Positive = 8  # sequences per data-parallel rank and forward pass; under PP, per schedule
-    global_batch_size: PositiveOrAuto = -1  # sequences per step; auto: local_batch_size x data-parallel ranks
-    seq_len: Positive = 2048  # tokens per sequence; lowered to the context length of Hugging Face weights unless set
+    cache_folder: PathText = "outputs/cache"  # new: tokens of named corpora, and compiled code; all runs share it
+    # upper bound on the sequences per data-parallel rank and forward pass; a rank whose share of global_batch_size is
+    # smaller passes its share. Under PP: divides the share
+    local_batch_size: Positive = 8
+    # sequences per step; auto: local_batch_size x data-parallel ranks. Smaller on a CPU unless set
+    global_batch_size: PositiveOrAuto = -1
+    # tokens per sequence. Unless set: at most the context length of Hugging Face weights, at most 512 on a CPU, and a
+    # multiple of what tp and cp need
+    seq_len: Positive = 2048
     steps: Positive = 10000
-    max_norm: AboveZero = 1.0  # gradients are scaled down to this global 2-norm
+    max_norm: Annotated[float, Range(0)] = 1.0  # gradients are scaled down to this global 2-norm; 0: never
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype; auto: bfloat16 on CUDA
     mixed_precision_reduce: Literal["float32"] = "float32"  # dtype of gradient reduction
     enable_cpu_offload: bool = False  # keep weights, gradients and optimizer state on the host; update weights there
@@ -106,7 +113,6 @@ class Parallelism:
     disable_loss_parallel: bool = False  # gather the logits of all TP ranks instead of sharding the loss
     pipeline_parallel_degree: Positive = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
-    pipeline_parallel_schedule_csv: str = ""  # CSV file that replaces the schedule: one row per pp rank, cells like 0F3
     pipeline_parallel_microbatch_size: Positive = 1  # sequences per microbatch
     pipeline_parallel_layers_per_stage: Positive | None = None  # default: one stage per rank, or two if interleaved
     pipeline_parallel_first_stage_less_layers: NotNegative = 1  # load of the embedding, in layers
@@ -148,14 +154,14 @@ class Checkpoint:
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     keep_latest_k: NotNegative = 10  # 0 keeps all
     keep_every_m: NotNegative = 0  # new: also keep every checkpoint whose step is a multiple of m; 0: none
-    local_folder: str = ""  # new: save snapshots too, into this folder of each host, such as /dev/shm/snapshots
+    local_folder: PathText = ""  # new: save snapshots too, into this folder of each host, such as /dev/shm/snapshots
     local_interval: Positive = 10  # new: steps between snapshots, of which the last two are kept
     load_step: Annotated[int, Range(0, auto=-1)] = -1  # resume from this step; auto: the newest undamaged one
     load_only: bool = False  # resume, but never save
     verify: bool = True  # new: check the hash of every file before loading a checkpoint; ranks share the work
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)  # start with new optimizer state
     # checkpoint or Hugging Face folder with initial weights, used if the run does not resume; works without `enable`
-    initial_load_path: str = ""
+    initial_load_path: PathText = ""
     initial_load_model_only: bool = True  # load initial_load_path without optimizer state and step
     last_save_model_only: bool = False  # save only the weights at the last step; runs cannot resume from them
     last_save_in_hf: bool = False  # also convert the last checkpoint to a Hugging Face folder
@@ -165,8 +171,9 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Validation:
     enable: bool = False  # compute the loss on validation documents, which are the same on every layout
-    dataset: list[str] = field(default_factory=list)  # as training.dataset; empty: validation split of training.dataset
-    dataset_path: str = ""  # as training.dataset_path; empty: the same path
+    # as training.dataset; empty: validation split of training.dataset
+    dataset: list[PathText] = field(default_factory=list)
+    dataset_path: PathText = ""  # as training.dataset_path; empty: the same path
     freq: Positive = 10  # steps between validations; also runs after the first and the last step
     steps: PositiveOrAuto = -1  # batches of training.global_batch_size, spread over the split; auto: all of it
 
@@ -240,7 +247,7 @@ class Debug:
 class Job:
     config_file: str = "debug"  # path of a TOML file, or a name in configs/; short form: --config
     # folder for the files of a run; auto: outputs/<config name>, or outputs/finetune-<name of initial_load_path>
-    dump_folder: str = "auto"
+    dump_folder: PathText = "auto"
     description: str = ""  # printed at the start
     print_config: bool = False  # print the resolved config at the start
     overwrite: bool = False  # new: delete the files of an earlier run in the dump folder, and start over

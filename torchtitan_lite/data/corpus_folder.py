@@ -26,12 +26,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
+from torchtitan_lite.config.files import read_json
 from torchtitan_lite.config.messages import Problem, UserError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 FORMAT = 3
 MANIFEST = "manifest.json"
+WIDTHS = {"uint16": 2, "uint32": 4}  # bytes per token
 
 
 class CorpusError(UserError):
@@ -51,6 +53,7 @@ class Split:
     n_targets: int  # conversations: number of the assistant's tokens
     n_text_bytes: int  # in UTF-8
     sha256: dict[str, str]  # suffix of a file -> hash
+    largest_id: int | None = None  # of its tokens; None: written by an older version
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class CorpusManifest:
 
     def list_sizes(self) -> dict[str, int]:
         """Return file name -> size in bytes."""
-        widths = {"tokens": {"uint16": 2, "uint32": 4}[self.dtype], "documents": 8, "targets": 1}
+        widths = {"tokens": WIDTHS[self.dtype], "documents": 8, "targets": 1}
         return {
             f"{name}.{suffix}": widths[suffix] * (split.n_documents if suffix == "documents" else split.n_tokens)
             for name, split in self.splits.items()
@@ -84,14 +87,22 @@ def dump_manifest(manifest: CorpusManifest) -> str:
 def read_manifest(folder: Path) -> CorpusManifest:
     """Read the manifest and compare it with the size of every file. Raises CorpusError."""
     path = folder / MANIFEST
+    if not folder.exists():
+        remedy = f"Write it: python -m torchtitan_lite prepare FILES --out {shlex.quote(str(folder))}"
+        raise CorpusError(f"there is no folder {folder.absolute()}, and nothing is downloaded", remedy)
+    if not path.exists():
+        remedy = f"Prepare its files: python -m torchtitan_lite prepare {shlex.quote(str(folder))} --out NEW_FOLDER"
+        raise CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
     try:
-        raw = json.loads(path.read_bytes())
-        if raw["format"] != FORMAT:
-            raise ValueError(f"its format is {raw['format']}, but this version reads {FORMAT}")
-        manifest = CorpusManifest(**{**raw, "splits": {name: Split(**split) for name, split in raw["splits"].items()}})
+        file = read_json(folder / MANIFEST)
+        found = file.take("format", int)
+        if found != FORMAT:
+            raise ValueError(f"its format is {found}, but this version reads {FORMAT}")
+        splits = {name: Split(**split) for name, split in file.take("splits", dict[str, dict]).items()}
+        manifest = CorpusManifest(**{**file, "splits": splits})
         sizes = manifest.list_sizes()
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CorpusError(f"{folder} is not a prepared corpus: {path.name}: {error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorpusError(f"{folder} is not a prepared corpus: {MANIFEST}: {error}") from None
     for name, n_bytes in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != n_bytes:
@@ -149,11 +160,21 @@ DOWNLOADS = DATASETS.keys() - {"python_stdlib"}  # these use training.dataset_pa
 VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
 
+def list_files(name: str, dataset_path: str) -> list[Path]:
+    """Return the files of a named corpus. Raises CorpusError if there are none."""
+    files = DATASETS[name](dataset_path)
+    if not files:
+        raise CorpusError(
+            f"the function of {name} lists no files", "Correct its row in data/corpus_folder.py: DATASETS"
+        )
+    return files
+
+
 def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
     """Return the folder of a corpus. A named corpus has a folder per tokenizer and set of files. Raises CorpusError."""
     if name not in DATASETS:
         return Path(name)
-    stats = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in DATASETS[name](dataset_path)]
+    stats = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in list_files(name, dataset_path)]
     content = repr([FORMAT, tokenizer.fingerprint, *stats]).encode()
     return cache_folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
 
@@ -193,7 +214,7 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
     for key, name, split, dataset_path in list_corpora(config):
         try:
             if name in DATASETS:
-                DATASETS[name](dataset_path)
+                list_files(name, dataset_path)
             else:
                 read_split(Path(name), split, tokenizer)
         except CorpusError as error:
@@ -211,6 +232,21 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
         remedy = "Give one weight per corpus, or none to draw every sample equally often"
         problems.append(Problem("training.dataset_weights", weights, f"there are {n_corpora} corpora", remedy))
     return problems
+
+
+def find_largest_id(config: Config, tokenizer: Tokenizer) -> tuple[int, str]:
+    """Return the largest token id in the corpora of a run, and the corpus that has it.
+
+    A corpus whose ids are unknown, because it is not prepared yet, counts as plain text with every token.
+    """
+    found = []
+    for _, name, split, dataset_path in list_corpora(config):
+        largest_id = None
+        with suppress(CorpusError):
+            folder = find_corpus(name, tokenizer, Path(config.training.cache_folder), dataset_path)
+            largest_id = read_split(folder, split, tokenizer).splits[split].largest_id
+        found.append((tokenizer.largest_text_id if largest_id is None else largest_id, name))
+    return max(found, default=(0, ""))
 
 
 def check_prepared(config: Config, tokenizer: Tokenizer) -> None:

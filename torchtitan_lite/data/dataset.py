@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
@@ -34,7 +35,10 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 
-DRAWS_PER_ROUND = 10_000  # used with training.dataset_weights
+# used with training.dataset_weights
+DRAWS_PER_ROUND = 10_000
+STEPS_OF_A_DRAW = 2**32  # shares of a round are exact up to this part of a draw
+GOLDEN_RATIO = 2654435769  # times STEPS_OF_A_DRAW, modulo 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class SampleReader:
             raise CorpusError(
                 f"token {samples[row] * self.seq_len + column} of {self.corpora[sources[row]].name} is "
                 f"{tokens[row, column]}, but the model only has ids below {self.vocab_size} (model.vocab_size)",
-                "Use the tokenizer that this corpus was made with (model.hf_assets_path)",
+                "Leave out documents with this id, or use the tokenizer that the model was trained with",
             )
         targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
         begins = begins[:, :-1]
@@ -84,35 +88,73 @@ class SampleReader:
 class Sampler:
     """Chooses the order in which a run draws samples from its sources. The order depends only on the seed.
 
-    Without weights, all sources form a single list of samples, and an epoch has every sample once. With weights, every
-    round of 10,000 draws has a fixed number from each source, shuffled within the round, and each source has its own
-    epochs.
+    Without weights, all sources form a single list of samples, and an epoch has every sample once. With weights, each
+    source has its own epochs. A round of 10,000 draws has the exact share of each source, rounded up or down, and is
+    shuffled:
+
+        share 0.25      2,500 draws in every round
+        share 0.00004   0.4 draws: one in two of five rounds, none in the others
+
+    After any number of rounds, the number of draws from a source is within about 3 of its exact share.
     """
 
     def __init__(self, n_samples: Sequence[int], *, weights: Sequence[float] = (), seed: int):
         """`n_samples`: number per source. `weights`: one per source; they need not sum to 1."""
-        self.n_samples, self.weights, self.seed = list(n_samples), weights, seed
+        self.n_samples = list(n_samples)
+        self.seed = seed
         if weights:
-            counts, n = split_round(weights), DRAWS_PER_ROUND
-            self.counts = torch.tensor(counts)
-            # Source of each draw in a round, and the number of earlier draws in the round from the same source.
-            self.sources, _ = locate_in_parts(feistel_permute(torch.arange(n), n, key=f"{seed} round"), counts)
-            self.turns = torch.empty_like(self.sources)
-            for source, count in enumerate(counts):
-                self.turns[self.sources == source] = torch.arange(count)
+            self.shares = [weight / sum(weights) for weight in weights]
+            # Where each source ends in a round, in units of 1 / STEPS_OF_A_DRAW of a draw.
+            *ends, total = accumulate(Fraction(weight) for weight in weights)
+            unit = DRAWS_PER_ROUND * STEPS_OF_A_DRAW
+            self.ends = [round(end / total * unit) for end in [*ends, total]]
+            self.places = feistel_permute(torch.arange(DRAWS_PER_ROUND), DRAWS_PER_ROUND, key=f"{seed} round")
+            digest = hashlib.blake2b(f"{seed} offset".encode(), digest_size=4).digest()
+            self.offset = int.from_bytes(digest, "big")
+        else:
+            self.shares = [n / sum(n_samples) for n in n_samples]
+            self.ends = []
 
     def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Return the source and the sample for each draw; all (n,) int64."""
-        if not self.weights:
+        if not self.ends:
             return locate_in_parts(self._permute(draws, sum(self.n_samples), name="all"), self.n_samples)
-        rounds, in_round = draws // len(self.sources), draws % len(self.sources)
-        sources = self.sources[in_round]
-        turns = rounds * self.counts[sources] + self.turns[in_round]  # earlier draws from the same source in the run
+        sources = torch.empty_like(draws)
+        turns = torch.empty_like(draws)  # earlier draws from the same source in the run
+        rounds = draws // DRAWS_PER_ROUND
+        for number in rounds.unique().tolist():
+            is_inside = rounds == number
+            sources_of_round, turns_of_round = self._deal(number)
+            in_round = draws[is_inside] % DRAWS_PER_ROUND
+            sources[is_inside] = sources_of_round[in_round]
+            turns[is_inside] = turns_of_round[in_round]
         samples = torch.empty_like(draws)
         for source in sources.unique().tolist():
             own = sources == source
             samples[own] = self._permute(turns[own], self.n_samples[source], name=f"source {source}")
         return sources, samples
+
+    def _deal(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the source of each draw in a round, and the number of earlier draws in the run from that source."""
+        before = self._count_draws(number)
+        after = self._count_draws(number + 1)
+        counts = [end - start for start, end in zip(before, after, strict=True)]
+        sources, _ = locate_in_parts(self.places, counts)
+        turns = torch.empty_like(sources)
+        for source, count in enumerate(counts):
+            turns[sources == source] = torch.arange(before[source], before[source] + count)
+        return sources, turns
+
+    def _count_draws(self, n_rounds: int) -> list[int]:
+        """Return the number of draws from each source in the first rounds.
+
+        In round r, a source ends at its exact end minus offset(r), rounded up. The offsets are multiples of the golden
+        ratio modulo 1, which fill [0, 1) evenly. So every count is the exact share on average.
+        """
+        unit = STEPS_OF_A_DRAW
+        passed = sum_floors(n_rounds, unit, GOLDEN_RATIO, self.offset)
+        ends = [passed - sum_floors(n_rounds, unit, GOLDEN_RATIO, self.offset - end) for end in self.ends]
+        return [end - start for start, end in pairwise([0, *ends])]
 
     def _permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
         """For each draw d, apply permutation number d // n to d % n."""
@@ -123,10 +165,19 @@ class Sampler:
         return permuted
 
 
-def split_round(weights: Sequence[float]) -> list[int]:
-    """Return the number of draws per round for each source. They sum to DRAWS_PER_ROUND."""
-    ends = [round(end / sum(weights) * DRAWS_PER_ROUND) for end in accumulate(weights, initial=0)]
-    return [end - start for start, end in pairwise(ends)]
+def sum_floors(n: int, divisor: int, slope: int, start: int) -> int:
+    """Return the sum of (slope * i + start) // divisor for i in 0 .. n-1, in time that grows like log(divisor).
+
+    As in Euclid's algorithm: count the integer points under a line by rows instead of columns, with a smaller divisor.
+    """
+    total = 0
+    while n:
+        total += n * (n - 1) // 2 * (slope // divisor) + n * (start // divisor)
+        slope %= divisor
+        start %= divisor
+        n, start = divmod(slope * n + start, divisor)
+        slope, divisor = divisor, slope
+    return total
 
 
 def locate_in_parts(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -180,12 +231,13 @@ class SampleStream:
 
     def describe(self, n_steps: int) -> str:
         """Describe the corpora that a run of `n_steps` reads, and the number of epochs of each."""
-        sizes, n_draws = self.reader.n_samples, n_steps * self.global_batch_size
-        parts = self.sampler.counts.tolist() if self.sampler.weights else sizes
-        corpora = [
-            f"{corpus.name} ({corpus.n_tokens:,} tokens, {n_draws * part / sum(parts) / n_samples:.3g} epochs)"
-            for corpus, part, n_samples in zip(self.reader.corpora, parts, sizes, strict=True)
-        ]
+        corpora = []
+        for corpus, share, n in zip(self.reader.corpora, self.sampler.shares, self.reader.n_samples, strict=True):
+            n_draws = n_steps * self.global_batch_size * share
+            amount = f"{n_draws / n:.3g} epochs"
+            if n_draws < 1:
+                amount += ": less than one sample, most likely none"
+            corpora.append(f"{corpus.name} ({corpus.n_tokens:,} tokens, {amount})")
         tokens_per_step = self.global_batch_size * self.reader.seq_len
         steps = f"{n_steps:,} steps of {tokens_per_step:,} tokens are {n_steps * tokens_per_step:,}"
         return f"{steps}, from {', '.join(corpora)}"

@@ -2,7 +2,8 @@
 
     tokenizer.model    as published with Llama 3: encoded by tiktoken
     tokenizer.json     Hugging Face's file. A plain byte-level BPE is encoded by tiktoken, which is three times as fast
-                       as the package `tokenizers`; that package (extra `hf`) encodes with every other file
+                       as the package `tokenizers`; that package (extra `hf`) encodes with every other file, such as
+                       the BPE and Unigram vocabularies of SentencePiece
     bytes              no file: ids 0-255 are bytes, 256 starts a document, 257 ends it
 
 Llama, Qwen and GPT use byte-pair encoding. A pattern cuts a text into words. Each word starts as its UTF-8 bytes; the
@@ -22,18 +23,23 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 
 import tiktoken
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.config.files import import_extra, refuse_pointer
+from torchtitan_lite.config.arguments import explain_hub_name
+from torchtitan_lite.config.files import import_extra, parse_json, read_json, refuse_pointer
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data.vocabulary import (
+    CONFIG,
     SPECIAL_TOKENS,
     BytePairs,
     find_bos,
-    find_eos,
+    find_eos_id,
+    find_eos_name,
+    list_configured_tokens,
     parse_tokenizer_model,
     read_byte_level_bpe,
     spell_token,
@@ -46,6 +52,8 @@ REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets
 
 # tiktoken's regular expression overflows its stack on longer runs of spaces. Llama 3's own code also cuts texts.
 MAX_CHARACTERS = 400_000
+
+CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that do not begin a character
 
 compose = partial(unicodedata.normalize, "NFC")
 
@@ -61,14 +69,21 @@ class Tokenizer:
     special: dict[str, int]  # name -> id of special tokens, which never come from plain text
     bytes_of_id: dict[int, bytes]  # id -> text of the token; for a special token, its name
     encode_text: Callable[[str], array]  # uint32
-    # Recognizes special tokens. Also returns the index of each token's first character in the normalized text.
+    # Recognizes special tokens. Also returns the index after each token's last character in the normalized text.
     encode_special: Callable[[str], tuple[list[int], list[int]]]
     normalize: Callable[[str], str] = str  # normalization that encode_special applies to a text
+    unknown_id: int | None = None  # stands for text outside the vocabulary; None: every text can be encoded
 
     @cached_property
     def vocab_size(self) -> int:
         """Largest id + 1, which is the minimum number of embedding rows."""
         return max(self.bytes_of_id) + 1
+
+    @cached_property
+    def largest_text_id(self) -> int:
+        """Largest id in a document of plain text: no special token except BOS and EOS."""
+        unused = set(self.special.values()) - {self.bos_id, self.eos_id}
+        return max(self.bytes_of_id.keys() - unused)
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of `text`. Special tokens in it are encoded as plain text."""
@@ -92,6 +107,7 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     path = find_tokenizer(hf_assets_path)
     if path is None:
         why = f"there is no {' or '.join(IN_FOLDER[:2])} in {Path(hf_assets_path).absolute()}"
+        why = explain_hub_name(hf_assets_path) or why
         raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)])
     try:
         refuse_pointer(path)
@@ -100,7 +116,8 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
             return read_tokenizer_json(path, content)
         return make_llama3_tokenizer(path, content, parse_tokenizer_model(content), SPECIAL_TOKENS)
     except Exception as error:  # the package `tokenizers` raises plain Exception
-        why = f"{path} cannot be used: {type(error).__name__}: {error}"
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        why = f"{path} cannot be used: {kind}{error}"
         raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)]) from None
 
 
@@ -156,7 +173,8 @@ def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callabl
 
     def encode_special(text: str) -> tuple[list[int], list[int]]:
         ids = encoding.encode(text, allowed_special="all")
-        return ids, encoding.decode_with_offsets(ids)[1]
+        tokens = encoding.decode_tokens_bytes(ids)
+        return ids, list(accumulate(len(token.translate(None, CONTINUATION)) for token in tokens))
 
     return encode_text, encode_special
 
@@ -165,12 +183,24 @@ def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callabl
 
 
 def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
-    """Read tokenizer.json. BOS comes from its post-processor, EOS from tokenizer_config.json in the same folder."""
-    file = json.loads(content)
-    added, vocab = file.get("added_tokens") or [], file["model"]["vocab"]
+    """Read tokenizer.json. BOS comes from its post-processor, EOS and more tokens from the files in the same folder."""
+    file = parse_json(content, path)
+    model = file.take("model", dict)
+    vocab = model.take("vocab", dict[str, int] | list)
+    if isinstance(vocab, list):  # Unigram: tokens and scores, in the order of the ids
+        vocab = {token: id for id, (token, _) in enumerate(vocab)}
+    config = read_json(path.with_name(CONFIG), may_be_missing=True)
+    eos = find_eos_name(path.parent, config)
+    added = file.take("added_tokens", list[dict], [])
+    configured = list_configured_tokens(config, eos, vocab, added)
+    if configured:
+        added += configured
+        file["added_tokens"] = added
+        content = json.dumps(file).encode()
     added_ids = {token["content"]: token["id"] for token in added}
     ids = vocab | added_ids
-    bos_id, eos_id = ids.get(find_bos(file)), find_eos(path, ids)
+    bos_id = ids.get(find_bos(file))
+    eos_id = find_eos_id(path.parent) if eos is None else ids[eos]
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("decoder"))
     bytes_of_id = {id: spell_token(token, is_byte_level=is_byte_level) for token, id in vocab.items()}
     pairs = read_byte_level_bpe(file)
@@ -185,6 +215,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
         encode_text=encode_text,
         encode_special=encode_special,
         normalize=compose if pairs and pairs.nfc else str,
+        unknown_id=model.get("unk_id", ids.get(model.get("unk_token"))),
     )
 
 
@@ -202,6 +233,6 @@ def encode_by_package(content: bytes) -> tuple[Callable, Callable]:
         package.encode_special_tokens = False
         found = package.encode(text, add_special_tokens=False)
         package.encode_special_tokens = True
-        return found.ids, [start for start, _ in found.offsets]
+        return found.ids, [end for _, end in found.offsets]
 
     return encode_text, encode_special

@@ -13,13 +13,16 @@ tiktoken merges the two neighbors that form the token with the lowest id; Huggin
 in its list. Both give the same ids if the merges are sorted by the ids that they produce, as in trained files.
 """
 
-import json
 from base64 import b64decode
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from torchtitan_lite.config.files import JsonObject, read_json
+
 CONFIG = "tokenizer_config.json"
+SPECIAL_MAP = "special_tokens_map.json"  # older than tokenizer_config.json
+MODEL_CONFIGS = ("generation_config.json", "config.json")
 
 # The first alternative that matches is the next word.
 LLAMA3_PATTERN = "|".join(
@@ -56,6 +59,12 @@ class BytePairs:
 
 def parse_tokenizer_model(content: bytes) -> BytePairs:
     """Parse Llama 3's tokenizer.model. Raises ValueError."""
+    if b"\0" in content:
+        why = "it is a SentencePiece model, not Llama 3's list of base64 tokens"
+        command = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        raise ValueError(
+            f"{why}. Use the tokenizer.json of the same model (extra `hf`); transformers writes it: {command}"
+        )
     lines = [line.split() for line in content.splitlines()]
     ranks = {b64decode(token, validate=True): int(rank) for token, rank in lines}
     if sorted(ranks.values()) != list(range(len(lines))) or not all(bytes([n]) in ranks for n in range(256)):
@@ -108,17 +117,51 @@ def find_bos(file: dict) -> str | None:
     return None
 
 
-def find_eos(path: Path, ids: dict[str, int]) -> int:
-    """Return the id of the token that ends a document: eos_token in tokenizer_config.json in the same folder."""
-    eos = read_json(path.with_name(CONFIG)).get("eos_token")
-    if eos is None:
-        raise ValueError(f"{CONFIG} in the same folder has no eos_token, which ends a document")
-    return ids[eos["content"] if isinstance(eos, dict) else eos]
+def list_configured_tokens(
+    config: JsonObject, eos: str | None, vocab: dict[str, int], added: list[JsonObject]
+) -> list[dict]:
+    """Return the tokens of tokenizer_config.json that tokenizer.json lacks, with ids as in transformers."""
+    known = {token["content"] for token in added}
+    next_id = max([len(vocab), *(token["id"] + 1 for token in added)])
+    decoder = config.take("added_tokens_decoder", dict, {})
+    configured = [decoder.take(id, dict) for id in sorted(decoder, key=int)]
+    if eos is not None and eos not in vocab:
+        configured.append(JsonObject(config.path, {"content": eos, "special": True}))
+    found = []
+    for token in configured:
+        content = token.take("content", str)
+        if content in known:
+            continue
+        known.add(content)
+        is_special = token.take("special", bool, False)
+        flags = {"special": is_special, "normalized": not is_special}
+        flags |= {"single_word": False, "lstrip": False, "rstrip": False}
+        found.append({**flags, **token, "id": vocab.get(content, next_id)})
+        next_id += content not in vocab
+    return found
 
 
-def read_json(path: Path) -> dict:
-    """Return the JSON object in a file, or {} if there is no file."""
-    return json.loads(path.read_bytes()) if path.is_file() else {}
+def find_eos_name(folder: Path, config: JsonObject) -> str | None:
+    """Return eos_token, or None. As in transformers, special_tokens_map.json comes first, unless tokenizer_config.json
+    has added_tokens_decoder."""
+    files = [read_json(folder / SPECIAL_MAP, may_be_missing=True), config]
+    if "added_tokens_decoder" in config:
+        files.reverse()
+    for file in files:
+        eos = file.take("eos_token", str | dict, None)
+        if eos:
+            return eos.take("content", str) if isinstance(eos, dict) else eos
+    return None
+
+
+def find_eos_id(folder: Path) -> int:
+    """Return eos_token_id of the model in the same folder, the first if there are several. Raises ValueError."""
+    for name in MODEL_CONFIGS:
+        eos = read_json(folder / name, may_be_missing=True).take("eos_token_id", int | list[int], None)
+        if eos is not None:
+            return eos[0] if isinstance(eos, list) else eos
+    why = f"{CONFIG} and {SPECIAL_MAP} in the same folder have no eos_token, which ends a document"
+    raise ValueError(f"{why}, and {' and '.join(MODEL_CONFIGS)} have no eos_token_id")
 
 
 def spell_token(token: str, *, is_byte_level: bool) -> bytes:

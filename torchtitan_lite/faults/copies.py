@@ -1,8 +1,8 @@
 """Find silent damage: compare tensors that must be bit-equal on several ranks. debug.compare_copies_every says when.
 
-    mesh dim with placement Replicate    copies
-    dp_replicate                         every weight and optimizer state, on each replica
-    tp                                   weights of norms, which no rank of a block splits
+    tensor in a checkpoint                 copied along
+    DTensor: weights, moments              mesh dims with placement Replicate: dp_replicate; tp for norms
+    other: expert biases, step counters    every mesh dim except pp
 
     each rank           one int64 checksum per tensor: the sum of its bits, read as integers
     each such dim       all-gather of the checksums; a copy that differs from most others is the odd one
@@ -17,22 +17,23 @@ from collections import Counter, defaultdict
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.parallel.mesh import Mesh
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-def compare_copies(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+def compare_copies(tensors: dict[str, Tensor], mesh: Mesh, group: dist.ProcessGroup) -> None:
     """Raise UserError on every rank if copies differ. `group` has all ranks. Collective."""
     groups = defaultdict(list)
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            for dim, placement in enumerate(tensor.placements):
-                if isinstance(placement, Replicate) and tensor.device_mesh.size(dim) > 1:
-                    groups[tensor.device_mesh.get_group(dim)].append(name)
-    sums = {name: compute_checksum(tensors[name]) for name in {name for names in groups.values() for name in names}}
+        for of_copies in list_groups(tensor, mesh.world):
+            groups[of_copies].append(name)
+    # On the device of the groups: torch keeps some step counters on the host.
+    sums = {name: compute_checksum(tensor).to(mesh.world.device_type) for name, tensor in tensors.items()}
     own = [found for one, names in groups.items() for found in find_differing(one, names, sums)]
     findings: list[list] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(findings, own, group=group)
@@ -43,6 +44,17 @@ def compare_copies(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None
         no_majority = f"no majority tells which of the ranks {odd} has a wrong"
         who = f"rank {odd[0]} has another" if len(odd) == 1 else no_majority
         raise UserError(f"silent damage: {who} copy of {name}. Weights and optimizer state should be bit-equal there")
+
+
+def list_groups(tensor: Tensor, world: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Return the process groups whose ranks hold copies of a tensor."""
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        dims = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+    else:
+        mesh = world
+        dims = [dim for dim, name in enumerate(mesh.mesh_dim_names) if name != "pp"]
+    return [mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1]
 
 
 def compute_checksum(tensor: Tensor) -> Tensor:

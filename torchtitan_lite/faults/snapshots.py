@@ -1,22 +1,23 @@
 """Snapshots in memory: save checkpoints often into a folder on each host, such as one in /dev/shm.
 
-    host 0    checkpoint.local_folder/<run>/step-12/     the shards of ranks 0 .. 7, each copy once
-    host 1    checkpoint.local_folder/<run>/step-12/     the shards of ranks 8 .. 15
-    shared    dump_folder/checkpoint/step-10/            all shards
+    host 0    checkpoint.local_folder/<dump folder>/<run id>/step-12/     the shards of ranks 0 .. 7, each copy once
+    host 1    checkpoint.local_folder/<dump folder>/<run id>/step-12/     the shards of ranks 8 .. 15
+    shared    dump_folder/checkpoint/step-10/                             all shards
+              dump_folder/checkpoint/run_id                               deleted with the checkpoints of the run
 
-A snapshot has the format of a checkpoint, is committed by a rename, and the last two are kept. On start, all ranks load
-the newest one that every rank can open: its host has the shards of this rank, with the right hashes. If there is none,
-because a host was lost or the layout has changed, they load the shared checkpoint.
+A snapshot has the format of a checkpoint, is committed by a rename, and the last two are kept. On start, a rank can use
+a snapshot if its host has the shards of this rank. If there is none that all ranks can use, because a host was lost or
+the layout has changed, they load the shared checkpoint (start.py). All snapshots are deleted at the end of the run.
 """
 
 import json
 import logging
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,13 +25,13 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_lite.checkpoint.load import create_optimizer_state, load_checkpoint, read_matching_manifest, set_step
+from torchtitan_lite.checkpoint.load import Saved, read_matching_manifest
 from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors, name_weights
-from torchtitan_lite.checkpoint.storage import raise_on_all_ranks
+from torchtitan_lite.checkpoint.storage import do_on_rank_0
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.dump_folder import RUN_ID
 from torchtitan_lite.parallel.process_groups import Place
 
 logger = logging.getLogger(__name__)
@@ -50,59 +51,55 @@ class Snapshots(CheckpointSaver):
 
     def __init__(self, dump_folder: Path, section: Checkpoint, place: Place, all_ranks: dist.ProcessGroup, **kw: Any):
         self.all_ranks, group, n_local = all_ranks, all_ranks, place.world_size // place.n_hosts
-        if section.local_folder:
+        self.is_used = bool(section.local_folder) and not section.load_only
+        folder = Path(section.local_folder)
+        if self.is_used:
             ranks = [rank for rank in range(place.world_size) if rank // n_local == place.rank // n_local]
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="snapshot")
+            run_id = do_on_rank_0(all_ranks, lambda: identify_run(dump_folder / section.folder))
+            folder = folder / "-".join(dump_folder.absolute().parts[1:]) / run_id
         else:
             section = replace(section, async_mode="disabled")
-        folder = Path(section.local_folder) / "-".join(dump_folder.absolute().parts[1:])
         super().__init__(folder, section, group=group, **kw)
         self.n_kept = {"keep_latest_k": 2, "keep_every_m": 0}
 
     def after_step(self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool) -> None:
-        """Save every local_interval steps, but not where the run ends with a checkpoint. Raises errors of saves."""
+        """Save every local_interval steps, but not where the run ends with a checkpoint. Raises errors of saves.
+
+        Call it after the checkpoint of the same step is committed: the last step deletes all snapshots.
+        """
         self.check()
-        is_due = self.section.local_folder and step % self.section.local_interval == 0
-        if is_due and step < n_steps and not is_stopped:
+        if not self.is_used:
+            return
+        if step == n_steps:
+            self.wait()
+            if self.group.rank() == 0:
+                rmtree(self.folder.parent, ignore_errors=True)
+        elif step % self.section.local_interval == 0 and not is_stopped:
             self.save(step, name_tensors(parameters, self.optimizer))
 
-    def restore(self, parameters: dict[str, Tensor], lr_scheduler: LRScheduler, newer_than: int) -> int:
-        """Load the newest snapshot that all ranks can open, and return its step; 0: there is none after `newer_than`.
-
-        Deletes later snapshots. Raises CheckpointError if none can be loaded and there is no checkpoint either.
-        """
-        if not self.section.local_folder:
-            return 0
+    def list_usable(self, parameters: dict[str, Tensor]) -> list[Saved]:
+        """Return the snapshots of this run that all ranks can use. Does not check hashes."""
+        if not self.is_used:
+            return []
         steps: list[set[int]] = [set()] * self.all_ranks.size()
-        own = {step for step in self.find_complete(name_weights(parameters)) if step > newer_than}
-        dist.all_gather_object(steps, own, group=self.all_ranks)
-        if usable := sorted(set.intersection(*steps), reverse=True):
-            create_optimizer_state(self.optimizer)
-        tensors = name_tensors(parameters, self.optimizer)
-        loaded = next((step for step in usable if self.load(step, tensors)), 0)
-        if usable and not loaded and not newer_than:
-            raise CheckpointError(f"all snapshots in {self.folder} are damaged, and there is no checkpoint")
-        if loaded:
-            set_step(lr_scheduler, loaded)
-        for step in find_steps(self.folder):
-            if step > loaded and self.group.rank() == 0:
-                rmtree(self.folder / f"step-{step}")
-        return loaded
+        dist.all_gather_object(steps, self.find_complete(parameters), group=self.all_ranks)
+        usable = set.intersection(*steps)
+        return [Saved(step, self.folder / f"step-{step}", self.group, "snapshot") for step in usable]
 
-    def load(self, step: int, tensors: dict[str, Tensor]) -> bool:
-        """Load a snapshot. Return whether all ranks could. `tensors` are undefined if not."""
-        path = self.folder / f"step-{step}"
-        options = {"verify": self.section.verify, "group": self.group}
-        try:
-            raise_on_all_ranks(self.all_ranks, partial(load_checkpoint, path, tensors, **options))
-        except CheckpointError as error:
-            logger.error(f"DAMAGED SNAPSHOT, so an older one is tried: {error}")
-            return False
-        logger.info(f"resumed from the snapshot {path}")
-        return True
+    def forget_after(self, step: int) -> None:
+        """Delete snapshots of later steps, and of earlier runs in the same dump folder."""
+        if not self.is_used or self.group.rank() != 0:
+            return
+        later = [self.folder / f"step-{found}" for found in find_steps(self.folder) if found > step]
+        earlier_runs = [path for path in self.folder.parent.glob("*") if path != self.folder]
+        for path in later + earlier_runs:
+            logger.warning(f"the snapshot {path} does not continue step {step} of this run, and is deleted")
+            rmtree(path)
 
-    def find_complete(self, weights: dict[str, Tensor]) -> set[int]:
+    def find_complete(self, parameters: dict[str, Tensor]) -> set[int]:
         """Return the steps of this run's snapshots that have every shard of this rank. Does not check hashes."""
+        weights = name_weights(parameters)
         plan, complete = create_default_local_save_plan(weights, is_coordinator=False), set()
         own = {(item.index.fqn, *item.tensor_data.chunk.offsets, *item.tensor_data.chunk.sizes) for item in plan.items}
         for step in find_steps(self.folder):
@@ -113,3 +110,12 @@ class Snapshots(CheckpointSaver):
                 if own <= stored and json.dumps(manifest.fingerprint) == json.dumps(self.fingerprint):
                     complete.add(step)
         return complete
+
+
+def identify_run(checkpoints: Path) -> str:
+    """Return the id of the run that saves in the folder `checkpoints`. Write it there when the run starts."""
+    path = checkpoints / RUN_ID
+    if not path.exists():
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid4().hex)
+    return path.read_text()

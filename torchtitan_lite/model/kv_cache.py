@@ -25,19 +25,38 @@ class CachedAttention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.kept: Tensor | None = None  # keys and values, (2, 1, K, L, E)
+        self.cache: Tensor | None = None  # keys and values, (2, 1, K, L, E)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        doc_ids: Tensor | None = None,
+    ) -> Tensor:
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
-        new = torch.stack((key, value))
-        # This copies the cache, but attention reads all of it anyway, and no capacity must be known in advance.
-        self.kept = new if self.kept is None else torch.cat((self.kept, new), dim=3)
-        n_read, n_kept = query.shape[2], self.kept.shape[3]
+        key_value = torch.stack((key, value))
+        if self.cache is not None:
+            # This copies the cache, but attention reads all of it anyway, and no capacity must be known in advance.
+            key_value = torch.cat((self.cache, key_value), dim=3)
+        self.cache = key_value
+        n_queries = query.shape[2]
+        n_keys = key_value.shape[3]
         mask = None  # a single token attends to everything; an empty cache needs only is_causal
-        if 1 < n_read < n_kept:
-            mask = torch.ones(n_read, n_kept, dtype=torch.bool, device=query.device).tril(n_kept - n_read)
+        if 1 < n_queries < n_keys:
+            mask = torch.ones(
+                n_queries,
+                n_keys,
+                dtype=torch.bool,
+                device=query.device,
+            )
+            mask = mask.tril(n_keys - n_queries)
         return F.scaled_dot_product_attention(
-            query, *self.kept, attn_mask=mask, is_causal=n_read == n_kept, enable_gqa=True
+            query,
+            *key_value,
+            attn_mask=mask,
+            is_causal=n_queries == n_keys,
+            enable_gqa=True,
         )
 
 
@@ -45,10 +64,13 @@ class CachedModel:
     """A full model with a KV cache in every block. Modifies the model, so do not train it afterwards."""
 
     def __init__(self, model: nn.Module):
-        self.model, self.length = model, 0
-        self.caches = [CachedAttention() for _ in model.layers]
-        for block, cache in zip(model.layers.values(), self.caches, strict=True):
-            block.attention.inner = cache
+        self.model = model
+        self.length = 0
+        self.attentions = []
+        for block in model.layers.values():
+            attention = CachedAttention()
+            block.attention.inner = attention
+            self.attentions.append(attention)
         # Only the last token's logits are needed. Logits for every token of a long prompt would take gigabytes.
         model.norm.register_forward_pre_hook(lambda norm, args: (args[0][:, -1:],))
 
@@ -56,15 +78,16 @@ class CachedModel:
     def read(self, tokens: list[int]) -> Tensor:
         """Append `tokens` to the cached text. Return the logits of the next token, (V,) fp32 on the CPU."""
         device = self.model.tok_embeddings.weight.device
-        positions = torch.arange(self.length, self.length + len(tokens), device=device)[None]
-        with sdpa_kernel(KERNELS):
-            logits = self.model(torch.tensor([tokens], device=device), positions=positions)  # (1, 1, V)
+        start = self.length
         self.length += len(tokens)
+        positions = torch.arange(start, self.length, device=device)
+        with sdpa_kernel(KERNELS):
+            logits = self.model(torch.tensor([tokens], device=device), positions=positions[None])  # (1, 1, V)
         return logits[0, -1].float().cpu()
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
-        assert 0 < length <= self.length, f"{length} of {self.length} tokens"
-        for cache in self.caches:
-            cache.kept = cache.kept[:, :, :, :length]
+        assert 0 <= length <= self.length, f"{length} of {self.length} tokens"
+        for attention in self.attentions:
+            attention.cache = attention.cache[:, :, :, :length] if length else None
         self.length = length

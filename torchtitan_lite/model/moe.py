@@ -45,15 +45,17 @@ class MoE(nn.Module):
         n_copies = routes.shape[-1]
         order = routes.flatten().argsort(stable=True)  # (R,): rows by expert; row r is copy r % K of token r // K
         place = invert(order)
-        counts = count_routes(routes, self.router.n_experts).sum(0)
-        rows = take_rows(x.flatten(0, 1), order // n_copies, place, n_copies)
-        rows = self.experts(rows, counts)
-        copies = take_rows(rows, place, order, 1).view(*routes.shape, -1)  # (B, S, K, D)
-        return self.combine(copies, weights)
+        counts = count_routes(routes, self.router.n_experts)
+        tokens = x.flatten(0, 1)
+        rows = take_rows(tokens, order // n_copies, place, n_copies)
+        rows = self.experts(rows, counts.sum(0))
+        copies = take_rows(rows, place, order, 1)
+        return self.combine(copies.view(*routes.shape, -1), weights)
 
     def combine(self, copies: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's copies, (B, S, K, D) -> (B, S, D). Summed in fp32 for accuracy."""
-        return (copies.float() * weights[..., None]).sum(2).to(copies.dtype)
+        weighted = copies.float() * weights[..., None]
+        return weighted.sum(2).to(copies.dtype)
 
 
 class Router(nn.Module):
@@ -61,20 +63,30 @@ class Router(nn.Module):
 
     def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
-        self.args, self.n_experts = args, args.n_experts
+        self.args = args
+        self.n_experts = args.n_experts
         self.weight = nn.Parameter(torch.empty(args.n_experts, dim))
-        self.register_buffer("expert_bias", torch.zeros(args.n_experts, dtype=torch.float32))  # saved in checkpoints
+        self.register_buffer("expert_bias", None)  # (E,) fp32, saved in checkpoints
         # Sums over the microbatches of a step: number of routes per expert, and entropy of the scores in nats.
         # float64 is exact for integers up to 2**53.
-        self.register_buffer("load", torch.zeros(args.n_experts + 1, dtype=torch.float64), persistent=False)
+        self.register_buffer("load", None, persistent=False)
+        self.reset(None)
         self.last_load: Tensor | None = None  # the same sums for the last forward pass only
         self.balance_loss = 0.0  # weight of the auxiliary loss per sequence
         self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts  # sum over cp ranks
 
-    def reset(self, device: torch.device) -> None:
+    def reset(self, device: torch.device | None) -> None:
         """Allocate the buffers on `device` and set bias and load to zero."""
-        self.expert_bias = torch.zeros(self.n_experts, dtype=torch.float32, device=device)
-        self.load = torch.zeros(self.n_experts + 1, dtype=torch.float64, device=device)
+        self.expert_bias = torch.zeros(
+            self.n_experts,
+            dtype=torch.float32,
+            device=device,
+        )
+        self.load = torch.zeros(
+            self.n_experts + 1,
+            dtype=torch.float64,
+            device=device,
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (B, S, D) -> weights (B, S, K) fp32 and routes (B, S, K) int64."""
@@ -92,8 +104,8 @@ class Router(nn.Module):
         if self.args.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
         counts = count_routes(routes, self.n_experts)
-        share = probabilities.detach()
-        entropy = -torch.xlogy(share, share).sum()
+        detached = probabilities.detach()
+        entropy = -torch.xlogy(detached, detached).sum()
         # Assign, do not add: recompute runs this line again. A hook outside of it adds (components/expert_balance.py).
         self.last_load = torch.cat([counts.sum(0), entropy[None]])
         if self.balance_loss:
@@ -112,20 +124,28 @@ class AuxiliaryGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weights: Tensor, probabilities: Tensor, counts: Tensor, router: Router) -> Tensor:
+    def forward(
+        ctx,
+        weights: Tensor,
+        probabilities: Tensor,
+        counts: Tensor,
+        router: Router,
+    ) -> Tensor:
         ctx.save_for_backward(counts)
-        ctx.router, ctx.n_tokens = router, probabilities.shape[1]
+        ctx.router = router
+        ctx.n_tokens = probabilities.shape[1]
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (counts,), router = ctx.saved_tensors, ctx.router
-        of_sequence = router.sum_over_sequence(counts)  # (B, E), over full sequences
-        # f / S, with S = routes of a sequence / top_k
-        n_routes = of_sequence.sum(-1, keepdim=True).float()
-        per_token = router.n_experts * router.args.top_k * of_sequence.float() / n_routes.square()
-        of_probabilities = router.balance_loss * per_token[:, None].expand(-1, ctx.n_tokens, -1)
-        return grad, of_probabilities, None, None
+    def backward(ctx, grad: Tensor) -> tuple:
+        (counts,) = ctx.saved_tensors
+        router = ctx.router
+        counts = router.sum_over_sequence(counts)  # (B, E), over full sequences
+        n_routes = counts.sum(-1, keepdim=True).float()
+        fraction = router.n_experts * router.args.top_k * counts.float()
+        per_token = fraction / n_routes.square()  # f / S, with S = routes of a sequence / top_k
+        per_token = per_token[:, None].expand(-1, ctx.n_tokens, -1)
+        return grad, router.balance_loss * per_token, None, None
 
 
 class Experts(nn.Module):
@@ -133,21 +153,40 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
-        n_experts, ffn_dim = args.n_experts, args.expert_ffn_dim
-        self.w1 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))  # (E, in, out)
-        self.w2 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
-        self.w3 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
+        ffn_dim = args.expert_ffn_dim
+        up_shape = (args.n_experts, dim, ffn_dim)  # (E, in, out)
+        down_shape = (args.n_experts, ffn_dim, dim)
+        self.w1 = nn.Parameter(torch.empty(up_shape))
+        self.w2 = nn.Parameter(torch.empty(down_shape))
+        self.w3 = nn.Parameter(torch.empty(up_shape))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (R, D), sorted by expert; counts (E,) int64, the number of rows per expert -> (R, D)."""
-        return self.compute(rows, counts, self.w1, self.w2, self.w3)
+        return self.compute(
+            rows,
+            counts,
+            self.w1,
+            self.w2,
+            self.w3,
+        )
 
-    def compute(self, rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    def compute(
+        self,
+        rows: Tensor,
+        counts: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+    ) -> Tensor:
         """Apply the experts with these matrices."""
         if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
-            w1, w2, w3 = (ZeroIdleGradient.apply(weight, counts) for weight in (w1, w2, w3))
+            w1 = ZeroIdleGradient.apply(w1, counts)
+            w2 = ZeroIdleGradient.apply(w2, counts)
+            w3 = ZeroIdleGradient.apply(w3, counts)
         ends = counts.cumsum(0).to(torch.int32)
-        hidden = self.activate(multiply_groups(rows, w1, ends), multiply_groups(rows, w3, ends))
+        gate = multiply_groups(rows, w1, ends)
+        up = multiply_groups(rows, w3, ends)
+        hidden = self.activate(gate, up)
         return multiply_groups(hidden, w2, ends)
 
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -166,9 +205,10 @@ class ZeroIdleGradient(torch.autograd.Function):
         return matrices.view_as(matrices)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple:
         (counts,) = ctx.saved_tensors
-        return grad.masked_fill_((counts == 0)[:, None, None], 0.0), None
+        is_idle = counts == 0
+        return grad.masked_fill_(is_idle[:, None, None], 0.0), None
 
 
 def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -182,16 +222,24 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def count_routes(routes: Tensor, n_experts: int) -> Tensor:
     """Count the routes to each expert, per sequence: (B, S, K) -> (B, E) int64."""
-    first = torch.arange(len(routes), device=routes.device)[:, None, None] * n_experts
-    counts = torch.zeros(len(routes) * n_experts, dtype=torch.int64, device=routes.device)
-    counts.scatter_add_(0, (routes + first).flatten(), torch.ones_like(routes).flatten())
+    n_sequences = len(routes)
+    offset = n_experts * torch.arange(n_sequences, device=routes.device)
+    index = routes + offset[:, None, None]
+    counts = torch.zeros(
+        n_sequences * n_experts,
+        dtype=torch.int64,
+        device=routes.device,
+    )
+    ones = torch.ones_like(index)
+    counts.scatter_add_(0, index.flatten(), ones.flatten())
     return counts.view(-1, n_experts)
 
 
 def invert(order: Tensor) -> Tensor:
     """Return the inverse of a permutation (R,)."""
     inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
+    index = torch.arange(len(order), device=order.device)
+    inverse[order] = index
     return inverse
 
 
@@ -202,17 +250,24 @@ class TakeRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: Tensor, copies: Tensor, n_copies: int) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        rows: Tensor,
+        copies: Tensor,
+        n_copies: int,
+    ) -> Tensor:
         ctx.save_for_backward(copies)
         ctx.n_copies = n_copies
         return x.index_select(0, rows)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple:
         (copies,) = ctx.saved_tensors
         grad = grad.index_select(0, copies)
         if ctx.n_copies > 1:
-            grad = grad.unflatten(0, (-1, ctx.n_copies)).sum(1)
+            by_row = grad.unflatten(0, (-1, ctx.n_copies))
+            grad = by_row.sum(1)
         return grad, None, None, None
 
 

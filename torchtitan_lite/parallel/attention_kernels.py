@@ -28,14 +28,16 @@ from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
 
+Attention = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, contiguous
+Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key, value
+
 
 @dataclass(frozen=True)
 class Kernel:
-    """Forward and backward of one kernel. lse is always (B, H, S) fp32, contiguous."""
+    """Forward and backward of one kernel. The functions have the arguments of attend_cpu and attend_cpu_backward."""
 
-    attend: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, causal) -> out (B, H, S, E), lse
-    # (grad_out, query, key, value, out, lse, causal) -> gradients of query, key, value
-    attend_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    attend: Callable[..., Attention]
+    attend_backward: Callable[..., Gradients]
 
 
 def choose_kernel(query: Tensor) -> Kernel:
@@ -43,51 +45,98 @@ def choose_kernel(query: Tensor) -> Kernel:
         return KERNELS["cpu"]
     # cuDNN's backward is not deterministic.
     if hasattr(torch, "_fused_sdp_choice") and not torch.are_deterministic_algorithms_enabled():
-        if SDPBackend(torch._fused_sdp_choice(query, query, query)) == SDPBackend.CUDNN_ATTENTION:
+        preferred = torch._fused_sdp_choice(query, query, query)
+        if SDPBackend(preferred) == SDPBackend.CUDNN_ATTENTION:
             return KERNELS["cudnn"]
     return KERNELS["flash"]
 
 
-def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the attention to more keys into (out, lse), both fp32, in place."""
-    weight = torch.sigmoid(new_lse - lse)  # share of the new keys in the softmax over all; cannot overflow
-    out.lerp_(new_out.float(), weight.unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, new_lse))
+    weight = torch.sigmoid(part_lse - lse)  # weight of these keys in the softmax over all; cannot overflow
+    out.lerp_(part_out.float(), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
-def attend_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attend_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Attention:
     return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
 
 
 def attend_cpu_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad_out, query, key, value, out, lse, 0.0, causal)
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+) -> Gradients:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        0.0,
+        causal,
+    )
 
 
-def attend_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal)
+def attend_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Attention:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        query,
+        key,
+        value,
+        None,
+        True,
+        0.0,
+        causal,
+    )
     return out, lse.flatten(2)  # (B, H, S, 1)
 
 
 def attend_cudnn_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    # No bias, and no cumulative lengths, because all sequences of a batch have the same length.
-    inputs, lengths = (query, key, value, out, lse[..., None]), (None, None, query.shape[2], key.shape[2])
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+) -> Gradients:
     return aten._scaled_dot_product_cudnn_attention_backward(
-        grad_out, *inputs, *no_random_state(query), None, *lengths, 0.0, causal
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        lse[..., None],
+        *no_random_state(query),
+        None,  # no bias
+        None,  # no cumulative lengths, because all sequences of a batch have the same length
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        causal,
     )
 
 
-def attend_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attend_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Attention:
     out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
     return out, lse
 
 
 def attend_flash_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+) -> Gradients:
     return aten._scaled_dot_product_flash_attention_backward(
         grad_out,
         query,
@@ -107,7 +156,8 @@ def attend_flash_backward(
 
 def no_random_state(query: Tensor) -> tuple[Tensor, Tensor]:
     """Return an empty seed and offset, because there is no dropout."""
-    return tuple(torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
+    empty = torch.empty((), dtype=torch.int64, device=query.device)
+    return empty, empty
 
 
 KERNELS = {

@@ -22,7 +22,6 @@ Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783, and arXiv:231
 Effect: replaces `attention.inner` of each block, which has no parameters; FQNs do not change.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -30,24 +29,41 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
-from torchtitan_lite.model.attention import attend_in_blocks, attend_within_documents, plan_documents
+from torchtitan_lite.model.attention import (
+    attend_in_blocks,
+    attend_within_documents,
+    plan_documents,
+)
 from torchtitan_lite.parallel.exchange import Gather, list_ranks
 from torchtitan_lite.parallel.ring_attention import context_attention
 
 
-def plan_query_positions(rank: int | Tensor, n_ranks: int, seq_len: int, device: torch.device | None = None) -> Tensor:
+def plan_query_positions(
+    rank: int | Tensor,
+    n_ranks: int,
+    seq_len: int,
+    device: torch.device | None = None,
+) -> Tensor:
     """Return the positions of a cp rank's tokens in the full sequence, (S/cp,), ascending.
 
     With a column of ranks (R, 1), returns (R, S/cp).
     """
-    piece = seq_len // (2 * n_ranks)
-    place = torch.arange(2 * piece, device=device)
-    return place + torch.where(place < piece, rank, 2 * n_ranks - 2 - rank) * piece
+    piece_len = seq_len // (2 * n_ranks)
+    index = torch.arange(2 * piece_len, device=device)
+    late_rank = 2 * n_ranks - 2 - rank
+    offset = torch.where(index < piece_len, rank, late_rank)
+    return index + offset * piece_len
 
 
 def shard_sequence(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     """Keep this rank's pieces: (B, S) -> (B, S/cp). No communication, because every rank reads the full sequence."""
-    return whole[:, plan_query_positions(mesh.get_local_rank(), mesh.size(), whole.shape[1], whole.device)]
+    positions = plan_query_positions(
+        mesh.get_local_rank(),
+        mesh.size(),
+        whole.shape[1],
+        whole.device,
+    )
+    return whole[:, positions]
 
 
 def apply_context_parallel(part: nn.Module, mesh: DeviceMesh, *, attention: str, method: str) -> None:
@@ -66,11 +82,14 @@ class CausalContext(nn.Module):
 
     def __init__(self, mesh: DeviceMesh, method: str):
         super().__init__()
-        self.options = method, mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
+        self.method = method
+        self.ranks = list_ranks(mesh)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: None = None) -> Tensor:
         """query (B, H, S/cp, E), key and value (B, K, S/cp, E) -> (B, H, S/cp, E). Collective."""
-        return context_attention(query, key, value, *self.options)[0]
+        rank, n_ranks, group = self.ranks
+        out, _ = context_attention(query, key, value, self.method, group, rank, n_ranks)
+        return out
 
 
 class DocumentContext(nn.Module):
@@ -82,28 +101,44 @@ class DocumentContext(nn.Module):
 
     def plan(self, doc_ids: Tensor) -> Tensor | BlockMask:
         """See DocumentAttention.plan."""
-        return plan_documents(doc_ids, *self.positions(doc_ids.shape[1], doc_ids.device))
+        positions = self.positions(doc_ids.shape[1], doc_ids.device)
+        return plan_documents(doc_ids, *positions)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask | None = None) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        doc_ids: Tensor | BlockMask | None = None,
+    ) -> Tensor:
         """query (B, H, S/cp, E), key and value (B, K, S/cp, E), doc_ids (B, S) or a plan -> (B, H, S/cp, E).
 
         Collective.
         """
-        keys, values = Gather.apply(torch.stack((key, value)), self.ranks, 3)  # (2, B, K, S, E)
+        local = torch.stack((key, value))
+        keys, values = Gather.apply(local, self.ranks, 3)  # (2, B, K, S, E)
         if isinstance(doc_ids, BlockMask):
             return attend_in_blocks(query, keys, values, doc_ids)
-        own, of_all = self.positions(keys.shape[2], query.device)
-        return attend_within_documents(query, keys, values, doc_ids, query_positions=own, key_positions=of_all)
+        query_positions, key_positions = self.positions(keys.shape[2], query.device)
+        return attend_within_documents(
+            query,
+            keys,
+            values,
+            doc_ids,
+            query_positions=query_positions,
+            key_positions=key_positions,
+        )
 
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of this rank's queries, (S/cp,), and of all gathered keys, (S,), in rank order."""
-        ranks = torch.arange(self.ranks.n, device=device)[:, None]
-        own = plan_query_positions(self.ranks.own, self.ranks.n, seq_len, device)
-        return own, plan_query_positions(ranks, self.ranks.n, seq_len, device).flatten()
+        all_ranks = torch.arange(self.ranks.n, device=device)[:, None]
+        queries = plan_query_positions(self.ranks.own, self.ranks.n, seq_len, device)
+        keys = plan_query_positions(all_ranks, self.ranks.n, seq_len, device)
+        return queries, keys.flatten()
 
 
 # (model.attention, context_parallel_rotate_method) -> builds the attention module from the cp mesh
-CONTEXT_ATTENTIONS: dict[tuple[str, str], Callable[[DeviceMesh], nn.Module]] = {
+CONTEXT_ATTENTIONS = {
     ("causal", "allgather"): partial(CausalContext, method="allgather"),
     ("causal", "ring"): partial(CausalContext, method="ring"),
     ("document", "allgather"): DocumentContext,

@@ -30,22 +30,42 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torchtitan_lite.config.block import FLOAT8_BLOCK, plan_float8
 from torchtitan_lite.config.schema import Compile, Float8
-from torchtitan_lite.model.float8_linear import E4M3, Float8Linear, Float8MatmulFunction, cast, choose_scale
+from torchtitan_lite.model.float8_linear import (
+    E4M3,
+    Float8Linear,
+    Float8MatmulFunction,
+    cast,
+    choose_scale,
+)
 
 aten = torch.ops.aten
+
+VIEWS = (
+    aten.detach.default,
+    aten.alias.default,
+    aten.view.default,
+    aten.as_strided.default,
+)
 
 
 def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     """Replace the linear layers that plan_float8 selects with float8 layers (on meta)."""
-    linears = {fqn: module for fqn, module in part.named_modules() if type(module) is nn.Linear and module.bias is None}
-    sizes = {fqn: tuple(linear.weight.shape) for fqn, linear in linears.items()}
+    linears = {}
+    sizes = {}
+    for fqn, module in part.named_modules():
+        if type(module) is nn.Linear and module.bias is None:
+            linears[fqn] = module
+            sizes[fqn] = tuple(module.weight.shape)
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
-        old = linears[fqn]
-        with torch.device(old.weight.device):
-            new = ParallelFloat8Linear(
-                old.in_features, old.out_features, recipe_name=section.recipe_name, emulate=section.emulate
+        linear = linears[fqn]
+        with torch.device(linear.weight.device):
+            float8_linear = ParallelFloat8Linear(
+                linear.in_features,
+                linear.out_features,
+                recipe_name=section.recipe_name,
+                emulate=section.emulate,
             )
-        part.set_submodule(fqn, new)
+        part.set_submodule(fqn, float8_linear)
 
 
 class ParallelFloat8Linear(Float8Linear):
@@ -56,14 +76,29 @@ class ParallelFloat8Linear(Float8Linear):
         return self.multiply(x, self.weight)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        held = (weight.data8, weight.scale) if isinstance(weight, Float8GatheredWeight) else (None, None)
-        return Float8MatmulFunction.apply(x, weight, *held, self.recipe_name, self.emulate)
+        data8 = None
+        scale = None
+        if isinstance(weight, Float8GatheredWeight):
+            data8 = weight.data8
+            scale = weight.scale
+        return Float8MatmulFunction.apply(
+            x,
+            weight,
+            data8,
+            scale,
+            self.recipe_name,
+            self.emulate,
+        )
 
 
 # ---------------------------------------------------------------- weights gathered in float8
 
 
-def gather_in_float8(parts: list[nn.Module], section: Float8, compile_section: Compile) -> list["Float8AllGatherHook"]:
+def gather_in_float8(
+    parts: list[nn.Module],
+    section: Float8,
+    compile_section: Compile,
+) -> list["Float8AllGatherHook"]:
     """Make FSDP gather the weights of `parts` (allocated) in float8, if enabled. Return hooks with precomputed scales.
 
     A rank without FSDP (the only rank of its stage) gathers nothing, so its weights do not change.
@@ -73,26 +108,27 @@ def gather_in_float8(parts: list[nn.Module], section: Float8, compile_section: C
     cast_shard = cast
     if compile_section.enable:  # one kernel instead of three
         cast_shard = torch.compile(cast, backend=compile_section.backend, fullgraph=True)
-    weights = [
-        Float8AllGatherHook(module.weight._local_tensor, cast_shard)  # not a view: FSDP looks at this very tensor
-        for part in parts
-        for module in part.modules()
-        if isinstance(module, ParallelFloat8Linear) and isinstance(module.weight, DTensor)
-    ]
-    for weight in weights:  # FSDP2 looks for the two hooks on the tensor itself
-        weight.shard.fsdp_pre_all_gather = weight.pre_all_gather
-        weight.shard.fsdp_post_all_gather = weight.post_all_gather
-    return weights if section.precompute_float8_dynamic_scale_for_fsdp else []
+    hooks = []
+    for module in nn.ModuleList(parts).modules():
+        if isinstance(module, ParallelFloat8Linear) and isinstance(module.weight, DTensor):
+            shard = module.weight._local_tensor  # not a view: FSDP2 looks for the two hooks on this very tensor
+            hook = Float8AllGatherHook(shard, cast_shard)
+            shard.fsdp_pre_all_gather = hook.pre_all_gather
+            shard.fsdp_post_all_gather = hook.post_all_gather
+            hooks.append(hook)
+    return hooks if section.precompute_float8_dynamic_scale_for_fsdp else []
 
 
 @torch.no_grad()
-def precompute_scales(weights: list["Float8AllGatherHook"], mesh: DeviceMesh) -> None:
+def precompute_scales(hooks: list["Float8AllGatherHook"], mesh: DeviceMesh) -> None:
     """Compute the scales of all weights for the next step. All-reduces 4 bytes for each over dp_shard x cp."""
-    if weights:
-        amax = torch.stack([find_amax(weight.shard) for weight in weights])
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
-        for weight, scale in zip(weights, choose_scale(amax, E4M3), strict=True):
-            weight.scale = scale
+    if not hooks:
+        return
+    amax = torch.stack([find_amax(hook.shard) for hook in hooks])
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+    scales = choose_scale(amax, E4M3)
+    for hook, scale in zip(hooks, scales, strict=True):
+        hook.scale = scale
 
 
 class Float8AllGatherHook:
@@ -101,39 +137,56 @@ class Float8AllGatherHook:
     It is not a tensor subclass, because the optimizer and checkpoints would have to support that.
     """
 
-    def __init__(self, shard: Tensor, cast_shard: Callable[[Tensor, Tensor, torch.dtype], Tensor]):
+    def __init__(self, shard: Tensor, cast_shard: Callable[..., Tensor]):
         """`cast_shard` is `cast`, compiled or not."""
-        self.shard, self.cast_shard = shard, cast_shard
+        self.shard = shard
+        self.cast_shard = cast_shard
         self.scale: Tensor | None = None  # scale of the full weight, if precomputed
 
     def pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: object, module: nn.Module, mp_policy: object
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride,
+        module,
+        mp_policy,
     ) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """FSDP2 hook before the all-gather. Returns (tensors to gather, metadata for the post hook)."""
         scale = self.scale
         if scale is None:
             amax = find_amax(self.shard)
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
+            dist.all_reduce(
+                amax,
+                dist.ReduceOp.MAX,
+                group=mesh.get_group(),
+            )
             scale = choose_scale(amax, E4M3)
         # The view tells compiled code that the length is a multiple of 16, so it loads 16 bytes at a time.
-        data = self.cast_shard(self.shard.view(-1, FLOAT8_BLOCK), scale, E4M3).view_as(self.shard)
-        data = data.view(torch.uint8)  # no backend supports float8 in an all-gather
+        data8 = self.cast_shard(self.shard.view(-1, FLOAT8_BLOCK), scale, E4M3)
+        data = data8.view_as(self.shard).view(torch.uint8)  # no backend supports float8 in an all-gather
         n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer
-        return (F.pad(data, (0, 0, 0, n_rows - len(data))),), (scale,)
+        data = F.pad(data, (0, 0, 0, n_rows - len(data)))
+        return (data,), (scale,)
 
     def post_all_gather(
-        self, gathered: tuple[Tensor], metadata: tuple[Tensor], dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        gathered: tuple[Tensor],
+        metadata: tuple[Tensor],
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor]] | None:
         """FSDP2 hook after the all-gather. Returns the full weight. `out`: result of an earlier gather, to reuse."""
-        (data,), (scale,) = gathered, metadata
+        (data,) = gathered
+        (scale,) = metadata
         if scale.is_cuda:  # allocated on the all-gather's copy-in stream, read on the current stream
             scale.record_stream(torch.cuda.current_stream())
         if out is None:
             data8 = data.view(E4M3)
             return Float8GatheredWeight(data8, scale, dtype), (data8,)
-        # Under TP `out` is a DTensor. Set the scale on its local tensor: on the DTensor itself it would have no effect.
-        (out._local_tensor if isinstance(out, DTensor) else out).scale = scale
-        return None
+        if isinstance(out, DTensor):  # under TP; a scale of the DTensor itself would have no effect
+            out = out._local_tensor
+        out.scale = scale
 
 
 def find_amax(shard: Tensor) -> Tensor:
@@ -147,17 +200,27 @@ class Float8GatheredWeight(Tensor):
     @staticmethod
     def __new__(cls, data8: Tensor, scale: Tensor, dtype: torch.dtype):
         return Tensor._make_wrapper_subclass(
-            cls, data8.shape, strides=data8.stride(), dtype=dtype, device=data8.device, requires_grad=False
+            cls,
+            data8.shape,
+            strides=data8.stride(),
+            dtype=dtype,
+            device=data8.device,
+            requires_grad=False,
         )
 
     def __init__(self, data8: Tensor, scale: Tensor, dtype: torch.dtype):
-        self.data8, self.scale = data8, scale
+        self.data8 = data8
+        self.scale = scale
+
+    def to_dtype(self) -> Tensor:
+        """Return the values in `dtype`, as a plain tensor."""
+        return (self.data8.float() / self.scale).to(self.dtype)
 
     def __tensor_flatten__(self):
         return ["data8", "scale"], self.dtype
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: object, stride: object):
+    def __tensor_unflatten__(inner, dtype, size, stride):
         return Float8GatheredWeight(inner["data8"], inner["scale"], dtype)
 
     def __repr__(self):
@@ -166,12 +229,12 @@ class Float8GatheredWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, op, types, args, kwargs=None):
         kwargs = kwargs or {}
-        if op in (aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default):
-            weight = args[0]
-            view = Float8GatheredWeight(op(weight.data8, *args[1:], **kwargs), weight.scale, weight.dtype)
+        if op in VIEWS:
+            weight, *others = args
+            data8 = op(weight.data8, *others, **kwargs)
+            view = Float8GatheredWeight(data8, weight.scale, weight.dtype)
             return return_and_correct_aliasing(op, args, kwargs, view)
         # Any other operator, such as zeros_like for a gradient, gets the values in `dtype`.
-        args, kwargs = pytree.tree_map_only(
-            Float8GatheredWeight, lambda w: (w.data8.float() / w.scale).to(w.dtype), (args, kwargs)
-        )
+        inputs = args, kwargs
+        args, kwargs = pytree.tree_map_only(Float8GatheredWeight, Float8GatheredWeight.to_dtype, inputs)
         return op(*args, **kwargs)

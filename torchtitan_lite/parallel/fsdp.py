@@ -130,6 +130,38 @@ def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> No
     part.set_requires_all_reduce(is_last)  # over replicas once per step, even if shards are reduced every time
 
 
+def require_split_backward(part: nn.Module) -> None:
+    """Raise RuntimeError if this torch cannot add the gradients of a split backward in the dtype of the reduction."""
+    names = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")
+    for parameter in list_fsdp_parameters(part):
+        if not all(hasattr(parameter, name) for name in names):
+            raise RuntimeError(
+                f"torch {torch.__version__} would add the weight gradients of a split backward in the compute dtype. "
+                "Use a schedule that does not split the backward, such as Interleaved1F1B"
+            )
+
+
+def accumulate_weight_gradients(part: nn.Module) -> None:
+    """Add the gradients of the last weight half to FSDP's sums, which have the dtype of the reduction (fp32).
+
+    FSDP does so in hooks on gradients of inputs. The weight half of a split backward does not call these hooks: torch
+    2.13 adds all gradients up to the next hook in the compute dtype. No communication.
+    """
+    for parameter in list_fsdp_parameters(part):
+        parameter.accumulate_unsharded_grad_if_needed()  # if there is a sum: the next line would replace it
+        parameter.to_accumulated_grad_if_needed()
+
+
+def list_fsdp_parameters(part: nn.Module) -> list:
+    """Return FSDP's own objects for the parameters of `part`, none if it is not sharded. torch has no public name."""
+    parameters = []
+    for module in part.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if group is not None:  # a root has none if all parameters are in other groups
+            parameters += group.fsdp_params
+    return parameters
+
+
 def free_gathered(part: nn.Module) -> None:
     """Free parameters that stayed gathered after a forward without backward. The next forward gathers them again.
 

@@ -18,7 +18,7 @@ after its dims: mesh_tp, mesh_dp_shard_cp. The group of all ranks is torch's def
 Effect: creates process groups; nothing is sharded yet. Sources: DeviceMesh; arXiv:2410.06511.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -38,10 +38,11 @@ class Mesh:
     fsdp_mesh: DeviceMesh  # for fully_shard: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
     dp_cp_mesh: DeviceMesh  # 1-D: ranks with different tokens, dp_replicate x dp_shard x cp
     loss_mesh: DeviceMesh  # 1-D: ranks whose losses are summed, pp x dp x cp (all except tp)
+    fsdp_nodes: Nodes | None  # for zero_plus_plus.py: the ranks of fsdp_mesh's last dim, by node
+    # None if the model has no experts:
     expert_fsdp_mesh: DeviceMesh | None = None  # for fully_shard of experts: (efsdp) or (dp_replicate, efsdp)
-    ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer; both None: the model has no experts
-    fsdp_nodes: Nodes | None = None  # for zero_plus_plus.py: the ranks of fsdp_mesh's last dim, by node
-    expert_fsdp_nodes: Nodes | None = None  # the same for expert_fsdp_mesh; None: the model has no experts
+    ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer
+    expert_fsdp_nodes: Nodes | None = None  # the ranks of expert_fsdp_mesh's last dim, by node
 
     # Cached, because indexing a mesh creates a new object each time, which takes 0.15 ms.
 
@@ -71,45 +72,71 @@ class Mesh:
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Create the process groups of a layout. Collective over all ranks."""
     # The backend "fake" does nothing, which is right for one rank. Creating this group needs no other rank.
-    alone = dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True, group_desc="one rank")
-    world = make_mesh(device_type, layout.degrees, alone)
+    one_rank = dist.new_group(
+        [dist.get_rank()],
+        backend="fake",
+        use_local_synchronization=True,
+        group_desc="one rank",
+    )
+    world = make_mesh(device_type, layout.degrees, one_rank)
     shard = join_dims(world, "dp_shard", "cp")
-    experts = {}
-    if layout.ep:
-        degrees = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "efsdp": layout.efsdp, "ep": layout.ep}
-        mesh = make_mesh(device_type, degrees, alone, own=("efsdp", "ep"))
-        shared = mesh["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else mesh["efsdp"]
-        nodes = split_by_node(mesh["efsdp"], "efsdp", layout.efsdp_near)
-        experts = {"expert_fsdp_mesh": shared, "ep": mesh["ep"], "expert_fsdp_nodes": nodes}
-    return Mesh(
+    mesh = Mesh(
         world=world,
         # FSDP shards over a 1-D mesh. With a second dim in front it also replicates, which adds an all-reduce.
         fsdp_mesh=DeviceMesh._concatenate([world["dp_replicate"], shard]) if layout.dp_replicate > 1 else shard,
         dp_cp_mesh=join_dims(world, "dp_replicate", "dp_shard", "cp"),
         loss_mesh=join_dims(world, "pp", "dp_replicate", "dp_shard", "cp"),
         fsdp_nodes=split_by_node(shard, "fsdp", layout.fsdp_near),
-        **experts,
+    )
+    if not layout.ep:
+        return mesh
+    degrees = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "efsdp": layout.efsdp,
+        "ep": layout.ep,
+    }
+    experts = make_mesh(device_type, degrees, one_rank, new=("efsdp", "ep"))
+    shard = experts["efsdp"]
+    return replace(
+        mesh,
+        expert_fsdp_mesh=experts["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else shard,
+        ep=experts["ep"],
+        expert_fsdp_nodes=split_by_node(shard, "efsdp", layout.efsdp_near),
     )
 
 
 def make_mesh(
-    device_type: str, degrees: dict[str, int], alone: dist.ProcessGroup, own: tuple[str, ...] = ()
+    device_type: str,
+    degrees: dict[str, int],
+    one_rank: dist.ProcessGroup,
+    new: tuple[str, ...] = (),
 ) -> DeviceMesh:
-    """Create a mesh of all ranks. Dims of size 1 get the group `alone`; every other dim gets a new group.
+    """Create a mesh of all ranks. Dims of size 1 get the group `one_rank`; every other dim gets a new group.
 
-    `own`: dims that get a new group even if they span all ranks. Otherwise they would use the default group, and the
+    `new`: dims that get a new group even if they span all ranks. Otherwise they would use the default group, and the
     tokens of one layer would queue behind the parameters of the next.
     """
     used = {dim: degree for dim, degree in degrees.items() if degree > 1}
-    groups = dict.fromkeys(degrees, alone)
+    groups = dict.fromkeys(degrees, one_rank)
     if used:
-        named = {dim: dist.get_backend() for dim in own if dim in used}  # naming a backend makes torch create a group
+        # Naming a backend makes torch create a group.
+        backends = {dim: dist.get_backend() for dim in new if dim in used}
         mesh = init_device_mesh(
-            device_type, tuple(used.values()), mesh_dim_names=tuple(used), backend_override=named or None
+            device_type,
+            tuple(used.values()),
+            mesh_dim_names=tuple(used),
+            backend_override=backends or None,
         )
-        groups |= {dim: mesh.get_group(dim) for dim in used}
+        for dim in used:
+            groups[dim] = mesh.get_group(dim)
     ranks = torch.arange(dist.get_world_size()).view(*degrees.values())
-    return DeviceMesh.from_group(list(groups.values()), device_type, ranks, mesh_dim_names=tuple(degrees))
+    return DeviceMesh.from_group(
+        list(groups.values()),
+        device_type,
+        ranks,
+        mesh_dim_names=tuple(degrees),
+    )
 
 
 def join_dims(world: DeviceMesh, *dims: str) -> DeviceMesh:
@@ -117,4 +144,4 @@ def join_dims(world: DeviceMesh, *dims: str) -> DeviceMesh:
     used = [dim for dim in dims if world[dim].size() > 1]
     if len(used) > 1:
         return world[tuple(used)]._flatten()
-    return world[used[0] if used else dims[0]]
+    return world[(used or dims)[0]]

@@ -26,14 +26,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _PipelineSchedule,
-    _PipelineScheduleRuntime,
     get_schedule_class,
 )
 from torch.profiler import record_function
 
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schedule import splits_backward
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.parallel.fsdp import accumulate_weight_gradients, require_split_backward
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
@@ -61,26 +62,26 @@ def build_schedule(
 
     The last stage calls `loss_fn(output, target)` for each microbatch. Gradients are summed over microbatches.
     """
+    if splits_backward(section):
+        for part in parts:
+            require_split_backward(part)
     indices = layout.stages_of(mesh.get_local_rank())
     stages = [
         Stage(part, index, len(layout.stages), device, group=mesh.get_group())
         for part, index in zip(parts, indices, strict=True)
     ]
     options = {"n_microbatches": layout.n_microbatches, "loss_fn": loss_fn, "scale_grads": False}
-    if section.pipeline_parallel_schedule_csv:
-        schedule = _PipelineScheduleRuntime(stages, **options)
-        schedule._load_csv(section.pipeline_parallel_schedule_csv)  # torch has no public name for it yet
-        return schedule
     schedule_class = get_schedule_class(section.pipeline_parallel_schedule)
     one_stage = issubclass(schedule_class, PipelineScheduleSingle)
     return schedule_class(stages[0] if one_stage else stages, **options)
 
 
 class Stage(PipelineStage):
-    """A PipelineStage that names its actions in traces, and fixes torch's forward-only runs and shape inference.
+    """A PipelineStage that names its actions in traces, and fixes three faults of torch 2.13.
 
-    Neighboring stages on one rank (V schedules) pass gradients to each other directly. torch 2.13 does so even in a
-    forward-only run, which has no gradients.
+    split backward    weight gradients were summed in the compute dtype (fsdp.py)
+    forward only      neighboring stages on one rank (V schedules) pass gradients to each other, although there are none
+    shape inference   the routers counted its tokens
     """
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
@@ -94,7 +95,8 @@ class Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
         with record_function(f"pp W{bwd_chunk_id} stage {self.stage_index}"):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            accumulate_weight_gradients(self.submod)
 
     def get_local_bwd_output(self, mb_index: int):
         return super().get_local_bwd_output(mb_index) if self.has_backward else None

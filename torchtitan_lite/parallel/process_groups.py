@@ -47,16 +47,19 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
     so they add up their counts. This needs a store that is new after each restart (tools/launch.py).
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if any(name not in environment for name in names):
+    try:
+        rank, world_size, local_rank, local_world_size = [int(environment[name]) for name in names]
+    except KeyError:
         sys.exit("train.py runs as one rank of many: start it with ./run_train.sh or torchrun")
-    rank, world_size, local_rank, local_world_size = (int(environment[name]) for name in names)
-    n_hosts, restarts = world_size // local_world_size, int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+    n_hosts = world_size // local_world_size
+    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
     store, _, _ = next(dist.rendezvous("env://"))
     if n_hosts > 1:
         may_restart = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         if may_restart and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             raise UserError("torchrun restarts several hosts only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each")
-        store.add("restarts", restarts if local_rank == 0 else 0)
+        if local_rank == 0:
+            store.add("restarts", restarts)
         if store.add("arrived", 1) == world_size:
             store.set("all arrived", "")
         store.wait(["all arrived"])
@@ -76,15 +79,22 @@ class Groups:
 
 
 def start_process(
-    place: Place, store: dist.Store, device_type: str, config: Config, dump_folder: Path
+    place: Place,
+    store: dist.Store,
+    device_type: str,
+    config: Config,
+    dump_folder: Path,
 ) -> tuple[torch.device, Groups]:
     """Prepare this process and connect it to all ranks. Collective."""
+    timeout_s = config.comm.init_timeout_seconds
     device = choose_device(place.local_rank, device_type)
     prepare_process(config, dump_folder, place.world_size)
     start_process_group(device, config, place, store)
-    host = make_host_group("host", config.comm.init_timeout_seconds)
+    host = make_host_group("host", timeout_s)
     check_equal_gpus(device, host)
-    saver = make_host_group("saver", config.comm.init_timeout_seconds) if config.checkpoint.enable else host
+    saver = host
+    if config.checkpoint.enable:
+        saver = make_host_group("saver", timeout_s)
     return device, Groups(host, saver)
 
 
@@ -96,21 +106,24 @@ def end_process(groups: Groups) -> None:
 def prepare_process(config: Config, dump_folder: Path, world_size: int) -> None:
     """Apply process-wide settings: determinism, folders of compiled code and NCCL traces, limit of open files."""
     if config.debug.deterministic:  # weights and data depend only on the seed in any case
+        warn_only = config.debug.deterministic_warn_only
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a fixed workspace for determinism
-        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = False  # for debugging: it writes every new tensor twice
 
     # Keep inductor's compiled code for the next run, unless the user has set another folder. Importing torch sets the
     # variable to torch's default.
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(config.training.cache_folder).absolute() / "compiled")
+        cache_folder = Path(config.training.cache_folder).absolute()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder / "compiled")
 
     # NCCL's flight recorder keeps the last collectives and writes them on a time-out.
-    traces, n_recorded = dump_folder / config.comm.save_traces_folder, config.comm.trace_buf_size
+    traces = dump_folder / config.comm.save_traces_folder
+    n_recorded = config.comm.trace_buf_size
     if n_recorded and torch.cuda.is_available():
         traces.mkdir(parents=True, exist_ok=True)
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(n_recorded)
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = str(int(n_recorded > 0))
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if n_recorded else "0"
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / "rank_")
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -123,12 +136,13 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
 
     Raises RuntimeError if the driver and this build of torch disagree: a single rank on the CPU would hang all others.
     """
-    if torch.cuda.is_available() != (device_type == "cuda"):
+    expects_gpu = device_type == "cuda"
+    if torch.cuda.is_available() != expects_gpu:
         seen = "torch sees GPUs, but nvidia-smi lists none: repair nvidia-smi"
-        if device_type == "cuda":
+        if expects_gpu:
             seen = "nvidia-smi lists GPUs that this torch cannot use: install a CUDA build of torch"
         raise RuntimeError(f"{seen}, or set CUDA_VISIBLE_DEVICES to an empty value to train on the CPU")
-    if device_type == "cpu":
+    if not expects_gpu:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -145,16 +159,18 @@ def start_process_group(device: torch.device, config: Config, place: Place, stor
     backend = "gloo" if device.type == "cpu" else "nccl"
     if device.type == "cuda" and config.training.enable_cpu_offload:
         backend = "cuda:nccl,cpu:gloo"
+
     # With a device_id, NCCL connects a group immediately, but then runs all sends and receives of a pipeline on one
     # stream, where each waits for the previous one. Without it, NCCL connects at the first collective.
     connects_at_once = device.type == "cuda" and config.parallelism.pipeline_parallel_degree == 1
+    # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new
+    # prefix, a restarted rank may read these addresses, and fail to connect or wait forever (torch 2.13).
+    fresh_store = dist.PrefixStore(f"restart-{place.restarts}", store)
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     store.set_timeout(timeout)
     dist.init_process_group(
         backend,
-        # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new
-        # prefix, a restarted rank may read these addresses, and fail to connect or wait forever (torch 2.13).
-        store=dist.PrefixStore(f"restart-{place.restarts}", store),
+        store=fresh_store,
         rank=place.rank,
         world_size=place.world_size,
         timeout=timeout,
@@ -194,7 +210,11 @@ def check_equal_gpus(device: torch.device, host_group: dist.ProcessGroup) -> Non
 
 def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:
     """Create a gloo group of all ranks for objects and CPU tensors, for use by one thread. Collective."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=name)
+    return dist.new_group(
+        backend="gloo",
+        timeout=timedelta(seconds=timeout_s),
+        group_desc=name,
+    )
 
 
 def set_timeouts(timeout_s: int, groups: Groups) -> None:
@@ -203,6 +223,7 @@ def set_timeouts(timeout_s: int, groups: Groups) -> None:
     Collective, because no rank may wait with a short time-out for a rank that is still in its first step.
     """
     dist.barrier(groups.host)
+    timeout = timedelta(seconds=timeout_s)
     for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list
         if group not in (groups.host, groups.saver) and dist.get_backend(group) != "fake":
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+            dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -8,7 +8,8 @@ from dataclasses import replace
 from math import ceil
 
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters
-from torchtitan_lite.config.machine import Machine, detect_machine
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import SECTIONS
 from torchtitan_lite.config.schema import Config, get_value
@@ -71,21 +72,48 @@ def describe(prepared: Prepared, machine: Machine) -> str:
     rows = {
         "model": f"{prepared.title}, {count_parameters(args):,} parameters{active}, "
         f"{flops.full / 1e9:.3g} GFLOP per token ({flops.causal / 1e9:.3g} with causal attention)",
+        "start": prepared.origin,
         "mesh": str(layout) if layout.world_size == 1 else f"{layout.world_size} ranks: {layout}",
         "batch": f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens make {tokens:,} per step: "
-        f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}",
+        f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}"
+        f"{describe_bound(config, layout)}",
         "memory": str(prepared.memory or unjudged),
         "files": f"{prepared.dump_folder}, tokens cached in {config.training.cache_folder}",
     }
     if layout.pp > 1:
         n_layers = [sum(name.startswith("layers.") for name in stage) for stage in layout.stages]
         rows["stages"] = f"{n_layers} layers on {layout.pp} pp ranks, {config.parallelism.pipeline_parallel_schedule}"
+    if machine.device_type == "cpu" and machine.is_here:
+        rows["time"] = describe_time(flops.causal * tokens, config.training.steps, layout.world_size)
     if prepared.resumed_step:
         rows["resumes"] = f"after step {prepared.resumed_step}"
     lines = [*rows.items(), *(("note", notice) for notice in prepared.notices)]
     where = machine.name if machine.is_here else f"{layout.world_size} x {machine.name}"
     table = f"{prepared.config_name} on {where}: nothing found wrong\n" + "\n".join(f"  {k:7} {v}" for k, v in lines)
     return f"{table}\n{prepared.finished}".rstrip()
+
+
+def describe_bound(config: Config, layout: Layout) -> str:
+    """Return local_batch_size if microbatches are smaller; otherwise ""."""
+    n_local = config.training.local_batch_size
+    if layout.pp > 1 or layout.microbatch_size == n_local:
+        return ""
+    return f" (training.local_batch_size allows {n_local})"
+
+
+def describe_time(step_flops: float, n_steps: int, n_ranks: int) -> str:
+    """Return a rough time of a step and of the run on this CPU, from the FLOPs of a step."""
+    n_cores = min(n_ranks * int(os.environ.get("OMP_NUM_THREADS") or 1), os.cpu_count() or 1)
+    step_s = step_flops / (n_cores * CPU_FLOPS_PER_CORE)
+    rate = f"{CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s on each of {n_cores} cores"
+    return f"roughly {format_time(step_s)} per step, {format_time(step_s * n_steps)} in all, at {rate}"
+
+
+def format_time(seconds: float) -> str:
+    """Return "0.12 s", "15 s", "12 min" or "3.5 h"."""
+    if seconds < 120:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
 def describe_keys(section: str) -> str:

@@ -4,10 +4,13 @@
 """
 
 import os
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from torchtitan_lite.config.arguments import expand_path, parse_whole
+from torchtitan_lite.config.messages import UserError
 
 CONFIG = """config:
   --config NAME_OR_PATH  a bare name in configs/, or the path of a TOML file; default: debug
@@ -51,16 +54,32 @@ def make_parser(tool: str, description: str, epilog: str = STATUS) -> ArgumentPa
 
 def positive(text: str) -> int:
     """Parse a positive integer; used as the type of an argument."""
-    if (number := int(text)) < 1:
+    if (number := parse_whole(text)) < 1:
         raise ValueError
     return number
 
 
-def add_source(parser: ArgumentParser) -> None:
+def path_text(text: str) -> str:
+    """Expand ~ and $VAR; used as the type of an argument."""
+    try:
+        return expand_path(text)
+    except UserError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def path(text: str) -> Path:
+    """Return a path with ~ and $VAR expanded; used as the type of an argument."""
+    return Path(path_text(text))
+
+
+ANY_SOURCE = "checkpoint, run (its newest checkpoint), or Hugging Face folder"
+
+
+def add_source(parser: ArgumentParser, help: str = ANY_SOURCE) -> None:
     """Add the options of every tool that opens a model."""
     add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="checkpoint, run (its newest checkpoint), or Hugging Face folder")
-    add("--tokenizer", metavar="FOLDER", help="default: the tokenizer of SOURCE")
+    add("source", type=path, metavar="SOURCE", help=help)
+    add("--tokenizer", type=path_text, metavar="FOLDER", help="default: the tokenizer of SOURCE")
     add("--no-verify", action="store_true", help="do not check the checksums of a checkpoint")
 
 
@@ -92,33 +111,47 @@ degrees, else 2) on each of NNODES hosts like this one. With --gpus, check memor
 
 def make_prepare_parser() -> ArgumentParser:
     description = """
-Prepare a corpus for training from text, JSON lines, Parquet, conversations, and folders of these.
+Prepare a corpus for training from text, JSON, tables, conversations, and folders of these.
 
     prepare texts/ notes.jsonl.gz --out data/mine      your own text; then set training.dataset to data/mine
     prepare --dataset c4 --dataset-path downloads/     a named corpus, as the launcher prepares it before a run
     prepare --check data/mine                          compare a corpus with its manifest
 
-Inputs are .txt, .md and source files (one document each), .jsonl and .json (one document per line), .parquet (one
-document per row), .gz and .zst of these, and folders. Files of other kinds in a folder are skipped and counted.
-Parquet and .zst need the extra `data`. OUT is complete or does not exist."""
+Inputs are .txt, .md and source files (one document each), .jsonl and .json (one document per line, object or element
+of an array), .parquet, .csv and .tsv (one document per row), .gz, .bz2, .xz and .zst of these, and folders. Files of
+other kinds in a folder are skipped and counted. Parquet and .zst need the extra `data`.
+Text is UTF-8, or UTF-16 with a byte order mark; anything else is an error unless --encoding names it. Empty
+documents are skipped and counted. OUT is complete or does not exist."""
     epilog = "Exit status: 0 success, 1 the corpus could not be written or --check found damage, 2 wrong input."
     parser = make_parser("prepare", description, epilog)
     add = parser.add_argument
-    add("inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
-    add("--out", type=Path, metavar="FOLDER", help="folder of the new corpus")
-    add("--tokenizer", default="assets/tokenizer", metavar="FOLDER", help="(%(default)s)")
-    add("--validation-share", type=float, default=0.01, metavar="X", help="fraction of the documents (%(default)s)")
-    help = "field of a line, or column of a Parquet file, with the text (text; with --chat messages)"
+    add("inputs", nargs="*", type=path, metavar="FILE_OR_FOLDER", help="in the order of the corpus")
+    add("--out", type=path, metavar="FOLDER", help="folder of the new corpus")
+    help = "folder or file of the tokenizer, or bytes (assets/tokenizer)"
+    add("--tokenizer", type=path_text, metavar="FOLDER", help=help)
+    help = "train a byte-level BPE of N entries on these files instead, in OUT/tokenizer; needs the extra `hf`"
+    add("--train-tokenizer", type=positive, metavar="N", help=help)
+    help = "fraction of the documents, 0 <= X < 1 (0.01, at least one); of a single document, its last part (0.1)"
+    add("--validation-share", type=float, metavar="X", help=help)
+    help = "files or folders with all validation documents, instead of a share"
+    add("--validation", nargs="+", action="extend", default=[], type=path, metavar="FILE", help=help)
+    help = "field of a JSON object, or column of a table, with the text (text)"
     add("--text-column", metavar="NAME", help=help)
+    help = "encoding of files without a byte order mark, such as cp1252 (%(default)s)"
+    add("--encoding", default="utf-8", metavar="NAME", help=help)
     help = "documents are conversations, lists of {role, content}; only the assistant's tokens are targets"
     add("--chat", action="store_true", help=help)
-    add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files of folders, one document each")
-    add("--skip-bad", action="store_true", help="skip and count bad lines instead of stopping at the first one")
+    add("--only-last-turn", action="store_true", help="with --chat: only the last answer has targets")
+    add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files, one document each")
+    add(
+        "--skip-bad", action="store_true", help="skip and count bad rows and texts instead of stopping at the first one"
+    )
     add("--processes", type=positive, default=os.cpu_count(), metavar="N", help="(%(default)s)")
     add("--dataset", metavar="NAME", help="prepare this corpus for training.dataset; reads --tokenizer")
-    add("--dataset-path", default="", metavar="PATH", help="the downloaded files, as in training.dataset_path")
-    add("--cache-folder", metavar="FOLDER", help="default: the default of training.cache_folder")
-    add("--check", type=Path, metavar="FOLDER", help="only compare a corpus with its manifest")
+    help = "the downloaded files, as in training.dataset_path"
+    add("--dataset-path", type=path_text, default="", metavar="PATH", help=help)
+    add("--cache-folder", type=path_text, metavar="FOLDER", help="default: the default of training.cache_folder")
+    add("--check", type=path, metavar="FOLDER", help="only compare a corpus with its manifest")
     return parser
 
 
@@ -153,7 +186,7 @@ error."""
     add("--restart-s", type=float, default=600, metavar="S", help="... seconds that a restart takes (%(default)s)")
     add("--save-stall-s", type=float, default=10, metavar="S", help="... seconds that a save stalls (%(default)s)")
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
-    add("--toml", type=Path, metavar="FILE", help="with --search: write the best layout as a config")
+    add("--toml", type=path, metavar="FILE", help="with --search: write the best layout as a config")
     help = "also run step.py on tensors without storage, once per kind of rank, and compare"
     add("--dry-run", dest="module", action="store_const", const="plan.dry_run", default="plan.command", help=help)
     return parser
@@ -186,8 +219,8 @@ Only one file is in memory at a time. OUT is complete or does not exist."""
     parser = make_parser("convert", description)
     add = parser.add_argument
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of all weights; default: as in SOURCE")
-    add_source(parser)
-    add("out", type=Path, metavar="OUT", help="the new folder")
+    add_source(parser, "checkpoint, or run (its newest checkpoint)")
+    add("out", type=path, metavar="OUT", help="the new folder")
     return parser
 
 
@@ -196,10 +229,14 @@ def make_generate_parser() -> ArgumentParser:
 Continue a text with the model of a checkpoint or a Hugging Face folder.
 
 Prints the prompt and the generated text to standard output. The text ends at an end token, after --max-new-tokens, or
-when the context is full. Sample i is drawn with seed SEED + i."""
+when the context is full. Sample i is drawn with seed SEED + i.
+
+With --chat, the prompt is the message of a user, the chat template in the tokenizer's folder formats it, and only the
+answer is printed. On a terminal, without --prompt, it is a conversation."""
     parser = make_parser("generate", description)
     add = parser.add_argument
     add("--prompt", metavar="TEXT", help="default: standard input")
+    add("--chat", action="store_true", help="answer a user; needs the extra `chat`")
     add("--max-new-tokens", type=positive, default=256, metavar="N", help="(%(default)s)")
     add("--n", type=positive, default=1, metavar="N", help="number of samples (%(default)s)")
     add("--temperature", type=float, default=0.8, metavar="T", help="0: always the most likely token (%(default)s)")
@@ -220,7 +257,7 @@ the first of a document. Bits per byte compare models with different tokenizers.
     parser = make_parser("eval", description)
     add = parser.add_argument
     help = "text file, folder of texts, prepared corpus (its validation split), or python_stdlib"
-    add("--data", required=True, metavar="DATA", help=help)
+    add("--data", type=path_text, required=True, metavar="DATA", help=help)
     add("--seq-len", type=positive, metavar="N", help="tokens per window; default: as trained, at most 8192")
     add_source(parser)
     return parser
@@ -236,7 +273,8 @@ def make_bench_parser() -> ArgumentParser:
     step.add_argument("--steps", type=positive, default=5, help="steps per turn")
     step.add_argument("--json", action="store_true", help="print for programs")
     gpu = benches.add_parser("gpu", help="1B, 3B and 8B on one GPU: speed, memory, kernels, waits, saves, offload")
-    gpu.add_argument("--out", metavar="FILE", help="JSON file; default: in outputs/. Traces go to the same folder")
+    help = "JSON file; default: in outputs/. Traces go to the same folder"
+    gpu.add_argument("--out", type=path_text, metavar="FILE", help=help)
     gpu.set_defaults(module="bench.gpu")
     return parser
 
@@ -248,8 +286,8 @@ Write one HTML page about a run: summary, curves, mesh, measurements next to the
 Several runs share the same plots. The page needs no server and no network. It is made from the files in the run's
 folder: metrics.jsonl, config.toml, traces/."""
     parser = make_parser("report", description)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="FOLDER", help="folder of a run, such as outputs/debug")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first folder")
+    parser.add_argument("runs", nargs="+", type=path, metavar="FOLDER", help="folder of a run, such as outputs/debug")
+    parser.add_argument("--out", type=path, metavar="FILE", help="default: report.html in the first folder")
     return parser
 
 
@@ -267,7 +305,7 @@ Which rank makes the others wait? Reads what hanging ranks wrote, or NCCL's flig
 
 The launcher prints the same paragraph when a step takes longer than comm.hang_seconds."""
     parser = make_parser("hang", description, "Exit status: 0 a rank is named, 1 unknown, 2 wrong input.")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="dump folder of a run")
+    parser.add_argument("folder", type=path, metavar="FOLDER", help="dump folder of a run")
     return parser
 
 
@@ -282,7 +320,7 @@ run that is done is kept in --out: the same command continues where it stopped."
     add("--faults", type=lambda text: text.split(","), metavar="KIND,...", help="default: all of tools/faults/drill.py")
     add("--seed", type=int, default=0, metavar="N", help="of ranks, steps and weights (%(default)s)")
     add("--times", type=positive, default=1, metavar="N", help="runs of each kind (%(default)s)")
-    add("--out", type=Path, default=Path("outputs/drill"), metavar="FOLDER", help="(%(default)s)")
+    add("--out", type=path, default=Path("outputs/drill"), metavar="FOLDER", help="(%(default)s)")
     return parser
 
 

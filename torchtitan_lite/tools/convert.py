@@ -38,12 +38,13 @@ MOST_FILE_BYTES = 5 * 10**9  # as in transformers
 
 def main(options: argparse.Namespace) -> int:
     started_s = time.monotonic()
-    for path in (options.out, folders.name_unfinished(options.out)):
+    out = options.out.absolute()  # "." too has a name then
+    for path in (out, folders.name_unfinished(out)):
         if path.exists():
-            raise SourceError(f"{path} already exists, and is never overwritten")
+            raise SourceError(f"{path} already exists, and is never overwritten. Name a new folder")
     source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
-    convert(source, options.out, options.dtype)
-    sizes = [file.stat().st_size for file in options.out.glob("*.safetensors")]
+    convert(source, out, options.dtype)
+    sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
     numbers = {
         "source": str(source.path),
         "out": str(options.out),

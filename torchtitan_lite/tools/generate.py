@@ -9,11 +9,12 @@ Source: top-p arXiv:1904.09751. Legend: V vocabulary.
 
 import codecs
 import json
+import os
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 
@@ -26,6 +27,7 @@ from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.parallel.process_groups import choose_device
+from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
 
 
@@ -42,17 +44,23 @@ def main(options: Namespace) -> int:
     """Generate and print all samples. Raises SourceError for wrong input before loading the weights."""
     device = choose_device(0, detect_machine().device_type)
     source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
+    refuse_attention(source)
+    chat = None
+    if options.chat:
+        chat = read_chat_format(source.tokenizer)
+        source = replace(source, end_ids=source.end_ids | chat.end_ids)
+    if chat and options.prompt is None and sys.stdin.isatty() and not options.json:
+        return converse(options, source, chat, CachedModel(build_model(source, device)))
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
-    prompt_tokens, room = encode_prompt(prompt, source, options.context)
-    n_new_tokens = min(options.max_new_tokens, room)
+    prompt_tokens = encode_prompt(prompt, source.tokenizer, chat)
+    n_new_tokens = min(options.max_new_tokens, measure_room(prompt_tokens, source, options.context))
     limit = "max_new_tokens" if n_new_tokens == options.max_new_tokens else "context"
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     model = CachedModel(build_model(source, device))
     print(f"{source.path} on {device.type}, {len(prompt_tokens)} prompt tokens", file=sys.stderr)
 
     logits = model.read(prompt_tokens)  # once for all samples
-    usable = torch.zeros(len(logits), dtype=torch.bool)  # a model may have more rows than its tokenizer has tokens
-    usable[list(source.tokenizer.bytes_of_id)] = True
+    usable = list_usable(source.tokenizer, len(logits))
     show = (lambda text: None) if options.json else partial(print, end="", flush=True)
     samples = []
     for seed in range(options.seed, options.seed + options.n):
@@ -60,7 +68,8 @@ def main(options: Namespace) -> int:
         tokens = generate(model, logits, sampling, seed=seed, usable=usable, most_tokens=n_new_tokens)
         if options.n > 1:
             show(f"--- sample {seed - options.seed + 1} of {options.n}, seed {seed} ---\n")
-        show(prompt)
+        if not chat:
+            show(prompt)
         started_s = time.monotonic()
         taken = take(tokens, source.tokenizer, source.end_ids, show)
         seconds = time.monotonic() - started_s
@@ -75,24 +84,86 @@ def main(options: Namespace) -> int:
     return 0
 
 
-def encode_prompt(prompt: str, source: ModelSource, context: int | None) -> tuple[list[int], int]:
-    """Return BOS and the tokens of the prompt, and the number of tokens left in the context.
+def converse(options: Namespace, source: ModelSource, chat: ChatFormat, model: CachedModel) -> int:
+    """Answer each line from the terminal, until the end of its input."""
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    show = partial(print, end="", flush=True)
+    messages = []
+    cached: list[int] = []  # the tokens that the model has read
+    print("Ctrl-D ends the conversation.", file=sys.stderr)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return 0
+        if named := chat.special_name.search(line):
+            print(f"{named.group()} would become a special token. Write it in another way.", file=sys.stderr)
+            continue
+        messages.append({"role": "user", "content": line})
+        tokens = encode_messages(messages, chat)
+        n_new_tokens = min(options.max_new_tokens, measure_room(tokens, source, options.context))
+        n_shared = min(len(os.path.commonprefix([cached, tokens])), len(tokens) - 1)
+        model.rewind(n_shared)  # a template can write earlier turns in another way
+        logits = model.read(tokens[n_shared:])
+        usable = list_usable(source.tokenizer, len(logits))
+        seed = options.seed + len(messages)
+        drawn = generate(model, logits, sampling, seed=seed, usable=usable, most_tokens=n_new_tokens)
+        taken = take(drawn, source.tokenizer, source.end_ids, show)
+        show("\n")
+        cached = (tokens + taken)[: model.length]
+        messages.append({"role": "assistant", "content": source.tokenizer.decode(taken)})
 
-    Raises SourceError if no tokens are left, or if the KV cache does not support the model's attention.
-    """
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer, chat: ChatFormat | None) -> list[int]:
+    """Return the tokens of a prompt: BOS and text, or with `chat` a conversation. Raises SourceError."""
+    named = [name for name in tokenizer.special if name in prompt]
+    if not chat:
+        if named:
+            print(f"{named[0]} is plain text here. With --chat, special tokens are recognized.", file=sys.stderr)
+        tokens = tokenizer.encode(prompt, bos=True)
+    elif named:
+        print(f"The prompt has the special token {named[0]}: it is a formatted conversation.", file=sys.stderr)
+        tokens, _ = tokenizer.encode_special(tokenizer.normalize(prompt))
+    else:
+        tokens = encode_messages([{"role": "user", "content": prompt.rstrip("\n")}], chat)
+    if not tokens:
+        raise SourceError("The prompt is empty, and this tokenizer has no BOS token to start from. Set a prompt.")
+    return tokens
+
+
+def encode_messages(messages: list[dict], chat: ChatFormat) -> list[int]:
+    """Return the tokens of a conversation that asks for an answer. Raises SourceError."""
+    try:
+        text, _ = chat.write({"messages": messages}, add_generation_prompt=True)
+    except ValueError as error:
+        raise SourceError(f"The conversation cannot be written: {error}.") from None
+    tokens, _ = chat.tokenizer.encode_special(chat.tokenizer.normalize(text))
+    return tokens
+
+
+def refuse_attention(source: ModelSource) -> None:
+    """Raise SourceError if the KV cache does not support the model's attention."""
     if not ATTENTIONS.get(source.attention, AttentionRow()).is_plain:
         why = f'model/kv_cache.py does not support model.attention = "{source.attention}" (config/choices.py: is_plain)'
         raise SourceError(f"{source.path}: {why}.")
-    tokens = source.tokenizer.encode(prompt, bos=True)
-    if not tokens:
-        raise SourceError("The prompt is empty, and this tokenizer has no BOS token to start from. Set a prompt.")
+
+
+def measure_room(tokens: list[int], source: ModelSource, context: int | None) -> int:
+    """Return the number of tokens left in the context. Raises SourceError if there are none."""
     limit = context or source.context
     if limit is None:
         raise SourceError(f"{source.path} does not say which context length it was trained with. Set --context N.")
     if len(tokens) >= limit:
         remedy = "Shorten it, or set a longer context than in training with --context N"
         raise SourceError(f"The prompt has {len(tokens)} tokens, but the context has {limit}. {remedy}.")
-    return tokens, limit - len(tokens)
+    return limit - len(tokens)
+
+
+def list_usable(tokenizer: Tokenizer, n_rows: int) -> Tensor:
+    """Return which ids may be drawn, (V,) bool: a model may have more rows than its tokenizer has tokens."""
+    usable = torch.zeros(n_rows, dtype=torch.bool)
+    usable[list(tokenizer.bytes_of_id)] = True
+    return usable
 
 
 def take(

@@ -5,6 +5,7 @@ checkpoint/, outputs/debug/     the newest checkpoint in this folder
 config.json, *.safetensors      a Hugging Face folder with config.json and a tokenizer
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_model_args
 from torchtitan_lite.checkpoint.storage import OpenCheckpoint, open_checkpoint
+from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.flavors import ModelArgs
 from torchtitan_lite.config.messages import ConfigError, UserError
@@ -60,8 +62,9 @@ def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> ModelSour
         source = describe_hugging_face(path, tokenizer)
     else:
         source = describe_checkpoint(open_checkpoint(find_checkpoint(path), verify=verify), tokenizer)
-    if (n := source.tokenizer.vocab_size) > source.model_args.vocab_size:
-        raise SourceError(f"{path}: its model has fewer ids than the {n} tokens of {source.tokenizer.path}.")
+    n_rows, n_ids = source.model_args.vocab_size, source.tokenizer.vocab_size
+    if n_ids > n_rows:
+        print(f"{source.tokenizer.path} has {n_ids} ids, but the model has {n_rows} rows", file=sys.stderr)
     return source
 
 
@@ -72,6 +75,8 @@ def find_checkpoint(path: Path) -> Path:
     for folder in (path, path / "checkpoint"):
         if steps := find_steps(folder):
             return folder / f"step-{steps[-1]}"
+    if why := explain_hub_name(path):
+        raise SourceError(f"{why}. Then name that folder.")
     why = "has neither a checkpoint nor a Hugging Face model" if path.is_dir() else "is not a folder"
     runs = sorted(str(folder.parent) for folder in Path("outputs").glob("*/checkpoint") if find_steps(folder))
     remedy = f"Existing runs: {', '.join(runs[:5])}" if runs else "A run with --checkpoint.enable saves checkpoints"
@@ -88,7 +93,7 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
         raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is not checked.")
     # The tokenizer's folder may name more end tokens.
     beside = published or (read_published(found.path.parent) if found.path.is_file() else {})
-    trained, length = config.get("training", {}).get("seq_len", 0), published.get(CONFIG, {}).get(LENGTH, 0)
+    trained, length = config.get("training", {}).get("seq_len", 0), published.get(CONFIG, {}).get(LENGTH) or 0
 
     def fill(tensors: dict[str, Tensor]) -> None:
         for fqn, tensor in tensors.items():
@@ -136,7 +141,7 @@ def load_named_tokenizer(assets: str, path: Path) -> Tokenizer:
         return load_tokenizer(assets)
     except ConfigError as error:
         why = error.problems[0].why
-        raise SourceError(f"{path}: its tokenizer was not found: {why}. Name it with --tokenizer FOLDER.") from None
+        raise SourceError(f"{path}: its tokenizer cannot be loaded: {why}. Name it with --tokenizer FOLDER.") from None
 
 
 @torch.no_grad()

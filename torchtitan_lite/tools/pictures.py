@@ -7,8 +7,10 @@ The page that contains it has the style sheet (report/page.py). Each point and e
 from html import escape
 from math import ceil, floor, log10
 
-LEFT, WIDTH = 13.0, 83.0  # start and length of the horizontal axis, in percent
-PLOT_HEIGHT, ROW_HEIGHT = 130, 20  # pixels
+LEFT = 13.0  # start of the horizontal axis, in percent
+WIDTH = 83.0  # length of the horizontal axis, in percent
+PLOT_HEIGHT = 130  # pixels
+ROW_HEIGHT = 20  # pixels
 MOST_POINTS = 300  # per curve
 
 Points = list[tuple[int, float]]  # (step, value)
@@ -19,15 +21,23 @@ Box = tuple[float, float, str, str, str]  # start, end, color, title, text insid
 def choose_ticks(low: float, high: float, most: int = 4) -> list[float]:
     """Return round numbers from low to high, at most `most` + 1 of them."""
     size = 10 ** floor(log10((high - low) / most))
-    step = next(size * factor for factor in (1, 2, 5, 10) if (high - low) / (size * factor) <= most)
-    return [number * step for number in range(ceil(low / step), floor(high / step) + 1)]
+    steps = (size, 2 * size, 5 * size, 10 * size)
+    step = next(step for step in steps if (high - low) / step <= most)
+    first = ceil(low / step)
+    last = floor(high / step)
+    return [number * step for number in range(first, last + 1)]
 
 
 def thin(points: Points) -> Points:
     """Return at most MOST_POINTS points: the lowest and the highest of each group of neighbors, which keeps spikes."""
+    if len(points) <= MOST_POINTS:
+        return points
+    kept = set()
     size = 2 * ceil(len(points) / MOST_POINTS)
-    groups = [sorted(points[at : at + size], key=lambda point: point[1]) for at in range(0, len(points), size)]
-    return points if size == 2 else sorted({point for group in groups for point in (group[0], group[-1])})
+    for start in range(0, len(points), size):
+        group = sorted(points[start : start + size], key=lambda point: point[1])
+        kept |= {group[0], group[-1]}
+    return sorted(kept)
 
 
 def format_tick(tick: float) -> str:
@@ -36,9 +46,14 @@ def format_tick(tick: float) -> str:
 
 def draw_curves(curves: list[Curve], marks: list[tuple[int, str, str]], *, from_zero: bool) -> str:
     """Draw curves over steps. `marks` are ticks below them: (step, color, title)."""
-    steps, values = zip(*(point for *_, points in curves for point in points), strict=True)
-    first, last, low, high = min(steps), max(*steps, min(steps) + 1), 0 if from_zero else min(values), max(values)
-    high = high if high > low else low + 1
+    all_points = [point for *_, points in curves for point in points]
+    steps, values = zip(*all_points, strict=True)
+    first = min(steps)
+    last = max(*steps, first + 1)
+    low = 0 if from_zero else min(values)
+    high = max(values)
+    if high <= low:
+        high = low + 1
 
     def across(step: float) -> float:
         return LEFT + WIDTH * (step - first) / (last - first)
@@ -58,26 +73,37 @@ def draw_curves(curves: list[Curve], marks: list[tuple[int, str, str]], *, from_
         place = f'x1="{across(step):.2f}%" x2="{across(step):.2f}%" y1="{PLOT_HEIGHT + 1}" y2="{PLOT_HEIGHT + 9}"'
         shapes.append(f'<line {place} style="stroke: {color}; stroke-width: 2"><title>{escape(title)}</title></line>')
     for name, color, dashes, points in curves:
-        places = [(across(step), down(value), step, value) for step, value in thin(points)]
-        path = " ".join(f"{x * 10:.1f},{y:.1f}" for x, y, *_ in places)
-        shapes.append(f'<svg viewBox="0 0 1000 {PLOT_HEIGHT}" preserveAspectRatio="none" height="{PLOT_HEIGHT}">')
-        shapes.append(f'<polyline points="{path}" stroke="{color}" stroke-dasharray="{dashes}"/></svg>')
+        path = []
+        circles = []
         look = f'r="3" fill="{color}" class="{"far" if len(points) > 40 else "near"}"'
-        for x, y, step, value in places:
+        for step, value in thin(points):
+            x = across(step)
+            y = down(value)
+            path.append(f"{x * 10:.1f},{y:.1f}")
             title = f"<title>{escape(name)}, step {step}: {value:.7g}</title>"
-            shapes.append(f'<circle cx="{x:.2f}%" cy="{y:.1f}" {look}>{title}</circle>')
+            circles.append(f'<circle cx="{x:.2f}%" cy="{y:.1f}" {look}>{title}</circle>')
+        shapes.append(f'<svg viewBox="0 0 1000 {PLOT_HEIGHT}" preserveAspectRatio="none" height="{PLOT_HEIGHT}">')
+        shapes.append(f'<polyline points="{" ".join(path)}" stroke="{color}" stroke-dasharray="{dashes}"/></svg>')
+        shapes += circles
     return f'<svg height="{PLOT_HEIGHT + 28}">{"".join(shapes)}</svg>'
 
 
 def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float, left: float = LEFT) -> str:
     """Draw rows of boxes over an axis from 0 to `length`. A row is (label, height in pixels, boxes)."""
-    y, shapes = 0, []
+    shapes = []
+    y = 0
+    full_width = 100 - left
     for label, height, boxes in rows:
         shapes.append(f'<text y="{y + height / 2 + 4}">{escape(label)}</text>')
         for start, end, color, title, text in boxes:
-            x, width = left + (100 - left) * start / length, (100 - left) * (end - start) / length
-            frame = f'<svg class="box" x="{x:.2f}%" y="{y}" width="{width:.2f}%" height="{height}" color="{color}">'
-            inside = f'<text x="3" y="{height / 2 + 4}">{escape(text)}</text>' if width > 1 else ""
-            shapes.append(f'{frame}<title>{escape(title)}</title><rect width="100%" height="100%"/>{inside}</svg>')
+            x = left + full_width * start / length
+            width = full_width * (end - start) / length
+            inside = ""
+            if width > 1:
+                inside = f'<text x="3" y="{height / 2 + 4}">{escape(text)}</text>'
+            shapes.append(
+                f'<svg class="box" x="{x:.2f}%" y="{y}" width="{width:.2f}%" height="{height}" color="{color}">'
+                f'<title>{escape(title)}</title><rect width="100%" height="100%"/>{inside}</svg>'
+            )
         y += height + 2
     return f'<svg height="{y}">{"".join(shapes)}</svg>'

@@ -4,10 +4,16 @@ import multiprocessing
 import os
 from multiprocessing import forkserver
 
-WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-# What workers would import one after another: the last two for the trial of train.py.
-PRELOADED = ["torchtitan_lite.tools.fork_server", "torch.distributed"]
-PRELOADED += ["torchtitan_lite.step", "torchtitan_lite.checkpoint.load"]
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+PRELOADED = [  # otherwise each worker would import them
+    "torchtitan_lite.tools.fork_server",
+    "torch.distributed",
+    "torchtitan_lite.step",  # this and the next for the trial of train.py
+    "torchtitan_lite.checkpoint.load",
+]
 
 
 def start_fork_server() -> None:

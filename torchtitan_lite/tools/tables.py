@@ -13,5 +13,10 @@ def format_bytes(n_bytes: float) -> str:
 def format_table(rows: list[tuple[str, ...]], align: str = "") -> str:
     """Align the columns of a table. `align`: "<" or ">" for each of the first columns; default "<"."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    forms = [f"{side}{width}" for side, width in zip(align.ljust(len(widths), "<"), widths, strict=False)]
-    return "\n".join("  ".join(map(format, row, forms)).rstrip() for row in rows)
+    sides = align.ljust(len(widths), "<")
+    forms = [f"{side}{width}" for side, width in zip(sides, widths, strict=False)]
+    lines = []
+    for row in rows:
+        cells = map(format, row, forms)
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

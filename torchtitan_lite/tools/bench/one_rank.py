@@ -21,7 +21,7 @@ from torchtitan_lite.step import train_step
 def one_rank() -> Iterator[torch.device]:
     """Context manager: a process group with this process only. Yields its device."""
     device = choose_device(0, detect_machine().device_type)
-    backend = {"cpu": "gloo", "cuda": "cuda:nccl,cpu:gloo"}[device.type]
+    backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield device
@@ -34,12 +34,20 @@ def build_alone(config: Config, device: torch.device) -> tuple[Run, Batch]:
     model_args = resolve_model(config.model)
     layout = plan_layout(config, model_args, 1)
     mesh = build_mesh(layout, device.type)
-    run = build_run(resolve_config(config, layout, device.type), model_args, layout, mesh, device)
-    n_rows, seq_len = config.training.local_batch_size, config.training.seq_len
+    resolved = resolve_config(config, layout, device.type)
+    run = build_run(resolved, model_args, layout, mesh, device)
+    n_rows = config.training.local_batch_size
+    seq_len = config.training.seq_len
     generator = torch.Generator().manual_seed(config.debug.seed)
     tokens = torch.randint(model_args.vocab_size, (n_rows, seq_len + 1), generator=generator)
     positions = torch.arange(seq_len).repeat(n_rows, 1)
-    return run, Batch(tokens[:, :-1], tokens[:, 1:], positions, torch.zeros_like(positions)).to(device)
+    batch = Batch(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        positions,
+        torch.zeros_like(positions),
+    )
+    return run, batch.to(device)
 
 
 def make_step(run: Run, batch: Batch) -> Tensor:

@@ -29,14 +29,29 @@ from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import find_missing_compiler
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config, LRScheduler, Model, Training, with_value
+from torchtitan_lite.config.schema import (
+    ActivationCheckpoint,
+    Config,
+    LRScheduler,
+    Model,
+    Training,
+    with_value,
+)
 from torchtitan_lite.model.llama3 import Llama3, init_parameter
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.bench.one_rank import build_alone, make_step, one_rank
 
 # As in the bare loop: float32 (on CUDA too) and a constant learning rate.
 STEP_CONFIG = Config(
-    model=Model(flavor="debug", dim=256, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=704, vocab_size=2304),
+    model=Model(
+        flavor="debug",
+        dim=256,
+        n_layers=8,
+        n_heads=8,
+        n_kv_heads=4,
+        ffn_dim=704,
+        vocab_size=2304,
+    ),
     lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
     training=Training(local_batch_size=8, seq_len=256, mixed_precision_param="float32"),
     activation_checkpoint=ActivationCheckpoint(mode="none"),
@@ -57,40 +72,55 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
         losses = {name: torch.stack([step(), step()]) for name, step in contenders.items()}
         for name in losses.keys() & {"trainer", "compiled"}:
             if not torch.allclose(losses[name], losses["bare_loop"], rtol=1e-5, atol=0):
-                print(f"the losses of {name} and bare_loop differ: {losses}", file=sys.stderr)
+                print(
+                    f"the losses of {name} and bare_loop differ: {losses}",
+                    file=sys.stderr,
+                )
                 return 1
         rounds = measure_rounds(contenders, n_rounds=options.rounds, n_steps=options.steps)
     n_tokens = config.training.local_batch_size * config.training.seq_len
-    speeds = {name: n_tokens / median(times_s[name] for times_s in rounds) for name in contenders}
+    speeds = {}
+    for name in contenders:
+        speeds[name] = n_tokens / median(times_s[name] for times_s in rounds)
     ratios = compare_rounds(rounds)
     if options.json:
-        medians = {ratio: median(values) for ratio, values in ratios.items()}
-        print(json.dumps({"bench": "step", "torch": torch.__version__, "ratios": medians, "tokens_per_s": speeds}))
+        report = {
+            "bench": "step",
+            "torch": torch.__version__,
+            "ratios": {ratio: median(values) for ratio, values in ratios.items()},
+            "tokens_per_s": speeds,
+        }
+        print(json.dumps(report))
         return 0
     for ratio, values in ratios.items():
-        of = " / ".join(f"{name} {speeds[name]:.0f}" for name in RATIO_OF[ratio])
-        print(f"{ratio:20}{median(values):.3f} ({min(values):.3f} - {max(values):.3f})  tokens/s: {of}")
+        compared = " / ".join(f"{name} {speeds[name]:.0f}" for name in RATIO_OF[ratio])
+        print(f"{ratio:20}{median(values):.3f} ({min(values):.3f} - {max(values):.3f})  tokens/s: {compared}")
     return 0
 
 
-def build_contenders(config: Config, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+def build_contenders(config: Config, device: torch.device) -> dict[str, Callable]:
     """Build the contenders that can run here. Each runs one step and returns its loss, a scalar on the device."""
-    args = resolve_model(config.model)
+    model_args = resolve_model(config.model)
     run, batch = build_alone(config, device)
-    model = Llama3(args).to(device)
+    model = Llama3(model_args).to(device)
     initialize_weights(model, init_parameter, config.debug.seed)
+    compute_logits = partial(model, batch.tokens, positions=batch.positions)
     contenders = {
         "trainer": partial(make_step, run, batch),
-        "bare_loop": write_loop(model, partial(model, batch.tokens, positions=batch.positions), batch.targets, config),
+        "bare_loop": write_loop(model, compute_logits, batch.targets, config),
     }
+    for name in (
+        "torchao",
+        "torch.utils._pytree",
+    ):  # transformers imports torchao if installed, which warns
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao if installed, which warns
-            logging.getLogger(name).setLevel(logging.ERROR)
         transformers = import_extra("transformers", "test")
-        written = make_config(args, dtype="float32", bos_id=None, eos_id=None)
-        written |= {"attn_implementation": "sdpa", "use_cache": False}
-        theirs = transformers.AutoConfig.for_model(written.pop("model_type"), **written)
-        llama = transformers.AutoModelForCausalLM.from_config(theirs).train().to(device)  # other initial weights
+        fields = make_config(model_args, dtype="float32", bos_id=None, eos_id=None)
+        fields |= {"attn_implementation": "sdpa", "use_cache": False}
+        hf_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        llama = transformers.AutoModelForCausalLM.from_config(hf_config)  # other initial weights
+        llama.train().to(device)
         contenders["transformers"] = write_loop(llama, lambda: llama(batch.tokens).logits, batch.targets, config)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -100,15 +130,27 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
     return contenders
 
 
-def write_loop(model: nn.Module, compute_logits: Callable, targets: Tensor, config: Config) -> Callable[[], Tensor]:
+def write_loop(
+    model: nn.Module,
+    compute_logits: Callable,
+    targets: Tensor,
+    config: Config,
+) -> Callable:
     """Return a hand-written training step with the trainer's hyperparameters."""
     section = config.optimizer
-    keys = {"lr": section.lr, "betas": (section.beta1, section.beta2), "eps": section.eps}
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=section.weight_decay, fused=True, **keys)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=section.lr,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        fused=True,
+    )
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(compute_logits().flatten(0, 1), targets.flatten())
+        logits = compute_logits()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
         optimizer.step()
@@ -117,13 +159,19 @@ def write_loop(model: nn.Module, compute_logits: Callable, targets: Tensor, conf
     return step
 
 
-def measure_rounds(contenders: dict[str, Callable], *, n_rounds: int, n_steps: int) -> list[dict[str, float]]:
+def measure_rounds(
+    contenders: dict[str, Callable],
+    *,
+    n_rounds: int,
+    n_steps: int,
+) -> list[dict]:
     """Return the seconds per step of each contender, for each round. Each round starts with a different contender."""
     wait_for_device = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    names, rounds = list(contenders), [{} for _ in range(n_rounds)]
-    for number, times_s in enumerate(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+    names = list(contenders)
+    rounds = []
+    for _ in range(n_rounds):
+        times_s = {}
+        for name in names:
             gc.collect()  # now, not during the turn
             wait_for_device()
             start_s = time.perf_counter()
@@ -131,10 +179,15 @@ def measure_rounds(contenders: dict[str, Callable], *, n_rounds: int, n_steps: i
                 contenders[name]()
             wait_for_device()  # kernels run asynchronously
             times_s[name] = (time.perf_counter() - start_s) / n_steps
+        rounds.append(times_s)
+        names.append(names.pop(0))
     return rounds
 
 
-def compare_rounds(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
+def compare_rounds(rounds: list[dict]) -> dict[str, list[float]]:
     """Return ratio -> its value in each round. Leaves out ratios of missing contenders."""
-    present = {ratio: names for ratio, names in RATIO_OF.items() if rounds[0].keys() >= set(names)}
-    return {ratio: [times_s[other] / times_s[one] for times_s in rounds] for ratio, (one, other) in present.items()}
+    ratios = {}
+    for ratio, (contender, reference) in RATIO_OF.items():
+        if contender in rounds[0] and reference in rounds[0]:
+            ratios[ratio] = [times_s[reference] / times_s[contender] for times_s in rounds]
+    return ratios

@@ -73,12 +73,12 @@ def choose_weight(fault: Fault, run: Run) -> torch.Tensor:
 
 
 def flip_snapshot(fault: Fault, run: Run) -> None:
-    flip_file_and_die(fault, list(Path(run.config.checkpoint.local_folder).glob("*/step-*/rank-*")))
+    flip_file_and_die(fault, list(Path(run.config.checkpoint.local_folder).glob("*/*/step-*/rank-*")))
 
 
 def flip_checkpoint(fault: Fault, run: Run) -> None:
     """Damage the newest checkpoint, and hide all snapshots."""
-    for path in Path(run.config.checkpoint.local_folder).glob("*/step-*"):
+    for path in Path(run.config.checkpoint.local_folder).glob("*/*/step-*"):
         path.rename(path.with_suffix(".tmp"))
     flip_file_and_die(fault, list(Path(fault.folder).glob("checkpoint/step-*/rank-*")))
 

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from functools import lru_cache, partial
 
-from torchtitan_lite.config.schedule import Action
+from torchtitan_lite.tools.plan.actions import Action
 
 Order = list[list[Action]]  # the actions of each pp rank in one step
 

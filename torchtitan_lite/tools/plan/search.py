@@ -142,7 +142,6 @@ class Search:
                     zero_stage=zero_stage,
                     fsdp_reshard_after_forward="default",
                     pipeline_parallel_microbatch_size=microbatch if pp > 1 else 1,
-                    pipeline_parallel_schedule_csv="",
                     module_fqns_per_model_part=[],
                     **schedule,
                 )

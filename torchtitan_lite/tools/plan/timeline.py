@@ -14,9 +14,9 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schedule import Action, read_rows, run_on_paper
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_rows
+from torchtitan_lite.tools.plan.actions import Action, run_on_paper
 from torchtitan_lite.tools.plan.memory import WAITING
 from torchtitan_lite.tools.plan.orders import Order, list_order
 
@@ -24,9 +24,7 @@ MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "ba
 
 
 def plan_order(section: Parallelism, layout: Layout) -> Order:
-    """Return the order of a layout: from the CSV file if the config names one, otherwise from its schedule."""
-    if layout.pp > 1 and section.pipeline_parallel_schedule_csv:
-        return read_rows(section.pipeline_parallel_schedule_csv)
+    """Return the order of a layout's schedule."""
     n_stages_per_rank = len(layout.stages) // layout.pp
     return list_order(section.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
 
@@ -57,7 +55,7 @@ class Timeline:
 
 
 def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0) -> Timeline:
-    """Simulate an order. It never deadlocks: `check` refuses a CSV file that would."""
+    """Simulate an order, which must not deadlock."""
     return Timeline([Event(*each) for each in run_on_paper(order, seconds_of, send_s)], len(order))
 
 

@@ -23,19 +23,29 @@ class Run(Plan):
 
     def __init__(self, folder: Path, color: str):
         """Read a dump folder. `color`: of the run's curves. Raises UserError or OSError if there is no step."""
+        self.folder = folder
+        self.name = folder.resolve().name
+        self.color = color
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         self.records = [json.loads(line) for line in lines if line.endswith("}")]  # the last line may be incomplete
         if not any(record["kind"] == "step" for record in self.records):
             raise UserError(f"{folder}/metrics.jsonl has no step yet")
-        start = [record for record in self.records if record["kind"] == "start"][-1]
-        self.folder, self.name, self.color, self.device = folder, folder.resolve().name, color, start["device"]
+        *_, start = (record for record in self.records if record["kind"] == "start")
+        self.device = start["device"]
         gpu = find_row(self.device)
-        args = ["--config", str(folder / "config.toml")]
-        super().__init__(plan_run(args, start["world_size"], "cpu" if gpu == "cpu" else "cuda"), gpu, CLUSTERS[gpu])
+        planned = plan_run(
+            ["--config", str(folder / "config.toml")],
+            start["world_size"],
+            "cpu" if gpu == "cpu" else "cuda",
+        )
+        super().__init__(planned, gpu, CLUSTERS[gpu])
 
     @cached_property
     def traces(self) -> list[Trace]:
-        return read_traces(self.folder / self.planned.config.profiling.save_traces_folder, self.planned.layout)
+        return read_traces(
+            self.folder / self.planned.config.profiling.save_traces_folder,
+            self.planned.layout,
+        )
 
     @cached_property
     def pipeline(self) -> Timeline | None:
@@ -53,35 +63,66 @@ class Run(Plan):
 
 def describe_run(run: Run) -> list[str]:
     """Return the first sentences of the page: model, data, hardware, results, what to look at, how to continue."""
-    config, layout, model_args = run.planned.config, run.planned.layout, run.planned.model_args
-    losses, validation, tokens = map(run.list_values, ("loss", "val_loss", "tokens"))
-    times = [(record["kind"], datetime.fromisoformat(record["time"])) for record in run.records]
-    pairs = zip(times, times[1:], strict=False)
-    trained_s = sum((after - before).total_seconds() for (_, before), (kind, after) in pairs if kind != "start")
-    n_starts = sum(kind == "start" for kind, _ in times)
-    validated = f" The validation loss is {validation[-1][1]:.4f}." if validation else ""
-    reason = run.records[-1].get("reason", "unknown (still running, or killed)").partition("; newest")[0]
-    ngpu = f"NGPU={layout.world_size} " * (layout.world_size <= 8)  # if one host was enough
-    command = f"{ngpu}./run_train.sh --config {shlex.quote(f'{run.folder}/config.toml')} --job.no_overwrite"
-    if losses[-1][0] >= (n_steps := config.training.steps):
+    config = run.planned.config
+    layout = run.planned.layout
+    model_args = run.planned.model_args
+    losses = run.list_values("loss")
+    validation = run.list_values("val_loss")
+    n_steps = config.training.steps
+    last_step, last_loss = losses[-1]
+    duration_s, n_starts = measure_attempts(run)
+    reason = run.records[-1].get("reason", "unknown (still running, or killed)")
+    results = (
+        f"{last_step:,} of {n_steps:,} steps, {run.list_values('tokens')[-1][1]:,} tokens, "
+        f"took {duration_s:,.0f} s in {plural(n_starts, 'start')}. "
+        f"The loss went from {losses[0][1]:.4f} to {last_loss:.4f}."
+    )
+    if validation:
+        results += f" The validation loss is {validation[-1][1]:.4f}."
+    command = f"./run_train.sh --config {shlex.quote(f'{run.folder}/config.toml')} --job.no_overwrite"
+    if layout.world_size <= 8:  # one host was enough
+        command = f"NGPU={layout.world_size} {command}"
+    if last_step >= n_steps:
         command += f" --training.steps={2 * n_steps} --lr_scheduler.total_steps={2 * n_steps}"
     return [
         f"{config.job.description or 'A language model'}: {model_args.name}, {count_parameters(model_args):,} "
-        f"parameters, trained on {' and '.join(config.training.dataset)} by {layout.world_size} rank"
-        f"{'s' * (layout.world_size > 1)} ({layout}) on {run.device}.",
-        f"{losses[-1][0]:,} of {n_steps:,} steps, {tokens[-1][1]:,} tokens, took {trained_s:,.0f} s in {n_starts} "
-        f"start{'s' * (n_starts > 1)}. The loss went from {losses[0][1]:.4f} to {losses[-1][1]:.4f}.{validated}",
-        f"End of the run: {reason}.",
+        f"parameters, trained on {' and '.join(config.training.dataset)} by {plural(layout.world_size, 'rank')} "
+        f"({layout}) on {run.device}.",
+        results,
+        f"End of the run: {reason.partition('; newest')[0]}.",
         f"Look at: {'; '.join(list_remarks(run)) or 'nothing stands out'}.",
         f"To continue: {command}" if config.checkpoint.enable else "The run saved nothing, so it cannot be continued.",
     ]
 
 
+def measure_attempts(run: Run) -> tuple[float, int]:
+    """Return the seconds of all attempts, without the time between them, and the number of attempts."""
+    total_s = 0.0
+    n_starts = 0
+    time = None
+    for record in run.records:
+        last_time = time
+        time = datetime.fromisoformat(record["time"])
+        if record["kind"] == "start":
+            n_starts += 1
+        elif last_time:
+            total_s += (time - last_time).total_seconds()
+    return total_s, n_starts
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def list_remarks(run: Run) -> list[str]:
     remarks = warn_of_bubble(run.planned, run.pipeline.bubble) if run.pipeline else []
-    median_s, validation = run.find_median("step_time_s"), run.list_values("val_loss")
-    if slow := [step for step, value in run.list_values("step_time_s")[1:] if value > 2 * median_s]:
-        remarks.append(f"steps that took more than twice the median ({len(slow)} records, first step {slow[0]:,})")
-    if validation and validation[-1][1] > 1.01 * min(value for _, value in validation):
+    median_s = run.find_median("step_time_s")
+    slow_steps = [step for step, step_s in run.list_values("step_time_s")[1:] if step_s > 2 * median_s]
+    if slow_steps:
+        remarks.append(
+            f"steps that took more than twice the median ({len(slow_steps)} records, first step {slow_steps[0]:,})"
+        )
+    losses = [loss for _, loss in run.list_values("val_loss")]
+    if losses and losses[-1] > 1.01 * min(losses):
         remarks.append("the validation loss is above its minimum")
     return remarks

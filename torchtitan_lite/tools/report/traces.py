@@ -11,19 +11,27 @@ NCCL records the group and the bytes of each call. gloo does not: there, the axi
 import json
 import re
 from collections import Counter, defaultdict
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schedule import Action
+from torchtitan_lite.tools.plan.actions import Action
 from torchtitan_lite.tools.plan.meter import OPERATIONS
 from torchtitan_lite.tools.plan.timeline import Event, Timeline
 from torchtitan_lite.tools.plan.transfers import Moved, fraction_moved, sum_moved
 
 MOST_RANKS = 16  # maximum number of traces that are read, evenly spaced
 DIMS = "pp|dp_replicate|dp_shard|efsdp|ep|cp|tp"
-ITEM_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2}  # others: 1
+ITEM_BYTES = {  # others: 1
+    "Double": 8,
+    "Long": 8,
+    "Float": 4,
+    "Int": 4,
+    "BFloat16": 2,
+    "Half": 2,
+}
+IGNORED = ("PythonDispatchMode", "gloo:send")
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 
@@ -33,77 +41,129 @@ class Trace(NamedTuple):
     rank: int
     parts: dict[str, float]  # "computing", "exposed AXIS", "waiting"; they add up to the step
     hidden: dict[str, float]  # by axis
-    calls: list[tuple[float, float, str, str]]  # start and end within the step, name, axis or ""
-    actions: dict[Action, tuple[float, float]]  # action of the pipeline -> start and end, by the clock of the host
-    moved: dict[tuple[str, str], Moved]  # (axis, operation) -> calls and bytes of NCCL; empty for gloo
+    calls: list[tuple]  # start and end within the step, name, axis or ""
+    actions: dict[Action, tuple]  # action of the pipeline -> start and end, by the clock of the host
+    moved: dict[tuple, Moved]  # (axis, operation) -> calls and bytes of NCCL; empty for gloo
 
 
 def read_traces(folder: Path, layout: Layout) -> list[Trace]:
     """Read the traces of the newest step. Return an empty list if there are none."""
-    newest = max(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), default=folder)
-    ranks = sorted(int(path.stem.removeprefix("rank-")) for path in newest.glob("rank-*.json"))
-    return [read_trace(newest, rank, layout) for rank in ranks[:: -(-len(ranks) // MOST_RANKS) or 1]]
+    newest = max(
+        folder.glob("step-*"),
+        key=lambda path: int(path.name.removeprefix("step-")),
+        default=folder,
+    )
+    ranks = [int(path.stem.removeprefix("rank-")) for path in newest.glob("rank-*.json")]
+    stride = max(1, ceil(len(ranks) / MOST_RANKS))
+    return [read_trace(newest, rank, layout) for rank in sorted(ranks)[::stride]]
 
 
 def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     data = json.loads((folder / f"rank-{rank}.json").read_bytes())
     events = [event for event in data["traceEvents"] if event["ph"] == "X"]
     events.sort(key=lambda event: (event["ts"], -event["dur"]))
-    steps = [each for each in events if each["name"].startswith("ProfilerStep") and each["cat"] == "user_annotation"]
-    began, ended = steps[-1]["ts"] / 1e6, (steps[-1]["ts"] + steps[-1]["dur"]) / 1e6
     on_gpu = any(event["cat"] == "kernel" for event in events)
+    annotations = [event for event in events if event["cat"] == "user_annotation"]
+    *_, step = (event for event in annotations if event["name"].startswith("ProfilerStep"))
+    step_start, step_end = find_span(step)
     used = [dim for dim, degree in layout.degrees.items() if degree > 1]
-    described = {each["pg_name"]: each["pg_desc"] for each in data["distributedInfo"]["pg_config"]}
-    axes = {name: " x ".join(re.findall(DIMS, about) or used) for name, about in described.items()}
-    spans, calls, actions, received, sent = defaultdict(list), [], {}, [], []
+    axes = {}  # process group -> axis
+    for group in data["distributedInfo"]["pg_config"]:
+        dims = re.findall(DIMS, group["pg_desc"])
+        axes[group["pg_name"]] = " x ".join(dims or used)
+    if layout.ep > 1:
+        used.append("ep")
+    spans = defaultdict(list)  # by axis
+    received = []
+    sent = []
+    calls = []
+    actions = {}
     for event in events:
-        name, start, end = event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-        if not began <= start < ended or name in ("PythonDispatchMode", "gloo:send"):
+        name = event["name"]
+        start, end = find_span(event)
+        if not step_start <= start < step_end or name in IGNORED:
             continue
         if name == "record_param_comms":
             sent.append(read_call(event["args"], axes))
-        if not (event["cat"] in ON_GPU if on_gpu else event["tid"] == steps[-1]["tid"]):
+        is_shown = event["cat"] in ON_GPU if on_gpu else event["tid"] == step["tid"]
+        if not is_shown:
             continue
         if name == "gloo:recv":  # lasts until the bytes have arrived, and may overlap with computing
             received.append((start, end))
             continue
-        axis = find_axis(event, used + ["ep"] * (layout.ep > 1), axes)
-        calls.append((start - began, end - began, name.removeprefix("autograd::engine::evaluate_function: "), axis))
+        axis = find_axis(event, used, axes)
+        name = name.removeprefix("autograd::engine::evaluate_function: ")
+        calls.append((start - step_start, end - step_start, name, axis))
         if axis or "annotation" not in event["cat"]:
             spans[axis].append((start, end))
         if found := re.match(r"pp ([FBIW])(\d+) stage (\d+)", name):
-            action = Action(int(found[3]), found[1], int(found[2]))
+            kind, microbatch, stage = found.groups()
+            action = Action(int(stage), kind, int(microbatch))
             first, last = actions.get(action, (start, end))
-            actions[action] = first if start < last else start, max(last, end)  # overlap: two streams; else: run again
-    computing = spans.pop("", [])
-    layers = [(f"exposed {axis}", spans[axis]) for axis in sorted(spans)]
-    layers.insert(0 if on_gpu else len(layers), ("computing", computing))
-    busy, parts = [], Counter(computing=0.0)
-    for part, each in [*layers, ("exposed pp", received)]:
-        parts[part] += measure(busy + each) - measure(busy)
-        busy = busy + each
-    parts["waiting"] = ended - began - measure(busy)
-    hidden = {f"hidden {axis}": measure(spans[axis]) - parts[f"exposed {axis}"] for axis in spans if on_gpu}
-    return Trace(rank, {part: s for part, s in parts.items() if s > 0}, hidden, calls, actions, sum_moved(sent))
+            if start >= last:  # the action ran again; spans of two streams overlap
+                first = start
+            actions[action] = first, max(last, end)
+    parts, hidden = divide_step(spans, received, step_end - step_start, on_gpu)
+    return Trace(
+        rank,
+        parts,
+        hidden,
+        calls,
+        actions,
+        sum_moved(sent),
+    )
 
 
-def measure(spans: list[tuple[float, float]]) -> float:
+def find_span(event: dict) -> tuple[float, float]:
+    """Return start and end in seconds."""
+    return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+
+
+def divide_step(
+    spans: dict,
+    received: list,
+    step_s: float,
+    on_gpu: bool,
+) -> tuple[dict, dict]:
+    """Return the parts of a step, and the hidden communication by axis. See Trace."""
+    computing = [("computing", spans.pop("", []))]
+    communication = [(f"exposed {axis}", spans[axis]) for axis in sorted(spans)]
+    layers = computing + communication if on_gpu else communication + computing
+    parts = Counter(computing=0.0)
+    busy = []
+    for part, layer in [*layers, ("exposed pp", received)]:
+        busy_s = measure(busy)
+        busy = busy + layer
+        parts[part] += measure(busy) - busy_s
+    parts["waiting"] = step_s - measure(busy)
+    hidden = {}
+    if on_gpu:
+        for axis in spans:
+            hidden[f"hidden {axis}"] = measure(spans[axis]) - parts[f"exposed {axis}"]
+    return {part: seconds for part, seconds in parts.items() if seconds > 0}, hidden
+
+
+def measure(spans: list) -> float:
     """Return the total length of the union of the spans."""
-    total, at = 0.0, -inf
+    total = 0.0
+    covered = -inf
     for start, end in sorted(spans):
-        total, at = total + max(0.0, end - max(start, at)), max(at, end)
+        total += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
     return total
 
 
-def read_call(args: dict, axes: dict[str, str]) -> tuple[tuple[str, str], int, float]:
+def read_call(args: dict, axes: dict) -> tuple:
     """Return (axis, operation), 1, and the bytes that the rank moves in an NCCL call."""
     name = args["Collective name"].replace("_", "")
     operation = next((operation for part, operation in OPERATIONS.items() if part in name), name)
-    n_bytes = max(args["In msg nelems"], args["Out msg nelems"]) * ITEM_BYTES.get(args["dtype"], 1)
-    return (axes[args["Process Group Name"]], operation), 1, n_bytes * fraction_moved(operation, args["Group size"])
+    axis = axes[args["Process Group Name"]]
+    n_items = max(args["In msg nelems"], args["Out msg nelems"])
+    n_bytes = n_items * ITEM_BYTES.get(args["dtype"], 1)
+    return (axis, operation), 1, n_bytes * fraction_moved(operation, args["Group size"])
 
 
-def find_axis(event: dict, used: list[str], axes: dict[str, str]) -> str:
+def find_axis(event: dict, used: list[str], axes: dict) -> str:
     """Return the axis over which a call communicates; "" if it computes. `used`: dims with more than one rank."""
     name = event["name"]
     if "nccl" in name:
@@ -119,11 +179,16 @@ def find_axis(event: dict, used: list[str], axes: dict[str, str]) -> str:
 
 def measure_pipeline(traces: list[Trace], layout: Layout) -> Timeline | None:
     """Return the measured pipeline, or None if there is no pipeline or a pp rank has no trace."""
-    ranks = {trace.rank * layout.pp // layout.world_size: trace.actions for trace in reversed(traces) if trace.actions}
-    if len(ranks) < layout.pp:
+    by_pp_rank = {}
+    for trace in reversed(traces):
+        if trace.actions:
+            pp_rank = trace.rank * layout.pp // layout.world_size
+            by_pp_rank[pp_rank] = trace.actions
+    if len(by_pp_rank) < layout.pp:
         return None
-    began = min(start for actions in ranks.values() for start, _ in actions.values())
+    first = min(start for actions in by_pp_rank.values() for start, _ in actions.values())
     events = []
-    for rank, actions in ranks.items():
-        events += [Event(rank, start - began, end - began, action) for action, (start, end) in actions.items()]
+    for pp_rank, actions in by_pp_rank.items():
+        for action, (start, end) in actions.items():
+            events.append(Event(pp_rank, start - first, end - first, action))
     return Timeline(events, layout.pp)

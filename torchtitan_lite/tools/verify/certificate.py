@@ -1,8 +1,11 @@
 """The verdict of `verify`, as text or as JSON."""
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 from torchtitan_lite.tools.tables import format_table
+from torchtitan_lite.tools.verify.coverage import SIZES, Coverage, find_coverage
 from torchtitan_lite.tools.verify.reduction import Reduction
 from torchtitan_lite.tools.verify.trial import Trial
 
@@ -27,6 +30,10 @@ class Certificate:
             return NOT_FINISHED
         return WRONG if self.trials[-1].faults else CERTIFIED
 
+    @cached_property
+    def coverage(self) -> Coverage:
+        return find_coverage(self.reduction, self.trials)
+
 
 def describe(certificate: Certificate) -> str:
     """Return the verdict and the measured errors as text."""
@@ -40,9 +47,37 @@ def describe(certificate: Certificate) -> str:
         lines += [f"  {measure}: {fault}" for measure, fault in last.faults.items()]
     else:
         lines = [f"not finished: {subject}: trial {last.name}: {last.unfinished}"]
-    changes = [f"{key.split('.')[-1]} {a} -> {b}" for key, (a, b) in certificate.reduction.changes.items()]
-    lines += ["", describe_measures(certificate.trials), "", f"replaced in the wide trial: {', '.join(changes)}"]
-    return "\n".join([*lines, f"not covered: {OUTSIDE}"])
+    lines += [*describe_coverage(certificate), "", describe_measures(certificate.trials), ""]
+    changes = [format_change(key, change) for key, change in certificate.reduction.changes.items() if is_size(key)]
+    return "\n".join([*lines, f"sizes in the wide trial: {', '.join(changes)}"])
+
+
+def describe_coverage(certificate: Certificate) -> list[str]:
+    """Return the lines that say what the certificate does not cover."""
+    coverage = certificate.coverage
+    lines = [f"not covered: {OUTSIDE}. By key:"]
+    lines += [f"  {key}: no effect: {reason}" for key, reason in coverage.without_effect.items()]
+    lines += [f"  {format_change(key, change)}" for key, change in coverage.not_covered.items()]
+    for trial in certificate.trials:
+        replaced = [format_change(key, change) for key, change in coverage.list_replaced(trial.name).items()]
+        if replaced:
+            lines.append(f"another value in trial {trial.name}: {', '.join(replaced)}")
+    return lines
+
+
+def is_size(key: str) -> bool:
+    """Whether a key of Reduction.changes is a size. Keys without a section are sizes of experts."""
+    return key in SIZES or "." not in key
+
+
+def format_change(key: str, change: tuple[object, object]) -> str:
+    asked, ran = (json.dumps(value, default=str) for value in change)
+    return f"{key} {shorten(asked)} -> {shorten(ran)}"
+
+
+def shorten(text: str) -> str:
+    """Cut a long value, such as a path, in the middle."""
+    return text if len(text) <= 44 else f"{text[:20]}...{text[-20:]}"
 
 
 def describe_measures(trials: list[Trial]) -> str:
@@ -57,8 +92,11 @@ def describe_measures(trials: list[Trial]) -> str:
 
 def report_for_programs(certificate: Certificate) -> dict[str, object]:
     """Return the certificate in JSON types. An error that is not finite is null."""
-    layout, trials = certificate.reduction.layout, [asdict(trial) for trial in certificate.trials]
+    layout, coverage = certificate.reduction.layout, certificate.coverage
+    trials = [asdict(replace(trial, ran=())) for trial in certificate.trials]
     for trial in trials:
+        del trial["ran"]
+        trial["replaced"] = coverage.replaced[trial["name"]]
         for name, (error, bound) in trial["measures"].items():
             trial["measures"][name] = {"error": error if error < float("inf") else None, "bound": bound}
     return {
@@ -66,6 +104,8 @@ def report_for_programs(certificate: Certificate) -> dict[str, object]:
         "verdict": certificate.verdict,
         "certified": certificate.verdict == CERTIFIED,
         "degrees": layout.degrees | ({"ep": layout.ep} if layout.ep else {}),
+        "not_covered": coverage.not_covered,
+        "without_effect": coverage.without_effect,
         "replaced": certificate.reduction.changes,
         "trials": trials,
     }

@@ -1,9 +1,9 @@
 """`verify`: compare a reduced config with one process; print a certificate or the first difference.
 
 wide        five steps with the optimizer and schedule of the run; two of them have a gradient that is not finite
-deep        one step: twelve layers, rows of 280 tokens or more at positions beyond 8,192, twelve microbatches
+deep        one step: twelve layers, twelve microbatches, rows of 280 tokens or more across position 8,192 and beyond
 train.py    three starts of train.py: one process; the layout; another layout that resumes
-bfloat16    one step (float8: two steps), compared with one rank that rounds in the same places
+bfloat16    one step (float8: three steps), compared with one rank that rounds in the same places
 """
 
 import json

@@ -55,13 +55,14 @@ def choose_degrees(section: Parallelism, max_ranks: int) -> dict[str, int]:
 
 
 def list_smaller(config: Config, max_ranks: int) -> Iterator[Config]:
-    """Yield the config with smaller degrees that fit, best first. A schedule file fixes pp."""
+    """Yield the config with smaller degrees that fit, best first."""
     asked = read_degrees(config.parallelism)
-    pinned = ("pp",) if config.parallelism.pipeline_parallel_schedule_csv else ()
 
     def list_divisors(dim: str) -> list[int]:
         degree = asked[dim]
-        return [n for n in range(1, degree + 1) if degree % n == 0] if degree > 1 and dim not in pinned else [degree]
+        if degree <= 1:  # or automatic
+            return [degree]
+        return [n for n in range(1, degree + 1) if degree % n == 0]
 
     def rank(smaller: Config) -> tuple:
         degrees = read_degrees(smaller.parallelism)

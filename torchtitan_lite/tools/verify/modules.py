@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schedule import read_rows
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.verify.plain import PlainModel, PlainStep
 from torchtitan_lite.tools.verify.rank import (
@@ -74,10 +73,11 @@ def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Se
     with packing_checked(seen, 0):
         stepping.forward_backward(run, batch, n_tokens)
     for name in sorted(outputs, key=list(right).index):
-        numbers = list_microbatches(config, run.layout, name)
-        if len(outputs[name]) != len(numbers):
-            seen.note(0, "microbatches", name, abs(len(outputs[name]) - len(numbers)))
-        for number, piece in zip(numbers, outputs[name], strict=False):
+        pieces = outputs[name]
+        n_microbatches = run.layout.n_microbatches
+        if len(pieces) != n_microbatches:
+            seen.note(0, "microbatches", name, abs(len(pieces) - n_microbatches))
+        for number, piece in enumerate(pieces[:n_microbatches]):
             whole = cut_piece(right[name], piece, seen.coordinates, run.layout, number, config.training.seq_len)
             error = relative_error(piece, whole) if piece.shape == whole.shape else float("inf")
             seen.note(0, "module output", name, error)
@@ -103,12 +103,3 @@ def cut_piece(whole: Tensor, piece: Tensor, at: Coordinates, layout: Layout, num
         if right.shape[dim] == layout.tp * piece.shape[dim]:
             right = right.chunk(layout.tp, dim=dim)[at["tp"]]
     return right
-
-
-def list_microbatches(config: Config, layout: Layout, name: str) -> list[int]:
-    """Return the microbatches in the order in which a module's stage runs them. A schedule file may change it."""
-    path = config.parallelism.pipeline_parallel_schedule_csv
-    if layout.pp == 1 or not path:
-        return list(range(layout.n_microbatches))
-    holds = [any(name == fqn or name.startswith(f"{fqn}.") for fqn in fqns) for fqns in layout.stages]
-    return [a.microbatch for row in read_rows(path) for a in row if a.stage == holds.index(True) and a.kind == "F"]

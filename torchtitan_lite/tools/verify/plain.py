@@ -47,7 +47,7 @@ class Inputs:
     """Settings of the batches and of the plain loop."""
 
     n_steps: int = len(STEPS)
-    first_position: int = 0  # of row 0; later rows start closer to 0
+    first_position: int = 0  # row 0 crosses it; later rows are closer to 0
     tokens_per_document: int = 8  # on average, with document attention
     biases_decide: bool = False  # biases choose the same experts for every token, whatever the rounding
     growth: float = 1.0  # factor by which the last rows of each weight grow after each step
@@ -91,8 +91,25 @@ def make_batch(config: Config, seed: int, inputs: Inputs = Inputs()) -> Batch:
         starts[:, 0] = False
         documents = starts.long().cumsum(1)
         positions -= (positions * starts).cummax(1).values
-    positions += inputs.first_position * (n_rows - torch.arange(n_rows))[:, None] // n_rows
+    positions += find_offsets(n_rows, seq_len, inputs.first_position)
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].masked_fill(masked, IGNORE_INDEX), positions, documents)
+
+
+def find_offsets(n_rows: int, seq_len: int, far: int) -> Tensor:
+    """Return what to add to the positions of a batch, (B, S), so that they come close to `far`.
+
+    Attention depends only on differences of positions. So positions that wrap are seen only if the wrap is inside a
+    row. Row 0 crosses every power of two from 8,192 to `far`, and `far`. Later rows cross a position closer to 0.
+    """
+    crossed = [[far * (n_rows - row) // n_rows] for row in range(n_rows)]
+    powers = [2**exponent for exponent in range(13, 64) if 2**exponent < far]
+    crossed[0] = [*powers, far]
+    offsets = torch.zeros(n_rows, seq_len, dtype=torch.int64)
+    for row, places in enumerate(crossed):
+        edges = [seq_len * number // len(places) for number in range(len(places) + 1)]
+        for place, start, end in zip(places, edges[:-1], edges[1:], strict=True):
+            offsets[row, start:end] = max(0, place - (start + end) // 2)
+    return offsets
 
 
 def choose_positions(section: LRScheduler) -> list[int]:

@@ -1,11 +1,14 @@
-"""Check that a layout rounds where one rank rounds: run train_step once in bfloat16, or twice in float8.
+"""Check that a layout rounds where one rank rounds: run train_step once in bfloat16, or three times in float8.
 
     one rank      runs the same microbatches one by one; gradients are rounded per microbatch and summed in float32
     the layout    dp and pp only change the order of float32 sums, so they may differ from one rank by 1e-5. tp and cp
                   add partial products in bfloat16. Their errors, measured against the plain loop in float32, may be
                   twice the errors of one rank
 
-In both cases, rotary angles must be computed in float32, and FSDP must reduce gradients in float32.
+In both cases, rotary angles must be computed in float32, and FSDP must reduce gradients in float32. In bfloat16, the
+gradients of a step must also be the sums of the gradients of its microbatches, in float32: a layout runs the step again
+with the even microbatches alone, and with the odd ones. This finds a sum that is rounded to bfloat16 on any layout,
+because the halves round differently.
 """
 
 from contextlib import AbstractContextManager
@@ -22,10 +25,12 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import plan_layout, resolve_model
-from torchtitan_lite.config.schedule import splits_backward
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.model.float8_linear import E4M3, choose_scale
+from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.llama3 import rotary_angles
-from torchtitan_lite.tools.verify.modules import cut_piece, list_microbatches
+from torchtitan_lite.parallel.float8 import find_amax
+from torchtitan_lite.tools.verify.modules import cut_piece
 from torchtitan_lite.tools.verify.plain import Inputs, PlainStep, run_plainly
 from torchtitan_lite.tools.verify.rank import (
     Seen,
@@ -42,9 +47,11 @@ from torchtitan_lite.tools.verify.trial import BOUNDS, EXACT, SUMS, RunRanks, Tr
 
 TWICE, ANGLES = 2.0, 1e-6
 LEAST = {"bfloat16": 1e-3, "float8": 1e-2}  # lower limit of a bound: the errors of one rank may cancel in its loss
-ROUNDED_OFTEN = 2e-2  # a split backward and ep sum the gradients of microbatches in the compute dtype
+ROUNDED_OFTEN = 2e-2  # with ep, experts multiply the rows of several ranks at once, and add them in another order
 FAR = 8192  # bfloat16 does not represent all integers above 256
-GROWTH = 3.0  # growth of the weights between the two steps of float8: a stale scale would be too small
+GROWTH = 1.5  # growth of the weights after each step of float8: a stale scale would be too small
+SUMMED = "sum of microbatches"
+SCALES = "scales"
 MEASURES = ("rotary angles", "loss", "reduced in float32", "gradients")  # in the order of a step
 
 
@@ -54,7 +61,7 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
     layout = plan_layout(config, resolve_model(config.model), reduction.layout.world_size)
     precompute = "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
     alone = override(put_on_one_rank(config, layout.microbatch_size), {precompute: False})
-    n_steps, growth = (2, GROWTH) if name == "float8" else (1, 1.0)
+    n_steps, growth = (3, GROWTH) if name == "float8" else (1, 1.0)
     inputs = Inputs(n_steps=n_steps, growth=growth, first_position=FAR, biases_decide=True)
     steps = run_plainly(override(config, {"model.converters": []}), inputs)
     path = folder / f"{name}.pt"
@@ -64,19 +71,20 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
     if exact:
         torch.save([replace(step, **own) for step, own in zip(steps, of_one, strict=True)], path)
     ranks = run_ranks(measure, layout.world_size, config, str(path))
-    split = splits_backward(config.parallelism)
 
     def choose_bound(measure: str, fqn: str, error_of_one: float) -> float:
         if measure in ("rotary angles", "reduced in float32"):
             return ANGLES if measure == "rotary angles" else EXACT
         if not exact:
             return TWICE * error_of_one + LEAST[name]
-        return ROUNDED_OFTEN if split or (layout.ep > 1 and ".feed_forward." in fqn) else SUMS
+        return ROUNDED_OFTEN if layout.ep > 1 and ".feed_forward." in fqn else SUMS
 
     keys = [key for measure in MEASURES for key in one.errors if key[1] == measure]
     bounds = {key: BOUNDS["packing"] for seen, _ in ranks for key in seen.errors if key[1] == "packing"}
+    bounds |= {key: EXACT for seen, _ in ranks for key in seen.errors if key[1] == SCALES}
     bounds |= {key: choose_bound(key[1], key[2], one.errors[key]) for key in keys}
-    return find_worst(name, [seen for seen, _ in ranks], bounds)
+    bounds |= {key: SUMS for seen, _ in ranks for key in seen.errors if key[1] == SUMMED}
+    return replace(find_worst(name, [seen for seen, _ in ranks], bounds), ran=(config,))
 
 
 def make_config(reduction: Reduction, *, float8: bool) -> Config:
@@ -100,8 +108,9 @@ def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: boo
     steps: list[PlainStep] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     seen, kept = Seen(run.mesh.coordinates()), []
-    if steps[1:] and run.float8_weights:  # scales are computed after the optimizer step, so weights change inside it
-        run.optimizer.register_step_post_hook(lambda *_: give_weights(run, steps[1].weights))
+    if run.float8_weights:  # scales are computed after the optimizer step, so weights change inside it
+        following = iter([*steps[1:], steps[-1]])
+        run.optimizer.register_step_post_hook(lambda *_: give_weights(run, next(following).weights))
     angles: dict[str, list[Tensor]] = {}
     for part in run.parts:
         for layer, block in part.layers.items():
@@ -123,8 +132,45 @@ def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: boo
             loss = stepping.train_step(run, own_rows(run, plain.batch)).loss.item()
         seen.note(number, "loss", "sum_losses", abs(loss - plain.loss) / plain.loss)
         compare_angles(run, plain, angles, number, seen)
+        if run.float8_weights:
+            compare_scales(run, number, seen)
+        if run.layout.n_microbatches > 1 and not (keeps or run.config.model.uses_float8):
+            compare_with_halves(run, plain, number, seen)
         kept.append({"loss": loss, "gradients": full} if keeps else {})
     return seen, kept
+
+
+def compare_scales(run: build.Run, number: int, seen: Seen) -> None:
+    """Compare the scales for the next step with those of the weights that it will use. Collective."""
+    weights = run.float8_weights
+    mesh = run.mesh.fsdp_mesh
+    amax = torch.stack([find_amax(weight.shard) for weight in weights])
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+    scales = torch.stack([weight.scale for weight in weights])
+    error = (scales / choose_scale(amax, E4M3) - 1).abs().max()
+    seen.note(number, SCALES, "precompute_scales", error.item())
+
+
+def compare_with_halves(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> None:
+    """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective."""
+    give_weights(run, plain.weights)
+    batch = own_rows(run, plain.batch)
+    n_rows = len(batch.tokens)
+    is_even = torch.arange(n_rows) // run.layout.microbatch_size % 2 == 0
+    n_tokens = torch.tensor(plain.n_tokens)
+    sums = {}
+    for router in run.balance.routers.values() if run.balance else ():
+        router.balance_loss = 0.0  # both halves would add it for every row
+    # The loss of a half is divided by the tokens of the whole batch.
+    with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
+        for sign, is_counted in ((1, torch.ones(n_rows, dtype=torch.bool)), (-1, is_even), (-1, ~is_even)):
+            targets = batch.targets.masked_fill(~is_counted[:, None], IGNORE_INDEX)
+            stepping.compute_gradients(run, replace(batch, targets=targets))
+            for fqn, parameter in run.parameters.items():
+                sums[fqn] = sign * parameter.grad + sums.get(fqn, 0)
+    for fqn, difference in sums.items():
+        right = plain.gradients[fqn]
+        seen.note(number, SUMMED, fqn, relative_error(difference, torch.zeros_like(right), right))
 
 
 def reductions_noted(seen: Seen, number: int) -> AbstractContextManager:
@@ -144,8 +190,8 @@ def compare_angles(run: build.Run, plain: PlainStep, angles: dict[str, list[Tens
     """Compare the rotary angles that enter each block with float32 angles of the same positions."""
     right = rotary_angles(plain.batch.positions, resolve_model(run.config.model))
     for name, noted in angles.items():
-        order = list_microbatches(run.config, run.layout, name)
-        for at, own in zip(order, noted[-len(order) :], strict=False):
+        last_step = noted[-run.layout.n_microbatches :]
+        for at, own in enumerate(last_step):
             whole = cut_piece(right, own, seen.coordinates, run.layout, at, run.config.training.seq_len)
             error = (own - whole).abs().max().item() if own.shape == whole.shape else float("inf")
             seen.note(number, "rotary angles", name, error)

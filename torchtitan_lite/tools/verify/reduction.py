@@ -211,10 +211,8 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
     if real.pp == 1:
         return {"model.n_layers": min(2, n_layers), **STAGES_BY_RULE}
     counts = count_layers(real.stages)
-    n_stages = len(counts)
-    if not section.pipeline_parallel_schedule_csv:
-        least = SCHEDULES[section.pipeline_parallel_schedule].least_stages_per_rank
-        n_stages = real.pp * max(least, min(2, n_stages // real.pp))
+    least = SCHEDULES[section.pipeline_parallel_schedule].least_stages_per_rank
+    n_stages = real.pp * max(least, min(2, len(counts) // real.pp))
     kept = [*counts[: n_stages - 1], counts[-1]]
     fewest = min(filter(None, counts))
     sizes = [min(count, 1 if count == fewest else 2) for count in kept]
@@ -258,8 +256,6 @@ def give_batch(degrees: dict[str, int], n_rows: int, n_microbatches: int, seq_le
 
 def reduce_microbatches(section: Parallelism, real: Layout, n_stages: int) -> int:
     """Return a number of microbatches that has the same relation to the number of stages as in the real run."""
-    if section.pipeline_parallel_schedule_csv:
-        return real.n_microbatches
     n_real_stages = len(real.stages)
     if real.n_microbatches < n_real_stages:
         wanted = n_stages - 1

@@ -2,7 +2,7 @@
 
                 layers        sequence                         microbatches    experts
     wide        1 or 2 each   about 40                         like real run   8
-    deep        12 or more    280 tokens beyond position 8,192 12 under pp     20
+    deep        12 or more    280 tokens around position 8,192 12 under pp     20
 
 Rows with documents have 560 tokens. The deep trial has the options of the wide one, except recompute and compile.
 """
@@ -33,7 +33,7 @@ N_TOKENS = 280  # per row; twice that with documents of two tokens. Indices do n
 N_MICROBATCHES = 12
 N_EXPERTS = 20
 N_CHUNKS = 12  # chunks of the loss per row
-FAR_POSITION = 8192  # the first position, unless seq_len or original_length is larger
+FAR_POSITION = 8192  # rows cross it, unless seq_len or original_length is larger
 
 
 def deepen(reduction: Reduction) -> Config:
@@ -53,7 +53,7 @@ def deepen(reduction: Reduction) -> Config:
     small = override(small, {"model.n_layers": choose_depth(small.parallelism), "compile.enable": False})
     small = keep_moe_layers(small, args)
     seq_len = reduce_sequence(degrees, sizes, N_TOKENS * (1 + ATTENTIONS[real.model.attention].uses_documents))
-    small = override(small, give_batch(degrees, 1, choose_microbatches(small, layout.n_microbatches), seq_len))
+    small = override(small, give_batch(degrees, 1, choose_microbatches(small), seq_len))
     chunk = -(-seq_len // layout.cp // N_CHUNKS) if real.training.loss_chunk_tokens else 0
     # Recompute and the compiler would take most of the time. The wide trial finds their faults.
     small = override(small, {"training.loss_chunk_tokens": chunk, "activation_checkpoint.mode": "none"})
@@ -68,7 +68,7 @@ def find_far_position(real: Config) -> int:
 
 
 def plan_own_stages(config: Config) -> Config:
-    """Return the config with stages that follow from the schedule, or from its CSV file."""
+    """Return the config with stages that follow from the schedule."""
     section = config.parallelism
     keys = dict(STAGES_BY_RULE)
     for end in ("first", "last"):
@@ -89,13 +89,11 @@ def choose_depth(section: Parallelism) -> int:
     return depths[-1]
 
 
-def choose_microbatches(small: Config, n_written: int) -> int:
-    """Return N_MICROBATCHES or a few more under pp; with a schedule file, the number of microbatches in the file."""
+def choose_microbatches(small: Config) -> int:
+    """Return N_MICROBATCHES or a few more under pp."""
     section = small.parallelism
     if section.pipeline_parallel_degree == 1:
         return 1
-    if section.pipeline_parallel_schedule_csv:
-        return n_written
     n_stages = len(plan_stages(section, small.model.n_layers)[0])
     candidates = range(N_MICROBATCHES, 2**16)
     return next(n for n in candidates if not check_microbatches(section, n, n, n_stages))

@@ -4,14 +4,16 @@
     the layout        steps 1 2 3       saved after step 2
     another layout            3 4       on the same ranks, with another ep if possible, from that checkpoint
 
-train.py is started three times in warm workers, and all numbers in metrics.jsonl are compared. A fault that one process
-has too is not found here; the tests find those.
+train.py is started three times in warm workers. All numbers in metrics.jsonl are compared, and every tensor of the
+checkpoints after steps 2 and 4: a loss hides a state that a resume has rounded. A fault that one process has too is not
+found here; the tests find those.
 """
 
 import gc
 import io
 import json
 import logging
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -27,16 +29,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite import REPOSITORY, build
+from torchtitan_lite.checkpoint.storage import open_checkpoint
 from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Checkpoint, Config, Job, LRScheduler, Metrics, Validation
+from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.verify.degrees import list_other_layouts
 from torchtitan_lite.tools.verify.plain import init_leveled
-from torchtitan_lite.tools.verify.rank import Seen, packing_checked
+from torchtitan_lite.tools.verify.rank import Seen, packing_checked, relative_error
 from torchtitan_lite.tools.verify.reduction import STAGES_BY_RULE, Reduction, override, round_up
 from torchtitan_lite.tools.verify.shapes import leave_out_compiler, put_on_one_rank
 from torchtitan_lite.tools.verify.trial import SUMS, RunRanks, Trial, find_worst
@@ -52,7 +55,9 @@ BOUNDS = {
     "val_loss": SUMS,
     "val_bits_per_byte": SUMS,
     "router_entropy": SUMS,
+    "saved tensor": 1e-4,  # as for grad_norm; a state that was rounded to bfloat16 is off by 1e-3
 }
+ROUNDED_STATE = 1e-2  # bound of a tensor saved in bfloat16, of which a few elements are rounded to a neighbor
 Log = dict[int, dict[str, float]]  # step -> numbers in metrics.jsonl
 
 
@@ -60,19 +65,32 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     """Start train.py three times. Files are written to `folder`."""
     folder = folder.absolute() / "train.py"
     config, n_ranks = make_config(reduction, folder), reduction.layout.world_size
-    write_corpus(folder / "corpus", config)
+    write_corpora(config)
     alone = put_on_one_rank(config, config.training.global_batch_size)
-    right = run_train(alone, 1, END, folder / "one process", run_ranks)
-    seen, name = Seen({}), "first start"
-    compare_logs(right, run_train(config, n_ranks, FIRST_END, folder / name, run_ranks), (1, 2, 3), name, seen)
-    first = find_worst("train.py", [seen], {key: BOUNDS[key[1]] for key in seen.errors})
+    right = run_train(complete(alone, END, folder / "one process"), 1, run_ranks)
+    seen = Seen({})
+    name = "first start"
+    first_config = complete(config, FIRST_END, folder / name)
+    compare_logs(right, run_train(first_config, n_ranks, run_ranks), (1, 2, 3), name, seen)
+    saved = Path(config.checkpoint.folder) / f"step-{SAVED}"
+    compare_checkpoints(folder / "one process" / saved, folder / name / saved, SAVED, seen)
+    first = judge_logs(seen, (first_config,))
     if first.faults:
         return first
-    other, name, checkpoint = choose_other_layout(config, reduction), "resumed start", f"checkpoint/step-{SAVED}"
-    (folder / name / checkpoint).parent.mkdir(parents=True)
-    (folder / "first start" / checkpoint).rename(folder / name / checkpoint)
-    compare_logs(right, run_train(other, n_ranks, END, folder / name, run_ranks), (3, 4), name, seen)
-    return find_worst("train.py", [seen], {key: BOUNDS[key[1]] for key in seen.errors})
+    name = "resumed start"
+    (folder / name / saved).parent.mkdir(parents=True)
+    (folder / "first start" / saved).rename(folder / name / saved)
+    second_config = complete(choose_other_layout(config, reduction), END, folder / name)
+    compare_logs(right, run_train(second_config, n_ranks, run_ranks), (3, 4), name, seen)
+    last = Path(config.checkpoint.folder) / f"step-{END}"
+    compare_checkpoints(folder / "one process" / last, folder / name / last, END, seen)
+    return judge_logs(seen, (first_config, second_config))
+
+
+def judge_logs(seen: Seen, ran: tuple[Config, ...]) -> Trial:
+    """Return the worst errors of the starts with these configs."""
+    bounds = {key: BOUNDS[key[1]] for key in seen.errors}
+    return replace(find_worst("train.py", [seen], bounds), ran=ran)
 
 
 def compare_logs(right: Log, logged: Log, steps: tuple[int, ...], name: str, seen: Seen) -> None:
@@ -86,11 +104,39 @@ def compare_logs(right: Log, logged: Log, steps: tuple[int, ...], name: str, see
                 seen.note(step - 1, key, name, float("inf"))
 
 
-def run_train(config: Config, n_ranks: int, last_step: int, folder: Path, run_ranks: RunRanks) -> Log:
-    """Run train.py on ranks of the pool up to `last_step`, and return its log. Raises RankFailure."""
+def compare_checkpoints(right_folder: Path, folder: Path, step: int, seen: Seen) -> None:
+    """Compare every tensor of a checkpoint, weights and optimizer state, with the checkpoint of one process."""
+    right = open_checkpoint(right_folder, verify=False)
+    own = open_checkpoint(folder, verify=False)
+    names = [*right.manifest.tensors, *own.manifest.tensors]
+    errors = {}
+    for name in dict.fromkeys(names):
+        errors[name] = math.inf
+        if names.count(name) == 2:
+            errors[name] = compare_tensors(own.read(name), right.read(name))
+    for name in sorted(errors, key=errors.get, reverse=True):  # a wrong state makes weights wrong, but less so
+        seen.note(step - 1, "saved tensor", name, errors[name])
+
+
+def compare_tensors(own: Tensor, right: Tensor) -> float:
+    """Return the relative error. For a tensor in bfloat16, it is scaled from its own bound to the one in BOUNDS."""
+    if own.dtype != right.dtype or own.shape != right.shape:
+        return math.inf
+    error = relative_error(own, right)
+    return error * BOUNDS["saved tensor"] / ROUNDED_STATE if right.dtype == torch.bfloat16 else error
+
+
+def complete(config: Config, last_step: int, folder: Path) -> Config:
+    """Return the config of a start that ends after `last_step` and writes to `folder`."""
+    keys = {"training.steps": last_step, "job.dump_folder": str(folder), "job.overwrite": False}
+    return override(config, keys)
+
+
+def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> Log:
+    """Run train.py on ranks of the pool, and return its log. Raises RankFailure."""
     flavor = {"debug": resolve_model(config.model)}  # a TOML file cannot set the number of experts
-    config = override(config, {"training.steps": last_step, "model.flavor": "debug", "model.row": None})
-    config = override(config, {"job": Job(dump_folder=str(folder))})
+    config = override(config, {"model.flavor": "debug", "model.row": None})
+    folder = Path(config.job.dump_folder)
     path = folder.with_suffix(".toml")
     path.write_text(dump_config_toml(config), encoding="utf-8")
     # As in torchrun, the parent hosts the store for the rendezvous, at a port that the system chooses.
@@ -164,6 +210,7 @@ def process_left_as_it_was() -> Iterator[None]:
         yield
     finally:
         logging.getLogger("torchtitan_lite").propagate = True
+        torch.use_deterministic_algorithms(False)
         gc.unfreeze()
         gc.enable()
 
@@ -178,46 +225,64 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
     vocab_size += round_up(max(0, N_WORDS - vocab_size), reduction.layout.world_size)  # keeps divisibility
     optimizer = real.optimizer
     if optimizer.name != "SGD":  # with an eps of the size of gradients, updates depend on more than their signs
-        optimizer = replace(optimizer, lr=0.015, eps=1e-3, moments_dtype="float32")
-        optimizer = replace(optimizer, implementation="fused" if optimizer.implementation == "fused" else "for-loop")
+        optimizer = replace(optimizer, lr=0.015, eps=1e-3)
+    compares_copies = int(real.debug.compare_copies_every > 0)
+    corpora = [str(folder / f"corpus-{number}") for number in range(len(real.training.dataset))]
     return override(
         small,
         {
-            "profiling.enable_profiling": False,
-            "debug.deterministic": False,
-            "metrics": Metrics(log_freq=1, enable_tensorboard=False),
             "optimizer": optimizer,
+            # the rate differs in every step, so that a step too many or too few is seen
             "lr_scheduler": LRScheduler(warmup_steps=2, total_steps=6, decay_type=real.lr_scheduler.decay_type),
-            "checkpoint": Checkpoint(enable=True, interval=SAVED, async_mode=real.checkpoint.async_mode),
-            "validation": Validation(enable=True, freq=10**6),
-            "comm.train_timeout_seconds": 300,
+            "profiling.enable_profiling": False,
+            "profiling.enable_memory_snapshot": False,  # refused without a GPU
+            "metrics.log_freq": 1,
+            "metrics.enable_tensorboard": False,
+            "metrics.enable_wandb": False,
+            "debug.compare_copies_every": compares_copies,
+            "checkpoint.enable": True,
+            "checkpoint.interval": SAVED,
+            "checkpoint.keep_latest_k": 0,
+            "checkpoint.local_folder": "",
+            "checkpoint.load_step": -1,
+            "checkpoint.load_only": False,
+            "checkpoint.exclude_from_loading": [],
+            "checkpoint.initial_load_path": "",
+            "checkpoint.last_save_model_only": False,
+            "checkpoint.last_save_in_hf": False,
+            "validation.enable": True,
+            "validation.freq": 10**6,
+            "validation.dataset": [],
+            "validation.dataset_path": "",
+            "comm.train_timeout_seconds": max(300, real.comm.train_timeout_seconds),
             "model.hf_assets_path": TOKENIZER,
             "model.vocab_size": vocab_size,
             "training.expert_bias_rate": 1e-3,
-            "training.dataset": [str(folder / "corpus")],
+            "training.dataset": corpora,
             "training.dataset_path": "",
-            "training.dataset_weights": [],
             "training.cache_folder": str(folder / "cache"),
             "training.enable_cpu_offload": False,  # refused without a GPU
         },
     )
 
 
-def write_corpus(folder: Path, config: Config) -> None:
-    """Prepare a corpus of random documents. It is so small that a second epoch begins during the run."""
-    folder.parent.mkdir(parents=True)
-    n_tokens, draw = config.training.global_batch_size * config.training.seq_len, random.Random(0)
-    documents = ("".join(draw.choices(ascii_letters, k=draw.randint(1, 48))) for _ in range(n_tokens // 5))
-    file = folder.with_suffix(".jsonl")
-    file.write_text("\n".join(json.dumps({"text": document}) for document in documents))
-    prepare([file], folder, PrepareSettings(TOKENIZER, validation_share=0.35))
+def write_corpora(config: Config) -> None:
+    """Prepare corpora of random documents. They are so small that a second epoch begins during the run."""
+    folders = [Path(name) for name in config.training.dataset]
+    n_tokens = config.training.global_batch_size * config.training.seq_len
+    folders[0].parent.mkdir(parents=True)
+    draw = random.Random(0)
+    for folder in folders:
+        texts = ["".join(draw.choices(ascii_letters, k=draw.randint(1, 48))) for _ in range(n_tokens // 5)]
+        file = folder.with_suffix(".jsonl")
+        file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+        prepare([file], folder, PrepareSettings(TOKENIZER, validation_share=0.35))
 
 
 def choose_other_layout(config: Config, reduction: Reduction) -> Config:
     """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible."""
     keys = {
         **STAGES_BY_RULE,
-        "parallelism.pipeline_parallel_schedule_csv": "",
         "parallelism.pipeline_parallel_schedule": "GPipe",  # takes any number of microbatches
         "parallelism.pipeline_parallel_microbatch_size": 1,
         "training.local_batch_size": 1,

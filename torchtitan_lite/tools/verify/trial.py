@@ -61,6 +61,7 @@ class Trial:
     culprit: Culprit | None = None
     unfinished: str = ""  # reason why ranks did not answer
     seconds: float = 0.0
+    ran: tuple[Config, ...] = ()  # configs of the layouts that ran
 
 
 def try_layout(name: str, config: Config, world_size: int, run_ranks: RunRanks, folder: Path, inputs: Inputs) -> Trial:
@@ -73,7 +74,7 @@ def try_layout(name: str, config: Config, world_size: int, run_ranks: RunRanks, 
         torch.save((steps[0], watch_plainly(config, steps[0])), path)
         module = name_module(run_ranks(compare_outputs, world_size, config, str(path)))
         trial = replace(trial, culprit=module or trial.culprit)
-    return trial
+    return replace(trial, ran=(config,))
 
 
 def make_trial(name: str, call: Callable[[], Trial]) -> Trial:

@@ -1,0 +1,40 @@
+"""Read what people write on a command line: whole numbers, paths, and names of the Hugging Face Hub."""
+
+import os
+import re
+from pathlib import Path
+
+from torchtitan_lite.config.messages import UserError
+
+
+def parse_whole(text: str) -> int:
+    """Return a whole number: 7, 007, 1_000, 1e3. Raises ValueError."""
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+    if not number.is_integer():
+        raise ValueError(f"{text} is not a whole number")
+    return int(number)
+
+
+def expand_path(text: str) -> str:
+    """Replace ~ and $VAR in a path that does not exist as written. Raises UserError for an unknown user or variable."""
+    if os.path.exists(text):
+        return text
+    expanded = os.path.expanduser(os.path.expandvars(text))
+    if unset := re.search(r"\$(\w+|\{[^}]*\})", expanded):
+        raise UserError(f"the environment variable {unset[0]} is not set")
+    if expanded.startswith("~"):
+        raise UserError(f"there is no user {expanded.partition('/')[0]}")
+    return expanded
+
+
+def explain_hub_name(text: str | Path) -> str:
+    """Return why a name of the Hugging Face Hub is no path, and how to download it; "" for any other text."""
+    name = re.sub(r"^(hf:/+|https?:/+huggingface\.co/)", "", str(text))
+    owner, _, model = name.partition("/")
+    is_name = all(re.fullmatch(r"\w[\w.-]*", part) for part in (owner, model))
+    if not is_name or os.path.exists(text) or os.path.exists(owner):
+        return ""
+    return f"{text} is no folder here; nothing is downloaded. Run: hf download {name} --local-dir {name}"
