@@ -117,11 +117,8 @@ def describe_memory(plan: Plan) -> str:
         if not memory.gradients:  # the peak is at the loss of the only microbatch
             cells[1] = "none yet"
         rows.append((f"  pp rank {pp_rank}{like}", *cells))
-    error = BARS["memory"].describe(plan.gpu)
-    return (
-        f"{format_table(rows)}\n  taken: by the allocator and by CUDA; at most: upper end of the 80 % range, which must fit"
-        f"\n  {error}"
-    )
+    legend = "taken: by the allocator and by CUDA; at most: upper end of the 80 % range, which must fit"
+    return f"{format_table(rows)}\n  {legend}\n  {BARS['memory'].describe(plan.gpu)}"
 
 
 def describe_time(expected: Forecast, gpu: str) -> str:

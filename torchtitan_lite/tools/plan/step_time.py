@@ -17,7 +17,7 @@ from operator import mul
 from typing import NamedTuple
 
 from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, BlockModule
-from torchtitan_lite.config.schedule import Action
+from torchtitan_lite.tools.plan.actions import Action
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Workload
 
