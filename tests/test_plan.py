@@ -15,6 +15,7 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.plan.bars import find_most_taken
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, find_cluster
+from torchtitan_lite.tools.plan.command import format_duration
 from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast, list_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks, warn_of_groups
@@ -256,3 +257,36 @@ def test_llama3_70b_on_64_h100_in_tp4_pp2_dp8():
     for memory in list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout)):
         assert memory.parameters + memory.optimizer == pytest.approx(12 * 70.55e9 / 64, rel=0.01)
     assert predict(planned).bubble == pytest.approx(1 / 9, abs=0.01)
+
+
+# ---------------------------------------------------------------- overlap, experts, words
+
+
+def test_replicas_overlap_and_slow_networks_disturb_less():
+    keys = {"data_parallel_replicate_degree": 64, "data_parallel_shard_degree": 1}
+    replicas, shards = read("llama3_1b", 64, **keys), read("llama3_1b", 64, zero_stage=1)
+    assert predict(replicas).step_time_s == pytest.approx(predict(shards).step_time_s, rel=0.05)
+    slow = replace(H100, network_bandwidth=H100.network_bandwidth / 4)
+    assert slow.find_share(8, 8) < H100.find_share(1, 8) == 1
+
+
+def test_experts_take_as_long_as_one_dense_matmul_and_a_router_hardly_any_time():
+    planned = read("qwen3_30b_a3b", 64, **degrees(tp=4))
+    model = StepTime(planned.workload, H100)
+    block = {module.name.rpartition(".")[2]: module for module in planned.workload.kinds[0].block}
+    experts, router = (model.module_times(block[name])[0] for name in ("w1", "router"))
+    dense = H100.matmul_time(planned.workload.n_rows, 768, 2048, "bfloat16")
+    assert experts == pytest.approx(dense) and router < experts
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(967.7, "16.1 minutes"), (7200, "2.0 hours"), (1e5, "1.2 days")])
+def test_durations_have_a_unit_that_fits(seconds, words):
+    assert format_duration(seconds) == words
+
+
+def test_a_layout_that_is_too_tight_gets_settings_that_fit():
+    planned = read("llama3_70b", 64, **degrees(tp=4, pp=2), local_batch_size=16)
+    (remark,) = (remark for remark in remarks_of(planned) if "does not fit" in remark)
+    assert "parallelism.zero_stage = 3" in remark
+    fixed = read("llama3_70b", 64, **degrees(tp=4, pp=2), local_batch_size=16, zero_stage=3)
+    assert not any("does not fit" in remark for remark in remarks_of(fixed))
