@@ -154,11 +154,11 @@ CLUSTERS = {
     # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8, NVLink 1.8 TB/s, cards of 400 Gb/s. Efficiencies are
     # copied from Hopper: no published run has been compared with this row
     "b200": Cluster(B200, 75e12, 2 * B200, 180 * GB, 8e12, 8, 900 * GB, 50 * GB, 148),
-    # one rank on one core of an x86 server with AVX-512, gloo over loopback: measured, to one digit; free() returns
-    # memory to the system
     # torchtitan's machine of 2024: 96 GB of HBM2e at 2.4 TB/s, and a limit of 500 W, which lowers the clock. 0.88: an
     # earlier fit, which published.py does not repeat
     "h100-96": Cluster(H100, 67e12, 2 * H100, 96 * GB, 2.4e12, 8, 450 * GB, 50 * GB, 132, clock=0.88),
+    # one rank on one core of an x86 server with AVX-512, gloo over loopback: measured, to one digit; free() returns
+    # memory to the system
     "cpu": Cluster(9e10, 9e10, 9e10, 4 * GIB, 4e10, 64, 1e9, 1e9, 1, matmul_efficiency=0.5, cudnn_forward=0.35,
                    cudnn_backward=0.35, latency_s=200e-6, kernel_s=20e-6, reserve_factor=1.0,
                    tp_reserve_factor=1.0, context_bytes=GIB // 4),
