@@ -7,10 +7,6 @@ from base64 import b64encode
 from pathlib import Path
 
 import pytest
-<<<<<<< HEAD
-=======
-from test_chat import EXCHANGE
->>>>>>> diet-chat
 from test_check import H100_ELSEWHERE, LAPTOP
 from test_fine_tuning import CASES, publish
 from test_tokenizers import SHIPPED
@@ -102,7 +98,7 @@ def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(case
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 def test_conversations_without_chat_are_recognized_and_the_options_prepare_them(column, capsys):
-    file = write_lines([{"id": n, column: EXCHANGE} for n in range(3)])
+    file = write_lines([{"id": n, column: TALK} for n in range(3)])
     assert run_prepare(file) == 2
     error = capsys.readouterr().err
     assert "--skip-bad" not in error

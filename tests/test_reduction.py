@@ -18,6 +18,10 @@ CONFIGS = sorted(path.stem for path in (Path(__file__).resolve().parent.parent /
 LAYERS_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 
 
+ONE_COPY = "--parallelism.data_parallel_replicate_degree=1"
+ANY_BATCH = "--training.global_batch_size=-1"
+
+
 def read(*args: str) -> Config:
     # finetune names its model by an environment variable
     reading = read_config(["--checkpoint.initial_load_path=", "--config", *args])
@@ -47,17 +51,17 @@ def test_a_layout_that_fits_is_tried_exactly_as_asked(max_ranks, asked, layout):
 @pytest.mark.parametrize(
     ("max_ranks", "config", "asked", "layout"),
     [
-        (8, "llama3_70b", {}, "dp_shard2 x tp4"),  # tp8 would leave no rank for an automatic dp_shard
+        (8, "llama3_70b", {TP: 8}, "dp_shard2 x tp4"),  # tp8 would leave no rank for an automatic dp_shard
         (8, "llama3_8b", {PP: 16, SHARD: 128, TP: 8}, "pp2 x dp_shard2 x tp2"),
         (16, "llama3_8b", {PP: 16, SHARD: 128, TP: 8}, "pp4 x dp_shard2 x tp2"),
         (8, "llama3_8b", {CP: 16, SHARD: 1, TP: 8}, "cp4 x tp2"),  # cp grows first
-        (8, "mixtral_8x22b", {}, "pp2 x dp_shard2 x tp2, ep4"),
+        (8, "mixtral_8x22b", {}, "dp_replicate2 x dp_shard2 x tp2, ep4"),
         (4, "qwen3_30b_a3b", {}, "dp_shard4, ep4"),
         (2, "debug_3d", {}, "tp2"),  # dims are given up
     ],
 )
 def test_one_that_needs_more_ranks_is_refused_with_the_largest_that_fits(max_ranks, config, asked, layout):
-    batch = [] if config.startswith("debug") else ["--training.local_batch_size=16"]
+    batch = [] if config.startswith("debug") else ["--training.local_batch_size=16", ANY_BATCH]
     real = compare.override(read(config, *batch), asked)
     with pytest.raises(ConfigError) as refusal:
         reduce_config(real, max_ranks)
@@ -88,7 +92,7 @@ INTERLEAVED = (*EVEN, f"--{SCHEDULE}=Interleaved1F1B")
     ],
 )
 def test_stages_stay_as_many_per_rank_and_as_even(args, layers_of_stages):
-    config = read("llama3_8b", "--training.local_batch_size=16", *args)
+    config = read("llama3_8b", "--training.local_batch_size=16", ANY_BATCH, *args)
     assert count_layers(reduce_config(config, 4).layout.stages) == layers_of_stages
 
 
@@ -97,7 +101,7 @@ def test_stages_stay_as_many_per_rank_and_as_even(args, layers_of_stages):
 )
 def test_microbatches_keep_their_relation_to_the_stages(n_real, schedule, n_small):
     args = (f"--training.local_batch_size={n_real}", f"--{PP}=4", f"--{SHARD}=1", f"--{SCHEDULE}={schedule}")
-    assert reduce_config(read("llama3_8b", *args), 4).layout.n_microbatches == n_small
+    assert reduce_config(read("llama3_8b", ANY_BATCH, *args), 4).layout.n_microbatches == n_small
 
 
 def test_accumulation_documents_recompute_and_sizes_that_do_not_divide_are_kept():
@@ -126,7 +130,12 @@ def test_what_only_a_gpu_has_is_left_out_and_what_saves_memory_stays():
 @pytest.mark.parametrize(
     ("args", "efsdp", "n_experts", "n_deep"),
     [
-        (("mixtral_8x22b", f"--{PP}=1", f"--{TP}=1", f"--{EP}=4", f"--{SHARD}=8"), 2, 8, 8),  # FSDP shares experts
+        (
+            ("mixtral_8x22b", f"--{PP}=1", f"--{TP}=1", f"--{EP}=4", f"--{SHARD}=8", ONE_COPY),
+            2,
+            8,
+            8,
+        ),  # FSDP shares experts
         (("qwen3_30b_a3b", f"--{EP}=8", f"--{SHARD}=8"), 1, 16, 24),
         (("qwen3_30b_a3b", f"--{EP}=2", f"--{SHARD}=4", f"--{TP}=2"), 4, 16, 24),
         (("debug_moe_3d",), 1, 8, 8),
@@ -149,7 +158,9 @@ def test_experts_keep_top_k_and_are_shared_as_before(args, efsdp, n_experts, n_d
 def test_each_small_run_keeps_the_layout_and_the_deep_one_is_deep_long_and_far(name):
     config = read(name)
     if name == "mixtral_8x22b":
-        config = override(config, {PP: 2, TP: 2, EP: 4})
+        config = override(config, {"parallelism.data_parallel_replicate_degree": 2, TP: 2, EP: 4})
+    if name == "llama3_405b":
+        config = override(config, {PP: 4, TP: 2, "parallelism.pipeline_parallel_layers_per_stage": None})
     reduction, real = reduce_config(config, 16), resolve_model(config.model)
     small, deep = resolve_model(reduction.config.model), deepen(reduction)
     layout = plan_layout(deep, resolve_model(deep.model), reduction.layout.world_size)

@@ -33,7 +33,8 @@ class MemoryBound:
     def __str__(self) -> str:
         ranks = f"{self.n_ranks} ranks share" if self.n_ranks > 1 else "a rank has"
         needed = f"at least {self.state_bytes / GIB:.2f} GiB for weights, gradients and optimizer state"
-        return f"{needed}; {ranks} {self.available_bytes / GIB:.1f} GiB"
+        more = "activations, gathered weights and the allocator's reserve come on top"
+        return f"{needed}; {more}; {ranks} {self.available_bytes / GIB:.1f} GiB"
 
 
 def count_moment_bytes(section: Optimizer) -> int:

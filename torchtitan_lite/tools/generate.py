@@ -156,18 +156,12 @@ def refuse_attention(source: ModelSource) -> None:
         raise SourceError(f"{source.path}: {why}.")
 
 
-<<<<<<< HEAD
-def measure_room(tokens: list[int], source: ModelSource, context: int | None) -> int:
-    """Return the number of tokens left in the context. Raises SourceError if there are none."""
+def count_new_tokens(tokens: list[int], source: ModelSource, options: Namespace) -> int:
+    """Return the most tokens to generate after these. Raises SourceError if the context is full."""
     if max(tokens) >= source.model_args.vocab_size:
         token = source.tokenizer.decode([max(tokens)])
         raise SourceError(f"The prompt has {token!r}, whose id {max(tokens)} is above the rows of the model.")
-    limit = context or source.context
-=======
-def count_new_tokens(tokens: list[int], source: ModelSource, options: Namespace) -> int:
-    """Return the most tokens to generate after these. Raises SourceError if the context is full."""
     limit = options.context or source.context
->>>>>>> diet-chat
     if limit is None:
         raise SourceError(f"{source.path} does not say which context length it was trained with. Set --context N.")
     if len(tokens) >= limit:

@@ -10,9 +10,10 @@ import argparse
 from math import prod
 
 from torchtitan_lite.config.machine import GIB
+from torchtitan_lite.tools.plan.bars import BARS, POOLED, find_family, find_most_taken
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
-from torchtitan_lite.tools.plan.forecast import MEDIAN_ERROR, RANGE_80, Forecast, forecast, list_memory
+from torchtitan_lite.tools.plan.forecast import Forecast, forecast, list_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
 from torchtitan_lite.tools.plan.search import search_layouts
@@ -21,7 +22,7 @@ from torchtitan_lite.tools.plan.timeline import plan_order
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
-SECONDS_PER_DAY = 86400
+UNITS = {"days": 86400, "hours": 3600, "minutes": 60}  # in seconds
 
 
 class Plan:
@@ -31,7 +32,8 @@ class Plan:
         self.planned, self.gpu, self.cluster, workload = planned, gpu, cluster, planned.workload
         order = plan_order(planned.config.parallelism, planned.layout)
         self.memory = list_memory(workload, order)  # peak of each pp rank
-        self.taken_bytes = cluster.reserve(max(memory.live for memory in self.memory))  # of the fullest GPU
+        live_bytes = max(memory.live for memory in self.memory)  # of the fullest GPU
+        self.taken_bytes = find_most_taken(cluster, live_bytes, planned.layout.tp)
         self.fits = self.taken_bytes <= cluster.memory_bytes
         self.forecast = forecast(StepTime(workload, cluster), [(order, 1)])
         self.remarks = list_remarks(planned, self.forecast, self.taken_bytes)
@@ -64,7 +66,7 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
     layout, expected = plan.planned.layout, plan.forecast
     config, moe = plan.planned.config, plan.planned.model_args.moe
     tokens = expected.workload.tokens_per_step
-    days = config.training.steps * expected.step_time_s / SECONDS_PER_DAY
+    duration = format_duration(config.training.steps * expected.step_time_s)
     schedule = f", {config.parallelism.pipeline_parallel_schedule}, {len(layout.stages)} stages" * (layout.pp > 1)
     experts = f"\na token passes through {moe.top_k} of {moe.n_experts} equally loaded experts" if moe else ""
     blocks = [
@@ -74,8 +76,8 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
         f"data-parallel replicas {layout.dp} x microbatches {layout.n_microbatches} x sequences "
         f"{layout.microbatch_size}{experts}",
         f"peak memory of a GPU with {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
-        f"one step {expected.step_time_s:.3g} s, on the slowest rank\n{describe_time(expected)}\n"
-        f"  {config.training.steps:,} steps, {tokens * config.training.steps:,} tokens, take {days:,.3g} days",
+        f"one step {expected.step_time_s:.3g} s, averaged over pp ranks\n{describe_time(expected, plan.gpu)}\n"
+        f"  {config.training.steps:,} steps, {tokens * config.training.steps:,} tokens, take {duration}",
         f"traffic of one step, on the rank that moves most\n{describe_traffic(plan)}",
     ]
     if options.mtbf_hours:
@@ -95,30 +97,49 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
     return "\n\n".join([*blocks, *(f"remark: {remark}" for remark in plan.remarks)])
 
 
+def format_duration(seconds: float) -> str:
+    """Return "16.1 minutes", in the largest unit of which there is at least one."""
+    for unit, length in UNITS.items():
+        if seconds >= length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.1f} seconds"
+
+
 def describe_memory(plan: Plan) -> str:
-    rows = [("", *vars(plan.memory[0]), "live", "taken (est.)")]
+    rows = [("", *vars(plan.memory[0]), "live", "taken (est.)", "at most")]
     for pp_rank, alike in group_pp_ranks(plan.planned).items():
         memory = plan.memory[pp_rank]
         like = f" and {len(alike) - 1} like it" * (len(alike) > 1)
-        sizes = [*vars(memory).values(), memory.live, plan.cluster.reserve(memory.live)]
-        rows.append((f"  pp rank {pp_rank}{like}", *map(format_bytes, sizes)))
-    error = f"median error {MEDIAN_ERROR['memory']:.0%} against published runs"
-    return f"{format_table(rows)}\n  taken: memory reserved by the allocator and by CUDA; {error}"
+        tp = plan.planned.layout.tp
+        reserved = plan.cluster.reserve(memory.live, tp) + plan.cluster.context_bytes
+        sizes = [*vars(memory).values(), memory.live, reserved, find_most_taken(plan.cluster, memory.live, tp)]
+        cells = list(map(format_bytes, sizes))
+        if not memory.gradients:  # the peak is at the loss of the only microbatch
+            cells[1] = "none yet"
+        rows.append((f"  pp rank {pp_rank}{like}", *cells))
+    legend = "taken: by the allocator and by CUDA; at most: upper end of the 80 % range, which must fit"
+    return f"{format_table(rows)}\n  {legend}\n  {BARS['memory'].describe(plan.gpu)}"
 
 
-def describe_time(expected: Forecast) -> str:
+def describe_time(expected: Forecast, gpu: str) -> str:
     rows = [
         (f"  {what}", f"{seconds:.3f} s", f"{seconds / expected.step_time_s:.1%}")
         for what, seconds in expected.parts_s.items()
         if seconds
     ]
-    low, high = (expected.tokens_per_s_per_gpu / ratio for ratio in reversed(RANGE_80["throughput"]))
+    family = find_family(expected.workload)
+    bar = BARS[POOLED.get(family, family)]
+    layout = expected.workload.layout
+    low, high = bar.widen(expected.tokens_per_s_per_gpu)
+    even = layout.pp - 1
+    ideal = even / (even + len(layout.stages) // layout.pp * layout.n_microbatches)
+    reason = f" (1F1B with equal stages and free sends: {ideal:.1%})" * (layout.pp > 1)
     return (
         f"{format_table(rows, '<>>')}\n"
         f"  {expected.tokens_per_s_per_gpu:,.0f} tokens/s/GPU (80 % range: {low:,.0f} to {high:,.0f}; "
-        f"median error against published runs: {MEDIAN_ERROR['throughput']:.0%})\n"
+        f"bar of {POOLED.get(family, family)}: {bar.describe(gpu)})\n"
         f"  MFU {expected.mfu_full:.1%}, {expected.mfu_causal:.1%} with causal attention; "
-        f"bubble {expected.bubble:.1%}, averaged over pp ranks"
+        f"bubble {expected.bubble:.1%}{reason}"
     )
 
 

@@ -10,10 +10,6 @@ from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.timeline import Timeline, count_in_flight, extrapolate_in_flight, simulate
 from torchtitan_lite.tools.plan.workload import Workload
 
-# Error on published runs whose source was left out of the fit (tests/test_published.py,
-# assets/benchmarks/published_layouts.md): median of |forecast / published - 1|, range of forecast / published in 80 %
-MEDIAN_ERROR = {"throughput": 0.08, "memory": 0.03}
-RANGE_80 = {"throughput": (0.95, 1.18), "memory": (0.98, 1.12)}
 PARTS = {"recompute": "again", **{f"waiting for {axis}": axis for axis in ("tp", "cp", "ep", "dp")}}  # fields of Phases
 
 
@@ -24,8 +20,8 @@ class Forecast:
     workload: Workload
     cluster: Cluster
     step_time_s: float
-    parts_s: dict[str, float]  # "compute", "recompute", "bubble", ... -> seconds, on the slowest rank
-    bubble: float  # idle fraction of the pipeline
+    parts_s: dict[str, float]  # "compute", "recompute", "bubble", ... -> seconds, averaged over pp ranks
+    bubble: float  # idle fraction of a step, averaged over pp ranks
     timeline: Timeline  # of the whole step, or of the first sample of list_samples
     tokens_per_s_per_gpu: float
     # Model FLOP/s over the bf16 peak (fp32 runs: the fp32 peak), with full attention and with its causal half
@@ -40,15 +36,14 @@ def forecast(model: StepTime, orders: list[tuple[Order, int]]) -> Forecast:
     w, layout, busy = model.workload, model.workload.layout, model.busy
     m, flops = layout.n_microbatches, count_flops_per_token(w.args, w.seq_len)
     step_time_s = end_time + model.once_s + model.optimizer_s
-    parts = {
-        what: m * model.max_over_ranks([getattr(phases, name) for phases in model.stages])
-        for what, name in PARTS.items()
-    }
+    parts = {}
+    for what, name in PARTS.items():
+        parts[what] = m * sum(getattr(phases, name) for phases in model.stages) / layout.pp
     parts["waiting for dp"] += model.once_s
-    parts["bubble"] = max(0.0, end_time - m * model.max_over_ranks(busy)) * (layout.pp > 1)
+    parts["bubble"] = max(0.0, end_time - m * sum(busy) / layout.pp) * (layout.pp > 1)
     parts["optimizer"] = model.optimizer_s
     parts = {"compute": step_time_s - sum(parts.values()), **parts}
-    bubble = max(0.0, 1 - m * sum(busy) / (end_time * layout.pp))
+    bubble = parts["bubble"] / step_time_s
     speed = w.tokens_per_step / step_time_s / layout.world_size
     mfu = (speed * each / model.cluster.peak(w.compute_dtype) for each in (flops.full, flops.causal))
     return Forecast(w, model.cluster, step_time_s, parts, bubble, timelines[0][0], speed, *mfu)

@@ -66,7 +66,7 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
     if not w.sequence_parallel:
         hidden, norms, gathered = args.dim, norms * tp, 0  # norms keep the whole sequence; nothing is gathered
     widths = [module.weight[1] for module in kind.rowwise]
-    has_silu = kind.is_moe or len(kind.colwise) > 3  # code with a fused QKV projection also fuses silu and the product
+    has_silu = kind.is_gated
     of_products = sum(widths) + sum(widths[1:]) * has_silu
     elements = {
         "none": norms + gathered + of_colwise + (of_products + (heads + keys) * args.qk_norm) / tp,
@@ -139,8 +139,8 @@ def estimate_loss(w: Workload) -> float:
     their gradient, or the gradient of the logits and the chunk's contribution to the weight's gradient.
     """
     width, vocab_size = w.compute_bytes, w.args.vocab_size
-    if w.layout.tp == 1 and not w.loss_chunk_tokens:
-        return (4 if w.compiles_loss else 12) * w.n_tokens * vocab_size
+    if w.keeps_logits or (w.layout.tp == 1 and not w.loss_chunk_tokens):
+        return (4 if w.compiles_loss else 12) * w.n_tokens * vocab_size / w.layout.tp
     weight = vocab_size * w.args.dim / w.layout.tp
     chunk_tokens = min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
     logits = chunk_tokens * vocab_size / (w.layout.tp if w.shards_loss else 1)

@@ -1,30 +1,67 @@
 """Remarks of `plan` on a layout: settings that waste time or memory, each with a better value."""
 
+from contextlib import suppress
+from dataclasses import replace
 from math import ceil
 
-from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.machine import GIB
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.tools.plan.bars import find_most_taken
 from torchtitan_lite.tools.plan.cluster import Cluster
-from torchtitan_lite.tools.plan.forecast import Forecast
-from torchtitan_lite.tools.plan.planned_run import PlannedRun
+from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, describe_workload
 
 MOST_BUBBLE = 0.15
+MOST_WAITING = 0.15  # fraction of a step
 LEAST_USED = 0.6  # fraction of the memory
+LEVERS = [  # key, value: from the one that costs least time
+    ("training.loss_chunk_tokens", 1024),
+    ("parallelism.zero_stage", 3),
+    ("activation_checkpoint.mode", "selective"),  # op: also gathers the inputs of norms again, whole on every tp rank
+    ("activation_checkpoint.mode", "full"),
+    ("parallelism.pipeline_parallel_degree", 4),
+    ("parallelism.tensor_parallel_degree", 8),
+    ("optimizer.moments_dtype", "bfloat16"),
+]
 
 
 def list_remarks(planned: PlannedRun, expected: Forecast, taken_bytes: float) -> list[str]:
     """Return all remarks. `taken_bytes`: memory taken on the fullest GPU."""
-    remarks, cluster = warn_of_bubble(planned, expected.bubble), expected.cluster
+    cluster, waiting = expected.cluster, expected.parts_s["waiting for dp"] / expected.step_time_s
+    remarks = warn_of_bubble(planned, expected.bubble)
     remarks += warn_of_groups(planned.layout, cluster)
     untimed = {name: None for kind in expected.workload.kinds for name in kind.untimed}
     if untimed:
         remarks.append(f"the time and memory of {', '.join(untimed)} are not in this forecast")
+    if waiting > MOST_WAITING:
+        advice = "More sequences per rank (training.global_batch_size) or pipeline stages may be faster. Try --search"
+        remarks.append(f"{waiting:.0%} of a step waits for gathers and reductions over dp. {advice}")
     if taken_bytes > cluster.memory_bytes:
-        remarks.append("the layout does not fit in memory. `--search` ranks the layouts that fit")
+        sizes = f"{taken_bytes / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB"
+        advice = "; ".join(list_levers(planned, cluster)) or "more GPUs, or `--search`"
+        remarks.append(f"the layout does not fit in memory: it may take {sizes}. What helps: {advice}")
     elif taken_bytes < LEAST_USED * cluster.memory_bytes:
         used = f"the layout uses {taken_bytes / GIB:.0f} of {cluster.memory_bytes / GIB:.1f} GiB"
         remarks.append(f"{used}. Less recompute, a larger microbatch or a smaller tp may be faster. Try --search")
     return remarks
+
+
+def list_levers(planned: PlannedRun, cluster: Cluster) -> list[str]:
+    """Return the settings that make the layout fit, each alone, with the memory that the run may take then."""
+    levers = []
+    for key, value in LEVERS:
+        section, _, name = key.partition(".")
+        changed = replace(getattr(planned.config, section), **{name: value})
+        with suppress(ConfigError):
+            config = replace(planned.config, **{section: changed})
+            layout = plan_layout(config, planned.model_args, planned.layout.world_size)
+            workload = describe_workload(config, planned.model_args, layout)
+            live_bytes = estimate_peak(workload, config.parallelism.pipeline_parallel_schedule)
+            taken_bytes = find_most_taken(cluster, live_bytes, layout.tp)
+            if taken_bytes <= cluster.memory_bytes:
+                levers.append(f"{key} = {value} ({taken_bytes / GIB:.1f} GiB)")
+    return levers
 
 
 def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:

@@ -22,6 +22,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism
 from torchtitan_lite.preflight import read_run_config
+from torchtitan_lite.tools.plan.bars import find_most_taken
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast
 from torchtitan_lite.tools.plan.planned_run import describe_workload
@@ -31,7 +32,6 @@ from torchtitan_lite.tools.tables import format_table
 
 N_BEST = 10
 TIE = 1.02
-USABLE = 0.97  # fraction of the memory; the rest is a margin for the error of the forecast
 MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
 STAGES_PER_RANK = (2, 4, 8)  # for interleaved schedules
 LEAST_TOKENS = 1024  # per sequence and cp rank
@@ -45,7 +45,8 @@ class Candidate:
         self.config, self.layout = config, layout
         self.workload = describe_workload(config, model_args, layout)
         self.schedule = config.parallelism.pipeline_parallel_schedule
-        self.taken_bytes = cluster.reserve(estimate_peak(self.workload, self.schedule))  # of the fullest GPU
+        # Of the fullest GPU, at the upper end of the error bar
+        self.taken_bytes = find_most_taken(cluster, estimate_peak(self.workload, self.schedule), layout.tp)
         self.step_time = StepTime(self.workload, cluster)
         self.n_dims = sum(degree > 1 for dim, degree in layout.degrees.items() if dim != "dp_shard")
 
@@ -78,7 +79,7 @@ class Search:
         for candidate in self.list_candidates():
             self.n_accepted += 1
             leanest = min(leanest or candidate, candidate, key=lambda each: each.taken_bytes)
-            if candidate.taken_bytes <= USABLE * self.cluster.memory_bytes:
+            if candidate.taken_bytes <= self.cluster.memory_bytes:
                 fitting.append(candidate)
         self.n_fitting = len(fitting)
         if not fitting:

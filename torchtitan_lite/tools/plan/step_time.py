@@ -54,6 +54,11 @@ class StepTime:
         layout, n = self.workload.layout, prod(getattr(self.workload.layout, dim) for dim in dims)
         return self.cluster.collective_time(layout.strides[dims[-1]], n, whole_bytes)
 
+    def find_share(self, dims: tuple[str, ...]) -> float:
+        """Return the bandwidth of collectives over the mesh dims `dims`, relative to the links inside a node."""
+        layout, n = self.workload.layout, prod(getattr(self.workload.layout, dim) for dim in dims)
+        return self.cluster.find_share(layout.strides[dims[-1]], n)
+
     # ------------------------------------------------------------ a layer
 
     def linear_times(self, rows: float, out: float, into: float, dtype: str) -> list[float]:
@@ -70,21 +75,28 @@ class StepTime:
         """Return the seconds of a module's matmuls on one rank, assuming that experts are equally loaded."""
         w, tp = self.workload, self.workload.layout.tp
         if module.kind == "experts":
-            n_here, into, out = module.weight[0] // max(1, w.layout.ep), *module.weight[1:]
-            each = self.linear_times(max(1.0, w.n_rows / n_here), out, into, w.compute_dtype)
-            return [n_here * seconds for seconds in each]
+            return self.grouped_times(module)
         out, into = module.weight
         if module.kind == "router":
             return self.linear_times(w.n_tokens / tp, out, into, "float32")
         sizes = (out // tp, into) if module.split == "colwise" else (out, into // tp)
         return self.linear_times(w.n_tokens, *sizes, "float8" if module.name in w.float8 else w.compute_dtype)
 
+    def grouped_times(self, module: ModuleRow) -> list[float]:
+        """Return the seconds of a grouped matmul over the local experts: forward, gradients of input and weights."""
+        w = self.workload
+        n_experts, into, out = module.weight[0] // max(1, w.layout.ep), *module.weight[1:]
+        rows = max(w.n_rows, n_experts)
+        dtype = "float8" if module.name in w.float8 else w.compute_dtype
+        sizes = (rows, out, into), (rows, into, out), (n_experts * out, into, rows / n_experts)
+        return [self.cluster.matmul_time(*each, dtype, w.float8_recipe) for each in sizes]
+
     @cached_property
     def attention_times(self) -> tuple[float, float]:
         """Seconds of a layer's attention, forward and backward. The causal half has 2*T*S*H*E FLOPs in forward."""
         w, cluster, args = self.workload, self.cluster, self.workload.args
         flops = 2 * w.n_tokens * w.seq_len * args.n_heads * args.head_dim / w.layout.tp
-        peak = cluster.peak(w.compute_dtype)
+        peak = cluster.peak(w.compute_dtype) * cluster.clock
         if w.attention == "unfused":  # computes both halves; head dims that 8 does not divide cannot use tensor cores
             rate = cluster.unfused_efficiency * peak
             if args.head_dim % 8:
@@ -186,7 +198,8 @@ class StepTime:
         again = self.shard_time(parameters, near=True) if "hpz" in w.zero_plus_plus else gather
         reduces = w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches
         reduce = self.shard_time(parameters, reduces=True) if reduces else 0.0
-        return self.expose(gather, forward), self.expose(again + reduce, backward)
+        share = self.find_share(("dp_shard", "cp"))
+        return self.expose(gather, forward, share), self.expose(again + reduce, backward, share)
 
     def shard_time(self, n_parameters: tuple[float, float], *, reduces: bool = False, near: bool = False) -> float:
         """Return the seconds of an all-gather (`near`: inside nodes) or reduction of parameters (dense, in MoEs)."""
@@ -257,7 +270,7 @@ class StepTime:
         The first all-gather and the last reduction overlap with nothing. In a pipeline, torch reduces all gradients
         after the last backward.
         """
-        w, waits = self.workload, []
+        w, waits, share = self.workload, [], self.find_share(("dp_shard", "cp"))
         if w.is_whole:
             return 0.0
         is_kept = w.layout.zero_stage < 3
@@ -271,10 +284,14 @@ class StepTime:
             if w.layout.pp > 1 and not w.overlaps_reduction:
                 wait = (gather if is_kept else first) + reduce
             else:
-                wait = max(first, self.expose(gather, sum(self.stages[i].forward for i in indices)) * is_kept)
+                wait = max(first, self.expose(gather, sum(self.stages[i].forward for i in indices), share) * is_kept)
                 beside = sum(sum(self.stages[i][1:3]) for i in indices)
-                wait += max(last, self.expose(reduce, beside) * (is_kept or w.layout.pp > 1))
-            wait += 2 * self.collective_time(("dp_replicate",), sum(map(w.count_at_rest, stages)) * MASTER_BYTES)
+                wait += max(last, self.expose(reduce, beside, share) * (is_kept or w.layout.pp > 1))
+            replicas = 2 * self.collective_time(("dp_replicate",), sum(map(w.count_at_rest, stages)) * w.reduce_bytes)
+            if w.layout.pp == 1 or w.overlaps_reduction:  # per block, in the last backward
+                beside = sum(sum(self.stages[i][1:3]) for i in indices)
+                replicas = self.expose(replicas, max(0.0, beside - reduce), self.find_share(("dp_replicate",)))
+            wait += replicas
             waits.append(wait)
         return max(waits)
 

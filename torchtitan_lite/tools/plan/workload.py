@@ -105,6 +105,7 @@ class Workload:
     documents: bool = False  # attention stays inside documents
     balances_by_loss: bool = False  # the auxiliary loss counts routes over whole sequences
     # Properties of other trainers, for published runs. The defaults describe this trainer.
+    keeps_logits: bool = False  # the loss holds fp32 logits, log-softmax and gradients of all tokens at once
     sequence_parallel: bool = True
     copies_gathered: bool = True  # tp copies each all-gather's result, because DTensor gathers along the sequence
     overlaps_reduction: bool = False  # in a pipeline, gradient reduction overlaps with the last backwards
