@@ -157,6 +157,13 @@ def test_ids_are_those_of_transformers_and_targets_the_answers_in_the_text(kind,
     assert oracle.decode(trained) == "".join(turns)
 
 
+def test_a_greeting_is_an_answer(make_folder):
+    messages = [{"role": "assistant", "content": "Hello"}, *EXCHANGE]
+    for folder in (make_folder(CHATML), SHIPPED):
+        greeting, answer = encode(folder, {"messages": messages})[2]
+        assert greeting.startswith("Hello<|") and answer.startswith("4<|")
+
+
 @pytest.mark.parametrize("kind", ["plain", "marks on their own line"])
 def test_weights_and_only_last_turn_choose_the_answers(kind, make_folder):
     folder = make_folder(TEMPLATES[kind][0])

@@ -170,9 +170,19 @@ class ChatFormat:
         asked = {**marked, "messages": marked["messages"][:number]}
         prompt = self.try_write(asked, add_generation_prompt=True)
         start = find_start(whole, prompt, self.try_write(asked), number)
+        if start is None and number == 0:  # a greeting, which no prompt asks for
+            start = self.find_greeting(whole)
         if start is None:
             return None
         return find_turn(whole, start, number, self.ends)
+
+    def find_greeting(self, whole: str) -> int | None:
+        """Return the index at which an answer begins that is the first message of a conversation."""
+        question = {"messages": [{"role": "user", "content": "x"}]}
+        prompt = self.try_write(question, add_generation_prompt=True)
+        header = prompt.removeprefix(self.try_write(question))
+        before, found, _ = whole.partition(get_mark(0))[0].partition(header or prompt)
+        return len(before + found) if found else None
 
     def refuse_special_names(self, row: dict[str, Any], text: str) -> None:
         """Raise ValueError if a text of the row would become special tokens of the document."""
