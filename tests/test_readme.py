@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_size import TOOLS, TRAINER, measure
+from test_size import is_tool, is_trainer, measure
 
 from torchtitan_lite.config.reader import KEYS, find_config_file
 
@@ -21,11 +21,10 @@ def test_the_two_commands_come_first():
 
 
 def test_the_sizes_that_readme_tells_are_the_measured_ones():
-    sizes = re.search(
-        r"has (\d+) lines, the trainer about (\S+), and .* about (\S+),", README.read_text(encoding="utf-8")
-    )
-    for told, rooms in zip(sizes.groups(), (["train.py"], TRAINER, TRAINER | TOOLS), strict=True):
-        assert int(told.replace(",", "")) == pytest.approx(sum(map(measure, rooms)), rel=0.02)
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    sizes = re.search(r"trainer has (\S+) code tokens .* its tools have (\S+)\.", text)
+    for told, is_of_half in zip(sizes.groups(), (is_trainer, is_tool), strict=True):
+        assert int(told.replace(",", "")) == pytest.approx(measure(is_of_half), rel=0.02)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
