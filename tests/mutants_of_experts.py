@@ -101,13 +101,13 @@ def loads_of_own_tokens():
 
 
 @mutant(
-    FAST["experts, pp2"], "expert loads", "layers.0.feed_forward.router", trial="deep", at=(ExpertBalance, "sum_loads")
+    FAST["experts, pp2"], "expert loads", "layers.0.feed_forward.router", trial="deep", at=(ExpertBalance, "update")
 )
-def loads_summed_in_bfloat16(original, balance):
+def loads_summed_in_bfloat16(original, balance, finite):
     """Loads are rounded to bf16 before they are added. tests/test_experts.py sees it on every layout."""
     for router in balance.routers.values():
         router.load.copy_(router.load.bfloat16())
-    return original(balance)
+    return original(balance, finite)
 
 
 @mutant(EP2, "expert biases", "layers.0.feed_forward.router.expert_bias", at=(ExpertBalance, "update"))

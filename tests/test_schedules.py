@@ -102,6 +102,7 @@ def torch_refuses(name: str, pp: int, n_stages: int, n_microbatches: int) -> boo
 SPLITS = {
     "InterleavedZeroBubble": {SCHEDULE: "InterleavedZeroBubble"},
     "ZBVZeroBubble": {SCHEDULE: "ZBVZeroBubble"},
+    "DualPipeV": {SCHEDULE: "DualPipeV"},  # whole backwards between its weight halves
 }
 
 
