@@ -63,6 +63,9 @@ def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> ModelSour
     else:
         source = describe_checkpoint(open_checkpoint(find_checkpoint(path), verify=verify), tokenizer)
     n_rows, n_ids = source.model_args.vocab_size, source.tokenizer.vocab_size
+    if source.tokenizer.eos_id >= n_rows:
+        why = f"the end token of {source.tokenizer.path} has the id {source.tokenizer.eos_id}"
+        raise SourceError(f"{path}: its model has {n_rows} rows, but {why}. Name the right one with --tokenizer.")
     if n_ids > n_rows:
         print(f"{source.tokenizer.path} has {n_ids} ids, but the model has {n_rows} rows", file=sys.stderr)
     return source
