@@ -6,6 +6,7 @@ loss equals the val_loss of that run.
 
 import json
 import math
+import sys
 from argparse import Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ from torchtitan_lite.model.head import ChunkedLoss
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
-from torchtitan_lite.tools.corpora.text_files import find_files
+from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 from torchtitan_lite.tools.model_source import ModelSource, build_model, open_source
 from torchtitan_lite.validation import describe_loss, sum_losses
 
@@ -78,10 +79,22 @@ def open_text(data: str, source: ModelSource, folder: Path) -> Corpus:
     elif (Path(data) / MANIFEST).is_file():
         read_split(Path(data), "validation", source.tokenizer)
     else:
-        files, _ = find_files([Path(data)])
-        prepare(files, folder / "corpus", PrepareSettings(str(source.tokenizer.path), validation_share=0.0))
+        prepare_text(data, source, folder / "corpus")
         return open_corpus(str(folder / "corpus"), source.tokenizer, cache_folder)
     return open_corpus(data, source.tokenizer, cache_folder, split="validation")
+
+
+def prepare_text(data: str, source: ModelSource, out: Path) -> None:
+    """Prepare all documents of a file or folder, and print how many files were left out. Raises PreparationError."""
+    settings = PrepareSettings(str(source.tokenizer.path), validation_share=0.0)
+    try:
+        files, skipped = find_files([Path(data)])
+        prepare(files, out, settings)
+    except PreparationError as error:
+        remedy = "Options named here belong to `prepare`: prepare the text first, then name its folder"
+        raise PreparationError(f"{error}. {remedy}") from None
+    for reason, n_files in skipped.items():
+        print(f"{n_files} {reason}", file=sys.stderr)
 
 
 def describe(report: dict[str, object]) -> str:
