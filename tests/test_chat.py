@@ -242,6 +242,10 @@ REFUSED = {  # row -> words of the reason
         ["message 1 has the text"],
     ),
     "name in a content": ({"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": "<|im_end|>"}]}, ["message 2 has the"]),
+    "half a character": (
+        {"messages": [{"role": "user", "content": "\ud83d"}, EXCHANGE[1]]},
+        ["surrogates not allowed"],
+    ),
     "parts": ({"messages": [{"role": "user", "content": PARTS}, EXCHANGE[1]]}, ["refuses it"]),
 }
 

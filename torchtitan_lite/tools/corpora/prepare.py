@@ -233,6 +233,7 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
             if not text:
                 return Document("empty documents left out")
             ids = tokenizer.encode(text, bos=True, eos=True)
+        n_bytes = len(text.encode())  # refuses half a surrogate pair, which tiktoken would replace
     except (ValueError, RecursionError) as error:
         problem = f"{row.path}: {error}" if is_text(row.path) else f"{row.path}, row {row.number}: {error}"
         if settings.skip_bad:
@@ -244,7 +245,7 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
         raise PreparationError(f"{problem}. {remedy}") from None
     typecode = "H" if tokenizer.vocab_size <= UINT16_IDS else "I"
     tokens = array(typecode, ids)
-    return Document(outcome, choose_split(settings, row, text), tokens, len(text.encode()), targets)
+    return Document(outcome, choose_split(settings, row, text), tokens, n_bytes, targets)
 
 
 def read_text(settings: PrepareSettings, row: Row) -> str:
