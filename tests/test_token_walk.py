@@ -37,7 +37,7 @@ def walk_forward(args: list[str], world_size: int, rank: int) -> list[tuple[str,
     b, s, d, n, tp = layout.microbatch_size, config.training.seq_len, model_args.dim, layout.dp_shard, layout.tp
 
     def cut(fqn: str, shape: torch.Size) -> tuple[int, ...]:
-        placement = plan[fqn.removesuffix(".weight")].placement
+        placement = plan[fqn.removesuffix(".weight")].placements["weight"]
         return tuple(size // tp if placement == Shard(dim) else size for dim, size in enumerate(shape))
 
     rows = [TITLES, ("tokens", "", "", str((b, s)), "", "")]

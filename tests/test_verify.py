@@ -82,7 +82,7 @@ def test_the_command_certifies_a_config_from_a_cold_start():
         (("debug", "--parallelism.tensor_paralel_degree=2"), "parallelism.tensor_paralel_degree"),
         (("debug", f"--{TP}=4", f"--{SHARD}=1"), TP),
         (("no such file",), "job.config_file"),
-        (("llama3_70b", "--ranks=8"), "--ranks"),  # needs more ranks than given
+        (("llama3_405b", "--ranks=8"), "--ranks"),  # needs more ranks than given
     ],
 )
 def test_wrong_input_and_too_few_ranks_end_with_2(args, key, capsys):

@@ -52,8 +52,10 @@ class AdamWBFloat16(AdamW):
                     self.initialize_state(parameter)
                 self.update(parameter, group["lr"], keys)
             n_steps = [self.state[parameter]["step"] for parameter in parameters]
-            if n_steps:
-                torch._foreach_add_(n_steps, 1 if self.found_inf is None else 1 - self.found_inf)
+            if n_steps and self.found_inf is None:
+                torch._foreach_add_(n_steps, 1)
+            elif n_steps:  # a list of tensors, because a single tensor would be read by the host
+                torch._foreach_add_(n_steps, [1 - self.found_inf] * len(n_steps))
 
     def initialize_state(self, parameter: Tensor) -> None:
         """Allocate the moments, and the step count, () fp32. A checkpoint needs a count per parameter, as in torch."""
