@@ -49,26 +49,43 @@ def main(args: list[str], stop: StopRequest) -> int:
     place, store = join_job(os.environ)
     machine = detect_machine()
     plan = preflight(
-        args, machine=machine, n_ranks=place.world_size, n_hosts=place.n_hosts, restarted=place.restarts > 0
+        args,
+        machine=machine,
+        n_ranks=place.world_size,
+        n_hosts=place.n_hosts,
+        restarted=place.restarts > 0,
     )
-    config, layout, model_args, dump_folder = plan.config, plan.layout, plan.model_args, plan.dump_folder
+    config, layout, model_args, dump_folder = (
+        plan.config,
+        plan.layout,
+        plan.model_args,
+        plan.dump_folder,
+    )
     if plan.finished:
         if place.rank == 0:
             print(plan.finished)
         return 0
     check_prepared(config, plan.tokenizer)
-    build_on_meta(config, model_args)  # the code of the model has the parameters that preflight counted
+    build_on_meta(
+        config, model_args
+    )  # the code of the model has the parameters that preflight counted
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     starting_over = config.job.overwrite and place.restarts == 0
     device, groups = start_process(place, store, machine.device_type, config, dump_folder)
     mesh = build_mesh(layout, device.type)
-    lock = open_dump_folder(dump_folder, config, starting_over=starting_over) if place.rank == 0 else None
+    lock = (
+        open_dump_folder(dump_folder, config, starting_over=starting_over)
+        if place.rank == 0
+        else None
+    )
     start_logging(place.rank, dump_folder, color=not config.metrics.disable_color_printing)
     for notice in plan.notices:
         logger.info(notice)
     n_parameters = count_parameters(model_args)
-    logger.info(f"{config.job.description or plan.title}: {n_parameters:,} parameters, {layout}, {plan.origin}")
+    logger.info(
+        f"{config.job.description or plan.title}: {n_parameters:,} parameters, {layout}, {plan.origin}"
+    )
 
     # ---- data: each data-parallel rank reads its rows of every global batch
     data = open_data(config, model_args, layout, plan.tokenizer, mesh.data_rank, device)
@@ -99,7 +116,9 @@ def main(args: list[str], stop: StopRequest) -> int:
         groups=groups,
     )
     checkpoints = dump_folder / config.checkpoint.folder
-    saver = CheckpointSaver(checkpoints, config.checkpoint, group=groups.saver, record=log.record, **saving)
+    saver = CheckpointSaver(
+        checkpoints, config.checkpoint, group=groups.saver, record=log.record, **saving
+    )
     hangs = HangWatch(dump_folder, config.comm, mesh, place.restarts, groups.host)
     first, last = resumed_step + 1, config.training.steps
     batches = log.time_loading(data.batches(range(resumed_step, last)))
@@ -107,10 +126,16 @@ def main(args: list[str], stop: StopRequest) -> int:
         for step in range(first, last + 1):
             hangs.begin(step)
             batch = next(batches)
-            result = train_step(run, batch, stop.requested)  # forward, backward, clip, update: step.py
-            is_finite, stop_signal = result.read()  # the same on every rank; waits for the device, and so for all ranks
+            result = train_step(
+                run, batch, stop.requested
+            )  # forward, backward, clip, update: step.py
+            is_finite, stop_signal = (
+                result.read()
+            )  # the same on every rank; waits for the device, and so for all ranks
             if not is_finite:
-                culprit = find_non_finite(run.parts, mesh.coordinates(), partial(compute_gradients, run, batch))
+                culprit = find_non_finite(
+                    run.parts, mesh.coordinates(), partial(compute_gradients, run, batch)
+                )
                 reason = f"gradient norm {result.grad_norm.item()}, weights not updated: {culprit}"
                 logger.log(logging.INFO if place.rank else logging.ERROR, f"step {step}: {reason}")
                 status = 1
@@ -125,7 +150,9 @@ def main(args: list[str], stop: StopRequest) -> int:
             saver.after_step(step, run.saved, n_steps=last, is_stopped=is_stopped)
             snapshots.after_step(step, run.saved, n_steps=last, is_stopped=is_stopped)
             if is_stopped:
-                reason = describe_stop(stop_signal, step, config, saver.newest, args, os.environ.get("NGPU"))
+                reason = describe_stop(
+                    stop_signal, step, config, saver.newest, args, os.environ.get("NGPU")
+                )
                 logger.info(reason)
                 status = 128 + stop_signal
                 break
@@ -135,7 +162,9 @@ def main(args: list[str], stop: StopRequest) -> int:
             status = 0
         log.record("stop", step, reason=reason)
     folder, section = shlex.quote(str(dump_folder)), config.metrics
-    curves = f", or tensorboard --logdir {folder}/{section.save_tb_folder}" * section.enable_tensorboard
+    curves = (
+        f", or tensorboard --logdir {folder}/{section.save_tb_folder}" * section.enable_tensorboard
+    )
     logger.info(f"look at it: python -m torchtitan_lite report {folder}{curves}")
     batches.close()
     if lock:

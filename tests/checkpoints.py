@@ -25,7 +25,10 @@ from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.parallel.process_groups import Place
 
-FINGERPRINT = {"data": "of this test", "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "moe": None}}
+FINGERPRINT = {
+    "data": "of this test",
+    "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "moe": None},
+}
 
 
 def train(run: build.Run, steps: range) -> list[float]:
@@ -43,13 +46,19 @@ def whole_state(run: build.Run) -> dict[str, Tensor]:
     }
 
 
-def make_saver(folder: str | Path, section: Checkpoint, optimizer: Optimizer | None = None) -> CheckpointSaver:
+def make_saver(
+    folder: str | Path, section: Checkpoint, optimizer: Optimizer | None = None
+) -> CheckpointSaver:
     optimizer = optimizer or torch.optim.SGD([torch.zeros(1)])
     options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu")}
-    return CheckpointSaver(Path(folder), section, optimizer, group=dist.new_group(backend="gloo"), **options)
+    return CheckpointSaver(
+        Path(folder), section, optimizer, group=dist.new_group(backend="gloo"), **options
+    )
 
 
-def make_snapshots(folder: str | Path, section: Checkpoint, optimizer: Optimizer, n_hosts: int = 1) -> Snapshots:
+def make_snapshots(
+    folder: str | Path, section: Checkpoint, optimizer: Optimizer, n_hosts: int = 1
+) -> Snapshots:
     place = Place(dist.get_rank(), dist.get_world_size(), 0, n_hosts, 0)
     options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu")}
     return Snapshots(Path(folder), section, place, dist.group.WORLD, optimizer=optimizer, **options)
@@ -82,7 +91,9 @@ def load_and_train(
     run = compare.build_table_run(world_size, overrides)
     of_run = (run.saved, run.optimizer, run.lr_scheduler)
     group = dist.new_group(backend="gloo")
-    step = restore([Saved(step, Path(folder, f"step-{step}"), group)], *of_run, section=section, group=group).step
+    step = restore(
+        [Saved(step, Path(folder, f"step-{step}"), group)], *of_run, section=section, group=group
+    ).step
     state = whole_state(run)
     if saved_again:
         with make_saver(saved_again, section, run.optimizer) as saver:
@@ -101,10 +112,19 @@ def list_differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str
     return [n for n in names if n not in one or n not in other or not torch.equal(one[n], other[n])]
 
 
-def write_tensors(folder: Path, tensors: dict[str, Tensor], *, step: int = 0, **about: object) -> Path:
+def write_tensors(
+    folder: Path, tensors: dict[str, Tensor], *, step: int = 0, **about: object
+) -> Path:
     """Write a checkpoint of these tensors in one process."""
-    writer = StorageWriter(folder, Manifest(step, about.get("fingerprint", {}), about.get("run", {}), {}), 0)
-    dcp.save(tensors, storage_writer=writer, planner=dcp.DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    writer = StorageWriter(
+        folder, Manifest(step, about.get("fingerprint", {}), about.get("run", {}), {}), 0
+    )
+    dcp.save(
+        tensors,
+        storage_writer=writer,
+        planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+        no_dist=True,
+    )
     return folder
 
 
@@ -133,7 +153,9 @@ def assemble(folder: Path) -> dict[str, Tensor]:
     for name, (_, shape, chunks) in manifest["tensors"].items():
         tensors[name] = torch.full(shape, float("nan"))
         for file, offsets, sizes in chunks:
-            box = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+            box = tuple(
+                slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)
+            )
             tensors[name][box] = files[file][name]
     return tensors
 

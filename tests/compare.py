@@ -26,17 +26,31 @@ SEQ_LEN = 32
 
 # 4 key/value heads, so that tp4 has something to hold; rows with many stages ask for 8 layers.
 TABLE_CONFIG = Config(
-    model=Model(flavor="debug", dim=64, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=96, vocab_size=256),
+    model=Model(
+        flavor="debug",
+        dim=64,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=4,
+        head_dim=8,
+        ffn_dim=96,
+        vocab_size=256,
+    ),
     # One by one, and without decay: on a mesh with tp, DTensor plans lists of parameters, and sums, for seconds.
     optimizer=Optimizer(name="SGD", lr=0.5, weight_decay=0.0, implementation="for-loop"),
     lr_scheduler=LRScheduler(warmup_steps=0, total_steps=10, decay_ratio=0.0),
     training=Training(
-        local_batch_size=GLOBAL_BATCH_SIZE, global_batch_size=GLOBAL_BATCH_SIZE, seq_len=SEQ_LEN, max_norm=0.5
+        local_batch_size=GLOBAL_BATCH_SIZE,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        seq_len=SEQ_LEN,
+        max_norm=0.5,
     ),
 )
 
 
-def make_batch(step: int, vocab_size: int, n_rows: int = GLOBAL_BATCH_SIZE, *, documents: bool = False) -> Batch:
+def make_batch(
+    step: int, vocab_size: int, n_rows: int = GLOBAL_BATCH_SIZE, *, documents: bool = False
+) -> Batch:
     keys = {"model.vocab_size": vocab_size, "training.global_batch_size": n_rows}
     keys["model.attention"] = "document" if documents else "causal"
     return plain.make_batch(override(TABLE_CONFIG, keys), step)
@@ -62,7 +76,9 @@ def try_row(row, run_ranks: RunRanks, folder: Path) -> Trial:
     return try_layout("table", config, row.world_size, run_ranks, folder, Inputs(n_steps=1))
 
 
-def build_table_run(world_size: int, overrides: dict[str, object], base: Config = TABLE_CONFIG) -> build.Run:
+def build_table_run(
+    world_size: int, overrides: dict[str, object], base: Config = TABLE_CONFIG
+) -> build.Run:
     """A run of the table model."""
     return build_small_run(complete(overrides, world_size, base), world_size)
 
@@ -70,10 +86,20 @@ def build_table_run(world_size: int, overrides: dict[str, object], base: Config 
 def gather(run: build.Run, choose: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Full copies of one tensor per parameter. Collective over the ranks that share them."""
     chosen = {fqn: choose(parameter) for fqn, parameter in run.parameters.items()}
-    return {fqn: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for fqn, t in chosen.items()}
+    return {
+        fqn: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for fqn, t in chosen.items()
+    }
 
 
-def run_inside(rank: int, world_size: int, context: Callable[[], AbstractContextManager], worker, *args, **options):
+def run_inside(
+    rank: int,
+    world_size: int,
+    context: Callable[[], AbstractContextManager],
+    worker,
+    *args,
+    **options,
+):
     """Worker: another one inside a context manager, in this process only."""
     with context():
         return worker(rank, world_size, *args, **options)

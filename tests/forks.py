@@ -15,14 +15,18 @@ from torchtitan_lite import REPOSITORY
 @dataclass(frozen=True)
 class Fork:
     keys: tuple[str, ...]  # of a run that uses it
-    rows: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # file -> (start of a line, row below it)
+    rows: dict[str, list[tuple[str, str]]] = field(
+        default_factory=dict
+    )  # file -> (start of a line, row below it)
     files: dict[str, str] = field(default_factory=dict)  # path -> text
     patch: str = ""  # a file of this repository, applied before the rows
 
 
 def write_forks(folder: Path) -> None:
     """Copy the repository into `folder`, and make the change of every fork there."""
-    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
     for name in listed.stdout.splitlines():
         if not name.startswith(("tests/", "assets/benchmarks/")) and (REPOSITORY / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -116,9 +120,14 @@ FORKS = {
     "an optimizer": Fork(
         ("--optimizer.name=Lion", "--optimizer.lr=1e-4"),
         {
-            "torchtitan_lite/config/choices.py": [("OPTIMIZERS = {", '    "Lion": OptimizerRow(n_moments=1),')],
+            "torchtitan_lite/config/choices.py": [
+                ("OPTIMIZERS = {", '    "Lion": OptimizerRow(n_moments=1),')
+            ],
             "torchtitan_lite/components/optim.py": [
-                ("from torch.optim import SGD, AdamW", "from torchtitan_lite.components.lion import Lion"),
+                (
+                    "from torch.optim import SGD, AdamW",
+                    "from torchtitan_lite.components.lion import Lion",
+                ),
                 (
                     "BUILDERS = {",
                     '    "Lion": lambda parameters, section, implementation: Lion(\n'
@@ -132,9 +141,14 @@ FORKS = {
     "an attention": Fork(
         ("--model.attention=sliding",),
         {
-            "torchtitan_lite/config/choices.py": [("ATTENTIONS = {", '    "sliding": AttentionRow(),')],
+            "torchtitan_lite/config/choices.py": [
+                ("ATTENTIONS = {", '    "sliding": AttentionRow(),')
+            ],
             "torchtitan_lite/model/attention.py": [
-                ("from torch import Tensor, nn", "from torchtitan_lite.model.sliding import SlidingAttention"),
+                (
+                    "from torch import Tensor, nn",
+                    "from torchtitan_lite.model.sliding import SlidingAttention",
+                ),
                 ("ATTENTION_MODULES = {", '    "sliding": SlidingAttention,'),
             ],
         },
@@ -152,7 +166,11 @@ FORKS = {
     ),
     "a decay": Fork(
         ("--lr_scheduler.decay_type=square", "--lr_scheduler.warmup_steps=1"),
-        {"torchtitan_lite/config/choices.py": [("DECAYS: ", '    "square": lambda progress: 1 - progress**2,')]},
+        {
+            "torchtitan_lite/config/choices.py": [
+                ("DECAYS: ", '    "square": lambda progress: 1 - progress**2,')
+            ]
+        },
     ),
     "a corpus": Fork(
         ("--training.dataset=own_sources",),

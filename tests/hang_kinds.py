@@ -25,7 +25,9 @@ def skip(fault, run) -> None:
 
 def shape(fault, run) -> None:
     """Call the next all-reduce with a tensor of another size."""
-    change_next_all_reduce(lambda original, tensor, group: original(tensor.view(-1)[:1].repeat(2), group=group))
+    change_next_all_reduce(
+        lambda original, tensor, group: original(tensor.view(-1)[:1].repeat(2), group=group)
+    )
 
 
 def change_next_all_reduce(change: Callable) -> None:

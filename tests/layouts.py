@@ -18,10 +18,15 @@ RESHARD = "parallelism.fsdp_reshard_after_forward"
 MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 ACCUMULATION_4 = {"training.local_batch_size": 1, "training.global_batch_size": 8}
 CP = "parallelism.context_parallel_degree"
-ROTATIONS = {method: {"parallelism.context_parallel_rotate_method": method} for method in ("allgather", "ring")}
+ROTATIONS = {
+    method: {"parallelism.context_parallel_rotate_method": method}
+    for method in ("allgather", "ring")
+}
 RING, DOCUMENTS = ROTATIONS["ring"], {"model.attention": "document"}
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
-OFFLOAD = {"training.enable_cpu_offload": True}  # on a CPU the same path, without copies; only `check` refuses it there
+OFFLOAD = {
+    "training.enable_cpu_offload": True
+}  # on a CPU the same path, without copies; only `check` refuses it there
 BUDGET = {MODE: "memory_budget", "activation_checkpoint.memory_budget": 0.3, **COMPILED}
 CHUNK = "training.loss_chunk_tokens"
 # By default all 256 tokens of the table's batch are one chunk. 24 make several, of which the last is smaller.
@@ -36,8 +41,15 @@ ADAMW = {
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 TWO_LAYERS = {"model.n_layers": 2}  # of many ranks on two cores each layer takes seconds
 TIED = {"flavor.tie_embeddings": True}
-MOE = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 48, **TWO_LAYERS}  # 2 of 8 experts a token
-FIVE_EXPERTS = {**MOE, "flavor.n_experts": 5}  # which FSDP cannot share out: each rank has a part of every matrix
+MOE = {
+    "model.flavor": "debug_moe",
+    "flavor.expert_ffn_dim": 48,
+    **TWO_LAYERS,
+}  # 2 of 8 experts a token
+FIVE_EXPERTS = {
+    **MOE,
+    "flavor.n_experts": 5,
+}  # which FSDP cannot share out: each rank has a part of every matrix
 SHARED = {  # as DeepSeek-V3 has them; and an auxiliary loss that is no small part of the gradients
     **MOE,
     "flavor.n_shared_experts": 2,
@@ -51,7 +63,12 @@ EXPERTS = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 192}  # 2 of 8 
 BALANCE_LOSS = {"training.expert_balance_loss": 0.01}
 # As in Llama 3, the first stage is the embedding alone and the last one norm and head. Two layers on four stages make
 # that too.
-ENDS_ALONE = [["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2", "layers.3"], ["norm", "output"]]
+ENDS_ALONE = [
+    ["tok_embeddings"],
+    ["layers.0", "layers.1"],
+    ["layers.2", "layers.3"],
+    ["norm", "output"],
+]
 
 
 def accumulate(local_batch_size: int) -> dict[str, object]:
@@ -59,8 +76,14 @@ def accumulate(local_batch_size: int) -> dict[str, object]:
 
 
 # A split backward and recompute, which is the default, exclude each other.
-PLAIN_FOR = {name: {MODE: "none"} if schedule.splits_backward else {} for name, schedule in SCHEDULES.items()}
-RECOMPUTE = {"no": {MODE: "none"}, "full": {MODE: "full"}, "every-second-layer": {MODE: "selective", OPTION: "2"}}
+PLAIN_FOR = {
+    name: {MODE: "none"} if schedule.splits_backward else {} for name, schedule in SCHEDULES.items()
+}
+RECOMPUTE = {
+    "no": {MODE: "none"},
+    "full": {MODE: "full"},
+    "every-second-layer": {MODE: "selective", OPTION: "2"},
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +103,10 @@ FAST = {
     "ddp2": Row(2, {REPLICATE: 2}),
     "hsdp2x2 accumulation 2": Row(4, {REPLICATE: 2, **accumulate(1), **TWO_LAYERS}),
     "accumulation 2": Row(1, accumulate(4)),
-    **{f"dp2 accumulation 4 ZeRO-{stage}": Row(2, {ZERO: stage, **ACCUMULATION_4}) for stage in (1, 2, 3)},
+    **{
+        f"dp2 accumulation 4 ZeRO-{stage}": Row(2, {ZERO: stage, **ACCUMULATION_4})
+        for stage in (1, 2, 3)
+    },
     "ddp2 accumulation 4 ZeRO-3": Row(2, {REPLICATE: 2, ZERO: 3, **ACCUMULATION_4, **TWO_LAYERS}),
     "tp2": Row(2, {TP: 2}),
     "tp4": Row(4, {TP: 4, **TWO_LAYERS}),
@@ -91,15 +117,29 @@ FAST = {
     # pipelines
     **{f"pp2 {name}": Row(2, {PP: 2, SCHEDULE: name, **PLAIN_FOR[name]}) for name in SCHEDULES},
     "pp4 1F1B": Row(4, {PP: 4}),
-    "pp4 ZBVZeroBubble": Row(4, {PP: 4, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 8}),
+    "pp4 ZBVZeroBubble": Row(
+        4, {PP: 4, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 8}
+    ),
     "pp2 uneven": Row(2, {PP: 2, "parallelism.pipeline_parallel_first_stage_less_layers": 3}),
-    "pp2 Interleaved1F1B, embedding and head alone": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", **TWO_LAYERS}),
+    "pp2 Interleaved1F1B, embedding and head alone": Row(
+        2, {PP: 2, SCHEDULE: "Interleaved1F1B", **TWO_LAYERS}
+    ),
     "pp2 x dp2 x tp2 ZBVZeroBubble, embedding and head alone": Row(
-        8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", "parallelism.module_fqns_per_model_part": ENDS_ALONE}
+        8,
+        {
+            PP: 2,
+            TP: 2,
+            SCHEDULE: "ZBVZeroBubble",
+            MODE: "none",
+            "parallelism.module_fqns_per_model_part": ENDS_ALONE,
+        },
     ),
     "pp2 accumulation 2": Row(2, {PP: 2, **accumulate(4)}),
     # tied embeddings: the first and the last stage hold the matrix
-    **{f"pp2 tied, {name}": Row(2, {PP: 2, SCHEDULE: name, **TIED, **PLAIN_FOR[name]}) for name in SCHEDULES},
+    **{
+        f"pp2 tied, {name}": Row(2, {PP: 2, SCHEDULE: name, **TIED, **PLAIN_FOR[name]})
+        for name in SCHEDULES
+    },
     "pp4 tied": Row(4, {PP: 4, **TIED}),
     "pp2 x dp2 tied, resharded": Row(4, {PP: 2, RESHARD: "always", **TIED, **TWO_LAYERS}),
     "pp2 x ddp2 x tp2 tied": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TIED, **TWO_LAYERS}),
@@ -121,13 +161,21 @@ FAST = {
     # recompute, compile, offload
     "no recompute": Row(1, {MODE: "none"}),
     "full recompute": Row(1, {MODE: "full"}),
-    "pp2 GPipe, every-second-layer recompute": Row(2, {PP: 2, SCHEDULE: "GPipe", **RECOMPUTE["every-second-layer"]}),
-    "pp2 Interleaved1F1B, full recompute": Row(2, {PP: 2, SCHEDULE: "Interleaved1F1B", MODE: "full"}),
+    "pp2 GPipe, every-second-layer recompute": Row(
+        2, {PP: 2, SCHEDULE: "GPipe", **RECOMPUTE["every-second-layer"]}
+    ),
+    "pp2 Interleaved1F1B, full recompute": Row(
+        2, {PP: 2, SCHEDULE: "Interleaved1F1B", MODE: "full"}
+    ),
     "pp2 DualPipeV, no recompute": Row(2, {PP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
-    "pp2 x tp2 every second layer": Row(4, {PP: 2, TP: 2, **RECOMPUTE["every-second-layer"], **TWO_LAYERS}),
+    "pp2 x tp2 every second layer": Row(
+        4, {PP: 2, TP: 2, **RECOMPUTE["every-second-layer"], **TWO_LAYERS}
+    ),
     "dp2 x tp2 compile": Row(4, {TP: 2, **COMPILED, **TWO_LAYERS}),
     "tp2 compile, budget": Row(2, {TP: 2, **BUDGET, **TWO_LAYERS}),
-    "dp2 offloaded, accumulation 2": Row(2, {**OFFLOAD, "training.local_batch_size": 2, **TWO_LAYERS}),
+    "dp2 offloaded, accumulation 2": Row(
+        2, {**OFFLOAD, "training.local_batch_size": 2, **TWO_LAYERS}
+    ),
     "pp2 x tp2 offloaded": Row(4, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
     # the loss
     "tp2 whole logits": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **WHOLE_LOGITS, **TWO_LAYERS}),
@@ -141,7 +189,9 @@ FAST = {
     "pp2 InterleavedZeroBubble, many chunks": Row(
         2, {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "none", **CHUNKS}
     ),
-    "pp2 x tp2 ZBVZeroBubble, many chunks": Row(4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **CHUNKS}),
+    "pp2 x tp2 ZBVZeroBubble, many chunks": Row(
+        4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **CHUNKS}
+    ),
     # long sequences, documents
     "cp2 allgather": Row(2, {CP: 2}),
     "cp2 ring, full recompute": Row(2, {CP: 2, **RING, MODE: "full", **TWO_LAYERS}),
@@ -150,7 +200,9 @@ FAST = {
     "dp2 x cp2 accumulation 4": Row(4, {CP: 2, **ACCUMULATION_4, **TWO_LAYERS}),
     "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING, **TWO_LAYERS}),
     "pp2 x cp2 ring": Row(4, {CP: 2, PP: 2, **RING, **TWO_LAYERS}),
-    "cp2 x tp2 ring compile, full recompute": Row(4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **TWO_LAYERS}),
+    "cp2 x tp2 ring compile, full recompute": Row(
+        4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **TWO_LAYERS}
+    ),
     **{
         f"{name} documents": Row(world_size, {**degrees, **DOCUMENTS, **TWO_LAYERS})
         for name, world_size, degrees in (
@@ -173,14 +225,19 @@ EXPERT_LAYOUTS = {
     "tp2": Row(2, {TP: 2}),
     "cp2": Row(2, {CP: 2}),
     "pp2": Row(2, {PP: 2}),
-    "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}),
+    "pp2 ZBVZeroBubble": Row(
+        2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}
+    ),
     "dp2, ep2": Row(2, {EP: 2}),
     "tp2, ep2": Row(2, {TP: 2, EP: 2}),
     "cp2 ring, ep2": Row(2, {CP: 2, EP: 2, **RING}),
     "dp2, ep2, full recompute": Row(2, {EP: 2, MODE: "full"}),
     "dp2, ep2, compile": Row(2, {EP: 2, **COMPILED}),
     "dp2, ep2, documents": Row(2, {EP: 2, **DOCUMENTS}),
-    **{f"dp2, ep2, accumulation 4 ZeRO-{stage}": Row(2, {EP: 2, ZERO: stage, **ACCUMULATION_4}) for stage in (1, 2, 3)},
+    **{
+        f"dp2, ep2, accumulation 4 ZeRO-{stage}": Row(2, {EP: 2, ZERO: stage, **ACCUMULATION_4})
+        for stage in (1, 2, 3)
+    },
     "dp4, ep2": Row(4, {EP: 2}),
     "hsdp2x2, ep2": Row(4, {REPLICATE: 2, EP: 2}),
     "dp2 x tp2, ep4": Row(4, {TP: 2, EP: 4}),
@@ -191,11 +248,17 @@ EXPERT_LAYOUTS = {
     "cp2, ep2, shared experts": Row(2, {CP: 2, EP: 2, **SHARED}),
     "pp2, shared experts": Row(2, {PP: 2, **SHARED}),
 }
-FAST |= {f"experts, {name}": Row(row.world_size, {**MOE, **row.overrides}) for name, row in EXPERT_LAYOUTS.items()}
+FAST |= {
+    f"experts, {name}": Row(row.world_size, {**MOE, **row.overrides})
+    for name, row in EXPERT_LAYOUTS.items()
+}
 
 # Slow: every schedule on four stages, and three axes. test_drawn_layouts.py draws the pairs that are not here.
 CROSSES = {
-    **{f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8, **PLAIN_FOR[name]}) for name in SCHEDULES},
+    **{
+        f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8, **PLAIN_FOR[name]})
+        for name in SCHEDULES
+    },
     **{
         f"{name} {method}": Row(world_size, {**degrees, **rotation, **TWO_LAYERS})
         for method, rotation in ROTATIONS.items()
@@ -207,9 +270,13 @@ CROSSES = {
             ("cp2 compile", 2, {CP: 2, **COMPILED}),
         )
     },
-    "dp2 x tp2, all parameters in one operation": Row(4, {TP: 2, "optimizer.implementation": "foreach", **TWO_LAYERS}),
+    "dp2 x tp2, all parameters in one operation": Row(
+        4, {TP: 2, "optimizer.implementation": "foreach", **TWO_LAYERS}
+    ),
     "dp2 x tp2 compile, full recompute": Row(4, {TP: 2, **COMPILED, MODE: "full", **TWO_LAYERS}),
-    "pp2 x cp2 ring ZBVZeroBubble": Row(4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", MODE: "none"}),
+    "pp2 x cp2 ring ZBVZeroBubble": Row(
+        4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", MODE: "none"}
+    ),
     "pp2 x dp2 x tp2 DualPipeV": Row(8, {PP: 2, TP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
     "pp2 x dp2 x tp2 offloaded": Row(8, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
     "tp2 compile, many chunks": Row(2, {TP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
@@ -218,7 +285,9 @@ CROSSES = {
     "experts, dp8, ep8": Row(8, {**MOE, EP: 8}),
     "experts, dp2, ep2, offloaded": Row(2, {**MOE, EP: 2, **OFFLOAD}),
     "experts, dp2, ep2, compile, budget": Row(2, {**MOE, EP: 2, **BUDGET}),
-    "experts, dp2, ep2, 12 layers, accumulation 4": Row(2, {**MOE, EP: 2, **ACCUMULATION_4, "model.n_layers": 12}),
+    "experts, dp2, ep2, 12 layers, accumulation 4": Row(
+        2, {**MOE, EP: 2, **ACCUMULATION_4, "model.n_layers": 12}
+    ),
     "experts, dp2 x cp2 x tp2, ep8": Row(8, {**MOE, CP: 2, TP: 2, EP: 8}),
     "experts, hsdp2x2 x tp2, ep4": Row(8, {**MOE, REPLICATE: 2, TP: 2, EP: 4}),
     "experts, pp2 x cp2 x tp2, ep4, shared experts": Row(8, {**SHARED, PP: 2, CP: 2, TP: 2, EP: 4}),
@@ -248,7 +317,8 @@ FLOAT8 = {"model.converters": ["float8"]}
 GATHER = {**FLOAT8, "quantize.linear.float8.enable_fsdp_float8_all_gather": True}
 PRECOMPUTE = {**GATHER, "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True}
 ROWWISE, ROWWISE_HP = (
-    {**FLOAT8, "quantize.linear.float8.recipe_name": name} for name in ("rowwise", "rowwise_with_gw_hp")
+    {**FLOAT8, "quantize.linear.float8.recipe_name": name}
+    for name in ("rowwise", "rowwise_with_gw_hp")
 )
 FLOAT8_LAYOUTS = {
     "tp2": Row(2, {TP: 2, **FLOAT8}),
@@ -256,7 +326,9 @@ FLOAT8_LAYOUTS = {
     "tp2, Qwen2": Row(2, {TP: 2, **FLOAT8, **BIASES, **TWO_LAYERS}),
     "pp2 x dp2 x tp2, gathered": Row(8, {PP: 2, TP: 2, **PRECOMPUTE, **TWO_LAYERS}),
     "dp2 x tp2 compile, gathered": Row(4, {TP: 2, **PRECOMPUTE, **COMPILED, **TWO_LAYERS}),
-    "dp2 ZeRO-2 accumulation 4, gathered": Row(2, {**PRECOMPUTE, ZERO: 2, **ACCUMULATION_4, **TWO_LAYERS}),
+    "dp2 ZeRO-2 accumulation 4, gathered": Row(
+        2, {**PRECOMPUTE, ZERO: 2, **ACCUMULATION_4, **TWO_LAYERS}
+    ),
     "dp2 full recompute, gathered": Row(2, {MODE: "full", **GATHER, **TWO_LAYERS}),
     "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **FLOAT8}),
     "tp2 rowwise": Row(2, {TP: 2, **ROWWISE, **TWO_LAYERS}),

@@ -11,7 +11,20 @@ from torchtitan_lite.data.tokenizer import load_tokenizer
 
 CODES = {"uint16": "H", "uint32": "I"}
 BYTES = load_tokenizer("bytes")
-WORDS = ["alpha", "def", "return", "日本語", "naïve", "😀", "\n", "\n    ", "x = 1", "<|end_of_text|>", "ﬁ", "1234"]
+WORDS = [
+    "alpha",
+    "def",
+    "return",
+    "日本語",
+    "naïve",
+    "😀",
+    "\n",
+    "\n    ",
+    "x = 1",
+    "<|end_of_text|>",
+    "ﬁ",
+    "1234",
+]
 
 Document = Sequence[int]
 
@@ -27,8 +40,14 @@ def write_corpus(
     """A prepared corpus of these documents, given in several lists."""
     folder.mkdir(parents=True)
     of_splits = {"train": list(chain(*shards)), "validation": list(chain(*validation))}
-    splits = {name: write_split(folder, name, documents, dtype) for name, documents in of_splits.items() if documents}
-    (folder / "manifest.json").write_text(dump_manifest(CorpusManifest(dtype, tokenizer_fingerprint, splits)))
+    splits = {
+        name: write_split(folder, name, documents, dtype)
+        for name, documents in of_splits.items()
+        if documents
+    }
+    (folder / "manifest.json").write_text(
+        dump_manifest(CorpusManifest(dtype, tokenizer_fingerprint, splits))
+    )
     return folder
 
 

@@ -25,7 +25,12 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.head import ChunkedLoss, Head
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.tools.plan.fake_world import fake_group, fake_tensors, make_batch, static_stages
+from torchtitan_lite.tools.plan.fake_world import (
+    fake_group,
+    fake_tensors,
+    make_batch,
+    static_stages,
+)
 from torchtitan_lite.tools.plan.meter import Meter
 
 BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
@@ -40,7 +45,9 @@ STEPS_ON_GLOO = 6
 A_STEP = "a step that is measured"
 
 
-def plan(world_size: int, overrides: dict, device_type: str = "cpu") -> tuple[Config, ModelArgs, Layout]:
+def plan(
+    world_size: int, overrides: dict, device_type: str = "cpu"
+) -> tuple[Config, ModelArgs, Layout]:
     """Return the table config with these keys, resolved."""
     config = compare.override(compare.TABLE_CONFIG, {**ADAMW, GLOBAL_BATCH: -1, **overrides})
     model_args = resolve_model(config.model)
@@ -55,12 +62,16 @@ def measure_peak(config: Config, model_args: ModelArgs, layout: Layout, pp_rank:
         return measure_steps(config, model_args, layout, n_steps=1)[0]
 
 
-def measure_on_gloo(rank: int, world_size: int, config: Config, model_args: ModelArgs, layout: Layout) -> list[int]:
+def measure_on_gloo(
+    rank: int, world_size: int, config: Config, model_args: ModelArgs, layout: Layout
+) -> list[int]:
     """Worker: return the peak of each of a few steps among real ranks."""
     return measure_steps(config, model_args, layout, n_steps=STEPS_ON_GLOO)
 
 
-def measure_steps(config: Config, model_args: ModelArgs, layout: Layout, *, n_steps: int) -> list[int]:
+def measure_steps(
+    config: Config, model_args: ModelArgs, layout: Layout, *, n_steps: int
+) -> list[int]:
     """Return the peak of each step from the second on."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         mesh = build_mesh(layout, "cpu")
@@ -77,7 +88,9 @@ def measure_steps(config: Config, model_args: ModelArgs, layout: Layout, *, n_st
 
 def choose_evenly(router: Router, scores: torch.Tensor) -> torch.Tensor:
     """Replace Router.choose, so that every expert gets the same number of tokens. scores (B, S, E) -> (B, S, K)."""
-    routes = (scores + router.expert_bias).topk(router.args.top_k, dim=-1).indices  # allocates what the original does
+    routes = (
+        (scores + router.expert_bias).topk(router.args.top_k, dim=-1).indices
+    )  # allocates what the original does
     return (torch.arange(routes.numel()) % router.n_experts).view_as(routes)
 
 
@@ -88,7 +101,9 @@ def list_peaks(events: list) -> list[int]:
         event = to_do.pop()
         to_do += event.children
         if event.tag == _EventType.Allocation:
-            moments.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            moments.append(
+                (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+            )
         elif event.name == A_STEP:
             moments.append((event.start_time_ns, None, 0))
     n_bytes, peaks, sizes = 0, [0], {}  # peaks: before the steps, and of each; sizes: by address
@@ -102,7 +117,9 @@ def list_peaks(events: list) -> list[int]:
     return peaks[1:]
 
 
-def count_head_peak_bytes(*, n_tokens: int, dim: int, vocab_size: int, chunk_tokens: int, dtype=torch.float32) -> int:
+def count_head_peak_bytes(
+    *, n_tokens: int, dim: int, vocab_size: int, chunk_tokens: int, dtype=torch.float32
+) -> int:
     """Return the peak bytes of the head's forward and backward without weight and hidden states, on fake tensors.
 
     chunk_tokens 0: the plain loss.

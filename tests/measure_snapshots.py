@@ -54,24 +54,40 @@ def run_rank(args: list[str], folder: Path) -> int:
     train.Snapshots, train.HangWatch = Measured, Clock
     status = launch.run_rank(args, folder)
     n_rounds = len(blocked_s) // 2 - 1  # the first round warms up
-    plain, saved = ([statistics.mean(periods_s[2 * n + at]) for n in range(1, n_rounds + 1)] for at in (0, 1))
+    plain, saved = (
+        [statistics.mean(periods_s[2 * n + at]) for n in range(1, n_rounds + 1)] for at in (0, 1)
+    )
     blocked = [statistics.mean(blocked_s[2 * n + 1]) for n in range(1, n_rounds + 1)]
     print(f"{n_rounds} rounds: a step without snapshots {1e3 * statistics.median(plain):.0f} ms")
     print(f"a snapshot blocks {1e3 * INTERVAL * statistics.median(blocked):.0f} ms")
     show("longer", [100 * (new / old - 1) for new, old in zip(saved, plain, strict=True)])
     show("blocked", [100 * part / old for part, old in zip(blocked, plain, strict=True)])
-    rest = [100 * ((new - part) / old - 1) for new, part, old in zip(saved, blocked, plain, strict=True)]
+    rest = [
+        100 * ((new - part) / old - 1) for new, part, old in zip(saved, blocked, plain, strict=True)
+    ]
     show("beyond it", rest)
     return status
 
 
 def main(mode: str, n_rounds: int) -> int:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        args = ["--config=debug", "--checkpoint.no_enable", "--validation.no_enable", "--metrics.log_freq=1000"]
-        args += [f"--training.steps={2 * N_STEPS * (n_rounds + 1) + 1}", f"--job.dump_folder={folder}/run"]
-        args += [f"--checkpoint.local_folder={folder}/snapshots", f"--checkpoint.local_interval={INTERVAL}"]
+        args = [
+            "--config=debug",
+            "--checkpoint.no_enable",
+            "--validation.no_enable",
+            "--metrics.log_freq=1000",
+        ]
+        args += [
+            f"--training.steps={2 * N_STEPS * (n_rounds + 1) + 1}",
+            f"--job.dump_folder={folder}/run",
+        ]
+        args += [
+            f"--checkpoint.local_folder={folder}/snapshots",
+            f"--checkpoint.local_interval={INTERVAL}",
+        ]
         return launch.main(
-            Namespace(config_args=[*args, f"--checkpoint.async_mode={mode}"]), measure_snapshots.run_rank
+            Namespace(config_args=[*args, f"--checkpoint.async_mode={mode}"]),
+            measure_snapshots.run_rank,
         )
 
 

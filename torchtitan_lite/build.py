@@ -50,7 +50,9 @@ class Run:
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     float8_weights: list[Float8AllGatherHook]  # weights whose scales are precomputed
     balance: ExpertBalance | None = None  # None: the model has no experts
-    tied: TiedMatrix | None = None  # None: no stage of this rank has a matrix that another stage has
+    tied: TiedMatrix | None = (
+        None  # None: no stage of this rank has a matrix that another stage has
+    )
 
     @property
     def saved(self) -> dict[str, Tensor]:
@@ -79,10 +81,14 @@ def require_table(model: nn.Module) -> None:
         if listed.get(fqn) != built.get(fqn):
             sizes = f"{built.get(fqn, 'absent')}, but its table says {listed.get(fqn, 'absent')}"
             name = model.model_args.name
-            raise UserError(f"{fqn} in models/{name}/modules.py is {sizes}: correct models/{name}/table.py")
+            raise UserError(
+                f"{fqn} in models/{name}/modules.py is {sizes}: correct models/{name}/table.py"
+            )
 
 
-def build_parts(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh) -> list[nn.Module]:
+def build_parts(
+    config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh
+) -> list[nn.Module]:
     """Build and parallelize the model parts of this rank on the meta device. No memory, no communication."""
     model = build_on_meta(config, model_args)
     stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
@@ -92,7 +98,9 @@ def build_parts(config: Config, model_args: ModelArgs, layout: Layout, mesh: Mes
     return parts
 
 
-def materialize(parts: list[nn.Module], config: Config, device: torch.device, fill: Callable | None = None) -> None:
+def materialize(
+    parts: list[nn.Module], config: Config, device: torch.device, fill: Callable | None = None
+) -> None:
     """Allocate this rank's shards on `device` (on the CPU with offload), and initialize their weights.
 
     `fill`: as in initialize_weights.
@@ -116,7 +124,9 @@ def build_run(
     fill: Callable | None = None,
 ) -> Run:
     """Build a run at step 0. `config` is resolved; `fill` is passed to `materialize`. Collective."""
-    return start_run(build_parts(config, model_args, layout, mesh), config, layout, mesh, device, fill)
+    return start_run(
+        build_parts(config, model_args, layout, mesh), config, layout, mesh, device, fill
+    )
 
 
 def start_run(
@@ -138,7 +148,9 @@ def start_run(
         if copy is not None or owner is not None:
             tied = TiedMatrix(owner, copy, mesh.ends)
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
-    if config.compile.enable and isinstance(optimizer, AdamWBFloat16):  # torch's own kernels need no compiler
+    if config.compile.enable and isinstance(
+        optimizer, AdamWBFloat16
+    ):  # torch's own kernels need no compiler
         optimizer.compile(config.compile.backend)
     schedule = None
     if layout.pp > 1:
@@ -151,7 +163,11 @@ def start_run(
             loss_fn=lambda loss_sum, n_tokens: loss_sum / n_tokens[0],
         )
     lr_scheduler = build_lr_scheduler(config.lr_scheduler, optimizer)
-    balance = build_balance(parts, config.training, layout.global_batch_size, device) if layout.ep else None
+    balance = (
+        build_balance(parts, config.training, layout.global_batch_size, device)
+        if layout.ep
+        else None
+    )
     return Run(
         config,
         layout,

@@ -14,7 +14,13 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtitan_lite.checkpoint.manifest import CHECKSUMS, MANIFEST, UNFINISHED, CheckpointError, find_steps
+from torchtitan_lite.checkpoint.manifest import (
+    CHECKSUMS,
+    MANIFEST,
+    UNFINISHED,
+    CheckpointError,
+    find_steps,
+)
 from torchtitan_lite.config.checks import Problems
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, get_value
@@ -27,7 +33,13 @@ RUN_ID = "run_id"  # in checkpoint.folder: names the snapshots of the run
 HANG = "hang"  # folder with what hanging ranks did, one folder inside for each restart
 FILES = ("log.txt", "metrics.jsonl", f"{HANG}/restart-*")
 FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writes there, and job.overwrite deletes
-    "checkpoint.folder": (f"step-*/{MANIFEST}", f"step-*/{CHECKSUMS}", f"step-*{UNFINISHED}", "step-*-hf", RUN_ID),
+    "checkpoint.folder": (
+        f"step-*/{MANIFEST}",
+        f"step-*/{CHECKSUMS}",
+        f"step-*{UNFINISHED}",
+        "step-*-hf",
+        RUN_ID,
+    ),
     "metrics.save_tb_folder": ("events.out.tfevents.*",),
     "profiling.save_traces_folder": ("step-*/rank-*.json",),
     "profiling.save_memory_snapshot_folder": ("step-*/rank-*.pickle",),
@@ -37,12 +49,18 @@ FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writ
 
 def check_files(config: Config, restarted: bool) -> Problems:
     """Find every problem with the paths of a run. If torchrun `restarted` the job, the files there are its own."""
-    problems, dump_folder, overwrite = Problems(config), Path(config.job.dump_folder), config.job.overwrite
+    problems, dump_folder, overwrite = (
+        Problems(config),
+        Path(config.job.dump_folder),
+        config.job.overwrite,
+    )
     for key in ("job.dump_folder", "training.cache_folder"):
         path = Path(get_value(config, key)).absolute()
         nearest = next(above for above in (path, *path.parents) if above.exists())
         if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-            problems.refuse(key, f"{nearest} is not a folder that this user can write to", "Name another folder")
+            problems.refuse(
+                key, f"{nearest} is not a folder that this user can write to", "Name another folder"
+            )
     earlier = [name for name in (CONFIG, "metrics.jsonl") if (dump_folder / name).exists()]
     if CONFIG in earlier and not is_of_run(dump_folder):
         why = f"{dump_folder / CONFIG} was not written by a run, which would replace it"
@@ -55,17 +73,28 @@ def check_files(config: Config, restarted: bool) -> Problems:
     for key in FOLDERS:
         value = get_value(config, key)
         if value in ("", ".", "..") or "/" in value:
-            problems.refuse(key, "it is not the name of a folder", "Use a plain name, such as traces")
+            problems.refuse(
+                key, "it is not the name of a folder", "Use a plain name, such as traces"
+            )
     initial = config.checkpoint.initial_load_path
-    if initial and overwrite and not restarted and Path(initial).resolve().is_relative_to(dump_folder.resolve()):
-        problems.refuse("checkpoint.initial_load_path", "job.overwrite deletes it first", "Copy it elsewhere")
+    if (
+        initial
+        and overwrite
+        and not restarted
+        and Path(initial).resolve().is_relative_to(dump_folder.resolve())
+    ):
+        problems.refuse(
+            "checkpoint.initial_load_path", "job.overwrite deletes it first", "Copy it elsewhere"
+        )
     return problems
 
 
 def is_of_run(folder: Path) -> bool:
     """Return whether a run has written its config to `folder`."""
     path = folder / CONFIG
-    return path.is_file() and "\ndump_folder = " in path.read_text(encoding="utf-8", errors="replace")
+    return path.is_file() and "\ndump_folder = " in path.read_text(
+        encoding="utf-8", errors="replace"
+    )
 
 
 def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> BinaryIO:
@@ -83,7 +112,9 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
         why = f"another run is writing to {folder}: wait until it ends, or set another job.dump_folder"
         raise CheckpointError(why) from None
     except OSError:  # Lustre may be mounted without locks
-        logger.warning(f"the file system of {folder} has no locks, so a second run could write there too")
+        logger.warning(
+            f"the file system of {folder} has no locks, so a second run could write there too"
+        )
     if starting_over:
         for path in list_earlier(folder, config):
             if path.is_dir() and not path.is_symlink():

@@ -16,11 +16,28 @@ from math import prod
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, LENGTH, explain_unwritable, find_model_type
+from torchtitan_lite.checkpoint.hugging_face_config import (
+    CONFIG,
+    LENGTH,
+    explain_unwritable,
+    find_model_type,
+)
 from torchtitan_lite.checkpoint.starting_weights import PATH, Weights, find_initial, find_resumed
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
-from torchtitan_lite.config.checks import Problems, check_context_parallel, check_machine, check_run, count_pieces
-from torchtitan_lite.config.layout import Layout, plan_degrees, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.checks import (
+    Problems,
+    check_context_parallel,
+    check_machine,
+    check_run,
+    count_pieces,
+)
+from torchtitan_lite.config.layout import (
+    Layout,
+    plan_degrees,
+    plan_layout,
+    resolve_config,
+    resolve_model,
+)
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import MemoryBound, bound_memory, check_memory
 from torchtitan_lite.config.messages import ConfigError, Problem
@@ -35,7 +52,14 @@ from torchtitan_lite.dump_folder import check_files, list_earlier
 SHIPPED = "assets/tokenizer"
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
 # Keys that decide which weights a run starts from, and so its model and its tokenizer
-SOURCES = (PATH, TOKENIZER, "checkpoint.enable", "checkpoint.folder", "checkpoint.load_step", "job.dump_folder")
+SOURCES = (
+    PATH,
+    TOKENIZER,
+    "checkpoint.enable",
+    "checkpoint.folder",
+    "checkpoint.load_step",
+    "job.dump_folder",
+)
 # On a CPU, unless the user sets them: a step of a 135M model takes less than two minutes on two cores
 CPU_SEQ_LEN, CPU_TOKENS = 512, 2048  # tokens per sequence, and per step
 
@@ -97,7 +121,12 @@ class Prepared(RunConfig):
 
 
 def preflight(
-    args: list[str], *, machine: Machine, n_ranks: int | None = None, n_hosts: int = 1, restarted: bool = False
+    args: list[str],
+    *,
+    machine: Machine,
+    n_ranks: int | None = None,
+    n_hosts: int = 1,
+    restarted: bool = False,
 ) -> Prepared:
     """Read a config and check it for `n_ranks` ranks on `n_hosts` hosts like `machine`.
 
@@ -109,7 +138,9 @@ def preflight(
     n_ranks = n_ranks or choose_n_ranks(config.parallelism, machine, n_hosts)
     if machine.device_type == "cpu" and machine.is_here:
         degrees = plan_degrees(config.parallelism, n_ranks)
-        config = adapt_to_cpu(config, run.chosen, degrees["dp_replicate"] * degrees["dp_shard"], notices)
+        config = adapt_to_cpu(
+            config, run.chosen, degrees["dp_replicate"] * degrees["dp_shard"], notices
+        )
     unread = {problem.key for problem in run.problems}
     if "job.config_file" in unread:  # no key of that file is known
         raise ConfigError(run.problems)
@@ -117,15 +148,21 @@ def preflight(
     problems += check_run(config) + check_machine(config, machine) + check_files(config, restarted)
     # If a bad key fell back to its default, do not check what depends on it: those problems would be meaningless.
     is_source_known = unread.isdisjoint(SOURCES)
-    tokenizer = open_tokenizer(problems, config.model.hf_assets_path, weights) if is_source_known else None
+    tokenizer = (
+        open_tokenizer(problems, config.model.hf_assets_path, weights) if is_source_known else None
+    )
     problems += check_data(config, tokenizer)
-    if is_source_known and not any(key.startswith(("model.", "training.", "parallelism.")) for key in unread):
+    if is_source_known and not any(
+        key.startswith(("model.", "training.", "parallelism.")) for key in unread
+    ):
         try:
             model_args = resolve_model(config.model)
             check_model_files(problems, model_args, tokenizer, weights, notices)
             degrees = plan_degrees(config.parallelism, n_ranks)
             memory = bound_memory(config, model_args, degrees, machine, n_hosts)
-            problems += check_memory(config.model.flavor, args, prod(degrees.values()), memory, machine)
+            problems += check_memory(
+                config.model.flavor, args, prod(degrees.values()), memory, machine
+            )
             layout = plan_layout(config, model_args, n_ranks)
             config = resolve_config(config, layout, machine.device_type)
             problems += check_context_parallel(config, model_args, machine)
@@ -133,8 +170,12 @@ def preflight(
             problems += error.problems
     is_continued = weights and (weights.is_resumed or not config.checkpoint.initial_load_model_only)
     if is_continued and weights.manifest and layout and tokenizer:
-        notices += check_continued(problems, config, weights, fingerprint_documents(config, tokenizer))
-    problems = run.problems + [problem for problem in problems if not is_consequence(problem, unread)]
+        notices += check_continued(
+            problems, config, weights, fingerprint_documents(config, tokenizer)
+        )
+    problems = run.problems + [
+        problem for problem in problems if not is_consequence(problem, unread)
+    ]
     if problems:
         raise ConfigError(problems)
     if config.model.uses_float8:
@@ -142,22 +183,34 @@ def preflight(
     warmup, n_steps = config.lr_scheduler.warmup_steps, config.training.steps
     if warmup > n_steps:
         reached = f"the learning rate only reaches {n_steps / warmup:.0%} of optimizer.lr"
-        notices.append(f"lr_scheduler.warmup_steps = {warmup} is longer than the run of {n_steps} steps: {reached}")
+        notices.append(
+            f"lr_scheduler.warmup_steps = {warmup} is longer than the run of {n_steps} steps: {reached}"
+        )
     assets = Path(config.model.hf_assets_path)
     if weights is None and (assets / CONFIG).is_file() and list(assets.glob("*.safetensors")):
-        why = f"only the tokenizer of {assets} is used. To train its weights too, set {PATH}={assets}"
+        why = (
+            f"only the tokenizer of {assets} is used. To train its weights too, set {PATH}={assets}"
+        )
         notices.append(f"the run starts from random weights: {why}")
-    if config.job.overwrite and not restarted and (earlier := list_earlier(Path(config.job.dump_folder), config)):
+    if (
+        config.job.overwrite
+        and not restarted
+        and (earlier := list_earlier(Path(config.job.dump_folder), config))
+    ):
         notices.append(f"job.overwrite deletes the earlier run: {', '.join(map(str, earlier))}")
     if config.job.print_config:
         notices.append(dump_config_toml(config))
     resolved = {**vars(run), "config": config, "notices": notices}
-    return Prepared(**resolved, model_args=model_args, layout=layout, memory=memory, tokenizer=tokenizer)
+    return Prepared(
+        **resolved, model_args=model_args, layout=layout, memory=memory, tokenizer=tokenizer
+    )
 
 
 def is_consequence(problem: Problem, unread: set[str]) -> bool:
     """Return whether a problem follows from the default of a key that could not be read. Messages name such keys."""
-    words = re.findall(r"(?<![-\w.])[\w.]+", f"{problem.why} {problem.remedy}")  # without the user's --key=value
+    words = re.findall(
+        r"(?<![-\w.])[\w.]+", f"{problem.why} {problem.remedy}"
+    )  # without the user's --key=value
     return not unread.isdisjoint([problem.key, *words])
 
 
@@ -171,7 +224,9 @@ def describe_float8(config: Config, model_args: ModelArgs, layout: Layout) -> li
     notices = [notice]
     for part in section.filter_fqns:
         if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
-            notices.append(f"quantize.linear.float8.filter_fqns: {part!r} is in the name of no linear layer")
+            notices.append(
+                f"quantize.linear.float8.filter_fqns: {part!r} is in the name of no linear layer"
+            )
     return notices
 
 
@@ -188,10 +243,17 @@ def read_run_config(args: list[str], *, restarted: bool = False) -> RunConfig:
     If torchrun `restarted` the job, it resumes from its own newest checkpoint.
     """
     reading = read_config(args)
-    config, problems, notices, weights = reading.config, list(reading.problems), list(reading.notices), None
+    config, problems, notices, weights = (
+        reading.config,
+        list(reading.problems),
+        list(reading.notices),
+        None,
+    )
     section = config.checkpoint
     if config.job.dump_folder == AUTO:
-        config = with_value(config, "job.dump_folder", name_dump_folder(config, reading.config_name))
+        config = with_value(
+            config, "job.dump_folder", name_dump_folder(config, reading.config_name)
+        )
     try:
         weights = find_resumed(config, restarted) or find_initial(config)
     except ConfigError as error:
@@ -202,11 +264,15 @@ def read_run_config(args: list[str], *, restarted: bool = False) -> RunConfig:
             config = with_value(config, "model.name", weights.model_args.name)
     if config.model.hf_assets_path == AUTO:
         config = with_value(config, TOKENIZER, weights.assets if weights else SHIPPED)
-    if weights and (weights.published or (section.initial_load_path and section.initial_load_model_only)):
+    if weights and (
+        weights.published or (section.initial_load_path and section.initial_load_model_only)
+    ):
         config = adapt_to_weights(config, weights, reading.given, notices)
     if "training.seq_len" not in reading.chosen:
         config = round_seq_len(config, notices)
-    return RunConfig(config, problems, notices, reading.config_name, reading.given, reading.chosen, weights)
+    return RunConfig(
+        config, problems, notices, reading.config_name, reading.given, reading.chosen, weights
+    )
 
 
 def name_dump_folder(config: Config, config_name: str) -> str:
@@ -217,7 +283,9 @@ def name_dump_folder(config: Config, config_name: str) -> str:
     return f"./outputs/finetune-{(path.parents[1] if path.parent.name == config.checkpoint.folder else path).name}"
 
 
-def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], notices: list[str]) -> Config:
+def adapt_to_weights(
+    config: Config, weights: Weights, given: frozenset[str], notices: list[str]
+) -> Config:
     """Return the config with defaults for pretrained weights, and add notices. Keys in `given` do not change."""
     context = weights.published.get(CONFIG, {}).get(LENGTH) or config.training.seq_len
     if context < config.training.seq_len and "training.seq_len" not in given:
@@ -232,7 +300,9 @@ def adapt_to_weights(config: Config, weights: Weights, given: frozenset[str], no
             config = with_value(config, "training.expert_bias_rate", rate)
             notices.append(f"training.expert_bias_rate is {rate:g}, {why}")
     if config.optimizer.lr > HIGHEST_LR:
-        notices.append(f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights; finetune.toml uses 1e-5")
+        notices.append(
+            f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights; finetune.toml uses 1e-5"
+        )
     return config
 
 
@@ -252,7 +322,10 @@ def adapt_to_cpu(config: Config, chosen: frozenset[str], dp: int, notices: list[
     n_sequences = training.global_batch_size
     if n_sequences == -1:
         n_sequences = training.local_batch_size * dp
-    if n_sequences * training.seq_len <= CPU_TOKENS or config.parallelism.pipeline_parallel_degree > 1:
+    if (
+        n_sequences * training.seq_len <= CPU_TOKENS
+        or config.parallelism.pipeline_parallel_degree > 1
+    ):
         return config
     unit = dp
     if "training.local_batch_size" in chosen:
@@ -260,7 +333,9 @@ def adapt_to_cpu(config: Config, chosen: frozenset[str], dp: int, notices: list[
     pieces = count_pieces(config.parallelism)
     shorter = max(pieces, CPU_SEQ_LEN // pieces * pieces)
     smaller = {"seq_len": min(training.seq_len, shorter), "local_batch_size": 1}
-    smaller["global_batch_size"] = min(n_sequences, max(unit, CPU_TOKENS // CPU_SEQ_LEN // unit * unit))
+    smaller["global_batch_size"] = min(
+        n_sequences, max(unit, CPU_TOKENS // CPU_SEQ_LEN // unit * unit)
+    )
     for name, value in smaller.items():
         if f"training.{name}" not in chosen:
             config = with_value(config, f"training.{name}", value)
@@ -282,7 +357,9 @@ def open_tokenizer(problems: Problems, assets: str, weights: Weights | None) -> 
         return None
     if tokenizer.fingerprint != expected:
         why = f"the weights in {weights.path} were trained with another tokenizer, whose ids mean other words"
-        remedy = f"Leave it out to use {weights.assets}; if those files have changed since, restore them"
+        remedy = (
+            f"Leave it out to use {weights.assets}; if those files have changed since, restore them"
+        )
         problems.refuse(TOKENIZER, why, remedy)
     return tokenizer
 
@@ -298,18 +375,34 @@ def check_model_files(
     config, section = problems.config, problems.config.checkpoint
     if tokenizer and tokenizer.vocab_size > model_args.vocab_size:
         compare_vocabularies(problems, model_args, tokenizer, weights, notices)
-    if section.enable and section.last_save_in_hf and (why := explain_unwritable(model_args, config.model.attention)):
+    if (
+        section.enable
+        and section.last_save_in_hf
+        and (why := explain_unwritable(model_args, config.model.attention))
+    ):
         problems.refuse("checkpoint.last_save_in_hf", why, "Set it to false, or change [model]")
     if weights and weights.model_args != model_args:
-        theirs, ours = (vars(each) | vars(each.moe or each) for each in (weights.model_args, model_args))
-        names = [name for name in theirs | ours if name != "moe" and theirs.get(name) != ours.get(name)]
-        different = ", ".join(f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names)
+        theirs, ours = (
+            vars(each) | vars(each.moe or each) for each in (weights.model_args, model_args)
+        )
+        names = [
+            name for name in theirs | ours if name != "moe" and theirs.get(name) != ours.get(name)
+        ]
+        different = ", ".join(
+            f"{name} {ours.get(name)} instead of {theirs.get(name)}" for name in names
+        )
         remedy = 'Leave out [model] and set flavor "auto" to use that model, or use another job.dump_folder for this'
-        problems.refuse("model.flavor", f"it is not the model in {weights.path}: {different}", remedy)
+        problems.refuse(
+            "model.flavor", f"it is not the model in {weights.path}: {different}", remedy
+        )
 
 
 def compare_vocabularies(
-    problems: Problems, model_args: ModelArgs, tokenizer: Tokenizer, weights: Weights | None, notices: list[str]
+    problems: Problems,
+    model_args: ModelArgs,
+    tokenizer: Tokenizer,
+    weights: Weights | None,
+    notices: list[str],
 ) -> None:
     """Check a tokenizer with more ids than the model has rows: no document may use the others."""
     assets, n_rows = problems.config.model.hf_assets_path, model_args.vocab_size

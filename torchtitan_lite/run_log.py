@@ -18,7 +18,12 @@ import torch.distributed as dist
 from torchtitan_lite.build import Run
 from torchtitan_lite.components.expert_balance import count_collapsed, describe_load
 from torchtitan_lite.components.log import describe_rank
-from torchtitan_lite.components.metrics import MetricsWriter, describe_out_of_memory, describe_step, read_peak_memory
+from torchtitan_lite.components.metrics import (
+    MetricsWriter,
+    describe_out_of_memory,
+    describe_step,
+    read_peak_memory,
+)
 from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
@@ -48,7 +53,12 @@ class RunLog:
         groups: Groups,
     ):
         config, layout = run.config, run.layout
-        self.run, self.dump_folder, self.resumed_step, self.groups = run, dump_folder, resumed_step, groups
+        self.run, self.dump_folder, self.resumed_step, self.groups = (
+            run,
+            dump_folder,
+            resumed_step,
+            groups,
+        )
         self.n_steps, self.step = config.training.steps, resumed_step
         model_args = run.parts[0].model_args
         self.workload = {
@@ -61,10 +71,21 @@ class RunLog:
         self.is_warm = False
         self.writer = None
         if dist.get_rank() == 0:
-            options = {"n_steps": self.n_steps, "resumed_step": resumed_step, "settings": asdict(config)}
+            options = {
+                "n_steps": self.n_steps,
+                "resumed_step": resumed_step,
+                "settings": asdict(config),
+            }
             self.writer = MetricsWriter(dump_folder, config.metrics, **options)
         about = {"layout": layout.degrees, "world_size": layout.world_size, "device": device_name}
-        self.record("start", resumed_step, **about, resumed=resumed_step > 0, restarts=restarts, weights=origin)
+        self.record(
+            "start",
+            resumed_step,
+            **about,
+            resumed=resumed_step > 0,
+            restarts=restarts,
+            weights=origin,
+        )
 
     def record(self, kind: str, step: int, **fields: object) -> None:
         """Write a record to metrics.jsonl. Only rank 0 writes."""
@@ -84,13 +105,19 @@ class RunLog:
     def restart_clock(self) -> None:
         self.started_s, self.data_time_s, self.n_timed = time.perf_counter(), 0.0, 0
 
-    def after_step(self, step: int, result: StepResult, validation: dict[str, float] | None) -> None:
+    def after_step(
+        self, step: int, result: StepResult, validation: dict[str, float] | None
+    ) -> None:
         """Record the step if it is due. `validation`: the result of `validate` for this step."""
         section = self.run.config.metrics
         self.step, self.n_timed = step, self.n_timed + 1
         if validation:
             self.started_s += validation["val_time_s"]
-        is_due = validation or step % section.log_freq == 0 or step in (self.resumed_step + 1, self.n_steps)
+        is_due = (
+            validation
+            or step % section.log_freq == 0
+            or step in (self.resumed_step + 1, self.n_steps)
+        )
         if self.writer and is_due:
             self.write_step(step, result)
             if validation:
@@ -105,9 +132,13 @@ class RunLog:
     def write_step(self, step: int, result: StepResult) -> None:
         """Write the record of a step, with average times since the last record. Waits for the device."""
         fields = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item(), "lr": result.lr}
-        fields["tokens"] = step * self.workload["tokens_per_step"]  # of all ranks, from the first step to this one
+        fields["tokens"] = (
+            step * self.workload["tokens_per_step"]
+        )  # of all ranks, from the first step to this one
         step_time_s = (time.perf_counter() - self.started_s) / self.n_timed
-        fields |= describe_step(**self.workload, step_time_s=step_time_s, data_time_s=self.data_time_s / self.n_timed)
+        fields |= describe_step(
+            **self.workload, step_time_s=step_time_s, data_time_s=self.data_time_s / self.n_timed
+        )
         fields |= read_peak_memory(self.run.device)
         if result.expert_loads is not None:
             moe = self.run.parts[0].model_args.moe

@@ -33,9 +33,13 @@ def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
     if not is_validated(step, run.config.validation, run.config.training.steps):
         return None
     started_s = time.perf_counter()
-    one = torch.ones((), dtype=torch.int64, device=run.device)  # divide by one to keep the sum of token losses
+    one = torch.ones(
+        (), dtype=torch.int64, device=run.device
+    )  # divide by one to keep the sum of token losses
     local = (shard_for_cp(run, batch) for batch in data.validation_batches())
-    nats, counts = sum_losses(local, lambda batch: forward_only(run, batch, one).sum(), data.bytes_of_tokens)
+    nats, counts = sum_losses(
+        local, lambda batch: forward_only(run, batch, one).sum(), data.bytes_of_tokens
+    )
     dist.all_reduce(nats, group=run.mesh.loss_mesh.get_group())
     dist.all_reduce(counts, group=run.mesh.dp_cp_mesh.get_group())
     figures = describe_loss(nats, counts) | {"time_s": time.perf_counter() - started_s}
@@ -54,7 +58,9 @@ def sum_losses(
     for batch in batches:
         nats += compute_loss(batch)
         counted = batch.targets != IGNORE_INDEX
-        counts += torch.stack([counted.sum(), (bytes_of_tokens[batch.targets.clamp(min=0)] * counted).sum()])
+        counts += torch.stack(
+            [counted.sum(), (bytes_of_tokens[batch.targets.clamp(min=0)] * counted).sum()]
+        )
     return nats, counts
 
 
@@ -62,4 +68,8 @@ def describe_loss(nats: Tensor, counts: Tensor) -> dict[str, float]:
     """Return loss (nats per token), perplexity, and bits_per_byte for comparing tokenizers. NaN without tokens."""
     n_tokens, n_bytes = counts
     loss, bits = nats / n_tokens, nats / math.log(2)
-    return {"loss": loss.item(), "perplexity": loss.exp().item(), "bits_per_byte": (bits / n_bytes).item()}
+    return {
+        "loss": loss.item(),
+        "perplexity": loss.exp().item(),
+        "bits_per_byte": (bits / n_bytes).item(),
+    }

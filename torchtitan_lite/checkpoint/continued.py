@@ -97,7 +97,9 @@ def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, 
     return different
 
 
-def check_continued(problems: Problems, config: Config, weights: Weights, documents: dict[str, str]) -> list[str]:
+def check_continued(
+    problems: Problems, config: Config, weights: Weights, documents: dict[str, str]
+) -> list[str]:
     """Refuse, or return a notice for, each difference between a resolved config and the run to continue."""
     path, manifest, exclude = weights.path, weights.manifest, config.checkpoint.exclude_from_loading
     options = f"--job.dump_folder=FOLDER --{PATH}={path} --checkpoint.initial_load_model_only"
@@ -115,7 +117,9 @@ def check_continued(problems: Problems, config: Config, weights: Weights, docume
             notices.append(f"{key} is now {value!r}; {path} was trained with {before!r}")
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in different):
         notices.append(describe_rates(config, weights))
-    for name, before in zip(config.training.dataset, manifest.fingerprint.get("documents", []), strict=False):
+    for name, before in zip(
+        config.training.dataset, manifest.fingerprint.get("documents", []), strict=False
+    ):
         if documents.get(name, before) != before:
             why = f"the documents of {name} have changed since {path} was saved"
             problems.refuse("training.dataset", why, f"Put them back, or {new_run}")

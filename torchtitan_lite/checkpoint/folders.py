@@ -78,12 +78,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with explain_write_error(path):
         path.touch(exist_ok=False)
-        mode = path.stat().st_mode  # from the umask; safetensors creates files that only the owner can read
-        save_file(on_host, path, {"format": "pt", **metadata})  # transformers refuses files without "format"
+        mode = (
+            path.stat().st_mode
+        )  # from the umask; safetensors creates files that only the owner can read
+        save_file(
+            on_host, path, {"format": "pt", **metadata}
+        )  # transformers refuses files without "format"
         path.chmod(mode)
 
 
-def commit(final: Path, manifest: Manifest | None = None, hashes: Mapping[str, str] | None = None) -> None:
+def commit(
+    final: Path, manifest: Manifest | None = None, hashes: Mapping[str, str] | None = None
+) -> None:
     """Rename the unfinished folder to `final`. Its files must be on disk. With a manifest, write that first."""
     unfinished = name_unfinished(final)
     if manifest:

@@ -18,7 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.hugging_face_folder import HuggingFaceFolder, list_tensors, name_theirs
+from torchtitan_lite.checkpoint.hugging_face_folder import (
+    HuggingFaceFolder,
+    list_tensors,
+    name_theirs,
+)
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.checkpoint.storage import open_tensors
 from torchtitan_lite.config.block import list_expert_biases, list_parameters
@@ -56,21 +60,32 @@ def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> No
             continue
         local, offsets = parameter, [0] * parameter.dim()
         if isinstance(parameter, DTensor):
-            (chunk,) = parameter.__create_chunk_list__()  # the method that torch.distributed.checkpoint calls
+            (chunk,) = (
+                parameter.__create_chunk_list__()
+            )  # the method that torch.distributed.checkpoint calls
             local, offsets = parameter.to_local(), chunk.offsets
         if local.dim() == 3:
-            for matrix, name in zip(local, name_theirs(fqn, folder.model_args)[offsets[0] :], strict=False):
+            for matrix, name in zip(
+                local, name_theirs(fqn, folder.model_args)[offsets[0] :], strict=False
+            ):
                 read_box(matrix.t(), folder, name, offsets[:0:-1])
         elif local.numel():
             unit = find_unit(fqn, folder.model_args)
             read_box(local, folder, *name_theirs(fqn, folder.model_args), offsets, head_dim=unit)
 
 
-def read_box(target: Tensor, folder: HuggingFaceFolder, name: str, offsets: Sequence[int], head_dim: int = 1) -> None:
+def read_box(
+    target: Tensor, folder: HuggingFaceFolder, name: str, offsets: Sequence[int], head_dim: int = 1
+) -> None:
     """Fill `target` with the slice at `offsets` of their tensor. If head_dim > 1, reorder the rows of each head."""
     first, stop = offsets[0], offsets[0] + target.shape[0]
-    whole = slice(first // head_dim * head_dim, -(-stop // head_dim) * head_dim)  # only full heads can be reordered
-    columns = [slice(offset, offset + size) for offset, size in zip(offsets[1:], target.shape[1:], strict=True)]
+    whole = slice(
+        first // head_dim * head_dim, -(-stop // head_dim) * head_dim
+    )  # only full heads can be reordered
+    columns = [
+        slice(offset, offset + size)
+        for offset, size in zip(offsets[1:], target.shape[1:], strict=True)
+    ]
     rows = open_tensors(folder.files[name]).get_slice(name)[(whole, *columns)]
     rows = to_our_order(rows, head_dim) if head_dim > 1 else rows
     target.copy_(rows[first - whole.start : stop - whole.start])

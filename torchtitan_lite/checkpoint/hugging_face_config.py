@@ -42,12 +42,20 @@ class HuggingFaceError(UserError):
 
     def __init__(self, folder: Path, problems: list[str]):
         self.problems = problems
-        super().__init__("\n".join([f"{folder} cannot be used:", *(f"  {problem}" for problem in problems)]))
+        super().__init__(
+            "\n".join([f"{folder} cannot be used:", *(f"  {problem}" for problem in problems)])
+        )
 
 
 COMMON_CONSTANTS = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
-QUANTIZED = ("quantization_config", "compression_config", "quantization")  # keys of transformers, and of MLX
-NOT_QUANTIZED = "Quantized weights cannot be used: take the folder with the weights in bfloat16 or float32"
+QUANTIZED = (
+    "quantization_config",
+    "compression_config",
+    "quantization",
+)  # keys of transformers, and of MLX
+NOT_QUANTIZED = (
+    "Quantized weights cannot be used: take the folder with the weights in bfloat16 or float32"
+)
 
 
 def list_families() -> dict[str, tuple[str, Family]]:
@@ -94,7 +102,11 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
 
 def read_published(folder: Path) -> dict[str, JsonObject]:
     """Return file name -> content of config.json and generation_config.json, if present. Raises JsonError."""
-    published = {name: read_json(folder / name) for name in (CONFIG, GENERATION_CONFIG) if (folder / name).exists()}
+    published = {
+        name: read_json(folder / name)
+        for name in (CONFIG, GENERATION_CONFIG)
+        if (folder / name).exists()
+    }
     for content in published.values():
         content.take("eos_token_id", int | list[int], None)
         if content.get(LENGTH) is not None:
@@ -110,11 +122,15 @@ def read_model_args(folder: Path) -> ModelArgs:
     content = read_json(folder / CONFIG)
     for key in QUANTIZED:
         if content.get(key):
-            raise HuggingFaceError(folder, [f"{CONFIG}: {key} = {shorten(content[key])}. {NOT_QUANTIZED}"])
+            raise HuggingFaceError(
+                folder, [f"{CONFIG}: {key} = {shorten(content[key])}. {NOT_QUANTIZED}"]
+            )
     families = list_families()
     if content.take("model_type", str, None) not in families:
         known = ", ".join(families)
-        raise HuggingFaceError(folder, [f"{CONFIG}: model_type = {content.get('model_type')!r}; supported: {known}"])
+        raise HuggingFaceError(
+            folder, [f"{CONFIG}: model_type = {content.get('model_type')!r}; supported: {known}"]
+        )
     model_name, family = families[content["model_type"]]
     given = {key: value for key, value in content.items() if value is not None}
     config = JsonObject(content.path, family.defaults | given)
@@ -122,7 +138,9 @@ def read_model_args(folder: Path) -> ModelArgs:
         config.pop("sliding_window", None)  # transformers ignores it
     if "num_local_experts" in config:  # the spelling of transformers 5
         config.setdefault("num_experts", config["num_local_experts"])
-    rope = config.take("rope_scaling", dict, {}) or config.take("rope_parameters", dict, JsonObject(content.path, {}))
+    rope = config.take("rope_scaling", dict, {}) or config.take(
+        "rope_parameters", dict, JsonObject(content.path, {})
+    )
     if problems := find_unsupported(config, family, rope):
         raise HuggingFaceError(folder, [f"{CONFIG}: {problem}" for problem in problems])
     n_heads = take_size(config, "num_attention_heads")
@@ -132,7 +150,9 @@ def read_model_args(folder: Path) -> ModelArgs:
     if n_heads % n_kv_heads:
         why = f"num_key_value_heads = {n_kv_heads} does not divide num_attention_heads = {n_heads}"
         raise HuggingFaceError(folder, [f"{CONFIG}: {why}"])
-    sizes = {name: take_size(config, key) for name, key in family.sizes.items() if name != "norm_eps"}
+    sizes = {
+        name: take_size(config, key) for name, key in family.sizes.items() if name != "norm_eps"
+    }
     return ModelArgs(
         **sizes,
         norm_eps=config.take("rms_norm_eps", float),
@@ -150,18 +170,24 @@ def find_unsupported(config: JsonObject, family: Family, rope: JsonObject) -> li
     problems = []
     for key, value in (COMMON_CONSTANTS | family.must_be).items():
         if config.get(key, value) != value:
-            problems.append(f"{key} = {config[key]!r}; for {family.title} only {value!r} is supported")
+            problems.append(
+                f"{key} = {config[key]!r}; for {family.title} only {value!r} is supported"
+            )
     layer_types = config.take("layer_types", list[str], [])
     if set(layer_types) - {"full_attention"}:
         problems.append(f"layer_types = {layer_types!r}; only full attention is supported")
     dense = config.take(DENSE_LAYERS, list[int], [])
     if dense != list(range(len(dense))):
-        problems.append(f"{DENSE_LAYERS} = {dense!r}; only the first layers can be dense, such as [0, 1]")
+        problems.append(
+            f"{DENSE_LAYERS} = {dense!r}; only the first layers can be dense, such as [0, 1]"
+        )
     kind = read_rope_type(rope)
     if kind not in ("default", "linear", "llama3"):
         problems.append(f"rope_type = {kind!r}; supported: 'default', 'linear' and 'llama3'")
     if rope.take("partial_rotary_factor", float, 1.0) != 1.0:
-        problems.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; only 1.0 is supported")
+        problems.append(
+            f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; only 1.0 is supported"
+        )
     return problems
 
 
@@ -185,7 +211,11 @@ def read_scaling(rope: JsonObject, config: JsonObject) -> RopeScaling | None:
     if kind == "default":
         return None
     length = rope.take(SCALING_KEYS["original_length"], int, None) or take_size(config, LENGTH)
-    factors = {name: rope.take(SCALING_KEYS[name], float) for name in SCALING_KEYS if name != "original_length"}
+    factors = {
+        name: rope.take(SCALING_KEYS[name], float)
+        for name in SCALING_KEYS
+        if name != "original_length"
+    }
     return RopeScaling(**factors, original_length=length)
 
 
@@ -220,7 +250,9 @@ def make_config(
     shorter than the training sequences.
     """
     if published:
-        changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published} or {DTYPE_KEYS[0]: dtype}
+        changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published} or {
+            DTYPE_KEYS[0]: dtype
+        }
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
         return published | changed

@@ -33,7 +33,9 @@ from torchtitan_lite.config.model_rows import ModelArgs
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-NO_WEIGHTS = "rotary_emb.inv_freq"  # a constant that old versions of transformers saved in every layer
+NO_WEIGHTS = (
+    "rotary_emb.inv_freq"  # a constant that old versions of transformers saved in every layer
+)
 DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
 UNPACKED = (*DTYPES, "F64", "I64", "BOOL")  # dtypes that quantized weights do not have
 MOST_NAMED = 8  # tensors per message
@@ -70,23 +72,36 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     """Read config.json and the headers of all files. Raises HuggingFaceError with every problem."""
     model_args, found = read_model_args(path), {}
     for file in list_files(path):
-        found |= {name: (file, *entry) for name, entry in read_header(file).items() if not name.endswith(NO_WEIGHTS)}
+        found |= {
+            name: (file, *entry)
+            for name, entry in read_header(file).items()
+            if not name.endswith(NO_WEIGHTS)
+        }
     for name, (file, dtype, _) in found.items():
         if dtype not in UNPACKED:
             raise HuggingFaceError(path, [f"{file.name}: {name} is {dtype}. {NOT_QUANTIZED}"])
     expected = {}
     for fqn, shape in list_tensors(model_args).items():  # the matrix of an expert is transposed
-        expected |= dict.fromkeys(name_theirs(fqn, model_args), shape[:0:-1] if len(shape) == 3 else shape)
+        expected |= dict.fromkeys(
+            name_theirs(fqn, model_args), shape[:0:-1] if len(shape) == 3 else shape
+        )
     problems = []
-    for kind, names in {"missing": expected.keys() - found, "unknown": found.keys() - expected}.items():
+    for kind, names in {
+        "missing": expected.keys() - found,
+        "unknown": found.keys() - expected,
+    }.items():
         shown, more = sorted(names)[:MOST_NAMED], len(names) - MOST_NAMED
-        problems += [f"{kind}: {', '.join(shown)}" + f", and {more} more" * (more > 0)] if names else []
+        problems += (
+            [f"{kind}: {', '.join(shown)}" + f", and {more} more" * (more > 0)] if names else []
+        )
     for name in sorted(expected.keys() & found):
         file, dtype, shape = found[name]
         if dtype not in DTYPES:
             problems.append(f"{file.name}: {name} is {dtype}; supported: {', '.join(DTYPES)}")
         if shape != expected[name]:
-            problems.append(f"{file.name}: {name} is {dtype} {list(shape)}, but {CONFIG} says {list(expected[name])}")
+            problems.append(
+                f"{file.name}: {name} is {dtype} {list(shape)}, but {CONFIG} says {list(expected[name])}"
+            )
     if problems:
         raise HuggingFaceError(path, problems)
     return HuggingFaceFolder(path, model_args, {name: found[name][0] for name in expected})
@@ -118,11 +133,18 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             header = parse_json(file.read(min(n_bytes, size)), path)
         header.pop("__metadata__", None)
         tensors = {name: header.take(name, dict) for name in header}
-        needed = 8 + n_bytes + max(entry.take("data_offsets", list[int])[1] for entry in tensors.values())
+        needed = (
+            8
+            + n_bytes
+            + max(entry.take("data_offsets", list[int])[1] for entry in tensors.values())
+        )
         if size != needed:
             raise ValueError(f"it has {size} bytes, but its header needs {needed}")
         return {
-            name: (entry.take("dtype", str), tuple(entry.take("shape", list[int]))) for name, entry in tensors.items()
+            name: (entry.take("dtype", str), tuple(entry.take("shape", list[int])))
+            for name, entry in tensors.items()
         }
     except (OSError, ValueError) as error:
-        raise HuggingFaceError(path.parent, [f"{path} is not a complete safetensors file: {error}"]) from None
+        raise HuggingFaceError(
+            path.parent, [f"{path} is not a complete safetensors file: {error}"]
+        ) from None

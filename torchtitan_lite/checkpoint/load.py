@@ -95,7 +95,9 @@ def load_initial(
     return 0
 
 
-def list_restored(parameters: dict[str, Tensor], optimizer: Optimizer, section: Checkpoint) -> dict[str, Tensor]:
+def list_restored(
+    parameters: dict[str, Tensor], optimizer: Optimizer, section: Checkpoint
+) -> dict[str, Tensor]:
     """Return the tensors to load when a run continues: weights, and the optimizer state unless it is excluded."""
     if "optimizer" in section.exclude_from_loading:
         logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
@@ -123,7 +125,9 @@ def set_step(lr_scheduler: LRScheduler, step: int) -> None:
     lr_scheduler.step()
 
 
-def load_newest(found: list[Saved], tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup) -> Saved:
+def load_newest(
+    found: list[Saved], tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup
+) -> Saved:
     """Load `tensors` in place from the newest undamaged one, and return it. Collective over `group`.
 
     Renames and deletes nothing. Raises CheckpointError if all are damaged.
@@ -145,7 +149,9 @@ def load_newest(found: list[Saved], tensors: dict[str, Tensor], *, verify: bool,
     )
 
 
-def load_checkpoint(path: Path, tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup) -> Manifest:
+def load_checkpoint(
+    path: Path, tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup
+) -> Manifest:
     """Load `tensors` in place from the checkpoint `path`. Collective.
 
     `tensors` are this rank's shards. Raises CheckpointError if a tensor is missing or has another shape, and
@@ -159,13 +165,20 @@ def load_checkpoint(path: Path, tensors: dict[str, Tensor], *, verify: bool, gro
         hashing = thread.submit(find_damage, path, own_files)
         try:
             planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-            dcp.load(tensors, storage_reader=StorageReader(path, manifest), planner=planner, process_group=group)
+            dcp.load(
+                tensors,
+                storage_reader=StorageReader(path, manifest),
+                planner=planner,
+                process_group=group,
+            )
         except CheckpointException as error:  # the same on every rank
             failure = explain_dcp_error(error)
     found: list[list[str]] = [[] for _ in range(world_size)]
     dist.all_gather_object(found, hashing.result(), group=group)
     if problems := [problem for of_rank in found for problem in of_rank]:
-        raise DamagedCheckpoint("; ".join(problems[:3]) + f" and {len(problems) - 3} more" * (len(problems) > 3))
+        raise DamagedCheckpoint(
+            "; ".join(problems[:3]) + f" and {len(problems) - 3} more" * (len(problems) > 3)
+        )
     if failure:
         raise failure
     return manifest

@@ -53,7 +53,9 @@ class TensorRecord(NamedTuple):
 class Manifest:
     step: int
     fingerprint: dict[str, object]  # must match on resume: data, tokenizer, batch size, model_args
-    run: dict[str, object]  # for people: config, layout, date; for exports: the published config.json
+    run: dict[
+        str, object
+    ]  # for people: config, layout, date; for exports: the published config.json
     tensors: dict[str, TensorRecord]
     format: int = FORMAT
 
@@ -67,7 +69,9 @@ def find_steps(folder: Path) -> list[int]:
 def encode(manifest: Manifest) -> bytes:
     """Return the content of manifest.json, with one line per tensor."""
     parts = {name: json.dumps(value) for name, value in vars(manifest).items() if name != "tensors"}
-    lines = [f"{json.dumps(name)}: {json.dumps(record)}" for name, record in manifest.tensors.items()]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(record)}" for name, record in manifest.tensors.items()
+    ]
     parts["tensors"] = "{\n" + ",\n".join(lines) + "}"
     return ("{" + ",\n".join(f'"{name}": {text}' for name, text in parts.items()) + "}\n").encode()
 
@@ -89,12 +93,18 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
     if hashlib.sha256(content).hexdigest() != checksums.get(MANIFEST):
-        raise DamagedCheckpoint(f"{folder / MANIFEST} has changed since it was written: see {CHECKSUMS}")
+        raise DamagedCheckpoint(
+            f"{folder / MANIFEST} has changed since it was written: see {CHECKSUMS}"
+        )
     raw = json.loads(content)
     if raw["format"] != FORMAT:
-        raise CheckpointError(f"{folder} has format {raw['format']}, but this version reads format {FORMAT}")
+        raise CheckpointError(
+            f"{folder} has format {raw['format']}, but this version reads format {FORMAT}"
+        )
     tensors = {
-        name: TensorRecord(dtype, tuple(shape), tuple(Chunk(file, tuple(o), tuple(s)) for file, o, s in chunks))
+        name: TensorRecord(
+            dtype, tuple(shape), tuple(Chunk(file, tuple(o), tuple(s)) for file, o, s in chunks)
+        )
         for name, (dtype, shape, chunks) in raw["tensors"].items()
     }
     return Manifest(**raw | {"tensors": tensors})

@@ -66,7 +66,12 @@ class CheckpointSaver:
         record: Callable[..., None] = lambda kind, step, **fields: None,
     ):
         self.folder, self.section, self.group = folder, section, group
-        self.optimizer, self.fingerprint, self.run, self.record = optimizer, fingerprint, run, record
+        self.optimizer, self.fingerprint, self.run, self.record = (
+            optimizer,
+            fingerprint,
+            run,
+            record,
+        )
         self.n_kept = {"keep_latest_k": section.keep_latest_k, "keep_every_m": section.keep_every_m}
         self.in_flight: Future | None = None
         self.stager = self.thread = None
@@ -81,16 +86,25 @@ class CheckpointSaver:
             )
             self.stager = DefaultStager(options)
             optimizer.register_step_pre_hook(lambda *_: self.stager.synchronize_staging())
-            set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if self.on_cuda else {}
+            set_device = (
+                {"initializer": torch.cuda.set_device, "initargs": (device,)}
+                if self.on_cuda
+                else {}
+            )
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", **set_device)
 
-    def after_step(self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool) -> None:
+    def after_step(
+        self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool
+    ) -> None:
         """Save if `is_saved` says so. At the end of the run, wait for the save. Raises errors of earlier saves."""
         started_s = time.perf_counter()
         self.check()
         is_last = step == n_steps
         if is_saved(step, self.section, n_steps, is_stopped=is_stopped):
-            self.save(step, choose_tensors(parameters, self.optimizer, section=self.section, is_last=is_last))
+            self.save(
+                step,
+                choose_tensors(parameters, self.optimizer, section=self.section, is_last=is_last),
+            )
             waited_s = time.perf_counter() - started_s  # then all ranks continue training
             self.record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
         if is_last or is_stopped:
@@ -112,7 +126,9 @@ class CheckpointSaver:
         if self.stager is None:
             self.write(step, tensors)
         else:
-            if self.on_cuda:  # the stager's stream does not wait for kernels that are still writing the tensors
+            if (
+                self.on_cuda
+            ):  # the stager's stream does not wait for kernels that are still writing the tensors
                 torch.cuda.current_stream().synchronize()
             self.in_flight = self.thread.submit(self.write, step, self.stager.stage(tensors))
 
@@ -136,11 +152,15 @@ class CheckpointSaver:
         planner = self.planner(flatten_state_dict=False)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
-        except CheckpointException as error:  # raised on every rank, when no rank is writing any more
+        except (
+            CheckpointException
+        ) as error:  # raised on every rank, when no rank is writing any more
             if rank == 0:
                 folders.discard(final)
             raise explain_dcp_error(error) from error
-        except RuntimeError as error:  # from a collective: the group cannot be used any more, so the run must stop
+        except (
+            RuntimeError
+        ) as error:  # from a collective: the group cannot be used any more, so the run must stop
             raise RuntimeError(
                 f"{final} was not saved: a rank died, or waited for another rank's disk longer than "
                 f"comm.init_timeout_seconds ({error})"
@@ -151,7 +171,9 @@ class CheckpointSaver:
                 folders.prune(self.folder, **self.n_kept)
             except OSError as error:  # the new checkpoint is saved anyway
                 logger.error(f"an old checkpoint cannot be deleted: {error}")
-        dist.barrier(self.group)  # wait here while rank 0 deletes, not in the next step with its shorter time-out
+        dist.barrier(
+            self.group
+        )  # wait here while rank 0 deletes, not in the next step with its shorter time-out
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -191,10 +213,15 @@ def choose_tensors(
     if not (is_last and section.last_save_model_only):
         return name_tensors(parameters, optimizer)
     dtype, weights = getattr(torch, section.export_dtype), name_weights(parameters)
-    return {name: tensor if name.endswith("expert_bias") else tensor.to(dtype) for name, tensor in weights.items()}
+    return {
+        name: tensor if name.endswith("expert_bias") else tensor.to(dtype)
+        for name, tensor in weights.items()
+    }
 
 
-def describe_run(config: Config, degrees: dict[str, int], published: dict[str, dict]) -> dict[str, object]:
+def describe_run(
+    config: Config, degrees: dict[str, int], published: dict[str, dict]
+) -> dict[str, object]:
     """Return `run` of a manifest. `published`: config.json and generation_config.json of the initial weights."""
     return {
         "config": asdict(config),

@@ -33,9 +33,13 @@ class Weights:
     path: Path
     model_args: ModelArgs
     assets: str  # folder of the tokenizer they were trained with
-    published: dict[str, dict]  # config.json and generation_config.json, if they came from a Hugging Face folder
+    published: dict[
+        str, dict
+    ]  # config.json and generation_config.json, if they came from a Hugging Face folder
     manifest: Manifest | None = None  # None: a Hugging Face folder
-    is_resumed: bool = False  # the checkpoint is in the dump folder, so the run continues from its step
+    is_resumed: bool = (
+        False  # the checkpoint is in the dump folder, so the run continues from its step
+    )
 
 
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
@@ -44,7 +48,9 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
     is_named = section.enable and section.load_step != -1 and not restarted
     folder = Path(config.job.dump_folder) / section.folder
     steps = find_steps(folder) if section.enable and not starts_over else []
-    usable = steps if section.load_only else steps[-1:]  # a run that saves would save the later steps a second time
+    usable = (
+        steps if section.load_only else steps[-1:]
+    )  # a run that saves would save the later steps a second time
     if is_named and section.load_step not in usable:
         why = f"{folder} has the steps {steps}; a run that saves (without load_only) resumes from the last one"
         remedy = f"Use {usable}" if usable else "Leave it out: the run starts from the beginning"
@@ -57,7 +63,9 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
             return replace(describe_checkpoint(folder / f"step-{step}"), is_resumed=True)
         except DamagedCheckpoint as error:  # try an earlier one
             reasons.append(str(error))
-        except CheckpointError as error:  # it may be good: an earlier one would train its steps again
+        except (
+            CheckpointError
+        ) as error:  # it may be good: an earlier one would train its steps again
             raise ConfigError([Problem(key, get_value(config, key), str(error), remedy)]) from None
     if reasons and not section.local_folder:  # with snapshots, the run may resume from one of them
         raise ConfigError([Problem(key, get_value(config, key), "; ".join(reasons), remedy)])
@@ -71,7 +79,10 @@ def find_initial(config: Config) -> Weights | None:
     path = Path(config.checkpoint.initial_load_path)
     remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
     if not path.is_dir():
-        why = explain_hub_name(config.checkpoint.initial_load_path) or f"there is no folder {path.absolute()}"
+        why = (
+            explain_hub_name(config.checkpoint.initial_load_path)
+            or f"there is no folder {path.absolute()}"
+        )
         raise ConfigError([Problem(PATH, str(path), why, remedy)])
     try:
         if not (path / CONFIG).is_file():
@@ -86,4 +97,6 @@ def describe_checkpoint(path: Path) -> Weights:
     """Read the manifest of a checkpoint: its model and tokenizer. Raises CheckpointError."""
     manifest = read_manifest(path)
     assets = manifest.run["config"]["model"]["hf_assets_path"]
-    return Weights(path, parse_model_args(manifest), assets, manifest.run.get(IN_MANIFEST, {}), manifest)
+    return Weights(
+        path, parse_model_args(manifest), assets, manifest.run.get(IN_MANIFEST, {}), manifest
+    )

@@ -24,7 +24,12 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -116,15 +121,26 @@ class StorageWriter(HuggingFaceStorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         assert len(tensors) == len(plan.items), "a rank has more than one shard of a tensor"
-        offsets = {item.index.fqn: {OFFSETS: list(item.tensor_data.chunk.offsets)} for item in plan.items}
+        offsets = {
+            item.index.fqn: {OFFSETS: list(item.tensor_data.chunk.offsets)} for item in plan.items
+        }
         results: list[WriteResult] = []
         if tensors:
             path = folders.name_unfinished(self.final) / self.file_name
             folders.write_tensors(path, tensors, {SHARDING: json.dumps(offsets)})
-            with open(path, "rb") as file, ThreadPoolExecutor(1) as thread, folders.explain_write_error(path):
-                hashing = thread.submit(hash_file, path)  # reads from the page cache while the disk writes
+            with (
+                open(path, "rb") as file,
+                ThreadPoolExecutor(1) as thread,
+                folders.explain_write_error(path),
+            ):
+                hashing = thread.submit(
+                    hash_file, path
+                )  # reads from the page cache while the disk writes
                 os.fsync(file.fileno())
-            results = [WriteResult(item.index, 0, (self.file_name, hashing.result())) for item in plan.items]
+            results = [
+                WriteResult(item.index, 0, (self.file_name, hashing.result()))
+                for item in plan.items
+            ]
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
@@ -135,7 +151,8 @@ class StorageWriter(HuggingFaceStorageWriter):
         tensors = {}
         for name, saved in metadata.state_dict_metadata.items():
             chunks = [
-                Chunk(stored[MetadataIndex(name, c.offsets)][0], (*c.offsets,), (*c.sizes,)) for c in saved.chunks
+                Chunk(stored[MetadataIndex(name, c.offsets)][0], (*c.offsets,), (*c.sizes,))
+                for c in saved.chunks
             ]
             dtype = str(saved.properties.dtype).removeprefix("torch.")
             tensors[name] = TensorRecord(dtype, tuple(saved.size), tuple(chunks))
@@ -152,11 +169,16 @@ class StorageReader(HuggingFaceStorageReader):
     def read_metadata(self) -> Metadata:
         described, places = {}, {}
         for name, (dtype, shape, chunks) in self.manifest.tensors.items():
-            boxes = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in chunks]
+            boxes = [
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                for chunk in chunks
+            ]
             properties = TensorProperties(dtype=getattr(torch, dtype))
             described[name] = TensorStorageMetadata(properties, torch.Size(shape), boxes)
             for chunk, box in zip(chunks, boxes, strict=True):
-                places[MetadataIndex(name, box.offsets)] = SimpleNamespace(relative_path=str(self.folder / chunk.file))
+                places[MetadataIndex(name, box.offsets)] = SimpleNamespace(
+                    relative_path=str(self.folder / chunk.file)
+                )
         return Metadata(described, storage_data=places)
 
 
@@ -174,7 +196,9 @@ class OpenCheckpoint:
         dtype, shape, chunks = self.manifest.tensors[name]
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         for file, offsets, sizes in chunks:
-            box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+            box = tuple(
+                slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)
+            )
             tensor[box] = open_tensors(self.folder / file).get_tensor(name)
         return tensor
 

@@ -44,7 +44,9 @@ class AdamWBFloat16(AdamW):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             # Largest first, because inductor tunes the kernel for all sizes on the second size that it sees.
-            parameters = sorted((p for p in group["params"] if p.grad is not None), key=Tensor.numel, reverse=True)
+            parameters = sorted(
+                (p for p in group["params"] if p.grad is not None), key=Tensor.numel, reverse=True
+            )
             keys = {key: group[key] for key in ("weight_decay", "eps", "amsgrad", "maximize")}
             keys["beta1"], keys["beta2"] = group["betas"]
             for parameter in parameters:
@@ -59,7 +61,10 @@ class AdamWBFloat16(AdamW):
 
     def initialize_state(self, parameter: Tensor) -> None:
         """Allocate the moments, and the step count, () fp32. A checkpoint needs a count per parameter, as in torch."""
-        moments = {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in ("exp_avg", "exp_avg_sq")}
+        moments = {
+            key: torch.zeros_like(parameter, dtype=torch.bfloat16)
+            for key in ("exp_avg", "exp_avg_sq")
+        }
         n_steps = torch.zeros((), device=local_tensor(parameter).device)
         self.state[parameter] = {"step": n_steps, **moments}
 
@@ -78,11 +83,20 @@ class AdamWBFloat16(AdamW):
             self.update_fused(*tensors, n_steps, lr, keys)
 
     def update_fused(
-        self, weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, n_steps: Tensor, lr: float, keys: dict
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        first: Tensor,
+        second: Tensor,
+        n_steps: Tensor,
+        lr: float,
+        keys: dict,
     ) -> None:
         moments = [first.float(), second.float()]
         lists = [weight], [gradient], *([moment] for moment in moments), [], [n_steps.clone()]
-        adamw(*lists, fused=True, grad_scale=self.grad_scale, found_inf=self.found_inf, lr=lr, **keys)
+        adamw(
+            *lists, fused=True, grad_scale=self.grad_scale, found_inf=self.found_inf, lr=lr, **keys
+        )
         first.copy_(moments[0])
         second.copy_(moments[1])
 

@@ -129,7 +129,9 @@ def name_culprit(findings: list[Finding]) -> str:
     """Combine the findings of all ranks into one sentence."""
     for finding in findings:
         if finding.bad_weight:
-            return f"the weight {finding.bad_weight} on {finding.rank} was not finite before the step"
+            return (
+                f"the weight {finding.bad_weight} on {finding.rank} was not finite before the step"
+            )
     with_origin = [finding for finding in findings if finding.origin]
     if with_origin:
         first = min(with_origin, key=lambda finding: finding.origin.order)

@@ -124,7 +124,9 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     entropy = entropies.sum() / counts.sum() * top_k  # each token has top_k routes
     return {
         "expert_max_over_mean": relative_load.max().item(),  # for the busiest expert
-        "expert_dead_share": is_dead.double().mean().item(),  # fraction of experts that got no token
+        "expert_dead_share": is_dead.double()
+        .mean()
+        .item(),  # fraction of experts that got no token
         "router_entropy": entropy.item(),  # of the router scores, in nats, averaged over tokens and layers
     }
 
@@ -139,6 +141,10 @@ def count_collapsed(step: int, load: dict[str, float], moe: MoEArgs, n_before: i
         return 0
     if n_before + 1 == STEPS_TO_WARN:
         dead = f"{load['expert_dead_share']:.0%} of all experts get none"
-        remedy = "Raise training.expert_balance_loss or training.expert_bias_rate, or lower optimizer.lr"
-        logger.warning(f"step {step}: an expert gets {ratio:.1f} times the mean load of its layer; {dead}. {remedy}")
+        remedy = (
+            "Raise training.expert_balance_loss or training.expert_bias_rate, or lower optimizer.lr"
+        )
+        logger.warning(
+            f"step {step}: an expert gets {ratio:.1f} times the mean load of its layer; {dead}. {remedy}"
+        )
     return n_before + 1

@@ -67,11 +67,15 @@ def start_logging(rank: int, dump_folder: Path | None, *, color: bool = True) ->
     )
     logger.addHandler(console)
     if rank == 0 and dump_folder:
-        file = logging.FileHandler(dump_folder / "log.txt", encoding="utf-8")  # appends: a resumed run continues it
+        file = logging.FileHandler(
+            dump_folder / "log.txt", encoding="utf-8"
+        )  # appends: a resumed run continues it
         file.setFormatter(LineFormatter(rank, date_format="%Y-%m-%d %H:%M:%S", color=False))
         logger.addHandler(file)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logger.propagate = False  # otherwise a library that configures the root logger would print every line again
+    logger.propagate = (
+        False  # otherwise a library that configures the root logger would print every line again
+    )
 
 
 def describe_rank(rank: int, coordinates: dict[str, int]) -> str:

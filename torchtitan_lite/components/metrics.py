@@ -73,8 +73,10 @@ def describe_step(
     return {
         "tokens_per_s_per_rank": tokens_per_s_per_rank,
         "tflops_per_rank": flops.full * tokens_per_s_per_rank / 1e12,
-        "mfu_full": peak_flops and flops.full * tokens_per_s_per_rank / peak_flops,  # counts the full attention matrix
-        "mfu_causal": peak_flops and flops.causal * tokens_per_s_per_rank / peak_flops,  # counts its causal half
+        "mfu_full": peak_flops
+        and flops.full * tokens_per_s_per_rank / peak_flops,  # counts the full attention matrix
+        "mfu_causal": peak_flops
+        and flops.causal * tokens_per_s_per_rank / peak_flops,  # counts its causal half
         "step_time_s": step_time_s,
         "data_time_s": data_time_s,
         "data_time_share": data_time_s / step_time_s,
@@ -85,7 +87,9 @@ def read_peak_memory(device: torch.device) -> dict[str, float]:
     """Return the peak memory of this rank: on CUDA since the last call, on a CPU since the process started."""
     if device.type != "cuda":  # resident memory, including about 0.3 GiB for Python and torch
         unit_bytes = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
-        return {"peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / GIB}
+        return {
+            "peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / GIB
+        }
     stats = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
     total_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -93,9 +97,12 @@ def read_peak_memory(device: torch.device) -> dict[str, float]:
     return {
         "peak_memory_gib": peak_bytes / GIB,  # live tensors
         "peak_memory_share": peak_bytes / total_bytes,
-        "reserved_memory_gib": reserved_bytes / GIB,  # reserved by torch's allocator, including gaps
+        "reserved_memory_gib": reserved_bytes
+        / GIB,  # reserved by torch's allocator, including gaps
         "reserved_memory_share": reserved_bytes / total_bytes,
-        "n_alloc_retries": stats["num_alloc_retries"],  # the allocator freed its cache and retried: memory is tight
+        "n_alloc_retries": stats[
+            "num_alloc_retries"
+        ],  # the allocator freed its cache and retried: memory is tight
         "n_ooms": stats["num_ooms"],
     }
 
@@ -114,16 +121,26 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, dump_folder: Path, section: Metrics, *, n_steps: int, resumed_step: int, settings: dict[str, object]
+        self,
+        dump_folder: Path,
+        section: Metrics,
+        *,
+        n_steps: int,
+        resumed_step: int,
+        settings: dict[str, object],
     ):
         """`n_steps`: number of steps in the whole run. `settings`: the config by section, for sinks that display it."""
         self.n_steps = n_steps
         path = dump_folder / "metrics.jsonl"
         drop_later_steps(path, resumed_step)
-        self.jsonl = open(path, "a", encoding="utf-8", buffering=1)  # line-buffered: no record is lost on a kill
+        self.jsonl = open(
+            path, "a", encoding="utf-8", buffering=1
+        )  # line-buffered: no record is lost on a kill
         self.sinks: list[TensorBoardSink | WandbSink] = []
         if section.enable_tensorboard:
-            self.sinks.append(TensorBoardSink(dump_folder / section.save_tb_folder, resumed_step=resumed_step))
+            self.sinks.append(
+                TensorBoardSink(dump_folder / section.save_tb_folder, resumed_step=resumed_step)
+            )
         if section.enable_wandb:
             self.sinks.append(WandbSink(dump_folder, settings=settings, resumed_step=resumed_step))
 
@@ -131,14 +148,27 @@ class MetricsWriter:
         """Write one record. JSON has no NaN or infinity, so numbers that are not finite become null."""
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         record = {"kind": kind, "step": step, "time": time, **fields}
-        finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
+        finite = {
+            key: None if isinstance(x, float) and not math.isfinite(x) else x
+            for key, x in record.items()
+        }
         self.jsonl.write(json.dumps(finite, allow_nan=False) + "\n")
-        known = {TAGS[key]: value for key, value in fields.items() if key in TAGS and value is not None}
+        known = {
+            TAGS[key]: value for key, value in fields.items() if key in TAGS and value is not None
+        }
         for sink in self.sinks:
             if known:
-                sink.write(step, {tag: 100 * value if tag.endswith("(%)") else value for tag, value in known.items()})
+                sink.write(
+                    step,
+                    {
+                        tag: 100 * value if tag.endswith("(%)") else value
+                        for tag, value in known.items()
+                    },
+                )
         if kind in FORMATS:
-            logger.info(f"step {step:{len(str(self.n_steps))}}/{self.n_steps}  {FORMATS[kind](fields)}")
+            logger.info(
+                f"step {step:{len(str(self.n_steps))}}/{self.n_steps}  {FORMATS[kind](fields)}"
+            )
 
     def close(self) -> None:
         self.jsonl.close()

@@ -61,7 +61,9 @@ class Muon(AdamW):
 
     def __init__(self, groups: list[dict], **options):
         super().__init__(groups, **options)
-        self.rounds = [plan_rounds(group["param_names"], group["params"]) for group in self.param_groups]
+        self.rounds = [
+            plan_rounds(group["param_names"], group["params"]) for group in self.param_groups
+        ]
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -128,7 +130,9 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, 
             shapes.append((*batch_shape, *parameter.shape[-2:]))
         for indices in deal_matrices(shapes, len(owners)):
             matrices = []
-            for index, owner in zip(indices, owners, strict=False):  # the last round may have fewer matrices than ranks
+            for index, owner in zip(
+                indices, owners, strict=False
+            ):  # the last round may have fewer matrices than ranks
                 matrices.append(
                     place_matrix(
                         hidden[index],
@@ -145,7 +149,9 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, 
 def find_axes(parameter: Tensor) -> tuple[int, ...]:
     """Return the mesh dims that shard matrices. FSDP may instead shard a batch of experts by expert."""
     axes = []
-    for mesh_dim, placement in enumerate(getattr(parameter, "placements", ())):  # not a DTensor: no placements
+    for mesh_dim, placement in enumerate(
+        getattr(parameter, "placements", ())
+    ):  # not a DTensor: no placements
         shards = not placement.is_replicate() and placement.dim >= parameter.dim() - 2
         if shards and parameter.device_mesh.size(mesh_dim) > 1:
             axes.append(mesh_dim)
@@ -165,7 +171,9 @@ def place_matrix(
     for dim, axis in zip(reversed(dims), reversed(axes), strict=True):
         shapes.insert(0, shape)
         length = shape[dim]
-        size = ceil(length / axis.size())  # as torch.chunk: the last slices can be smaller, or empty
+        size = ceil(
+            length / axis.size()
+        )  # as torch.chunk: the last slices can be smaller, or empty
         remaining = length - axis.get_local_rank() * size
         shape = [*shape]
         shape[dim] = max(0, min(size, remaining))

@@ -23,8 +23,12 @@ from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
 # optimizer.name, a row of config/choices.py -> builder of the optimizer for all parameters of this rank
 BUILDERS = {
-    "AdamW": lambda parameters, section, implementation: AdamW(parameters, **list_keys(section), **implementation),
-    "Muon": lambda parameters, section, implementation: Muon(parameters, **list_keys(section), **implementation),
+    "AdamW": lambda parameters, section, implementation: AdamW(
+        parameters, **list_keys(section), **implementation
+    ),
+    "Muon": lambda parameters, section, implementation: Muon(
+        parameters, **list_keys(section), **implementation
+    ),
     "SGD": lambda parameters, section, implementation: SGD(
         parameters, lr=section.lr, weight_decay=section.weight_decay, **implementation
     ),
@@ -34,10 +38,17 @@ BUILDERS = {
 def list_keys(section: Optimizer) -> dict[str, object]:
     """Return the keys of AdamW."""
     betas = (section.beta1, section.beta2)
-    return {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
+    return {
+        "lr": section.lr,
+        "betas": betas,
+        "eps": section.eps,
+        "weight_decay": section.weight_decay,
+    }
 
 
-def build_optimizer(section: Optimizer, parameters: dict[str, Tensor], dtype: str = "float32") -> TorchOptimizer:
+def build_optimizer(
+    section: Optimizer, parameters: dict[str, Tensor], dtype: str = "float32"
+) -> TorchOptimizer:
     """Build one optimizer for all parameters (by FQN). Only Muon communicates, and uses the compute dtype `dtype`."""
     if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
         return AdamWBFloat16(parameters.values(), **list_keys(section), fused=True)
@@ -48,7 +59,9 @@ def build_optimizer(section: Optimizer, parameters: dict[str, Tensor], dtype: st
     by_mesh: dict[object, list[tuple[str, Tensor]]] = {}
     for fqn, parameter in parameters.items():
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append((fqn, parameter))
-    groups = [{"params": group, "compute_dtype": getattr(torch, dtype)} for group in by_mesh.values()]
+    groups = [
+        {"params": group, "compute_dtype": getattr(torch, dtype)} for group in by_mesh.values()
+    ]
     return BUILDERS[section.name](groups, section, {"fused": fused, "foreach": foreach})
 
 
@@ -70,11 +83,15 @@ def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[T
     # If n ranks hold the same shard (a norm weight under tp), each counts 1/n of it, so the sum counts it once.
     squares = sum(sum_squares(shards) / n_copies for n_copies, shards in by_copies.items())
     # Fill the flags on the device, because a copy from the host would wait for the device.
-    flags = [squares.new_full((), stop_signal == number) for number in (signal.SIGINT, signal.SIGTERM)]
+    flags = [
+        squares.new_full((), stop_signal == number) for number in (signal.SIGINT, signal.SIGTERM)
+    ]
     numbers = torch.stack([squares, *flags])
     dist.all_reduce(numbers)  # 24 bytes over all ranks
     squares, n_sigint, n_sigterm = numbers.unbind()
-    stop = torch.where(n_sigterm > 0, int(signal.SIGTERM), torch.where(n_sigint > 0, int(signal.SIGINT), 0))
+    stop = torch.where(
+        n_sigterm > 0, int(signal.SIGTERM), torch.where(n_sigint > 0, int(signal.SIGINT), 0)
+    )
     return squares.sqrt().float(), stop
 
 
@@ -95,7 +112,10 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
     """
     dtype = None
     if tensors[0].device.type == "cpu":
-        tensors, dtype = [piece for tensor in tensors for piece in tensor.flatten().split(2**18)], torch.float64
+        tensors, dtype = (
+            [piece for tensor in tensors for piece in tensor.flatten().split(2**18)],
+            torch.float64,
+        )
     return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).double().square().sum()
 
 
@@ -115,7 +135,11 @@ def update_weights(optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float
         optimizer.grad_scale, optimizer.found_inf = divisor, (~finite).float()
         optimizer.step()
     elif finite:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        torch._foreach_div_([local_tensor(p.grad) for p in parameters if p.grad is not None], divisor)
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        torch._foreach_div_(
+            [local_tensor(p.grad) for p in parameters if p.grad is not None], divisor
+        )
         optimizer.step()
     return finite

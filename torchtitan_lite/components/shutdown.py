@@ -100,7 +100,9 @@ def describe_stop(
 
     `args` are the arguments of the run, `ngpu` is the environment variable NGPU.
     """
-    stopped = f"stopped by {signal.Signals(received).name} after step {step} of {config.training.steps}"
+    stopped = (
+        f"stopped by {signal.Signals(received).name} after step {step} of {config.training.steps}"
+    )
     if newest:
         return f"{stopped}; {describe_newest(newest, config, args, ngpu)}"
     if config.checkpoint.enable:

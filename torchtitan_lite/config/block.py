@@ -57,11 +57,18 @@ def list_parameters(model_args: ModelArgs) -> dict[str, Parameter]:
 def list_expert_biases(model_args: ModelArgs) -> dict[str, tuple[int]]:
     """Return FQN -> size of the fp32 expert biases (moe.py), which checkpoints store along with the parameters."""
     layers = filter(model_args.is_moe, range(model_args.n_layers))
-    return {f"layers.{layer}.feed_forward.router.expert_bias": (model_args.moe.n_experts,) for layer in layers}
+    return {
+        f"layers.{layer}.feed_forward.router.expert_bias": (model_args.moe.n_experts,)
+        for layer in layers
+    }
 
 
 def count_layer_parameters(
-    model_args: ModelArgs, *, moe: bool = False, linear_only: bool = False, experts: int | None = None
+    model_args: ModelArgs,
+    *,
+    moe: bool = False,
+    linear_only: bool = False,
+    experts: int | None = None,
 ) -> int:
     """Count the parameters of one block. `linear_only`: of matrices. `experts`: number of them to count; None: all."""
     n_parameters = 0
@@ -75,7 +82,9 @@ def count_layer_parameters(
     return n_parameters
 
 
-def count_all_layers(model_args: ModelArgs, *, linear_only: bool = False, experts: int | None = None) -> int:
+def count_all_layers(
+    model_args: ModelArgs, *, linear_only: bool = False, experts: int | None = None
+) -> int:
     """Count the parameters of all blocks, with the options of count_layer_parameters."""
     counted = {"linear_only": linear_only, "experts": experts}
     layers = map(model_args.is_moe, range(model_args.n_layers))
@@ -91,7 +100,10 @@ def list_experts(model_args: ModelArgs) -> list[tuple[int, ...]]:
 def find_expert_dim(model_args: ModelArgs, ep: int, n_ranks: int) -> int | None:
     """Return the first dim of the experts (E/ep, in, out) that FSDP can shard evenly over `n_ranks`, or None."""
     for dim in range(3):
-        if all(sizes[dim] // (ep if dim == 0 else 1) % n_ranks == 0 for sizes in list_experts(model_args)):
+        if all(
+            sizes[dim] // (ep if dim == 0 else 1) % n_ranks == 0
+            for sizes in list_experts(model_args)
+        ):
             return dim
     return None
 
@@ -123,10 +135,13 @@ def count_flops_per_token(model_args: ModelArgs, seq_len: int) -> FlopsPerToken:
     """
     experts = model_args.moe.top_k if model_args.moe else None
     matmul_weights = (
-        count_all_layers(model_args, linear_only=True, experts=experts) + model_args.vocab_size * model_args.dim
+        count_all_layers(model_args, linear_only=True, experts=experts)
+        + model_args.vocab_size * model_args.dim
     )
     attention = 12 * model_args.n_layers * model_args.n_heads * model_args.head_dim * seq_len
-    return FlopsPerToken(full=6 * matmul_weights + attention, causal=6 * matmul_weights + attention // 2)
+    return FlopsPerToken(
+        full=6 * matmul_weights + attention, causal=6 * matmul_weights + attention // 2
+    )
 
 
 NEWTON_SCHULZ_STEPS = 5  # of Muon
@@ -135,7 +150,9 @@ NEWTON_SCHULZ_STEPS = 5  # of Muon
 def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]:
     """Return Muon's rounds: in each, rank i owns the matrix, or the batch, with the i-th index. Most work first."""
     ordered = [(*each[:-2], *sorted(each[-2:])) for each in sizes]
-    flops = [prod(batch) * (4 * m * m * n + 2 * m**3) for *batch, m, n in ordered]  # of a step of Newton-Schulz
+    flops = [
+        prod(batch) * (4 * m * m * n + 2 * m**3) for *batch, m, n in ordered
+    ]  # of a step of Newton-Schulz
     order = sorted(range(len(sizes)), key=lambda index: -flops[index])
     return [order[first : first + n_ranks] for first in range(0, len(sizes), n_ranks)]
 
@@ -148,7 +165,10 @@ SKIP_SMALL = "auto_filter_small_kn"  # in filter_fqns, as in torchtitan: skip la
 
 
 def plan_float8(
-    linears: dict[str, tuple[int, int]], filter_fqns: list[str], tp: int, recipe_name: str = "tensorwise"
+    linears: dict[str, tuple[int, int]],
+    filter_fqns: list[str],
+    tp: int,
+    recipe_name: str = "tensorwise",
 ) -> list[str]:
     """Return the FQNs of the layers that compute in float8.
 

@@ -45,13 +45,19 @@ class AttentionRow:
     """Support of a kind of attention, besides one device with the full sequence."""
 
     uses_documents: bool = False  # it reads doc_ids
-    under_cp: tuple[str, ...] = ()  # values of parallelism.context_parallel_rotate_method that support it
-    is_plain: bool = False  # plain causal attention inside a document, so `generate` and transformers support it
+    under_cp: tuple[
+        str, ...
+    ] = ()  # values of parallelism.context_parallel_rotate_method that support it
+    is_plain: bool = (
+        False  # plain causal attention inside a document, so `generate` and transformers support it
+    )
 
 
 ATTENTIONS = {
     "causal": AttentionRow(under_cp=("allgather", "ring"), is_plain=True),
-    "document": AttentionRow(uses_documents=True, under_cp=("allgather",), is_plain=True),  # the ring has no masks
+    "document": AttentionRow(
+        uses_documents=True, under_cp=("allgather",), is_plain=True
+    ),  # the ring has no masks
 }
 
 
@@ -62,9 +68,13 @@ class ScheduleRow:
     least_stages_per_rank: int = 1
     most_stages_per_rank: int | None = None  # None: any number
     placement: str = "loop"
-    splits_backward: bool = False  # computes gradients of inputs and gradients of weights at different times
+    splits_backward: bool = (
+        False  # computes gradients of inputs and gradients of weights at different times
+    )
     in_rounds: bool = False  # runs microbatches in rounds of equal size
-    fills_pipeline: bool = False  # the number of microbatches must not be smaller than the number of stages
+    fills_pipeline: bool = (
+        False  # the number of microbatches must not be smaller than the number of stages
+    )
 
 
 SCHEDULES = {  # spelled as torch spells them
@@ -72,7 +82,9 @@ SCHEDULES = {  # spelled as torch spells them
     "1F1B": ScheduleRow(most_stages_per_rank=1, fills_pipeline=True),
     "Interleaved1F1B": ScheduleRow(least_stages_per_rank=2, in_rounds=True),
     "LoopedBFS": ScheduleRow(least_stages_per_rank=2),
-    "InterleavedZeroBubble": ScheduleRow(least_stages_per_rank=2, splits_backward=True, in_rounds=True),
+    "InterleavedZeroBubble": ScheduleRow(
+        least_stages_per_rank=2, splits_backward=True, in_rounds=True
+    ),
     "ZBVZeroBubble": ScheduleRow(2, 2, placement="v", splits_backward=True),
     "DualPipeV": ScheduleRow(2, 2, placement="v", splits_backward=True, fills_pipeline=True),
 }

@@ -123,7 +123,11 @@ def find_damage(hashes: Mapping[Path, str]) -> list[str]:
             found = hash_file(path)
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
-        return f"{path} has changed since it was written: its SHA-256 is {found}" if found != hashes[path] else None
+        return (
+            f"{path} has changed since it was written: its SHA-256 is {found}"
+            if found != hashes[path]
+            else None
+        )
 
     with ThreadPoolExecutor() as threads:
         return [damage for damage in threads.map(describe_damage, hashes) if damage]

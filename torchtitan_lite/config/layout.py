@@ -17,11 +17,26 @@ from torchtitan_lite.config.checks import check_layout, check_mesh, check_model,
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schedule import Stages, check_microbatches, place_stages, plan_stages
-from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Model, Parallelism, Training, with_value
+from torchtitan_lite.config.schema import (
+    ActivationCheckpoint,
+    Config,
+    Model,
+    Parallelism,
+    Training,
+    with_value,
+)
 from torchtitan_lite.models.registry import MODELS
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
-SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")  # keys of [model]
+SIZES = (
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "ffn_dim",
+    "vocab_size",
+)  # keys of [model]
 
 
 def resolve_model(model: Model) -> ModelArgs:
@@ -40,7 +55,9 @@ def find_row(model: Model) -> ModelArgs:
     flavors = MODELS[model.name].flavors
     if model.row is None and model.flavor not in flavors:
         why = f"model.name = {model.name!r} has no such flavor"
-        raise ConfigError([Problem("model.flavor", model.flavor, why, f"Use one of {', '.join(flavors)}")])
+        raise ConfigError(
+            [Problem("model.flavor", model.flavor, why, f"Use one of {', '.join(flavors)}")]
+        )
     return model.row or flavors[model.flavor]
 
 
@@ -57,8 +74,12 @@ class Layout:
     stage_ranks: tuple[int, ...]  # the pp rank of each stage
     global_batch_size: int  # sequences per optimizer step
     microbatch_size: int  # sequences per rank and forward pass
-    n_microbatches: int  # per rank and step: accumulation steps; under PP, microbatches of the schedule
-    zero_stage: int  # 1, 2 or 3: the tensors that FSDP shards over dp_shard x cp, see parallel/fsdp.py
+    n_microbatches: (
+        int  # per rank and step: accumulation steps; under PP, microbatches of the schedule
+    )
+    zero_stage: (
+        int  # 1, 2 or 3: the tensors that FSDP shards over dp_shard x cp, see parallel/fsdp.py
+    )
     tied: bool = False  # in a pipeline, the first and the last stage hold the same matrix
     ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0: the model has no experts
     # Ranks of an FSDP group in a node (near), and its nodes (far). 1: ZeRO++ is off, or nodes do not split the group
@@ -114,13 +135,17 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     degrees = plan_degrees(section, world_size)
     zero_stage = plan_zero_stage(section, n_shards=degrees["dp_shard"] * degrees["cp"])
     batch = plan_batch(config, degrees)
-    problems = check_mesh(config, degrees, world_size, batch) + check_layout(config, model_args, degrees, batch)
+    problems = check_mesh(config, degrees, world_size, batch) + check_layout(
+        config, model_args, degrees, batch
+    )
     problems += find_refused(config, model_args, zero_stage)
     stages, stage_problems = plan_stages(section, model_args.n_layers)
     problems += stage_problems
     if degrees["pp"] > 1 and not any("batch_size" in problem.key for problem in problems):
         n_microbatches = batch["n_microbatches"]
-        problems += check_microbatches(section, config.training.local_batch_size, n_microbatches, len(stages))
+        problems += check_microbatches(
+            section, config.training.local_batch_size, n_microbatches, len(stages)
+        )
     if problems:
         raise ConfigError(problems)
     return Layout(
@@ -190,8 +215,15 @@ def plan_zero_stage(parallelism: Parallelism, *, n_shards: int) -> int:
 
 def split_by_node(section: Parallelism, degrees: dict[str, int]) -> dict[str, int]:
     """Return the sizes of FSDP groups inside nodes and between nodes, as in Layout."""
-    n, tp, ep, sizes = degrees["dp_shard"] * degrees["cp"], degrees["tp"], section.expert_parallel_degree, {}
-    for dim, n_ranks, stride in (("fsdp", n, tp), ("efsdp", n * tp // ep, ep)) if section.zero_plus_plus else ():
+    n, tp, ep, sizes = (
+        degrees["dp_shard"] * degrees["cp"],
+        degrees["tp"],
+        section.expert_parallel_degree,
+        {},
+    )
+    for dim, n_ranks, stride in (
+        (("fsdp", n, tp), ("efsdp", n * tp // ep, ep)) if section.zero_plus_plus else ()
+    ):
         near = gcd(n_ranks, max(1, section.zero_plus_plus_node_size // stride))
         if 1 < near < n_ranks:
             sizes |= {f"{dim}_near": near, f"{dim}_far": n_ranks // near}

@@ -12,7 +12,9 @@ def learning_rate_factor(section: LRScheduler, step: int) -> float:
     if step < section.warmup_steps:
         return (step + 1) / section.warmup_steps
     decay_ratio = 1.0 if section.decay_ratio is None else section.decay_ratio
-    decay_start = max(section.warmup_steps, section.total_steps - round(decay_ratio * section.total_steps))
+    decay_start = max(
+        section.warmup_steps, section.total_steps - round(decay_ratio * section.total_steps)
+    )
     if step < decay_start:
         return 1.0
     progress = min(1.0, (step - decay_start) / max(1, section.total_steps - decay_start))

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 MIB, GIB = 2**20, 2**30
-FROM_LAUNCHER = "TORCHTITAN_LITE_MACHINE"  # environment variable: the launcher's Machine as JSON, for its ranks
+FROM_LAUNCHER = (
+    "TORCHTITAN_LITE_MACHINE"  # environment variable: the launcher's Machine as JSON, for its ranks
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,16 @@ PEAK_BF16_FLOPS = {
     "L40S": 362e12,  # nvidia.com, L40S datasheet: dense
     "L4": 121e12,  # nvidia.com, L4 datasheet: 242 sparse
 }
-CPU_FLOPS_PER_CORE = 20e9  # in float32 training of a 135M model, on one thread; a rough guess for other CPUs
+CPU_FLOPS_PER_CORE = (
+    20e9  # in float32 training of a 135M model, on one thread; a rough guess for other CPUs
+)
 
 
 def peak_flops(name: str) -> float | None:
     """Return the peak dense bfloat16 FLOP/s of a GPU; None if unknown, and for V100 and T4."""
-    return next((peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+    return next(
+        (peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None
+    )
 
 
 # Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to have it.
@@ -85,11 +91,20 @@ class Gpu:
 
 def list_gpus() -> list[Gpu]:
     """Return all GPUs of this host in the order of nvidia-smi; empty if nvidia-smi is missing or fails."""
-    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=index,uuid,name,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        answer = subprocess.run(
+            query, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
         rows = csv.reader(answer.splitlines(), skipinitialspace=True)
-        return [Gpu(index, uuid, name, int(mib) * MIB if mib.isdecimal() else None) for index, uuid, name, mib in rows]
+        return [
+            Gpu(index, uuid, name, int(mib) * MIB if mib.isdecimal() else None)
+            for index, uuid, name, mib in rows
+        ]
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
 
@@ -100,14 +115,20 @@ def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
         return gpus
     selected = []
     for name in map(str.strip, visible.split(",")):
-        named = [gpu for gpu in gpus if name == gpu.index or (name.startswith("GPU-") and gpu.uuid.startswith(name))]
+        named = [
+            gpu
+            for gpu in gpus
+            if name == gpu.index or (name.startswith("GPU-") and gpu.uuid.startswith(name))
+        ]
         if len(named) != 1:
             break
         selected += named
     return selected
 
 
-def measure_cpu_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+def measure_cpu_memory(
+    proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int:
     """Return the bytes that processes on this host may use: its memory, or the lowest cgroup limit.
 
     Slurm and Docker set limits on the cgroup of this process or on a parent. Only cgroup version 2 is read.
@@ -135,5 +156,10 @@ def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
         missing.append((f"there is no compiler {' or '.join(names)} here", how))
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
-        missing.append((f"{headers} has no Python.h", "Install Python's headers (Debian: apt install python3-dev)"))
+        missing.append(
+            (
+                f"{headers} has no Python.h",
+                "Install Python's headers (Debian: apt install python3-dev)",
+            )
+        )
     return missing

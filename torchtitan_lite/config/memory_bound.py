@@ -18,7 +18,9 @@ from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, Optimizer
 
-USUAL_GPU_BYTES = 40 * GIB  # left for this state on the 80 GB GPU that `plan` assumes; activations take the rest
+USUAL_GPU_BYTES = (
+    40 * GIB
+)  # left for this state on the 80 GB GPU that `plan` assumes; activations take the rest
 MASTER_BYTES = 4  # a parameter and its gradient are fp32
 
 
@@ -32,7 +34,9 @@ class MemoryBound:
 
     def __str__(self) -> str:
         ranks = f"{self.n_ranks} ranks share" if self.n_ranks > 1 else "a rank has"
-        needed = f"at least {self.state_bytes / GIB:.2f} GiB for weights, gradients and optimizer state"
+        needed = (
+            f"at least {self.state_bytes / GIB:.2f} GiB for weights, gradients and optimizer state"
+        )
         more = "activations, gathered weights and the allocator's reserve come on top"
         return f"{needed}; {more}; {ranks} {self.available_bytes / GIB:.1f} GiB"
 
@@ -60,7 +64,11 @@ def bound_memory(
 
 
 def check_memory(
-    flavor: str, config_args: list[str], world_size: int, bound: MemoryBound | None, machine: Machine
+    flavor: str,
+    config_args: list[str],
+    world_size: int,
+    bound: MemoryBound | None,
+    machine: Machine,
 ) -> list[Problem]:
     """Return a problem if the state does not fit in memory. The remedy names a sufficient number of GPUs."""
     if bound is None or bound.state_bytes <= bound.available_bytes:
@@ -68,8 +76,13 @@ def check_memory(
     gpu_bytes = bound.available_bytes if machine.device_type == "cuda" else USUAL_GPU_BYTES
     n_gpus = world_size * 2 ** max(0, ceil(log2(bound.state_bytes / bound.n_ranks / gpu_bytes)))
     if machine.device_type == "cpu":
-        verify, plan = (f"`python -m torchtitan_lite {shlex.join([tool, *config_args])}" for tool in ("verify", "plan"))
-        more = " --ranks 16" if world_size > 4 else ""  # verify starts 8 ranks, and uses 2 for each automatic degree
+        verify, plan = (
+            f"`python -m torchtitan_lite {shlex.join([tool, *config_args])}"
+            for tool in ("verify", "plan")
+        )
+        more = (
+            " --ranks 16" if world_size > 4 else ""
+        )  # verify starts 8 ranks, and uses 2 for each automatic degree
         remedy = f"Here {verify}{more}` checks the layout; {plan} --gpus {n_gpus}` predicts the run on GPUs"
     else:
         remedy = f"Use {n_gpus} such GPUs"

@@ -27,4 +27,6 @@ class ConfigError(UserError):
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems
-        super().__init__("\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1)))
+        super().__init__(
+            "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+        )

@@ -26,7 +26,9 @@ class RopeScaling:
 
     factor: float  # scaled wavelengths are multiplied by this
     low_freq_factor: float = 1.0  # wavelengths above original_length / low_freq_factor are scaled
-    high_freq_factor: float = 4.0  # wavelengths below original_length / high_freq_factor are not; between: interpolated
+    high_freq_factor: float = (
+        4.0  # wavelengths below original_length / high_freq_factor are not; between: interpolated
+    )
     original_length: int = 8192  # tokens in the original training context
     kind: Literal["llama3", "linear"] = "llama3"
 
@@ -101,9 +103,7 @@ class ModuleRow:
     split: Split
     start: float
     bias: bool = False  # has a bias, which starts at 0
-    is_rotated: bool = (
-        False  # its output is heads that rotary embedding turns; Hugging Face has another order inside them
-    )
+    is_rotated: bool = False  # its output is heads that rotary embedding turns; Hugging Face has another order inside them
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -128,12 +128,18 @@ class Family:
     """
 
     architecture: str
-    must_be: dict[str, object]  # key of config.json -> the only supported value, also the default if it is missing
+    must_be: dict[
+        str, object
+    ]  # key of config.json -> the only supported value, also the default if it is missing
     defaults: dict[str, float | bool]  # key -> default if the key is missing
     sizes: dict[str, str]  # field of ModelArgs -> key
-    names: dict[str, str]  # FQN of our module, inside the block if it is in one -> theirs; {}: the index of an expert
+    names: dict[
+        str, str
+    ]  # FQN of our module, inside the block if it is in one -> theirs; {}: the index of an expert
     switches: tuple[str, ...] = ()
-    experts: dict[str, str] = field(default_factory=dict)  # field of MoEArgs -> key; other fields must be the default
+    experts: dict[str, str] = field(
+        default_factory=dict
+    )  # field of MoEArgs -> key; other fields must be the default
     divides_dim: bool = False  # the number of heads must divide the hidden size
 
     @property
@@ -149,9 +155,15 @@ class ModelTable:
     """A model: its sizes by flavor (with a row "debug"), its modules, and its families (model_type -> row)."""
 
     flavors: dict[str, ModelArgs]
-    list_block: Callable[[ModelArgs, MoEArgs | None], list[ModuleRow]]  # the modules of a dense block, or with experts
-    list_ends: Callable[[ModelArgs], list[ModuleRow]]  # tok_embeddings, norm, output; FQNs in the model
-    families: dict[str, Family] = field(default_factory=dict)  # empty: the model has no Hugging Face format
+    list_block: Callable[
+        [ModelArgs, MoEArgs | None], list[ModuleRow]
+    ]  # the modules of a dense block, or with experts
+    list_ends: Callable[
+        [ModelArgs], list[ModuleRow]
+    ]  # tok_embeddings, norm, output; FQNs in the model
+    families: dict[str, Family] = field(
+        default_factory=dict
+    )  # empty: the model has no Hugging Face format
 
     def __post_init__(self):
         self.flavors[AUTO] = self.flavors["debug"]

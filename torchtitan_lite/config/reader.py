@@ -70,8 +70,14 @@ def read_config(args: list[str]) -> ConfigReading:
         is_shipped = path.parent.resolve() == CONFIG_FOLDER
         table |= dict(flatten_table(load_toml(path)))
     except ValueError as error:
-        problems.append(Problem("job.config_file", config_file, str(error), "Name a TOML file, or one in configs/"))
-    notices = [f"{name} is now {new}" for name in (*table, *texts) if (new := resolve_alias(name)) != name]
+        problems.append(
+            Problem(
+                "job.config_file", config_file, str(error), "Name a TOML file, or one in configs/"
+            )
+        )
+    notices = [
+        f"{name} is now {new}" for name in (*table, *texts) if (new := resolve_alias(name)) != name
+    ]
     texts = {resolve_alias(name): text for name, text in texts.items()}
     values = {resolve_alias(name): value for name, value in table.items()} | texts
 
@@ -79,14 +85,18 @@ def read_config(args: list[str]) -> ConfigReading:
     for key, value in values.items():
         if key in KEYS:
             try:
-                converted = convert_text(KEYS[key], value) if key in texts else convert(KEYS[key], value)
+                converted = (
+                    convert_text(KEYS[key], value) if key in texts else convert(KEYS[key], value)
+                )
                 config = with_value(config, key, converted)
             except WrongValue as wrong:
                 problems.append(Problem(key, value, *wrong.args))
         elif (remedy := explain_absent(key, value)) is None:
             problems.append(Problem(key, value, "there is no such key", suggest_key(key)))
         elif remedy:
-            problems.append(Problem(key, value, "torchtitan_lite does not have this feature", remedy))
+            problems.append(
+                Problem(key, value, "torchtitan_lite does not have this feature", remedy)
+            )
     given = frozenset(values)
     chosen = frozenset(texts) if is_shipped else given
     return ConfigReading(config, problems, notices, Path(config_file).stem, given, chosen)
@@ -119,7 +129,12 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
 
 def find_config_file(name: str) -> Path:
     """Look for a path first, then for a name in configs/, each with or without `.toml`. Raises ValueError."""
-    for path in (Path(name), Path(f"{name}.toml"), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.toml"):
+    for path in (
+        Path(name),
+        Path(f"{name}.toml"),
+        CONFIG_FOLDER / name,
+        CONFIG_FOLDER / f"{name}.toml",
+    ):
         if path.is_file():
             return path
     known = sorted(file.stem for file in CONFIG_FOLDER.glob("*.toml"))
@@ -170,7 +185,9 @@ def convert(kind: Any, value: Any) -> Any:
         return value
     if origin is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in inner):
-            raise WrongValue("there is no such choice", f"Choose from {', '.join(map(repr, inner))}")
+            raise WrongValue(
+                "there is no such choice", f"Choose from {', '.join(map(repr, inner))}"
+            )
         return value
     if origin is list:
         if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
@@ -217,7 +234,9 @@ def suggest_key(key: str) -> str:
     """Return a remedy for an unknown key: a key with the same name in another section, or with a similar name."""
     section, _, name = key.rpartition(".")
     near = [known for known in (*KEYS, *ABSENT) if known.rpartition(".")[2] == name]
-    near += get_close_matches(key, [known for known in KEYS if known.startswith(f"{section}.")], n=1)
+    near += get_close_matches(
+        key, [known for known in KEYS if known.startswith(f"{section}.")], n=1
+    )
     near += get_close_matches(key, KEYS, n=1)
     return f"The nearest key is {near[0]}" if near else "`check --keys` prints all keys"
 
@@ -231,6 +250,8 @@ def dump_config_toml(config: Config) -> str:
     for key in KEYS:
         section, _, name = key.rpartition(".")
         if (value := get_value(config, key)) is not None:
-            literal = json.dumps(value, ensure_ascii=False)  # JSON and TOML have the same literals for these types
+            literal = json.dumps(
+                value, ensure_ascii=False
+            )  # JSON and TOML have the same literals for these types
             lines[section].append(f"{name} = {literal}")
     return "\n\n".join("\n".join(block) for block in lines.values()) + "\n"

@@ -46,7 +46,9 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[P
         load[lightest] += 1
     stages, start = [], 0
     for stage, n in enumerate(n_layers_of):
-        stages.append(name_modules(range(start, start + n), first=stage == 0, last=stage == n_stages - 1))
+        stages.append(
+            name_modules(range(start, start + n), first=stage == 0, last=stage == n_stages - 1)
+        )
         start += n
     return tuple(stages), []
 
@@ -71,14 +73,24 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Pro
         weights += parallelism.pipeline_parallel_last_stage_less_layers
         n_stages = -(-(n_layers + weights) // layers_per_stage)
     if not can_run(parallelism, n_stages):
-        least, only = schedule.least_stages_per_rank, "exactly" if schedule.most_stages_per_rank else "at least"
+        least, only = (
+            schedule.least_stages_per_rank,
+            "exactly" if schedule.most_stages_per_rank else "at least",
+        )
         why = f"it makes {n_stages} stages for {pp} pp ranks, but {name} needs {only} {least} per rank"
         remedy = f"Remove the key to get {pp * schedule.least_stages_per_rank} stages, or choose another schedule"
         key = "parallelism.pipeline_parallel_layers_per_stage"
         return 0, [Problem(key, layers_per_stage, why, remedy)]
     if n_layers < n_stages - 2:
         why = f"each of the {n_stages} pipeline stages ({pp} pp ranks, {name}) needs a layer, except the first and last"
-        return 0, [Problem("model.n_layers", n_layers, why, f"Use {n_stages - 2} layers or more, or fewer pp ranks")]
+        return 0, [
+            Problem(
+                "model.n_layers",
+                n_layers,
+                why,
+                f"Use {n_stages - 2} layers or more, or fewer pp ranks",
+            )
+        ]
     return n_stages, []
 
 
@@ -86,7 +98,9 @@ def can_run(parallelism: Parallelism, n_stages: int) -> bool:
     """Whether the schedule can run this number of stages."""
     schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
     per_rank, rest = divmod(n_stages, parallelism.pipeline_parallel_degree)
-    return not rest and schedule.least_stages_per_rank <= per_rank <= (schedule.most_stages_per_rank or per_rank)
+    return not rest and schedule.least_stages_per_rank <= per_rank <= (
+        schedule.most_stages_per_rank or per_rank
+    )
 
 
 def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
@@ -98,7 +112,8 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
     lacking = [
         index
         for index, stage in enumerate(given)
-        if not any(fqn.startswith("layers.") for fqn in stage) and stage != may_lack_layers.get(index)
+        if not any(fqn.startswith("layers.") for fqn in stage)
+        and stage != may_lack_layers.get(index)
     ]
     if [fqn for stage in given for fqn in stage] != expected:
         why = "together the lists must name every module once, in the order of the model"
@@ -109,7 +124,9 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
     if parallelism.pipeline_parallel_degree == 1 or not can_run(parallelism, len(given)):
         ranks = f"{parallelism.pipeline_parallel_degree} pp ranks"
         why = f"it lists {len(given)} stages for {ranks} under {parallelism.pipeline_parallel_schedule}"
-        problems.append(Problem(key, given, why, "List one group of modules for each stage of the schedule"))
+        problems.append(
+            Problem(key, given, why, "List one group of modules for each stage of the schedule")
+        )
     return tuple(tuple(stage) for stage in given), problems
 
 
@@ -117,7 +134,9 @@ def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
     """Return the pp rank of each stage."""
     pp = parallelism.pipeline_parallel_degree
     if pp > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].placement == "v":
-        return tuple(min(stage % (2 * pp), 2 * pp - 1 - stage % (2 * pp)) for stage in range(n_stages))
+        return tuple(
+            min(stage % (2 * pp), 2 * pp - 1 - stage % (2 * pp)) for stage in range(n_stages)
+        )
     return tuple(stage % pp for stage in range(n_stages))
 
 
@@ -132,9 +151,14 @@ def check_microbatches(
     schedule, rounds = SCHEDULES[name], max(1, n_microbatches // pp)
     if schedule.fills_pipeline and n_microbatches < n_stages:
         why = f"{name} needs at least one for each of the {n_stages} stages"
-        remedy = "Raise it (or global_batch_size), lower pipeline_parallel_microbatch_size, or use GPipe"
+        remedy = (
+            "Raise it (or global_batch_size), lower pipeline_parallel_microbatch_size, or use GPipe"
+        )
     elif schedule.in_rounds and n_microbatches % rounds:
-        why, remedy = f"{name} runs them in {rounds} equal rounds", f"Use a multiple of {pp} microbatches"
+        why, remedy = (
+            f"{name} runs them in {rounds} equal rounds",
+            f"Use a multiple of {pp} microbatches",
+        )
     else:
         return []
     why = f"it makes {n_microbatches} microbatches, but {why}"

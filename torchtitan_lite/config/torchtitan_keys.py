@@ -22,24 +22,51 @@ ALIASES = {  # old name -> new name
 
 # Switch of a missing feature -> (value that means "off", alternative)
 ABSENT = {
-    "job.save_config_file": ("", "The resolved config is always saved: config.toml in job.dump_folder"),
-    "job.custom_config_module": ("torchtitan.config", "To add a key, add a line to config/schema.py"),
-    "metrics.save_for_all_ranks": (False, "Logged numbers cover the whole job, so rank 0 writes them"),
+    "job.save_config_file": (
+        "",
+        "The resolved config is always saved: config.toml in job.dump_folder",
+    ),
+    "job.custom_config_module": (
+        "torchtitan.config",
+        "To add a key, add a line to config/schema.py",
+    ),
+    "metrics.save_for_all_ranks": (
+        False,
+        "Logged numbers cover the whole job, so rank 0 writes them",
+    ),
     "model.norm_type": ("rmsnorm", "Llama 3 uses RMSNorm"),
     "optimizer.early_step_in_backward": (False, "It rules out clipping by the global norm"),
-    "training.dtype": ("float32", "Use training.mixed_precision_param; the weights themselves stay in float32"),
+    "training.dtype": (
+        "float32",
+        "Use training.mixed_precision_param; the weights themselves stay in float32",
+    ),
     "training.gc_debug": (False, "training.gc_freq = 1 collects garbage after every step"),
-    "parallelism.enable_compiled_autograd": (False, "compile.enable compiles each block, including its backward"),
-    "parallelism.pipeline_parallel_schedule_csv": ("", "pipeline_parallel_schedule names a schedule"),
+    "parallelism.enable_compiled_autograd": (
+        False,
+        "compile.enable compiles each block, including its backward",
+    ),
+    "parallelism.pipeline_parallel_schedule_csv": (
+        "",
+        "pipeline_parallel_schedule names a schedule",
+    ),
     "parallelism.pipeline_parallel_split_points": ([], "Use pipeline_parallel_layers_per_stage"),
-    "parallelism.expert_tensor_parallel_degree": (1, "expert_parallel_degree may span the ranks of tp too"),
+    "parallelism.expert_tensor_parallel_degree": (
+        1,
+        "expert_parallel_degree may span the ranks of tp too",
+    ),
     "activation_checkpoint.debug": (False, "Use debug.deterministic to make two runs comparable"),
     "activation_checkpoint.determinism_check": ("default", "Recomputed shapes are always compared"),
     "checkpoint.interval_type": ("steps", "checkpoint.interval counts steps"),
-    "checkpoint.create_seed_checkpoint": (False, "Initial weights are already the same on every layout"),
+    "checkpoint.create_seed_checkpoint": (
+        False,
+        "Initial weights are already the same on every layout",
+    ),
     "comm.mode": ("default", "`check` checks a layout without running it"),
     "memory_estimation.enable": (False, "`python -m torchtitan_lite plan` estimates memory"),
-    "fault_tolerance.enable": (False, "Use MAX_RESTARTS with checkpoint.enable to restart a failed run"),
+    "fault_tolerance.enable": (
+        False,
+        "Use MAX_RESTARTS with checkpoint.enable to restart a failed run",
+    ),
     "experimental.custom_import": ("", "To add a model, add a file to model/"),
     "experimental.custom_args_module": ("", "To add a key, add a line to config/schema.py"),
     "debug.moe_force_load_balance": (False, "training.expert_bias_rate balances the load"),

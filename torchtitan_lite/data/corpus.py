@@ -25,11 +25,15 @@ class Corpus:
         """`name` is the name in the config. Raises CorpusError."""
         self.name = name
         manifest = read_split(folder, split, tokenizer=None)
-        self.fingerprint = manifest.hash_split(split)  # differs if any token, document or target differs
+        self.fingerprint = manifest.hash_split(
+            split
+        )  # differs if any token, document or target differs
         self.tokens = map_file(folder / f"{split}.tokens", getattr(torch, manifest.dtype))
         self.documents = map_file(folder / f"{split}.documents", torch.int64)
         self.targets = (
-            map_file(folder / f"{split}.targets", torch.bool) if "targets" in manifest.splits[split].sha256 else None
+            map_file(folder / f"{split}.targets", torch.bool)
+            if "targets" in manifest.splits[split].sha256
+            else None
         )
         self.n_tokens = len(self.tokens)
 
@@ -57,12 +61,19 @@ class Corpus:
 def map_file(path: Path, dtype: torch.dtype) -> Tensor:
     """Memory-map a file as a tensor. Data is read from disk on use."""
     with open(path, "rb") as file, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # we never write to it
+        warnings.filterwarnings(
+            "ignore", "The given buffer is not writable"
+        )  # we never write to it
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype)
 
 
 def open_corpus(
-    name: str, tokenizer: Tokenizer, cache_folder: Path, *, split: str = "train", dataset_path: str = ""
+    name: str,
+    tokenizer: Tokenizer,
+    cache_folder: Path,
+    *,
+    split: str = "train",
+    dataset_path: str = "",
 ) -> Corpus:
     """Open the split "train" or "validation" of a corpus named as in training.dataset. Raises CorpusError."""
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)

@@ -73,7 +73,8 @@ class CorpusManifest:
         """Return file name -> size in bytes."""
         widths = {"tokens": WIDTHS[self.dtype], "documents": 8, "targets": 1}
         return {
-            f"{name}.{suffix}": widths[suffix] * (split.n_documents if suffix == "documents" else split.n_tokens)
+            f"{name}.{suffix}": widths[suffix]
+            * (split.n_documents if suffix == "documents" else split.n_tokens)
             for name, split in self.splits.items()
             for suffix in split.sha256
         }
@@ -90,7 +91,9 @@ def read_manifest(folder: Path) -> CorpusManifest:
     name = shlex.quote(str(folder))
     if not folder.exists():
         remedy = f"Write it: python -m torchtitan_lite prepare FILES --out {name}"
-        raise CorpusError(f"there is no folder {folder.absolute()}, and nothing is downloaded", remedy)
+        raise CorpusError(
+            f"there is no folder {folder.absolute()}, and nothing is downloaded", remedy
+        )
     if not path.exists():
         remedy = f"Prepare its files: python -m torchtitan_lite prepare {name} --out NEW_FOLDER"
         raise CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
@@ -99,7 +102,9 @@ def read_manifest(folder: Path) -> CorpusManifest:
         found = file.take("format", int)
         if found != FORMAT:
             raise ValueError(f"its format is {found}, but this version reads {FORMAT}")
-        splits = {name: Split(**split) for name, split in file.take("splits", dict[str, dict]).items()}
+        splits = {
+            name: Split(**split) for name, split in file.take("splits", dict[str, dict]).items()
+        }
         manifest = CorpusManifest(**{**file, "splits": splits})
         sizes = manifest.list_sizes()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -107,7 +112,9 @@ def read_manifest(folder: Path) -> CorpusManifest:
     for name, n_bytes in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != n_bytes:
-            raise CorpusError(f"{folder / name} has {found or 'no'} bytes, but the manifest says {n_bytes}")
+            raise CorpusError(
+                f"{folder / name} has {found or 'no'} bytes, but the manifest says {n_bytes}"
+            )
     return manifest
 
 
@@ -116,7 +123,9 @@ def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
     manifest = read_manifest(folder)
     if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
         remedy = "Set model.hf_assets_path to that tokenizer, or prepare the corpus again with --tokenizer"
-        raise CorpusError(f"{folder} was made with another tokenizer, not with {tokenizer.path}", remedy)
+        raise CorpusError(
+            f"{folder} was made with another tokenizer, not with {tokenizer.path}", remedy
+        )
     if split not in manifest.splits:
         remedy = "Prepare it again with a larger --validation-share, or name another corpus in validation.dataset"
         raise CorpusError(f"{folder} has no {split} documents", remedy)
@@ -129,12 +138,23 @@ def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
 @cache
 def list_python_stdlib(_: str = "") -> list[Path]:
     """Return the source files of the running Python's standard library: 11 MB of real text on every machine."""
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"}
+    left_out = {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "idlelib",
+        "lib2to3",
+        "turtledemo",
+    }
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = set(folders) - left_out
         # _sysconfigdata* is generated when Python is built, so it differs between machines with the same Python.
-        names = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+        names = [
+            name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
         files += [Path(folder, name) for name in names]
     return sorted(files)
 
@@ -143,9 +163,13 @@ def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -
     """Return the files of a downloaded corpus in `dataset_path`, or in `folder` by default. Raises CorpusError."""
     path = Path(dataset_path or folder)
     files = [path] if path.is_file() else sorted(path.rglob(pattern))
-    files = [file for file in files if not file.relative_to(path).parts[:1] == (".cache",)]  # Hugging Face metadata
+    files = [
+        file for file in files if not file.relative_to(path).parts[:1] == (".cache",)
+    ]  # Hugging Face metadata
     if not files:
-        raise CorpusError(f"{path.absolute()} has no {pattern}", f"{advice}, and set training.dataset_path")
+        raise CorpusError(
+            f"{path.absolute()} has no {pattern}", f"{advice}, and set training.dataset_path"
+        )
     return files
 
 
@@ -154,8 +178,12 @@ C4 = "Download en/c4-train.00000-of-01024.json.gz, and more such files if you li
 DATASETS: dict[str, Callable[[str], list[Path]]] = {
     "python_stdlib": list_python_stdlib,
     "c4": partial(list_downloaded, "allenai/c4", "c4-train.*", C4),
-    "c4_validation": partial(list_downloaded, "allenai/c4", "c4-validation.*", C4.replace("train", "validation")),
-    "c4_test": partial(list_downloaded, "tests/assets/c4_test", "*.json*", "Start in a checkout of torchtitan"),
+    "c4_validation": partial(
+        list_downloaded, "allenai/c4", "c4-validation.*", C4.replace("train", "validation")
+    ),
+    "c4_test": partial(
+        list_downloaded, "tests/assets/c4_test", "*.json*", "Start in a checkout of torchtitan"
+    ),
 }
 DOWNLOADS = DATASETS.keys() - {"python_stdlib"}  # these use training.dataset_path
 VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
@@ -174,7 +202,10 @@ def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
     """Return the folder of a corpus. A named corpus has a folder per tokenizer and set of files. Raises CorpusError."""
     if name not in DATASETS:
         return Path(name)
-    stats = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in list_files(name, dataset_path)]
+    stats = [
+        f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}"
+        for path in list_files(name, dataset_path)
+    ]
     content = repr([FORMAT, tokenizer.fingerprint, *stats]).encode()
     return cache_folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
 
@@ -182,17 +213,26 @@ def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
 def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
     """Return (config key, name, split, dataset_path) for every corpus that a run reads."""
     training, validation = config.training, config.validation
-    corpora = [("training.dataset", name, "train", training.dataset_path) for name in training.dataset]
+    corpora = [
+        ("training.dataset", name, "train", training.dataset_path) for name in training.dataset
+    ]
     if validation.enable:
         key = "validation.dataset" if validation.dataset else "training.dataset"
         dataset_path = validation.dataset_path or training.dataset_path
-        corpora += [(key, name, "validation", dataset_path) for name in validation.dataset or training.dataset]
+        corpora += [
+            (key, name, "validation", dataset_path)
+            for name in validation.dataset or training.dataset
+        ]
     return corpora
 
 
 def list_named(config: Config) -> set[tuple[str, str]]:
     """Return (name, dataset_path) for every corpus of DATASETS that a run reads."""
-    return {(name, dataset_path) for _, name, _, dataset_path in list_corpora(config) if name in DATASETS}
+    return {
+        (name, dataset_path)
+        for _, name, _, dataset_path in list_corpora(config)
+        if name in DATASETS
+    }
 
 
 def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
@@ -200,7 +240,9 @@ def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str
     training, fingerprints = config.training, {}
     for name in training.dataset:
         with suppress(CorpusError):
-            folder = find_corpus(name, tokenizer, Path(training.cache_folder), training.dataset_path)
+            folder = find_corpus(
+                name, tokenizer, Path(training.cache_folder), training.dataset_path
+            )
             fingerprints[name] = read_split(folder, "train", tokenizer=None).hash_split("train")
     return fingerprints
 
@@ -219,7 +261,9 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
                 read_split(Path(name), split, tokenizer)
         except CorpusError as error:
             problem = Problem(key, name, error.why, error.remedy)
-            problems += [problem] * (problem not in problems)  # both splits of a corpus may have the same problem
+            problems += [problem] * (
+                problem not in problems
+            )  # both splits of a corpus may have the same problem
     if not training.dataset:
         remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"
         problems.append(Problem("training.dataset", [], "it names no corpus", remedy))
@@ -230,7 +274,9 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
     weights, n_corpora = training.dataset_weights, len(training.dataset)
     if weights and len(weights) != n_corpora:
         remedy = "Give one weight per corpus, or none to draw every sample equally often"
-        problems.append(Problem("training.dataset_weights", weights, f"there are {n_corpora} corpora", remedy))
+        problems.append(
+            Problem("training.dataset_weights", weights, f"there are {n_corpora} corpora", remedy)
+        )
     return problems
 
 
@@ -254,6 +300,13 @@ def check_prepared(config: Config, tokenizer: Tokenizer) -> None:
     folder = config.training.cache_folder
     for name, path in sorted(list_named(config)):
         if not (find_corpus(name, tokenizer, Path(folder), path) / MANIFEST).is_file():
-            given = {"dataset": name, "dataset-path": path, "tokenizer": str(tokenizer.path), "cache-folder": folder}
+            given = {
+                "dataset": name,
+                "dataset-path": path,
+                "tokenizer": str(tokenizer.path),
+                "cache-folder": folder,
+            }
             options = shlex.join(f"--{option}={value}" for option, value in given.items() if value)
-            raise CorpusError(f"{name} is not prepared here", f"Run: python -m torchtitan_lite prepare {options}")
+            raise CorpusError(
+                f"{name} is not prepared here", f"Run: python -m torchtitan_lite prepare {options}"
+            )

@@ -48,7 +48,9 @@ class SampleReader:
     corpora: Sequence[Corpus]
     seq_len: int
     vocab_size: int  # rows of the model's embedding
-    restart_positions: bool = False  # positions restart at 0 with each document; otherwise with each row
+    restart_positions: bool = (
+        False  # positions restart at 0 with each document; otherwise with each row
+    )
 
     @property
     def n_samples(self) -> list[int]:
@@ -62,10 +64,15 @@ class SampleReader:
         """
         shape = (len(samples), self.seq_len + 1)
         tokens = torch.zeros(shape, dtype=torch.int64)
-        begins, is_target = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+        begins, is_target = (
+            torch.zeros(shape, dtype=torch.bool),
+            torch.zeros(shape, dtype=torch.bool),
+        )
         for source, corpus in enumerate(self.corpora):
             rows = (sources == source).nonzero()[:, 0]
-            tokens[rows], begins[rows], is_target[rows] = corpus.read(samples[rows] * self.seq_len, shape[1])
+            tokens[rows], begins[rows], is_target[rows] = corpus.read(
+                samples[rows] * self.seq_len, shape[1]
+            )
         if tokens.max().item() >= self.vocab_size:
             row, column = (tokens >= self.vocab_size).nonzero()[0].tolist()
             raise CorpusError(
@@ -77,7 +84,9 @@ class SampleReader:
         begins = begins[:, :-1]
         begins[:, 0] = False  # documents are numbered from 0 in each row
         positions = torch.arange(self.seq_len).repeat(len(samples), 1)
-        if self.restart_positions:  # positions of a document from an earlier row count from the start of this row
+        if (
+            self.restart_positions
+        ):  # positions of a document from an earlier row count from the start of this row
             positions -= torch.where(begins, positions, 0).cummax(dim=1).values
         return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=begins.cumsum(dim=1))
 
@@ -108,7 +117,9 @@ class Sampler:
             *ends, total = accumulate(Fraction(weight) for weight in weights)
             unit = DRAWS_PER_ROUND * STEPS_OF_A_DRAW
             self.ends = [round(end / total * unit) for end in [*ends, total]]
-            self.places = feistel_permute(torch.arange(DRAWS_PER_ROUND), DRAWS_PER_ROUND, key=f"{seed} round")
+            self.places = feistel_permute(
+                torch.arange(DRAWS_PER_ROUND), DRAWS_PER_ROUND, key=f"{seed} round"
+            )
             digest = hashlib.blake2b(f"{seed} offset".encode(), digest_size=4).digest()
             self.offset = int.from_bytes(digest, "big")
         else:
@@ -118,7 +129,9 @@ class Sampler:
     def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Return the source and the sample for each draw; all (n,) int64."""
         if not self.ends:
-            return locate_in_parts(self._permute(draws, sum(self.n_samples), name="all"), self.n_samples)
+            return locate_in_parts(
+                self._permute(draws, sum(self.n_samples), name="all"), self.n_samples
+            )
         sources = torch.empty_like(draws)
         turns = torch.empty_like(draws)  # earlier draws from the same source in the run
         rounds = draws // DRAWS_PER_ROUND
@@ -131,7 +144,9 @@ class Sampler:
         samples = torch.empty_like(draws)
         for source in sources.unique().tolist():
             own = sources == source
-            samples[own] = self._permute(turns[own], self.n_samples[source], name=f"source {source}")
+            samples[own] = self._permute(
+                turns[own], self.n_samples[source], name=f"source {source}"
+            )
         return sources, samples
 
     def _deal(self, number: int) -> tuple[Tensor, Tensor]:
@@ -153,7 +168,10 @@ class Sampler:
         """
         unit = STEPS_OF_A_DRAW
         passed = sum_floors(n_rounds, unit, GOLDEN_RATIO, self.offset)
-        ends = [passed - sum_floors(n_rounds, unit, GOLDEN_RATIO, self.offset - end) for end in self.ends]
+        ends = [
+            passed - sum_floors(n_rounds, unit, GOLDEN_RATIO, self.offset - end)
+            for end in self.ends
+        ]
         return [end - start for start, end in pairwise([0, *ends])]
 
     def _permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
@@ -161,7 +179,9 @@ class Sampler:
         permuted = torch.empty_like(draws)
         for epoch in (draws // n).unique().tolist():
             in_epoch = draws // n == epoch
-            permuted[in_epoch] = feistel_permute(draws[in_epoch] % n, n, key=f"{self.seed} {name} {epoch}")
+            permuted[in_epoch] = feistel_permute(
+                draws[in_epoch] % n, n, key=f"{self.seed} {name} {epoch}"
+            )
         return permuted
 
 
@@ -221,18 +241,34 @@ def hash_32_bits(x: Tensor) -> Tensor:
 class SampleStream:
     """Reads the global batches of a run: any step, any rows, in any order, from any thread."""
 
-    def __init__(self, reader: SampleReader, *, global_batch_size: int, weights: Sequence[float] = (), seed: int):
+    def __init__(
+        self,
+        reader: SampleReader,
+        *,
+        global_batch_size: int,
+        weights: Sequence[float] = (),
+        seed: int,
+    ):
         self.reader, self.global_batch_size = reader, global_batch_size
         self.sampler = Sampler(reader.n_samples, weights=weights, seed=seed)
-        names = [Path(corpus.name).name for corpus in reader.corpora]  # a corpus may move to another folder
+        names = [
+            Path(corpus.name).name for corpus in reader.corpora
+        ]  # a corpus may move to another folder
         # Streams with equal fingerprints have the same samples in the same order. Checkpoints store the fingerprint.
-        self.fingerprint = {"dataset": names, "dataset_weights": list(weights), "seq_len": reader.seq_len, "seed": seed}
+        self.fingerprint = {
+            "dataset": names,
+            "dataset_weights": list(weights),
+            "seq_len": reader.seq_len,
+            "seed": seed,
+        }
         self.fingerprint["documents"] = [corpus.fingerprint for corpus in reader.corpora]
 
     def describe(self, n_steps: int) -> str:
         """Describe the corpora that a run of `n_steps` reads, and the number of epochs of each."""
         corpora = []
-        for corpus, share, n in zip(self.reader.corpora, self.sampler.shares, self.reader.n_samples, strict=True):
+        for corpus, share, n in zip(
+            self.reader.corpora, self.sampler.shares, self.reader.n_samples, strict=True
+        ):
             n_draws = n_steps * self.global_batch_size * share
             amount = f"{n_draws / n:.3g} epochs"
             if n_draws < 1:
@@ -244,7 +280,9 @@ class SampleStream:
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return rows `rows` of the global batch of `step`, counted from 0. Raises CorpusError."""
-        return self.reader.read(*self.sampler.choose(step * self.global_batch_size + torch.tensor(rows)))
+        return self.reader.read(
+            *self.sampler.choose(step * self.global_batch_size + torch.tensor(rows))
+        )
 
 
 class ValidationBatches:
@@ -266,19 +304,27 @@ class ValidationBatches:
         n_read = self.n_batches * self.global_batch_size
         if n_read < self.n_samples:
             numbers = numbers * self.n_samples // n_read
-        sources, samples = locate_in_parts(numbers.clamp(max=self.n_samples - 1), self.reader.n_samples)
+        sources, samples = locate_in_parts(
+            numbers.clamp(max=self.n_samples - 1), self.reader.n_samples
+        )
         return self.reader.read(sources.masked_fill(numbers >= self.n_samples, -1), samples)
 
 
 def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:
     """Return the rows of each global batch that data-parallel rank `rank` of `n_ranks` reads."""
-    assert global_batch_size % n_ranks == 0, f"{global_batch_size} rows cannot be split evenly among {n_ranks} ranks"
+    assert global_batch_size % n_ranks == 0, (
+        f"{global_batch_size} rows cannot be split evenly among {n_ranks} ranks"
+    )
     n_rows = global_batch_size // n_ranks
     return range(rank * n_rows, (rank + 1) * n_rows)
 
 
 def prefetch(
-    stream: SampleStream | ValidationBatches, rows: range, *, steps: Iterator[int] | range, device: torch.device
+    stream: SampleStream | ValidationBatches,
+    rows: range,
+    *,
+    steps: Iterator[int] | range,
+    device: torch.device,
 ) -> Iterator[Batch]:
     """Yield rows `rows` of the batches of these steps, on `device`. A CUDA device needs an index.
 
@@ -289,13 +335,17 @@ def prefetch(
 
     def load(step: int) -> Batch:
         batch = stream.batch(step, rows)
-        return batch.pin_memory() if on_cuda else batch  # only copies from pinned memory are asynchronous
+        return (
+            batch.pin_memory() if on_cuda else batch
+        )  # only copies from pinned memory are asynchronous
 
     # A new thread starts with GPU 0 as its current device. Pinning memory would create a context there for every rank.
     set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_cuda else {}
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch", **set_device) as thread:
         reads = (thread.submit(load, step) for step in steps)
-        for read, _ in pairwise(chain(reads, [None])):  # submits the next read before waiting for this one
+        for read, _ in pairwise(
+            chain(reads, [None])
+        ):  # submits the next read before waiting for this one
             yield read.result().to(device, non_blocking=True)
 
 
@@ -322,15 +372,25 @@ class RunData:
 
 
 def open_data(
-    config: Config, model_args: ModelArgs, layout: Layout, tokenizer: Tokenizer, data_rank: int, device: torch.device
+    config: Config,
+    model_args: ModelArgs,
+    layout: Layout,
+    tokenizer: Tokenizer,
+    data_rank: int,
+    device: torch.device,
 ) -> RunData:
     """Open the prepared corpora of a run. `config` is resolved. No communication."""
 
     def open_split(names: list[str], dataset_path: str, split: str) -> SampleReader:
         cache_folder = Path(config.training.cache_folder)
-        corpora = [open_corpus(name, tokenizer, cache_folder, split=split, dataset_path=dataset_path) for name in names]
+        corpora = [
+            open_corpus(name, tokenizer, cache_folder, split=split, dataset_path=dataset_path)
+            for name in names
+        ]
         restart_positions = config.model.attention == "document"
-        return SampleReader(corpora, config.training.seq_len, model_args.vocab_size, restart_positions)
+        return SampleReader(
+            corpora, config.training.seq_len, model_args.vocab_size, restart_positions
+        )
 
     training, section, batch_size = config.training, config.validation, layout.global_batch_size
     stream = SampleStream(
@@ -341,9 +401,14 @@ def open_data(
     )
     validation = None
     if section.enable:
-        names, dataset_path = section.dataset or training.dataset, section.dataset_path or training.dataset_path
+        names, dataset_path = (
+            section.dataset or training.dataset,
+            section.dataset_path or training.dataset_path,
+        )
         reader = open_split(names, dataset_path, "validation")
-        validation = ValidationBatches(reader, global_batch_size=batch_size, most_batches=section.steps)
+        validation = ValidationBatches(
+            reader, global_batch_size=batch_size, most_batches=section.steps
+        )
     bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
     fingerprint = {**stream.fingerprint, "tokenizer": tokenizer.fingerprint}
     fingerprint |= {"global_batch_size": batch_size, "shape": asdict(model_args)}

@@ -41,7 +41,15 @@ PATTERNS = (LLAMA3_PATTERN, QWEN_PATTERN, GPT2_PATTERN)
 
 # Special tokens of Llama 3.1, whose ids follow all other tokens
 SPECIAL = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"]
-SPECIAL += ["finetune_right_pad_id", "step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag"]
+SPECIAL += [
+    "finetune_right_pad_id",
+    "step_id",
+    "start_header_id",
+    "end_header_id",
+    "eom_id",
+    "eot_id",
+    "python_tag",
+]
 SPECIAL += [f"reserved_special_token_{number}" for number in range(2, 247)]
 SPECIAL_TOKENS = [f"<|{name}|>" for name in SPECIAL]
 
@@ -53,7 +61,9 @@ class BytePairs:
     ranks: dict[bytes, int]
     pattern: str  # cuts a text into words
     nfc: bool = False  # normalize texts to NFC first
-    found_in_text: frozenset[str] = frozenset()  # added tokens that are not special, so they are matched in plain text
+    found_in_text: frozenset[str] = (
+        frozenset()
+    )  # added tokens that are not special, so they are matched in plain text
 
 
 def parse_tokenizer_model(content: bytes) -> BytePairs:
@@ -66,7 +76,9 @@ def parse_tokenizer_model(content: bytes) -> BytePairs:
         )
     lines = [line.split() for line in content.splitlines()]
     ranks = {b64decode(token, validate=True): int(rank) for token, rank in lines}
-    if sorted(ranks.values()) != list(range(len(lines))) or not all(bytes([n]) in ranks for n in range(256)):
+    if sorted(ranks.values()) != list(range(len(lines))) or not all(
+        bytes([n]) in ranks for n in range(256)
+    ):
         raise ValueError("its ranks are not 0, 1, 2, ..., or one of the 256 bytes is missing")
     return BytePairs(ranks, LLAMA3_PATTERN)
 
@@ -81,14 +93,28 @@ def read_byte_level_bpe(file: dict) -> BytePairs | None:
     flags = ("lstrip", "rstrip", "single_word", "normalized")
     if any(token.get(flag) for token in added if not token["special"] for flag in flags):
         return None
-    if "merges" not in model or normalizer not in (None, {"type": "NFC"}) or pattern not in PATTERNS:
+    if (
+        "merges" not in model
+        or normalizer not in (None, {"type": "NFC"})
+        or pattern not in PATTERNS
+    ):
         return None
     vocab = model["vocab"]
-    made = ["".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
-    if not vocab.keys() >= BYTE_OF.keys() or any(vocab[first] > vocab[second] for first, second in pairwise(made)):
+    made = [
+        "".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]
+    ]
+    if not vocab.keys() >= BYTE_OF.keys() or any(
+        vocab[first] > vocab[second] for first, second in pairwise(made)
+    ):
         return None
-    joined = vocab if model.get("ignore_merges") else {*BYTE_OF, *made}  # no merge produces the other tokens
-    ranks = {bytes(BYTE_OF[c] for c in token): vocab[token] for token in joined if BYTE_OF.keys() >= set(token)}
+    joined = (
+        vocab if model.get("ignore_merges") else {*BYTE_OF, *made}
+    )  # no merge produces the other tokens
+    ranks = {
+        bytes(BYTE_OF[c] for c in token): vocab[token]
+        for token in joined
+        if BYTE_OF.keys() >= set(token)
+    }
     found_in_text = frozenset(token["content"] for token in added if not token["special"])
     return BytePairs(ranks, pattern, normalizer is not None, found_in_text)
 
@@ -104,7 +130,9 @@ def read_pattern(pre_tokenizer: dict | None) -> str | None:
     if len(stages) != 2 or stages[0]["type"] != "Split" or stages[0]["behavior"] != "Isolated":
         return None
     regex = stages[0]["pattern"].get("Regex", "")
-    return regex.replace("\r", r"\r").replace("\n", r"\n")  # some files contain the unescaped characters
+    return regex.replace("\r", r"\r").replace(
+        "\n", r"\n"
+    )  # some files contain the unescaped characters
 
 
 def find_bos(file: dict) -> str | None:
@@ -137,7 +165,9 @@ def find_eos_name(folder: Path, config: JsonObject) -> str:
         eos = file.take("eos_token", str | dict, None)
         if eos:
             return eos.take("content", str) if isinstance(eos, dict) else eos
-    raise ValueError(f"{CONFIG} and {SPECIAL_MAP} in the same folder have no eos_token, which ends a document")
+    raise ValueError(
+        f"{CONFIG} and {SPECIAL_MAP} in the same folder have no eos_token, which ends a document"
+    )
 
 
 def spell_token(token: str, *, is_byte_level: bool) -> bytes:
@@ -153,7 +183,9 @@ def spell_bytes() -> dict[str, int]:
     """Return GPT-2's character for each byte: printable bytes map to themselves, others to U+0100, U+0101, ..."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + n): byte for n, byte in enumerate(others)
+    }
 
 
 BYTE_OF = spell_bytes()

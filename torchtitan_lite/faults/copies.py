@@ -23,7 +23,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.parallel.mesh import Mesh
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # by bytes of an element
 
 
 def compare_copies(tensors: dict[str, Tensor], mesh: Mesh, group: dist.ProcessGroup) -> None:
@@ -33,7 +38,10 @@ def compare_copies(tensors: dict[str, Tensor], mesh: Mesh, group: dist.ProcessGr
         for of_copies in list_groups(tensor, mesh.world):
             groups[of_copies].append(name)
     # On the device of the groups: torch keeps some step counters on the host.
-    sums = {name: compute_checksum(tensor).to(mesh.world.device_type) for name, tensor in tensors.items()}
+    sums = {
+        name: compute_checksum(tensor).to(mesh.world.device_type)
+        for name, tensor in tensors.items()
+    }
     own = [found for one, names in groups.items() for found in find_differing(one, names, sums)]
     findings: list[list] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(findings, own, group=group)
@@ -43,14 +51,20 @@ def compare_copies(tensors: dict[str, Tensor], mesh: Mesh, group: dist.ProcessGr
         name = min(name for rank, name in found if rank in odd)
         no_majority = f"no majority tells which of the ranks {odd} has a wrong"
         who = f"rank {odd[0]} has another" if len(odd) == 1 else no_majority
-        raise UserError(f"silent damage: {who} copy of {name}. Weights and optimizer state should be bit-equal there")
+        raise UserError(
+            f"silent damage: {who} copy of {name}. Weights and optimizer state should be bit-equal there"
+        )
 
 
 def list_groups(tensor: Tensor, world: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return the process groups whose ranks hold copies of a tensor."""
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
-        dims = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+        dims = [
+            dim
+            for dim, placement in enumerate(tensor.placements)
+            if isinstance(placement, Replicate)
+        ]
     else:
         mesh = world
         dims = [dim for dim, name in enumerate(mesh.mesh_dim_names) if name != "pp"]
@@ -63,7 +77,9 @@ def compute_checksum(tensor: Tensor) -> Tensor:
     return local.view(INTEGERS[local.element_size()]).sum(dtype=torch.int64)
 
 
-def find_differing(group: dist.ProcessGroup, names: list[str], sums: dict[str, Tensor]) -> list[tuple[int, str]]:
+def find_differing(
+    group: dist.ProcessGroup, names: list[str], sums: dict[str, Tensor]
+) -> list[tuple[int, str]]:
     """Return (rank, tensor) for each copy in `group` that differs from most copies; without a majority, all ranks."""
     own = torch.stack([sums[name] for name in names])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -73,5 +89,9 @@ def find_differing(group: dist.ProcessGroup, names: list[str], sums: dict[str, T
         (usual, n), *others = Counter(copies).most_common()
         if others:
             is_clear = n > len(copies) / 2
-            found += [(rank, name) for rank, copy in zip(ranks, copies, strict=True) if copy != usual or not is_clear]
+            found += [
+                (rank, name)
+                for rank, copy in zip(ranks, copies, strict=True)
+                if copy != usual or not is_clear
+            ]
     return found

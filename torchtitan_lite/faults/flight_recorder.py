@@ -5,11 +5,17 @@ entry    process_group (name, description), collective_seq_id, profiling_name "g
 call     group "mesh_tp [0, 1]" (the same on all of its ranks), number in its group, name, sizes, at_ns, is_completed
 """
 
-IN_THREADS = ("host", "saver", "snapshot")  # groups of checkpoints, which threads use beside the steps
+IN_THREADS = (
+    "host",
+    "saver",
+    "snapshot",
+)  # groups of checkpoints, which threads use beside the steps
 VARYING = "all_to_all"  # experts: sizes differ between ranks and steps
 
 
-def list_calls(dump: dict, ranks: dict[str, list[int]], main_thread: int | None = None) -> list[dict]:
+def list_calls(
+    dump: dict, ranks: dict[str, list[int]], main_thread: int | None = None
+) -> list[dict]:
     """Return the calls in a dump, except those of checkpoint threads. `ranks` has the ranks of a group by its name."""
     return [
         {
@@ -40,7 +46,9 @@ def summarize(calls: list[dict]) -> dict[str, dict]:
 def find_deviation(calls: list[dict], last_step_ns: tuple[int, int], began_ns: int) -> str:
     """Return how the calls of this step differ from those of the last one; "": so far they are the same."""
     last = [call for call in calls if last_step_ns[0] <= call["at_ns"] < last_step_ns[1]]
-    for before, now in zip(last, (call for call in calls if call["at_ns"] >= began_ns), strict=False):
+    for before, now in zip(
+        last, (call for call in calls if call["at_ns"] >= began_ns), strict=False
+    ):
         is_same = now["sizes"] == before["sizes"] or VARYING in now["name"]
         if (now["group"], now["name"]) != (before["group"], before["name"]) or not is_same:
             what = f"{before['name']} {before['sizes']} on {before['group']}"

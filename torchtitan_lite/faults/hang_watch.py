@@ -40,15 +40,26 @@ SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks en
 class HangWatch:
     """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread. Collective."""
 
-    def __init__(self, dump_folder: Path, section: Comm, mesh: Mesh, restarts: int, group: dist.ProcessGroup):
+    def __init__(
+        self, dump_folder: Path, section: Comm, mesh: Mesh, restarts: int, group: dist.ProcessGroup
+    ):
         self.folder = dump_folder / HANG / f"restart-{restarts}"
-        self.section, self.rank, self.stage_size = section, dist.get_rank(), mesh.world.size() // mesh.pp.size()
-        self.ranks: list[tuple[str, int, str]] = [("", 0, "")] * mesh.world.size()  # host, process, name
+        self.section, self.rank, self.stage_size = (
+            section,
+            dist.get_rank(),
+            mesh.world.size() // mesh.pp.size(),
+        )
+        self.ranks: list[tuple[str, int, str]] = [
+            ("", 0, "")
+        ] * mesh.world.size()  # host, process, name
         used = {dim: at for dim, at in mesh.coordinates().items() if mesh.world[dim].size() > 1}
         own = (socket.gethostname(), os.getpid(), describe_rank(self.rank, used))
         dist.all_gather_object(self.ranks, own, group=group)
         self.durations_s: deque[float] = deque(maxlen=50)
-        self.last_step_ns = (0, 0)  # begin and end of the last step, by the clock of the flight recorder
+        self.last_step_ns = (
+            0,
+            0,
+        )  # begin and end of the last step, by the clock of the flight recorder
         self.file = self.folder / f"rank-{self.rank:05}.json"
         self.file.unlink(missing_ok=True)  # of an earlier run
         self.leaving = threading.Event()
@@ -56,7 +67,12 @@ class HangWatch:
 
     def begin(self, step: int) -> None:
         """Note that a step begins."""
-        self.step, self.phase, self.began_s, self.began_ns = step, "step", time.monotonic(), time.time_ns()
+        self.step, self.phase, self.began_s, self.began_ns = (
+            step,
+            "step",
+            time.monotonic(),
+            time.time_ns(),
+        )
 
     def end(self) -> None:
         """Note that the step has ended. Validation, saves and logs follow."""
@@ -71,7 +87,11 @@ class HangWatch:
         if self.section.hang_seconds > 0:
             return self.section.hang_seconds
         median_s = statistics.median(self.durations_s)
-        return max(60, 2 * median_s, min(10 * median_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds))
+        return max(
+            60,
+            2 * median_s,
+            min(10 * median_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds),
+        )
 
     def __enter__(self) -> "HangWatch":
         if self.section.hang_seconds != 0:
@@ -104,19 +124,33 @@ class HangWatch:
             "world_size": len(self.ranks),
             "step": self.step,
             "seconds": round(time.monotonic() - self.began_s, 1),
-            "host": {rank: (pid, read_state(pid), who) for rank, (at, pid, who) in enumerate(self.ranks) if at == host},
-            "stack": [f"{Path(f.f_code.co_filename).name}:{line} {f.f_code.co_name}" for f, line in frames],
+            "host": {
+                rank: (pid, read_state(pid), who)
+                for rank, (at, pid, who) in enumerate(self.ranks)
+                if at == host
+            },
+            "stack": [
+                f"{Path(f.f_code.co_filename).name}:{line} {f.f_code.co_name}" for f, line in frames
+            ],
             "groups": summarize(calls),
-            "deviation": find_deviation(calls, self.last_step_ns, self.began_ns) if self.phase == "step" else "",
+            "deviation": find_deviation(calls, self.last_step_ns, self.began_ns)
+            if self.phase == "step"
+            else "",
             "pipeline": {"waits_for": waits_for, "sender": senders.get(waits_for), "sent": sent},
         }
 
 
 def read_recorder(main_thread: int) -> list[dict]:
     """Return the calls that this process has recorded, oldest first. Calls of checkpoint threads are left out."""
-    ranks = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
+    ranks = {
+        group.group_name: dist.get_process_group_ranks(group)
+        for group in dist.distributed_c10d._world.pg_map
+    }
     calls = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of gloo; of NCCL, in builds for CUDA
+    for name in (
+        "_dump_fr_trace_json",
+        "_dump_nccl_trace_json",
+    ):  # of gloo; of NCCL, in builds for CUDA
         if dump := getattr(_distributed_c10d, name, None):
             calls += list_calls(json.loads(dump(True, False)), ranks, main_thread)
     return sorted(calls, key=lambda call: call["at_ns"])
@@ -125,7 +159,14 @@ def read_recorder(main_thread: int) -> list[dict]:
 def read_state(pid: int) -> str:
     """Return the state of a process's main thread: R runs, S sleeps, D waits for a disk, T is stopped; "": ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0].upper().replace("Z", "")
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text()
+            .rpartition(")")[2]
+            .split()[0]
+            .upper()
+            .replace("Z", "")
+        )
     except OSError:
         return ""
 
@@ -142,5 +183,8 @@ def find_in_pipeline(frames: list[tuple[FrameType, int]]) -> tuple[str, dict[str
             text = linecache.getline(frame.f_code.co_filename, line)
             waits_for = next((way for way in ("fwd_recv", "bwd_recv") if f'{way}"' in text), "send")
         if "fwd_mb_index" in frame.f_locals:
-            sent = {"fwd_recv": frame.f_locals["fwd_mb_index"], "bwd_recv": frame.f_locals["bwd_mb_index"]}
+            sent = {
+                "fwd_recv": frame.f_locals["fwd_mb_index"],
+                "bwd_recv": frame.f_locals["bwd_mb_index"],
+            }
     return waits_for, sent

@@ -23,7 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan, create_default_local_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    create_default_global_save_plan,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_lite.checkpoint.load import Saved, read_matching_manifest
@@ -49,13 +52,24 @@ class Snapshots(CheckpointSaver):
 
     planner, log_level = HostPlanner, logging.DEBUG
 
-    def __init__(self, dump_folder: Path, section: Checkpoint, place: Place, all_ranks: dist.ProcessGroup, **kw: Any):
+    def __init__(
+        self,
+        dump_folder: Path,
+        section: Checkpoint,
+        place: Place,
+        all_ranks: dist.ProcessGroup,
+        **kw: Any,
+    ):
         self.all_ranks, group, n_local = all_ranks, all_ranks, place.world_size // place.n_hosts
         self.is_used = bool(section.local_folder) and not section.load_only
         folder = Path(section.local_folder)
         if self.is_used:
-            ranks = [rank for rank in range(place.world_size) if rank // n_local == place.rank // n_local]
-            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="snapshot")
+            ranks = [
+                rank for rank in range(place.world_size) if rank // n_local == place.rank // n_local
+            ]
+            group = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=True, group_desc="snapshot"
+            )
             run_id = do_on_rank_0(all_ranks, lambda: identify_run(dump_folder / section.folder))
             folder = folder / "-".join(dump_folder.absolute().parts[1:]) / run_id
         else:
@@ -63,7 +77,9 @@ class Snapshots(CheckpointSaver):
         super().__init__(folder, section, group=group, **kw)
         self.n_kept = {"keep_latest_k": 2, "keep_every_m": 0}
 
-    def after_step(self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool) -> None:
+    def after_step(
+        self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool
+    ) -> None:
         """Save every local_interval steps, but not where the run ends with a checkpoint. Raises errors of saves.
 
         Call it after the checkpoint of the same step is committed: the last step deletes all snapshots.
@@ -85,7 +101,9 @@ class Snapshots(CheckpointSaver):
         steps: list[set[int]] = [set()] * self.all_ranks.size()
         dist.all_gather_object(steps, self.find_complete(parameters), group=self.all_ranks)
         usable = set.intersection(*steps)
-        return [Saved(step, self.folder / f"step-{step}", self.group, "snapshot") for step in usable]
+        return [
+            Saved(step, self.folder / f"step-{step}", self.group, "snapshot") for step in usable
+        ]
 
     def forget_after(self, step: int) -> None:
         """Delete snapshots of later steps, and of earlier runs in the same dump folder."""
@@ -94,20 +112,31 @@ class Snapshots(CheckpointSaver):
         later = [self.folder / f"step-{found}" for found in find_steps(self.folder) if found > step]
         earlier_runs = [path for path in self.folder.parent.glob("*") if path != self.folder]
         for path in later + earlier_runs:
-            logger.warning(f"the snapshot {path} does not continue step {step} of this run, and is deleted")
+            logger.warning(
+                f"the snapshot {path} does not continue step {step} of this run, and is deleted"
+            )
             rmtree(path)
 
     def find_complete(self, parameters: dict[str, Tensor]) -> set[int]:
         """Return the steps of this run's snapshots that have every shard of this rank. Does not check hashes."""
         weights = name_weights(parameters)
         plan, complete = create_default_local_save_plan(weights, is_coordinator=False), set()
-        own = {(item.index.fqn, *item.tensor_data.chunk.offsets, *item.tensor_data.chunk.sizes) for item in plan.items}
+        own = {
+            (item.index.fqn, *item.tensor_data.chunk.offsets, *item.tensor_data.chunk.sizes)
+            for item in plan.items
+        }
         for step in find_steps(self.folder):
             with suppress(CheckpointError):
                 manifest = read_matching_manifest(self.folder / f"step-{step}", weights)
-                chunks = [(name, chunk) for name, record in manifest.tensors.items() for chunk in record.chunks]
+                chunks = [
+                    (name, chunk)
+                    for name, record in manifest.tensors.items()
+                    for chunk in record.chunks
+                ]
                 stored = {(name, *chunk.offsets, *chunk.sizes) for name, chunk in chunks}
-                if own <= stored and json.dumps(manifest.fingerprint) == json.dumps(self.fingerprint):
+                if own <= stored and json.dumps(manifest.fingerprint) == json.dumps(
+                    self.fingerprint
+                ):
                     complete.add(step)
         return complete
 

@@ -41,9 +41,14 @@ def start_from(run: Run, snapshots: Snapshots, group: dist.ProcessGroup, *, rest
         loaded = restore(found, *of_run, section=section, group=group)
         step, source = loaded.step, loaded.path
     else:
-        step, source = load_initial(*of_run, section=section, group=group), section.initial_load_path
+        step, source = (
+            load_initial(*of_run, section=section, group=group),
+            section.initial_load_path,
+        )
     if step >= run.config.training.steps:
-        raise CheckpointError(f"{source} is already at step {step}: set training.steps to more than {step}")
+        raise CheckpointError(
+            f"{source} is already at step {step}: set training.steps to more than {step}"
+        )
     damaged = [saved.path for saved in checkpoints if saved.step > step]
     do_on_rank_0(group, lambda: quarantine(damaged))
     snapshots.forget_after(step)

@@ -33,7 +33,9 @@ LEAST_HEAD_DIM = 16  # minimum of flex attention on CUDA
 
 
 class CausalAttention(nn.Module):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None
+    ) -> Tensor:
         """query (B, heads, S, E), key and value (B, kv heads, S, E) -> (B, heads, S, E)."""
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
@@ -43,12 +45,16 @@ class DocumentAttention(nn.Module):
         """Prepare doc_ids (B, S) for `forward`, once for all layers."""
         return plan_documents(doc_ids)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask | None = None
+    ) -> Tensor:
         """query (B, heads, S, E), key and value (B, kv heads, S, E), doc_ids (B, S) or a plan -> (B, heads, S, E)."""
         if isinstance(doc_ids, BlockMask):
             return attend_in_blocks(query, key, value, doc_ids)
         positions = torch.arange(query.shape[2], device=query.device)
-        return attend_within_documents(query, key, value, doc_ids, query_positions=positions, key_positions=positions)
+        return attend_within_documents(
+            query, key, value, doc_ids, query_positions=positions, key_positions=positions
+        )
 
 
 ATTENTION_MODULES = {  # model.attention, rows of config/choices.py
@@ -58,7 +64,13 @@ ATTENTION_MODULES = {  # model.attention, rows of config/choices.py
 
 
 def attend_within_documents(
-    query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None, *, query_positions: Tensor, key_positions: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    doc_ids: Tensor | None,
+    *,
+    query_positions: Tensor,
+    key_positions: Tensor,
 ) -> Tensor:
     """Attend with an explicit mask. query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E).
 
@@ -66,10 +78,14 @@ def attend_within_documents(
     without doc_ids.
     """
     if doc_ids is None:
-        raise ValueError('model.attention = "document" needs doc_ids (B, S), but the model was called without them')
+        raise ValueError(
+            'model.attention = "document" needs doc_ids (B, S), but the model was called without them'
+        )
     same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_positions]
     mask = same & (query_positions[:, None] >= key_positions)  # (B, Q, K)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], enable_gqa=True)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask[:, None], enable_gqa=True
+    )
 
 
 # ---------------------------------------------------------------- flex attention
@@ -81,8 +97,12 @@ def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMas
     attend = flex_attention if torch.compiler.is_compiling() else compile_once(flex_attention)
     head_dim = query.shape[-1]
     missing = max(0, LEAST_HEAD_DIM - head_dim)  # padding with zeros does not change the scores
-    query, key, value = (F.pad(each, (0, missing)) if missing else each for each in (query, key, value))
-    return attend(query, key, value, block_mask=blocks, enable_gqa=True, scale=head_dim**-0.5)[..., :head_dim]
+    query, key, value = (
+        F.pad(each, (0, missing)) if missing else each for each in (query, key, value)
+    )
+    return attend(query, key, value, block_mask=blocks, enable_gqa=True, scale=head_dim**-0.5)[
+        ..., :head_dim
+    ]
 
 
 @cache
@@ -104,13 +124,23 @@ def plan_blocks(
 ) -> BlockMask:
     """Plan which blocks of queries x keys flex attention reads. Positions default to the full sequence."""
     query_docs, key_docs = (
-        doc_ids if positions is None else doc_ids[:, positions] for positions in (query_positions, key_positions)
+        doc_ids if positions is None else doc_ids[:, positions]
+        for positions in (query_positions, key_positions)
     )
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        rises = query >= key if query_positions is None else query_positions[query] >= key_positions[key]
+        rises = (
+            query >= key
+            if query_positions is None
+            else query_positions[query] >= key_positions[key]
+        )
         return rises & (query_docs[row, query] == key_docs[row, key])
 
     create = create_block_mask if doc_ids.device.type == "cpu" else compile_once(create_block_mask)
-    sizes = {"B": len(doc_ids), "H": None, "Q_LEN": query_docs.shape[1], "KV_LEN": key_docs.shape[1]}
+    sizes = {
+        "B": len(doc_ids),
+        "H": None,
+        "Q_LEN": query_docs.shape[1],
+        "KV_LEN": key_docs.shape[1],
+    }
     return create(sees, **sizes, device=doc_ids.device.type)

@@ -26,8 +26,13 @@ class Batch:
 
     def split(self, n: int) -> "list[Batch]":
         """Split into n microbatches of equal size, in order."""
-        assert self.tokens.shape[0] % n == 0, f"{self.tokens.shape[0]} rows do not split into {n} equal parts"
-        return [Batch(*fields) for fields in zip(*(field.chunk(n) for field in self._fields()), strict=True)]
+        assert self.tokens.shape[0] % n == 0, (
+            f"{self.tokens.shape[0]} rows do not split into {n} equal parts"
+        )
+        return [
+            Batch(*fields)
+            for fields in zip(*(field.chunk(n) for field in self._fields()), strict=True)
+        ]
 
     def _fields(self) -> tuple[Tensor, ...]:
         return tuple(vars(self).values())

@@ -46,7 +46,9 @@ class Recipe:
 
     def round(self, x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> Float8Tensor:
         """Round to float8. With `by_row`, one scale for each vector along `dim`; with dim None, one for the tensor."""
-        amax = x.abs().amax(dim, keepdim=True) if self.by_row and dim is not None else x.abs().amax()
+        amax = (
+            x.abs().amax(dim, keepdim=True) if self.by_row and dim is not None else x.abs().amax()
+        )
         scale = choose_scale(amax, dtype, power_of_two=self.by_row)
         return Float8Tensor(cast(x, scale, dtype), scale)
 
@@ -70,7 +72,9 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
 
-def multiply(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, emulate: bool, fast: bool = False) -> Tensor:
+def multiply(
+    a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, emulate: bool, fast: bool = False
+) -> Tensor:
     """Multiply a (M, K) @ b (K, N) -> (M, N). `fast`: accumulate in fewer bits, which is enough for activations.
 
     `emulate`: multiply the rounded values in fp32, which runs on every device.
@@ -80,7 +84,9 @@ def multiply(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, emulate: b
     scale_a, scale_b = a.scale.reciprocal(), b.scale.reciprocal()
     by_row = a.scale.dim() > 0
     scale_after = None
-    if by_row and not fast:  # with exact accumulation, the rowwise kernel is slow, but the tensorwise kernel is not
+    if (
+        by_row and not fast
+    ):  # with exact accumulation, the rowwise kernel is slow, but the tensorwise kernel is not
         scale_after = scale_a * scale_b
         scale_a = scale_b = torch.ones((), device=scale_a.device)
     product = torch._scaled_mm(
@@ -103,7 +109,13 @@ class Float8MatmulFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, data8: Tensor | None, scale: Tensor | None, recipe_name: str, emulate: bool
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        data8: Tensor | None,
+        scale: Tensor | None,
+        recipe_name: str,
+        emulate: bool,
     ) -> Tensor:
         ctx.recipe, ctx.emulate = RECIPES[recipe_name], emulate
         ctx.save_for_backward(x, weight if data8 is None else None, data8, scale)
@@ -135,11 +147,21 @@ class Float8MatmulFunction(torch.autograd.Function):
 class Float8Linear(nn.Linear):
     """nn.Linear that multiplies in float8. Its trained and saved weight is fp32."""
 
-    def __init__(self, in_features: int, out_features: int, *, recipe_name: str, emulate: bool, bias: bool = False):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe_name: str,
+        emulate: bool,
+        bias: bool = False,
+    ):
         super().__init__(in_features, out_features, bias=bias)
         self.recipe_name, self.emulate = recipe_name, emulate
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N)."""
-        product = Float8MatmulFunction.apply(x, self.weight, None, None, self.recipe_name, self.emulate)
+        product = Float8MatmulFunction.apply(
+            x, self.weight, None, None, self.recipe_name, self.emulate
+        )
         return product if self.bias is None else product + self.bias

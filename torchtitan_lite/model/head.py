@@ -38,7 +38,9 @@ class Head(nn.Linear):
 
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
-        self.chunked_loss: nn.Module | None = None  # if set, computes logits and loss chunk by chunk
+        self.chunked_loss: nn.Module | None = (
+            None  # if set, computes logits and loss chunk by chunk
+        )
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """hidden (B, S, D) -> logits (B, S, V); with targets (B, S) -> the sum of token losses, () fp32.
@@ -49,7 +51,11 @@ class Head(nn.Linear):
         if targets is not None and self.chunked_loss is not None:
             return self.chunked_loss(hidden, self.weight, targets)
         logits = F.linear(hidden, self.weight)
-        return logits if targets is None else self.sum_token_losses(logits.flatten(0, 1), targets.flatten())
+        return (
+            logits
+            if targets is None
+            else self.sum_token_losses(logits.flatten(0, 1), targets.flatten())
+        )
 
     def weigh_total(self, log_total: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return the part of a token's loss that depends on the log-sum-exp of its logits, and its derivative.
@@ -84,7 +90,10 @@ class ChunkedLoss(nn.Module):
             return ChunkedCrossEntropy.apply(hidden, weight, targets, self)
         n = self.chunk_tokens or len(hidden)
         chunks = zip(hidden.split(n), targets.split(n), strict=True)
-        return sum(self.differentiate(some @ weight.t(), theirs, with_gradient=False)[0] for some, theirs in chunks)
+        return sum(
+            self.differentiate(some @ weight.t(), theirs, with_gradient=False)[0]
+            for some, theirs in chunks
+        )
 
     def differentiate(
         self, logits: Tensor, targets: Tensor, *, with_gradient: bool, first_id: int = 0
@@ -94,12 +103,16 @@ class ChunkedLoss(nn.Module):
         Column 0 of the logits is token id `first_id`. Overwrites the logits. Compiled if compile.components has "loss".
         """
         column = (targets - first_id)[:, None]
-        is_here = (column >= 0) & (column < logits.shape[1])  # False for IGNORE_INDEX, which is negative
+        is_here = (column >= 0) & (
+            column < logits.shape[1]
+        )  # False for IGNORE_INDEX, which is negative
         column = column.where(is_here, 0)
         counted = targets[:, None] != IGNORE_INDEX
 
         values = logits.float()
-        of_target = values.gather(1, column).where(is_here, 0)  # (n, 1), like all tensors below except `values`
+        of_target = values.gather(1, column).where(
+            is_here, 0
+        )  # (n, 1), like all tensors below except `values`
         largest = values.amax(1, keepdim=True)
         values.sub_(largest).exp_()
         log_total = largest + values.sum(1, keepdim=True).log()
@@ -125,11 +138,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, loss: ChunkedLoss) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # a sum over many chunks is too inexact in bf16
+        grad_weight = torch.zeros_like(
+            weight, dtype=torch.float32
+        )  # a sum over many chunks is too inexact in bf16
         n = loss.chunk_tokens or len(hidden)
         pieces = (tensor.split(n) for tensor in (hidden, targets, grad_hidden))
         for some_hidden, some_targets, some_grad_hidden in zip(*pieces, strict=True):
-            some_loss, grad_logits = loss.differentiate(some_hidden @ weight.t(), some_targets, with_gradient=True)
+            some_loss, grad_logits = loss.differentiate(
+                some_hidden @ weight.t(), some_targets, with_gradient=True
+            )
             total += some_loss
             torch.mm(grad_logits, weight, out=some_grad_hidden)
             add_product(grad_weight, grad_logits.t(), some_hidden)

@@ -82,7 +82,9 @@ class CachedModel:
         self.length += len(tokens)
         positions = torch.arange(start, self.length, device=device)
         with sdpa_kernel(KERNELS):
-            logits = self.model(torch.tensor([tokens], device=device), positions=positions[None])  # (1, 1, V)
+            logits = self.model(
+                torch.tensor([tokens], device=device), positions=positions[None]
+            )  # (1, 1, V)
         return logits[0, -1].float().cpu()
 
     def rewind(self, length: int) -> None:

@@ -43,7 +43,9 @@ class MoE(nn.Module):
         """x (B, S, D) -> (B, S, D)."""
         weights, routes = self.router(x)
         n_copies = routes.shape[-1]
-        order = routes.flatten().argsort(stable=True)  # (R,): rows by expert; row r is copy r % K of token r // K
+        order = routes.flatten().argsort(
+            stable=True
+        )  # (R,): rows by expert; row r is copy r % K of token r // K
         place = invert(order)
         counts = count_routes(routes, self.router.n_experts)
         tokens = x.flatten(0, 1)
@@ -73,7 +75,9 @@ class Router(nn.Module):
         self.reset(None)
         self.last_load: Tensor | None = None  # the same sums for the last forward pass only
         self.balance_loss = 0.0  # weight of the auxiliary loss per sequence
-        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts  # sum over cp ranks
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: (
+            counts
+        )  # sum over cp ranks
 
     def reset(self, device: torch.device | None) -> None:
         """Allocate the buffers on `device` and set bias and load to zero."""

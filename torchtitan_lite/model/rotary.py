@@ -15,7 +15,10 @@ from torchtitan_lite.config.model_rows import ModelArgs
 
 def rotary_frequencies(model_args: ModelArgs, device: torch.device) -> Tensor:
     """Return the radians per position for each rotary pair, (E/2,) fp32, with RopeScaling applied."""
-    exponents = torch.arange(0, model_args.head_dim, 2, dtype=torch.float32, device=device) / model_args.head_dim
+    exponents = (
+        torch.arange(0, model_args.head_dim, 2, dtype=torch.float32, device=device)
+        / model_args.head_dim
+    )
     frequencies = model_args.rope_theta**-exponents
     scaling = model_args.rope_scaling
     if scaling is None:
@@ -36,7 +39,9 @@ def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
     Three rows of E values: (cos, cos) and (-sin, sin) of each pair for compiled code, and (cos, sin) as complex
     numbers for eager mode. Always fp32: at position 8,191, a bf16 angle would be off by up to 16 radians.
     """
-    angles = positions[..., None].float() * rotary_frequencies(model_args, positions.device)  # (B, S, E/2)
+    angles = positions[..., None].float() * rotary_frequencies(
+        model_args, positions.device
+    )  # (B, S, E/2)
     cos, sin = angles.cos(), angles.sin()
     rows = [torch.stack(pair, dim=-1).flatten(-2) for pair in ((cos, cos), (-sin, sin), (cos, sin))]
     return torch.stack(rows, dim=-2)[:, :, None]

@@ -11,5 +11,7 @@ from torchtitan_lite.config.model_rows import ModelTable
 NAMES = (  # model.name
     "llama3",
 )
-MODELS: dict[str, ModelTable] = {name: import_module(f"torchtitan_lite.models.{name}.table").MODEL for name in NAMES}
+MODELS: dict[str, ModelTable] = {
+    name: import_module(f"torchtitan_lite.models.{name}.table").MODEL for name in NAMES
+}
 FLAVORS = tuple(dict.fromkeys(flavor for table in MODELS.values() for flavor in table.flavors))

@@ -20,7 +20,11 @@ from functools import partial, wraps
 import torch
 import torch._functorch.config as partitioner_config
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from torchtitan_lite.config.schema import ActivationCheckpoint
 from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
@@ -28,7 +32,9 @@ from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_A
 # Outputs worth saving: expensive to compute, or received from other ranks. Looked up by name, because torch builds have
 # different attention kernels.
 KEPT_OPS = {
-    getattr(getattr(namespace, name), "default", getattr(namespace, name))  # higher-order operators have no overloads
+    getattr(
+        getattr(namespace, name), "default", getattr(namespace, name)
+    )  # higher-order operators have no overloads
     for namespace, name in [
         (torch.ops.aten, "mm"),
         (torch.ops.aten, "_scaled_mm"),
@@ -38,9 +44,15 @@ KEPT_OPS = {
         (torch.ops.aten, "_scaled_dot_product_cudnn_attention"),
         (torch.ops.aten, "_grouped_mm"),
         (torch.ops.aten, "amax"),  # float8 scales: tiny, but recompute would read the full tensor
-        (torch.ops.aten, "topk"),  # routes of an MoE layer: small, and recompute must not choose different ones
+        (
+            torch.ops.aten,
+            "topk",
+        ),  # routes of an MoE layer: small, and recompute must not choose different ones
         (torch.ops.higher_order, "flex_attention"),  # inside a compiled block
-        (torch.ops.higher_order, "inductor_compiled_code"),  # separately compiled flex attention in an eager block
+        (
+            torch.ops.higher_order,
+            "inductor_compiled_code",
+        ),  # separately compiled flex attention in an eager block
         (torch.ops._c10d_functional, "reduce_scatter_tensor"),
         (torch.ops._c10d_functional, "all_to_all_single"),
     ]
@@ -50,18 +62,24 @@ KEPT_OPS = {
 
 def set_memory_budget(section: ActivationCheckpoint) -> None:
     """Set the partitioner's memory budget for the whole process, because torch has no option per compile call."""
-    partitioner_config.activation_memory_budget = section.memory_budget if section.mode == "memory_budget" else 1.0
+    partitioner_config.activation_memory_budget = (
+        section.memory_budget if section.mode == "memory_budget" else 1.0
+    )
     if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
         # torch 2.13 refuses to plan for objects of unknown size. In a block, only TP's process groups are such objects,
         # and they hold no tensors.
         partitioner_config.unsafe_treat_script_objects_as_zero_size = True
 
 
-def apply_recompute(module: nn.Module, *, keep_expensive_ops: bool, method: str = "forward") -> None:
+def apply_recompute(
+    module: nn.Module, *, keep_expensive_ops: bool, method: str = "forward"
+) -> None:
     """Make backward recompute a method of a block or of one of its modules: all of it, or only its cheap ops."""
     forward = getattr(module, method)
     if keep_expensive_ops:
-        recomputing = recomputed(forward, context_fn=partial(create_selective_checkpoint_contexts, choose_policy))
+        recomputing = recomputed(
+            forward, context_fn=partial(create_selective_checkpoint_contexts, choose_policy)
+        )
     else:
         recomputing = recomputed(forward)
     setattr(module, method, recomputing)
@@ -72,7 +90,9 @@ def recomputed(forward: Callable, **options) -> Callable:
 
     @wraps(forward)
     def run(*args, **kwargs):
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs
+        )
 
     return run
 

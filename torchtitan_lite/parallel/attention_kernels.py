@@ -53,7 +53,9 @@ def choose_kernel(query: Tensor) -> Kernel:
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the attention to more keys into (out, lse), both fp32, in place."""
-    weight = torch.sigmoid(part_lse - lse)  # weight of these keys in the softmax over all; cannot overflow
+    weight = torch.sigmoid(
+        part_lse - lse
+    )  # weight of these keys in the softmax over all; cannot overflow
     out.lerp_(part_out.float(), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 

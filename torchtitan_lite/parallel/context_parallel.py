@@ -66,7 +66,9 @@ def shard_sequence(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole[:, positions]
 
 
-def apply_context_parallel(part: nn.Module, mesh: DeviceMesh, *, attention: str, method: str) -> None:
+def apply_context_parallel(
+    part: nn.Module, mesh: DeviceMesh, *, attention: str, method: str
+) -> None:
     """Replace the attention of each block with attention that fetches keys and values over cp.
 
     `attention` is model.attention; `method` is context_parallel_rotate_method. Raises KeyError for a pair without a row

@@ -41,7 +41,9 @@ def list_ranks(mesh: DeviceMesh) -> Ranks:
 def all_gather(own: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Concatenate the tensors of all ranks along `dim`. Collective; not differentiable."""
     with below_autograd():
-        gathered = collectives.all_gather_into_tensor.default(own.contiguous(), ranks.n, ranks.group_name)
+        gathered = collectives.all_gather_into_tensor.default(
+            own.contiguous(), ranks.n, ranks.group_name
+        )
         return torch.cat(collectives.wait_tensor.default(gathered).chunk(ranks.n), dim)
 
 
@@ -49,11 +51,15 @@ def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Sum the tensors of all ranks, and keep this rank's chunk along `dim`. Collective; not differentiable."""
     with below_autograd():
         stacked = torch.cat(whole.chunk(ranks.n, dim))
-        summed = collectives.reduce_scatter_tensor.default(stacked, "sum", ranks.n, ranks.group_name)
+        summed = collectives.reduce_scatter_tensor.default(
+            stacked, "sum", ranks.n, ranks.group_name
+        )
         return collectives.wait_tensor.default(summed)
 
 
-def all_to_all(rows: Tensor, ranks: Ranks, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
+def all_to_all(
+    rows: Tensor, ranks: Ranks, received: list[int] | None = None, sent: list[int] | None = None
+) -> Tensor:
     """Send rows to each rank, and return the received rows in rank order. Collective; not differentiable.
 
     `received`, `sent`: number of rows from and to each rank; None: equal numbers.
@@ -61,7 +67,9 @@ def all_to_all(rows: Tensor, ranks: Ranks, received: list[int] | None = None, se
     with below_autograd():
         if sent is None:
             received = sent = [len(rows) // ranks.n] * ranks.n
-        arrived = collectives.all_to_all_single.default(rows.contiguous(), received, sent, ranks.group_name)
+        arrived = collectives.all_to_all_single.default(
+            rows.contiguous(), received, sent, ranks.group_name
+        )
         return collectives.wait_tensor.default(arrived)
 
 

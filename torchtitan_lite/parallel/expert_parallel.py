@@ -85,7 +85,9 @@ def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tens
     # Rows arriving from each rank, per local expert: (ep, E/ep).
     theirs = all_to_all(counts, ranks).unflatten(0, (ranks.n, -1))
     sent, received = read_splits(counts.unflatten(0, (ranks.n, -1)), theirs)
-    arrived = ExchangeRows.apply(rows, received, sent, ranks)  # by rank, and from each rank by expert
+    arrived = ExchangeRows.apply(
+        rows, received, sent, ranks
+    )  # by rank, and from each rank by expert
     order = order_by_expert(theirs, sum(received))
     place = invert(order)
     weights = [local_experts(weight) for weight in (experts.w1, experts.w2, experts.w3)]

@@ -114,7 +114,9 @@ def gather_in_float8(
     hooks = []
     for module in nn.ModuleList(parts).modules():
         if isinstance(module, ParallelFloat8Linear) and isinstance(module.weight, DTensor):
-            shard = module.weight._local_tensor  # not a view: FSDP2 looks for the two hooks on this very tensor
+            shard = (
+                module.weight._local_tensor
+            )  # not a view: FSDP2 looks for the two hooks on this very tensor
             hook = Float8AllGatherHook(shard, cast_shard)
             shard.fsdp_pre_all_gather = hook.pre_all_gather
             shard.fsdp_post_all_gather = hook.post_all_gather
@@ -166,7 +168,9 @@ class Float8AllGatherHook:
             scale = choose_scale(amax, E4M3)
         # The view tells compiled code that the length is a multiple of 16, so it loads 16 bytes at a time.
         data8 = self.cast_shard(self.shard.view(-1, FLOAT8_BLOCK), scale, E4M3)
-        data = data8.view_as(self.shard).view(torch.uint8)  # no backend supports float8 in an all-gather
+        data = data8.view_as(self.shard).view(
+            torch.uint8
+        )  # no backend supports float8 in an all-gather
         n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer
         data = F.pad(data, (0, 0, 0, n_rows - len(data)))
         return (data,), (scale,)
@@ -182,7 +186,9 @@ class Float8AllGatherHook:
         """FSDP2 hook after the all-gather. Returns the full weight. `out`: result of an earlier gather, to reuse."""
         (data,) = gathered
         (scale,) = metadata
-        if scale.is_cuda:  # allocated on the all-gather's copy-in stream, read on the current stream
+        if (
+            scale.is_cuda
+        ):  # allocated on the all-gather's copy-in stream, read on the current stream
             scale.record_stream(torch.cuda.current_stream())
         if out is None:
             data8 = data.view(E4M3)
@@ -239,5 +245,7 @@ class Float8GatheredWeight(Tensor):
             return return_and_correct_aliasing(op, args, kwargs, view)
         # Any other operator, such as zeros_like for a gradient, gets the values in `dtype`.
         inputs = args, kwargs
-        args, kwargs = pytree.tree_map_only(Float8GatheredWeight, Float8GatheredWeight.to_dtype, inputs)
+        args, kwargs = pytree.tree_map_only(
+            Float8GatheredWeight, Float8GatheredWeight.to_dtype, inputs
+        )
         return op(*args, **kwargs)

@@ -41,7 +41,13 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 
 from torchtitan_lite.config.block import find_expert_dim
@@ -53,7 +59,9 @@ def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     first = [part.tok_embeddings] if part.tok_embeddings is not None else []
     last = [part.norm, part.output] if part.output is not None else []
     blocks = [[block] for block in part.layers.values()]
-    if first and last and part.model_args.tie_embeddings:  # a shared matrix can be in only one group
+    if (
+        first and last and part.model_args.tie_embeddings
+    ):  # a shared matrix can be in only one group
         return [*blocks, first + last]
     return [group for group in ([first] + blocks + [last]) if group]
 
@@ -76,8 +84,12 @@ def apply_fsdp(
     Gradients are summed, not averaged: each loss is already divided by the number of tokens in the global batch.
     """
     # Do not cast inputs: hidden states already have the compute dtype, and rotary angles must stay fp32.
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
+    offload_policy = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    )
     shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
     moes = [moe for _, moe in list_moes(part)]
     for moe in moes:
@@ -96,15 +108,21 @@ def apply_fsdp(
         reshard = zero_stage == 3 and part.output not in group
         shard(group, reshard_after_forward=reshard)
     if [part.tok_embeddings] in groups:  # not tied to the head
-        part.tok_embeddings.set_unshard_in_backward(False)  # the backward of an embedding reads no weight
+        part.tok_embeddings.set_unshard_in_backward(
+            False
+        )  # the backward of an embedding reads no weight
     shard(part, reshard_after_forward=zero_stage == 3)
     if moes:
         plan_prefetch(list(part.layers.values()))
     for module in part.modules():
         of_module = expert_mesh if module in moes else mesh
-        if isinstance(module, FSDPModule) and of_module.size() > 1:  # with one rank, FSDP would only copy the gradient
+        if (
+            isinstance(module, FSDPModule) and of_module.size() > 1
+        ):  # with one rank, FSDP would only copy the gradient
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a plain sum; with gloo the only way to a factor of 1
+            module.set_force_sum_reduction_for_comms(
+                True
+            )  # a plain sum; with gloo the only way to a factor of 1
 
 
 def plan_prefetch(blocks: list[nn.Module]) -> None:
@@ -113,7 +131,10 @@ def plan_prefetch(blocks: list[nn.Module]) -> None:
     By default, torch gathers a group when the host reaches it, but the host waits in the middle of each MoE layer
     (expert_parallel.py). Only the timing of the gathers changes.
     """
-    groups = [[block, block.feed_forward] if isinstance(block.feed_forward, MoE) else [block] for block in blocks]
+    groups = [
+        [block, block.feed_forward] if isinstance(block.feed_forward, MoE) else [block]
+        for block in blocks
+    ]
     for before, (block, *moe), after in zip([[], *groups], groups, [*groups[1:], []], strict=False):
         if moe or after:
             block.set_modules_to_forward_prefetch([*moe, *after[:1]])
@@ -127,7 +148,9 @@ def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> No
         return  # a single rank: nothing is sharded
     part.set_reshard_after_backward(is_last or zero_stage == 3)
     part.set_requires_gradient_sync(is_last or zero_stage > 1)
-    part.set_requires_all_reduce(is_last)  # over replicas once per step, even if shards are reduced every time
+    part.set_requires_all_reduce(
+        is_last
+    )  # over replicas once per step, even if shards are reduced every time
 
 
 def require_split_backward(part: nn.Module) -> None:
@@ -156,7 +179,9 @@ def list_fsdp_parameters(part: nn.Module) -> list:
     """Return FSDP's own objects for the parameters of `part`, none if it is not sharded. torch has no public name."""
     parameters = []
     for module in part.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        group = (
+            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        )
         if group is not None:  # a root has none if all parameters are in other groups
             parameters += group.fsdp_params
     return parameters

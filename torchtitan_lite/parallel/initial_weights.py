@@ -35,7 +35,9 @@ def initialize_weights(
     for fqn, parameter in part.named_parameters():
         if fqn == "output.weight" and part.model_args.tie_embeddings:
             continue  # a copy of the embedding on another stage: tied_embeddings.py
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device or parameter.device)
+        full = torch.empty(
+            parameter.shape, dtype=parameter.dtype, device=device or parameter.device
+        )
         generator = torch.Generator(full.device).manual_seed(seed_of(seed, fqn))
         fill(full, table[fqn], generator)
         copy_local_shard(parameter, full)
@@ -58,7 +60,9 @@ def fill_tensor(full: Tensor, entry: Parameter, generator: torch.Generator) -> N
 def copy_local_shard(parameter: Tensor, full: Tensor) -> None:
     """Copy this rank's shard of `full` into `parameter`. No communication: every rank has the same `full`."""
     if isinstance(parameter, DTensor):
-        own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        own = distribute_tensor(
+            full, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
         parameter.to_local().copy_(own.to_local())
     else:
         parameter.copy_(full)

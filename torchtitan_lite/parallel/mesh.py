@@ -35,14 +35,20 @@ class Mesh:
     """The world mesh and its sub-meshes. Each has the process groups of this rank."""
 
     world: DeviceMesh  # (pp, dp_replicate, dp_shard, cp, tp)
-    fsdp_mesh: DeviceMesh  # for fully_shard: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
+    fsdp_mesh: (
+        DeviceMesh  # for fully_shard: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
+    )
     dp_cp_mesh: DeviceMesh  # 1-D: ranks with different tokens, dp_replicate x dp_shard x cp
     loss_mesh: DeviceMesh  # 1-D: ranks whose losses are summed, pp x dp x cp (all except tp)
     fsdp_nodes: Nodes | None  # for zero_plus_plus.py: the ranks of fsdp_mesh's last dim, by node
     # None if the model has no experts:
-    expert_fsdp_mesh: DeviceMesh | None = None  # for fully_shard of experts: (efsdp) or (dp_replicate, efsdp)
+    expert_fsdp_mesh: DeviceMesh | None = (
+        None  # for fully_shard of experts: (efsdp) or (dp_replicate, efsdp)
+    )
     ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer
-    ends: dist.ProcessGroup | None = None  # for tied_embeddings.py: the ranks of the first and the last stage
+    ends: dist.ProcessGroup | None = (
+        None  # for tied_embeddings.py: the ranks of the first and the last stage
+    )
     expert_fsdp_nodes: Nodes | None = None  # the ranks of expert_fsdp_mesh's last dim, by node
 
     # Cached, because indexing a mesh creates a new object each time, which takes 0.15 ms.
@@ -84,7 +90,9 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     mesh = Mesh(
         world=world,
         # FSDP shards over a 1-D mesh. With a second dim in front it also replicates, which adds an all-reduce.
-        fsdp_mesh=DeviceMesh._concatenate([world["dp_replicate"], shard]) if layout.dp_replicate > 1 else shard,
+        fsdp_mesh=DeviceMesh._concatenate([world["dp_replicate"], shard])
+        if layout.dp_replicate > 1
+        else shard,
         dp_cp_mesh=join_dims(world, "dp_replicate", "dp_shard", "cp"),
         loss_mesh=join_dims(world, "pp", "dp_replicate", "dp_shard", "cp"),
         fsdp_nodes=split_by_node(shard, "fsdp", layout.fsdp_near),

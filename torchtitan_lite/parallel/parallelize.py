@@ -49,7 +49,9 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     if part.output is not None and (config.training.loss_chunk_tokens or layout.tp > 1):  # 3
         shard_loss = not config.parallelism.disable_loss_parallel
         chunk_tokens = config.training.loss_chunk_tokens
-        part.output.chunked_loss = build_chunked_loss(part.output, chunk_tokens, mesh.tp, shard_loss=shard_loss)
+        part.output.chunked_loss = build_chunked_loss(
+            part.output, chunk_tokens, mesh.tp, shard_loss=shard_loss
+        )
     if layout.ep:  # 4
         apply_expert_parallel(part, mesh.ep)
         share_sequences(part, [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1])
@@ -67,37 +69,55 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
             expert_mesh=mesh.expert_fsdp_mesh,
             ep=layout.ep,
         )
-        apply_zero_plus_plus(part, config.parallelism.zero_plus_plus, mesh.fsdp_nodes, mesh.expert_fsdp_nodes)
+        apply_zero_plus_plus(
+            part, config.parallelism.zero_plus_plus, mesh.fsdp_nodes, mesh.expert_fsdp_nodes
+        )
 
 
 def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
     """Apply recompute and torch.compile to the methods of each block, and compile the loss."""
     recompute = plan_recompute(config.activation_checkpoint, [int(layer) for layer in part.layers])
     set_memory_budget(config.activation_checkpoint)
-    options = enable_async_tensor_parallel(mesh.tp) if config.parallelism.enable_async_tensor_parallel else None
+    options = (
+        enable_async_tensor_parallel(mesh.tp)
+        if config.parallelism.enable_async_tensor_parallel
+        else None
+    )
     components = config.compile.components if config.compile.enable else []
     for layer, block in part.layers.items():
         recomputed = compiled = [(block, "forward")]
         if isinstance(block.feed_forward, MoE):
             # An MoE block is recomputed and compiled in pieces: FSDP's hooks for the experts run in the middle of it,
             # and the number of rows per expert is only known there.
-            dense = [(block, "attend")] + [(block.shared_experts, "forward")] * (block.shared_experts is not None)
+            dense = [(block, "attend")] + [(block.shared_experts, "forward")] * (
+                block.shared_experts is not None
+            )
             recomputed = [*dense, (block.feed_forward, "forward")]
-            compiled = [*dense, (block.feed_forward, "combine"), (block.feed_forward.experts, "activate")]
+            compiled = [
+                *dense,
+                (block.feed_forward, "combine"),
+                (block.feed_forward.experts, "activate"),
+            ]
         for module, method in recomputed if recompute[int(layer)] == "op" else []:
             apply_recompute(module, method=method, keep_expensive_ops=True)
         for module, method in compiled if "model" in components else []:
             compile_method(module, method, config.compile.backend, options)
         if recompute[int(layer)] == "full":
             apply_recompute(block, keep_expensive_ops=False)
-    if part.output is not None and "loss" in components:  # only the loss of given logits, not the head's matmuls
+    if (
+        part.output is not None and "loss" in components
+    ):  # only the loss of given logits, not the head's matmuls
         if part.output.chunked_loss is not None:
             compile_method(part.output.chunked_loss, "differentiate", config.compile.backend)
         else:
             compile_method(part.output, "sum_token_losses", config.compile.backend)
 
 
-def compile_method(module: nn.Module, method: str, backend: str, options: dict[str, bool] | None = None) -> None:
+def compile_method(
+    module: nn.Module, method: str, backend: str, options: dict[str, bool] | None = None
+) -> None:
     """Compile a method without graph breaks. All blocks are alike, so they share one compilation."""
-    compiled = torch.compile(getattr(module, method), backend=backend, fullgraph=True, options=options)
+    compiled = torch.compile(
+        getattr(module, method), backend=backend, fullgraph=True, options=options
+    )
     setattr(module, method, compiled)

@@ -95,9 +95,13 @@ class Stage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args, full_backward: bool = True, **kwargs):
-        kind = "B" if full_backward else "I"  # I and W: halves of a split backward, for inputs and for weights
+        kind = (
+            "B" if full_backward else "I"
+        )  # I and W: halves of a split backward, for inputs and for weights
         with record_function(f"pp {kind}{bwd_chunk_id} stage {self.stage_index}"):
-            return super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+            return super().backward_one_chunk(
+                bwd_chunk_id, *args, full_backward=full_backward, **kwargs
+            )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
         with record_function(f"pp W{bwd_chunk_id} stage {self.stage_index}"):

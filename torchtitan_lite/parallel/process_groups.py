@@ -57,7 +57,9 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
     if n_hosts > 1:
         may_restart = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         if may_restart and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            raise UserError("torchrun restarts several hosts only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each")
+            raise UserError(
+                "torchrun restarts several hosts only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each"
+            )
         if local_rank == 0:
             store.add("restarts", restarts)
         if store.add("arrived", 1) == world_size:
@@ -107,9 +109,13 @@ def prepare_process(config: Config, dump_folder: Path, world_size: int) -> None:
     """Apply process-wide settings: determinism, folders of compiled code and NCCL traces, limit of open files."""
     if config.debug.deterministic:  # weights and data depend only on the seed in any case
         warn_only = config.debug.deterministic_warn_only
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a fixed workspace for determinism
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS needs a fixed workspace for determinism
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # for debugging: it writes every new tensor twice
+        torch.utils.deterministic.fill_uninitialized_memory = (
+            False  # for debugging: it writes every new tensor twice
+        )
 
     # Keep inductor's compiled code for the next run, unless the user has set another folder. Importing torch sets the
     # variable to torch's default.
@@ -141,7 +147,9 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
         seen = "torch sees GPUs, but nvidia-smi lists none: repair nvidia-smi"
         if expects_gpu:
             seen = "nvidia-smi lists GPUs that this torch cannot use: install a CUDA build of torch"
-        raise RuntimeError(f"{seen}, or set CUDA_VISIBLE_DEVICES to an empty value to train on the CPU")
+        raise RuntimeError(
+            f"{seen}, or set CUDA_VISIBLE_DEVICES to an empty value to train on the CPU"
+        )
     if not expects_gpu:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
@@ -149,7 +157,9 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
     return device
 
 
-def start_process_group(device: torch.device, config: Config, place: Place, store: dist.Store) -> None:
+def start_process_group(
+    device: torch.device, config: Config, place: Place, store: dist.Store
+) -> None:
     """Join the job's process group: NCCL on CUDA, gloo on CPU.
 
     Offload needs both: its gradient norm is a CPU tensor, which NCCL cannot reduce.
@@ -204,8 +214,12 @@ def check_equal_gpus(device: torch.device, host_group: dist.ProcessGroup) -> Non
     names = [""] * dist.get_world_size()
     dist.all_gather_object(names, torch.cuda.get_device_name(device), group=host_group)
     if len(set(names)) > 1:
-        kinds = ", ".join(f"{name} from rank {names.index(name)} on" for name in dict.fromkeys(names))
-        raise RuntimeError(f"different GPU models draw different weights from the same seed: {kinds}. Use one model")
+        kinds = ", ".join(
+            f"{name} from rank {names.index(name)} on" for name in dict.fromkeys(names)
+        )
+        raise RuntimeError(
+            f"different GPU models draw different weights from the same seed: {kinds}. Use one model"
+        )
 
 
 def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:

@@ -74,7 +74,9 @@ def attend_gathered(query: Tensor, key_value: Tensor, ranks: Ranks) -> Attention
         ranks.group_name,
     )
     out, lse = attend_part(query, key_value, causal=True)  # overlaps with the all-gather
-    gathered = collectives.wait_tensor(gathered).view(ranks.n, *key_value.shape)  # (n, 2, B, K, 2C, E)
+    gathered = collectives.wait_tensor(gathered).view(
+        ranks.n, *key_value.shape
+    )  # (n, 2, B, K, 2C, E)
     for queries, sources, keys in visible_of_others(ranks, half):
         visible = gathered[sources, :, :, :, keys]
         merge_part(out, lse, query, queries, join(visible))
@@ -226,7 +228,9 @@ def attend_around_ring_backward(saved: Saved, key_value: Tensor, ranks: Ranks) -
             queries,
         )
         grad_query[:, :, queries] += grad_queries
-        grads = collectives.wait_tensor(grads_arriving).view_as(grads)  # gradients of the current keys and values
+        grads = collectives.wait_tensor(grads_arriving).view_as(
+            grads
+        )  # gradients of the current keys and values
         grads[:, :, :, keys] += grad_keys
     home = pass_on(grads, ranks)
     return grad_query, collectives.wait_tensor(home).view_as(grads)

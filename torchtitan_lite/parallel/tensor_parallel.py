@@ -52,13 +52,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_block, list_ends, list_gathered
 from torchtitan_lite.model.head import ChunkedLoss, Head
 from torchtitan_lite.model.moe import list_moes
-from torchtitan_lite.parallel.exchange import Gather, GatherVocabulary, Ranks, Scatter, all_gather, list_ranks
+from torchtitan_lite.parallel.exchange import (
+    Gather,
+    GatherVocabulary,
+    Ranks,
+    Scatter,
+    all_gather,
+    list_ranks,
+)
 from torchtitan_lite.parallel.float8 import ParallelFloat8Linear
 from torchtitan_lite.parallel.pipeline import is_tied_inside
 
@@ -77,7 +91,9 @@ def plan_tensor_parallel(part: nn.Module) -> TensorParallelPlan:
         # An MoE layer uses this rank's slice of the sequence without gathering, and another mesh (expert_parallel.py).
         rows = [row for row in rows if row.kind not in ("router", "experts")]
         gathered = list_gathered(rows)
-        block = {name: GatheredInput() for name in gathered} | {row.name: STYLES[row.kind, row.split]() for row in rows}
+        block = {name: GatheredInput() for name in gathered} | {
+            row.name: STYLES[row.kind, row.split]() for row in rows
+        }
         plan |= {f"layers.{layer}.{name}": style for name, style in block.items()}
     ends = {row.name: STYLES[row.kind, row.split]() for row in list_ends(part.model_args)}
     return plan | {name: style for name, style in ends.items() if getattr(part, name) is not None}
@@ -101,7 +117,9 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh, plan: TensorParalle
     if tied:  # parallelize_module made a separate DTensor for each module, with equal placements
         part.output.weight = part.tok_embeddings.weight
     elsewhere = {id(parameter) for _, moe in list_moes(part) for parameter in moe.parameters()}
-    ordinary = [(fqn, each) for fqn, each in part.named_parameters() if not isinstance(each, DTensor)]
+    ordinary = [
+        (fqn, each) for fqn, each in part.named_parameters() if not isinstance(each, DTensor)
+    ]
     missing = [fqn for fqn, parameter in ordinary if id(parameter) not in elsewhere]
     if missing:
         raise MissingFromPlan(
@@ -126,10 +144,14 @@ class LocalStyle(ParallelStyle):
     """Base of the styles. A module computes with its local shard of the weight, which is a DTensor over tp."""
 
     placements: dict[str, Placement] = {}  # of weight and bias
-    computes: tuple[type, ...] = ()  # classes whose forward `compute` replaces; (): it calls the original forward
+    computes: tuple[
+        type, ...
+    ] = ()  # classes whose forward `compute` replaces; (): it calls the original forward
 
     def serves(self, module: nn.Module) -> bool:
-        return not self.computes or any(type(module).forward is each.forward for each in self.computes)
+        return not self.computes or any(
+            type(module).forward is each.forward for each in self.computes
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Shard the parameters and replace `forward`. `parallelize_module` calls this method by this name."""
@@ -187,7 +209,9 @@ class CopiedModule(LocalStyle):
         self.shard(module, device_mesh)
         names = [name for name, _ in module.named_parameters(recurse=False)]
         cls = type(module)
-        module.__class__ = type(f"Local{cls.__name__}", (cls,), {name: read_locally(name) for name in names})
+        module.__class__ = type(
+            f"Local{cls.__name__}", (cls,), {name: read_locally(name) for name in names}
+        )
         return module
 
 
@@ -217,7 +241,9 @@ class SplitHead(LocalStyle):
     placements = {"weight": Shard(0)}
     computes = (Head,)
 
-    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def compute(
+        self, module: nn.Module, ranks: Ranks, x: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
         hidden, weight = Gather.apply(x, ranks, 1), local_tensor(module.weight)
         if targets is None:
             return GatherVocabulary.apply(F.linear(hidden, weight), ranks)
@@ -288,7 +314,9 @@ class LocalTensor(torch.autograd.Function):
 # ---------------------------------------------------------------- loss with a sharded vocabulary
 
 
-def build_chunked_loss(head: Head, chunk_tokens: int, mesh: DeviceMesh, *, shard_loss: bool) -> ChunkedLoss:
+def build_chunked_loss(
+    head: Head, chunk_tokens: int, mesh: DeviceMesh, *, shard_loss: bool
+) -> ChunkedLoss:
     """Build the chunked loss for this rank of `mesh` (tp, of any size). `chunk_tokens` 0: one chunk of all tokens."""
     if mesh.size() == 1:
         return ChunkedLoss(chunk_tokens, head.weigh_total)
@@ -307,12 +335,18 @@ class LossOfShard(ChunkedLoss):
 class ShardedLoss(LossOfShard):
     """Loss parallel: logits stay sharded."""
 
-    def differentiate(self, logits: Tensor, targets: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    def differentiate(
+        self, logits: Tensor, targets: Tensor, *, with_gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
         first_id = self.ranks.own * logits.shape[1]  # vocabulary shards have equal sizes
-        return super().differentiate(logits, targets, with_gradient=with_gradient, first_id=first_id)
+        return super().differentiate(
+            logits, targets, with_gradient=with_gradient, first_id=first_id
+        )
 
     def combine(self, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
-        both = all_gather(torch.stack((log_total, of_target))[None], self.ranks, dim=0)  # (tp, 2, n, 1)
+        both = all_gather(
+            torch.stack((log_total, of_target))[None], self.ranks, dim=0
+        )  # (tp, 2, n, 1)
         log_totals, of_targets = both.unbind(1)
         return log_totals.logsumexp(0), of_targets.sum(0)
 
@@ -320,7 +354,9 @@ class ShardedLoss(LossOfShard):
 class GatheredLoss(LossOfShard):
     """No loss parallel: gathers all logits of a chunk, and keeps the gradient of the local shard."""
 
-    def differentiate(self, logits: Tensor, targets: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    def differentiate(
+        self, logits: Tensor, targets: Tensor, *, with_gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
         whole = all_gather(logits, self.ranks, dim=1)  # (n, V)
         loss, gradient = super().differentiate(whole, targets, with_gradient=with_gradient)
         return loss, gradient.chunk(self.ranks.n, dim=1)[self.ranks.own] if with_gradient else None

@@ -26,7 +26,9 @@ class TiedMatrix:
 
     owner: Tensor | None  # tok_embeddings.weight; None: another rank has the first stage
     copy: Tensor | None  # output.weight; None: another rank has the last stage
-    group: dist.ProcessGroup | None  # the ranks of both stages, first the owner; None: it is the same rank
+    group: (
+        dist.ProcessGroup | None
+    )  # the ranks of both stages, first the owner; None: it is the same rank
 
     @torch.no_grad()
     def send_weights(self) -> None:

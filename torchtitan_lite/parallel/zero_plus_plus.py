@@ -55,14 +55,18 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.model.moe import MoE
 
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+all_gather = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)  # renamed in torch 2.13
 
 
 class Nodes(NamedTuple):
     """The groups in which nodes split an FSDP group."""
 
     near: dist.ProcessGroup  # ranks of this node; the whole group, if nodes do not split it
-    far: dist.ProcessGroup | None  # ranks with the same place in their nodes; None, if nodes do not split the group
+    far: (
+        dist.ProcessGroup | None
+    )  # ranks with the same place in their nodes; None, if nodes do not split the group
 
 
 def split_by_node(mesh: DeviceMesh, dim: str, near: int) -> Nodes:
@@ -73,7 +77,9 @@ def split_by_node(mesh: DeviceMesh, dim: str, near: int) -> Nodes:
     return Nodes(split.get_group(f"{dim}_near"), split.get_group(f"{dim}_far"))
 
 
-def apply_zero_plus_plus(part: nn.Module, uses: Sequence[str], nodes: Nodes, expert_nodes: Nodes | None) -> None:
+def apply_zero_plus_plus(
+    part: nn.Module, uses: Sequence[str], nodes: Nodes, expert_nodes: Nodes | None
+) -> None:
     """Give the FSDP groups of `part` their collectives. `uses`: some of "hpz", "qwz" and "qgz".
 
     Secondary shards are kept only of groups that backward gathers again: blocks and their experts.
@@ -82,16 +88,24 @@ def apply_zero_plus_plus(part: nn.Module, uses: Sequence[str], nodes: Nodes, exp
     for module in part.modules() if uses else ():
         if not isinstance(module, FSDPModule):
             continue
-        if not hasattr(module, "set_custom_all_gather") or not hasattr(module, "set_custom_reduce_scatter"):
-            raise RuntimeError(f"torch {torch.__version__} cannot replace FSDP's collectives, which ZeRO++ needs")
+        if not hasattr(module, "set_custom_all_gather") or not hasattr(
+            module, "set_custom_reduce_scatter"
+        ):
+            raise RuntimeError(
+                f"torch {torch.__version__} cannot replace FSDP's collectives, which ZeRO++ needs"
+            )
         group = module._get_fsdp_state()._fsdp_param_group
         if group is None:  # the root: all parameters are in other groups
             continue
-        packing = Packing([parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params])
+        packing = Packing(
+            [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
+        )
         of_group = expert_nodes if isinstance(module, MoE) else nodes
         keeps = "hpz" in uses and of_group.far is not None and module in blocks
         if keeps or "qwz" in uses:
-            module.set_custom_all_gather(Gather(packing if "qwz" in uses else None, of_group.near if keeps else None))
+            module.set_custom_all_gather(
+                Gather(packing if "qwz" in uses else None, of_group.near if keeps else None)
+            )
         if "qgz" in uses:
             module.set_custom_reduce_scatter(ReduceScatter(packing, of_group))
 
@@ -107,25 +121,36 @@ class Packing:
     def pack(self, rows: Tensor) -> Tensor:
         """Round rows (..., elements of a shard) to blocks (..., bytes)."""
         blocks = rows.new_zeros((*rows.shape[:-1], sum(self.padded)), dtype=torch.float32)
-        for own, padded in zip(rows.split(self.sizes, -1), blocks.split(self.padded, -1), strict=True):
+        for own, padded in zip(
+            rows.split(self.sizes, -1), blocks.split(self.padded, -1), strict=True
+        ):
             padded[..., : own.shape[-1]] = own
         blocks = blocks.unflatten(-1, (-1, INT8_BLOCK))
         scales = torch.linalg.vector_norm(blocks, torch.inf, -1, keepdim=True) / 127
         blocks.div_(scales.masked_fill(scales == 0, 1.0)).round_()
-        return torch.cat([blocks.to(torch.int8).flatten(-2), scales.flatten(-2).view(torch.int8)], -1)
+        return torch.cat(
+            [blocks.to(torch.int8).flatten(-2), scales.flatten(-2).view(torch.int8)], -1
+        )
 
     def unpack(self, packed: Tensor, rows: Tensor) -> None:
         """Write the numbers in `packed` (..., bytes) to rows (..., elements of a shard), whose dtype may be any."""
         integers, scales = packed.split([sum(self.padded), 4 * sum(self.n_blocks)], -1)
-        integers, scales = integers.split(self.padded, -1), scales.view(torch.float32).split(self.n_blocks, -1)
+        integers, scales = (
+            integers.split(self.padded, -1),
+            scales.view(torch.float32).split(self.n_blocks, -1),
+        )
         for own, integer, scale in zip(rows.split(self.sizes, -1), integers, scales, strict=True):
             n_rest = own.shape[-1] % INT8_BLOCK
             n_whole = own.shape[-1] - n_rest
             whole = own[..., :n_whole].unflatten(-1, (-1, INT8_BLOCK))
             whole_blocks = integer[..., :n_whole].unflatten(-1, (-1, INT8_BLOCK))
-            torch.mul(whole_blocks, scale[..., : n_whole // INT8_BLOCK, None], out=whole)  # needs no temporary tensor
+            torch.mul(
+                whole_blocks, scale[..., : n_whole // INT8_BLOCK, None], out=whole
+            )  # needs no temporary tensor
             if n_rest:
-                torch.mul(integer[..., n_whole:][..., :n_rest], scale[..., -1:], out=own[..., n_whole:])
+                torch.mul(
+                    integer[..., n_whole:][..., :n_rest], scale[..., -1:], out=own[..., n_whole:]
+                )
 
 
 class Gather:
@@ -134,12 +159,20 @@ class Gather:
     def __init__(self, packing: Packing | None, near: dist.ProcessGroup | None):
         """`packing`: how to round (qwZ). `near`: the ranks that keep secondary shards (hpZ)."""
         self.packing, self.near = packing, near
-        self.secondary: Tensor | None = None  # this rank's part of what its node keeps, packed if weights are rounded
+        self.secondary: Tensor | None = (
+            None  # this rank's part of what its node keeps, packed if weights are rounded
+        )
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ):
         """Fill `output_tensor` with the shards of all ranks. All is in order on FSDP's stream, so no Work is returned.
 
         Weights change after a backward and before the next forward. So every forward makes a new secondary shard, even
@@ -149,7 +182,10 @@ class Gather:
         if is_backward and self.secondary is not None:
             own, ranks, self.secondary = self.secondary, self.near, None
         else:
-            own, ranks = input_tensor if self.packing is None else self.packing.pack(input_tensor), group
+            own, ranks = (
+                input_tensor if self.packing is None else self.packing.pack(input_tensor),
+                group,
+            )
         whole = output_tensor if self.packing is None else own.new_empty(ranks.size() * own.numel())
         all_gather(whole, own, group=ranks)
         if self.near is not None and ranks is group:
@@ -167,12 +203,21 @@ class ReduceScatter:
     allocate = Gather.allocate
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
     ):
         """Write the sum of the ranks' gradients of this shard to `output_tensor`. `op` is a sum (fsdp.py)."""
-        rows = input_tensor.view(-1, self.nodes.near.size(), output_tensor.numel())  # (node, place in it, shard)
+        rows = input_tensor.view(
+            -1, self.nodes.near.size(), output_tensor.numel()
+        )  # (node, place in it, shard)
         rows = self.exchange(rows.transpose(0, 1), self.nodes.near)
-        output_tensor.copy_(rows[0] if self.nodes.far is None else self.exchange(rows, self.nodes.far))
+        output_tensor.copy_(
+            rows[0] if self.nodes.far is None else self.exchange(rows, self.nodes.far)
+        )
 
     def exchange(self, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Send rows[i] to rank i of the group, and return the sum of the rows that arrive."""

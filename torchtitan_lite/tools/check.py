@@ -23,15 +23,25 @@ def main(options: Namespace) -> int:
         print(describe_keys(options.keys))
         return 0
     if options.gpus:
-        target = describe_node(options.gpu, find_cluster(options.gpu), options.gpus), options.gpus, 1
+        target = (
+            describe_node(options.gpu, find_cluster(options.gpu), options.gpus),
+            options.gpus,
+            1,
+        )
     elif options.ranks:
-        target = replace(detect_machine(), memory_bytes_per_device=None, is_here=False), options.ranks, 1
+        target = (
+            replace(detect_machine(), memory_bytes_per_device=None, is_here=False),
+            options.ranks,
+            1,
+        )
     else:
         target = choose_host()
     prepared = check(options.config_args, *target)
     print(describe(prepared, target[0]))
     if options.gpus:
-        command = shlex.join(["plan", *options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu])
+        command = shlex.join(
+            ["plan", *options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu]
+        )
         print(f"  next    for activations, run: python -m torchtitan_lite {command}")
     return 0
 
@@ -39,9 +49,13 @@ def main(options: Namespace) -> int:
 def choose_host() -> tuple[Machine, int | None, int]:
     """Return this host, and the numbers of ranks and hosts in NGPU and NNODES. Raises ConfigError."""
     machine, n_hosts, n_each = detect_machine(), read_count("NNODES") or 1, read_count("NGPU")
-    if n_each and machine.device_type == "cuda" and n_each > machine.n_devices:  # every rank needs its own GPU
+    if (
+        n_each and machine.device_type == "cuda" and n_each > machine.n_devices
+    ):  # every rank needs its own GPU
         remedy = f"Use NGPU={machine.n_devices} on NNODES={ceil(n_each * n_hosts / machine.n_devices)} hosts"
-        raise ConfigError([Problem("NGPU", n_each, f"this host has {machine.n_devices} GPUs", remedy)])
+        raise ConfigError(
+            [Problem("NGPU", n_each, f"this host has {machine.n_devices} GPUs", remedy)]
+        )
     return machine, n_each and n_each * n_hosts, n_hosts
 
 
@@ -49,7 +63,9 @@ def read_count(name: str) -> int | None:
     """Return a positive integer from the environment; None if it is not set. Raises ConfigError."""
     text = os.environ.get(name)
     if text and not (text.isdecimal() and int(text)):
-        raise ConfigError([Problem(name, text, "it is not a positive integer", "Set it to a number, such as 2")])
+        raise ConfigError(
+            [Problem(name, text, "it is not a positive integer", "Set it to a number, such as 2")]
+        )
     return int(text) if text else None
 
 
@@ -58,7 +74,9 @@ def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts
     prepared = preflight(config_args, machine=machine, n_ranks=n_ranks, n_hosts=n_hosts)
     if prepared.layout.world_size % n_hosts:
         why = f"it does not divide the world size {prepared.layout.world_size}"
-        raise ConfigError([Problem("NNODES", n_hosts, why, "Set NGPU to the number of ranks per host")])
+        raise ConfigError(
+            [Problem("NNODES", n_hosts, why, "Set NGPU to the number of ranks per host")]
+        )
     return prepared
 
 
@@ -82,14 +100,20 @@ def describe(prepared: Prepared, machine: Machine) -> str:
     }
     if layout.pp > 1:
         n_layers = [sum(name.startswith("layers.") for name in stage) for stage in layout.stages]
-        rows["stages"] = f"{n_layers} layers on {layout.pp} pp ranks, {config.parallelism.pipeline_parallel_schedule}"
+        rows["stages"] = (
+            f"{n_layers} layers on {layout.pp} pp ranks, {config.parallelism.pipeline_parallel_schedule}"
+        )
     if machine.device_type == "cpu" and machine.is_here:
-        rows["time"] = describe_time(flops.causal * tokens, config.training.steps, layout.world_size)
+        rows["time"] = describe_time(
+            flops.causal * tokens, config.training.steps, layout.world_size
+        )
     if prepared.resumed_step:
         rows["resumes"] = f"after step {prepared.resumed_step}"
     lines = [*rows.items(), *(("note", notice) for notice in prepared.notices)]
     where = machine.name if machine.is_here else f"{layout.world_size} x {machine.name}"
-    table = f"{prepared.config_name} on {where}: nothing found wrong\n" + "\n".join(f"  {k:7} {v}" for k, v in lines)
+    table = f"{prepared.config_name} on {where}: nothing found wrong\n" + "\n".join(
+        f"  {k:7} {v}" for k, v in lines
+    )
     return f"{table}\n{prepared.finished}".rstrip()
 
 
@@ -106,7 +130,9 @@ def describe_time(step_flops: float, n_steps: int, n_ranks: int) -> str:
     n_cores = min(n_ranks * int(os.environ.get("OMP_NUM_THREADS") or 1), os.cpu_count() or 1)
     step_s = step_flops / (n_cores * CPU_FLOPS_PER_CORE)
     rate = f"{CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s on each of {n_cores} cores"
-    return f"roughly {format_time(step_s)} per step, {format_time(step_s * n_steps)} in all, at {rate}"
+    return (
+        f"roughly {format_time(step_s)} per step, {format_time(step_s * n_steps)} in all, at {rate}"
+    )
 
 
 def format_time(seconds: float) -> str:

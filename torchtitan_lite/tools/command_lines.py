@@ -25,7 +25,9 @@ class Tool(NamedTuple):
 
     module: str  # in torchtitan_lite.tools, with `main(options) -> exit status`
     make_parser: Callable[[], ArgumentParser]
-    reads_config: bool = False  # unknown arguments are keys of the config and go to options.config_args
+    reads_config: bool = (
+        False  # unknown arguments are keys of the config and go to options.config_args
+    )
 
 
 def parse_command(tool: str, args: list[str]) -> Namespace:
@@ -107,13 +109,23 @@ Would this config run on this many ranks? Describes the run, or lists every prob
 Without --ranks and --gpus, check a run on this host: NGPU ranks (default: all GPUs; on a CPU the product of the
 degrees, else 2) on each of NNODES hosts like this one. With --gpus, check memory and GPU features for --gpu. With
 --ranks, do not check memory. check needs no torch."""
-    parser = make_parser("check", description, "Environment: NGPU, NNODES. Exit status: 0 no problems, 2 refused.")
+    parser = make_parser(
+        "check", description, "Environment: NGPU, NNODES. Exit status: 0 no problems, 2 refused."
+    )
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--ranks", type=positive, metavar="N", help="check a run of N ranks elsewhere")
+    where.add_argument(
+        "--ranks", type=positive, metavar="N", help="check a run of N ranks elsewhere"
+    )
     where.add_argument("--gpus", type=positive, metavar="N", help="check a run on N GPUs elsewhere")
     add("--gpu", default="h100", help="GPU type, a row of tools/plan/cluster.py (%(default)s)")
-    add("--keys", nargs="?", const="", metavar="SECTION", help="print every key, or the keys of a section")
+    add(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="print every key, or the keys of a section",
+    )
     return parser
 
 
@@ -137,32 +149,55 @@ documents are skipped and counted. OUT is complete or does not exist."""
     add("--out", type=path, metavar="FOLDER", help="folder of the new corpus")
     help = "folder or file of the tokenizer, or bytes (assets/tokenizer)"
     tokenizers = parser.add_mutually_exclusive_group()
-    tokenizers.add_argument("--tokenizer", type=path_text, default="assets/tokenizer", metavar="FOLDER", help=help)
+    tokenizers.add_argument(
+        "--tokenizer", type=path_text, default="assets/tokenizer", metavar="FOLDER", help=help
+    )
     help = "train a byte-level BPE of N entries on these files instead, in OUT/tokenizer; needs the extra `hf`"
     tokenizers.add_argument("--train-tokenizer", type=positive, default=0, metavar="N", help=help)
     help = "fraction of the documents, 0 <= X < 1 (0.01, at least one); of a single document, its last part (0.1)"
     splits = parser.add_mutually_exclusive_group()
     splits.add_argument("--validation-share", type=share, metavar="X", help=help)
     help = "files or folders with all validation documents, instead of a share"
-    splits.add_argument("--validation", nargs="+", action="extend", default=[], type=path, metavar="FILE", help=help)
+    splits.add_argument(
+        "--validation", nargs="+", action="extend", default=[], type=path, metavar="FILE", help=help
+    )
     help = "field of a JSON object, or column of a table, with the text (text)"
     add("--text-column", metavar="NAME", help=help)
     help = "encoding of files without a byte order mark, such as cp1252 (%(default)s)"
     add("--encoding", default="utf-8", metavar="NAME", help=help)
     help = "documents are conversations, lists of {role, content}; only the assistant's tokens are targets"
     add("--chat", action="store_true", help=help)
-    add("--only-last-turn", action="store_true", help="with --chat: only the last answer has targets")
-    add("--suffix", action="append", default=[], metavar=".X", help="also read *.X files, one document each")
+    add(
+        "--only-last-turn",
+        action="store_true",
+        help="with --chat: only the last answer has targets",
+    )
+    add(
+        "--suffix",
+        action="append",
+        default=[],
+        metavar=".X",
+        help="also read *.X files, one document each",
+    )
     add(
         "--skip-bad",
         action="store_true",
         help="print and count bad rows and texts instead of stopping at the first one",
     )
     add("--processes", type=positive, default=os.cpu_count(), metavar="N", help="(%(default)s)")
-    add("--dataset", metavar="NAME", help="prepare this corpus for training.dataset; reads --tokenizer")
+    add(
+        "--dataset",
+        metavar="NAME",
+        help="prepare this corpus for training.dataset; reads --tokenizer",
+    )
     help = "the downloaded files, as in training.dataset_path"
     add("--dataset-path", type=path_text, default="", metavar="PATH", help=help)
-    add("--cache-folder", type=path_text, metavar="FOLDER", help="default: the default of training.cache_folder")
+    add(
+        "--cache-folder",
+        type=path_text,
+        metavar="FOLDER",
+        help="default: the default of training.cache_folder",
+    )
     add("--check", type=path, metavar="FOLDER", help="only compare a corpus with its manifest")
     return parser
 
@@ -174,7 +209,9 @@ Check that a layout computes the same as one process. Prints a certificate, or t
 Runs the config, reduced to laptop size, on several CPU processes, and compares it with one process that runs the same
 model file: five steps with the run's optimizer; one step of a deep model on long rows; train.py, saved and resumed on
 another layout; bfloat16 and float8 if the run uses them. If the layout needs more ranks, prints a smaller command."""
-    epilog = "Exit status: 0 certified, 1 wrong or not finished, 2 wrong input, or more ranks needed."
+    epilog = (
+        "Exit status: 0 certified, 1 wrong or not finished, 2 wrong input, or more ranks needed."
+    )
     parser = make_parser("verify", description, epilog)
     add = parser.add_argument
     help = "maximum number of processes, up to 16 (%(default)s)"
@@ -190,17 +227,50 @@ Forecast the memory, time and traffic of a layout on some GPUs, or rank all layo
 
 The forecast comes from a closed form, without torch. It was compared with published runs; the output includes its
 error."""
-    parser = make_parser("plan", description, "Exit status: 0 planned, 1 does not fit in memory, 2 wrong input.")
+    parser = make_parser(
+        "plan", description, "Exit status: 0 planned, 1 does not fit in memory, 2 wrong input."
+    )
     add = parser.add_argument
-    add("--gpus", type=positive, metavar="N", help="number of GPUs; default: the product of the degrees")
+    add(
+        "--gpus",
+        type=positive,
+        metavar="N",
+        help="number of GPUs; default: the product of the degrees",
+    )
     add("--gpu", default="h100", help="GPU type, a row of tools/plan/cluster.py (%(default)s)")
-    add("--mtbf-hours", type=float, metavar="H", help="mean hours between failures; prints how often to save")
-    add("--restart-s", type=float, default=600, metavar="S", help="... seconds that a restart takes (%(default)s)")
-    add("--save-stall-s", type=float, default=10, metavar="S", help="... seconds that a save stalls (%(default)s)")
+    add(
+        "--mtbf-hours",
+        type=float,
+        metavar="H",
+        help="mean hours between failures; prints how often to save",
+    )
+    add(
+        "--restart-s",
+        type=float,
+        default=600,
+        metavar="S",
+        help="... seconds that a restart takes (%(default)s)",
+    )
+    add(
+        "--save-stall-s",
+        type=float,
+        default=10,
+        metavar="S",
+        help="... seconds that a save stalls (%(default)s)",
+    )
     add("--search", action="store_true", help="rank all layouts of this model on these GPUs")
-    add("--toml", type=path, metavar="FILE", help="with --search: write the best layout as a config")
+    add(
+        "--toml", type=path, metavar="FILE", help="with --search: write the best layout as a config"
+    )
     help = "also run step.py on tensors without storage, once per kind of rank, and compare"
-    add("--dry-run", dest="module", action="store_const", const="plan.dry_run", default="plan.command", help=help)
+    add(
+        "--dry-run",
+        dest="module",
+        action="store_const",
+        const="plan.dry_run",
+        default="plan.command",
+        help=help,
+    )
     return parser
 
 
@@ -216,10 +286,25 @@ Show the shards of each rank, and every collective of a step with the line of co
 This is recorded while step.py runs as one rank of the layout, on tensors without storage."""
     parser = make_parser("explain", description, "Exit status: 0 explained, 2 wrong input.")
     add = parser.add_argument
-    add("--gpus", type=positive, metavar="N", help="number of ranks; default: the product of the degrees")
+    add(
+        "--gpus",
+        type=positive,
+        metavar="N",
+        help="number of ranks; default: the product of the degrees",
+    )
     add("--device", choices=("cuda", "cpu"), default="cuda", help="device of the run (%(default)s)")
-    add("--token", action="store_true", help="follow a token forward through all pipeline stages instead")
-    add("--rank", type=int, default=0, metavar="R", help="with --token: the rank that reads the token (%(default)s)")
+    add(
+        "--token",
+        action="store_true",
+        help="follow a token forward through all pipeline stages instead",
+    )
+    add(
+        "--rank",
+        type=int,
+        default=0,
+        metavar="R",
+        help="with --token: the rank that reads the token (%(default)s)",
+    )
     return parser
 
 
@@ -230,7 +315,11 @@ Convert a checkpoint to a Hugging Face folder: config.json, *.safetensors, token
 Only one file is in memory at a time. OUT is complete or does not exist."""
     parser = make_parser("convert", description)
     add = parser.add_argument
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of all weights; default: as in SOURCE")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of all weights; default: as in SOURCE",
+    )
     add_source(parser, "checkpoint, or run (its newest checkpoint)")
     add("out", type=path, metavar="OUT", help="the new folder")
     return parser
@@ -251,11 +340,40 @@ answer is printed. On a terminal, without --prompt, it is a conversation."""
     add("--chat", action="store_true", help="answer a user; needs the extra `chat`")
     add("--max-new-tokens", type=positive, default=256, metavar="N", help="(%(default)s)")
     add("--n", type=positive, default=1, metavar="N", help="number of samples (%(default)s)")
-    add("--temperature", type=float, default=0.8, metavar="T", help="0: always the most likely token (%(default)s)")
-    add("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens; 0: from all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely tokens of total probability P")
-    add("--seed", type=int, default=0, metavar="N", help="equal seeds give equal texts on one device (%(default)s)")
-    add("--context", type=positive, metavar="N", help="maximum tokens of prompt and text; default: as trained")
+    add(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0: always the most likely token (%(default)s)",
+    )
+    add(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="draw from the K most likely tokens; 0: from all",
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the most likely tokens of total probability P",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="equal seeds give equal texts on one device (%(default)s)",
+    )
+    add(
+        "--context",
+        type=positive,
+        metavar="N",
+        help="maximum tokens of prompt and text; default: as trained",
+    )
     add_source(parser)
     return parser
 
@@ -270,7 +388,12 @@ the first of a document. Bits per byte compare models with different tokenizers.
     add = parser.add_argument
     help = "text file, folder of texts, prepared corpus (its validation split), or python_stdlib"
     add("--data", type=path_text, required=True, metavar="DATA", help=help)
-    add("--seq-len", type=positive, metavar="N", help="tokens per window; default: as trained, at most 8192")
+    add(
+        "--seq-len",
+        type=positive,
+        metavar="N",
+        help="tokens per window; default: as trained, at most 8192",
+    )
     add_source(parser)
     return parser
 
@@ -280,11 +403,15 @@ def make_bench_parser() -> ArgumentParser:
     epilog = "Exit status: 0 measured, 1 failed or the losses of contenders differ, 2 wrong input."
     parser = make_parser("bench", description, epilog)
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True, title="benches")
-    step = benches.add_parser("step", help="a step compared with a hand-written loop, transformers, and torch.compile")
+    step = benches.add_parser(
+        "step", help="a step compared with a hand-written loop, transformers, and torch.compile"
+    )
     step.add_argument("--rounds", type=positive, default=5, help="number of turns per contender")
     step.add_argument("--steps", type=positive, default=5, help="steps per turn")
     step.add_argument("--json", action="store_true", help="print for programs")
-    gpu = benches.add_parser("gpu", help="1B, 3B and 8B on one GPU: speed, memory, kernels, waits, saves, offload")
+    gpu = benches.add_parser(
+        "gpu", help="1B, 3B and 8B on one GPU: speed, memory, kernels, waits, saves, offload"
+    )
     help = "JSON file; default: in outputs/. Traces go to the same folder"
     gpu.add_argument("--out", type=path_text, metavar="FILE", help=help)
     gpu.set_defaults(module="bench.gpu")
@@ -298,8 +425,16 @@ Write one HTML page about a run: summary, curves, mesh, measurements next to the
 Several runs share the same plots. The page needs no server and no network. It is made from the files in the run's
 folder: metrics.jsonl, config.toml, traces/."""
     parser = make_parser("report", description)
-    parser.add_argument("runs", nargs="+", type=path, metavar="FOLDER", help="folder of a run, such as outputs/debug")
-    parser.add_argument("--out", type=path, metavar="FILE", help="default: report.html in the first folder")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=path,
+        metavar="FOLDER",
+        help="folder of a run, such as outputs/debug",
+    )
+    parser.add_argument(
+        "--out", type=path, metavar="FILE", help="default: report.html in the first folder"
+    )
     return parser
 
 
@@ -308,7 +443,9 @@ def make_pulse_parser() -> ArgumentParser:
 Is a device slow or wrong, is a link slow? Measures the ranks of a run before it starts, in less than a minute.
 
 Start it on every host with the environment of the run, or TOOL=pulse ./run_train.sh, which also works with Slurm."""
-    return make_parser("pulse", description, "Exit status: 0 nothing found, 1 something is wrong, 2 wrong input.")
+    return make_parser(
+        "pulse", description, "Exit status: 0 nothing found, 1 something is wrong, 2 wrong input."
+    )
 
 
 def make_hang_parser() -> ArgumentParser:
@@ -316,7 +453,9 @@ def make_hang_parser() -> ArgumentParser:
 Which rank makes the others wait? Reads what hanging ranks wrote, or NCCL's flight-recorder dumps.
 
 The launcher prints the same paragraph when a step takes longer than comm.hang_seconds."""
-    parser = make_parser("hang", description, "Exit status: 0 a rank is named, 1 unknown, 2 wrong input.")
+    parser = make_parser(
+        "hang", description, "Exit status: 0 a rank is named, 1 unknown, 2 wrong input."
+    )
     parser.add_argument("folder", type=path, metavar="FOLDER", help="dump folder of a run")
     return parser
 
@@ -329,8 +468,15 @@ Each fault gets a run of its own, with snapshots in memory, one restart, and a r
 run that is done is kept in --out: the same command continues where it stopped."""
     parser = make_parser("drill", description, "Exit status: 0 survived all, 1 not, 2 wrong input.")
     add = parser.add_argument
-    add("--faults", type=lambda text: text.split(","), metavar="KIND,...", help="default: all of tools/faults/drill.py")
-    add("--seed", type=int, default=0, metavar="N", help="of ranks, steps and weights (%(default)s)")
+    add(
+        "--faults",
+        type=lambda text: text.split(","),
+        metavar="KIND,...",
+        help="default: all of tools/faults/drill.py",
+    )
+    add(
+        "--seed", type=int, default=0, metavar="N", help="of ranks, steps and weights (%(default)s)"
+    )
     add("--times", type=positive, default=1, metavar="N", help="runs of each kind (%(default)s)")
     add("--out", type=path, default=Path("outputs/drill"), metavar="FOLDER", help="(%(default)s)")
     return parser

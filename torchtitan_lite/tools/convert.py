@@ -24,7 +24,12 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     explain_unwritable,
     make_config,
 )
-from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, SINGLE_FILE, list_tensors, name_theirs
+from torchtitan_lite.checkpoint.hugging_face_folder import (
+    INDEX,
+    SINGLE_FILE,
+    list_tensors,
+    name_theirs,
+)
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.block import count_parameters, list_expert_biases
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -32,7 +37,12 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.vocabulary import CONFIG as TOKENIZER_CONFIG
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 
-BESIDE_TOKENIZER = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", GENERATION_CONFIG)
+BESIDE_TOKENIZER = (
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    GENERATION_CONFIG,
+)
 MOST_FILE_BYTES = 5 * 10**9  # as in transformers
 
 
@@ -62,15 +72,23 @@ def convert(source: ModelSource, out: Path, dtype: str | None) -> None:
     """Write the folder `out`. dtype None: keep the dtype of the checkpoint. Raises SourceError or CheckpointError."""
     model_args, checkpoint = source.model_args, source.checkpoint
     if checkpoint is None:
-        raise SourceError(f"{source.path} is already a Hugging Face folder: train, generate and eval can read it")
+        raise SourceError(
+            f"{source.path} is already a Hugging Face folder: train, generate and eval can read it"
+        )
     if why := explain_unwritable(model_args, source.attention):
         raise SourceError(f"{source.path} cannot be converted: {why}")
-    if moved := [fqn for fqn in list_expert_biases(model_args) if checkpoint.read(f"model.{fqn}").any()]:
+    if moved := [
+        fqn for fqn in list_expert_biases(model_args) if checkpoint.read(f"model.{fqn}").any()
+    ]:
         why = f"{moved[0]} is not zero, and Hugging Face formats have no expert bias"
         remedy = "Train with training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
         raise SourceError(f"{source.path} cannot be converted: {why}. {remedy}.")
     dtype = dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
-    about = {"tokenizer": source.tokenizer, "context": source.context, "published": source.published}
+    about = {
+        "tokenizer": source.tokenizer,
+        "context": source.context,
+        "published": source.published,
+    }
     write_folder(out, model_args, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"), **about)
 
 
@@ -95,7 +113,9 @@ def write_folder(
     if GENERATION_CONFIG in published:
         contents[GENERATION_CONFIG] = encode(published[GENERATION_CONFIG])
     torch_dtype = getattr(torch, dtype)
-    n_bytes = {fqn: prod(shape) * torch_dtype.itemsize for fqn, shape in list_tensors(model_args).items()}
+    n_bytes = {
+        fqn: prod(shape) * torch_dtype.itemsize for fqn, shape in list_tensors(model_args).items()
+    }
     cut = cut_into_files(n_bytes, MOST_FILE_BYTES)
     names = [f"model-{number:05}-of-{len(cut):05}.safetensors" for number in range(1, len(cut) + 1)]
     names = names if len(cut) > 1 else [SINGLE_FILE]
@@ -112,7 +132,9 @@ def write_folder(
             folders.write_tensors(unfinished / name, theirs, {})
             file_of |= dict.fromkeys(theirs, name)
         if len(cut) > 1:
-            contents[INDEX] = encode({"metadata": {"total_size": sum(n_bytes.values())}, "weight_map": file_of})
+            contents[INDEX] = encode(
+                {"metadata": {"total_size": sum(n_bytes.values())}, "weight_map": file_of}
+            )
         for name, content in contents.items():
             folders.write_file(unfinished / name, content)
         folders.commit(out)
@@ -138,7 +160,9 @@ def to_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a tensor to `dtype`. Raises CheckpointError if a finite value becomes infinite in float16."""
     converted = tensor.to(dtype)
     if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
-        raise CheckpointError(f"{name} has values beyond 65,504, the float16 maximum: choose bfloat16 or float32")
+        raise CheckpointError(
+            f"{name} has values beyond 65,504, the float16 maximum: choose bfloat16 or float32"
+        )
     return converted
 
 
@@ -151,7 +175,10 @@ def list_tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     if not path.is_file():
         return {}
     flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
-    added = {str(id): {"content": name, "special": True, **flags} for name, id in tokenizer.special.items()}
+    added = {
+        str(id): {"content": name, "special": True, **flags}
+        for name, id in tokenizer.special.items()
+    }
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin_of_text|>",

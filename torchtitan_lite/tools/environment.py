@@ -24,12 +24,18 @@ except ImportError:
     Requirement = Version = None
 
 VENV = REPOSITORY / ".venv"
-INSTALLED = VENV / "installed.txt"  # requirements that pip installed, one per line; written when pip succeeds
+INSTALLED = (
+    VENV / "installed.txt"
+)  # requirements that pip installed, one per line; written when pip succeeds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--extra", action="append", default=[], help="also require the packages of this extra")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--extra", action="append", default=[], help="also require the packages of this extra"
+    )
     print(find_python(parser.parse_args().extra))
 
 
@@ -46,7 +52,9 @@ def find_python(extras: list[str]) -> str:
     if all(map(is_met, requirements)):
         return sys.executable
     if IS_INSTALLED:
-        sys.exit(f"{sys.executable} lacks packages. Install them into its environment: {', '.join(requirements)}.")
+        sys.exit(
+            f"{sys.executable} lacks packages. Install them into its environment: {', '.join(requirements)}."
+        )
     with open(REPOSITORY / ".venv.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits until the first one has finished
         installed = INSTALLED.read_text(encoding="utf-8").splitlines() if INSTALLED.exists() else []
@@ -62,7 +70,9 @@ def read_requirements(extras: list[str]) -> list[str]:
     requirements = []
     for name in ["dependencies", *extras]:
         array = re.search(rf"^{name} = \[\n(.*?)^\]", pyproject, re.MULTILINE | re.DOTALL)
-        requirements += [text for _, text in re.findall(r"""^\s*(["'])(.*?)\1""", array[1], re.MULTILINE)]
+        requirements += [
+            text for _, text in re.findall(r"""^\s*(["'])(.*?)\1""", array[1], re.MULTILINE)
+        ]
     return requirements
 
 
@@ -74,7 +84,9 @@ def is_met(text: str) -> bool:
     if requirement.marker and not requirement.marker.evaluate():
         return True
     try:  # 2.13.0+cpu and NVIDIA's 2.13.0a0+nv26 count as 2.13.0
-        return requirement.specifier.contains(Version(metadata.version(requirement.name)).base_version)
+        return requirement.specifier.contains(
+            Version(metadata.version(requirement.name)).base_version
+        )
     except metadata.PackageNotFoundError:
         return False
 
@@ -84,14 +96,21 @@ def set_up(requirements: list[str]) -> None:
     about = f"Setting up {VENV} once, as ./run_train.sh does: {', '.join(requirements)}. It takes a minute or more."
     print(about, file=sys.stderr, flush=True)
     # If this Python has torch, that build fits the machine's GPUs, so .venv also uses the packages of this Python.
-    shared = ["--system-site-packages"] * any(is_met(text) for text in requirements if text.startswith("torch>"))
+    shared = ["--system-site-packages"] * any(
+        is_met(text) for text in requirements if text.startswith("torch>")
+    )
     pip = [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
     for command, remedy in (
-        ([sys.executable, "-m", "venv", *shared, VENV], "On Debian and Ubuntu: apt install python3-venv."),
+        (
+            [sys.executable, "-m", "venv", *shared, VENV],
+            "On Debian and Ubuntu: apt install python3-venv.",
+        ),
         ([*pip, "-c", REPOSITORY / "constraints.txt", *requirements], "See its last lines above."),
     ):
         if subprocess.run(command, stdout=sys.stderr).returncode != 0:
-            sys.exit(f"`{' '.join(map(str, command[:4]))}` failed. {remedy} The next start tries again.")
+            sys.exit(
+                f"`{' '.join(map(str, command[:4]))}` failed. {remedy} The next start tries again."
+            )
 
 
 if __name__ == "__main__":

@@ -56,15 +56,27 @@ def evaluate(options: Namespace) -> dict[str, object]:
 
         @torch.inference_mode()
         def compute_loss(batch: Batch) -> Tensor:
-            return model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids, targets=batch.targets)
+            return model(
+                batch.tokens,
+                positions=batch.positions,
+                doc_ids=batch.doc_ids,
+                targets=batch.targets,
+            )
 
         batches = prefetch(windows, range(n_rows), steps=range(windows.n_batches), device=device)
         bytes_of_tokens = torch.tensor(source.tokenizer.bytes_of_tokens(), device=device)
         nats, counts = sum_losses(batches, compute_loss, bytes_of_tokens)
     if not math.isfinite(nats.item()):
-        raise CheckpointError(f"{source.path}: the loss is {nats.item()}. The weights are damaged or diverged.")
+        raise CheckpointError(
+            f"{source.path}: the loss is {nats.item()}. The weights are damaged or diverged."
+        )
     n_tokens, n_bytes = counts.tolist()
-    about = {"source": str(source.path), "data": options.data, "device": device.type, "seq_len": seq_len}
+    about = {
+        "source": str(source.path),
+        "data": options.data,
+        "device": device.type,
+        "seq_len": seq_len,
+    }
     return {**about, **describe_loss(nats, counts), "tokens": n_tokens, "bytes": n_bytes}
 
 
@@ -91,7 +103,9 @@ def prepare_text(data: str, source: ModelSource, out: Path) -> None:
         files, skipped = find_files([Path(data)])
         prepare(files, out, settings)
     except PreparationError as error:
-        remedy = "Options named here belong to `prepare`: prepare the text first, then name its folder"
+        remedy = (
+            "Options named here belong to `prepare`: prepare the text first, then name its folder"
+        )
         raise PreparationError(f"{error}. {remedy}") from None
     for reason, n_files in skipped.items():
         print(f"{n_files} {reason}", file=sys.stderr)
@@ -99,7 +113,15 @@ def prepare_text(data: str, source: ModelSource, out: Path) -> None:
 
 def describe(report: dict[str, object]) -> str:
     """Return the report for people."""
-    formats = {"loss": ".5f", "perplexity": ".5g", "bits_per_byte": ".4f", "tokens": ",", "bytes": ","}
+    formats = {
+        "loss": ".5f",
+        "perplexity": ".5g",
+        "bits_per_byte": ".4f",
+        "tokens": ",",
+        "bytes": ",",
+    }
     title = f"{report['source']} on {report['data']}, {report['device']}, windows of {report['seq_len']} tokens"
-    lines = [f"  {name.replace('_', ' '):14} {report[name]:{form}}" for name, form in formats.items()]
+    lines = [
+        f"  {name.replace('_', ' '):14} {report[name]:{form}}" for name, form in formats.items()
+    ]
     return "\n".join([title, *lines])

@@ -70,7 +70,10 @@ def main(options: Namespace) -> int:
         taken = answer(model, logits, source, options, seed, n_new_tokens, show)
         seconds = time.monotonic() - started_s
         stopped = limit if len(taken) == n_new_tokens else "end_of_document"
-        print(f"[{len(taken)} tokens, {len(taken) / seconds:.1f} per second, {stopped}]", file=sys.stderr)
+        print(
+            f"[{len(taken)} tokens, {len(taken) / seconds:.1f} per second, {stopped}]",
+            file=sys.stderr,
+        )
         sample = {"seed": seed, "text": source.tokenizer.decode(taken), "tokens": taken}
         samples.append({**sample, "stopped": stopped, "seconds": seconds})
     if options.json:
@@ -94,14 +97,19 @@ def converse(options: Namespace, source: ModelSource, chat: ChatFormat, model: C
         except EOFError:
             return 0
         if named := chat.special_name.search(line):
-            print(f"{named.group()} would become a special token. Write it in another way.", file=sys.stderr)
+            print(
+                f"{named.group()} would become a special token. Write it in another way.",
+                file=sys.stderr,
+            )
             continue
         messages.append({"role": "user", "content": line})
         tokens = encode_messages(messages, chat)
         n_new_tokens = count_new_tokens(tokens, source, options)
         model.rewind(0)  # a template can write earlier turns in another way
         logits = model.read(tokens)
-        taken = answer(model, logits, source, options, options.seed + len(messages), n_new_tokens, show)
+        taken = answer(
+            model, logits, source, options, options.seed + len(messages), n_new_tokens, show
+        )
         messages.append({"role": "assistant", "content": source.tokenizer.decode(taken)})
 
 
@@ -116,7 +124,9 @@ def answer(
 ) -> list[int]:
     """Generate, show and return the tokens after those that `model` has read, up to an end token."""
     usable = list_usable(source.tokenizer, len(logits))
-    tokens = generate(model, logits, read_sampling(options), seed=seed, usable=usable, most_tokens=most_tokens)
+    tokens = generate(
+        model, logits, read_sampling(options), seed=seed, usable=usable, most_tokens=most_tokens
+    )
     taken = take(tokens, source.tokenizer, source.end_ids, show)
     show("\n")
     return taken
@@ -127,15 +137,23 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, chat: ChatFormat | None) ->
     named = [name for name in tokenizer.special if name in prompt]
     if not chat:
         if named:
-            print(f"{named[0]} is plain text here. With --chat, special tokens are recognized.", file=sys.stderr)
+            print(
+                f"{named[0]} is plain text here. With --chat, special tokens are recognized.",
+                file=sys.stderr,
+            )
         tokens = tokenizer.encode(prompt, bos=True)
     elif named:
-        print(f"The prompt has the special token {named[0]}: it is a formatted conversation.", file=sys.stderr)
+        print(
+            f"The prompt has the special token {named[0]}: it is a formatted conversation.",
+            file=sys.stderr,
+        )
         tokens, _ = tokenizer.encode_special(tokenizer.normalize(prompt))
     else:
         tokens = encode_messages([{"role": "user", "content": prompt.rstrip("\n")}], chat)
     if not tokens:
-        raise SourceError("The prompt is empty, and this tokenizer has no BOS token to start from. Set a prompt.")
+        raise SourceError(
+            "The prompt is empty, and this tokenizer has no BOS token to start from. Set a prompt."
+        )
     return tokens
 
 
@@ -160,13 +178,19 @@ def count_new_tokens(tokens: list[int], source: ModelSource, options: Namespace)
     """Return the most tokens to generate after these. Raises SourceError if the context is full."""
     if max(tokens) >= source.model_args.vocab_size:
         token = source.tokenizer.decode([max(tokens)])
-        raise SourceError(f"The prompt has {token!r}, whose id {max(tokens)} is above the rows of the model.")
+        raise SourceError(
+            f"The prompt has {token!r}, whose id {max(tokens)} is above the rows of the model."
+        )
     limit = options.context or source.context
     if limit is None:
-        raise SourceError(f"{source.path} does not say which context length it was trained with. Set --context N.")
+        raise SourceError(
+            f"{source.path} does not say which context length it was trained with. Set --context N."
+        )
     if len(tokens) >= limit:
         remedy = "Shorten it, or set a longer context than in training with --context N"
-        raise SourceError(f"The prompt has {len(tokens)} tokens, but the context has {limit}. {remedy}.")
+        raise SourceError(
+            f"The prompt has {len(tokens)} tokens, but the context has {limit}. {remedy}."
+        )
     return min(options.max_new_tokens, limit - len(tokens))
 
 
@@ -178,10 +202,16 @@ def list_usable(tokenizer: Tokenizer, n_rows: int) -> Tensor:
 
 
 def take(
-    tokens: Iterator[int], tokenizer: Tokenizer, end_ids: frozenset[int], show: Callable[[str], object]
+    tokens: Iterator[int],
+    tokenizer: Tokenizer,
+    end_ids: frozenset[int],
+    show: Callable[[str], object],
 ) -> list[int]:
     """Return `tokens` up to an end token. Show characters as soon as they are complete."""
-    decoder, taken = codecs.getincrementaldecoder("utf-8")("replace"), []  # a token can end inside a character
+    decoder, taken = (
+        codecs.getincrementaldecoder("utf-8")("replace"),
+        [],
+    )  # a token can end inside a character
     for token in tokens:
         if token in end_ids:
             break
@@ -195,7 +225,13 @@ def take(
 
 
 def generate(
-    model: CachedModel, logits: Tensor, sampling: Sampling, *, seed: int, usable: Tensor, most_tokens: int
+    model: CachedModel,
+    logits: Tensor,
+    sampling: Sampling,
+    *,
+    seed: int,
+    usable: Tensor,
+    most_tokens: int,
 ) -> Iterator[int]:
     """Yield up to `most_tokens` tokens, each a function of earlier tokens and `seed`. Does not stop at end tokens.
 
@@ -209,7 +245,9 @@ def generate(
             logits = model.read([token])
 
 
-def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator, usable: Tensor) -> int:
+def choose_token(
+    logits: Tensor, sampling: Sampling, generator: torch.Generator, usable: Tensor
+) -> int:
     """Choose the next token id. logits (V,) fp32, usable (V,) bool. Raises CheckpointError for NaN or infinity."""
     if not logits.isfinite().all():
         raise CheckpointError("The logits are not finite: the weights are damaged or diverged.")
@@ -222,13 +260,17 @@ def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator,
 
 def limit(logits: Tensor, sampling: Sampling) -> Tensor:
     """Apply temperature, top-k and top-p, (V,) -> (V,) fp64. Excluded tokens get -inf; the most likely one is kept."""
-    logits = (logits.double() - logits.max()) / sampling.temperature  # at most 0: a low temperature does not overflow
+    logits = (
+        logits.double() - logits.max()
+    ) / sampling.temperature  # at most 0: a low temperature does not overflow
     if 0 < sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -inf)
     if sampling.top_p < 1:
         ordered, places = logits.sort(descending=True, stable=True)
         probabilities = ordered.softmax(0)
-        more_likely = probabilities.cumsum(0) - probabilities  # probability of all more likely tokens
+        more_likely = (
+            probabilities.cumsum(0) - probabilities
+        )  # probability of all more likely tokens
         out = places[more_likely >= sampling.top_p]
         logits = logits.index_fill(0, out[out != places[0]], -inf)
     return logits

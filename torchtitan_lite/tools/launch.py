@@ -33,7 +33,12 @@ from types import ModuleType
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.manifest import find_steps
-from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, SIGNALS, StopRequest, describe_newest
+from torchtitan_lite.components.shutdown import (
+    COPIES_ARRIVE_WITHIN_S,
+    SIGNALS,
+    StopRequest,
+    describe_newest,
+)
 from torchtitan_lite.config.machine import FROM_LAUNCHER
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.dump_folder import HANG
@@ -62,7 +67,9 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
         return 1 if isinstance(error, OSError) else 2
     os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
     if is_first_host():
-        watching = threading.Thread(target=hang.watch, args=(prepared.dump_folder / HANG,), name="hangs", daemon=True)
+        watching = threading.Thread(
+            target=hang.watch, args=(prepared.dump_folder / HANG,), name="hangs", daemon=True
+        )
         watching.start()
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     n_local = prepared.layout.world_size // n_hosts
@@ -74,7 +81,9 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
     if status == 0 and is_first_host():
         status = export_last_checkpoint(prepared)
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # another copy of the signal must not change the exit status
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # another copy of the signal must not change the exit status
     if status == 1 and any(path.stat().st_size for path in folder.rglob("stderr.log")):
         print(f"The stderr of the other ranks is in {folder}.", file=sys.stderr)
     else:
@@ -94,14 +103,18 @@ def export_last_checkpoint(prepared: Prepared) -> int:
         return 0
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there are no ranks to forward it to
     options = ["--dtype", section.export_dtype]
-    return subprocess.call([sys.executable, "-m", "torchtitan_lite", "convert", str(last), str(out), *options])
+    return subprocess.call(
+        [sys.executable, "-m", "torchtitan_lite", "convert", str(last), str(out), *options]
+    )
 
 
 def is_first_host() -> bool:
     return int(os.environ.get("NODE_RANK") or 0) == 0
 
 
-def run_ranks(work: Callable, args: list[str], n_local: int, n_hosts: int, folder: Path) -> tuple[int, str]:
+def run_ranks(
+    work: Callable, args: list[str], n_local: int, n_hosts: int, folder: Path
+) -> tuple[int, str]:
     """Call `work(args, folder)` on each rank of this host. Return the exit status, and the reason if it is not 0."""
     received: list[signal.Signals] = []
     received_at_s = 0.0  # time of the first signal
@@ -113,7 +126,9 @@ def run_ranks(work: Callable, args: list[str], n_local: int, n_hosts: int, folde
             return
         received_at_s = received_at_s or now_s
         received.append(signal.Signals(number))
-        (folder / STOP_FILE).write_text(str(128 + number))  # for ranks that start later, for example after a failure
+        (folder / STOP_FILE).write_text(
+            str(128 + number)
+        )  # for ranks that start later, for example after a failure
         ranks = multiprocessing.active_children()
         if not ranks:
             raise KeyboardInterrupt  # the launcher is still waiting for other hosts
@@ -133,7 +148,9 @@ def run_ranks(work: Callable, args: list[str], n_local: int, n_hosts: int, folde
         errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
         config = make_launch_config(torchrun, n_local, n_hosts, folder)
         if config.max_restarts == 0:
-            logging.disable(logging.ERROR)  # hide torchrun's long failure report; our last line is shorter
+            logging.disable(
+                logging.ERROR
+            )  # hide torchrun's long failure report; our last line is shorter
         try:
             statuses = torchrun.elastic_launch(config, work)(args, folder)
         except errors.ChildFailedError as error:
@@ -158,7 +175,9 @@ def start_fork_server() -> None:
     resource_tracker.ensure_running()  # starting it later would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     folder = os.getcwd()
-    os.chdir(REPOSITORY)  # the server imports train.py from here; the user's folder may have another train.py
+    os.chdir(
+        REPOSITORY
+    )  # the server imports train.py from here; the user's folder may have another train.py
     forkserver.ensure_running()
     os.chdir(folder)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -167,17 +186,23 @@ def start_fork_server() -> None:
 def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder: Path) -> object:
     """Return torchrun's settings for this host, from the environment variables."""
     shown = {int(rank) for rank in os.environ.get("LOG_RANK", "0").split(",")}
-    hidden = dict.fromkeys(set(range(n_local)) - shown, torchrun.Std.ERR)  # their stderr goes to files
+    hidden = dict.fromkeys(
+        set(range(n_local)) - shown, torchrun.Std.ERR
+    )  # their stderr goes to files
     address, local_address = "127.0.0.1:0", "127.0.0.1"  # port 0: any free port
     if n_hosts > 1:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29500')}"
         local_address = os.environ.get("PET_LOCAL_ADDR")
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torchrun makes a new store after each restart
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+            "1"  # torchrun makes a new store after each restart
+        )
     return torchrun.LaunchConfig(
         min_nodes=n_hosts,
         max_nodes=n_hosts,
         nproc_per_node=n_local,
-        logs_specs=torchrun.DefaultLogsSpecs(str(folder), redirects=hidden, local_ranks_filter=shown),
+        logs_specs=torchrun.DefaultLogsSpecs(
+            str(folder), redirects=hidden, local_ranks_filter=shown
+        ),
         run_id="torchtitan_lite",
         role="rank",
         rdzv_backend="c10d",
@@ -206,7 +231,9 @@ def run_rank(args: list[str], folder: Path) -> int:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if is_failed else signal.SIG_IGN)
     if is_failed:
-        time.sleep(1)  # torchrun reports the first rank to exit: let the rank that caused the failure exit first
+        time.sleep(
+            1
+        )  # torchrun reports the first rank to exit: let the rank that caused the failure exit first
         sys.exit(status)
     return status
 
@@ -214,7 +241,9 @@ def run_rank(args: list[str], folder: Path) -> int:
 def describe_failure(failure: object) -> str:
     """Describe how a rank failed. `failure` is torchrun's ProcessFailure."""
     if failure.exitcode < 0:
-        by_kernel = ", as Linux does when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
+        by_kernel = (
+            ", as Linux does when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
+        )
         return f"was killed by {failure.signal_name()}{by_kernel}"
     if Path(failure.error_file).exists():  # an exception
         message = failure.error_file_data["message"]

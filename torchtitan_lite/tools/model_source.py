@@ -51,8 +51,12 @@ class ModelSource:
     tokenizer: Tokenizer
     end_ids: frozenset[int]  # end tokens: a text ends at any of them
     context: int | None  # length of the training sequences in tokens, if known
-    published: dict[str, dict[str, Any]]  # config.json and generation_config.json that came with the weights, if any
-    fill: Callable[[dict[str, Tensor]], None]  # reads weights and expert biases into these tensors (FQN -> tensor)
+    published: dict[
+        str, dict[str, Any]
+    ]  # config.json and generation_config.json that came with the weights, if any
+    fill: Callable[
+        [dict[str, Tensor]], None
+    ]  # reads weights and expert biases into these tensors (FQN -> tensor)
     checkpoint: OpenCheckpoint | None  # None: a Hugging Face folder
 
 
@@ -61,13 +65,20 @@ def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> ModelSour
     if (path / CONFIG).is_file():
         source = describe_hugging_face(path, tokenizer)
     else:
-        source = describe_checkpoint(open_checkpoint(find_checkpoint(path), verify=verify), tokenizer)
+        source = describe_checkpoint(
+            open_checkpoint(find_checkpoint(path), verify=verify), tokenizer
+        )
     n_rows, n_ids = source.model_args.vocab_size, source.tokenizer.vocab_size
     if source.tokenizer.eos_id >= n_rows:
         why = f"the end token of {source.tokenizer.path} has the id {source.tokenizer.eos_id}"
-        raise SourceError(f"{path}: its model has {n_rows} rows, but {why}. Name the right one with --tokenizer.")
+        raise SourceError(
+            f"{path}: its model has {n_rows} rows, but {why}. Name the right one with --tokenizer."
+        )
     if n_ids > n_rows:
-        print(f"{source.tokenizer.path} has {n_ids} ids, but the model has {n_rows} rows", file=sys.stderr)
+        print(
+            f"{source.tokenizer.path} has {n_ids} ids, but the model has {n_rows} rows",
+            file=sys.stderr,
+        )
     return source
 
 
@@ -80,9 +91,17 @@ def find_checkpoint(path: Path) -> Path:
             return folder / f"step-{steps[-1]}"
     if why := explain_hub_name(path):
         raise SourceError(f"{why}. Then name that folder.")
-    why = "has neither a checkpoint nor a Hugging Face model" if path.is_dir() else "is not a folder"
-    runs = sorted(str(folder.parent) for folder in Path("outputs").glob("*/checkpoint") if find_steps(folder))
-    remedy = f"Existing runs: {', '.join(runs[:5])}" if runs else "A run with --checkpoint.enable saves checkpoints"
+    why = (
+        "has neither a checkpoint nor a Hugging Face model" if path.is_dir() else "is not a folder"
+    )
+    runs = sorted(
+        str(folder.parent) for folder in Path("outputs").glob("*/checkpoint") if find_steps(folder)
+    )
+    remedy = (
+        f"Existing runs: {', '.join(runs[:5])}"
+        if runs
+        else "A run with --checkpoint.enable saves checkpoints"
+    )
     raise SourceError(f"{path} {why}. {remedy}. Or name a folder with {CONFIG}.")
 
 
@@ -93,10 +112,15 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
     found = load_named_tokenizer(tokenizer or section["hf_assets_path"], path)
     if not tokenizer and manifest.fingerprint["tokenizer"] != found.fingerprint:
         why = f"{section['hf_assets_path']} is not the tokenizer that it was trained with"
-        raise SourceError(f"{path}: {why}. Name the right one with --tokenizer, which is not checked.")
+        raise SourceError(
+            f"{path}: {why}. Name the right one with --tokenizer, which is not checked."
+        )
     # The tokenizer's folder may name more end tokens.
     beside = published or (read_published(found.path.parent) if found.path.is_file() else {})
-    trained, length = config.get("training", {}).get("seq_len", 0), published.get(CONFIG, {}).get(LENGTH) or 0
+    trained, length = (
+        config.get("training", {}).get("seq_len", 0),
+        published.get(CONFIG, {}).get(LENGTH) or 0,
+    )
 
     def fill(tensors: dict[str, Tensor]) -> None:
         for fqn, tensor in tensors.items():
@@ -108,7 +132,8 @@ def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> Mo
         attention=section.get("attention", "causal"),
         tokenizer=found,
         end_ids=read_end_ids(beside) | {found.eos_id},
-        context=max(trained, length) or None,  # fine-tuning on short sequences keeps the original context length
+        context=max(trained, length)
+        or None,  # fine-tuning on short sequences keeps the original context length
         published=published,
         fill=fill,
         checkpoint=checkpoint,
@@ -144,7 +169,9 @@ def load_named_tokenizer(assets: str, path: Path) -> Tokenizer:
         return load_tokenizer(assets)
     except ConfigError as error:
         why = error.problems[0].why
-        raise SourceError(f"{path}: its tokenizer cannot be loaded: {why}. Name it with --tokenizer FOLDER.") from None
+        raise SourceError(
+            f"{path}: its tokenizer cannot be loaded: {why}. Name it with --tokenizer FOLDER."
+        ) from None
 
 
 @torch.no_grad()

@@ -65,13 +65,17 @@ def draw_curves(curves: list[Curve], marks: list[tuple[int, str, str]], *, from_
     for tick in choose_ticks(low, high):
         y = down(tick)
         shapes.append(f'<line x1="{LEFT}%" x2="{LEFT + WIDTH}%" y1="{y:.1f}" y2="{y:.1f}"/>')
-        shapes.append(f'<text x="{LEFT - 1.5}%" y="{y + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>')
+        shapes.append(
+            f'<text x="{LEFT - 1.5}%" y="{y + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>'
+        )
     for tick in choose_ticks(first, last):
         place = f'x="{across(tick):.2f}%" y="{PLOT_HEIGHT + 22}" text-anchor="middle"'
         shapes.append(f"<text {place}>{format_tick(tick)}</text>")
     for step, color, title in marks:
         place = f'x1="{across(step):.2f}%" x2="{across(step):.2f}%" y1="{PLOT_HEIGHT + 1}" y2="{PLOT_HEIGHT + 9}"'
-        shapes.append(f'<line {place} style="stroke: {color}; stroke-width: 2"><title>{escape(title)}</title></line>')
+        shapes.append(
+            f'<line {place} style="stroke: {color}; stroke-width: 2"><title>{escape(title)}</title></line>'
+        )
     for name, color, dashes, points in curves:
         path = []
         circles = []
@@ -82,8 +86,12 @@ def draw_curves(curves: list[Curve], marks: list[tuple[int, str, str]], *, from_
             path.append(f"{x * 10:.1f},{y:.1f}")
             title = f"<title>{escape(name)}, step {step}: {value:.7g}</title>"
             circles.append(f'<circle cx="{x:.2f}%" cy="{y:.1f}" {look}>{title}</circle>')
-        shapes.append(f'<svg viewBox="0 0 1000 {PLOT_HEIGHT}" preserveAspectRatio="none" height="{PLOT_HEIGHT}">')
-        shapes.append(f'<polyline points="{" ".join(path)}" stroke="{color}" stroke-dasharray="{dashes}"/></svg>')
+        shapes.append(
+            f'<svg viewBox="0 0 1000 {PLOT_HEIGHT}" preserveAspectRatio="none" height="{PLOT_HEIGHT}">'
+        )
+        shapes.append(
+            f'<polyline points="{" ".join(path)}" stroke="{color}" stroke-dasharray="{dashes}"/></svg>'
+        )
         shapes += circles
     return f'<svg height="{PLOT_HEIGHT + 28}">{"".join(shapes)}</svg>'
 

@@ -75,12 +75,16 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.attention = Attention(model_args, inner_attention)
         self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
-        self.shared_experts = None  # a feed-forward for every token, in addition to its routed experts
+        self.shared_experts = (
+            None  # a feed-forward for every token, in addition to its routed experts
+        )
         if is_moe:
             moe = model_args.moe
             self.feed_forward = MoE(model_args.dim, moe)
             if moe.n_shared_experts:
-                self.shared_experts = FeedForward(model_args.dim, moe.n_shared_experts * moe.expert_ffn_dim)
+                self.shared_experts = FeedForward(
+                    model_args.dim, moe.n_shared_experts * moe.expert_ffn_dim
+                )
         else:
             self.feed_forward = FeedForward(model_args.dim, model_args.ffn_dim)
 
@@ -102,12 +106,22 @@ class Attention(nn.Module):
     def __init__(self, model_args: ModelArgs, inner: nn.Module):
         super().__init__()
         self.head_dim = model_args.head_dim
-        self.wq = nn.Linear(model_args.dim, model_args.n_heads * model_args.head_dim, bias=model_args.qkv_bias)
-        self.wk = nn.Linear(model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=model_args.qkv_bias)
-        self.wv = nn.Linear(model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=model_args.qkv_bias)
+        self.wq = nn.Linear(
+            model_args.dim, model_args.n_heads * model_args.head_dim, bias=model_args.qkv_bias
+        )
+        self.wk = nn.Linear(
+            model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=model_args.qkv_bias
+        )
+        self.wv = nn.Linear(
+            model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=model_args.qkv_bias
+        )
         self.wo = nn.Linear(model_args.n_heads * model_args.head_dim, model_args.dim, bias=False)
-        self.q_norm = nn.RMSNorm(model_args.head_dim, eps=model_args.norm_eps) if model_args.qk_norm else None
-        self.k_norm = nn.RMSNorm(model_args.head_dim, eps=model_args.norm_eps) if model_args.qk_norm else None
+        self.q_norm = (
+            nn.RMSNorm(model_args.head_dim, eps=model_args.norm_eps) if model_args.qk_norm else None
+        )
+        self.k_norm = (
+            nn.RMSNorm(model_args.head_dim, eps=model_args.norm_eps) if model_args.qk_norm else None
+        )
         self.inner = inner
 
     def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
@@ -120,7 +134,9 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query, rotation), rotate(key, rotation)
-        heads = self.inner(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), doc_ids)  # (B, H, S, E)
+        heads = self.inner(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), doc_ids
+        )  # (B, H, S, E)
         return self.wo(heads.transpose(1, 2).flatten(2))
 
 

@@ -10,7 +10,14 @@ query and key head.
 
 import math
 
-from torchtitan_lite.config.model_rows import Family, ModelArgs, ModelTable, ModuleRow, MoEArgs, RopeScaling
+from torchtitan_lite.config.model_rows import (
+    Family,
+    ModelArgs,
+    ModelTable,
+    ModuleRow,
+    MoEArgs,
+    RopeScaling,
+)
 
 # ---------------------------------------------------------------- sizes
 
@@ -25,24 +32,54 @@ def qwen2(*numbers: int, vocab_size: int = 152064, tied: bool = False) -> ModelA
     """Return a Qwen2.5 model (arXiv:2412.15115): a bias on queries, keys and values."""
     dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
     family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qkv_bias": True, "tie_embeddings": tied}
-    return ModelArgs(dim, n_layers, n_heads, n_kv_heads, dim // n_heads, ffn_dim, vocab_size, **family)
+    return ModelArgs(
+        dim, n_layers, n_heads, n_kv_heads, dim // n_heads, ffn_dim, vocab_size, **family
+    )
 
 
 def qwen3(*numbers: int, tied: bool = False, expert_ffn_dim: int | None = None) -> ModelArgs:
     """Return a Qwen3 model (arXiv:2505.09388): head_dim is always 128, QK-norm; with experts, 8 of 128 per token."""
     dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
     moe = MoEArgs(n_experts=128, top_k=8, expert_ffn_dim=expert_ffn_dim) if expert_ffn_dim else None
-    family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True, "tie_embeddings": tied, "moe": moe}
+    family = {
+        "norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "qk_norm": True,
+        "tie_embeddings": tied,
+        "moe": moe,
+    }
     return ModelArgs(dim, n_layers, n_heads, n_kv_heads, 128, ffn_dim, 151936, **family)
 
 
 FLAVORS = {
     # vocabulary: 2,048 tokens of the shipped BPE + Llama 3's 256 special tokens
-    "debug": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=352, vocab_size=2304),
+    "debug": ModelArgs(
+        dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=352, vocab_size=2304
+    ),
     # from torchtitan: ffn_dim is 8/3 of dim, rounded up to a multiple of 256
     "debugmodel": ModelArgs(256, 6, 16, 16, 16, 768, 2048, rope_scaling=RopeScaling(factor=8.0)),
-    "1B": ModelArgs(2048, 16, 32, 8, 64, 8192, 128256, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
-    "3B": ModelArgs(3072, 28, 24, 8, 128, 8192, 128256, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
+    "1B": ModelArgs(
+        2048,
+        16,
+        32,
+        8,
+        64,
+        8192,
+        128256,
+        rope_scaling=RopeScaling(factor=32.0),
+        tie_embeddings=True,
+    ),
+    "3B": ModelArgs(
+        3072,
+        28,
+        24,
+        8,
+        128,
+        8192,
+        128256,
+        rope_scaling=RopeScaling(factor=32.0),
+        tie_embeddings=True,
+    ),
     "8B": ModelArgs(4096, 32, 32, 8, 128, 14336, 128256, rope_scaling=RopeScaling(factor=8.0)),
     "70B": ModelArgs(8192, 80, 64, 8, 128, 28672, 128256, rope_scaling=RopeScaling(factor=8.0)),
     "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=RopeScaling(factor=8.0)),
@@ -79,7 +116,9 @@ def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[Module
     biased = {"bias": model_args.qkv_bias}
     rows = [
         ModuleRow("attention_norm", "norm", (dim,), "sequence", 1.0),
-        ModuleRow("attention.wq", "linear", (query, dim), "colwise", STD, is_rotated=True, **biased),
+        ModuleRow(
+            "attention.wq", "linear", (query, dim), "colwise", STD, is_rotated=True, **biased
+        ),
         ModuleRow("attention.wk", "linear", (key, dim), "colwise", STD, is_rotated=True, **biased),
         ModuleRow("attention.wv", "linear", (key, dim), "colwise", STD, **biased),
         ModuleRow("attention.wo", "linear", (dim, query), "rowwise", start_of_residual(model_args)),
@@ -117,7 +156,9 @@ def list_moe(model_args: ModelArgs, moe: MoEArgs) -> list[ModuleRow]:
     rows = [
         ModuleRow("feed_forward.router", "router", (n_experts, dim), "sequence", STD),
         ModuleRow("feed_forward.experts.w1", "experts", (n_experts, dim, ffn_dim), "experts", STD),
-        ModuleRow("feed_forward.experts.w2", "experts", (n_experts, ffn_dim, dim), "experts", residual),
+        ModuleRow(
+            "feed_forward.experts.w2", "experts", (n_experts, ffn_dim, dim), "experts", residual
+        ),
         ModuleRow("feed_forward.experts.w3", "experts", (n_experts, dim, ffn_dim), "experts", STD),
     ]
     return rows + list_swiglu("shared_experts", model_args, shared_dim) if shared_dim else rows

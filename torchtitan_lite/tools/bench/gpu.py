@@ -76,7 +76,9 @@ PLANS = [  # values of PLAN_KEYS, the fastest first
     ("bfloat16", "full", 2),
     ("bfloat16", "full", 1),
 ]
-USABLE = 0.95  # fraction of the memory; the rest is for CUDA, workspaces of matmuls, and fragmentation
+USABLE = (
+    0.95  # fraction of the memory; the rest is for CUDA, workspaces of matmuls, and fragmentation
+)
 KERNELS = {  # class -> parts of kernel names; the first class that matches counts
     "attention": ("flash", "fmha", "sdpa", "flex"),
     "matmul": ("gemm", "nvjet", "cutlass", "xmma"),
@@ -135,7 +137,9 @@ def try_configs(question: Callable, configs: list[Config], argument: Path) -> di
         n_bytes = plan_memory(config).live
         if n_bytes > limit:
             continue
-        limit = n_bytes - 1  # after an out-of-memory error, a plan that needs the same memory would fail too
+        limit = (
+            n_bytes - 1
+        )  # after an out-of-memory error, a plan that needs the same memory would fail too
         with ProcessPoolExecutor(1, spawn) as pool:  # its exit frees all memory
             try:
                 return pool.submit(question, config, argument).result()
@@ -165,7 +169,9 @@ def measure_training(config: Config, trace: Path) -> dict:
     """Measure the speed, memory and kernels of a training step."""
     with one_rank() as device:
         run, batch = build_alone(config, device)
-        losses = [make_step(run, batch).item() for _ in range(N_STEPS)]  # the first step allocates and compiles
+        losses = [
+            make_step(run, batch).item() for _ in range(N_STEPS)
+        ]  # the first step allocates and compiles
         read_peak_memory(device)
         start_s = time.perf_counter()
         losses += [make_step(run, batch).item() for _ in range(N_STEPS)]

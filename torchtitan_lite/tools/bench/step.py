@@ -94,7 +94,9 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
         return 0
     for ratio, values in ratios.items():
         compared = " / ".join(f"{name} {speeds[name]:.0f}" for name in RATIO_OF[ratio])
-        print(f"{ratio:20}{median(values):.3f} ({min(values):.3f} - {max(values):.3f})  tokens/s: {compared}")
+        print(
+            f"{ratio:20}{median(values):.3f} ({min(values):.3f} - {max(values):.3f})  tokens/s: {compared}"
+        )
     return 0
 
 
@@ -121,7 +123,9 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
         hf_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
         llama = transformers.AutoModelForCausalLM.from_config(hf_config)  # other initial weights
         llama.train().to(device)
-        contenders["transformers"] = write_loop(llama, lambda: llama(batch.tokens).logits, batch.targets, config)
+        contenders["transformers"] = write_loop(
+            llama, lambda: llama(batch.tokens).logits, batch.targets, config
+        )
     except UserError as error:
         print(error, file=sys.stderr)
     if not find_missing_compiler(device.type):

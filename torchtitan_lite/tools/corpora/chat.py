@@ -28,7 +28,14 @@ from torchtitan_lite.config.files import JsonObject, import_extra, read_json
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.vocabulary import CONFIG
 from torchtitan_lite.tools.corpora.text_files import PreparationError
-from torchtitan_lite.tools.corpora.turns import MARK, find_start, find_turn, get_mark, has_text, mark_messages
+from torchtitan_lite.tools.corpora.turns import (
+    MARK,
+    find_start,
+    find_turn,
+    get_mark,
+    has_text,
+    mark_messages,
+)
 
 ASSISTANT = "assistant"
 GENERATION = "endgeneration"
@@ -60,9 +67,14 @@ class ChatFormat:
     @cached_property
     def ends(self) -> list[str]:
         """End tokens: after the last answer of a conversation, and after another answer."""
-        name = self.special_name.pattern + r"|<[^<>\s]+>"  # some names are plain text to this tokenizer
+        name = (
+            self.special_name.pattern + r"|<[^<>\s]+>"
+        )  # some names are plain text to this tokenizer
         ends = []
-        for content in ("x", [{"type": "text", "text": "x"}]):  # some templates write only lists of parts
+        for content in (
+            "x",
+            [{"type": "text", "text": "x"}],
+        ):  # some templates write only lists of parts
             question = {"role": "user", "content": content}
             answer = {"role": ASSISTANT, "content": content}
             last = self.write_after([question, answer])
@@ -85,7 +97,9 @@ class ChatFormat:
         ids, _ = self.tokenizer.encode_special("".join(self.ends[:1]))
         return {*ids[-1:]} & {*self.tokenizer.special.values()}
 
-    def write(self, row: dict[str, Any], *, add_generation_prompt: bool = False) -> tuple[str, list[range]]:
+    def write(
+        self, row: dict[str, Any], *, add_generation_prompt: bool = False
+    ) -> tuple[str, list[range]]:
         """Return the text of a conversation, and the ranges of its {% generation %} marks, as transformers does.
 
         Raises ValueError if the template refuses the conversation.
@@ -102,12 +116,16 @@ class ChatFormat:
                 **variables,
             )
         except Exception as error:  # a template is a program, which can raise anything
-            raise ValueError(f"the chat template refuses it: {type(error).__name__}: {error}") from None
+            raise ValueError(
+                f"the chat template refuses it: {type(error).__name__}: {error}"
+            ) from None
         return text, [range(*place) for place in marked[0]] if marked else []
 
     def choose_template(self, row: dict[str, Any]) -> str:
         """Return the template for a conversation, which transformers chooses in the same way."""
-        return self.templates["tool_use" if "tools" in row and "tool_use" in self.templates else "default"]
+        return self.templates[
+            "tool_use" if "tools" in row and "tool_use" in self.templates else "default"
+        ]
 
     def try_write(self, row: dict[str, Any], **options: bool) -> str:
         """Return the text of a conversation, or "" if the template refuses it."""
@@ -116,14 +134,18 @@ class ChatFormat:
         except ValueError:
             return ""
 
-    def render(self, row: dict[str, Any], *, only_last_turn: bool = False) -> tuple[str, list[range]]:
+    def render(
+        self, row: dict[str, Any], *, only_last_turn: bool = False
+    ) -> tuple[str, list[range]]:
         """Return the text, with special tokens as their names, and the character ranges of the targets.
 
         `row` has `messages`, and variables of the template. Raises ValueError with the reason.
         """
         row = json.loads(self.tokenizer.normalize(json.dumps(row, ensure_ascii=False, default=str)))
         messages = row["messages"]
-        answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        answers = [
+            number for number, message in enumerate(messages) if message["role"] == ASSISTANT
+        ]
         trained = answers[-1:] if only_last_turn else answers
         trained = [number for number in trained if messages[number].get("weight", 1)]
         if not trained:
@@ -136,7 +158,9 @@ class ChatFormat:
             turns = self.find_turns(row, text, trained)
             marked = [each for each in marked if any(set(each) & set(turn) for turn in turns)]
         if not any(marked):
-            raise ValueError("the {% generation %} marks of the chat template are around none of its answers")
+            raise ValueError(
+                "the {% generation %} marks of the chat template are around none of its answers"
+            )
         return text, marked
 
     def find_turns(self, row: dict[str, Any], text: str, numbers: list[int]) -> list[range]:
@@ -193,7 +217,9 @@ class ChatFormat:
         for place, value in (places | row).items():
             found = self.special_name.search(json.dumps(value, ensure_ascii=False))
             if found:
-                raise ValueError(f"{place} has the text {found.group()!r}, which would become a special token")
+                raise ValueError(
+                    f"{place} has the text {found.group()!r}, which would become a special token"
+                )
 
 
 def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
@@ -213,7 +239,9 @@ def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
 def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     """Return the chat format in the tokenizer's folder, or Llama 3's. Raises UserError."""
     if sys.version_info < (3, 11):
-        raise PreparationError("conversations need Python 3.11 or newer, because transformers 5 does")
+        raise PreparationError(
+            "conversations need Python 3.11 or newer, because transformers 5 does"
+        )
     folder = tokenizer.path.parent
     import_extra("jinja2", "chat")
     transformers = import_extra("transformers.utils.chat_template_utils", "chat")
@@ -229,9 +257,13 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     try:
         for template in templates.values():
             compiled = transformers._compile_jinja_template(template)
-            compiled.environment.globals["strftime_now"] = DATE.strftime  # a corpus does not depend on today's date
+            compiled.environment.globals["strftime_now"] = (
+                DATE.strftime
+            )  # a corpus does not depend on today's date
     except Exception as error:  # of jinja2
-        raise PreparationError(f"the chat template in {folder} cannot be used: {error}. {remedy}") from None
+        raise PreparationError(
+            f"the chat template in {folder} cannot be used: {error}. {remedy}"
+        ) from None
     names = read_json(folder / "special_tokens_map.json", may_be_missing=True)
     variables = {}
     for key, token in (names | config).items():

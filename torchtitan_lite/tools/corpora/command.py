@@ -39,9 +39,13 @@ def main(options: argparse.Namespace) -> int:
 def prepare_named(options: argparse.Namespace) -> str:
     """Prepare a corpus of DATASETS, and return its folder."""
     if options.inputs or options.out or options.validation or options.train_tokenizer:
-        raise PreparationError("--dataset prepares a corpus of this name alone. Leave out other inputs and --out")
+        raise PreparationError(
+            "--dataset prepares a corpus of this name alone. Leave out other inputs and --out"
+        )
     if options.dataset not in DATASETS:
-        raise PreparationError(f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}")
+        raise PreparationError(
+            f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}"
+        )
     tokenizer = load_tokenizer(options.tokenizer)
     cache_folder = Path(options.cache_folder or Training.cache_folder)
     return str(prepare_dataset(options.dataset, tokenizer, cache_folder, options.dataset_path))
@@ -50,9 +54,13 @@ def prepare_named(options: argparse.Namespace) -> str:
 def run(options: argparse.Namespace) -> str:
     """Prepare the corpus, and return the output."""
     if not (options.inputs and options.out):
-        raise PreparationError("Name the input files and the output folder: prepare texts/ --out data/mine")
+        raise PreparationError(
+            "Name the input files and the output folder: prepare texts/ --out data/mine"
+        )
     if options.train_tokenizer and options.chat:
-        raise PreparationError("--train-tokenizer makes a tokenizer without a chat template. Leave out --chat")
+        raise PreparationError(
+            "--train-tokenizer makes a tokenizer without a chat template. Leave out --chat"
+        )
     files, skipped = find_files([*options.validation, *options.inputs], options.suffix)
     validation_files = []
     if options.validation:
@@ -78,7 +86,12 @@ def run(options: argparse.Namespace) -> str:
     manifest, counts = prepare(files, options.out, settings, n_processes=options.processes)
     counts += skipped
     if options.json:
-        numbers = {"folder": str(options.out), "files": len(files), "bad_rows": counts[BAD_ROWS], "counts": counts}
+        numbers = {
+            "folder": str(options.out),
+            "files": len(files),
+            "bad_rows": counts[BAD_ROWS],
+            "counts": counts,
+        }
         return json.dumps(numbers | asdict(manifest))
     lines = [f"{options.out} is complete, from {len(files):,} files:", *describe(manifest, counts)]
     return "\n".join([*lines, f"Train on it: {suggest_command(options, manifest)}"])
@@ -91,7 +104,9 @@ def describe(manifest: CorpusManifest, counts: Counter[str]) -> list[str]:
         figures = f"{split.n_tokens:,} tokens in {split.n_documents:,} documents"
         if split.n_targets:
             figures += f", {split.n_targets:,} of these tokens are targets"
-        lines.append(f"  {name:10} {figures}; {split.n_text_bytes / split.n_tokens:.2f} bytes per token")
+        lines.append(
+            f"  {name:10} {figures}; {split.n_text_bytes / split.n_tokens:.2f} bytes per token"
+        )
     for reason, n in counts.items():
         lines.append(f"  {n:,} {reason}")
     return lines
@@ -107,7 +122,10 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
         if tokenizer != SHIPPED:
             n_rows = ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64
             words += ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)]
-        words += ["--job.dump_folder", f"outputs/{options.out.name}"]  # outputs/debug may have a run on another corpus
+        words += [
+            "--job.dump_folder",
+            f"outputs/{options.out.name}",
+        ]  # outputs/debug may have a run on another corpus
     if "validation" not in manifest.splits:
         words.append("--validation.no_enable")
     return shlex.join(words)

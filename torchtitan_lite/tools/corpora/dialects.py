@@ -20,7 +20,13 @@ DIALECTS = {  # name -> columns that its rows have
     "prompt/completion": {"prompt", "completion"},
     "Alpaca": {"instruction", "output"},
 }
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"}
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+}
 
 
 def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict[str, Any]]:
@@ -37,10 +43,14 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict[st
     found = [name for name in names if row.keys() >= DIALECTS[name]]
     if not found:
         known = "messages, conversations, prompt/completion, instruction/output"
-        raise ValueError(f"it has the columns {', '.join(row)}, but conversations have {known} (or set --text-column)")
+        raise ValueError(
+            f"it has the columns {', '.join(row)}, but conversations have {known} (or set --text-column)"
+        )
     dialect = found[0]
     messages = read_messages(dialect, row)
-    if isinstance(row.get("tools"), str):  # JSON, as in data sets whose tools have different parameters
+    if isinstance(
+        row.get("tools"), str
+    ):  # JSON, as in data sets whose tools have different parameters
         row["tools"] = json.loads(row["tools"])
     options = row.pop("chat_template_kwargs", {})
     return dialect, {**row, **options, "messages": messages}
@@ -65,7 +75,9 @@ def read_messages(dialect: str, row: dict[str, Any]) -> list[dict]:
         turns = row.pop(dialect)
     else:
         prompt = list_turns(row.pop("prompt"), "user")
-        turns = [{**turn, "weight": 0} for turn in prompt] + list_turns(row.pop("completion"), "assistant")
+        turns = [{**turn, "weight": 0} for turn in prompt] + list_turns(
+            row.pop("completion"), "assistant"
+        )
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"its conversation is not a list of messages: {turns!r:.60}")
     if dialect != "messages" and "system" in row:
@@ -85,8 +97,16 @@ def read_message(turn: Any, number: int) -> dict:
         message["role"] = ROLES.get(role, role)
         message["content"] = message.pop("value", "")
     has_text = isinstance(message.get("content", ""), str | list)
-    if not isinstance(message.get("role"), str) or not has_text or message.keys() <= {"role", "weight"}:
-        raise ValueError(f"message {number} needs a role, and a content or tool calls: {turn!r:.60}")
+    if (
+        not isinstance(message.get("role"), str)
+        or not has_text
+        or message.keys() <= {"role", "weight"}
+    ):
+        raise ValueError(
+            f"message {number} needs a role, and a content or tool calls: {turn!r:.60}"
+        )
     if message.get("weight", 1) not in (0, 1):
-        raise ValueError(f"message {number} has the weight {message['weight']!r}; only 0 and 1 can be trained")
+        raise ValueError(
+            f"message {number} has the weight {message['weight']!r}; only 0 and 1 can be trained"
+        )
     return message

@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, VALIDATION_ONLY, find_corpus, list_named
+from torchtitan_lite.data.corpus_folder import (
+    DATASETS,
+    MANIFEST,
+    VALIDATION_ONLY,
+    find_corpus,
+    list_named,
+)
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError
@@ -23,14 +29,18 @@ def prepare_datasets(config: Config, tokenizer: Tokenizer) -> None:
         prepare_dataset(name, tokenizer, Path(config.training.cache_folder), dataset_path)
 
 
-def prepare_dataset(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str = "") -> Path:
+def prepare_dataset(
+    name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str = ""
+) -> Path:
     """Return the folder of a named corpus, and prepare it if it does not exist. Raises like prepare_datasets."""
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
     if (folder / MANIFEST).exists():
         return folder
     files = DATASETS[name](dataset_path)
     n_bytes = sum(path.stat().st_size for path in files)
-    print(f"Encoding {name} ({n_bytes / 1e6:,.1f} MB) once, to {folder}", file=sys.stderr, flush=True)
+    print(
+        f"Encoding {name} ({n_bytes / 1e6:,.1f} MB) once, to {folder}", file=sys.stderr, flush=True
+    )
     share = 0.0 if name in VALIDATION_ONLY else VALIDATION_SHARE
     n_processes = os.cpu_count() if n_bytes > MANY_BYTES else 1
     try:

@@ -33,7 +33,13 @@ from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.tools.corpora.chat import ChatFormat, mark_targets, read_chat_format
 from torchtitan_lite.tools.corpora.dialects import read_conversation
-from torchtitan_lite.tools.corpora.text_files import UNREADABLE, PreparationError, Row, is_text, read_file
+from torchtitan_lite.tools.corpora.text_files import (
+    UNREADABLE,
+    PreparationError,
+    Row,
+    is_text,
+    read_file,
+)
 from torchtitan_lite.tools.corpora.train_tokenizer import train_tokenizer
 
 CHUNK_ROWS = 32  # sent to a worker at once
@@ -52,9 +58,13 @@ class PrepareSettings:
 
     assets: str  # the tokenizer: an argument for load_tokenizer
     validation_share: float = 0.01  # of the documents
-    tail: float = 0.0  # last part of each text that validates; for a single text, instead of validation_share
+    tail: float = (
+        0.0  # last part of each text that validates; for a single text, instead of validation_share
+    )
     validation_files: frozenset[Path] = frozenset()  # all documents of these files validate
-    column: str | None = None  # of the text or the messages; None: "text", or by the dialect of the conversations
+    column: str | None = (
+        None  # of the text or the messages; None: "text", or by the dialect of the conversations
+    )
     is_chat: bool = False
     only_last_turn: bool = False  # of a conversation
     skip_bad: bool = False  # print and count a bad row instead of raising
@@ -82,7 +92,9 @@ def prepare(
     Raises PreparationError for wrong input, UserError for a missing extra, OSError if a file cannot be written.
     """
     if out.exists():
-        raise PreparationError(f"{out} exists. Choose another --out, or delete it if it is an old corpus")
+        raise PreparationError(
+            f"{out} exists. Choose another --out, or delete it if it is an old corpus"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     get_encoder.cache_clear()
     common = os.path.commonpath([path.absolute().parent for path in files])
@@ -91,9 +103,13 @@ def prepare(
         folder = Path(work) / "corpus"
         folder.mkdir()
         if settings.train_tokenizer:
-            assets = train_tokenizer(read_texts(files, settings), settings.train_tokenizer, folder / "tokenizer")
+            assets = train_tokenizer(
+                read_texts(files, settings), settings.train_tokenizer, folder / "tokenizer"
+            )
             settings = replace(settings, assets=assets)
-        documents = map_in_order(partial(encode_row, settings), read_rows(files, settings), n_processes)
+        documents = map_in_order(
+            partial(encode_row, settings), read_rows(files, settings), n_processes
+        )
         splits, counts = write_documents(documents, folder, has_floor=settings.validation_share > 0)
         if "train" not in splits:
             raise PreparationError(f"these {len(files)} files have no text to train on")
@@ -110,7 +126,9 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
     column = None if settings.is_chat else settings.column or "text"
     for path in files:
         try:
-            for number, content in enumerate(read_file(path, column, settings.encoding, settings.tail), 1):
+            for number, content in enumerate(
+                read_file(path, column, settings.encoding, settings.tail), 1
+            ):
                 yield Row(path, number, content)
         except UNREADABLE as error:
             raise PreparationError(f"{path} cannot be read: {error}") from None
@@ -235,7 +253,11 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
             ids = tokenizer.encode(text, bos=True, eos=True)
         n_bytes = len(text.encode())  # refuses half a surrogate pair, which tiktoken would replace
     except (ValueError, RecursionError) as error:
-        problem = f"{row.path}: {error}" if is_text(row.path) else f"{row.path}, row {row.number}: {error}"
+        problem = (
+            f"{row.path}: {error}"
+            if is_text(row.path)
+            else f"{row.path}, row {row.number}: {error}"
+        )
         if settings.skip_bad:
             print(problem, file=sys.stderr)
             return Document(BAD_ROWS)

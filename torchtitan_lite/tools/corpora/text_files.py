@@ -41,12 +41,18 @@ TEXT_SUFFIXES = frozenset(
     .hs .ml .mli .clj .ex .exs .erl .el .lisp .scm .rkt .v .sv .vhd .sql .proto .graphql
     .sh .bash .zsh .fish .ps1 .bat .cmake .mk .toml .yaml .yml .ini .cfg""".split()
 )
-BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 PARQUET_ROWS = 256  # in memory
 # Raised for half a download, and wrong text, JSON or tables
 UNREADABLE = (OSError, EOFError, ValueError, RecursionError, zlib.error, lzma.LZMAError, csv.Error)
 # Start of a JSON file whose rows are not its lines: UTF-16, "[", "{" alone, or two objects in the first line
-NOT_LINES = re.compile(rb'\xff\xfe|\xfe\xff|(\xef\xbb\xbf)?\s*(\[|\{\s*\n|.*"[ \t]*\}[ \t]*\{[ \t]*")')
+NOT_LINES = re.compile(
+    rb'\xff\xfe|\xfe\xff|(\xef\xbb\xbf)?\s*(\[|\{\s*\n|.*"[ \t]*\}[ \t]*\{[ \t]*")'
+)
 SPACE = re.compile(r"\s*")
 
 csv.field_size_limit(2**31 - 1)
@@ -84,7 +90,9 @@ def decode(content: bytes, encoding: str) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         place = f"byte {error.start} (line {line}) is 0x{content[error.start]:02x}"
-        raise ValueError(f"it is not {encoding}: {place}. Name its encoding: --encoding cp1252") from None
+        raise ValueError(
+            f"it is not {encoding}: {place}. Name its encoding: --encoding cp1252"
+        ) from None
     if "\0" in text:
         why = "a binary file, or UTF-16 without a byte order mark: --encoding utf-16-le"
         raise ValueError(f"it is not a text: character {text.index(chr(0))} is NUL ({why})")
@@ -113,7 +121,9 @@ def is_text(path: Path) -> bool:
 # ---------------------------------------------------------------- finding files
 
 
-def find_files(inputs: list[Path], more_suffixes: Iterable[str] = ()) -> tuple[list[Path], Counter[str]]:
+def find_files(
+    inputs: list[Path], more_suffixes: Iterable[str] = ()
+) -> tuple[list[Path], Counter[str]]:
     """Return the files of `inputs` in the order of the corpus, and the number of skipped ones for each reason.
 
     Links are followed, also to folders. What is reached twice is read once. Raises PreparationError.
@@ -189,7 +199,9 @@ def read_table(text: str, delimiter: str) -> Iterator[dict]:
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     for row in rows:
         if len(row) != len(rows.fieldnames) or None in row.values():
-            raise ValueError(f"line {rows.line_num} does not have the fields of the header, {rows.fieldnames}")
+            raise ValueError(
+                f"line {rows.line_num} does not have the fields of the header, {rows.fieldnames}"
+            )
         yield row
 
 

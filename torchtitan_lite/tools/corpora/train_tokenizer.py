@@ -22,12 +22,16 @@ def train_tokenizer(texts: Iterator[str], n_entries: int, folder: Path) -> str:
     """Write a tokenizer of `n_entries` to the new folder, and return the folder. Raises PreparationError."""
     library = import_extra("tokenizers", "hf")
     tokenizer = library.ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, vocab_size=n_entries, special_tokens=[BOS, EOS], show_progress=False)
+    tokenizer.train_from_iterator(
+        texts, vocab_size=n_entries, special_tokens=[BOS, EOS], show_progress=False
+    )
     n_found = tokenizer.get_vocab_size()
     if n_found != n_entries:
         why = f"with 256 bytes, BOS, EOS and their pairs, a tokenizer of these texts has {n_found} entries"
         raise PreparationError(f"--train-tokenizer {n_entries}: {why}. Use {n_found}")
-    tokenizer.post_processor = library.processors.TemplateProcessing(f"{BOS} $A", special_tokens=[(BOS, 0)])
+    tokenizer.post_processor = library.processors.TemplateProcessing(
+        f"{BOS} $A", special_tokens=[(BOS, 0)]
+    )
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}

@@ -35,7 +35,10 @@ from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.tables import format_table
 
-VARIABLE, LAUNCHER = "TORCHTITAN_LITE_FAULT", "TORCHTITAN_LITE_LAUNCHER"  # of the environment: the fault, a pid
+VARIABLE, LAUNCHER = (
+    "TORCHTITAN_LITE_FAULT",
+    "TORCHTITAN_LITE_LAUNCHER",
+)  # of the environment: the fault, a pid
 HANG = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
 DEAD = r"exitcode: {status}\) local_rank: {rank} "  # in torchrun's report
 KINDS = {  # function of inject.py -> what names its fault in the output; {rank} is the rank that met it
@@ -51,7 +54,12 @@ KINDS = {  # function of inject.py -> what names its fault in the output; {rank}
     "loop": HANG,
 }
 N_STEPS, FIRST_FAULT, LONGEST_S, MARK = 8, 5, 240, "fault.txt"
-KEYS = [f"--training.steps={N_STEPS}", "--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0"]
+KEYS = [
+    f"--training.steps={N_STEPS}",
+    "--checkpoint.enable",
+    "--checkpoint.interval=3",
+    "--checkpoint.keep_latest_k=0",
+]
 KEYS += ["--checkpoint.local_interval=1", "--debug.compare_copies_every=1", "--comm.hang_seconds=5"]
 KEYS += ["--metrics.log_freq=1", "--metrics.no_enable_tensorboard", "--validation.no_enable"]
 
@@ -75,20 +83,33 @@ def main(options: Namespace) -> int:
     if VARIABLE in os.environ:  # this process is a run of the drill
         os.environ[LAUNCHER] = str(os.getpid())
         return launch.main(options, run_rank)
-    args, out, kinds = [*options.config_args, *KEYS], options.out.absolute(), options.faults or list(KINDS)
+    args, out, kinds = (
+        [*options.config_args, *KEYS],
+        options.out.absolute(),
+        options.faults or list(KINDS),
+    )
     for kind in kinds:
         if kind not in KINDS and not (":" in kind and pkgutil.resolve_name(kind)):
             raise UserError(f"There is no fault {kind!r}. Use {', '.join(KINDS)}.")
     world_size = check(args, *choose_host()).layout.world_size
     faults = []
-    for kind, seed in [("none", 0)] + [(kind, options.seed + n) for n in range(options.times) for kind in kinds]:
+    for kind, seed in [("none", 0)] + [
+        (kind, options.seed + n) for n in range(options.times) for kind in kinds
+    ]:
         row = out / f"{kind}-{seed}" / "row.json"
         if not row.exists():
             row.write_text(json.dumps(asdict(drill(kind, seed, world_size, args, out))))
         faults.append(Fault(**json.loads(row.read_text())))
         print(make_card(faults[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(json.dumps(list(map(asdict, faults))) if options.json else make_card(faults))
-    return 0 if all(fault.is_equal and (fault.found_s is not None or fault.kind == "none") for fault in faults) else 1
+    return (
+        0
+        if all(
+            fault.is_equal and (fault.found_s is not None or fault.kind == "none")
+            for fault in faults
+        )
+        else 1
+    )
 
 
 def run_rank(args: list[str], folder: Path) -> int:
@@ -103,7 +124,9 @@ def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> 
     chosen = random.Random(f"{kind} {seed}")
     first = N_STEPS - 1 if kind == "flip_checkpoint" else FIRST_FAULT  # two checkpoints exist then
     folder, rank = out / f"{kind}-{seed}", -1 if kind == "none" else chosen.randrange(world_size)
-    fault = Fault(kind, chosen.randrange(10**6), rank, chosen.randrange(first, N_STEPS), str(folder))
+    fault = Fault(
+        kind, chosen.randrange(10**6), rank, chosen.randrange(first, N_STEPS), str(folder)
+    )
     rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="torchtitan_lite.drill-", dir="/dev/shm") as snapshots:
@@ -116,21 +139,37 @@ def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> 
 
 def read_shards(folder: Path) -> dict[str, bytes]:
     """Return the tensors of a checkpoint: its files without their headers, in which the order of names is random."""
-    files = {name: (folder / name).read_bytes() for name in read_checksums(folder) if name.startswith("rank-")}
-    return {name: content[8 + int.from_bytes(content[:8], "little") :] for name, content in files.items()}
+    files = {
+        name: (folder / name).read_bytes()
+        for name in read_checksums(folder)
+        if name.startswith("rank-")
+    }
+    return {
+        name: content[8 + int.from_bytes(content[:8], "little") :]
+        for name, content in files.items()
+    }
 
 
 def run_with(fault: Fault, args: list[str]) -> None:
     """Run to the end, and note in `fault` what the output says."""
     environment = {**os.environ, VARIABLE: json.dumps(asdict(fault)), "MAX_RESTARTS": "2"}
-    command = [sys.executable, "-m", "torchtitan_lite", "drill", *args, f"--job.dump_folder={fault.folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_lite",
+        "drill",
+        *args,
+        f"--job.dump_folder={fault.folder}",
+    ]
     deadline_s = time.monotonic() + LONGEST_S
     with open(Path(fault.folder) / "drill.txt", "ab") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         while process.poll() is None and time.monotonic() < deadline_s:
             time.sleep(0.1)
             read_output(fault)
-            if process.poll() == -signal.SIGKILL:  # kill_torchrun. A rank that lives on would hold the folder's lock.
+            if (
+                process.poll() == -signal.SIGKILL
+            ):  # kill_torchrun. A rank that lives on would hold the folder's lock.
                 output.write(b"torchrun was killed\n")
                 output.flush()
                 process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
@@ -147,7 +186,9 @@ def read_output(fault: Fault) -> None:
     text = (Path(fault.folder) / "drill.txt").read_text(errors="replace")
     since_s = round(time.time() - float(mark.read_text() or time.time()), 1)
     names_fault = KINDS.get(fault.kind, HANG)
-    if fault.found_s is None and (named := re.search(names_fault.replace("{rank}", str(fault.rank)), text)):
+    if fault.found_s is None and (
+        named := re.search(names_fault.replace("{rank}", str(fault.rank)), text)
+    ):
         fault.found_s = since_s
         if names_fault == HANG:
             os.kill(int(named[1]), signal.SIGKILL)

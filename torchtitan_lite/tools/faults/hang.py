@@ -32,17 +32,35 @@ STATES = {  # of a rank without a file, from /proc
     "R": "it is busy and never releases the GIL",
     "S": "it sleeps and holds the GIL, or is between two steps (validation, a save)",
 }
-DOES = {"D": "waits for a disk", "R": "is busy", "S": "sleeps"}  # a rank with a file that waits for no other rank
+DOES = {
+    "D": "waits for a disk",
+    "R": "is busy",
+    "S": "sleeps",
+}  # a rank with a file that waits for no other rank
 DISK = ("fsync", "write", "read", "sync_folder", "hash_file")  # functions
 
 
 def main(options: Namespace) -> int:
-    folders = sorted({path.parent for path in options.folder.rglob("restart-*/rank-*.json")}, key=os.path.getmtime)
-    dumps = {int(path.name[5:]): path for path in options.folder.rglob("rank_*") if path.name[5:].isdecimal()}
+    folders = sorted(
+        {path.parent for path in options.folder.rglob("restart-*/rank-*.json")},
+        key=os.path.getmtime,
+    )
+    dumps = {
+        int(path.name[5:]): path
+        for path in options.folder.rglob("rank_*")
+        if path.name[5:].isdecimal()
+    }
     if not folders and not dumps:
-        print(f"{options.folder} has no files of hanging ranks: no rank-*.json and no rank_N", file=sys.stderr)
+        print(
+            f"{options.folder} has no files of hanging ranks: no rank-*.json and no rank_N",
+            file=sys.stderr,
+        )
         return 2
-    files = read_files(folders[-1]) if folders else {rank: read_dump(rank, path) for rank, path in dumps.items()}
+    files = (
+        read_files(folders[-1])
+        if folders
+        else {rank: read_dump(rank, path) for rank, path in dumps.items()}
+    )
     culprits, text = explain(files)
     print(text)
     return 0 if culprits else 1
@@ -78,7 +96,9 @@ def read_dump(rank: int, path: Path) -> dict[str, object]:
     """Return NCCL's dump of a rank in the form of hang_watch.py."""
     with open(path, "rb") as file:
         dump = PlainUnpickler(file).load()
-    ranks = {row["name"]: json.loads(row["ranks"]) for row in dump["pg_config"].values() if row["name"]}
+    ranks = {
+        row["name"]: json.loads(row["ranks"]) for row in dump["pg_config"].values() if row["name"]
+    }
     return {
         "rank": rank,
         "world_size": max([rank, *(max(members) for members in ranks.values())]) + 1,
@@ -112,8 +132,12 @@ def explain(files: dict[int, dict]) -> tuple[dict[int, str], str]:
         text.append(f"So are {len(culprits) - 3} more ranks: {sorted(culprits)[3:20]}.")
     if not culprits:
         waits = Counter(list_pending(file)[0] for file in files.values())
-        text.append(f"Cause unknown. {'; '.join(f'{n} ranks wait in {wait}' for wait, n in waits.most_common(4))}.")
-    return culprits, " ".join([*text, f"{len(files)} of {first['world_size']} ranks wrote what they do."])
+        text.append(
+            f"Cause unknown. {'; '.join(f'{n} ranks wait in {wait}' for wait, n in waits.most_common(4))}."
+        )
+    return culprits, " ".join(
+        [*text, f"{len(files)} of {first['world_size']} ranks wrote what they do."]
+    )
 
 
 def list_pending(file: dict) -> list[str]:
@@ -132,12 +156,20 @@ def describe_idle(file: dict) -> str:
 def find_odd(files: dict[int, dict]) -> dict[int, str]:
     """Return the ranks whose pending call in a group is not the call of most of its ranks."""
     for group in {group for file in files.values() for group in file["groups"]}:
-        rows = {rank: file["groups"][group] for rank, file in files.items() if group in file["groups"]}
+        rows = {
+            rank: file["groups"][group] for rank, file in files.items() if group in file["groups"]
+        }
         last = {rank: row["last"] for rank, row in rows.items() if row["pending"]}
-        calls = {rank: (call["number"], call["name"], str(call["sizes"])) for rank, call in last.items()}
+        calls = {
+            rank: (call["number"], call["name"], str(call["sizes"])) for rank, call in last.items()
+        }
         (usual, n), *others = Counter(calls.values()).most_common() or [(None, 0)]
         if others and n > len(calls) / 2:
-            return {rank: "it called {1} {2}".format(*call) for rank, call in calls.items() if call != usual}
+            return {
+                rank: "it called {1} {2}".format(*call)
+                for rank, call in calls.items()
+                if call != usual
+            }
     return {}
 
 
@@ -151,7 +183,9 @@ def find_passed_send(files: dict[int, dict]) -> dict[int, str]:
             is_past = not any("compute_gradients" in frame for frame in theirs["stack"])
             if is_past or theirs["pipeline"]["sent"].get(way, 0) > sent[way]:
                 what = "hidden states" if way == "fwd_recv" else "gradients"
-                found[sender] = f"it went on with fewer sends of {what} than rank {rank} expects, which has {sent[way]}"
+                found[sender] = (
+                    f"it went on with fewer sends of {what} than rank {rank} expects, which has {sent[way]}"
+                )
     return found
 
 
@@ -164,7 +198,12 @@ def find_waiter(files: dict[int, dict], rank: int) -> str:
             return f"is missing from a send of the pipeline (axis pp, {way}) that rank {waiter} waits for"
         for group, row in file["groups"].items():
             call, n_own = row["pending"], own.get(group, {"n": 0})["n"]
-            if call and waiter != rank and rank in json.loads(group.partition(" ")[2]) and n_own <= call["number"]:
+            if (
+                call
+                and waiter != rank
+                and rank in json.loads(group.partition(" ")[2])
+                and n_own <= call["number"]
+            ):
                 waits.append((call["at_ns"], waiter, describe_call(call)))
     if not waits:
         return "is missing, and no rank with a file waits for it directly"

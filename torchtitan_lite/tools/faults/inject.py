@@ -67,13 +67,17 @@ def flip_weight(fault: Fault, run: Run) -> None:
 
 def choose_weight(fault: Fault, run: Run) -> torch.Tensor:
     """Return the local shard of a weight, flat. Prefers weights that several ranks hold copies of."""
-    parameters = [parameter for parameter in run.parameters.values() if local_tensor(parameter).numel()]
+    parameters = [
+        parameter for parameter in run.parameters.values() if local_tensor(parameter).numel()
+    ]
     copied = [parameter for parameter in parameters if count_copies(parameter) > 1] or parameters
     return local_tensor(copied[fault.seed % len(copied)]).detach().view(-1)
 
 
 def flip_snapshot(fault: Fault, run: Run) -> None:
-    flip_file_and_die(fault, list(Path(run.config.checkpoint.local_folder).glob("*/*/step-*/rank-*")))
+    flip_file_and_die(
+        fault, list(Path(run.config.checkpoint.local_folder).glob("*/*/step-*/rank-*"))
+    )
 
 
 def flip_checkpoint(fault: Fault, run: Run) -> None:
@@ -101,7 +105,9 @@ def replace_step(fault: Fault) -> None:
         n_steps += 1
         if fault.rank == dist.get_rank() and n_steps == fault.step and not mark.exists():
             mark.write_text(str(time.time()))
-            pkgutil.resolve_name(fault.kind if ":" in fault.kind else f"{__name__}:{fault.kind}")(fault, run)
+            pkgutil.resolve_name(fault.kind if ":" in fault.kind else f"{__name__}:{fault.kind}")(
+                fault, run
+            )
         return original(run, batch, stop_signal)
 
     train.train_step = train_step

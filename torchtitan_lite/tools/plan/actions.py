@@ -42,11 +42,17 @@ def find_missing_action(rows: list[list[Action]]) -> str:
 def find_deadlock(rows: list[list[Action]]) -> str:
     """Describe the actions that wait for each other; empty if the schedule completes."""
     n_run = Counter(rank for rank, *_ in run_on_paper(rows, lambda action: 1.0))
-    stuck = [f"row {rank + 1} at {row[n_run[rank]]}" for rank, row in enumerate(rows) if n_run[rank] < len(row)]
+    stuck = [
+        f"row {rank + 1} at {row[n_run[rank]]}"
+        for rank, row in enumerate(rows)
+        if n_run[rank] < len(row)
+    ]
     return f"deadlocks: {', '.join(stuck)} wait for one another" if stuck else ""
 
 
-def run_on_paper(rows: list[list[Action]], seconds_of: Callable[[Action], float], send: float = 0.0) -> Iterator[tuple]:
+def run_on_paper(
+    rows: list[list[Action]], seconds_of: Callable[[Action], float], send: float = 0.0
+) -> Iterator[tuple]:
     """Simulate the schedule and yield (rank, start, end, action). Sending to another rank takes `send` seconds."""
     last_stage = max(action.stage for row in rows for action in row)
     rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
@@ -59,7 +65,12 @@ def run_on_paper(rows: list[list[Action]], seconds_of: Callable[[Action], float]
                 needs = list_needs(action := row[next_of[rank]], last_stage)
                 if any(need not in done for need in needs):
                     break
-                start = max([clocks[rank], *(done[need] + send * (rank_of[need[0]] != rank) for need in needs)])
+                start = max(
+                    [
+                        clocks[rank],
+                        *(done[need] + send * (rank_of[need[0]] != rank) for need in needs),
+                    ]
+                )
                 clocks[rank] = start + seconds_of(action)
                 for kind in "IW" if action.kind == "B" else action.kind:  # B does both halves
                     done[action.stage, kind, action.microbatch] = clocks[rank]

@@ -22,8 +22,15 @@ from torch import nn
 from torchtitan_lite import PACKAGE
 
 CALL, ENGINE = nn.Module._call_impl.__code__, torch.autograd.graph._engine_run_backward.__code__
-FSDP = {"unshard": "forward", "post_backward": "backward"}  # a pipeline schedule calls these outside of the model
-NO_CALL_SITES = ("parallel/exchange.py", "parallel/tensor_parallel.py", "tools/")  # helpers: their callers are shown
+FSDP = {
+    "unshard": "forward",
+    "post_backward": "backward",
+}  # a pipeline schedule calls these outside of the model
+NO_CALL_SITES = (
+    "parallel/exchange.py",
+    "parallel/tensor_parallel.py",
+    "tools/",
+)  # helpers: their callers are shown
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,9 @@ class CallSites:
 
     def __init__(self):
         self.names: dict[int, str] = {}  # id of a module -> FQN
-        self._in_forward: list[tuple[int, CallSite]] = [(-1, CallSite())]  # by autograd's sequence number, ascending
+        self._in_forward: list[tuple[int, CallSite]] = [
+            (-1, CallSite())
+        ]  # by autograd's sequence number, ascending
 
     def name_modules(self, parts: list[nn.Module]) -> None:
         """Register the FQNs of all modules in these model parts."""
@@ -66,11 +75,18 @@ class CallSites:
             elif not line and (file := name_file(code)):
                 line = f"{file}:{frame.f_lineno}"
             frame = frame.f_back
-        if phase == "backward" and node is not None:  # the first forward call site after the node was numbered
-            at = bisect_left(self._in_forward, node._sequence_nr() + 1, key=lambda counted: counted[0])
+        if (
+            phase == "backward" and node is not None
+        ):  # the first forward call site after the node was numbered
+            at = bisect_left(
+                self._in_forward, node._sequence_nr() + 1, key=lambda counted: counted[0]
+            )
             forward = self._in_forward[at][1] if at < len(self._in_forward) else CallSite()
             return CallSite(line or forward.line, module or forward.module, phase)
-        site, counter = CallSite(line, module, phase or outside or "between"), torch.autograd._get_sequence_nr()
+        site, counter = (
+            CallSite(line, module, phase or outside or "between"),
+            torch.autograd._get_sequence_nr(),
+        )
         if phase in ("forward", "recompute") and counter > self._in_forward[-1][0]:
             self._in_forward.append((counter, site))
         return site

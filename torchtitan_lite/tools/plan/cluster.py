@@ -46,7 +46,9 @@ class Cluster:
     tensorwise_efficiency: float = 0.65
     rowwise_efficiency: float = 0.35
     te_efficiency: float = 0.67
-    tile_depth: float = 256.0  # cost of a tile's prologue and epilogue, in elements of the inner dim. Fit.
+    tile_depth: float = (
+        256.0  # cost of a tile's prologue and epilogue, in elements of the inner dim. Fit.
+    )
     kernel_s: float = 5e-6  # start and end of a kernel. Fit.
     # FlashAttention-2 on Hopper: 335 TFLOP/s causal forward, arXiv:2407.08608, figure 5. Backward: fit.
     flash2_forward: float = 0.34
@@ -57,9 +59,15 @@ class Cluster:
     # Triton kernels: flex attention, and llm-foundry's kernel. Fit.
     triton_forward: float = 0.26
     triton_backward: float = 0.16
-    unfused_efficiency: float = 0.54  # matmuls of unfused attention, which writes its scores to memory. Fit.
-    memory_efficiency: float = 0.72  # of elementwise kernels. Fit; STREAM-like copies reach 80 to 90 %
-    link_efficiency: float = 0.80  # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
+    unfused_efficiency: float = (
+        0.54  # matmuls of unfused attention, which writes its scores to memory. Fit.
+    )
+    memory_efficiency: float = (
+        0.72  # of elementwise kernels. Fit; STREAM-like copies reach 80 to 90 %
+    )
+    link_efficiency: float = (
+        0.80  # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
+    )
     network_efficiency: float = 0.92  # 46 to 48 GB/s on a 400 Gb/s card: nccl-tests issue 290
     # Ring, protocol Simple: base, per hop inside a node, per hop between nodes. NCCL, tuning.cc.
     latency_s: float = 8.4e-6
@@ -85,9 +93,15 @@ class Cluster:
         """Return the bytes that the allocator of a rank reserves, if `live_bytes` are in use."""
         return live_bytes * (self.tp_reserve_factor if tp > 1 else self.reserve_factor)
 
-    def matmul_time(self, m: float, n: float, k: float, dtype: str, float8_recipe: str = "") -> float:
+    def matmul_time(
+        self, m: float, n: float, k: float, dtype: str, float8_recipe: str = ""
+    ) -> float:
         """Return the seconds of a matmul (m, k) x (k, n)."""
-        efficiency = getattr(self, f"{float8_recipe}_efficiency") if dtype == "float8" else self.matmul_efficiency
+        efficiency = (
+            getattr(self, f"{float8_recipe}_efficiency")
+            if dtype == "float8"
+            else self.matmul_efficiency
+        )
         waves = m * n / (TILE * self.n_multiprocessors)
         # A result of less than one wave leaves multiprocessors idle, so the kernel splits the inner dim among them.
         splits = max(1.0, min(1 / waves, sqrt(k / (self.tile_depth * waves))))
@@ -102,7 +116,9 @@ class Cluster:
         """Return the seconds to all-gather or reduce-scatter a tensor over n ranks that are `stride` ranks apart."""
         if n == 1:
             return 0.0
-        return whole_bytes * (n - 1) / n / self.find_bandwidth(stride, n) + self.find_latency(stride, n)
+        return whole_bytes * (n - 1) / n / self.find_bandwidth(stride, n) + self.find_latency(
+            stride, n
+        )
 
     def expose(self, seconds: float, work: float, share: float = 1.0) -> float:
         """Return the seconds that a collective adds to `work` seconds of kernels that it overlaps with.
@@ -136,7 +152,11 @@ class Cluster:
     def find_latency(self, stride: int, n: int) -> float:
         """Return the seconds of a collective on zero bytes in such a group."""
         n_nodes = self.count_nodes(stride, n)
-        return self.latency_s + (n - n_nodes) * self.link_latency_s + (n_nodes - 1) * self.network_latency_s
+        return (
+            self.latency_s
+            + (n - n_nodes) * self.link_latency_s
+            + (n_nodes - 1) * self.network_latency_s
+        )
 
 
 # One row for each --gpu. Memory: the total in nvidia-smi. Links: one direction, half of the number in the datasheet.
@@ -174,11 +194,15 @@ def describe_node(gpu: str, cluster: Cluster, n_ranks: int) -> Machine:
 
 def find_row(device_name: str) -> str:
     """Return the name of the row for a device, by the driver's name; "h100" if there is none."""
-    return next((name for name in CLUSTERS if name.partition("-")[0] in device_name.lower()), "h100")
+    return next(
+        (name for name in CLUSTERS if name.partition("-")[0] in device_name.lower()), "h100"
+    )
 
 
 def find_cluster(gpu: str) -> Cluster:
     """Return the row of CLUSTERS for `gpu`. Raises ConfigError if there is none."""
     if gpu not in CLUSTERS:
-        raise ConfigError([Problem("--gpu", gpu, "there is no such row", f"Known: {', '.join(CLUSTERS)}")])
+        raise ConfigError(
+            [Problem("--gpu", gpu, "there is no such row", f"Known: {', '.join(CLUSTERS)}")]
+        )
     return CLUSTERS[gpu]

@@ -38,12 +38,16 @@ class Plan:
         self.forecast = forecast(StepTime(workload, cluster), [(order, 1)])
         self.remarks = list_remarks(planned, self.forecast, self.taken_bytes)
         moved = [estimate_traffic(workload, rank, order) for rank in group_pp_ranks(planned)]
-        self.traffic = max(moved, key=lambda each: sum(moved.n_bytes for moved in each.values()))  # of the busiest rank
+        self.traffic = max(
+            moved, key=lambda each: sum(moved.n_bytes for moved in each.values())
+        )  # of the busiest rank
 
     def count_nodes(self, axis: str) -> int:
         """Return the number of nodes that a group along these mesh dims spans."""
         layout, dims = self.planned.layout, axis.split(" x ")
-        return self.cluster.count_nodes(layout.strides[dims[-1]], prod(getattr(layout, dim) for dim in dims))
+        return self.cluster.count_nodes(
+            layout.strides[dims[-1]], prod(getattr(layout, dim) for dim in dims)
+        )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -67,8 +71,14 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
     config, moe = plan.planned.config, plan.planned.model_args.moe
     tokens = expected.workload.tokens_per_step
     duration = format_duration(config.training.steps * expected.step_time_s)
-    schedule = f", {config.parallelism.pipeline_parallel_schedule}, {len(layout.stages)} stages" * (layout.pp > 1)
-    experts = f"\na token passes through {moe.top_k} of {moe.n_experts} equally loaded experts" if moe else ""
+    schedule = f", {config.parallelism.pipeline_parallel_schedule}, {len(layout.stages)} stages" * (
+        layout.pp > 1
+    )
+    experts = (
+        f"\na token passes through {moe.top_k} of {moe.n_experts} equally loaded experts"
+        if moe
+        else ""
+    )
     blocks = [
         f"{plan.planned.config_name} on {layout.world_size:,} x {plan.gpu}: {layout}{schedule}, ZeRO "
         f"{layout.zero_stage}, recompute {config.activation_checkpoint.mode}\n"
@@ -89,7 +99,10 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
             f"{max(1, round(interval_s / expected.step_time_s))}): goodput {goodput:.1%}"
         )
     if config.checkpoint.local_folder:
-        n_bytes = max(memory.parameters + memory.optimizer for memory in plan.memory) * plan.cluster.node_size
+        n_bytes = (
+            max(memory.parameters + memory.optimizer for memory in plan.memory)
+            * plan.cluster.node_size
+        )
         blocks.append(
             f"snapshots: at most {format_bytes(n_bytes)} each on a host; {config.checkpoint.local_folder} needs "
             f"{format_bytes(3 * n_bytes)}, for the last two and the one being written"
@@ -112,12 +125,19 @@ def describe_memory(plan: Plan) -> str:
         like = f" and {len(alike) - 1} like it" * (len(alike) > 1)
         tp = plan.planned.layout.tp
         reserved = plan.cluster.reserve(memory.live, tp) + plan.cluster.context_bytes
-        sizes = [*vars(memory).values(), memory.live, reserved, find_most_taken(plan.cluster, memory.live, tp)]
+        sizes = [
+            *vars(memory).values(),
+            memory.live,
+            reserved,
+            find_most_taken(plan.cluster, memory.live, tp),
+        ]
         cells = list(map(format_bytes, sizes))
         if not memory.gradients:  # the peak is at the loss of the only microbatch
             cells[1] = "none yet"
         rows.append((f"  pp rank {pp_rank}{like}", *cells))
-    legend = "taken: by the allocator and by CUDA; at most: upper end of the 80 % range, which must fit"
+    legend = (
+        "taken: by the allocator and by CUDA; at most: upper end of the 80 % range, which must fit"
+    )
     return f"{format_table(rows)}\n  {legend}\n  {BARS['memory'].describe(plan.gpu)}"
 
 
@@ -147,5 +167,13 @@ def describe_traffic(plan: Plan) -> str:
     rows = []
     for (axis, operation), moved in plan.traffic.items():
         nodes = f"over {n} nodes" if (n := plan.count_nodes(axis)) > 1 else "inside a node"
-        rows.append((f"  {axis}", operation, f"{moved.n_calls:,.0f} calls", format_bytes(moved.n_bytes), nodes))
+        rows.append(
+            (
+                f"  {axis}",
+                operation,
+                f"{moved.n_calls:,.0f} calls",
+                format_bytes(moved.n_bytes),
+                nodes,
+            )
+        )
     return format_table(rows, "<<>>") if rows else "  none"

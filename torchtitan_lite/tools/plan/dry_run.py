@@ -32,7 +32,9 @@ from torchtitan_lite.tools.plan.timeline import plan_order
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_moved
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
-CPU = torch.device("cpu")  # the device of fake tensors, because a CPU build of torch has no CUDA kernels
+CPU = torch.device(
+    "cpu"
+)  # the device of fake tensors, because a CPU build of torch has no CUDA kernels
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class DryRun:
     @property
     def traffic(self) -> dict[tuple[str, str], Moved]:
         """(axis, operation) -> calls and bytes of the rank in the step."""
-        return sum_moved(((call.axis, call.operation), 1, call.n_bytes) for call in self.collectives)
+        return sum_moved(
+            ((call.axis, call.operation), 1, call.n_bytes) for call in self.collectives
+        )
 
 
 def shorten(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
@@ -61,9 +65,16 @@ def shorten(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
 
 def dry_run(planned: PlannedRun, pp_rank: int = 0) -> DryRun:
     """Run one optimizer step of the first rank of a pipeline stage, with all its microbatches."""
-    config, model_args, layout = with_value(planned.config, "compile.enable", False), planned.model_args, planned.layout
+    config, model_args, layout = (
+        with_value(planned.config, "compile.enable", False),
+        planned.model_args,
+        planned.layout,
+    )
     meter = Meter(layout)
-    with fake_world.fake_group(layout.world_size, rank=pp_rank * layout.strides["pp"]), ExitStack() as stack:
+    with (
+        fake_world.fake_group(layout.world_size, rank=pp_rank * layout.strides["pp"]),
+        ExitStack() as stack,
+    ):
         mesh = build_mesh(layout, CPU.type)
         parts = build.build_parts(config, model_args, layout, mesh)
         stack.enter_context(fake_world.static_stages(config, model_args, layout))
@@ -98,15 +109,35 @@ def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     plan = make_plan(options)
     print(describe(plan, options))
-    short = shorten(plan.planned, max(3, 2 * plan.planned.layout.pp))  # first, middle, last; or a full pipeline
+    short = shorten(
+        plan.planned, max(3, 2 * plan.planned.layout.pp)
+    )  # first, middle, last; or a full pipeline
     order = plan_order(short.config.parallelism, short.layout)
     memory, rows = list_memory(short.workload, order), [("", "", "closed form", "dry run")]
     for rank in group_pp_ranks(short):
-        run, closed, name = dry_run(short, rank), estimate_traffic(short.workload, rank, order), f"  pp rank {rank}"
-        rows.append((name, "live memory at the peak", *map(format_bytes, (memory[rank].live, run.peak_bytes))))
+        run, closed, name = (
+            dry_run(short, rank),
+            estimate_traffic(short.workload, rank, order),
+            f"  pp rank {rank}",
+        )
+        rows.append(
+            (
+                name,
+                "live memory at the peak",
+                *map(format_bytes, (memory[rank].live, run.peak_bytes)),
+            )
+        )
         for axis, operation in closed | run.traffic:
-            both = [traffic.get((axis, operation), Moved(0, 0)) for traffic in (closed, run.traffic)]
+            both = [
+                traffic.get((axis, operation), Moved(0, 0)) for traffic in (closed, run.traffic)
+            ]
             calls = " and ".join(dict.fromkeys(f"{moved.n_calls:,.0f}" for moved in both))
-            rows.append((name, f"{operation} over {axis}, {calls} calls", *(format_bytes(m.n_bytes) for m in both)))
+            rows.append(
+                (
+                    name,
+                    f"{operation} over {axis}, {calls} calls",
+                    *(format_bytes(m.n_bytes) for m in both),
+                )
+            )
     print(f"\na step of {short.layout.n_microbatches} microbatches\n{format_table(rows, '<<>>')}")
     return 0 if plan.fits else 1

@@ -20,7 +20,10 @@ from torchtitan_lite.tools.tables import format_bytes, format_table
 
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
 FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
-MOST_SHOWN, GAP = 8, ".."  # ranks or coordinates in a row; a longer row shows the first two, a gap, and the last
+MOST_SHOWN, GAP = (
+    8,
+    "..",
+)  # ranks or coordinates in a row; a longer row shows the first two, a gap, and the last
 ROLES = {  # mesh dim -> work of its ranks in a step
     "pp": "{n} ranks hold successive layers; hidden states move to the next rank, and their gradients back",
     "dp_replicate": "{n} ranks read different sequences, hold the same weights, and all-reduce gradients",
@@ -36,7 +39,9 @@ def main(options: argparse.Namespace) -> int:
     planned = plan_run(options.config_args, options.gpus, options.device)
     n = planned.layout.world_size
     if not 0 <= options.rank < n:
-        raise ConfigError([Problem("--rank", options.rank, f"there are {n} ranks", f"Use 0 to {n - 1}")])
+        raise ConfigError(
+            [Problem("--rank", options.rank, f"there are {n} ranks", f"Use 0 to {n - 1}")]
+        )
     print(f"{planned.config_name} on {n:,} ranks: {planned.layout}\n")
     if options.token:
         explain_token(planned, options.rank)
@@ -57,7 +62,9 @@ def explain_step(planned: PlannedRun) -> None:
         run, ranks = dry_run(short, pp_rank), range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
         title = f"pp rank {pp_rank}" + f" and {len(alike) - 1} like it" * (len(alike) > 1)
         print(f"\n---- {title}: parameters\n\n{format_parameters(run.parameters, elide(ranks))}")
-        print(f"\n---- {title}: collectives of one rank\n\n{format_collectives(run.collectives, n_more)}")
+        print(
+            f"\n---- {title}: collectives of one rank\n\n{format_collectives(run.collectives, n_more)}"
+        )
 
 
 def explain_token(planned: PlannedRun, rank: int) -> None:
@@ -66,21 +73,29 @@ def explain_token(planned: PlannedRun, rank: int) -> None:
     at = {dim: rank // layout.strides[dim] % degree for dim, degree in layout.degrees.items()}
     n_rows = layout.global_batch_size // layout.dp
     first = (at["dp_replicate"] * layout.dp_shard + at["dp_shard"]) * n_rows
-    print(f"rank {rank} has the coordinates {', '.join(f'{dim} {index}' for dim, index in at.items())}.")
+    print(
+        f"rank {rank} has the coordinates {', '.join(f'{dim} {index}' for dim, index in at.items())}."
+    )
     print(
         f"It reads rows {first}..{first + n_rows - 1} of {layout.global_batch_size}. Forward of its first microbatch:"
     )
     runs = [dry_run(short, pp_rank) for pp_rank in range(layout.pp)]
     for stage, (fqns, pp_rank) in enumerate(zip(layout.stages, layout.stage_ranks, strict=True)):
         run, here = runs[pp_rank], rank % per_stage + pp_rank * per_stage
-        own = tuple(fqn + end for fqn in fqns for end in ".,")  # FSDP gathers "norm, output" together
-        parameters = {fqn: parameter for fqn, parameter in run.parameters.items() if fqn.startswith(own)}
+        own = tuple(
+            fqn + end for fqn in fqns for end in ".,"
+        )  # FSDP gathers "norm, output" together
+        parameters = {
+            fqn: parameter for fqn, parameter in run.parameters.items() if fqn.startswith(own)
+        }
         print(f"\n---- stage {stage}: parameters\n\n{format_parameters(parameters, [here])}")
         arrives = stage > 0 and layout.stage_ranks[stage - 1] != pp_rank
         calls = [call for call in run.collectives if call.operation == "receive"][:arrives]
         forward = [call for call in run.collectives if call.site.phase == "forward"]
         n_calls = Counter(call for call in forward if f"{call.site.module}.".startswith(own))
-        for call in forward:  # all microbatches make the same calls: keep the calls of one microbatch
+        for (
+            call
+        ) in forward:  # all microbatches make the same calls: keep the calls of one microbatch
             if calls.count(call) * short.layout.n_microbatches < n_calls[call]:
                 calls.append(call)
         print(f"\n---- stage {stage}: collectives of rank {here}\n\n{format_collectives(calls)}")
@@ -96,7 +111,8 @@ def describe_step(planned: PlannedRun) -> str:
         *(f"{dim}: {role.format(n=sizes[dim])}" for dim, role in ROLES.items() if sizes[dim] > 1),
         f"recompute: {config.activation_checkpoint.mode}. Backward recomputes activations that forward did not keep",
         f"update: ranks all-reduce the gradient norm; {config.optimizer.name} updates the local slices"
-        + "; each hidden matrix is sent to one rank, orthogonalized, and sent back" * planned.workload.updates_matrices,
+        + "; each hidden matrix is sent to one rank, orthogonalized, and sent back"
+        * planned.workload.updates_matrices,
     ]
     return "\n".join(f"  {line}" for line in lines)
 
@@ -105,12 +121,17 @@ def draw_mesh(degrees: dict[str, int]) -> str:
     """Draw all ranks. The innermost dim is in brackets, the next one across, and the others down."""
     used = {dim: degree for dim, degree in degrees.items() if degree > 1} or {"tp": 1}
     *down, across, inner = used if len(used) > 1 else ["", *used]
-    ranks = torch.arange(prod(used.values())).view(*(used[dim] for dim in down), used.get(across, 1), used[inner])
+    ranks = torch.arange(prod(used.values())).view(
+        *(used[dim] for dim in down), used.get(across, 1), used[inner]
+    )
     lines = [f"mesh: {inner} in brackets" + f", {across} across" * bool(across)]
     for place in product(*(elide(range(used[dim])) for dim in down)):
         label = "".join(f"{dim} {index}  " for dim, index in zip(down, place, strict=True))
         groups = [GAP] if GAP in place else elide(ranks[place].tolist())
-        lines.append(f"  {label}" + "  ".join(g if g == GAP else f"[{' '.join(map(str, elide(g)))}]" for g in groups))
+        lines.append(
+            f"  {label}"
+            + "  ".join(g if g == GAP else f"[{' '.join(map(str, elide(g)))}]" for g in groups)
+        )
     return "\n".join(lines)
 
 
@@ -136,8 +157,12 @@ def describe_slice(parameter: Tensor, rank: int) -> str:
     if not isinstance(parameter, DTensor):
         return "all"
     mesh, whole = parameter.device_mesh, parameter.shape  # the mesh spans all ranks of a stage
-    coordinate = [int(index) for index in torch.unravel_index(torch.tensor(rank % mesh.size()), mesh.shape)]
-    shape, offset = _compute_local_shape_and_global_offset(whole, mesh.shape, coordinate, parameter.placements)
+    coordinate = [
+        int(index) for index in torch.unravel_index(torch.tensor(rank % mesh.size()), mesh.shape)
+    ]
+    shape, offset = _compute_local_shape_and_global_offset(
+        whole, mesh.shape, coordinate, parameter.placements
+    )
     names = {1: ["elements"], 2: ["rows", "columns"], 3: ["experts", "rows", "columns"]}[len(shape)]
     sizes = zip(names, offset, shape, whole, strict=True)
     held = [f"{name} {begin}..{begin + n - 1}" for name, begin, n, of in sizes if n < of]
@@ -155,13 +180,17 @@ def format_collectives(collectives: list[Collective], n_more: int = 0) -> str:
     `n_more`: microbatches that the dry run left out. A pass that repeats is counted for each of them too.
     """
     parts = Counter()
-    for phase, calls in groupby(collectives, key=lambda call: call.site.phase.replace("recompute", "backward")):
+    for phase, calls in groupby(
+        collectives, key=lambda call: call.site.phase.replace("recompute", "backward")
+    ):
         by_owner: dict[str, list[tuple]] = {}
         for call in calls:
             owner, module = LAYER.fullmatch(call.site.module).groups()
             tensor = f"{list(call.shape)} {call.dtype}", format_bytes(call.n_bytes)
             place = module + " again" * (call.site.phase == "recompute"), call.site.line
-            by_owner.setdefault(owner, []).append((f"{call.operation} over {call.axis}", *tensor, *place))
+            by_owner.setdefault(owner, []).append(
+                (f"{call.operation} over {call.axis}", *tensor, *place)
+            )
         parts[phase, tuple((owner, tuple(rows)) for owner, rows in by_owner.items())] += 1
     table = [("", "collective", "whole tensor", "bytes of a rank", "module", "line")]
     for (phase, by_owner), n in parts.items():

@@ -60,10 +60,15 @@ def fake_tensors() -> Iterator[None]:
     infer = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def infer_unseen(*args):
-        with _disable_current_modes():  # DTensor infers shapes with fake tensors of the full shape; do not count them
+        with (
+            _disable_current_modes()
+        ):  # DTensor infers shapes with fake tensors of the full shape; do not count them
             return infer(*args)
 
-    with patch.object(ShardingPropagator, infer.__name__, infer_unseen), FakeMode(allow_non_fake_inputs=True):
+    with (
+        patch.object(ShardingPropagator, infer.__name__, infer_unseen),
+        FakeMode(allow_non_fake_inputs=True),
+    ):
         yield
 
 
@@ -76,7 +81,11 @@ def make_batch(layout: Layout, seq_len: int) -> Batch:
 @contextmanager
 def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iterator[None]:
     """Context manager: pipeline stages know their shapes without communication."""
-    shape = layout.microbatch_size, config.training.seq_len // layout.cp // layout.tp, model_args.dim
+    shape = (
+        layout.microbatch_size,
+        config.training.seq_len // layout.cp // layout.tp,
+        model_args.dim,
+    )
     dtype = getattr(torch, config.training.mixed_precision_param)
     hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     with (
@@ -94,7 +103,9 @@ class StaticStage(pipeline.Stage):
         tokens = torch.empty(hidden.shape[:1], dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         received, sent = tokens if index == 0 else hidden, loss if index == n_stages - 1 else hidden
-        super().__init__(part, index, n_stages, device, input_args=received, output_args=sent, group=group)
+        super().__init__(
+            part, index, n_stages, device, input_args=received, output_args=sent, group=group
+        )
 
     def _warmup_forward_vote(self, *args, **received) -> Tensor:
         return torch.ones(1)  # the vote of a stage that knows its shapes
@@ -116,7 +127,11 @@ def even_experts(workload: Workload) -> Iterator[None]:
 
 def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Replace grouped_mm: torch's meta function takes bfloat16 only."""
-    return F.grouped_mm(rows, matrices, offs=ends) if rows.dtype == torch.bfloat16 else rows @ matrices[0]
+    return (
+        F.grouped_mm(rows, matrices, offs=ends)
+        if rows.dtype == torch.bfloat16
+        else rows @ matrices[0]
+    )
 
 
 @contextmanager
@@ -125,12 +140,16 @@ def gpu_kernels() -> Iterator[None]:
     with (
         patch.object(attention, "attend_within_documents", attend_without_mask),
         patch.object(context_parallel, "attend_within_documents", attend_without_mask),
-        patch.object(F, "rms_norm", lambda x, shape, weight=None, eps=None: FusedNorm.apply(x, weight)),
+        patch.object(
+            F, "rms_norm", lambda x, shape, weight=None, eps=None: FusedNorm.apply(x, weight)
+        ),
     ):
         yield
 
 
-def attend_without_mask(query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor, **places: Tensor) -> Tensor:
+def attend_without_mask(
+    query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor, **places: Tensor
+) -> Tensor:
     """Replace flex attention by a kernel that keeps the same tensors for backward."""
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
@@ -140,7 +159,9 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, x.sum(-1, dtype=torch.float32))  # the sum has the size of 1 / rms
+        ctx.save_for_backward(
+            x, weight, x.sum(-1, dtype=torch.float32)
+        )  # the sum has the size of 1 / rms
         return torch.empty_like(x)
 
     @staticmethod

@@ -7,10 +7,18 @@ from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
 from torchtitan_lite.tools.plan.orders import Order
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.timeline import Timeline, count_in_flight, extrapolate_in_flight, simulate
+from torchtitan_lite.tools.plan.timeline import (
+    Timeline,
+    count_in_flight,
+    extrapolate_in_flight,
+    simulate,
+)
 from torchtitan_lite.tools.plan.workload import Workload
 
-PARTS = {"recompute": "again", **{f"waiting for {axis}": axis for axis in ("tp", "cp", "ep", "dp")}}  # fields of Phases
+PARTS = {
+    "recompute": "again",
+    **{f"waiting for {axis}": axis for axis in ("tp", "cp", "ep", "dp")},
+}  # fields of Phases
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,9 @@ class Forecast:
     workload: Workload
     cluster: Cluster
     step_time_s: float
-    parts_s: dict[str, float]  # "compute", "recompute", "bubble", ... -> seconds, averaged over pp ranks
+    parts_s: dict[
+        str, float
+    ]  # "compute", "recompute", "bubble", ... -> seconds, averaged over pp ranks
     bubble: float  # idle fraction of a step, averaged over pp ranks
     timeline: Timeline  # of the whole step, or of the first sample of list_samples
     tokens_per_s_per_gpu: float
@@ -31,7 +41,9 @@ class Forecast:
 
 def forecast(model: StepTime, orders: list[tuple[Order, int]]) -> Forecast:
     """Forecast one step from weighted orders: the whole step with weight 1, or the samples of list_samples."""
-    timelines = [(simulate(order, model.seconds_of, model.send_s), weight) for order, weight in orders]
+    timelines = [
+        (simulate(order, model.seconds_of, model.send_s), weight) for order, weight in orders
+    ]
     end_time = sum(weight * timeline.end_time for timeline, weight in timelines)
     w, layout, busy = model.workload, model.workload.layout, model.busy
     m, flops = layout.n_microbatches, count_flops_per_token(w.args, w.seq_len)
@@ -45,7 +57,9 @@ def forecast(model: StepTime, orders: list[tuple[Order, int]]) -> Forecast:
     parts = {"compute": step_time_s - sum(parts.values()), **parts}
     bubble = parts["bubble"] / step_time_s
     speed = w.tokens_per_step / step_time_s / layout.world_size
-    mfu = (speed * each / model.cluster.peak(w.compute_dtype) for each in (flops.full, flops.causal))
+    mfu = (
+        speed * each / model.cluster.peak(w.compute_dtype) for each in (flops.full, flops.causal)
+    )
     return Forecast(w, model.cluster, step_time_s, parts, bubble, timelines[0][0], speed, *mfu)
 
 
@@ -60,6 +74,11 @@ def estimate_peak(workload: Workload, schedule: str) -> float:
     Only the first pp rank, the second (it may have one layer more) and the last (the logits) can be the fullest.
     """
     layout = workload.layout
-    in_flight = extrapolate_in_flight(schedule, layout.pp, layout.n_microbatches, len(layout.stages) // layout.pp)
+    in_flight = extrapolate_in_flight(
+        schedule, layout.pp, layout.n_microbatches, len(layout.stages) // layout.pp
+    )
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
-    return max(memory.live for memory in estimate_memory(workload, {rank: in_flight[rank] for rank in ranks}))
+    return max(
+        memory.live
+        for memory in estimate_memory(workload, {rank: in_flight[rank] for rank in ranks})
+    )

@@ -62,24 +62,41 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
     heads, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     hidden, of_rowwise = args.dim / tp, args.dim * len(kind.rowwise)
     of_colwise = sum(module.weight[0] for module in kind.colwise) / tp
-    norms, gathered = hidden * sum(module.split == "sequence" for module in kind.norms), args.dim * kind.n_gathers
+    norms, gathered = (
+        hidden * sum(module.split == "sequence" for module in kind.norms),
+        args.dim * kind.n_gathers,
+    )
     if not w.sequence_parallel:
-        hidden, norms, gathered = args.dim, norms * tp, 0  # norms keep the whole sequence; nothing is gathered
+        hidden, norms, gathered = (
+            args.dim,
+            norms * tp,
+            0,
+        )  # norms keep the whole sequence; nothing is gathered
     widths = [module.weight[1] for module in kind.rowwise]
     has_silu = kind.is_gated
     of_products = sum(widths) + sum(widths[1:]) * has_silu
     elements = {
         "none": norms + gathered + of_colwise + (of_products + (heads + keys) * args.qk_norm) / tp,
-        "op": hidden + of_colwise + of_rowwise * (1 + (tp > 1) / tp) + heads / tp + 2 * hidden * kind.is_moe,
+        "op": hidden
+        + of_colwise
+        + of_rowwise * (1 + (tp > 1) / tp)
+        + heads / tp
+        + 2 * hidden * kind.is_moe,
         "full": hidden,
         "alternate": hidden + (heads + keys + args.ffn_dim + heads) / tp + args.dim,
     }
-    score_bytes = 5 * w.seq_len * (w.attention == "unfused")  # softmax, dropout and the dropout mask
+    score_bytes = (
+        5 * w.seq_len * (w.attention == "unfused")
+    )  # softmax, dropout and the dropout mask
     of_heads = {
         "full": 0,
-        "none": args.n_heads * (4 + score_bytes) + 4 * (args.n_heads + args.n_kv_heads) * args.qk_norm,
+        "none": args.n_heads * (4 + score_bytes)
+        + 4 * (args.n_heads + args.n_kv_heads) * args.qk_norm,
     }
-    return {mode: n * w.compute_bytes + of_heads.get(mode, 4 * args.n_heads) / tp for mode, n in elements.items()}
+    return {
+        mode: n * w.compute_bytes + of_heads.get(mode, 4 * args.n_heads) / tp
+        for mode, n in elements.items()
+    }
 
 
 def list_kept_by_experts(w: Workload) -> dict[str, float]:
@@ -90,8 +107,12 @@ def list_kept_by_experts(w: Workload) -> dict[str, float]:
     op      logits, routes, outputs of the experts' matmuls; with ep > 1, also the rows after each all-to-all
     """
     args, moe, travels, c = w.args, w.args.moe, w.layout.ep > 1, w.compute_bytes
-    normalized = 4 * (moe.top_k + 1) * moe.normalize_top_k  # weights before normalization, and their sums
-    routes = moe.top_k * (4 + 3 * 8) + normalized + 4 * (args.dim + moe.n_experts + moe.top_k * args.dim)
+    normalized = (
+        4 * (moe.top_k + 1) * moe.normalize_top_k
+    )  # weights before normalization, and their sums
+    routes = (
+        moe.top_k * (4 + 3 * 8) + normalized + 4 * (args.dim + moe.n_experts + moe.top_k * args.dim)
+    )
     rows = (args.dim + 4 * moe.expert_ffn_dim) * c + 2 * 8 * travels
     products = (2 * moe.expert_ffn_dim + args.dim + 2 * args.dim * travels) * c
     op = 4 * moe.n_experts + moe.top_k * (4 + 8 + products)
@@ -113,12 +134,16 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
         return kind.average(**rest) * w.n_tokens, (max(0, again) + temporary) * w.n_tokens
 
     experts = list_kept_by_experts(w)
-    weighted = w.n_rows * args.dim * MASTER_BYTES  # outputs of the experts in fp32, which the routing weights multiply
+    weighted = (
+        w.n_rows * args.dim * MASTER_BYTES
+    )  # outputs of the experts in fp32, which the routing weights multiply
     of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
     exchanged = 5 * w.n_rows * args.dim * width * (layout.ep > 1)
     # First the gradients of the weighted rows and of their weights, then those of the experts or of the all-to-alls.
     temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
-    is_cut = find_expert_dim(args, layout.ep, layout.efsdp) != 0  # FSDP then concatenates the slices: another copy
+    is_cut = (
+        find_expert_dim(args, layout.ep, layout.efsdp) != 0
+    )  # FSDP then concatenates the slices: another copy
     moments = [kind.parameters[1] * width * (1 + is_cut) * (layout.zero_stage == 3)]
     for mode in kind.recompute:
         of_rest, of_moe = rest["none"] - rest[mode], experts["none"] - experts[mode]
@@ -144,12 +169,18 @@ def estimate_loss(w: Workload) -> float:
     weight = vocab_size * w.args.dim / w.layout.tp
     chunk_tokens = min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
     logits = chunk_tokens * vocab_size / (w.layout.tp if w.shards_loss else 1)
-    if width == MASTER_BYTES:  # the logits need one tensor, and the weight's gradient is accumulated in place
+    if (
+        width == MASTER_BYTES
+    ):  # the logits need one tensor, and the weight's gradient is accumulated in place
         return (weight + logits) * MASTER_BYTES
-    return weight * MASTER_BYTES + max(logits * (2 * width + MASTER_BYTES), (weight + logits) * width)
+    return weight * MASTER_BYTES + max(
+        logits * (2 * width + MASTER_BYTES), (weight + logits) * width
+    )
 
 
-InFlight = Mapping[tuple[int, str], float]  # (stage, last action of the microbatch: F or I) -> microbatches in flight
+InFlight = Mapping[
+    tuple[int, str], float
+]  # (stage, last action of the microbatch: F or I) -> microbatches in flight
 Layers = list[tuple[LayerKind, float, float]]  # kind, and the two results of estimate_layer
 
 
@@ -172,7 +203,9 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     has_head = any(stage.has_head for stage in stages.values())
     at_rest = sum(map(w.count_at_rest, stages.values()))
     n_parameters = sum(sum(w.parameters[stage]) for stage in stages.values())
-    copied = table / w.n_shards if layout.tied and has_head else 0.0  # the owner of a tied matrix has its moments
+    copied = (
+        table / w.n_shards if layout.tied and has_head else 0.0
+    )  # the owner of a tied matrix has its moments
     in_matrices = sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
     block = max((sum(kind.parameters) for kind, *_ in layers), default=0)
     working = max((working for *_, working in layers), default=0.0)
@@ -185,7 +218,9 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     alone = sum(n for (index, _), n in in_flight.items() if stages[index] == EMBEDDING_ALONE)
     kept += alone * w.hidden_bytes / layout.tp
     # Hidden states before and after the norm, and their gradient. tp gathers the last two.
-    loss = (estimate_loss(w) + w.hidden_bytes * (3 if layout.tp == 1 else 2 + 2 / layout.tp)) * has_head
+    loss = (
+        estimate_loss(w) + w.hidden_bytes * (3 if layout.tp == 1 else 2 + 2 / layout.tp)
+    ) * has_head
     # FSDP gathers into a buffer and copies. The head's buffer is freed after its backward, a block's buffer when the
     # next block is gathered, and the fp32 input of a reduction at the next reduction.
     is_sharded = not w.is_whole and layout.zero_stage == 3
@@ -194,14 +229,20 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     # What hpZ keeps of each block, and what qgZ needs while it reduces a gradient, per element
     kept_width = (1 if "qwz" in w.zero_plus_plus else width) * ("hpz" in w.zero_plus_plus)
     near = [(at, n) for at, n in enumerate((layout.fsdp_near, layout.efsdp_near)) if n > 1]
-    kept_parameters = sum(kind.parameters[at] / n * kind.count(w.stages[0]) for kind in w.kinds for at, n in near)
+    kept_parameters = sum(
+        kind.parameters[at] / n * kind.count(w.stages[0]) for kind in w.kinds for at, n in near
+    )
     packing = (6 + 4 / layout.fsdp_near) * ("qgz" in w.zero_plus_plus)
     if layout.pp > 1:  # gradients stay unsharded until they are reduced at the end of the step
-        gathered = 2 * blocks + head * (has_head or not layers)  # a stage without layers has the head or the embedding
+        gathered = 2 * blocks + head * (
+            has_head or not layers
+        )  # a stage without layers has the head or the embedding
         working = max(working, loss, table * width * has_embedding)
         # Before its first backward, a stage has no gradients. After it, the stage has them, and one microbatch less.
         fresh = {index for (index, _), n in in_flight.items() if n == layout.n_microbatches}
-        older = sum(sum(w.parameters[stage]) for index, stage in stages.items() if index not in fresh)
+        older = sum(
+            sum(w.parameters[stage]) for index, stage in stages.items() if index not in fresh
+        )
         first = kept / layout.n_microbatches / len(fresh) if fresh else 0.0
         moments = [
             (gathered, w.grad_bytes * older, kept, working),
@@ -210,10 +251,14 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     else:
         summed = MASTER_BYTES * (n_parameters if layout.zero_stage == 1 else at_rest)
         before = summed if layout.n_microbatches > 1 else 0.0
-        reduced = w.reduce_bytes * (not w.is_whole and (layout.zero_stage > 1 or layout.n_microbatches == 1))
+        reduced = w.reduce_bytes * (
+            not w.is_whole and (layout.zero_stage > 1 or layout.n_microbatches == 1)
+        )
         last = max((each for _, each, _ in layers), default=0.0)
         dense = max((kind.parameters[0] for kind, *_ in layers), default=0)
-        to_come = 0.0 if before else MASTER_BYTES * (dense + table) / w.n_shards  # after the last block's backward
+        to_come = (
+            0.0 if before else MASTER_BYTES * (dense + table) / w.n_shards
+        )  # after the last block's backward
         moments = [
             (2 * head + kept_width * kept_parameters, before, kept, loss),
             (2 * blocks + kept_width * kept_parameters, before + table * reduced, kept, working),
@@ -229,6 +274,9 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
         optimizer=(at_rest - copied) * w.moment_bytes - in_matrices * MASTER_BYTES,
         gathered=whole + gathered,
         activations=kept,
-        received=n_received * (w.receive_buffers or layout.n_microbatches) * w.hidden_bytes / layout.tp,
+        received=n_received
+        * (w.receive_buffers or layout.n_microbatches)
+        * w.hidden_bytes
+        / layout.tp,
         working=working,
     )

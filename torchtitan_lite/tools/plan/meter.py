@@ -53,13 +53,20 @@ class Collective:
 @cache
 def name_operation(func: OpOverload) -> str | None:
     """Return "all-gather" for "c10d::_allgather_base_" or "_c10d_functional::all_gather_into_tensor"; None if local."""
-    name = func._opname.replace("_", "") if func.namespace in ("c10d", "_c10d_functional", "_dtensor") else ""
+    name = (
+        func._opname.replace("_", "")
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor")
+        else ""
+    )
     return next((operation for part, operation in OPERATIONS.items() if part in name), None)
 
 
 def name_axis(layout: Layout, group: dist.ProcessGroup) -> str:
     """Return the mesh dims of a group by its description, e.g. "mesh_dp_shard_cp"; all dims for the default group."""
-    named = re.findall("e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp", group.group_desc.removeprefix("mesh_"))
+    named = re.findall(
+        "e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp",
+        group.group_desc.removeprefix("mesh_"),
+    )
     return " x ".join(named or [dim for dim, degree in layout.degrees.items() if degree > 1])
 
 
@@ -68,15 +75,26 @@ def find_group(args: tuple) -> dist.ProcessGroup:
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)
-    return dist.distributed_c10d._resolve_process_group([arg for arg in args if isinstance(arg, str)][-1])
+    return dist.distributed_c10d._resolve_process_group(
+        [arg for arg in args if isinstance(arg, str)][-1]
+    )
 
 
-def measure(operation: str, group: dist.ProcessGroup, args: tuple, result: object) -> tuple[Tensor, float]:
+def measure(
+    operation: str, group: dist.ProcessGroup, args: tuple, result: object
+) -> tuple[Tensor, float]:
     """Return the whole tensor of a collective (the first, if there are several) and the bytes that this rank moves."""
-    sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)]
+    sides = [
+        [leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)
+    ]
     whole, splits = max(sides, key=lambda side: sum(tensor.numel() for tensor in side)), []
-    if operation == "all-to-all":  # count the input, which c10d takes second; the last list has the rows for each rank
-        whole, splits = sides[1] or sides[0], next((arg for arg in reversed(args) if isinstance(arg, list)), [])
+    if (
+        operation == "all-to-all"
+    ):  # count the input, which c10d takes second; the last list has the rows for each rank
+        whole, splits = (
+            sides[1] or sides[0],
+            next((arg for arg in reversed(args) if isinstance(arg, list)), []),
+        )
     n_bytes = sum(tensor.nbytes for tensor in whole)
     return whole[0], n_bytes * fraction_moved(operation, group.size(), group.rank(), splits)
 
@@ -121,7 +139,9 @@ class Meter(TorchDispatchMode):
             whole, n_bytes = measure(operation, group, args, result)
             dtype = str(whole.dtype).removeprefix("torch.")
             axis = name_axis(self.layout, group)
-            self.collectives.append(Collective(operation, axis, tuple(whole.shape), dtype, n_bytes, site))
+            self.collectives.append(
+                Collective(operation, axis, tuple(whole.shape), dtype, n_bytes, site)
+            )
         self.note(tree_leaves(result))
         return result
 
@@ -129,7 +149,11 @@ class Meter(TorchDispatchMode):
         """Count the storages of the tensors among these values."""
         for value in values:
             # A weight gathered in float8 is a wrapper subclass, whose storage is empty.
-            if isinstance(value, Tensor) and value.device.type != "meta" and not is_traceable_wrapper_subclass(value):
+            if (
+                isinstance(value, Tensor)
+                and value.device.type != "meta"
+                and not is_traceable_wrapper_subclass(value)
+            ):
                 self._count(value.untyped_storage())
 
     def _count(self, storage: torch.UntypedStorage) -> None:

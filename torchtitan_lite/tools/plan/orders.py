@@ -3,7 +3,7 @@
     GPipe, 2 microbatches     pp rank 0: 0F0 0F1 0B0 0B1        pp rank 1: 1F0 1F1 1B0 1B1
 
 F is a forward, B a backward. Some schedules split B into I (gradients of inputs) and W (gradients of weights).
-tests/test_orders.py compares each order with torch.distributed.pipelining, action by action.
+tests/tools/test_orders.py compares each order with torch.distributed.pipelining, action by action.
 
 Sources, arXiv: GPipe 1811.06965; 1F1B 2104.04473; LoopedBFS 2211.05953; zero bubble 2401.10241; DualPipe 2412.19437.
 """
@@ -21,7 +21,9 @@ Order = list[list[Action]]  # the actions of each pp rank in one step
 def list_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> Order:
     """Return the order of a schedule. If pp is 1: forward and backward of each microbatch in turn."""
     if pp == 1:
-        return [[Action(0, kind, microbatch) for microbatch in range(n_microbatches) for kind in "FB"]]
+        return [
+            [Action(0, kind, microbatch) for microbatch in range(n_microbatches) for kind in "FB"]
+        ]
     return [ORDERS[schedule](rank, pp, n_microbatches, n_stages_per_rank) for rank in range(pp)]
 
 
@@ -31,11 +33,19 @@ def fill_and_drain(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: i
     # Backward starts with the last microbatch in LoopedBFS, and with the first in GPipe.
     backwards = microbatches if n_stages_per_rank == 1 else microbatches[::-1]
     row = [Action(stage, "F", microbatch) for stage in stages for microbatch in microbatches]
-    return row + [Action(stage, "B", microbatch) for stage in reversed(stages) for microbatch in backwards]
+    return row + [
+        Action(stage, "B", microbatch) for stage in reversed(stages) for microbatch in backwards
+    ]
 
 
 def interleave(
-    rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int, *, hops: int, splits_backward: bool = False
+    rank: int,
+    pp: int,
+    n_microbatches: int,
+    n_stages_per_rank: int,
+    *,
+    hops: int,
+    splits_backward: bool = False,
 ) -> list[Action]:
     """Interleaved1F1B: forwards fill the pipeline, then forwards and backwards alternate. Microbatches run in rounds.
 
@@ -43,12 +53,22 @@ def interleave(
     backward is split (InterleavedZeroBubble), each W runs `rank` backwards after its I.
     """
     stages = range(rank, pp * n_stages_per_rank, pp)
-    size = n_microbatches // max(1, n_microbatches // pp) if n_stages_per_rank > 1 else n_microbatches
+    size = (
+        n_microbatches // max(1, n_microbatches // pp) if n_stages_per_rank > 1 else n_microbatches
+    )
     rounds = [range(start, start + size) for start in range(0, n_microbatches, size)]
-    forwards = [Action(stage, "F", microbatch) for each in rounds for stage in stages for microbatch in each]
-    done = [(stage, microbatch) for each in rounds for stage in reversed(stages) for microbatch in each]
-    backwards = [Action(stage, "I" if splits_backward else "B", microbatch) for stage, microbatch in done]
-    weights = [Action(stage, "W", microbatch) for stage, microbatch in done] if splits_backward else []
+    forwards = [
+        Action(stage, "F", microbatch) for each in rounds for stage in stages for microbatch in each
+    ]
+    done = [
+        (stage, microbatch) for each in rounds for stage in reversed(stages) for microbatch in each
+    ]
+    backwards = [
+        Action(stage, "I" if splits_backward else "B", microbatch) for stage, microbatch in done
+    ]
+    weights = (
+        [Action(stage, "W", microbatch) for stage, microbatch in done] if splits_backward else []
+    )
     n_warm_up = min((n_stages_per_rank - 1) * size + hops * (pp - 1 - rank), len(forwards))
     row = forwards[:n_warm_up]
     for at, backward in enumerate(backwards):
@@ -68,7 +88,9 @@ def zero_bubble_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: in
             row.append(Action(stage, kind, count[stage, kind]))
             count[stage, kind] += 1
 
-    n_filling = max(2 * pp - 1, n_microbatches)  # minimum of the pattern; extra microbatches are dropped at the end
+    n_filling = max(
+        2 * pp - 1, n_microbatches
+    )  # minimum of the pattern; extra microbatches are dropped at the end
     add(first, "F", 2 * (pp - rank) - 1)
     for _ in range(rank):
         add(second, "F")
@@ -90,7 +112,9 @@ def dual_pipe_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int)
     """DualPipeV: a rank holds two arms of a V, as in ZBV. Forwards of one arm alternate with backwards of the other."""
     first, second = rank, 2 * pp - 1 - rank
     count: Counter[tuple[int, bool]] = Counter()
-    waiting: deque[tuple[int, int]] = deque()  # (stage, microbatch) of gradients of weights to be computed
+    waiting: deque[tuple[int, int]] = (
+        deque()
+    )  # (stage, microbatch) of gradients of weights to be computed
     row: list[Action] = []
 
     def add(*pairs: tuple[int, str], times: int = 1) -> None:
@@ -108,10 +132,19 @@ def dual_pipe_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int)
     add((first, "F"), times=2 * (pp - rank - 1))
     add((first, "F"), (second, "F"), times=rank + 1)
     add((second, "I"), (second, "W"), (second, "F"), times=pp - rank - 1)
-    add((first, "F"), (second, "B"), (second, "F"), (first, "B"), times=n_microbatches - 2 * pp + rank + 1)
+    add(
+        (first, "F"),
+        (second, "B"),
+        (second, "F"),
+        (first, "B"),
+        times=n_microbatches - 2 * pp + rank + 1,
+    )
     add((second, "B"), (second, "F"), (first, "B"), times=pp - rank - 1)
     for at in range(rank + 1):
-        add((second, "I" if at > half or (at == half and rank % 2) else "B"), (first, "I" if at >= half else "B"))
+        add(
+            (second, "I" if at > half or (at == half and rank % 2) else "B"),
+            (first, "I" if at >= half else "B"),
+        )
     add((first, "W"), (first, "I"), times=pp - rank - 1)
     add((first, "W"), times=rank + 1)
     return row

@@ -61,7 +61,9 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
 
 
 @lru_cache
-def choose_float8(args: ModelArgs, filter_fqns: tuple[str, ...], tp: int, recipe_name: str) -> frozenset[str]:
+def choose_float8(
+    args: ModelArgs, filter_fqns: tuple[str, ...], tp: int, recipe_name: str
+) -> frozenset[str]:
     """Return the names of a block's modules that compute in float8."""
     fqns = plan_float8(list_linears(args), list(filter_fqns), tp, recipe_name)
     return frozenset(fqn.split(".", 2)[2] for fqn in fqns)
@@ -82,7 +84,9 @@ class PlannedRun:
         return describe_workload(self.config, self.model_args, self.layout)
 
 
-def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]) -> PlannedRun:
+def plan_run(
+    args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]
+) -> PlannedRun:
     """Return the run for these config arguments. Raises ConfigError with all problems.
 
     If n_gpus is None: the product of the degrees, or 2 if a degree is automatic.
@@ -91,7 +95,9 @@ def plan_run(args: list[str], n_gpus: int | None, device_type: Literal["cuda", "
     if reading.problems:
         raise ConfigError(reading.problems)
     model_args = resolve_model(reading.config.model)
-    layout = plan_layout(reading.config, model_args, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1))
+    layout = plan_layout(
+        reading.config, model_args, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1)
+    )
     config = resolve_config(reading.config, layout, device_type)
     return PlannedRun(reading.config_name, config, model_args, layout, device_type)
 
@@ -101,5 +107,7 @@ def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
     workload, layout = planned.workload, planned.layout
     alike: dict[tuple, list[int]] = {}
     for rank in range(layout.pp):
-        alike.setdefault(tuple(workload.stages[index] for index in layout.stages_of(rank)), []).append(rank)
+        alike.setdefault(
+            tuple(workload.stages[index] for index in layout.stages_of(rank)), []
+        ).append(rank)
     return {ranks[0]: ranks for ranks in alike.values()}

@@ -58,7 +58,11 @@ MAY_BE_FLOAT8 = ("linear", "experts")
 
 def list_gpt_block(args: ModelArgs, moe: MoEArgs | None = None) -> list[ModuleRow]:
     """List the modules of a GPT block: Llama's without the gate."""
-    return [module for module in MODELS["llama3"].list_block(args, moe) if not module.name.endswith("w3")]
+    return [
+        module
+        for module in MODELS["llama3"].list_block(args, moe)
+        if not module.name.endswith("w3")
+    ]
 
 
 GPT = replace(MODELS["llama3"], list_block=list_gpt_block, families={})
@@ -83,7 +87,11 @@ class Row:
 
     def find_cluster(self, constants: dict[str, float]) -> Cluster:
         """Return the machine of the row, with the constants of a fit."""
-        own = {"network_bandwidth": self.values["network_gb_per_s"] * GB} if "network_gb_per_s" in self.values else {}
+        own = (
+            {"network_bandwidth": self.values["network_gb_per_s"] * GB}
+            if "network_gb_per_s" in self.values
+            else {}
+        )
         for name, value in constants.items():
             chip, _, field = name.rpartition(".")
             if field != "deepspeed" and self.values["gpu"].startswith(chip):
@@ -143,7 +151,9 @@ def describe_row(values: dict[str, object]) -> Workload:
     if "n_experts" in values:
         args = replace(args, moe=MoEArgs(**pick(MoEArgs, values)))
     n_layers, n_stages = args.n_layers, values["pp"] * values["stages_per_rank"]
-    ends = int(n_layers % n_stages > 0)  # embedding and head count as a layer each if the layers alone do not divide
+    ends = int(
+        n_layers % n_stages > 0
+    )  # embedding and head count as a layer each if the layers alone do not divide
     starts = [i * (n_layers + 2 * ends) // n_stages - ends for i in range(n_stages + 1)]
     starts[0], starts[-1] = 0, n_layers
     stages = []
@@ -161,9 +171,14 @@ def describe_row(values: dict[str, object]) -> Workload:
     recompute = Counter({values["recompute"]: n_again})
     recompute["none"] += n_layers - n_again
     modules = list_block(args, moe=args.moe is not None)
-    in_float8 = {module.name for module in modules if values["float8"] and module.kind in MAY_BE_FLOAT8}
+    in_float8 = {
+        module.name for module in modules if values["float8"] and module.kind in MAY_BE_FLOAT8
+    }
     described = pick(Workload, values) | {"args": args, "layout": layout, "recompute": recompute}
-    described |= {"float8": frozenset(in_float8), "recompute_of_moes": recompute if args.moe else Counter()}
+    described |= {
+        "float8": frozenset(in_float8),
+        "recompute_of_moes": recompute if args.moe else Counter(),
+    }
     return Workload(**described)
 
 
@@ -191,7 +206,9 @@ def fit(rows: list[Row]) -> dict[str, float]:
 
     for _ in range(4):
         errors = miss(at)
-        slopes = torch.stack([(miss(at + MOVE * unit) - errors) / MOVE for unit in torch.eye(len(PRIORS))], dim=1)
+        slopes = torch.stack(
+            [(miss(at + MOVE * unit) - errors) / MOVE for unit in torch.eye(len(PRIORS))], dim=1
+        )
         move = torch.zeros_like(at)
         for _ in range(20):
             robust = weights / (1e-3 + (errors + slopes @ move) ** 2).sqrt()
@@ -227,7 +244,13 @@ def make_bar(rows: list[Row], errors: list[float]) -> Bar:
         ends += [exp(error)] * (len(ends) == 1 and below >= 0.9 * total)
     n_rows = Counter(row.values["gpu"] for row in rows)
     middle = median(abs(exp(error) - 1) for error in errors)
-    return Bar(round(ends[0], 2), round(ends[1], 2), round(middle, 3), len({row.source for row in rows}), dict(n_rows))
+    return Bar(
+        round(ends[0], 2),
+        round(ends[1], 2),
+        round(middle, 3),
+        len({row.source for row in rows}),
+        dict(n_rows),
+    )
 
 
 def rank_correlation(rows: list[Row], errors: list[float]) -> float:
@@ -237,7 +260,10 @@ def rank_correlation(rows: list[Row], errors: list[float]) -> float:
         published = log(row.values["tokens_per_s_per_gpu"])
         groups[row.source, row.values["model"]].append((published, published + error))
     groups = [torch.tensor(group, dtype=DOUBLE) for group in groups.values() if len(group) > 2]
-    total = sum(len(group) * torch.corrcoef(group.argsort(0).argsort(0).double().T)[0, 1] for group in groups)
+    total = sum(
+        len(group) * torch.corrcoef(group.argsort(0).argsort(0).double().T)[0, 1]
+        for group in groups
+    )
     return float(total / sum(map(len, groups)))
 
 

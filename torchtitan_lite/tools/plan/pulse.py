@@ -64,7 +64,9 @@ def main(options: Namespace) -> int:
     n_ranks = check(options.config_args, machine, n_ranks, n_hosts).layout.world_size
     os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
     with tempfile.TemporaryDirectory(prefix="torchtitan_lite.") as folder:
-        status, reason = launch.run_ranks(run_rank, options.config_args, n_ranks // n_hosts, n_hosts, Path(folder))
+        status, reason = launch.run_ranks(
+            run_rank, options.config_args, n_ranks // n_hosts, n_hosts, Path(folder)
+        )
         is_sound = not (Path(folder) / FOUND).exists()
     if reason:
         print(f"pulse: {reason}")
@@ -79,8 +81,13 @@ def run_rank(args: list[str], folder: Path) -> int:
     place, store = join_job(os.environ)
     machine = detect_machine()
     plan = preflight(args, machine=machine, n_ranks=place.world_size, n_hosts=place.n_hosts)
-    device, groups = start_process(place, store, machine.device_type, plan.config, folder)  # writes NCCL's traces there
-    mesh, host = build_mesh(plan.layout, device.type), place.rank * place.n_hosts // place.world_size
+    device, groups = start_process(
+        place, store, machine.device_type, plan.config, folder
+    )  # writes NCCL's traces there
+    mesh, host = (
+        build_mesh(plan.layout, device.type),
+        place.rank * place.n_hosts // place.world_size,
+    )
     row = {"host": host, "name": f"rank {place.rank} on {socket.gethostname()}", "axes": {}}
     row["matmul_s"], row["checksum"] = measure_matmul(device)
     for dim in [dim for dim in (*MESH_DIMS, "ep") if getattr(plan.layout, dim) > 1]:
@@ -116,7 +123,9 @@ def measure_matmul(device: torch.device) -> tuple[float, int]:
     """Return the seconds of a matmul, and the sum of the bits of all results."""
     n, dtype, n_products, *_ = SIZES[device.type]
     generator, checksums = torch.Generator().manual_seed(0), []
-    a, b = (torch.randn(n, n, generator=generator).to(device, getattr(torch, dtype)) for _ in range(2))
+    a, b = (
+        torch.randn(n, n, generator=generator).to(device, getattr(torch, dtype)) for _ in range(2)
+    )
     seconds = time_each(lambda: checksums.append(compute_checksum(a @ b)), n_products, device)
     return seconds, sum(map(int, checksums))
 
@@ -130,13 +139,20 @@ def measure_links(mesh: DeviceMesh, device: torch.device) -> tuple[list[int], fl
     for n_bytes in (8, SIZES[device.type][3]):
         own = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
         gather = partial(collectives.all_gather_into_tensor.default, own, ranks.n, ranks.group_name)
-        seconds.append(time_each(lambda gather=gather: collectives.wait_tensor.default(gather()), N_CALLS, device))
+        seconds.append(
+            time_each(
+                lambda gather=gather: collectives.wait_tensor.default(gather()), N_CALLS, device
+            )
+        )
     return mesh.mesh.tolist(), *seconds
 
 
 def measure_folder(folder: Path) -> tuple[float, int]:
     """Return the seconds in which a file reaches the disk, and the free bytes."""
-    folder, content = next(path for path in (folder, *folder.parents) if path.is_dir()), os.urandom(FILE_BYTES)
+    folder, content = (
+        next(path for path in (folder, *folder.parents) if path.is_dir()),
+        os.urandom(FILE_BYTES),
+    )
     with tempfile.TemporaryFile(dir=folder) as file:
         started_s = time.perf_counter()
         file.write(content)
@@ -150,37 +166,83 @@ def judge(rows: list[dict], plan: Prepared, gpu: str) -> tuple[str, list[str]]:
     n, dtype, _, n_bytes, limit = SIZES["cpu" if gpu == "cpu" else "cuda"]
     table = [("", "rate", "median", "slowest", "expected", "the slowest")]
 
-    def add(what: str, times_s: dict[str, float], expected_s: float = 0, work: float = 0, unit: str = "") -> None:
+    def add(
+        what: str, times_s: dict[str, float], expected_s: float = 0, work: float = 0, unit: str = ""
+    ) -> None:
         usual_s, slowest = median_low(times_s.values()), max(times_s, key=times_s.get)
-        times = [f"{1000 * seconds:.3g} ms" if seconds else "" for seconds in (usual_s, times_s[slowest], expected_s)]
+        times = [
+            f"{1000 * seconds:.3g} ms" if seconds else ""
+            for seconds in (usual_s, times_s[slowest], expected_s)
+        ]
         table.append((what, f"{work / usual_s:.3g} {unit}" if work else "", *times, slowest))
         slow = [place for place, seconds in times_s.items() if work and seconds > limit * usual_s]
-        found.extend(f"{place} is slow: {what} takes {times_s[place] / usual_s:.2f} times the median" for place in slow)
+        found.extend(
+            f"{place} is slow: {what} takes {times_s[place] / usual_s:.2f} times the median"
+            for place in slow
+        )
 
     (usual, n_usual), *others = Counter(row["checksum"] for row in rows).most_common()
-    suspects = [row["name"] for row in rows if row["checksum"] != usual or (others and 2 * n_usual <= len(rows))]
-    found += [f"{name} computes wrong: equal matmuls have another checksum there" for name in suspects]
+    suspects = [
+        row["name"]
+        for row in rows
+        if row["checksum"] != usual or (others and 2 * n_usual <= len(rows))
+    ]
+    found += [
+        f"{name} computes wrong: equal matmuls have another checksum there" for name in suspects
+    ]
     matmul_s = cluster.matmul_time(n, n, n, dtype)
-    add(f"matmul of {n} rows", {row["name"]: row["matmul_s"] for row in rows}, matmul_s, 2 * n**3 / 1e12, "TFLOP/s")
+    add(
+        f"matmul of {n} rows",
+        {row["name"]: row["matmul_s"] for row in rows},
+        matmul_s,
+        2 * n**3 / 1e12,
+        "TFLOP/s",
+    )
     for dim in rows[0]["axes"]:
         groups = {f"{dim} of ranks {row['axes'][dim][0]}": row["axes"][dim] for row in rows}
         small, large = ({place: group[at] for place, group in groups.items()} for at in (1, 2))
         size, stride = getattr(plan.layout, dim), plan.layout.strides[dim]
         large_s = cluster.collective_time(stride, size, n_bytes * size)
         add(f"{dim}, 8 bytes", small, cluster.find_latency(stride, size))
-        add(f"{dim}, {format_bytes(n_bytes)} of each", large, large_s, n_bytes * (size - 1) / GB, "GB/s")
-        spanning = [place for place, (ranks, *_) in groups.items() if len({rows[rank]["host"] for rank in ranks}) > 1]
+        add(
+            f"{dim}, {format_bytes(n_bytes)} of each",
+            large,
+            large_s,
+            n_bytes * (size - 1) / GB,
+            "GB/s",
+        )
+        spanning = [
+            place
+            for place, (ranks, *_) in groups.items()
+            if len({rows[rank]["host"] for rank in ranks}) > 1
+        ]
         if dim == "tp" and spanning:
-            found.append(f"{spanning[0]} spans hosts, where links are slow: use a smaller tensor_parallel_degree")
-    add(f"write {format_bytes(FILE_BYTES)}", {row["name"]: row["write_s"] for row in hosts}, 0, FILE_BYTES / GB, "GB/s")
+            found.append(
+                f"{spanning[0]} spans hosts, where links are slow: use a smaller tensor_parallel_degree"
+            )
+    add(
+        f"write {format_bytes(FILE_BYTES)}",
+        {row["name"]: row["write_s"] for row in hosts},
+        0,
+        FILE_BYTES / GB,
+        "GB/s",
+    )
     free = min(row["free_bytes"] for row in hosts)
-    needed = count_parameters(plan.model_args) * (MASTER_BYTES + count_moment_bytes(plan.config.optimizer))
-    lines = [f"{plan.dump_folder}: {format_bytes(free)} free, a checkpoint takes {format_bytes(needed)}"]
+    needed = count_parameters(plan.model_args) * (
+        MASTER_BYTES + count_moment_bytes(plan.config.optimizer)
+    )
+    lines = [
+        f"{plan.dump_folder}: {format_bytes(free)} free, a checkpoint takes {format_bytes(needed)}"
+    ]
     if plan.config.checkpoint.enable and free < needed:
         found.append(f"{plan.dump_folder} has no room for a checkpoint")
     for name, meaning in VARIABLES.items():
         values = {row["variables"][name]: row["name"] for row in hosts}
         lines += [f"{name} = {value}: {meaning}" for value in values if value]
         if len(values) > 1:
-            found.append(f"{name} differs: {', '.join(f'{value} for {place}' for value, place in values.items())}")
-    return "\n".join([f"{plan.config_name} on {plan.layout}", format_table(table, "<>>>>"), *lines]), found
+            found.append(
+                f"{name} differs: {', '.join(f'{value} for {place}' for value, place in values.items())}"
+            )
+    return "\n".join(
+        [f"{plan.config_name} on {plan.layout}", format_table(table, "<>>>>"), *lines]
+    ), found

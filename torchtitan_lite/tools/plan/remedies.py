@@ -18,7 +18,10 @@ LEAST_USED = 0.6  # fraction of the memory
 LEVERS = [  # key, value: from the one that costs least time
     ("training.loss_chunk_tokens", 1024),
     ("parallelism.zero_stage", 3),
-    ("activation_checkpoint.mode", "selective"),  # op: also gathers the inputs of norms again, whole on every tp rank
+    (
+        "activation_checkpoint.mode",
+        "selective",
+    ),  # op: also gathers the inputs of norms again, whole on every tp rank
     ("activation_checkpoint.mode", "full"),
     ("parallelism.pipeline_parallel_degree", 4),
     ("parallelism.tensor_parallel_degree", 8),
@@ -36,14 +39,20 @@ def list_remarks(planned: PlannedRun, expected: Forecast, taken_bytes: float) ->
         remarks.append(f"the time and memory of {', '.join(untimed)} are not in this forecast")
     if waiting > MOST_WAITING:
         advice = "More sequences per rank (training.global_batch_size) or pipeline stages may be faster. Try --search"
-        remarks.append(f"{waiting:.0%} of a step waits for gathers and reductions over dp. {advice}")
+        remarks.append(
+            f"{waiting:.0%} of a step waits for gathers and reductions over dp. {advice}"
+        )
     if taken_bytes > cluster.memory_bytes:
         sizes = f"{taken_bytes / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB"
         advice = "; ".join(list_levers(planned, cluster)) or "more GPUs, or `--search`"
-        remarks.append(f"the layout does not fit in memory: it may take {sizes}. What helps: {advice}")
+        remarks.append(
+            f"the layout does not fit in memory: it may take {sizes}. What helps: {advice}"
+        )
     elif taken_bytes < LEAST_USED * cluster.memory_bytes:
         used = f"the layout uses {taken_bytes / GIB:.0f} of {cluster.memory_bytes / GIB:.1f} GiB"
-        remarks.append(f"{used}. Less recompute, a larger microbatch or a smaller tp may be faster. Try --search")
+        remarks.append(
+            f"{used}. Less recompute, a larger microbatch or a smaller tp may be faster. Try --search"
+        )
     return remarks
 
 
@@ -71,7 +80,10 @@ def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
         return []
     per_rank = len(layout.stages) // layout.pp
     needed = per_rank * layout.n_microbatches * bubble / (1 - bubble) * (1 / MOST_BUBBLE - 1)
-    n, stages = ceil(needed / per_rank / layout.pp) * layout.pp, ceil(needed / layout.n_microbatches)
+    n, stages = (
+        ceil(needed / per_rank / layout.pp) * layout.pp,
+        ceil(needed / layout.n_microbatches),
+    )
     advice = f"Use {n} microbatches (training.global_batch_size = {n * layout.microbatch_size * layout.dp})"
     if stages * layout.pp <= planned.model_args.n_layers + 2:
         advice += f", or about {stages} stages per rank (Interleaved1F1B, pipeline_parallel_layers_per_stage)"
@@ -88,5 +100,7 @@ def warn_of_groups(layout: Layout, cluster: Cluster) -> list[str]:
         degree = getattr(layout, dim)
         if degree > 1 and (size % degree or cluster.count_nodes(1, degree) > 1):
             inner = max(n for n in range(1, size + 1) if size % n == 0 and degree % n == 0)
-            warnings.append(f"{dim} {degree} {what} across nodes of {size}. Use parallelism.{key} = {inner}")
+            warnings.append(
+                f"{dim} {degree} {what} across nodes of {size}. Use parallelism.{key} = {inner}"
+            )
     return warnings

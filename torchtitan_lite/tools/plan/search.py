@@ -35,7 +35,10 @@ TIE = 1.02
 MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
 STAGES_PER_RANK = (2, 4, 8)  # for interleaved schedules
 LEAST_TOKENS = 1024  # per sequence and cp rank
-RECOMPUTE = [ActivationCheckpoint(*each) for each in (("none",), ("selective", "op"), ("selective", "2"), ("full",))]
+RECOMPUTE = [
+    ActivationCheckpoint(*each)
+    for each in (("none",), ("selective", "op"), ("selective", "2"), ("full",))
+]
 
 
 class Candidate:
@@ -46,7 +49,9 @@ class Candidate:
         self.workload = describe_workload(config, model_args, layout)
         self.schedule = config.parallelism.pipeline_parallel_schedule
         # Of the fullest GPU, at the upper end of the error bar
-        self.taken_bytes = find_most_taken(cluster, estimate_peak(self.workload, self.schedule), layout.tp)
+        self.taken_bytes = find_most_taken(
+            cluster, estimate_peak(self.workload, self.schedule), layout.tp
+        )
         self.step_time = StepTime(self.workload, cluster)
         self.n_dims = sum(degree > 1 for dim, degree in layout.degrees.items() if dim != "dp_shard")
 
@@ -89,7 +94,9 @@ class Search:
                 why = f"the smallest layout ({leanest}) needs {leanest.taken_bytes / GIB:.1f} GiB per GPU"
                 remedy = "Use more GPUs, or optimizer moments in bfloat16 (optimizer.moments_dtype)"
             raise ConfigError([Problem("--gpus", self.world_size, why, remedy)])
-        fitting.sort(key=lambda candidate: (candidate.step_time.lower_bound_s, candidate.taken_bytes))
+        fitting.sort(
+            key=lambda candidate: (candidate.step_time.lower_bound_s, candidate.taken_bytes)
+        )
         for candidate in fitting:
             if len(best) == n_best and candidate.step_time.lower_bound_s >= best[-1][1].step_time_s:
                 break
@@ -112,11 +119,17 @@ class Search:
     def list_proposals(self) -> Iterator[Config]:
         """Yield every layout to try. Nodes are full, tp stays within a node, dp_shard is all of dp, 64, or 8."""
         config, world_size, node_size = self.config, self.world_size, self.cluster.node_size
-        n_layers, moe, global_batch = self.model_args.n_layers, self.model_args.moe, self.find_global_batch()
+        n_layers, moe, global_batch = (
+            self.model_args.n_layers,
+            self.model_args.moe,
+            self.find_global_batch(),
+        )
         if world_size > node_size and world_size % node_size:
             return
         cps = divisors(world_size, max(1, config.training.seq_len // LEAST_TOKENS))
-        for tp, pp, cp in product(divisors(world_size, node_size), divisors(world_size, n_layers), cps):
+        for tp, pp, cp in product(
+            divisors(world_size, node_size), divisors(world_size, n_layers), cps
+        ):
             dp, rest = divmod(world_size, tp * pp * cp)
             if rest or global_batch % dp:
                 continue
@@ -130,7 +143,9 @@ class Search:
                 if dp_shard * cp * tp % ep:
                     continue
                 local_batch = global_batch // dp if pp > 1 else microbatch
-                training = replace(config.training, local_batch_size=local_batch, global_batch_size=global_batch)
+                training = replace(
+                    config.training, local_batch_size=local_batch, global_batch_size=global_batch
+                )
                 parallelism = replace(
                     config.parallelism,
                     tensor_parallel_degree=tp,
@@ -145,14 +160,23 @@ class Search:
                     module_fqns_per_model_part=[],
                     **schedule,
                 )
-                yield replace(config, training=training, parallelism=parallelism, activation_checkpoint=RECOMPUTE[0])
+                yield replace(
+                    config,
+                    training=training,
+                    parallelism=parallelism,
+                    activation_checkpoint=RECOMPUTE[0],
+                )
 
     def find_global_batch(self) -> int:
         """Return the sequences per step: global_batch_size, or local_batch_size times dp of the config."""
         training, section = self.config.training, self.config.parallelism
         if training.global_batch_size != -1:
             return training.global_batch_size
-        degrees = section.pipeline_parallel_degree * section.context_parallel_degree * section.tensor_parallel_degree
+        degrees = (
+            section.pipeline_parallel_degree
+            * section.context_parallel_degree
+            * section.tensor_parallel_degree
+        )
         return training.local_batch_size * max(1, self.world_size // degrees)
 
 
@@ -168,7 +192,9 @@ def list_schedules(section: Parallelism, pp: int, n_layers: int) -> list[dict[st
             layers = None if per_rank is None else -(-weight // (pp * per_rank))
             if per_rank and -(-weight // layers) != pp * per_rank:
                 continue  # no number of layers per stage gives this number of stages
-            keys.append({"pipeline_parallel_schedule": name, "pipeline_parallel_layers_per_stage": layers})
+            keys.append(
+                {"pipeline_parallel_schedule": name, "pipeline_parallel_layers_per_stage": layers}
+            )
     return keys
 
 
@@ -182,17 +208,25 @@ def search_layouts(options: argparse.Namespace) -> str:
     reading = read_run_config(options.config_args)
     problems = list(reading.problems)
     if options.gpus is None:
-        problems.append(Problem("--gpus", None, "a search needs the number of GPUs", "For example, use --gpus 64"))
+        problems.append(
+            Problem(
+                "--gpus", None, "a search needs the number of GPUs", "For example, use --gpus 64"
+            )
+        )
     if problems:
         raise ConfigError(problems)
-    search = Search(reading.config, resolve_model(reading.config.model), options.gpus, find_cluster(options.gpu))
+    search = Search(
+        reading.config, resolve_model(reading.config.model), options.gpus, find_cluster(options.gpu)
+    )
     best = search.rank()
     if options.toml:
         options.toml.write_text(format_winner(*best[0]), encoding="utf-8")
     fastest = min(expected.step_time_s for _, expected in best)
     table = [("", "tok/s/GPU", "MFU", "step", "bubble", "GiB", "layout")]
     for number, pair in enumerate(best, 1):
-        table.append((f"{'=' * (pair[1].step_time_s <= TIE * fastest)} {number}", *format_row(*pair)))
+        table.append(
+            (f"{'=' * (pair[1].step_time_s <= TIE * fastest)} {number}", *format_row(*pair))
+        )
     own, verdict = judge_own(search, best[0][1])
     return (
         f"{search.n_accepted:,} layouts on {options.gpus:,} GPUs with {search.find_global_batch():,} sequences of "
@@ -203,7 +237,11 @@ def search_layouts(options: argparse.Namespace) -> str:
 
 
 def format_row(candidate: Candidate, expected: Forecast) -> tuple[str, ...]:
-    speed = f"{expected.tokens_per_s_per_gpu:,.0f}", f"{expected.mfu_full:.1%}", f"{expected.step_time_s:.2f}s"
+    speed = (
+        f"{expected.tokens_per_s_per_gpu:,.0f}",
+        f"{expected.mfu_full:.1%}",
+        f"{expected.step_time_s:.2f}s",
+    )
     return *speed, f"{expected.bubble:.1%}", f"{candidate.taken_bytes / GIB:.1f}", str(candidate)
 
 
@@ -216,11 +254,15 @@ def judge_own(search: Search, best: Forecast) -> tuple[list[tuple[str, ...]], st
     own = Candidate(search.config, search.model_args, layout, search.cluster)
     expected = own.forecast()
     verdict = f"Step time of the config's layout against number 1: {expected.step_time_s / best.step_time_s - 1:+.1%}"
-    lost = {what: seconds - best.parts_s.get(what, 0.0) for what, seconds in expected.parts_s.items()}
+    lost = {
+        what: seconds - best.parts_s.get(what, 0.0) for what, seconds in expected.parts_s.items()
+    }
     worst = max(lost, key=lost.get)
     verdict += f". The largest difference is {worst}: {lost[worst]:+.2f} s."
     if own.taken_bytes > search.cluster.memory_bytes:
-        verdict += f" The layout does not fit in the {search.cluster.memory_bytes / GIB:.1f} GiB of a GPU."
+        verdict += (
+            f" The layout does not fit in the {search.cluster.memory_bytes / GIB:.1f} GiB of a GPU."
+        )
     return [("own", *format_row(own, expected))], verdict
 
 

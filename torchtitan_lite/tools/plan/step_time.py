@@ -22,11 +22,24 @@ from torchtitan_lite.tools.plan.actions import Action
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Workload
 
-CAUSAL_EDGE = 300  # tokens; attention reaches S/(S+300) of its rate, so short sequences are slow. Fit
-UNFUSED_SCORE_BYTES = 13  # bytes that softmax, dropout and two matmuls read and write per fp16 score
-KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in the forward of a layer
-PACKING_BYTES = {"qwz": 4, "qgz": 48}  # bytes per element that ZeRO++'s kernels read and write around a collective
-LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes per logit that the loss reads and writes in each direction
+CAUSAL_EDGE = (
+    300  # tokens; attention reaches S/(S+300) of its rate, so short sequences are slow. Fit
+)
+UNFUSED_SCORE_BYTES = (
+    13  # bytes that softmax, dropout and two matmuls read and write per fp16 score
+)
+KERNELS_OF_LAYER = {
+    False: 28,
+    True: 14,
+}  # compiled -> elementwise kernels in the forward of a layer
+PACKING_BYTES = {
+    "qwz": 4,
+    "qgz": 48,
+}  # bytes per element that ZeRO++'s kernels read and write around a collective
+LOSS_BYTES = {
+    False: 12,
+    True: 6,
+}  # compiled -> bytes per logit that the loss reads and writes in each direction
 
 
 class Phases(NamedTuple):
@@ -66,7 +79,9 @@ class StepTime:
         recipe = self.workload.float8_recipe
         sizes = (rows, out, into), (rows, into, out), (out, into, rows)
         times = [self.cluster.matmul_time(*each, dtype, recipe) for each in sizes]
-        if dtype == "float8":  # Transformer Engine fuses casts into other kernels, and casts weights once per step
+        if (
+            dtype == "float8"
+        ):  # Transformer Engine fuses casts into other kernels, and casts weights once per step
             cast = self.memory_time(rows * into if recipe == "te" else 3 * into * (rows + out))
             times = [times[0] + cast, times[1] + cast, times[2]]
         return times
@@ -80,7 +95,9 @@ class StepTime:
         if module.kind == "router":
             return self.linear_times(w.n_tokens / tp, out, into, "float32")
         sizes = (out // tp, into) if module.split == "colwise" else (out, into // tp)
-        return self.linear_times(w.n_tokens, *sizes, "float8" if module.name in w.float8 else w.compute_dtype)
+        return self.linear_times(
+            w.n_tokens, *sizes, "float8" if module.name in w.float8 else w.compute_dtype
+        )
 
     def grouped_times(self, module: ModuleRow) -> list[float]:
         """Return the seconds of a grouped matmul over the local experts: forward, gradients of input and weights."""
@@ -97,7 +114,9 @@ class StepTime:
         w, cluster, args = self.workload, self.cluster, self.workload.args
         flops = 2 * w.n_tokens * w.seq_len * args.n_heads * args.head_dim / w.layout.tp
         peak = cluster.peak(w.compute_dtype) * cluster.clock
-        if w.attention == "unfused":  # computes both halves; head dims that 8 does not divide cannot use tensor cores
+        if (
+            w.attention == "unfused"
+        ):  # computes both halves; head dims that 8 does not divide cannot use tensor cores
             rate = cluster.unfused_efficiency * peak
             if args.head_dim % 8:
                 rate = cluster.matmul_efficiency * cluster.peak_float32
@@ -105,21 +124,34 @@ class StepTime:
             forward = 2 * flops / rate + self.memory_time(UNFUSED_SCORE_BYTES * scores)
             return forward, 2 * forward
         peak *= w.seq_len / (w.seq_len + CAUSAL_EDGE) * min(1.0, 0.5 + args.head_dim / 256)
-        forward, backward = (getattr(cluster, f"{w.attention}_{way}") for way in ("forward", "backward"))
-        return flops / (peak * forward) + cluster.kernel_s, 2.5 * flops / (peak * backward) + cluster.kernel_s
+        forward, backward = (
+            getattr(cluster, f"{w.attention}_{way}") for way in ("forward", "backward")
+        )
+        return flops / (peak * forward) + cluster.kernel_s, 2.5 * flops / (
+            peak * backward
+        ) + cluster.kernel_s
 
     def elementwise_time(self, kind: LayerKind) -> float:
         """Return the seconds of a layer's elementwise kernels in forward. An eager kernel reads and writes its tensors.
 
         c: bytes per element. MoE rows are copied when sorted, twice more in the all-to-alls, and summed in fp32.
         """
-        w, c, args, tp = self.workload, self.workload.compute_bytes, self.workload.args, self.workload.layout.tp
+        w, c, args, tp = (
+            self.workload,
+            self.workload.compute_bytes,
+            self.workload.args,
+            self.workload.layout.tp,
+        )
         per_norm, per_product = (4 if w.compiled else 5) * c, (3 if w.compiled else 5) * c
         if not kind.is_gated:
             per_product = (2 if w.compiled else 3) * c
         n_norms = sum(norm.split == "sequence" for norm in kind.norms)
-        hidden = n_norms * per_norm * args.dim / (tp if w.sequence_parallel else 1)  # one residual addition per norm
-        turned = (args.n_heads + args.n_kv_heads) * args.head_dim * kind.is_gated  # GPT has no rotary embedding
+        hidden = (
+            n_norms * per_norm * args.dim / (tp if w.sequence_parallel else 1)
+        )  # one residual addition per norm
+        turned = (
+            (args.n_heads + args.n_kv_heads) * args.head_dim * kind.is_gated
+        )  # GPT has no rotary embedding
         rotary = ((2 * c if w.compiled else 2 * c + 16) + per_norm * args.qk_norm) * turned / tp
         products = per_product * sum(module.weight[1] for module in kind.rowwise[1:]) / tp
         n_bytes = w.n_tokens * (hidden + rotary + products)
@@ -145,12 +177,22 @@ class StepTime:
         call_s *= 1 - self.cluster.async_tp_hidden * w.async_tp
         left_out = self.module_times(kind.rowwise[-1])[0] if stops_early else 0.0
         cp_forward, cp_backward = self.expose_context()
-        rows_s, counts_s = (2 * self.exchange_time(w.n_rows), self.exchange_time(0)) if kind.is_moe else (0.0, 0.0)
+        rows_s, counts_s = (
+            (2 * self.exchange_time(w.n_rows), self.exchange_time(0)) if kind.is_moe else (0.0, 0.0)
+        )
         is_fused = w.attention != "unfused"
         norms_again = kind.average(op=0.5 if is_fused else 0.3, full=1, alternate=1)
         parts = {  # seconds of forward, of backward, of recompute
-            "linear": (linear, of_inputs, kind.average(full=linear - left_out, alternate=linear / 3)),
-            "attention": (attend, attend_back, kind.average(op=0 if is_fused else attend, full=attend)),
+            "linear": (
+                linear,
+                of_inputs,
+                kind.average(full=linear - left_out, alternate=linear / 3),
+            ),
+            "attention": (
+                attend,
+                attend_back,
+                kind.average(op=0 if is_fused else attend, full=attend),
+            ),
             "elementwise": (elementwise, 2 * elementwise, elementwise * norms_again),
             "tp": (call_s * n_calls, call_s * n_calls, call_s * tp_again),
             "cp": (cp_forward, cp_backward, cp_forward * if_full),
@@ -160,7 +202,14 @@ class StepTime:
         late = self.expose_shards(kind, forward, backward + repeated + of_weights)
         waits = {axis: sum(parts[axis]) for axis in ("tp", "cp", "ep")}
         again = sum(parts[what][2] for what in ("linear", "attention", "elementwise"))
-        return Phases(forward + late[0], backward + repeated + late[1], of_weights, **waits, dp=sum(late), again=again)
+        return Phases(
+            forward + late[0],
+            backward + repeated + late[1],
+            of_weights,
+            **waits,
+            dp=sum(late),
+            again=again,
+        )
 
     def exchange_time(self, n_rows: float) -> float:
         """Return the seconds of an all-to-all over ep in which a rank sends `n_rows` rows, including those to itself.
@@ -189,7 +238,9 @@ class StepTime:
             return self.expose(fetch, attend), self.expose(fetch + reduce, attend_back)
         return self.expose(fetch, attend / n), self.expose(fetch, attend_back / n) + reduce
 
-    def expose_shards(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
+    def expose_shards(
+        self, kind: LayerKind, forward: float, backward: float
+    ) -> tuple[float, float]:
         """Return the seconds that a layer waits for FSDP, in forward (all-gather) and backward (and reduce-scatter)."""
         w, parameters = self.workload, kind.parameters
         if w.is_whole:
@@ -201,7 +252,9 @@ class StepTime:
         share = self.find_share(("dp_shard", "cp"))
         return self.expose(gather, forward, share), self.expose(again + reduce, backward, share)
 
-    def shard_time(self, n_parameters: tuple[float, float], *, reduces: bool = False, near: bool = False) -> float:
+    def shard_time(
+        self, n_parameters: tuple[float, float], *, reduces: bool = False, near: bool = False
+    ) -> float:
         """Return the seconds of an all-gather (`near`: inside nodes) or reduction of parameters (dense, in MoEs)."""
         w, seconds, name = self.workload, 0.0, "qgz" if reduces else "qwz"
         width = w.reduce_bytes if reduces else 1 if w.gathers_float8 else w.compute_bytes
@@ -211,7 +264,9 @@ class StepTime:
         axes = (("dp_shard", "cp"), "fsdp_near"), (("efsdp",), "efsdp_near")
         for n, width, (dims, of_node) in zip(n_parameters, widths, axes, strict=True):
             is_near = near and getattr(w.layout, of_node) > 1
-            seconds += self.collective_time((of_node,) if is_near else dims, n * width) if n else 0.0
+            seconds += (
+                self.collective_time((of_node,) if is_near else dims, n * width) if n else 0.0
+            )
             if reduces and name in w.zero_plus_plus:
                 seconds += self.collective_time((of_node,), n * width)
         return seconds
@@ -219,7 +274,9 @@ class StepTime:
     def describe_head(self) -> Phases:
         """Return the seconds of the head and its loss."""
         w, width = self.workload, self.workload.args.vocab_size // self.workload.layout.tp
-        forward, of_input, of_weight = self.linear_times(w.n_tokens, width, w.args.dim, w.compute_dtype)
+        forward, of_input, of_weight = self.linear_times(
+            w.n_tokens, width, w.args.dim, w.compute_dtype
+        )
         logits = w.n_tokens * w.args.vocab_size / (w.layout.tp if w.shards_loss else 1)
         loss = self.memory_time(LOSS_BYTES[w.compiles_loss] * logits) + 10 * self.cluster.kernel_s
         tp_s = self.collective_time(("tp",), w.hidden_bytes)
@@ -234,13 +291,17 @@ class StepTime:
         phases = [*map(self.describe_layer, kinds), self.describe_head()]
         for stage in set(self.workload.stages):  # most stages are equal
             counts = [*(kind.count(stage) for kind in kinds), stage.has_head]
-            found[stage] = Phases(*(sum(map(mul, counts, seconds)) for seconds in zip(*phases, strict=True)))
+            found[stage] = Phases(
+                *(sum(map(mul, counts, seconds)) for seconds in zip(*phases, strict=True))
+            )
         return [found[stage] for stage in self.workload.stages]
 
     def max_over_ranks(self, of_stages: Sequence[float]) -> float:
         """Sum the values over the stages of each pp rank, and return the largest sum."""
         layout = self.workload.layout
-        return max(sum(of_stages[index] for index in layout.stages_of(rank)) for rank in range(layout.pp))
+        return max(
+            sum(of_stages[index] for index in layout.stages_of(rank)) for rank in range(layout.pp)
+        )
 
     @cached_property
     def send_s(self) -> float:
@@ -248,8 +309,14 @@ class StepTime:
         w, cluster = self.workload, self.cluster
         n_bytes = w.hidden_bytes / w.layout.tp * (w.layout.pp > 1)
         if cluster.count_nodes(w.layout.strides["pp"], w.layout.pp) == 1:
-            return n_bytes / (cluster.link_bandwidth * cluster.link_efficiency) + cluster.network_latency_s
-        return n_bytes / (cluster.network_bandwidth * cluster.network_efficiency) + cluster.network_latency_s
+            return (
+                n_bytes / (cluster.link_bandwidth * cluster.link_efficiency)
+                + cluster.network_latency_s
+            )
+        return (
+            n_bytes / (cluster.network_bandwidth * cluster.network_efficiency)
+            + cluster.network_latency_s
+        )
 
     def seconds_of(self, action: Action) -> float:
         """Return the duration of an action. B, a backward that is not split, takes I + W."""
@@ -284,13 +351,21 @@ class StepTime:
             if w.layout.pp > 1 and not w.overlaps_reduction:
                 wait = (gather if is_kept else first) + reduce
             else:
-                wait = max(first, self.expose(gather, sum(self.stages[i].forward for i in indices), share) * is_kept)
+                wait = max(
+                    first,
+                    self.expose(gather, sum(self.stages[i].forward for i in indices), share)
+                    * is_kept,
+                )
                 beside = sum(sum(self.stages[i][1:3]) for i in indices)
                 wait += max(last, self.expose(reduce, beside, share) * (is_kept or w.layout.pp > 1))
-            replicas = 2 * self.collective_time(("dp_replicate",), sum(map(w.count_at_rest, stages)) * w.reduce_bytes)
+            replicas = 2 * self.collective_time(
+                ("dp_replicate",), sum(map(w.count_at_rest, stages)) * w.reduce_bytes
+            )
             if w.layout.pp == 1 or w.overlaps_reduction:  # per block, in the last backward
                 beside = sum(sum(self.stages[i][1:3]) for i in indices)
-                replicas = self.expose(replicas, max(0.0, beside - reduce), self.find_share(("dp_replicate",)))
+                replicas = self.expose(
+                    replicas, max(0.0, beside - reduce), self.find_share(("dp_replicate",))
+                )
             wait += replicas
             waits.append(wait)
         return max(waits)
@@ -304,7 +379,9 @@ class StepTime:
         w = self.workload
         most = self.max_over_ranks(list(map(w.count_at_rest, w.stages)))
         of_matrices = max(map(self.matrices_time, range(w.layout.pp)))
-        return of_matrices + self.memory_time(most * MASTER_BYTES * (4 + 2 * w.moment_bytes // MASTER_BYTES))
+        return of_matrices + self.memory_time(
+            most * MASTER_BYTES * (4 + 2 * w.moment_bytes // MASTER_BYTES)
+        )
 
     def matrices_time(self, pp_rank: int) -> float:
         """Return the seconds of Muon's rounds: Newton-Schulz of the largest matrix, and all-to-alls. No overlap."""
@@ -312,8 +389,14 @@ class StepTime:
         for sizes, elements in self.workload.deal_rounds(pp_rank):
             *batch, m, n = *sizes[:-2], *sorted(sizes[-2:])
             products = (m, m, n), (m, m, m), (m, n, m)
-            seconds += NEWTON_SCHULZ_STEPS * prod(batch) * sum(self.cluster.matmul_time(*s, dtype) for s in products)
-            seconds += sum(2 * self.collective_time(dims, n * width) for dims, n in elements.items())
+            seconds += (
+                NEWTON_SCHULZ_STEPS
+                * prod(batch)
+                * sum(self.cluster.matmul_time(*s, dtype) for s in products)
+            )
+            seconds += sum(
+                2 * self.collective_time(dims, n * width) for dims, n in elements.items()
+            )
         return seconds
 
     @cached_property

@@ -26,7 +26,9 @@ MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "ba
 def plan_order(section: Parallelism, layout: Layout) -> Order:
     """Return the order of a layout's schedule."""
     n_stages_per_rank = len(layout.stages) // layout.pp
-    return list_order(section.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
+    return list_order(
+        section.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, n_stages_per_rank
+    )
 
 
 class Event(NamedTuple):
@@ -51,7 +53,9 @@ class Timeline:
 
     @property
     def bubble(self) -> float:  # idle fraction of the time of all ranks
-        return 1 - sum(event.end - event.start for event in self.events) / (self.end_time * self.n_ranks)
+        return 1 - sum(event.end - event.start for event in self.events) / (
+            self.end_time * self.n_ranks
+        )
 
 
 def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0) -> Timeline:
@@ -78,7 +82,9 @@ def count_in_flight(row: list[Action]) -> Counter[tuple[int, str]]:
     return peak
 
 
-def list_samples(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[tuple[Order, int]]:
+def list_samples(
+    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int
+) -> list[tuple[Order, int]]:
     """Return short orders with weights. The weighted sum of their results is the result of the long order.
 
     In a full pipeline, each round of microbatches adds the same time and the same number of microbatches in flight:
@@ -94,7 +100,9 @@ def list_samples(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank:
 
 
 @lru_cache(maxsize=4096)
-def extrapolate_in_flight(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Counter]:
+def extrapolate_in_flight(
+    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int
+) -> list[Counter]:
     """Return the result of count_in_flight for each pp rank, extrapolated from short orders."""
     total: list[Counter] = [Counter() for _ in range(pp)]
     for order, weight in list_samples(schedule, pp, n_microbatches, n_stages_per_rank):

@@ -42,7 +42,9 @@ def sum_moved(calls: Iterable[tuple[Hashable, float, float]]) -> dict[Hashable, 
     return moved
 
 
-def fraction_moved(operation: str, n_ranks: int, rank: int = 0, splits: Sequence[int] = ()) -> float:
+def fraction_moved(
+    operation: str, n_ranks: int, rank: int = 0, splits: Sequence[int] = ()
+) -> float:
     """Return the fraction of a tensor's bytes that one rank of a group moves.
 
     `splits`: number of rows that `rank` sends to each rank in an all-to-all. Empty: the same number to each rank.
@@ -53,7 +55,9 @@ def fraction_moved(operation: str, n_ranks: int, rank: int = 0, splits: Sequence
     return {"all-reduce": 2 * ring, "broadcast": 1, "send": 1, "receive": 1}.get(operation, ring)
 
 
-def estimate_traffic(workload: Workload, pp_rank: int, order: Order) -> dict[tuple[str, str], Moved]:
+def estimate_traffic(
+    workload: Workload, pp_rank: int, order: Order
+) -> dict[tuple[str, str], Moved]:
     """Return (axis, operation) -> the calls and bytes of one rank of `pp_rank` in one step."""
     traffic = Traffic(workload)
     for index in workload.layout.stages_of(pp_rank):
@@ -63,7 +67,9 @@ def estimate_traffic(workload: Workload, pp_rank: int, order: Order) -> dict[tup
             traffic.add_tensor_parallel(kind, kind.count(stage))
             traffic.add_context_parallel(kind, kind.count(stage))
             traffic.add_expert_parallel(kind, kind.count(stage) * kind.is_moe)
-        traffic.add_sharding(stage, [action.kind for action in order[pp_rank] if action.stage == index])
+        traffic.add_sharding(
+            stage, [action.kind for action in order[pp_rank] if action.stage == index]
+        )
         traffic.add_sends(index)
     traffic.add_tied_matrix(pp_rank)
     for _, elements in workload.deal_rounds(pp_rank):
@@ -83,17 +89,23 @@ class Traffic:
 
     def __init__(self, workload: Workload):
         self.workload, self.layout = workload, workload.layout
-        self.calls: list[tuple[tuple[str, str], float, float]] = []  # (axis, operation), number of calls, total bytes
+        self.calls: list[
+            tuple[tuple[str, str], float, float]
+        ] = []  # (axis, operation), number of calls, total bytes
         # Bytes per element of a gradient that is reduced over tp or ep. Sums over several microbatches are in fp32.
         sums_each = workload.n_reductions == workload.layout.n_microbatches
         self.reduced_bytes = workload.compute_bytes if sums_each else MASTER_BYTES
 
-    def add(self, dims: tuple[str, ...], operation: str, n_calls: float, whole_bytes: float) -> None:
+    def add(
+        self, dims: tuple[str, ...], operation: str, n_calls: float, whole_bytes: float
+    ) -> None:
         """Add `n_calls` on a tensor of `whole_bytes` over the mesh dims `dims`. A group of one rank makes no calls."""
         used = [dim for dim in dims if getattr(self.layout, dim) > 1]
         if used and n_calls:
             fraction = fraction_moved(operation, prod(getattr(self.layout, dim) for dim in used))
-            self.calls.append(((" x ".join(used), operation), n_calls, n_calls * whole_bytes * fraction))
+            self.calls.append(
+                ((" x ".join(used), operation), n_calls, n_calls * whole_bytes * fraction)
+            )
 
     def add_ends(self, stage: Stage) -> None:
         """Add the calls over tp of the embedding, the final norm, the head and the loss."""
@@ -111,7 +123,12 @@ class Traffic:
 
         Backward mirrors this. Recompute repeats the gathers. Full recompute also repeats all or all but one scatters.
         """
-        w, tp, both, again = self.workload, ("tp",), kind.n_gathers + len(kind.rowwise), kind.n_gathers
+        w, tp, both, again = (
+            self.workload,
+            ("tp",),
+            kind.n_gathers + len(kind.rowwise),
+            kind.n_gathers,
+        )
         n_passes = self.layout.n_microbatches * n_layers
         gathers = both + kind.average(op=again, alternate=again, full=again)
         scatters = both + kind.average(full=len(kind.rowwise) - kind.ends_in_rowwise)
@@ -123,24 +140,61 @@ class Traffic:
 
     def add_expert_parallel(self, kind: LayerKind, n_layers: int) -> None:
         """Add the calls over ep: counts and rows go to experts, results come back. Backward mirrors the last two."""
-        w, n_passes, again = self.workload, self.layout.n_microbatches * n_layers, kind.average(full=1)
+        w, n_passes, again = (
+            self.workload,
+            self.layout.n_microbatches * n_layers,
+            kind.average(full=1),
+        )
         n_experts = w.args.moe.n_experts if n_layers else 0
-        self.add(("ep",), "all-to-all", n_passes * (4 + 2 * again), w.n_rows * w.args.dim * w.compute_bytes)
+        self.add(
+            ("ep",),
+            "all-to-all",
+            n_passes * (4 + 2 * again),
+            w.n_rows * w.args.dim * w.compute_bytes,
+        )
         self.add(("ep",), "all-to-all", n_passes * (1 + again), n_experts * 8)
         # The router of each ep rank saw different tokens.
-        self.add(("ep",), "all-reduce", n_layers * w.n_reductions, n_experts * w.args.dim * self.reduced_bytes)
+        self.add(
+            ("ep",),
+            "all-reduce",
+            n_layers * w.n_reductions,
+            n_experts * w.args.dim * self.reduced_bytes,
+        )
         for dim in ("cp", "tp"):  # number of routes to each expert in whole sequences, int64
-            self.add((dim,), "all-reduce", n_passes * w.balances_by_loss, self.layout.microbatch_size * n_experts * 8)
+            self.add(
+                (dim,),
+                "all-reduce",
+                n_passes * w.balances_by_loss,
+                self.layout.microbatch_size * n_experts * 8,
+            )
 
     def add_context_parallel(self, kind: LayerKind, n_layers: int) -> None:
         """Add the calls over cp: keys and values, and their gradients in fp32."""
-        w, cp, n, n_passes = self.workload, ("cp",), self.layout.cp, self.layout.n_microbatches * n_layers
-        keys_values, fp32 = w.keys_values_bytes, w.keys_values_bytes / w.compute_bytes * MASTER_BYTES
+        w, cp, n, n_passes = (
+            self.workload,
+            ("cp",),
+            self.layout.cp,
+            self.layout.n_microbatches * n_layers,
+        )
+        keys_values, fp32 = (
+            w.keys_values_bytes,
+            w.keys_values_bytes / w.compute_bytes * MASTER_BYTES,
+        )
         if w.documents:
-            self.add(cp, "all-gather", n_passes * (1 + kind.average(op=1, alternate=1, full=1)), keys_values)
+            self.add(
+                cp,
+                "all-gather",
+                n_passes * (1 + kind.average(op=1, alternate=1, full=1)),
+                keys_values,
+            )
             self.add(cp, "reduce-scatter", n_passes, keys_values)
         elif w.ring and n > 1:  # each call sends a shard (1/n) to the next rank
-            self.add(cp, "all-to-all", n_passes * (2 + kind.average(full=1)) * (n - 1), keys_values / (n - 1))
+            self.add(
+                cp,
+                "all-to-all",
+                n_passes * (2 + kind.average(full=1)) * (n - 1),
+                keys_values / (n - 1),
+            )
             self.add(cp, "all-to-all", n_passes * n, fp32 / (n - 1))
         else:
             self.add(cp, "all-gather", n_passes * (2 + kind.average(full=1)), keys_values)
@@ -151,18 +205,33 @@ class Traffic:
         w, layout = self.workload, self.layout
         if w.is_whole:
             return
-        moes = [(kind.parameters[1], kind.packed[1]) for kind in w.kinds if kind.is_moe for _ in range(stage.n_moes)]
+        moes = [
+            (kind.parameters[1], kind.packed[1])
+            for kind in w.kinds
+            if kind.is_moe
+            for _ in range(stage.n_moes)
+        ]
         others = w.groups_of(stage)
         has_own_embedding = stage.has_embedding and not (stage.has_head and w.args.tie_embeddings)
         for index, (n_parameters, packed) in enumerate(moes + others):
-            shard, n_shards = (("efsdp",), layout.efsdp) if index < len(moes) else (("dp_shard", "cp"), w.n_shards)
-            near, far = ("efsdp_near", "efsdp_far") if index < len(moes) else ("fsdp_near", "fsdp_far")
+            shard, n_shards = (
+                (("efsdp",), layout.efsdp)
+                if index < len(moes)
+                else (("dp_shard", "cp"), w.n_shards)
+            )
+            near, far = (
+                ("efsdp_near", "efsdp_far") if index < len(moes) else ("fsdp_near", "fsdp_far")
+            )
             n_near = getattr(layout, near)
             is_head = stage.has_head and index == len(moes + others) - 1
             n_gathers = self.count_gathers(kinds, is_head=is_head)
-            if layout.zero_stage == 3 and has_own_embedding and index == len(moes):  # backward needs no weight
+            if (
+                layout.zero_stage == 3 and has_own_embedding and index == len(moes)
+            ):  # backward needs no weight
                 n_gathers = kinds.count("F")
-            n_again = n_gathers - kinds.count("F") if "hpz" in w.zero_plus_plus and n_near > 1 else 0  # from the node
+            n_again = (
+                n_gathers - kinds.count("F") if "hpz" in w.zero_plus_plus and n_near > 1 else 0
+            )  # from the node
             gathered = packed if "qwz" in w.zero_plus_plus else n_parameters * w.compute_bytes
             self.add(shard, "all-gather", n_gathers - n_again, gathered)
             self.add((near,), "all-gather", n_again, gathered)
@@ -196,6 +265,13 @@ class Traffic:
     def add_sends(self, index: int) -> None:
         """Add the sends and receives of hidden states and gradients between stages on different ranks."""
         ranks, n_bytes = self.layout.stage_ranks, self.workload.hidden_bytes / self.layout.tp
-        neighbors = [at for at in (index - 1, index + 1) if 0 <= at < len(ranks) and ranks[at] != ranks[index]]
-        for operation in ("send", "receive"):  # one of each per neighbor: hidden states one way, gradients the other
+        neighbors = [
+            at
+            for at in (index - 1, index + 1)
+            if 0 <= at < len(ranks) and ranks[at] != ranks[index]
+        ]
+        for operation in (
+            "send",
+            "receive",
+        ):  # one of each per neighbor: hidden states one way, gradients the other
             self.add(("pp",), operation, len(neighbors) * self.layout.n_microbatches, n_bytes)

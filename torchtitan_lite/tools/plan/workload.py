@@ -14,7 +14,13 @@ from functools import cached_property, lru_cache
 from math import ceil, prod
 from typing import Literal, NamedTuple
 
-from torchtitan_lite.config.block import INT8_BLOCK, deal_matrices, find_expert_dim, list_block, list_gathered
+from torchtitan_lite.config.block import (
+    INT8_BLOCK,
+    deal_matrices,
+    find_expert_dim,
+    list_block,
+    list_gathered,
+)
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.memory_bound import MASTER_BYTES
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
@@ -47,7 +53,9 @@ class LayerKind:
     is_moe: bool
     recompute: Counter  # mode -> number of layers of this kind in the model
     block: list[ModuleRow]  # modules that have weights
-    parameters: tuple[int, int]  # per layer and rank, before FSDP shards them: all except the MoE (norms whole), MoE
+    parameters: tuple[
+        int, int
+    ]  # per layer and rank, before FSDP shards them: all except the MoE (norms whole), MoE
     matrices: list[Matrix]  # of a layer
     packed: tuple[int, int]  # the bytes of these parameters, packed by ZeRO++
 
@@ -57,11 +65,21 @@ class LayerKind:
         self.colwise = [
             row for row in self.block if (row.kind, row.split) == ("linear", "colwise")
         ]  # tp gathers their input
-        self.rowwise = [module for module in self.block if module.split == "rowwise"]  # tp scatters their output
+        self.rowwise = [
+            module for module in self.block if module.split == "rowwise"
+        ]  # tp scatters their output
         # The closed forms know matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
-        timed = [*self.colwise, *self.rowwise, *(row for row in self.norms if row.split == "sequence")]
+        timed = [
+            *self.colwise,
+            *self.rowwise,
+            *(row for row in self.norms if row.split == "sequence"),
+        ]
         known = {row.name for row in timed} | {"attention.q_norm", "attention.k_norm"}
-        self.untimed = [row.name for row in self.block if row.name not in known and row.kind in ("linear", "norm")]
+        self.untimed = [
+            row.name
+            for row in self.block
+            if row.name not in known and row.kind in ("linear", "norm")
+        ]
         self.n_gathers = len(list_gathered(self.block))  # one for wq, wk, wv
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = self.is_moe or any(module.name.endswith("w3") for module in self.block)
@@ -75,7 +93,10 @@ class LayerKind:
 
     def average(self, **by_mode: float) -> float:
         """Average a number that depends on the recompute mode over the layers. Modes that are not given count as 0."""
-        return sum(by_mode.get(mode, 0.0) * n for mode, n in self.recompute.items()) / self.recompute.total()
+        return (
+            sum(by_mode.get(mode, 0.0) * n for mode, n in self.recompute.items())
+            / self.recompute.total()
+        )
 
 
 @dataclass
@@ -93,7 +114,9 @@ class Workload:
     float8_recipe: str = "tensorwise"  # selects the field "<recipe>_efficiency" of Cluster
     gathers_float8: bool = False  # FSDP all-gathers in float8
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
-    attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"  # unfused: scores are written to memory
+    attention: Literal["cudnn", "flash2", "triton", "unfused"] = (
+        "cudnn"  # unfused: scores are written to memory
+    )
     moment_bytes: int = 8  # optimizer state per parameter
     updates_matrices: bool = False  # by Muon, which keeps MASTER_BYTES less for them
     shards_loss: bool = True
@@ -105,11 +128,19 @@ class Workload:
     documents: bool = False  # attention stays inside documents
     balances_by_loss: bool = False  # the auxiliary loss counts routes over whole sequences
     # Properties of other trainers, for published runs. The defaults describe this trainer.
-    keeps_logits: bool = False  # the loss holds fp32 logits, log-softmax and gradients of all tokens at once
+    keeps_logits: bool = (
+        False  # the loss holds fp32 logits, log-softmax and gradients of all tokens at once
+    )
     sequence_parallel: bool = True
-    copies_gathered: bool = True  # tp copies each all-gather's result, because DTensor gathers along the sequence
-    overlaps_reduction: bool = False  # in a pipeline, gradient reduction overlaps with the last backwards
-    receive_buffers: int | None = None  # per stage; None: one per microbatch, as in torch's pipeline
+    copies_gathered: bool = (
+        True  # tp copies each all-gather's result, because DTensor gathers along the sequence
+    )
+    overlaps_reduction: bool = (
+        False  # in a pipeline, gradient reduction overlaps with the last backwards
+    )
+    receive_buffers: int | None = (
+        None  # per stage; None: one per microbatch, as in torch's pipeline
+    )
     grad_bytes: int = MASTER_BYTES  # bytes per gradient element at rest ...
     reduce_bytes: int = MASTER_BYTES  # ... and during the reduction over dp
 
@@ -137,19 +168,33 @@ class Workload:
         self.kinds = [self.describe_kind(modes, is_moe=is_moe) for is_moe, modes in kinds if modes]
 
     def describe_kind(self, recompute: Counter, *, is_moe: bool) -> LayerKind:
-        layout, block, sizes, packed, matrices = self.layout, list_block(self.args, moe=is_moe), [0, 0], [0, 0], []
+        layout, block, sizes, packed, matrices = (
+            self.layout,
+            list_block(self.args, moe=is_moe),
+            [0, 0],
+            [0, 0],
+            [],
+        )
         for module in block:
-            rows, rest, of_moe = module.weight[0], prod(module.weight[1:]), module.kind in ("router", "experts")
+            rows, rest, of_moe = (
+                module.weight[0],
+                prod(module.weight[1:]),
+                module.kind in ("router", "experts"),
+            )
             n_shards = layout.efsdp if of_moe else self.n_shards
             if module.kind == "experts":
                 n_here = rows // max(1, layout.ep)
                 size = n_here * rest
-                is_cut = find_expert_dim(self.args, layout.ep, layout.efsdp) != 0  # otherwise FSDP shards by expert
+                is_cut = (
+                    find_expert_dim(self.args, layout.ep, layout.efsdp) != 0
+                )  # otherwise FSDP shards by expert
                 whole = n_here // (1 if is_cut else layout.efsdp), *module.weight[1:]
                 matrices.append(Matrix(whole, 1, ("efsdp",) * is_cut, size // layout.efsdp))
             else:
                 rows = rows // layout.tp if module.split == "colwise" else rows
-                size = pad(rows, n_shards) * (rest // layout.tp if module.split == "rowwise" else rest)
+                size = pad(rows, n_shards) * (
+                    rest // layout.tp if module.split == "rowwise" else rest
+                )
                 matrix = Matrix(module.weight, layout.tp, ("dp_shard", "cp"), size // n_shards)
                 matrices += [matrix] * (module.kind == "linear")
             sizes[of_moe] += size
@@ -162,16 +207,31 @@ class Workload:
 
     def list_matrices(self, pp_rank: int) -> list[Matrix]:
         """List the matrices of a pp rank that Muon updates."""
-        stages = [self.stages[index] for index in self.layout.stages_of(pp_rank) if self.updates_matrices]
-        return [matrix for stage in stages for kind in self.kinds for matrix in kind.matrices * kind.count(stage)]
+        stages = [
+            self.stages[index] for index in self.layout.stages_of(pp_rank) if self.updates_matrices
+        ]
+        return [
+            matrix
+            for stage in stages
+            for kind in self.kinds
+            for matrix in kind.matrices * kind.count(stage)
+        ]
 
-    def deal_rounds(self, pp_rank: int) -> list[tuple[tuple[int, ...], dict[tuple[str, ...], float]]]:
+    def deal_rounds(
+        self, pp_rank: int
+    ) -> list[tuple[tuple[int, ...], dict[tuple[str, ...], float]]]:
         """Return the rounds of Muon: sizes of the largest matrix, mesh dims -> elements in an all-to-all of rank 0."""
         rounds, matrices = [], self.list_matrices(pp_rank)
         for tp, dims in dict.fromkeys((matrix.tp, matrix.shards) for matrix in matrices):
-            alike, n = [m for m in matrices if m.shards == dims], prod(getattr(self.layout, dim) for dim in dims)
+            alike, n = (
+                [m for m in matrices if m.shards == dims],
+                prod(getattr(self.layout, dim) for dim in dims),
+            )
             for indices in deal_matrices([matrix.sizes for matrix in alike], n * tp):
-                blocks, slices = zip(*((prod(alike[i].sizes) // tp, alike[i].n_at_rest) for i in indices), strict=True)
+                blocks, slices = zip(
+                    *((prod(alike[i].sizes) // tp, alike[i].n_at_rest) for i in indices),
+                    strict=True,
+                )
                 # The owners of the first tp matrices are rank 0 and its tp peers. Rank 0 owns the first.
                 over_fsdp = sum(slices[tp:]) + sum(blocks[:tp]) - sum(slices[:tp])
                 over_tp = sum(blocks[1:tp]) + blocks[0] * (tp - 1)
@@ -183,9 +243,19 @@ class Workload:
 
     def groups_of(self, stage: Stage) -> list[tuple[int, int]]:
         """Return the parameters and packed bytes of each FSDP group: embedding, layers without MoE, head and norm."""
-        has_own_embedding = stage.has_embedding and not (stage.has_head and self.args.tie_embeddings)
-        layers = [(kind.parameters[0], kind.packed[0]) for kind in self.kinds for _ in range(kind.count(stage))]
-        n, table, norm = self.n_shards, self.vocabulary_parameters, pad(self.args.dim, self.n_shards)
+        has_own_embedding = stage.has_embedding and not (
+            stage.has_head and self.args.tie_embeddings
+        )
+        layers = [
+            (kind.parameters[0], kind.packed[0])
+            for kind in self.kinds
+            for _ in range(kind.count(stage))
+        ]
+        n, table, norm = (
+            self.n_shards,
+            self.vocabulary_parameters,
+            pad(self.args.dim, self.n_shards),
+        )
         head = [(table + norm, pack(table, n) + pack(norm, n))] * stage.has_head
         return [(table, pack(table, n))] * has_own_embedding + layers + head
 
@@ -193,13 +263,19 @@ class Workload:
     def parameters(self) -> dict[Stage, tuple[int, int]]:
         """Stage -> number of parameters (outside MoEs, in MoEs)."""
         return {
-            stage: (sum(n for n, _ in self.groups_of(stage)), sum(k.parameters[1] * k.count(stage) for k in self.kinds))
+            stage: (
+                sum(n for n, _ in self.groups_of(stage)),
+                sum(k.parameters[1] * k.count(stage) for k in self.kinds),
+            )
             for stage in set(self.stages)
         }
 
     def count_at_rest(self, stage: Stage) -> float:
         """Return the number of parameters of a stage that one rank holds between steps."""
-        return self.parameters[stage][0] / self.n_shards + self.parameters[stage][1] / self.layout.efsdp
+        return (
+            self.parameters[stage][0] / self.n_shards
+            + self.parameters[stage][1] / self.layout.efsdp
+        )
 
 
 def list_summed_over_tp(rows: list[ModuleRow]) -> list[int]:
@@ -232,5 +308,7 @@ def count_modules(stages: Stages, args: ModelArgs) -> tuple[Stage, ...]:
     for fqns in stages:
         layers = [int(fqn.removeprefix("layers.")) for fqn in fqns if fqn.startswith("layers.")]
         n_moes = sum(map(args.is_moe, layers))
-        found.append(Stage(len(layers) - n_moes, n_moes, "tok_embeddings" in fqns, "output" in fqns))
+        found.append(
+            Stage(len(layers) - n_moes, n_moes, "tok_embeddings" in fqns, "output" in fqns)
+        )
     return tuple(found)

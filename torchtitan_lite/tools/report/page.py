@@ -210,7 +210,9 @@ def draw_traces(run: Run) -> Iterator[str]:
     slowest = max(run.traces, key=lambda trace: trace.parts["computing"])
     part = max(slowest.parts, key=slowest.parts.get)
     share = f"{slowest.parts[part] / step_s:.0%}"
-    about = f"Rank {slowest.rank} computes longest. The largest part of its step is {part}: {share}."
+    about = (
+        f"Rank {slowest.rank} computes longest. The largest part of its step is {part}: {share}."
+    )
     yield "<h3>Where the time of a step goes</h3><p><i>Source: traces. Thin bars are hidden communication.</i></p>"
     yield f"<p>{about}</p>{draw_rows(rows, step_s)}"
     if run.pipeline:
@@ -256,4 +258,6 @@ def draw_calls(trace: Trace, step_s: float) -> str:
 
 def color(part: str) -> str:
     """Return the color of a part of a step, or of the first dim of an axis."""
-    return f"var(--{part.removeprefix('exposed ').removeprefix('hidden ').split()[0]}, var(--various))"
+    return (
+        f"var(--{part.removeprefix('exposed ').removeprefix('hidden ').split()[0]}, var(--various))"
+    )

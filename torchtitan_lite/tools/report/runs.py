@@ -27,7 +27,9 @@ class Run(Plan):
         self.name = folder.resolve().name
         self.color = color
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        self.records = [json.loads(line) for line in lines if line.endswith("}")]  # the last line may be incomplete
+        self.records = [
+            json.loads(line) for line in lines if line.endswith("}")
+        ]  # the last line may be incomplete
         if not any(record["kind"] == "step" for record in self.records):
             raise UserError(f"{folder}/metrics.jsonl has no step yet")
         *_, start = (record for record in self.records if record["kind"] == "start")
@@ -53,7 +55,11 @@ class Run(Plan):
 
     def list_values(self, field: str) -> Points:
         """Return (step, value) for each record that has this field."""
-        return [(record["step"], record[field]) for record in self.records if record.get(field) is not None]
+        return [
+            (record["step"], record[field])
+            for record in self.records
+            if record.get(field) is not None
+        ]
 
     def find_median(self, field: str) -> float:
         """Return the median over the records. Ignore the first record (warm-up) if there are others."""
@@ -79,7 +85,9 @@ def describe_run(run: Run) -> list[str]:
     )
     if validation:
         results += f" The validation loss is {validation[-1][1]:.4f}."
-    command = f"./run_train.sh --config {shlex.quote(f'{run.folder}/config.toml')} --job.no_overwrite"
+    command = (
+        f"./run_train.sh --config {shlex.quote(f'{run.folder}/config.toml')} --job.no_overwrite"
+    )
     if layout.world_size <= 8:  # one host was enough
         command = f"NGPU={layout.world_size} {command}"
     if last_step >= n_steps:
@@ -91,7 +99,9 @@ def describe_run(run: Run) -> list[str]:
         results,
         f"End of the run: {reason.partition('; newest')[0]}.",
         f"Look at: {'; '.join(list_remarks(run)) or 'nothing stands out'}.",
-        f"To continue: {command}" if config.checkpoint.enable else "The run saved nothing, so it cannot be continued.",
+        f"To continue: {command}"
+        if config.checkpoint.enable
+        else "The run saved nothing, so it cannot be continued.",
     ]
 
 
@@ -117,7 +127,9 @@ def plural(count: int, noun: str) -> str:
 def list_remarks(run: Run) -> list[str]:
     remarks = warn_of_bubble(run.planned, run.pipeline.bubble) if run.pipeline else []
     median_s = run.find_median("step_time_s")
-    slow_steps = [step for step, step_s in run.list_values("step_time_s")[1:] if step_s > 2 * median_s]
+    slow_steps = [
+        step for step, step_s in run.list_values("step_time_s")[1:] if step_s > 2 * median_s
+    ]
     if slow_steps:
         remarks.append(
             f"steps that took more than twice the median ({len(slow_steps)} records, first step {slow_steps[0]:,})"

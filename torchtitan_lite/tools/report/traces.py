@@ -42,7 +42,9 @@ class Trace(NamedTuple):
     parts: dict[str, float]  # "computing", "exposed AXIS", "waiting"; they add up to the step
     hidden: dict[str, float]  # by axis
     calls: list[tuple]  # start and end within the step, name, axis or ""
-    actions: dict[Action, tuple]  # action of the pipeline -> start and end, by the clock of the host
+    actions: dict[
+        Action, tuple
+    ]  # action of the pipeline -> start and end, by the clock of the host
     moved: dict[tuple, Moved]  # (axis, operation) -> calls and bytes of NCCL; empty for gloo
 
 
@@ -88,7 +90,9 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
         is_shown = event["cat"] in ON_GPU if on_gpu else event["tid"] == step["tid"]
         if not is_shown:
             continue
-        if name == "gloo:recv":  # lasts until the bytes have arrived, and may overlap with computing
+        if (
+            name == "gloo:recv"
+        ):  # lasts until the bytes have arrived, and may overlap with computing
             received.append((start, end))
             continue
         axis = find_axis(event, used, axes)

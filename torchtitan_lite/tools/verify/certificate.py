@@ -45,13 +45,19 @@ def describe(certificate: Certificate) -> str:
     if certificate.verdict == CERTIFIED:
         lines = [f"certified: {subject}: this layout computes the one-process model"]
     elif certificate.verdict == WRONG:
-        lines = [f"wrong: {subject}: this layout does not compute the one-process model (trial {last.name})"]
+        lines = [
+            f"wrong: {subject}: this layout does not compute the one-process model (trial {last.name})"
+        ]
         lines += [f"first difference: {last.culprit}"]
         lines += [f"  {measure}: {fault}" for measure, fault in last.faults.items()]
     else:
         lines = [f"not finished: {subject}: trial {last.name}: {last.unfinished}"]
     lines += [*describe_coverage(certificate), "", describe_measures(certificate.trials), ""]
-    changes = [format_change(key, change) for key, change in certificate.reduction.changes.items() if is_size(key)]
+    changes = [
+        format_change(key, change)
+        for key, change in certificate.reduction.changes.items()
+        if is_size(key)
+    ]
     return "\n".join([*lines, f"sizes in the wide trial: {', '.join(changes)}"])
 
 
@@ -65,7 +71,9 @@ def describe_coverage(certificate: Certificate) -> list[str]:
     lines += [f"  {key}: no effect: {reason}" for key, reason in coverage.without_effect.items()]
     lines += [f"  {format_change(key, change)}" for key, change in coverage.not_covered.items()]
     for trial in certificate.trials:
-        replaced = [format_change(key, change) for key, change in coverage.list_replaced(trial.name).items()]
+        replaced = [
+            format_change(key, change) for key, change in coverage.list_replaced(trial.name).items()
+        ]
         if replaced:
             lines.append(f"another value in trial {trial.name}: {', '.join(replaced)}")
     return lines
@@ -92,7 +100,9 @@ def describe_measures(trials: list[Trial]) -> str:
     rows = [("worst error", *(f"{trial.name}, {trial.seconds:.0f} s" for trial in trials))]
     for name in names:
         found = [trial.measures.get(name) for trial in trials]
-        rows.append((name, *("" if pair is None else "{:.0e} of {:.0e}".format(*pair) for pair in found)))
+        rows.append(
+            (name, *("" if pair is None else "{:.0e} of {:.0e}".format(*pair) for pair in found))
+        )
     return format_table(rows)
 
 
@@ -104,7 +114,10 @@ def report_for_programs(certificate: Certificate) -> dict[str, object]:
         del trial["ran"]
         trial["replaced"] = coverage.replaced[trial["name"]]
         for name, (error, bound) in trial["measures"].items():
-            trial["measures"][name] = {"error": error if error < float("inf") else None, "bound": bound}
+            trial["measures"][name] = {
+                "error": error if error < float("inf") else None,
+                "bound": bound,
+            }
     return {
         "config": certificate.config_name,
         "verdict": certificate.verdict,

@@ -18,7 +18,12 @@ import torch
 
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.preflight import read_run_config
-from torchtitan_lite.tools.verify.certificate import CERTIFIED, Certificate, describe, report_for_programs
+from torchtitan_lite.tools.verify.certificate import (
+    CERTIFIED,
+    Certificate,
+    describe,
+    report_for_programs,
+)
 from torchtitan_lite.tools.verify.plain import Inputs
 from torchtitan_lite.tools.verify.precision import try_precision
 from torchtitan_lite.tools.verify.ranks import RankPool
@@ -38,11 +43,17 @@ def main(options: Namespace) -> int:
     with RankPool() as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
         certificate = verify(reading.config_name, reduction, run_ranks, Path(folder))
-    print(json.dumps(report_for_programs(certificate), default=str) if options.json else describe(certificate))
+    print(
+        json.dumps(report_for_programs(certificate), default=str)
+        if options.json
+        else describe(certificate)
+    )
     return 0 if certificate.verdict == CERTIFIED else 1
 
 
-def list_trials(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> dict[str, Callable[[], Trial]]:
+def list_trials(
+    reduction: Reduction, run_ranks: RunRanks, folder: Path
+) -> dict[str, Callable[[], Trial]]:
     """Return the trials of a run by name, in the order in which they run."""
     n_ranks, real = reduction.layout.world_size, reduction.real
     far = Inputs(n_steps=1, first_position=find_far_position(real), tokens_per_document=2)
@@ -58,7 +69,9 @@ def list_trials(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> dict
     return trials
 
 
-def verify(config_name: str, reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Certificate:
+def verify(
+    config_name: str, reduction: Reduction, run_ranks: RunRanks, folder: Path
+) -> Certificate:
     """Run the trials of one layout, up to the first trial that finds a fault."""
     trials: list[Trial] = []
     for name, call in list_trials(reduction, run_ranks, folder).items():

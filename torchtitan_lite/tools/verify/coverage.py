@@ -19,9 +19,15 @@ from torchtitan_lite.tools.verify.trial import Trial
 
 Changes = dict[str, tuple[object, object]]  # key -> value asked, value that ran
 SIZES = {
-    *(f"model.{name}" for name in ("flavor", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim")),
+    *(
+        f"model.{name}"
+        for name in ("flavor", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim")
+    ),
     "model.vocab_size",
-    *(f"training.{name}" for name in ("local_batch_size", "global_batch_size", "seq_len", "loss_chunk_tokens")),
+    *(
+        f"training.{name}"
+        for name in ("local_batch_size", "global_batch_size", "seq_len", "loss_chunk_tokens")
+    ),
     "training.steps",
     *STAGES_BY_RULE,
     "parallelism.pipeline_parallel_microbatch_size",
@@ -30,7 +36,15 @@ SIZES = {
     "lr_scheduler.warmup_steps",
     "lr_scheduler.total_steps",
 }
-OF_A_STEP = ("model", "training", "parallelism", "optimizer", "lr_scheduler", "activation_checkpoint", "compile")
+OF_A_STEP = (
+    "model",
+    "training",
+    "parallelism",
+    "optimizer",
+    "lr_scheduler",
+    "activation_checkpoint",
+    "compile",
+)
 # All other keys are read only by train.py.
 NOT_OF_A_STEP = {
     "model.hf_assets_path",
@@ -68,7 +82,11 @@ def find_coverage(reduction: Reduction, trials: Sequence[Trial]) -> Coverage:
             continue
         readers = [trial for trial in trials if trial.ran and is_read(key, trial.name)]
         changes = [replaced[trial.name].get(key) for trial in readers]
-        if changes and None not in changes and not any(runs_as_asked(reduction, key, trial) for trial in readers):
+        if (
+            changes
+            and None not in changes
+            and not any(runs_as_asked(reduction, key, trial) for trial in readers)
+        ):
             not_covered[key] = changes[0]
     return Coverage(replaced, not_covered, find_without_effect(reduction.real, reduction.layout))
 
@@ -105,7 +123,9 @@ def resolve_values(reduction: Reduction, config: Config) -> dict[str, object]:
 
 def is_read(key: str, trial: str) -> bool:
     """Whether a trial reads a key. train.py reads all keys."""
-    return trial == "train.py" or (key.startswith((*OF_A_STEP, "quantize")) and key not in NOT_OF_A_STEP)
+    return trial == "train.py" or (
+        key.startswith((*OF_A_STEP, "quantize")) and key not in NOT_OF_A_STEP
+    )
 
 
 def find_without_effect(config: Config, layout: Layout) -> dict[str, str]:
@@ -125,5 +145,7 @@ def find_without_effect(config: Config, layout: Layout) -> dict[str, str]:
     if n_ranks > 2 and n_ranks % 2 == 0:
         remedy = f"--{ZERO_PLUS_PLUS}_node_size={layout.tp * n_ranks // 2} has two nodes"
     what = ", ".join(f"{name} {fault}" for name, fault in why.items())
-    reason = f"nodes of {node_size} ranks do not split an FSDP group of {n_ranks}, so {what}: {remedy}"
+    reason = (
+        f"nodes of {node_size} ranks do not split an FSDP group of {n_ranks}, so {what}: {remedy}"
+    )
     return {ZERO_PLUS_PLUS: reason}

@@ -22,7 +22,11 @@ DEGREE_KEYS = {  # mesh dim -> key
     "tp": "parallelism.tensor_parallel_degree",
     "ep": "parallelism.expert_parallel_degree",  # not a mesh dim: uses the ranks of dp_shard x cp x tp
 }
-OF_EXPERTS = ("dp_shard", "cp", "tp")  # the experts of a layer are sharded over the ranks of these dims
+OF_EXPERTS = (
+    "dp_shard",
+    "cp",
+    "tp",
+)  # the experts of a layer are sharded over the ranks of these dims
 AUTOMATIC = -1
 GIVEN_UP_LAST = ("tp", "pp", "cp", "dp_shard", "ep", "dp_replicate")
 
@@ -68,11 +72,22 @@ def list_smaller(config: Config, max_ranks: int) -> Iterator[Config]:
         degrees = read_degrees(smaller.parallelism)
         kept = [degrees[dim] != 1 for dim in GIVEN_UP_LAST]
         # In a ring or pipeline of two, all ranks are neighbors, which hides faults: prefer large cp and pp.
-        return sum(kept), kept, count_ranks(smaller.parallelism), degrees["cp"], degrees["pp"], degrees["ep"]
+        return (
+            sum(kept),
+            kept,
+            count_ranks(smaller.parallelism),
+            degrees["cp"],
+            degrees["pp"],
+            degrees["ep"],
+        )
 
-    meshes = (dict(zip(asked, degrees, strict=True)) for degrees in product(*map(list_divisors, asked)))
+    meshes = (
+        dict(zip(asked, degrees, strict=True)) for degrees in product(*map(list_divisors, asked))
+    )
     configs = (give_degrees(config, mesh) for mesh in meshes)
-    yield from sorted((c for c in configs if count_ranks(c.parallelism) <= max_ranks), key=rank, reverse=True)
+    yield from sorted(
+        (c for c in configs if count_ranks(c.parallelism) <= max_ranks), key=rank, reverse=True
+    )
 
 
 def give_degrees(config: Config, degrees: dict[str, int]) -> Config:
@@ -86,10 +101,16 @@ def list_other_layouts(config: Config, degrees: dict[str, int], ep: int) -> Iter
     """Yield the config on other valid meshes of the same ranks. Meshes with another ep and another dp come first."""
     n_ranks, model_args = prod(degrees.values()), resolve_model(config.model)
     divisors = [n for n in range(1, n_ranks + 1) if n_ranks % n == 0]
-    meshes = [dict(zip(degrees, mesh, strict=True)) for mesh in product(divisors, repeat=5) if prod(mesh) == n_ranks]
+    meshes = [
+        dict(zip(degrees, mesh, strict=True))
+        for mesh in product(divisors, repeat=5)
+        if prod(mesh) == n_ranks
+    ]
     meshes.remove(degrees)
     dp = degrees["dp_replicate"] * degrees["dp_shard"]
-    meshes.sort(key=lambda mesh: (mesh["dp_replicate"] * mesh["dp_shard"] == dp, mesh["cp"], mesh["pp"]))
+    meshes.sort(
+        key=lambda mesh: (mesh["dp_replicate"] * mesh["dp_shard"] == dp, mesh["cp"], mesh["pp"])
+    )
     eps = sorted(divisors, key=lambda n: (n == ep, n == 1, n)) if ep else [1]
     for other_ep, mesh in product(eps, meshes):
         other = give_degrees(config, {**mesh, "ep": other_ep})

@@ -43,7 +43,10 @@ def watch_plainly(config: Config, plain: PlainStep) -> dict[str, Tensor]:
         logits = model.logits(plain.batch)
     flat = logits.flatten(0, 1), plain.batch.targets.flatten()
     token_losses = nn.functional.cross_entropy(*flat, reduction="none").view_as(plain.batch.targets)
-    return {name: token_losses if output.shape == logits.shape else output for name, output in outputs.items()}
+    return {
+        name: token_losses if output.shape == logits.shape else output
+        for name, output in outputs.items()
+    }
 
 
 def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Seen:
@@ -54,7 +57,9 @@ def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Se
     settle_ties(run, plain)
     batch = stepping.shard_for_cp(run, own_rows(run, plain.batch))
     n_tokens = stepping.count_global_tokens(run, batch)
-    if run.schedule is not None:  # the first step of a schedule also calls each part once to infer shapes
+    if (
+        run.schedule is not None
+    ):  # the first step of a schedule also calls each part once to infer shapes
         stepping.forward_backward(run, batch, n_tokens)
     seen, outputs = Seen(run.mesh.coordinates()), defaultdict(list)
 
@@ -68,7 +73,9 @@ def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Se
     for part in run.parts:
         for name, module in part.named_modules():
             inside = any(name.startswith(f"layers.{layer}.") for layer in part.layers)
-            if name in right and not (config.compile.enable and inside):  # a hook would cause a graph break
+            if name in right and not (
+                config.compile.enable and inside
+            ):  # a hook would cause a graph break
                 module.register_forward_hook(note(name))
     with packing_checked(seen, 0):
         stepping.forward_backward(run, batch, n_tokens)
@@ -78,13 +85,17 @@ def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Se
         if len(pieces) != n_microbatches:
             seen.note(0, "microbatches", name, abs(len(pieces) - n_microbatches))
         for number, piece in enumerate(pieces[:n_microbatches]):
-            whole = cut_piece(right[name], piece, seen.coordinates, run.layout, number, config.training.seq_len)
+            whole = cut_piece(
+                right[name], piece, seen.coordinates, run.layout, number, config.training.seq_len
+            )
             error = relative_error(piece, whole) if piece.shape == whole.shape else float("inf")
             seen.note(0, "module output", name, error)
     return seen
 
 
-def cut_piece(whole: Tensor, piece: Tensor, at: Coordinates, layout: Layout, number: int, seq_len: int) -> Tensor:
+def cut_piece(
+    whole: Tensor, piece: Tensor, at: Coordinates, layout: Layout, number: int, seq_len: int
+) -> Tensor:
     """Return the expected value of one rank's `piece` of microbatch `number`.
 
     The sequence dim is recognized by its length, which no other dim has. A dim that is still longer than in the piece
@@ -94,7 +105,11 @@ def cut_piece(whole: Tensor, piece: Tensor, at: Coordinates, layout: Layout, num
     first = data_rank * layout.global_batch_size // layout.dp + number * layout.microbatch_size
     right = whole[first : first + layout.microbatch_size]
     dim = next((dim for dim in range(1, right.dim()) if right.shape[dim] == seq_len), None)
-    if layout.cp > 1 and dim is not None and not (dim < piece.dim() and piece.shape[dim] == seq_len):
+    if (
+        layout.cp > 1
+        and dim is not None
+        and not (dim < piece.dim() and piece.shape[dim] == seq_len)
+    ):
         pieces = right.chunk(2 * layout.cp, dim)
         right = torch.cat((pieces[at["cp"]], pieces[-1 - at["cp"]]), dim)
     if piece.dim() == 0:  # the head with its loss: a sum over the tokens of this piece

@@ -38,7 +38,13 @@ from torchtitan_lite.model.moe import MoE, list_moes
 from torchtitan_lite.parallel.initial_weights import fill_tensor, initialize_weights
 
 CLIPPED, LEFT = 0.5, 2.0  # max_norm of a step, in units of its gradient norm
-STEPS = [(CLIPPED, 0.0), (LEFT, 0.0), (LEFT, math.nan), (LEFT, math.inf), (CLIPPED, 0.0)]  # (clip, spoiled_by)
+STEPS = [
+    (CLIPPED, 0.0),
+    (LEFT, 0.0),
+    (LEFT, math.nan),
+    (LEFT, math.inf),
+    (CLIPPED, 0.0),
+]  # (clip, spoiled_by)
 TIE = 5e-6  # a smaller margin between the last chosen and the first unchosen expert is a tie: about fifty roundings
 DECIDES = 10.0  # a bias larger than every score
 
@@ -50,7 +56,9 @@ class Inputs:
     n_steps: int = len(STEPS)
     first_position: int = 0  # row 0 crosses it; later rows are closer to 0
     tokens_per_document: int = 8  # on average, with document attention
-    biases_decide: bool = False  # biases choose the same experts for every token, whatever the rounding
+    biases_decide: bool = (
+        False  # biases choose the same experts for every token, whatever the rounding
+    )
     growth: float = 1.0  # factor by which the last rows of each weight grow after each step
 
 
@@ -63,11 +71,15 @@ class PlainStep:
     max_norm: float
     spoiled_by: float  # NaN or infinity to write into one gradient; 0: none
     weights: dict[str, Tensor]  # before the step, including expert biases
-    ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and chosen experts of tokens with tied scores
+    ties: dict[
+        int, tuple[Tensor, Tensor]
+    ]  # layer -> scores and chosen experts of tokens with tied scores
     n_tokens: int
     loss: float
     gradients: dict[str, Tensor]  # before clipping, in backward order
-    rounding: dict[str, float]  # FQN of a norm or bias -> error of its gradient against float64, relative
+    rounding: dict[
+        str, float
+    ]  # FQN of a norm or bias -> error of its gradient against float64, relative
     norm: float
     rate: float
     loads: dict[int, Tensor]  # layer -> tokens of each expert
@@ -82,19 +94,31 @@ def make_batch(config: Config, seed: int, inputs: Inputs = Inputs()) -> Batch:
     """
     n_rows, seq_len = config.training.global_batch_size, config.training.seq_len
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(resolve_model(config.model).vocab_size, (n_rows, seq_len + 1), generator=generator)
-    fraction = torch.linspace(0, 0.9, n_rows)[:, None] if n_rows > 1 else torch.linspace(0, 0.9, seq_len)
+    tokens = torch.randint(
+        resolve_model(config.model).vocab_size, (n_rows, seq_len + 1), generator=generator
+    )
+    fraction = (
+        torch.linspace(0, 0.9, n_rows)[:, None] if n_rows > 1 else torch.linspace(0, 0.9, seq_len)
+    )
     masked = torch.rand(n_rows, seq_len, generator=generator) < fraction
     if n_rows > 2:
         masked[1] = True
-    positions, documents = torch.arange(seq_len).repeat(n_rows, 1), torch.zeros(n_rows, seq_len, dtype=torch.int64)
+    positions, documents = (
+        torch.arange(seq_len).repeat(n_rows, 1),
+        torch.zeros(n_rows, seq_len, dtype=torch.int64),
+    )
     if ATTENTIONS[config.model.attention].uses_documents:
         starts = torch.rand(n_rows, seq_len, generator=generator) < 1 / inputs.tokens_per_document
         starts[:, 0] = False
         documents = starts.long().cumsum(1)
         positions -= (positions * starts).cummax(1).values
     positions += find_offsets(n_rows, seq_len, inputs.first_position)
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].masked_fill(masked, IGNORE_INDEX), positions, documents)
+    return Batch(
+        tokens[:, :-1].contiguous(),
+        tokens[:, 1:].masked_fill(masked, IGNORE_INDEX),
+        positions,
+        documents,
+    )
 
 
 def find_offsets(n_rows: int, seq_len: int, far: int) -> Tensor:
@@ -120,7 +144,13 @@ def choose_positions(section: LRScheduler) -> list[int]:
     start = max(section.warmup_steps, section.total_steps - round(ratio * section.total_steps))
     last = section.total_steps - 1
     start = min(start, last)
-    places = [0, section.warmup_steps - 1, start + (last - start) // 3, start + 2 * (last - start) // 3, last]
+    places = [
+        0,
+        section.warmup_steps - 1,
+        start + (last - start) // 3,
+        start + 2 * (last - start) // 3,
+        last,
+    ]
     return [min(max(0, place), last) for place in places]
 
 
@@ -169,7 +199,9 @@ class PlainExperts:
     def forward(self, x: Tensor) -> Tensor:
         router, experts, args = self.moe.router, self.moe.experts, self.moe.router.args
         logits = x @ router.weight.t()
-        scores = logits.softmax(-1) if args.router_scores == "softmax" else logits.sigmoid()  # (B, S, E)
+        scores = (
+            logits.softmax(-1) if args.router_scores == "softmax" else logits.sigmoid()
+        )  # (B, S, E)
         ranked = (scores + router.expert_bias).detach().sort(-1, descending=True)
         routes = ranked.indices[..., : args.top_k] if self.given is None else self.given
         self.routes = routes
@@ -204,14 +236,19 @@ class PlainModel:
         initialize_weights(self.model, config.debug.seed, fill=init_leveled)
         self.parameters = dict(self.model.named_parameters())
         loss = config.training.expert_balance_loss
-        self.experts = {n: PlainExperts(m, n, loss, biases_decide=biases_decide) for n, m in list_moes(self.model)}
+        self.experts = {
+            n: PlainExperts(m, n, loss, biases_decide=biases_decide)
+            for n, m in list_moes(self.model)
+        }
         self.biases = {
             f"layers.{n}.feed_forward.router.expert_bias": plain.moe.router.expert_bias
             for n, plain in self.experts.items()
         }
 
     def copy_weights(self) -> dict[str, Tensor]:
-        return {fqn: tensor.detach().clone() for fqn, tensor in (self.parameters | self.biases).items()}
+        return {
+            fqn: tensor.detach().clone() for fqn, tensor in (self.parameters | self.biases).items()
+        }
 
     def logits(self, batch: Batch) -> Tensor:
         return self.model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
@@ -223,7 +260,9 @@ class PlainModel:
             return F.cross_entropy(logits.double(), targets)
         return self.model.output.sum_token_losses(logits, targets) / (targets != IGNORE_INDEX).sum()
 
-    def measure_rounding(self, exact: "PlainModel", batch: Batch, gradients: dict[str, Tensor]) -> dict[str, float]:
+    def measure_rounding(
+        self, exact: "PlainModel", batch: Batch, gradients: dict[str, Tensor]
+    ) -> dict[str, float]:
         """Return FQN -> relative error of the gradient of each norm and bias, against a float64 model, `exact`.
 
         These gradients are sums over all tokens, whose terms may cancel. Experts are those of the float32 model.
@@ -271,7 +310,9 @@ def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
     plain, section = PlainModel(config, biases_decide=inputs.biases_decide), config.lr_scheduler
     exact = copy.deepcopy(plain)
     exact.model.double()
-    optimizer = build_optimizer(replace(config.optimizer, implementation="for-loop"), plain.parameters)
+    optimizer = build_optimizer(
+        replace(config.optimizer, implementation="for-loop"), plain.parameters
+    )
     scheduler, steps = build_lr_scheduler(section, optimizer), []
     for number, position in enumerate(choose_positions(section)[: inputs.n_steps]):
         if number:
@@ -280,7 +321,9 @@ def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
         weights, batch = plain.copy_weights(), make_batch(config, number, inputs)
         loss, gradients = plain.backward(batch)
         rounding = {} if spoiled_by else plain.measure_rounding(exact, batch, gradients)
-        norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients.values()))
+        norm = math.sqrt(
+            sum(gradient.double().square().sum().item() for gradient in gradients.values())
+        )
         rate = scheduler.get_last_lr()[0]
         if not spoiled_by:
             for parameter in plain.parameters.values():
@@ -309,7 +352,11 @@ def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
                 loads={layer: experts.load for layer, experts in plain.experts.items()},
                 updated=plain.copy_weights(),
                 state={
-                    name: {fqn: of[p][name].clone() for fqn, p in plain.parameters.items() if name in of[p]}
+                    name: {
+                        fqn: of[p][name].clone()
+                        for fqn, p in plain.parameters.items()
+                        if name in of[p]
+                    }
                     for name in names
                 },
             )

@@ -42,11 +42,18 @@ from torchtitan_lite.tools.verify.rank import (
     relative_error,
 )
 from torchtitan_lite.tools.verify.reduction import Reduction, override
-from torchtitan_lite.tools.verify.shapes import choose_float8_sizes, leave_out_compiler, put_on_one_rank
+from torchtitan_lite.tools.verify.shapes import (
+    choose_float8_sizes,
+    leave_out_compiler,
+    put_on_one_rank,
+)
 from torchtitan_lite.tools.verify.trial import BOUNDS, EXACT, SUMS, RunRanks, Trial, find_worst
 
 TWICE, ANGLES = 2.0, 1e-6
-LEAST = {"bfloat16": 1e-3, "float8": 1e-2}  # lower limit of a bound: the errors of one rank may cancel in its loss
+LEAST = {
+    "bfloat16": 1e-3,
+    "float8": 1e-2,
+}  # lower limit of a bound: the errors of one rank may cancel in its loss
 # With ep, experts multiply the rows of several ranks at once, and add them in another order. One rank adds the two
 # gradients of a tied matrix in the compute dtype, but stages add them in float32.
 ROUNDED_OFTEN = 2e-2
@@ -84,7 +91,9 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
         return ROUNDED_OFTEN if is_tied or of_experts else SUMS
 
     keys = [key for measure in MEASURES for key in one.errors if key[1] == measure]
-    bounds = {key: BOUNDS["packing"] for seen, _ in ranks for key in seen.errors if key[1] == "packing"}
+    bounds = {
+        key: BOUNDS["packing"] for seen, _ in ranks for key in seen.errors if key[1] == "packing"
+    }
     bounds |= {key: EXACT for seen, _ in ranks for key in seen.errors if key[1] == SCALES}
     bounds |= {key: choose_bound(key[1], key[2], one.errors[key]) for key in keys}
     bounds |= {key: SUMS for seen, _ in ranks for key in seen.errors if key[1] == SUMMED}
@@ -96,7 +105,11 @@ def make_config(reduction: Reduction, *, float8: bool) -> Config:
     config = override(config, {"training.mixed_precision_param": "bfloat16"})
     if float8:
         emulated = replace(real.quantize.linear.float8, emulate=True)
-        keys = {"model.converters": real.model.converters, "quantize.linear.float8": emulated, "optimizer.lr": 0.0}
+        keys = {
+            "model.converters": real.model.converters,
+            "quantize.linear.float8": emulated,
+            "optimizer.lr": 0.0,
+        }
         config = override(config, keys | choose_float8_sizes(reduction))
     return config
 
@@ -104,7 +117,9 @@ def make_config(reduction: Reduction, *, float8: bool) -> Config:
 # ---------------------------------------------------------------- one rank
 
 
-def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: bool = False) -> tuple[Seen, list]:
+def measure(
+    rank: int, world_size: int, config: Config, path: str, *, keeps: bool = False
+) -> tuple[Seen, list]:
     """Worker: measure the errors of this layout against the steps in the file `path`. Collective.
 
     If `keeps` is set, also returns the loss and the whole gradients of each step.
@@ -112,14 +127,18 @@ def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: boo
     steps: list[PlainStep] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
     seen, kept = Seen(run.mesh.coordinates()), []
-    if run.float8_weights:  # scales are computed after the optimizer step, so weights change inside it
+    if (
+        run.float8_weights
+    ):  # scales are computed after the optimizer step, so weights change inside it
         following = iter([*steps[1:], steps[-1]])
         run.optimizer.register_step_post_hook(lambda *_: give_weights(run, next(following).weights))
     angles: dict[str, list[Tensor]] = {}
     for part in run.parts:
         for layer, block in part.layers.items():
             to = angles[f"layers.{layer}"] = []
-            block.register_forward_hook(partial(lambda to, _, args, out: to.append(args[1].detach().clone()), to))
+            block.register_forward_hook(
+                partial(lambda to, _, args, out: to.append(args[1].detach().clone()), to)
+            )
     for number, plain in enumerate(steps):
         if not (number and run.float8_weights):
             give_weights(run, plain.weights)
@@ -132,14 +151,20 @@ def measure(rank: int, world_size: int, config: Config, path: str, *, keeps: boo
                 if keeps:
                     full[fqn] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
 
-        with called_before_clipping(compare), reductions_noted(seen, number), packing_checked(seen, number):
+        with (
+            called_before_clipping(compare),
+            reductions_noted(seen, number),
+            packing_checked(seen, number),
+        ):
             loss = stepping.train_step(run, own_rows(run, plain.batch)).loss.item()
         seen.note(number, "loss", "sum_losses", abs(loss - plain.loss) / plain.loss)
         compare_angles(run, plain, angles, number, seen)
         if run.float8_weights:
             compare_scales(run, number, seen)
         is_rounded = run.config.model.uses_float8 or "qgz" in run.config.parallelism.zero_plus_plus
-        if run.layout.n_microbatches > 1 and not keeps and not is_rounded:  # rounded halves have another sum
+        if (
+            run.layout.n_microbatches > 1 and not keeps and not is_rounded
+        ):  # rounded halves have another sum
             compare_with_halves(run, plain, number, seen)
         kept.append({"loss": loss, "gradients": full} if keeps else {})
     return seen, kept
@@ -168,7 +193,11 @@ def compare_with_halves(run: build.Run, plain: PlainStep, number: int, seen: See
         router.balance_loss = 0.0  # both halves would add it for every row
     # The loss of a half is divided by the tokens of the whole batch.
     with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
-        for sign, is_counted in ((1, torch.ones(n_rows, dtype=torch.bool)), (-1, is_even), (-1, ~is_even)):
+        for sign, is_counted in (
+            (1, torch.ones(n_rows, dtype=torch.bool)),
+            (-1, is_even),
+            (-1, ~is_even),
+        ):
             targets = batch.targets.masked_fill(~is_counted[:, None], IGNORE_INDEX)
             stepping.compute_gradients(run, replace(batch, targets=targets))
             for fqn, parameter in run.parameters.items():
@@ -180,7 +209,11 @@ def compare_with_halves(run: build.Run, plain: PlainStep, number: int, seen: See
 
 def reductions_noted(seen: Seen, number: int) -> AbstractContextManager:
     """Context manager: record whether FSDP reduces gradients in float32."""
-    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch 2.13
+    name = (
+        "reduce_scatter_single"
+        if hasattr(dist, "reduce_scatter_single")
+        else "reduce_scatter_tensor"
+    )  # torch 2.13
     original = getattr(dist, name)
     seen.note(number, "reduced in float32", "FSDP", 0.0)
 
@@ -191,12 +224,16 @@ def reductions_noted(seen: Seen, number: int) -> AbstractContextManager:
     return patch.object(dist, name, note)
 
 
-def compare_angles(run: build.Run, plain: PlainStep, angles: dict[str, list[Tensor]], number: int, seen: Seen) -> None:
+def compare_angles(
+    run: build.Run, plain: PlainStep, angles: dict[str, list[Tensor]], number: int, seen: Seen
+) -> None:
     """Compare the rotary angles that enter each block with float32 angles of the same positions."""
     right = rotary_angles(plain.batch.positions, resolve_model(run.config.model))
     for name, noted in angles.items():
         last_step = noted[-run.layout.n_microbatches :]
         for at, own in enumerate(last_step):
-            whole = cut_piece(right, own, seen.coordinates, run.layout, at, run.config.training.seq_len)
+            whole = cut_piece(
+                right, own, seen.coordinates, run.layout, at, run.config.training.seq_len
+            )
             error = (own - whole).abs().max().item() if own.shape == whole.shape else float("inf")
             seen.note(number, "rotary angles", name, error)

@@ -59,7 +59,11 @@ def build_small_run(config: Config, world_size: int) -> build.Run:
     """Build the run that train.py would build, on CPUs. Collective."""
     model_args = resolve_model(config.model)
     layout = plan_layout(config, model_args, world_size)
-    resolved, mesh, device = resolve_config(config, layout, "cpu"), build_mesh(layout, "cpu"), torch.device("cpu")
+    resolved, mesh, device = (
+        resolve_config(config, layout, "cpu"),
+        build_mesh(layout, "cpu"),
+        torch.device("cpu"),
+    )
     return build.build_run(resolved, model_args, layout, mesh, device, init_leveled)
 
 
@@ -76,12 +80,19 @@ def cut(whole: Tensor, like: Tensor) -> Tensor:
     """Return the slice of `whole` with the placement of `like` on this rank. No communication."""
     if not isinstance(like, DTensor):
         return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return distribute_tensor(
+        whole, like.device_mesh, like.placements, src_data_rank=None
+    ).to_local()
 
 
 @torch.no_grad()
 def relative_error(
-    tensor: Tensor, whole: Tensor, unit: Tensor | None = None, *, roundings: int = 0, forgives: bool = False
+    tensor: Tensor,
+    whole: Tensor,
+    unit: Tensor | None = None,
+    *,
+    roundings: int = 0,
+    forgives: bool = False,
 ) -> float:
     """Return ||own - right|| relative to this slice's share of ||unit|| (default: `whole`). If it is 0, own must be 0.
 
@@ -111,7 +122,9 @@ def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen
     seen = Seen(run.mesh.coordinates(), held=set(run.parameters))
     for fqn, parameter in run.parameters.items():
         unequal = not torch.equal(local(parameter), cut(steps[0].weights[fqn], parameter))
-        seen.note(0, "initial weights", fqn, float(unequal or not starts_as_listed(fqn, steps[0], run)))
+        seen.note(
+            0, "initial weights", fqn, float(unequal or not starts_as_listed(fqn, steps[0], run))
+        )
     for number, plain in enumerate(steps):
         compare_step(run, plain, number, seen)
     return seen
@@ -137,7 +150,12 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
     seen.note(number, "counted tokens", "count_global_tokens", abs(n_tokens - plain.n_tokens))
     rates = [float(group["lr"]) for group in run.optimizer.param_groups]
     peak = run.config.optimizer.lr or 1.0
-    seen.note(number, "learning rate", "lr_scheduler", max(abs(rate - plain.rate) for rate in rates) / peak)
+    seen.note(
+        number,
+        "learning rate",
+        "lr_scheduler",
+        max(abs(rate - plain.rate) for rate in rates) / peak,
+    )
 
     @torch.no_grad()
     def compare_gradients() -> None:
@@ -146,7 +164,9 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
                 seen.note(number, "gradients", fqn, math.inf)
                 parameter.grad = torch.zeros_like(parameter)
             if not plain.spoiled_by:
-                seen.note(number, "gradients", fqn, relative_error(parameter.grad, plain.gradients[fqn]))
+                seen.note(
+                    number, "gradients", fqn, relative_error(parameter.grad, plain.gradients[fqn])
+                )
             local(parameter.grad).copy_(cut(plain.gradients[fqn], parameter))
         if plain.spoiled_by and dist.get_rank() == dist.get_world_size() - 1:
             slices = (local(parameter.grad) for parameter in run.parameters.values())
@@ -155,22 +175,45 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
     # A spoiled step tests the code after the gradients. Skip its forward and backward, which would show nothing new.
     compute = (lambda *_: torch.zeros(())) if plain.spoiled_by else stepping.compute_gradients
     exact = packing_checked(seen, number)
-    with called_before_clipping(compare_gradients), patch.object(stepping, "compute_gradients", compute), exact:
+    with (
+        called_before_clipping(compare_gradients),
+        patch.object(stepping, "compute_gradients", compute),
+        exact,
+    ):
         result = stepping.train_step(replace(run, config=config), batch)
     if not plain.spoiled_by:
-        seen.note(number, "loss", "sum_losses", abs(result.loss.item() - plain.loss) / abs(plain.loss))
-        seen.note(number, "gradient norm", "all gradients", abs(result.grad_norm.item() - plain.norm) / plain.norm)
-    seen.note(number, "finite flag", "train_step", float(bool(result.finite) == bool(plain.spoiled_by)))
+        seen.note(
+            number, "loss", "sum_losses", abs(result.loss.item() - plain.loss) / abs(plain.loss)
+        )
+        seen.note(
+            number,
+            "gradient norm",
+            "all gradients",
+            abs(result.grad_norm.item() - plain.norm) / plain.norm,
+        )
+    seen.note(
+        number, "finite flag", "train_step", float(bool(result.finite) == bool(plain.spoiled_by))
+    )
     copied, forgives = {"weights": run.parameters}, config.optimizer.moments_dtype == "bfloat16"
     for name, of_state in plain.state.items():
-        held = {fqn: run.optimizer.state.get(p, {}).get(name) for fqn, p in run.parameters.items() if fqn in of_state}
+        held = {
+            fqn: run.optimizer.state.get(p, {}).get(name)
+            for fqn, p in run.parameters.items()
+            if fqn in of_state
+        }
         for fqn, tensor in held.items():
-            error = math.inf if tensor is None else relative_error(tensor, of_state[fqn], forgives=forgives)
+            error = (
+                math.inf
+                if tensor is None
+                else relative_error(tensor, of_state[fqn], forgives=forgives)
+            )
             seen.note(number, "state", f"{fqn} ({name})", error)
         copied[name] = {fqn: tensor for fqn, tensor in held.items() if tensor is not None}
     for fqn, parameter in run.parameters.items():
         update = plain.updated[fqn].double() - plain.weights[fqn].double()
-        error = relative_error(parameter, plain.updated[fqn], update, roundings=4, forgives=forgives)
+        error = relative_error(
+            parameter, plain.updated[fqn], update, roundings=4, forgives=forgives
+        )
         seen.note(number, "updates", fqn, error)
     if run.balance:
         for layer in () if plain.spoiled_by else run.balance.routers:
@@ -182,7 +225,9 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
     for what, tensors in copied.items():
         for fqn, dim in find_unequal_copies(tensors):
             seen.note(number, "copies", f"{what} of {fqn} over {dim}", 1.0)
-    seen.note(number, "schedule", "lr_scheduler", abs(run.lr_scheduler.last_epoch - plain.position - 1))
+    seen.note(
+        number, "schedule", "lr_scheduler", abs(run.lr_scheduler.last_epoch - plain.position - 1)
+    )
 
 
 @torch.no_grad()
@@ -201,11 +246,15 @@ def settle_ties(run: build.Run, plain: PlainStep) -> None:
             router.choose = partial(choose_with_ties, router.choose, scores, routes)
 
 
-def choose_with_ties(choose: Callable[[Tensor], Tensor], of_ties: Tensor, routes: Tensor, scores: Tensor) -> Tensor:
+def choose_with_ties(
+    choose: Callable[[Tensor], Tensor], of_ties: Tensor, routes: Tensor, scores: Tensor
+) -> Tensor:
     """Replace Router.choose: scores (B, S, E) -> routes (B, S, K). `of_ties` (N, E), `routes` (N, K)."""
     distance = (scores[..., None, :] - of_ties).abs().amax(-1)  # (B, S, N)
     nearest = distance.min(-1)
-    return torch.where((nearest.values < SAME_TOKEN)[..., None], routes[nearest.indices], choose(scores))
+    return torch.where(
+        (nearest.values < SAME_TOKEN)[..., None], routes[nearest.indices], choose(scores)
+    )
 
 
 def called_before_clipping(call: Callable[[], None]) -> AbstractContextManager:
@@ -225,15 +274,26 @@ def packing_checked(seen: Seen, number: int) -> AbstractContextManager:
 
     def check_and_send(self, rows: Tensor) -> Tensor:
         unpack(self, pack(self, rows), rounded := torch.empty(rows.shape))
-        blocks = [block for own in rows.float().split(self.sizes, -1) for block in own.split(INT8_BLOCK, -1)]
-        half_scale = torch.cat([block.abs().amax(-1, keepdim=True).expand_as(block) for block in blocks], -1) / 254
+        blocks = [
+            block
+            for own in rows.float().split(self.sizes, -1)
+            for block in own.split(INT8_BLOCK, -1)
+        ]
+        half_scale = (
+            torch.cat([block.abs().amax(-1, keepdim=True).expand_as(block) for block in blocks], -1)
+            / 254
+        )
         errors = (rounded - rows).abs() / (half_scale + 4 * ROUNDING * rows.abs() + 1e-30)
         seen.note(number, "packing", "zero_plus_plus", errors.max().item())
         sent = rows.clone(memory_format=torch.contiguous_format).view(torch.int8)
-        rows.fill_(math.nan)  # a rank must not use its own numbers as they were: others see them rounded
+        rows.fill_(
+            math.nan
+        )  # a rank must not use its own numbers as they were: others see them rounded
         return sent
 
-    return patch.multiple(Packing, pack=check_and_send, unpack=lambda _, sent, rows: rows.copy_(sent.view(rows.dtype)))
+    return patch.multiple(
+        Packing, pack=check_and_send, unpack=lambda _, sent, rows: rows.copy_(sent.view(rows.dtype))
+    )
 
 
 @torch.no_grad()
@@ -242,7 +302,9 @@ def find_unequal_copies(tensors: dict[str, Tensor]) -> set[tuple[str, str]]:
     unequal = set()
     for fqn, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            for dim, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True):
+            for dim, placement in zip(
+                tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True
+            ):
                 if placement.is_replicate():
                     first = tensor.to_local().clone(memory_format=torch.contiguous_format)
                     dist.broadcast(first, group=tensor.device_mesh.get_group(dim), group_src=0)

@@ -55,7 +55,9 @@ class RankPool:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def run(self, function: Callable, world_size: int, *args, timeout_s: float = 300, **kwargs) -> list:
+    def run(
+        self, function: Callable, world_size: int, *args, timeout_s: float = 300, **kwargs
+    ) -> list:
         """Call `function(rank, world_size, *args, **kwargs)` on each of `world_size` ranks; return results by rank.
 
         Function, arguments and results must be picklable. Raises RankFailure if a rank raises, dies or takes longer
@@ -102,13 +104,17 @@ class RankPool:
                 if failure is None:
                     self.close()
                     late = ", ".join(map(str, sorted(pending.values())))
-                    raise NoAnswer(f"no answer within {timeout_s:g} s from rank {late} of {world_size}")
+                    raise NoAnswer(
+                        f"no answer within {timeout_s:g} s from rank {late} of {world_size}"
+                    )
                 break
             for connection in ready:
                 rank = pending.pop(connection)
                 succeeded, results[rank] = self._receive(connection, rank)
                 is_killed = not succeeded and (self._processes[rank].exitcode or 0) < 0
-                if not succeeded and (failure is None or is_killed):  # if a rank was killed, its peers fail too
+                if not succeeded and (
+                    failure is None or is_killed
+                ):  # if a rank was killed, its peers fail too
                     failure = f"rank {rank} of {world_size}: {results[rank]}"
                     kind = NoAnswer if is_killed else RankFailure
                     deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
@@ -123,7 +129,12 @@ class RankPool:
         except EOFError:
             self._processes[rank].join(timeout=5)
             status = self._processes[rank].exitcode or 0
-            return False, f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended without an answer"
+            return (
+                False,
+                f"was killed by {signal.Signals(-status).name}"
+                if status < 0
+                else "ended without an answer",
+            )
 
 
 def serve(rank: int, connection: Connection) -> None:
@@ -132,7 +143,9 @@ def serve(rank: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     # DTensor warns that gathering over two dims takes two steps. Here that does not matter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too, but the parent handles it
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches workers too, but the parent handles it
     end_with_parent()
     while True:
         try:
@@ -144,7 +157,9 @@ def serve(rank: int, connection: Connection) -> None:
             timeout = timedelta(seconds=timeout_s + 60)  # the parent times out first
             # Groups created later do not inherit this timeout: they would use torch's default of 30 minutes.
             with patch.object(dist.distributed_c10d, "default_pg_timeout", timeout):
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+                )
                 try:
                     dist.barrier()  # a rank with an empty job must not leave while others still join
                     result = function(rank, world_size, *args, **kwargs)

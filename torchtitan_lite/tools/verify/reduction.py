@@ -38,7 +38,9 @@ from torchtitan_lite.tools.verify.degrees import (
 EXPERT_SIZES = ("n_experts", "top_k", "expert_ffn_dim")  # sizes of an MoE model
 N_EXPERTS = 8
 UNCHOSEN = 2  # minimum number of experts that a token does not choose
-ALIGNED = 8  # grouped_mm needs rows aligned to 16 bytes: dim and expert_ffn_dim are multiples of this
+ALIGNED = (
+    8  # grouped_mm needs rows aligned to 16 bytes: dim and expert_ffn_dim are multiples of this
+)
 STAGES_BY_RULE = {  # values of the keys that define stages, with which stages follow from the schedule
     "parallelism.pipeline_parallel_layers_per_stage": None,
     "parallelism.module_fqns_per_model_part": [],
@@ -58,7 +60,9 @@ class Reduction:
     real: Config  # as it was read: "auto" values are not resolved
     config: Config  # config of the wide trial
     layout: Layout  # of `config`
-    changes: dict[str, tuple[object, object]]  # key -> real and reduced value, in the order of schema.py
+    changes: dict[
+        str, tuple[object, object]
+    ]  # key -> real and reduced value, in the order of schema.py
 
 
 def reduce_config(config: Config, max_ranks: int) -> Reduction:
@@ -73,14 +77,18 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     small = override(small, {"lr_scheduler.total_steps": total})
     small = override(small, reduce_stages(config.parallelism, args.n_layers, real))
     is_known = config.parallelism.data_parallel_shard_degree != AUTOMATIC
-    sizes = reduce_sizes(args, degrees, keeps_split=is_known and degrees["dp_shard"] * degrees["cp"] > 1)
+    sizes = reduce_sizes(
+        args, degrees, keeps_split=is_known and degrees["dp_shard"] * degrees["cp"] > 1
+    )
     sizes |= reduce_experts(args, real.ep, degrees, sizes["dim"], N_EXPERTS)
     small = give_sizes(keep_moe_layers(small, args), sizes)
     option = config.activation_checkpoint.selective_ac_option
     if option.isdecimal() and int(option) > 2:
         small = override(small, {"activation_checkpoint.selective_ac_option": "2"})
     # a small batch needs a smaller chunk to have several; 0 means no chunks and stays
-    small = override(small, {"training.loss_chunk_tokens": 24 if config.training.loss_chunk_tokens else 0})
+    small = override(
+        small, {"training.loss_chunk_tokens": 24 if config.training.loss_chunk_tokens else 0}
+    )
     small = override(small, reduce_batch(small, config, real, degrees, sizes))
     layout = plan_layout(small, resolve_model(small.model), prod(degrees.values()))
     return Reduction(config, small, layout, list_changes(config, small))
@@ -97,9 +105,15 @@ def refuse_many_ranks(config: Config, max_ranks: int) -> Problem:
             reduce_config(smaller, max_ranks)
         except ConfigError:
             continue
-        changed = {DEGREE_KEYS[dim]: n for dim, n in read_degrees(smaller.parallelism).items() if n != asked[dim]}
+        changed = {
+            DEGREE_KEYS[dim]: n
+            for dim, n in read_degrees(smaller.parallelism).items()
+            if n != asked[dim]
+        }
         keys = shlex.join(f"--{key}={n}" for key, n in changed.items())
-        command = f"verify --config={shlex.quote(config.job.config_file)} --ranks={max_ranks} {keys}"
+        command = (
+            f"verify --config={shlex.quote(config.job.config_file)} --ranks={max_ranks} {keys}"
+        )
         remedy = f"Verify the largest layout that fits: python -m torchtitan_lite {command}"
         break
     return Problem("--ranks", max_ranks, why, remedy)
@@ -110,7 +124,9 @@ def override(config: Config, overrides: dict[str, object]) -> Config:
     for key, value in overrides.items():
         if key.startswith("flavor."):
             row, name = find_row(config.model), key.removeprefix("flavor.")
-            new = {name: value} if hasattr(row, name) else {"moe": replace(row.moe, **{name: value})}
+            new = (
+                {name: value} if hasattr(row, name) else {"moe": replace(row.moe, **{name: value})}
+            )
             key, value = "model.row", replace(row, **new)
         config = with_value(config, key, value)
     return config
@@ -118,19 +134,27 @@ def override(config: Config, overrides: dict[str, object]) -> Config:
 
 def give_sizes(config: Config, sizes: dict[str, int]) -> Config:
     """Return the config with these sizes of the model and its experts."""
-    return override(config, {f"flavor.{n}" if n in EXPERT_SIZES else f"model.{n}": size for n, size in sizes.items()})
+    return override(
+        config,
+        {f"flavor.{n}" if n in EXPERT_SIZES else f"model.{n}": size for n, size in sizes.items()},
+    )
 
 
 def list_changes(config: Config, small: Config) -> dict[str, tuple[object, object]]:
     """Return every key whose value differs, with both values. Sizes that a flavor sets are resolved."""
     args, small_args = (resolve_model(each.model) for each in (config, small))
-    args, small_args = (vars(each) | (vars(each.moe) if each.moe else {}) for each in (args, small_args))
+    args, small_args = (
+        vars(each) | (vars(each.moe) if each.moe else {}) for each in (args, small_args)
+    )
     pairs = {key: (get_value(config, key), get_value(small, key)) for key in KEYS}
     for name in args.keys() - {"name", "moe"}:
         pairs[f"model.{name}" if f"model.{name}" in KEYS else name] = (args[name], small_args[name])
     if not config.compile.enable:
         del pairs["compile.backend"]
-    open_keys = ("parallelism.data_parallel_shard_degree", "lr_scheduler.total_steps")  # resolved, not replaced
+    open_keys = (
+        "parallelism.data_parallel_shard_degree",
+        "lr_scheduler.total_steps",
+    )  # resolved, not replaced
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key not in open_keys}
 
 
@@ -163,7 +187,9 @@ def reduce_size(real: int, wanted: int, tp: int, split: int) -> int:
     return next(size for size in sizes if split <= tp or (real % split == 0) == (size % split == 0))
 
 
-def reduce_experts(args: ModelArgs, ep: int, degrees: dict[str, int], dim: int, n_wanted: int) -> dict[str, int]:
+def reduce_experts(
+    args: ModelArgs, ep: int, degrees: dict[str, int], dim: int, n_wanted: int
+) -> dict[str, int]:
     """Return the sizes of an MoE: about `n_wanted` experts, and top_k of the real model, at most N_EXPERTS.
 
     FSDP shards whole experts if it does so in the real run, and otherwise matrices. Empty for a dense model.
@@ -180,7 +206,9 @@ def reduce_experts(args: ModelArgs, ep: int, degrees: dict[str, int], dim: int, 
     return {
         "n_experts": next(n for n in candidates if (n // ep % efsdp == 0) == shares_experts),
         "top_k": top_k,
-        "expert_ffn_dim": round_up(min(moe.expert_ffn_dim, dim // 2), lcm(ALIGNED, efsdp, degrees["tp"])),
+        "expert_ffn_dim": round_up(
+            min(moe.expert_ffn_dim, dim // 2), lcm(ALIGNED, efsdp, degrees["tp"])
+        ),
     }
 
 
@@ -221,7 +249,11 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
         layers = range(start, start + size)
         stages.append(list(name_modules(layers, first=index == 0, last=index == n_stages - 1)))
         start += size
-    return {"model.n_layers": start, **STAGES_BY_RULE, "parallelism.module_fqns_per_model_part": stages}
+    return {
+        "model.n_layers": start,
+        **STAGES_BY_RULE,
+        "parallelism.module_fqns_per_model_part": stages,
+    }
 
 
 def count_layers(stages: Iterable[Iterable[str]]) -> list[int]:
@@ -244,11 +276,16 @@ def reduce_batch(
     return batch | ({"training.local_batch_size": n_rows} if accumulates else {})
 
 
-def give_batch(degrees: dict[str, int], n_rows: int, n_microbatches: int, seq_len: int) -> dict[str, object]:
+def give_batch(
+    degrees: dict[str, int], n_rows: int, n_microbatches: int, seq_len: int
+) -> dict[str, object]:
     """Return the keys of a batch with `n_rows` per microbatch."""
     return {
         "training.local_batch_size": n_rows * n_microbatches,
-        "training.global_batch_size": n_rows * n_microbatches * degrees["dp_replicate"] * degrees["dp_shard"],
+        "training.global_batch_size": n_rows
+        * n_microbatches
+        * degrees["dp_replicate"]
+        * degrees["dp_shard"],
         "training.seq_len": seq_len,
         "parallelism.pipeline_parallel_microbatch_size": n_rows if degrees["pp"] > 1 else 1,
     }
@@ -269,6 +306,14 @@ def reduce_microbatches(section: Parallelism, real: Layout, n_stages: int) -> in
 
 def reduce_sequence(degrees: dict[str, int], sizes: dict[str, int], least: int) -> int:
     """Return a sequence length that differs from all model sizes: it identifies the sequence dim of a tensor."""
-    pieces = (2 * degrees["cp"] if degrees["cp"] > 1 else 1) * degrees["tp"]  # equal pieces of the sequence
-    widths = [*sizes.values(), sizes["n_heads"] * sizes["head_dim"], sizes["n_kv_heads"] * sizes["head_dim"]]
-    return next(n for n in range(round_up(least, pieces), least + 100 * pieces, pieces) if n not in widths)
+    pieces = (2 * degrees["cp"] if degrees["cp"] > 1 else 1) * degrees[
+        "tp"
+    ]  # equal pieces of the sequence
+    widths = [
+        *sizes.values(),
+        sizes["n_heads"] * sizes["head_dim"],
+        sizes["n_kv_heads"] * sizes["head_dim"],
+    ]
+    return next(
+        n for n in range(round_up(least, pieces), least + 100 * pieces, pieces) if n not in widths
+    )

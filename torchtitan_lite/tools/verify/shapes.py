@@ -50,14 +50,22 @@ def deepen(reduction: Reduction) -> Config:
     }
     sizes |= reduce_experts(args, layout.ep, degrees, sizes["dim"], N_EXPERTS)
     small = give_sizes(plan_own_stages(reduction.config), sizes)
-    small = override(small, {"model.n_layers": choose_depth(small.parallelism), "compile.enable": False})
+    small = override(
+        small, {"model.n_layers": choose_depth(small.parallelism), "compile.enable": False}
+    )
     small = keep_moe_layers(small, args)
-    seq_len = reduce_sequence(degrees, sizes, N_TOKENS * (1 + ATTENTIONS[real.model.attention].uses_documents))
+    seq_len = reduce_sequence(
+        degrees, sizes, N_TOKENS * (1 + ATTENTIONS[real.model.attention].uses_documents)
+    )
     small = override(small, give_batch(degrees, 1, choose_microbatches(small), seq_len))
     chunk = -(-seq_len // layout.cp // N_CHUNKS) if real.training.loss_chunk_tokens else 0
     # Recompute and the compiler would take most of the time. The wide trial finds their faults.
-    small = override(small, {"training.loss_chunk_tokens": chunk, "activation_checkpoint.mode": "none"})
-    plan_layout(small, resolve_model(small.model), layout.world_size)  # raise ConfigError here, not on a rank
+    small = override(
+        small, {"training.loss_chunk_tokens": chunk, "activation_checkpoint.mode": "none"}
+    )
+    plan_layout(
+        small, resolve_model(small.model), layout.world_size
+    )  # raise ConfigError here, not on a rank
     return small
 
 
@@ -102,14 +110,20 @@ def choose_microbatches(small: Config) -> int:
 def leave_out_compiler(config: Config) -> Config:
     """Return the config without compile. Recompute mode memory_budget, which needs the compiler, becomes full."""
     mode = config.activation_checkpoint.mode
-    keys = {"compile.enable": False, "activation_checkpoint.mode": "full" if mode == "memory_budget" else mode}
+    keys = {
+        "compile.enable": False,
+        "activation_checkpoint.mode": "full" if mode == "memory_budget" else mode,
+    }
     return override(config, keys)
 
 
 def put_on_one_rank(config: Config, local_batch_size: int) -> Config:
     """Return the config without parallelism. Gradients are accumulated over rows beyond `local_batch_size`."""
     section = replace(Parallelism(), data_parallel_shard_degree=1)
-    return override(leave_out_compiler(config), {"parallelism": section, "training.local_batch_size": local_batch_size})
+    return override(
+        leave_out_compiler(config),
+        {"parallelism": section, "training.local_batch_size": local_batch_size},
+    )
 
 
 def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:

@@ -58,7 +58,9 @@ BOUNDS = {
     "router_entropy": SUMS,
     "saved tensor": 5e-4,  # rounding grows here too (1.2e-4 seen); a state rounded to bfloat16 is off by 1.4e-3
 }
-ROUNDED_STATE = 1e-2  # bound of a tensor saved in bfloat16, of which a few elements are rounded to a neighbor
+ROUNDED_STATE = (
+    1e-2  # bound of a tensor saved in bfloat16, of which a few elements are rounded to a neighbor
+)
 Log = dict[int, dict[str, float]]  # step -> numbers in metrics.jsonl
 
 
@@ -115,7 +117,9 @@ def compare_checkpoints(right_folder: Path, folder: Path, step: int, seen: Seen)
         errors[name] = math.inf
         if names.count(name) == 2:
             errors[name] = compare_tensors(own.read(name), right.read(name))
-    for name in sorted(errors, key=errors.get, reverse=True):  # a wrong state makes weights wrong, but less so
+    for name in sorted(
+        errors, key=errors.get, reverse=True
+    ):  # a wrong state makes weights wrong, but less so
         seen.note(step - 1, "saved tensor", name, errors[name])
 
 
@@ -124,7 +128,9 @@ def compare_tensors(own: Tensor, right: Tensor) -> float:
     if own.dtype != right.dtype or own.shape != right.shape:
         return math.inf
     error = relative_error(own, right)
-    return error * BOUNDS["saved tensor"] / ROUNDED_STATE if right.dtype == torch.bfloat16 else error
+    return (
+        error * BOUNDS["saved tensor"] / ROUNDED_STATE if right.dtype == torch.bfloat16 else error
+    )
 
 
 def complete(config: Config, last_step: int, folder: Path) -> Config:
@@ -153,7 +159,9 @@ def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> Log:
 # ---------------------------------------------------------------- a start
 
 
-def start_train(rank: int, world_size: int, args: list[str], port: int, flavors: dict[str, ModelArgs]) -> None:
+def start_train(
+    rank: int, world_size: int, args: list[str], port: int, flavors: dict[str, ModelArgs]
+) -> None:
     """Worker: execute train.py as under torchrun. `port`: port of the parent's TCPStore.
 
     `flavors` are added to those of the model. Exceptions of train.py propagate.
@@ -175,7 +183,9 @@ def start_train(rank: int, world_size: int, args: list[str], port: int, flavors:
         exec(compile(TRAIN_PY.read_text(encoding="utf-8"), str(TRAIN_PY), "exec"), names)
         status = names["main"](args, StopRequest())
     if status != 0:
-        raise RuntimeError(f"train.py ended with status {status}; its log:\n{log.getvalue()[-4000:].strip()}")
+        raise RuntimeError(
+            f"train.py ended with status {status}; its log:\n{log.getvalue()[-4000:].strip()}"
+        )
 
 
 def choose_by_bias(router: Router, scores: Tensor) -> Tensor:
@@ -221,11 +231,18 @@ def process_left_as_it_was() -> Iterator[None]:
 
 def make_config(reduction: Reduction, folder: Path) -> Config:
     """Return the config for train.py: few steps, in which every logged number depends on the layout being correct."""
-    real, small = reduction.real, leave_out_compiler(reduction.config)  # slow, and the wide trial has compiled
+    real, small = (
+        reduction.real,
+        leave_out_compiler(reduction.config),
+    )  # slow, and the wide trial has compiled
     vocab_size = small.model.vocab_size
-    vocab_size += round_up(max(0, N_WORDS - vocab_size), reduction.layout.world_size)  # keeps divisibility
+    vocab_size += round_up(
+        max(0, N_WORDS - vocab_size), reduction.layout.world_size
+    )  # keeps divisibility
     optimizer = real.optimizer
-    if optimizer.name != "SGD":  # with an eps of the size of gradients, updates depend on more than their signs
+    if (
+        optimizer.name != "SGD"
+    ):  # with an eps of the size of gradients, updates depend on more than their signs
         optimizer = replace(optimizer, lr=0.015, eps=1e-3)
     compares_copies = int(real.debug.compare_copies_every > 0)
     corpora = [str(folder / f"corpus-{number}") for number in range(len(real.training.dataset))]
@@ -234,7 +251,9 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
         {
             "optimizer": optimizer,
             # the rate differs in every step, so that a step too many or too few is seen
-            "lr_scheduler": LRScheduler(warmup_steps=2, total_steps=6, decay_type=real.lr_scheduler.decay_type),
+            "lr_scheduler": LRScheduler(
+                warmup_steps=2, total_steps=6, decay_type=real.lr_scheduler.decay_type
+            ),
             "profiling.enable_profiling": False,
             "profiling.enable_memory_snapshot": False,  # refused without a GPU
             "metrics.log_freq": 1,
@@ -274,7 +293,10 @@ def write_corpora(config: Config) -> None:
     folders[0].parent.mkdir(parents=True)
     draw = random.Random(0)
     for folder in folders:
-        texts = ["".join(draw.choices(ascii_letters, k=draw.randint(1, 48))) for _ in range(n_tokens // 5)]
+        texts = [
+            "".join(draw.choices(ascii_letters, k=draw.randint(1, 48)))
+            for _ in range(n_tokens // 5)
+        ]
         file = folder.with_suffix(".jsonl")
         file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
         prepare([file], folder, PrepareSettings(TOKENIZER, validation_share=0.35))

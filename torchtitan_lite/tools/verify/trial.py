@@ -17,7 +17,11 @@ from torchtitan_lite.tools.verify.ranks import NoAnswer, RankFailure
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank
 
 # Errors of correct layouts: gradients 2e-6, with twelve MoE layers 8e-6; state 2e-7, updates 4e-8.
-SUMS, SAME, EXACT = 1e-5, 5e-6, 0.0  # sums in another order; the same numbers rounded differently; bit-equal
+SUMS, SAME, EXACT = (
+    1e-5,
+    5e-6,
+    0.0,
+)  # sums in another order; the same numbers rounded differently; bit-equal
 ROUNDINGS = 10.0  # largest error of a gradient of a norm or bias, in errors of one process
 BOUNDS = {  # measure, in the order of a step -> largest error of a correct layout
     "initial weights": EXACT,
@@ -35,7 +39,12 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "copies": EXACT,
     "schedule": EXACT,
 }
-OF_FORWARD = ("counted tokens", "loss", "gradients", "expert loads")  # errors that a wrong module can cause
+OF_FORWARD = (
+    "counted tokens",
+    "loss",
+    "gradients",
+    "expert loads",
+)  # errors that a wrong module can cause
 
 
 @dataclass(frozen=True)
@@ -45,10 +54,14 @@ class Culprit:
     kind: str
     name: str  # of a parameter, a module or a function
     detail: str
-    dims: list[str] = field(default_factory=list)  # mesh dims along which a correct and a wrong rank are neighbors
+    dims: list[str] = field(
+        default_factory=list
+    )  # mesh dims along which a correct and a wrong rank are neighbors
 
     def __str__(self) -> str:
-        along = f"; correct and wrong ranks differ along {', '.join(self.dims)}" if self.dims else ""
+        along = (
+            f"; correct and wrong ranks differ along {', '.join(self.dims)}" if self.dims else ""
+        )
         return f"{self.kind}: {self.name}, {self.detail}{along}"
 
 
@@ -57,15 +70,21 @@ class Trial:
     """The result of a trial."""
 
     name: str
-    measures: dict[str, tuple[float, float]] = field(default_factory=dict)  # measure -> worst error, bound
-    faults: dict[str, str] = field(default_factory=dict)  # measure -> description, in the order of a step
+    measures: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # measure -> worst error, bound
+    faults: dict[str, str] = field(
+        default_factory=dict
+    )  # measure -> description, in the order of a step
     culprit: Culprit | None = None
     unfinished: str = ""  # reason why ranks did not answer
     seconds: float = 0.0
     ran: tuple[Config, ...] = ()  # configs of the layouts that ran
 
 
-def try_layout(name: str, config: Config, world_size: int, run_ranks: RunRanks, folder: Path, inputs: Inputs) -> Trial:
+def try_layout(
+    name: str, config: Config, world_size: int, run_ranks: RunRanks, folder: Path, inputs: Inputs
+) -> Trial:
     """Run a reduced config on `world_size` ranks, and compare it with the plain loop."""
     path = folder / f"{name}.pt"
     steps = run_plainly(config, inputs)
@@ -99,7 +118,9 @@ def judge(name: str, ranks: list[Seen], steps: list[PlainStep]) -> Trial:
     """
     fqns = list(steps[0].gradients)  # in backward order
     if lost := [fqn for fqn in fqns if not any(fqn in rank.held for rank in ranks)]:
-        culprit = Culprit("parameters", lost[0], f"no rank holds it; {len(lost)} of {len(fqns)} are missing")
+        culprit = Culprit(
+            "parameters", lost[0], f"no rank holds it; {len(lost)} of {len(fqns)} are missing"
+        )
         return Trial(name, faults={"parameters": culprit.detail}, culprit=culprit)
     order, backward = list(BOUNDS), {fqn: place for place, fqn in enumerate(fqns)}
 
@@ -127,7 +148,9 @@ def find_worst(name: str, ranks: list[Seen], bounds: dict[tuple[int, str, str], 
         step, kind, what = key
         errors = [(rank.coordinates, rank.errors[key]) for rank in ranks if key in rank.errors]
         worst = max((error for _, error in errors), default=float("inf"))
-        measures[kind] = max(measures.get(kind, (0.0, bound)), (worst, bound), key=lambda m: m[0] / (m[1] or 1e-9))
+        measures[kind] = max(
+            measures.get(kind, (0.0, bound)), (worst, bound), key=lambda m: m[0] / (m[1] or 1e-9)
+        )
         if worst > bound:
             culprit = blame(kind, what, f"off by {worst:.1e} in step {step + 1}", errors, bound)
             faults.setdefault(kind, str(culprit))
@@ -137,12 +160,19 @@ def find_worst(name: str, ranks: list[Seen], bounds: dict[tuple[int, str, str], 
 
 def name_module(ranks: list[Seen]) -> Culprit | None:
     """Return the first module in forward order that misses a microbatch or has a wrong output."""
-    largest = {"microbatches": EXACT, "module output": 2e-6}  # larger than rounding, smaller than BOUNDS["gradients"]
+    largest = {
+        "microbatches": EXACT,
+        "module output": 2e-6,
+    }  # larger than rounding, smaller than BOUNDS["gradients"]
     keys = dict.fromkeys(key for rank in ranks for key in rank.errors)
-    return find_worst("", ranks, {key: largest[kind] for kind in largest for key in keys if key[1] == kind}).culprit
+    return find_worst(
+        "", ranks, {key: largest[kind] for kind in largest for key in keys if key[1] == kind}
+    ).culprit
 
 
-def blame(kind: str, name: str, detail: str, errors: list[tuple[Coordinates, float]], bound: float) -> Culprit:
+def blame(
+    kind: str, name: str, detail: str, errors: list[tuple[Coordinates, float]], bound: float
+) -> Culprit:
     """Describe which ranks are wrong, and along which mesh dims a correct and a wrong rank are neighbors."""
     wrong = [at for at, error in errors if error > bound]
     dims = set()
@@ -152,6 +182,8 @@ def blame(kind: str, name: str, detail: str, errors: list[tuple[Coordinates, flo
             dims.add(apart[0])
     where = " on every rank that holds it"
     if 0 < len(wrong) < len(errors):
-        common = [f"{dim} {at}" for dim, at in wrong[0].items() if all(each[dim] == at for each in wrong)]
+        common = [
+            f"{dim} {at}" for dim, at in wrong[0].items() if all(each[dim] == at for each in wrong)
+        ]
         where = f" on {len(wrong)} of {len(errors)} ranks, all at {', '.join(common) or 'no common place'}"
     return Culprit(kind, name, detail + where, sorted(dims))

@@ -1,0 +1,366 @@
+"""Reading a config: what wins over what, every kind of mistake, TOML there and back, and torchtitan's own files."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.config.layout import SIZES
+from torchtitan_lite.config.reader import (
+    CONFIG_FOLDER,
+    KEYS,
+    REPOSITORY,
+    dump_config_toml,
+    read_config,
+    resolve_alias,
+)
+from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent
+
+
+@pytest.fixture
+def write_toml(tmp_path):
+    """Write TOML text to a file; returns the arguments that read it."""
+
+    def write(text: str) -> list[str]:
+        (tmp_path / "some run.toml").write_bytes(text.encode(errors="surrogatepass"))
+        return ["--config", str(tmp_path / "some run.toml")]
+
+    return write
+
+
+def read_sound(args: list[str]) -> Config:
+    reading = read_config(args)
+    assert reading.problems == []
+    return reading.config
+
+
+def read_one_problem(args: list[str]):
+    problems = read_config(args).problems
+    assert len(problems) == 1, "\n".join(map(str, problems))
+    return problems[0]
+
+
+# --- what wins, and how it may be written ---
+
+
+def test_the_command_line_wins_over_toml_and_toml_over_the_default_and_any_text_is_a_value(
+    write_toml,
+):
+    args = write_toml("[training]\nsteps = 7\nseq_len = 64\n")
+    config = read_sound([*args, "--training.steps", "9"])
+    assert (config.training.steps, config.training.seq_len) == (9, 64)
+    assert config.training.gc_freq == Config().training.gc_freq
+    assert (
+        read_sound(["--training.steps", "9", *args]).training.steps == 9
+    )  # --config may come last
+    config = read_sound(
+        [
+            "--training.global_batch_size",
+            "-1",
+            "--job.description",
+            "a=b",
+            "--job.dump_folder=--x=y",
+        ]
+    )
+    assert (config.training.global_batch_size, config.job.description, config.job.dump_folder) == (
+        -1,
+        "a=b",
+        "--x=y",
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (["--training.local_batch_size", "3"], (3, False)),
+        (["--training.local-batch-size=3"], (3, False)),
+        (
+            ["--training.local_batch_size", "5", "--training.local_batch_size", "3"],
+            (3, False),
+        ),  # the last one counts
+        (["--compile.enable"], (7, True)),
+        (["--compile.enable", "true"], (7, True)),
+        (
+            ["--compile.enable", "--training.local_batch_size", "3"],
+            (3, True),
+        ),  # the next key is not its value
+        (["--compile.enable", "--compile.enable", "false"], (7, False)),
+        (["--compile.enable", "--compile.no_enable"], (7, False)),
+        (["--compile.enable", "--training.no_compile"], (7, False)),  # an old name
+    ],
+)
+def test_every_way_to_write_an_override_sets_the_same_key(write_toml, written, expected):
+    config = read_sound([*write_toml("[training]\nlocal_batch_size = 7\n"), *written])
+    assert (config.training.local_batch_size, config.compile.enable) == expected
+
+
+def test_values_are_read_by_the_type_of_their_key(write_toml):
+    config = read_sound(write_toml("[training]\ndataset = 'data/wiki'\n[optimizer]\nlr = 1\n"))
+    assert config.training.dataset == ["data/wiki"] and isinstance(config.optimizer.lr, float)
+    for value in ("true", '"1"', "1.0", "[1]", "{a = 1}", "1979-05-27"):
+        assert (
+            read_one_problem(write_toml(f"[training]\nsteps = {value}\n")).key == "training.steps"
+        )
+    args = write_toml("[lr_scheduler]\ndecay_ratio = 0.5\n")
+    config = read_sound([*args, "--lr_scheduler.decay_ratio", "none"])
+    assert config.lr_scheduler.decay_ratio is None  # `none` takes a value of the file back
+
+
+SPELLINGS = [  # key, text on the command line, value; None: refused
+    ("optimizer.lr", ".0003", 3e-4),
+    ("optimizer.lr", "3.e-4", 3e-4),
+    ("optimizer.lr", "nan", None),
+    ("debug.seed", "007", 7),
+    ("training.steps", "1e3", 1000),
+    ("training.steps", "1_000", 1000),
+    ("training.steps", "1.5", None),
+    ("training.steps", "", None),
+    ("compile.enable", "True", True),
+    ("compile.enable", "yes", None),
+    ("parallelism.zero_stage", "3", 3),
+    ("lr_scheduler.decay_ratio", "None", None),
+    ("training.dataset_weights", "1,.5", [1.0, 0.5]),
+    ("training.dataset", '["a,b", "c"]', ["a,b", "c"]),
+    ("training.dataset", "a, b", ["a", "b"]),
+    ("training.dataset", "~/a,$DATA/b", ["/home/me/a", "/data/b"]),
+    ("training.dataset", "$NONE/b", None),
+    ("job.dump_folder", "${DATA}/run", "/data/run"),
+    ("quantize.linear.float8.filter_fqns", '["output","wq"]', ["output", "wq"]),
+    (
+        "quantize.linear.float8.filter_fqns",
+        "[output,wq]",
+        ["output", "wq"],
+    ),  # a shell removed the quotes
+    ("quantize.linear.float8.filter_fqns", "['output', 'wq']", ["output", "wq"]),
+    ("parallelism.module_fqns_per_model_part", '[["a","b"],["c"]]', [["a", "b"], ["c"]]),
+    ("parallelism.module_fqns_per_model_part", "[[a,b],[c]]", [["a", "b"], ["c"]]),
+    ("parallelism.module_fqns_per_model_part", "a,b;c", [["a", "b"], ["c"]]),
+]
+
+
+@pytest.mark.parametrize(("key", "text", "value"), SPELLINGS, ids=str)
+def test_text_of_the_command_line_is_read_as_python_reads_numbers_and_toml_reads_lists(
+    key, text, value, monkeypatch
+):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("DATA", "/data")
+    reading = read_config([f"--{key}={text}"])
+    is_refused = value is None and text != "None"
+    assert [problem.key for problem in reading.problems] == [key] * is_refused
+    assert is_refused or get_value(reading.config, key) == value
+
+
+def test_a_toml_file_with_a_byte_order_mark_is_read_and_its_paths_are_expanded(
+    write_toml, monkeypatch
+):
+    monkeypatch.setenv("DATA", "/data")
+    training = read_sound(
+        write_toml("\ufeff[training]\ndataset = ['$DATA/a', 'b']\ndataset_weights = [3, 0.5]")
+    ).training
+    assert (training.dataset, training.dataset_weights) == (["/data/a", "b"], [3.0, 0.5])
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3_8b", "llama3_8b.toml", str(CONFIG_FOLDER / "llama3_8b.toml")]
+)
+def test_a_config_is_found_by_bare_name_or_path_from_any_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for args in (["--config", name], [f"--config={name}"], ["--job.config_file", name]):
+        reading = read_config(args)
+        assert reading.problems == [] and reading.config_name == "llama3_8b"
+        assert reading.config.model.flavor == "8B"
+
+
+def test_a_file_of_the_working_directory_comes_first_and_without_a_config_debug_is_read(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert read_config([]).config_name == "debug"
+    assert read_sound([]) == read_sound(["--config", "debug"])
+    Path("debug.toml").write_text("[training]\nsteps = 3\n")
+    for name in ("debug", "debug.toml"):
+        assert read_sound(["--config", name]).training.steps == 3
+
+
+AWKWARD = [
+    *("--optimizer.eps", "1e-30", "--training.max_norm", "1e22", "--lr_scheduler.total_steps", "5"),
+    *("--metrics.no_enable_tensorboard", "--comm.trace_buf_size", "0", "--checkpoint.folder="),
+]
+
+
+@pytest.mark.parametrize(
+    "args", [AWKWARD, *(["--config", path.stem] for path in CONFIG_FOLDER.glob("*.toml"))]
+)
+def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml(
+    args, write_toml, monkeypatch
+):
+    monkeypatch.setenv("MODEL_FOLDER", "a model")  # finetune.toml names it
+    text = 'quotes " and \\ backslash, tab\t, newline\n, é, 😀, # no comment'
+    config = read_sound(args)
+    assert not config.job.overwrite  # a second run must not delete the first
+    config = replace(config, job=replace(config.job, description=text))
+    again = read_sound(write_toml(dump_config_toml(config)))
+    assert replace(again, job=replace(again.job, config_file=config.job.config_file)) == config
+
+
+# --- mistakes: test_check.py has those of the command line ---
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "remedy"),
+    [
+        (
+            "[paralelism]\ntensor_parallel_degree = 2",
+            "paralelism.tensor_parallel_degree",
+            "parallelism.",
+        ),
+        ("[training]\nstepps = 2", "training.stepps", "training.steps"),
+        (
+            "[job]\nearly_step_in_backward = true",
+            "job.early_step_in_backward",
+            "optimizer.early_step_in_backward",
+        ),
+        ("steps = 2", "steps", "training.steps"),
+        ("training = 2", "training", "training."),
+        ("[zzz]\nqqq = 2", "zzz.qqq", "check --keys"),
+        ("[training.steps]\nn = 2", "training.steps", ""),
+        ("[model]\nflavor = 8", "model.flavor", ""),
+        ("[compile]\nenable = 1", "compile.enable", ""),
+        ("[training]\ndataset_weights = [1, nan]", "training.dataset_weights", ""),
+        ("[training]\ndataset_weights = [1, 'x']", "training.dataset_weights", ""),
+        ("[training]\nsteps = 3\nseq_len = = 4", "job.config_file", ""),
+        ("a\ud800", "job.config_file", ""),  # not UTF-8
+    ],
+)
+def test_a_mistake_in_toml_names_its_key_and_the_nearest_known_one(write_toml, text, key, remedy):
+    problem = read_one_problem(write_toml(text))
+    assert problem.key == key and remedy in problem.remedy
+
+
+def test_all_mistakes_are_listed_at_once_and_bad_keys_keep_their_defaults(write_toml):
+    args = write_toml("[training]\nsteps = 'x'\nsteeps = 3\ndataset = 4\n[model]\nname = 'gpt'\n")
+    args += [
+        "--training.dataset",
+        "python_stdlib",
+    ]  # a bad value of the file is no problem where it is overridden
+    reading = read_config([*args, "--optimizer.lr=-1", "stray", "--compile.backend", "x"])
+    keys = {problem.key for problem in reading.problems}
+    assert keys == {
+        "training.steps",
+        "training.steeps",
+        "model.name",
+        "optimizer.lr",
+        "argument",
+        "compile.backend",
+    }
+    assert reading.config.training.steps == Config().training.steps
+
+
+# --- torchtitan's keys ---
+
+# Section -> keys of torchtitan v0.2; in brackets those of v0.1 that were renamed since.
+TORCHTITAN_KEYS = """
+job: config_file dump_folder description print_config [print_args] save_config_file custom_config_module
+profiling: enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup enable_memory_snapshot
+    save_memory_snapshot_folder
+metrics: log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks enable_wandb
+model: name flavor hf_assets_path [tokenizer_path] converters print_after_conversion
+optimizer: name lr beta1 beta2 eps weight_decay implementation early_step_in_backward
+lr_scheduler: warmup_steps total_steps decay_ratio decay_type min_lr_factor [lr_min]
+training: dataset dataset_path local_batch_size [batch_size] global_batch_size seq_len max_norm steps enable_cpu_offload
+    dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug [compile] [seed] [deterministic]
+parallelism: data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward tensor_parallel_degree
+    disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree pipeline_parallel_schedule
+    pipeline_parallel_microbatch_size pipeline_parallel_layers_per_stage
+    pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers module_fqns_per_model_part
+    [pipeline_parallel_split_points] context_parallel_degree context_parallel_rotate_method
+    context_parallel_load_balancer expert_parallel_degree expert_tensor_parallel_degree [enable_compiled_autograd]
+checkpoint: enable [enable_checkpoint] folder interval initial_load_path initial_load_model_only
+    [initial_load_model_weights_only] initial_load_in_hf last_save_model_only [last_save_model_weights_only]
+    last_save_in_hf export_dtype async_mode keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint
+    create_seed_checkpoint load_only [model_weights_only]
+activation_checkpoint: mode selective_ac_option memory_budget early_stop preserve_rng_state determinism_check debug
+compile: enable components backend
+quantize.linear.float8: enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name filter_fqns
+    emulate
+quantize.linear.mx: recipe_name filter_fqns
+float8: [enable_fsdp_float8_all_gather] [filter_fqns] [force_recompute_fp8_weight_in_bwd]
+mx: [recipe_name]
+comm: init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder mode
+validation: enable dataset local_batch_size seq_len freq steps
+memory_estimation: enable [enabled] disable_fake_mode
+debug: seed deterministic deterministic_warn_only
+fault_tolerance: enable process_group replica_id group_size min_replica_size
+experimental: custom_import
+"""
+
+
+def list_torchtitan_keys() -> list[str]:
+    keys, section = [], ""
+    for word in TORCHTITAN_KEYS.split():
+        if word.endswith(":"):
+            section = word[:-1]
+        else:
+            keys.append(f"{section}.{word}")
+    return keys
+
+
+def test_every_key_of_torchtitan_is_ours_an_old_name_or_known_to_be_absent():
+    for key in list_torchtitan_keys():
+        name = resolve_alias(key.replace("[", "").replace("]", ""))
+        assert name in KEYS or explain_absent(name, "") is not None, key
+
+
+def test_every_absent_key_is_accepted_where_it_is_off_and_refused_where_it_is_on():
+    for key, (off, instead) in ABSENT.items():
+        read_sound([f"--{key}={','.join(off) if isinstance(off, list) else str(off).lower()}"])
+        problem = read_one_problem([f"--{key}=7"])
+        assert problem.key == key and instead in problem.remedy
+        if off is False:
+            assert read_one_problem([f"--{key}"]).value is True
+            read_sound(["--{}.no_{}".format(*key.rsplit(".", 1))])
+
+
+def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml):
+    args = write_toml("[training]\nbatch_size = 3\ncompile = true\n[lr_scheduler]\nlr_min = 0.1\n")
+    reading = read_config([*args, "--training.seed", "5"])
+    assert reading.problems == []
+    config = reading.config
+    assert (config.training.local_batch_size, config.compile.enable, config.debug.seed) == (
+        3,
+        True,
+        5,
+    )
+    assert config.lr_scheduler.min_lr_factor == 0.1
+    assert read_one_problem(["--training.batch_size", "0"]).key == "training.local_batch_size"
+    assert resolve_alias("float8.filter_fqns") == "quantize.linear.float8.filter_fqns"
+    assert (
+        len(reading.notices) == 4
+        and "lr_scheduler.lr_min is now lr_scheduler.min_lr_factor" in reading.notices
+    )
+
+
+# --- keys and code ---
+
+
+def test_every_key_is_read_by_some_code():
+    files = [REPOSITORY / "train.py", *(REPOSITORY / "torchtitan_lite").rglob("*.py")]
+    trees = [
+        ast.parse(path.read_text(encoding="utf-8")) for path in files if path.name != "schema.py"
+    ]
+    read = {
+        node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+    }
+    read |= set(SIZES)  # resolve_model goes through the table
+    unread = [key for key in KEYS if key.rpartition(".")[2] not in read]
+    assert not unread, f"no code reads {unread}: delete them from config/schema.py"
+
+
+def test_keys_are_few():
+    of_model = [key for key in KEYS if key.startswith("model.")]
+    assert len(of_model) <= 20 and len(KEYS) - len(of_model) <= 110

@@ -1,0 +1,346 @@
+"""Corpora to batches: the same global batch on every layout, each token a target once per epoch, read ahead."""
+
+import itertools
+import random
+import threading
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from made_corpora import BYTES, write_corpus
+
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.corpus_folder import CorpusError
+from torchtitan_lite.data.dataset import (
+    DRAWS_PER_ROUND,
+    Sampler,
+    SampleReader,
+    SampleStream,
+    ValidationBatches,
+    prefetch,
+    rows_of_rank,
+)
+from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.model.head import IGNORE_INDEX
+
+CPU = torch.device("cpu")
+FIELDS = ("tokens", "targets", "positions", "doc_ids")
+NO_CACHE = Path("nowhere")
+X = IGNORE_INDEX
+
+
+def open_folders(folders: list[Path], *, split: str = "train") -> list:
+    return [open_corpus(str(folder), BYTES, NO_CACHE, split=split) for folder in folders]
+
+
+def list_rows(batch: Batch) -> list[tuple[list[int], ...]]:
+    assert all(getattr(batch, name).dtype == torch.int64 for name in FIELDS)
+    return list(zip(*(getattr(batch, name).tolist() for name in FIELDS), strict=True))
+
+
+# ---------------------------------------------------------------- the promise, on random corpora
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some corpora on disk, and their documents. No two tokens of them have the same id, so an id tells its place."""
+
+    folders: list[Path]
+    documents: list[list[list[int]]]  # of each corpus
+    seq_len: int
+    weights: list[float]
+    seed: int
+
+    def open_stream(
+        self, global_batch_size: int, *, restart_positions: bool = False
+    ) -> SampleStream:
+        reader = SampleReader(open_folders(self.folders), self.seq_len, 2**16, restart_positions)
+        return SampleStream(
+            reader, global_batch_size=global_batch_size, weights=self.weights, seed=self.seed
+        )
+
+
+def make_case(folder: Path, seed: int) -> Case:
+    draw, next_id = random.Random(seed), itertools.count()
+    folders, documents = [], []
+    for number in range(draw.randrange(1, 4)):
+        shards = []
+        for _ in range(draw.randrange(1, 5)):
+            longest = draw.choice([1, 3, 30])
+            lengths = [draw.randrange(1, longest + 1) for _ in range(draw.randrange(1, 20))]
+            shards.append([[next(next_id) for _ in range(length)] for length in lengths])
+        shards[0].append([next(next_id), next(next_id)])  # a token to predict
+        folders.append(write_corpus(folder / f"{seed} {number}", shards))
+        documents.append([document for shard in shards for document in shard])
+    weights = [draw.uniform(0.1, 1) for _ in folders] if draw.random() < 0.5 else []
+    return Case(folders, documents, draw.randrange(1, 18), weights, draw.randrange(1000))
+
+
+def cut_by_hand(
+    documents: list[list[int]], seq_len: int, *, restart: bool
+) -> list[tuple[list[int], ...]]:
+    """Rows (tokens, targets, positions, doc_ids) of all samples in their order, token by token."""
+    placed = [(token, place) for document in documents for place, token in enumerate(document)]
+    rows = []
+    for start in range(0, len(placed) - 1, seq_len):
+        tokens, targets, positions, doc_ids = [], [], [], []
+        for column in range(seq_len):
+            here, following = start + column, start + column + 1
+            is_first = column > 0 and (
+                here == len(placed) or (here < len(placed) and placed[here][1] == 0)
+            )
+            position = positions[-1] + 1 if column else 0
+            tokens.append(placed[here][0] if here < len(placed) else 0)
+            predicted = following < len(placed) and placed[following][1] > 0
+            targets.append(placed[following][0] if predicted else X)
+            positions.append(0 if is_first and restart else position)
+            doc_ids.append((doc_ids[-1] if column else 0) + is_first)
+        rows.append((tokens, targets, positions, doc_ids))
+    return rows
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_epoch_is_every_sample_once_as_cut_by_hand_so_every_token_but_a_documents_first_is_a_target(
+    tmp_path, seed, restart
+):
+    case = replace(make_case(tmp_path, seed), weights=[])
+    by_hand = [
+        row
+        for of_one in case.documents
+        for row in cut_by_hand(of_one, case.seq_len, restart=restart)
+    ]
+    stream = case.open_stream(7, restart_positions=restart)  # steps straddle epochs
+    batches = (list_rows(stream.batch(step, range(7))) for step in itertools.count())
+    drawn = itertools.chain.from_iterable(batches)
+    for _ in range(3):
+        assert sorted(itertools.islice(drawn, len(by_hand))) == sorted(by_hand)
+    targets = sorted(target for _, targets, *_ in by_hand for target in targets if target != X)
+    assert targets == sorted(
+        token for of_one in case.documents for document in of_one for token in document[1:]
+    )
+
+
+@pytest.mark.parametrize("global_batch_size", [16, 60])
+def test_all_ranks_read_one_global_batch_whatever_their_number_and_where_they_resume(
+    tmp_path, global_batch_size
+):
+    case = make_case(tmp_path, 100 * global_batch_size)
+    draw = random.Random(0)
+    whole = case.open_stream(global_batch_size)
+    unbroken = [list_rows(whole.batch(step, range(global_batch_size))) for step in range(6)]
+    for n_ranks in (n for n in range(1, 17) if global_batch_size % n == 0):
+        resumed = draw.randrange(6)
+        found = [[] for _ in range(resumed, 6)]
+        for rank in range(n_ranks):
+            rows = rows_of_rank(rank, n_ranks, global_batch_size)
+            stream = case.open_stream(global_batch_size)
+            batches = prefetch(stream, rows, steps=range(resumed, 6), device=CPU)
+            for step_rows, batch in zip(found, batches, strict=True):
+                step_rows += list_rows(batch)
+        assert found == unbroken[resumed:], (n_ranks, resumed)
+    assert not list_threads()
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_batch_does_not_depend_on_what_was_read_before_and_microbatches_are_its_rows_in_order(
+    tmp_path, is_weighted
+):
+    case = make_case(tmp_path, 7)
+    case = replace(case, weights=[1.0 + n for n in range(len(case.folders))] if is_weighted else [])
+    stream = case.open_stream(12)
+    for step in random.Random(0).sample(range(100_000), 20):
+        rows = list_rows(stream.batch(step, range(12)))
+        assert list_rows(case.open_stream(12).batch(step, range(3, 9))) == rows[3:9]
+        microbatches = stream.batch(step, range(12)).split(4)
+        assert [row for microbatch in microbatches for row in list_rows(microbatch)] == rows
+        assert [len(microbatch.tokens) for microbatch in microbatches] == [3, 3, 3, 3]
+
+
+# ---------------------------------------------------------------- rows written out
+
+
+def test_an_id_that_the_model_does_not_know_is_named_with_its_place(tmp_path):
+    folder = write_corpus(tmp_path / "made", [[[5, 6, 7]], [[8, 299, 300, 9]]])
+    reader = SampleReader(open_folders([folder]), 3, vocab_size=300)
+    first, both = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    assert reader.read(first, first).tokens.tolist() == [[5, 6, 7]]
+    with pytest.raises(CorpusError, match=r"token 5 of .*made is 300, .*300.*model.vocab_size"):
+        reader.read(both, torch.arange(2))
+
+
+# ---------------------------------------------------------------- validation
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_validation_batches_are_all_samples_once_in_order_on_any_number_of_ranks(tmp_path, seed):
+    case = make_case(tmp_path, seed)
+    by_hand = [
+        row for of_one in case.documents for row in cut_by_hand(of_one, case.seq_len, restart=False)
+    ]
+    padding = ([0] * case.seq_len, [X] * case.seq_len, [*range(case.seq_len)], [0] * case.seq_len)
+    for global_batch_size, n_ranks in ((1, 1), (4, 2), (12, 3), (12, 12)):
+        found = {}
+        for rank in range(n_ranks):
+            reader = SampleReader(open_folders(case.folders), case.seq_len, 2**16)
+            batches = ValidationBatches(reader, global_batch_size=global_batch_size)
+            rows = rows_of_rank(rank, n_ranks, global_batch_size)
+            for step in range(batches.n_batches):
+                numbers = [step * global_batch_size + row for row in rows]
+                found |= dict(zip(numbers, list_rows(batches.batch(step, rows)), strict=True))
+        in_order = [found[number] for number in sorted(found)]
+        n_padded = len(in_order) - len(by_hand)
+        assert 0 <= n_padded < global_batch_size
+        assert in_order == by_hand + [padding] * n_padded
+
+
+# ---------------------------------------------------------------- prefetching
+
+
+class SpyStream:
+    """Stands in for a SampleStream: notes which steps were read, and by whom, and may fail at one."""
+
+    def __init__(self, stream: SampleStream, fail_at: int | None = None):
+        self.stream, self.fail_at = stream, fail_at
+        self.steps: list[int] = []
+        self.threads: set[str] = set()
+        self.read_second = threading.Event()
+
+    def batch(self, step: int, rows: range) -> Batch:
+        self.threads.add(threading.current_thread().name)
+        if step == self.fail_at:
+            raise OSError(f"disk gone at step {step}")
+        self.steps.append(step)
+        if len(self.steps) == 2:
+            self.read_second.set()
+        return self.stream.batch(step, rows)
+
+
+@pytest.fixture
+def stream(tmp_path) -> SampleStream:
+    return make_case(tmp_path, 1).open_stream(4)
+
+
+def list_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def test_only_the_next_batch_is_read_by_a_thread_while_the_caller_computes_and_closing_ends_it(
+    stream,
+):
+    spy = SpyStream(stream)
+    batches = prefetch(spy, range(4), steps=itertools.count(5), device=CPU)
+    next(batches)
+    assert spy.read_second.wait(timeout=60), "the second batch is not read before it is asked for"
+    assert list_threads()
+    batches.close()
+    assert spy.steps == [5, 6] and not list_threads()
+    assert all(name.startswith("prefetch") for name in spy.threads)
+
+
+@pytest.mark.parametrize("fail_at", [0, 4])
+def test_failure_in_the_thread_is_raised_at_its_batch_and_ends_the_thread(stream, fail_at):
+    batches = prefetch(SpyStream(stream, fail_at), range(4), steps=range(5), device=CPU)
+    for step in range(fail_at):
+        assert list_rows(next(batches)) == list_rows(stream.batch(step, range(4)))
+    with pytest.raises(OSError, match=f"disk gone at step {fail_at}"):
+        next(batches)
+    assert not list_threads()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a GPU need a GPU")
+def test_batches_arrive_on_the_gpu(stream):
+    batches = prefetch(stream, range(4), steps=range(3), device=torch.device("cuda", 0))
+    for step, batch in enumerate(batches):
+        assert all(getattr(batch, name).device.type == "cuda" for name in FIELDS)
+        assert list_rows(batch) == list_rows(stream.batch(step, range(4)))
+
+
+# ---------------------------------------------------------------- the order of samples
+
+
+def choose(sampler: Sampler, draws: torch.Tensor) -> list[tuple[int, int]]:
+    return list(zip(*(tensor.tolist() for tensor in sampler.choose(draws)), strict=True))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    n, two_epochs = 40, torch.arange(80)
+    first, second = Sampler([n], seed=0).choose(two_epochs)[1].chunk(2)
+    other_seed = Sampler([n], seed=1).choose(two_epochs)[1][:n]
+    for one, another in ((first, second), (first, other_seed), (second, other_seed)):
+        assert (one == another).sum() < 8  # one in a fair permutation
+
+
+def test_every_round_takes_its_share_from_each_source_spread_over_the_round():
+    weights = [0.62, 3.1, 1]
+    chosen = choose(
+        Sampler([5000, 300, 100_000], weights=weights, seed=0), torch.arange(3 * DRAWS_PER_ROUND)
+    )
+    for n, tolerance in ((DRAWS_PER_ROUND, 1), (1000, 60)):  # four standard deviations of 15
+        for start in range(0, len(chosen), n):
+            counts = Counter(source for source, _ in chosen[start : start + n])
+            assert all(
+                abs(counts[s] - weight / sum(weights) * n) < tolerance
+                for s, weight in enumerate(weights)
+            )
+
+
+SHARES = [0.00004, 0.9, 0.000001, 0.0003, 0.00074, 0.098919]
+
+
+@pytest.mark.parametrize("first_round", [0, 7, 10**6])
+def test_a_small_weight_is_exact_on_average_from_any_draw_on(first_round):
+    sampler = Sampler([5000] * len(SHARES), weights=[3 * share for share in SHARES], seed=4)
+    counts = torch.zeros(len(SHARES))
+    draws = first_round * DRAWS_PER_ROUND + torch.arange(DRAWS_PER_ROUND)
+    for n_rounds in range(1, 61):
+        sources, _ = sampler.choose(draws)
+        draws += DRAWS_PER_ROUND
+        counts += torch.bincount(sources, minlength=len(SHARES))
+        assert (counts - n_rounds * DRAWS_PER_ROUND * torch.tensor(SHARES)).abs().max() < 3
+
+
+def test_a_small_weight_is_exact_on_average_over_seeds_in_the_shortest_run():
+    n_draws, share, n_seeds = 5000, 0.00004, 300
+    first = [
+        Sampler([5000, 11], weights=[1 - share, share], seed=seed).choose(torch.arange(n_draws))[0]
+        for seed in range(n_seeds)
+    ]
+    assert (
+        abs(sum(int(sources.sum()) for sources in first) / n_seeds - share * n_draws) < 0.1
+    )  # four standard deviations
+
+
+def test_draws_of_a_rare_source_go_through_its_epochs_across_rounds():
+    sampler = Sampler([50_000, 7], weights=[1, 0.0003], seed=2)
+    start = 10**9
+    sources, samples = sampler.choose(start + torch.arange(20 * DRAWS_PER_ROUND))
+    own = samples[sources == 1].tolist()
+    assert len(own) > 50
+    windows = [set(own[at : at + 7]) for at in range(7)]
+    assert any(len(window) == 7 for window in windows)  # an epoch begins at one of seven places
+    first = next(at for at, window in enumerate(windows) if len(window) == 7)
+    assert all(len(set(own[at : at + 7])) == 7 for at in range(first, len(own) - 7, 7))
+    for step in (0, 777, 19_999):  # any draws alone are chosen as together with others
+        alone = sampler.choose(start + torch.arange(step, step + 3))
+        assert [part.tolist() for part in alone] == [
+            whole[step : step + 3].tolist() for whole in (sources, samples)
+        ]
+
+
+def test_with_weights_every_source_has_epochs_and_an_order_of_its_own():
+    n_samples = [101, 900, 900]
+    chosen = choose(
+        Sampler(n_samples, weights=[1, 2, 2], seed=5), torch.arange(2 * DRAWS_PER_ROUND)
+    )
+    own = [[sample for source, sample in chosen if source == wanted] for wanted in range(3)]
+    for samples, n in zip(own, n_samples, strict=True):
+        assert len(samples) > 2 * n
+        assert all(
+            sorted(samples[at : at + n]) == [*range(n)] for at in range(0, len(samples) - n + 1, n)
+        )
+        assert samples[:n] != samples[n : 2 * n]
+    assert sum(one == other for one, other in zip(own[1][:900], own[2][:900], strict=True)) < 10

@@ -1,0 +1,134 @@
+"""Documents packed into one sequence: attention stops at their borders. Positions: test_data.py."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from torchtitan_lite.model.attention import (
+    DocumentAttention,
+    attend_in_blocks,
+    attend_within_documents,
+    plan_blocks,
+)
+
+
+def make_documents(n_rows: int, seq_len: int) -> torch.Tensor:
+    """doc_ids (B, S), borders anywhere: the first row is one document, the others about one per 40 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    begins = torch.rand(n_rows, seq_len, generator=generator) < 1 / 40
+    begins[0] = False
+    return begins.cumsum(1)
+
+
+def make_heads(n_rows: int, n_heads: int, seq_len: int, *, seed: int) -> torch.Tensor:
+    return torch.randn(n_rows, n_heads, seq_len, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def attend_document_by_document(query, key, value, doc_ids):
+    """Each document as if it were alone: plain causal attention over its tokens, softmax written out."""
+    group = query.shape[1] // key.shape[1]
+    out = torch.empty_like(query)
+    for row, ids in enumerate(doc_ids):
+        for doc_id in ids.unique():
+            own = ids == doc_id
+            q, k, v = (
+                query[row][:, own],
+                *(t[row].repeat_interleave(group, 0)[:, own] for t in (key, value)),
+            )
+            scores = q @ k.mT / q.shape[-1] ** 0.5
+            scores = scores.masked_fill(
+                torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf")
+            )
+            out[row][:, own] = scores.softmax(-1) @ v
+    return out
+
+
+@pytest.mark.parametrize("n_kv_heads", [4, 2])
+def test_each_document_is_attended_to_as_if_it_were_alone(n_kv_heads):
+    doc_ids = make_documents(3, 200)
+    query, key, value = (
+        make_heads(3, n, 200, seed=n + i) for i, n in enumerate((4, n_kv_heads, n_kv_heads))
+    )
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    gradients = []
+    for out in (
+        DocumentAttention()(*leaves, doc_ids),
+        attend_document_by_document(*leaves, doc_ids),
+    ):
+        gradients.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_without_doc_ids_document_attention_says_what_is_missing():
+    heads = make_heads(1, 2, 8, seed=0)
+    with pytest.raises(ValueError, match="doc_ids"):
+        DocumentAttention()(heads, heads, heads)
+
+
+# ---------------------------------------------------------------- flex attention, as far as a CPU runs it
+
+BLOCK = 128
+SEQ_LEN = 3 * BLOCK + 50
+
+
+def make_whole(n_rows: int):
+    """Make query, key, value and doc_ids of whole sequences, and the output of attention."""
+    doc_ids = make_documents(n_rows, SEQ_LEN)
+    heads = [make_heads(n_rows, n, SEQ_LEN, seed=i) for i, n in enumerate((4, 2, 2))]
+    return (*heads, doc_ids), attend_document_by_document(*heads, doc_ids)
+
+
+def make_part(n_rows: int):
+    """Make some queries of a sequence, and its keys in another order, as a rank of context parallel has them."""
+    (query, key, value, doc_ids), expected = make_whole(n_rows)
+    query_positions = torch.cat((torch.arange(20, 200), torch.arange(300, SEQ_LEN)))
+    key_positions = torch.arange(SEQ_LEN).roll(-100)
+    part = query[:, :, query_positions], key[:, :, key_positions], value[:, :, key_positions]
+    return (*part, doc_ids, query_positions, key_positions), expected[:, :, query_positions]
+
+
+def attend_part(query, key, value, *places):
+    return flex_attention(query, key, value, block_mask=plan_blocks(*places), enable_gqa=True)
+
+
+def test_blocks_that_no_document_reaches_into_are_left_out():
+    doc_ids = (torch.arange(4 * BLOCK) // BLOCK)[None]  # each document is one block
+    assert plan_blocks(doc_ids).to_dense()[0, 0].tolist() == torch.eye(4).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize(
+    ("make", "compiled"), [(make_whole, False), (make_part, False), (make_part, True)]
+)
+def test_attention_in_blocks_is_attention_document_by_document_and_compiles_without_a_break(
+    make, compiled
+):
+    part, expected = make(2)
+    attend = (
+        torch.compile(attend_part, backend="aot_eager", fullgraph=True) if compiled else attend_part
+    )
+    torch._dynamo.reset()
+    with torch.no_grad():  # flex attention has no backward on a CPU
+        torch.testing.assert_close(attend(*part), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
+    part, _ = make_part(2)
+    found = []
+    for device in ("cpu", "cuda"):
+        *heads, doc_ids, query_positions, key_positions = (
+            tensor.detach().to(device) for tensor in part
+        )
+        heads = [tensor.requires_grad_() for tensor in heads]
+        if device == "cuda":
+            out = attend_in_blocks(*heads, plan_blocks(doc_ids, query_positions, key_positions))
+        else:
+            out = attend_within_documents(
+                *heads, doc_ids, query_positions=query_positions, key_positions=key_positions
+            )
+        found.append([out, *torch.autograd.grad(out.square().sum(), heads)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)

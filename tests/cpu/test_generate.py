@@ -1,0 +1,149 @@
+"""Generation against transformers: logits with a cache, limits on what is drawn, greedy tokens."""
+
+import pytest
+import torch
+from test_model import FLAVORS, build_ours
+from torch import Tensor
+from transformers.generation.logits_process import (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.model.kv_cache import CachedModel
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.tools.generate import Sampling, choose_token, limit
+
+PLAIN = FLAVORS["Llama 3"]
+
+
+def sharpen(model: Llama3) -> Llama3:
+    """Initial queries and keys are so small that attention hardly looks at them, and a wrong cache would not show."""
+    with torch.no_grad():
+        for block in model.layers.values():
+            block.attention.wq.weight *= 7
+            block.attention.wk.weight *= 7
+    return model
+
+
+def draw_tokens(n_tokens: int, model_args: ModelArgs = PLAIN) -> list[int]:
+    return torch.randint(
+        model_args.vocab_size, (n_tokens,), generator=torch.Generator().manual_seed(5)
+    ).tolist()
+
+
+@torch.no_grad()
+def read_without_cache(model: Llama3, tokens: list[int]) -> Tensor:
+    """Logits after each token, (S, V)."""
+    return model(torch.tensor([tokens]), positions=torch.arange(len(tokens))[None])[0]
+
+
+# ---------------------------------------------------------------- the cache
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("Llama 3", [1] * 90),
+        ("Llama 3.1, scaled RoPE", [60] + [1] * 30),
+        ("Llama 3.2, tied", [40, 30, 1, 19]),
+        ("head dim of its own", [90]),
+        ("one key/value head", [60] + [1] * 30),
+    ],
+)
+def test_logits_with_a_cache_are_those_without(name, pieces):
+    model = sharpen(build_ours(FLAVORS[name]))
+    tokens = draw_tokens(90)
+    expected = read_without_cache(model, tokens)
+    cached, start = CachedModel(model), 0
+    for n_tokens in pieces:
+        logits = cached.read(tokens[start : start + n_tokens])
+        start += n_tokens
+        assert (logits - expected[start - 1]).abs().max() < 2e-5
+
+
+def test_rewound_cache_reads_on_as_if_nothing_had_followed():
+    model = sharpen(build_ours(PLAIN))
+    tokens = draw_tokens(40)
+    expected = read_without_cache(model, tokens)[-1]
+    cached = CachedModel(model)
+    cached.read(tokens[:30] + draw_tokens(50)[40:])
+    cached.rewind(30)
+    cached.read(tokens[30:39])
+    assert (cached.read(tokens[39:]) - expected).abs().max() < 2e-5
+
+
+def test_model_trained_with_document_attention_generates_as_inside_one_document():
+    model = Llama3(PLAIN, attention="document")
+    model.load_state_dict(sharpen(build_ours(PLAIN)).state_dict())
+    tokens = draw_tokens(30)
+    with torch.no_grad():
+        # two documents in a row: `tokens` are the second, whose positions start at 0
+        row, doc_ids = torch.tensor([tokens[::-1] + tokens]), torch.tensor([[0] * 30 + [1] * 30])
+        expected = model(row, positions=torch.arange(30).repeat(2)[None], doc_ids=doc_ids)[0, -1]
+    cached = CachedModel(model)
+    cached.read(tokens[:20])
+    for token in tokens[20:29]:
+        cached.read([token])
+    assert (cached.read(tokens[29:]) - expected).abs().max() < 2e-5
+
+
+def test_a_step_computes_one_token_and_the_head_only_the_last_one():
+    model = build_ours(PLAIN)
+    seen = []
+    model.layers["0"].feed_forward.register_forward_hook(
+        lambda module, args, out: seen.append(out.shape[1])
+    )
+    model.output.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    cached = CachedModel(model)
+    cached.read([1, 2, 3, 4, 5])
+    cached.read([6])
+    assert seen == [5, 1, 1, 1]
+
+
+# ---------------------------------------------------------------- what is drawn
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(0.7, 0, 1), (1, 5, 1), (1, 500, 1), (1.3, 0, 0.3), (0.6, 20, 0.8)],
+)
+def test_limits_are_those_of_transformers(temperature, top_k, top_p):
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 3
+    expected = TemperatureLogitsWarper(float(temperature))(None, logits)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    ours = torch.stack([limit(row, Sampling(temperature, top_k, top_p)) for row in logits])
+    assert torch.equal(ours.isfinite(), expected.isfinite())
+    assert torch.allclose(ours.softmax(1).float(), expected.softmax(1), atol=1e-6)
+
+
+def test_tokens_are_drawn_as_often_as_their_probability_says():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 3.0])
+    usable = torch.tensor([True, True, True, True, False])
+    generator = torch.Generator().manual_seed(3)
+    drawn = [choose_token(logits, Sampling(0.5, top_k=3), generator, usable) for _ in range(4000)]
+    weights = (
+        2 * torch.tensor([0.0, 1.0, 2.0])
+    ).exp()  # of tokens 0, 1 and 2: the likeliest three that are usable
+    frequency = torch.bincount(torch.tensor(drawn), minlength=5) / 4000
+    assert frequency[3:].sum() == 0
+    assert torch.allclose(
+        frequency[:3], weights / weights.sum(), atol=0.02
+    )  # three standard deviations
+
+
+def test_coldest_temperatures_and_least_probabilities_leave_the_most_likely_token():
+    logits, usable = torch.tensor([4.0, 9.0, 8.999, 7.0]), torch.ones(4, dtype=torch.bool)
+    for sampling in (Sampling(0), Sampling(1e-300), Sampling(1, top_k=1), Sampling(1e4, top_p=0)):
+        generator = torch.Generator().manual_seed(0)
+        assert {choose_token(logits, sampling, generator, usable) for _ in range(20)} == {1}
+    assert (
+        choose_token(logits, Sampling(0), generator, torch.tensor([True, False, True, True])) == 2
+    )
+    assert (
+        limit(torch.zeros(4), Sampling(top_p=0.5)).isfinite().sum() == 2
+    )  # the fewest that hold half

@@ -1,0 +1,122 @@
+"""What this machine is: the GPUs that the driver and CUDA_VISIBLE_DEVICES leave, memory limits, and peaks by name."""
+
+import json
+import os
+from dataclasses import asdict
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from torchtitan_lite.config.machine import (
+    FROM_LAUNCHER,
+    GIB,
+    Gpu,
+    Machine,
+    detect_machine,
+    measure_cpu_memory,
+    peak_flops,
+    select_visible,
+)
+from torchtitan_lite.parallel.process_groups import choose_device
+
+NVIDIA_SMI = """#!/bin/sh
+echo "0, GPU-aaa1, NVIDIA H100 80GB HBM3, 81559"
+echo "1, GPU-aab2, NVIDIA H100 80GB HBM3, 81000"
+exit $STATUS
+"""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """A driver with two GPUs on PATH."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setenv("STATUS", "0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_gpus_are_those_of_the_driver_and_the_smallest_decides(nvidia_smi):
+    assert detect_machine() == Machine("cuda", 2, 81000 * 2**20, "NVIDIA H100 80GB HBM3")
+
+
+def test_memory_that_the_driver_does_not_say_is_unknown(nvidia_smi, tmp_path):
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, GPU-aaa1, NVIDIA GB10, [N/A]'\n")
+    assert detect_machine() == Machine("cuda", 1, None, "NVIDIA GB10")
+
+
+def test_ranks_take_the_answer_of_their_launcher_whatever_the_driver_says_to_them(
+    nvidia_smi, monkeypatch
+):
+    found = detect_machine()
+    monkeypatch.setenv(FROM_LAUNCHER, json.dumps(asdict(found)))
+    monkeypatch.setenv("STATUS", "15")
+    assert detect_machine() == found
+
+
+def test_a_rank_whose_torch_sees_gpus_that_the_driver_does_not_list_stops():
+    with (
+        patch.object(torch.cuda, "is_available", return_value=True),
+        pytest.raises(RuntimeError, match="nvidia-smi"),
+    ):
+        choose_device(0, "cpu")
+
+
+def test_a_driver_that_fails_or_hides_every_gpu_leaves_the_cpu(nvidia_smi, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert detect_machine().device_type == "cpu"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("STATUS", "9")
+    assert detect_machine().device_type == "cpu"
+    monkeypatch.setenv("PATH", "/nowhere")
+    machine = detect_machine()
+    assert machine.device_type == "cpu" and machine.memory_bytes_per_device > GIB
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, "01"),
+        ("1, 0", "10"),
+        ("GPU-b", "1"),
+        ("GPU-a,GPU-b", "01"),
+        ("", ""),
+        ("-1", ""),
+        ("0,7,1", "0"),  # as in CUDA, what follows a bad name is not seen
+    ],
+)
+def test_cuda_visible_devices_selects_as_cuda_does(visible, expected):
+    gpus = [Gpu("0", "GPU-a1", "x", 1), Gpu("1", "GPU-b2", "x", 1)]
+    assert "".join(gpu.index for gpu in select_visible(gpus, visible)) == expected
+
+
+def test_a_limit_of_the_control_group_or_any_around_it_is_a_limit(tmp_path):
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    proc.write_text("0::/slurm/job7/step\n")
+    (root / "slurm" / "job7" / "step").mkdir(parents=True)
+    whole = measure_cpu_memory(proc, root)
+    (root / "slurm" / "job7" / "step" / "memory.max").write_text("max\n")
+    assert measure_cpu_memory(proc, root) == whole > GIB
+    (root / "slurm" / "job7" / "memory.max").write_text("4096\n")
+    assert measure_cpu_memory(proc, root) == 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA RTX A1000", None),  # no A100
+        ("Tesla V100-SXM2-32GB", None),  # no bfloat16
+    ],
+)
+def test_peak_flops_are_the_dense_bfloat16_numbers_of_the_data_sheets(name, tflops):
+    assert peak_flops(name) == (tflops and tflops * 1e12)

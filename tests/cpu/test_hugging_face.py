@@ -1,0 +1,229 @@
+"""Hugging Face folders: transformers gives our logits with our exports, and we give its logits with its folders."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_model import FLAVORS, PLAIN, build_ours, build_theirs
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from torchtitan_lite.checkpoint.hugging_face import load_weights
+from torchtitan_lite.checkpoint.hugging_face_config import (
+    list_families,
+    make_config,
+    read_model_args,
+    read_published,
+)
+from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, list_tensors, open_folder
+from torchtitan_lite.config.block import list_expert_biases
+from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.models.llama3.table import FLAVORS as OUR_FLAVORS
+from torchtitan_lite.tools import convert
+from torchtitan_lite.tools.model_source import read_end_ids
+
+TOKENS = torch.randint(
+    128, (2, 200), generator=torch.Generator().manual_seed(3)
+)  # longer than original_length
+POSITIONS = torch.arange(200).expand(2, -1)
+LARGEST_ERROR = 5e-6  # of a logit; they are about 4
+
+
+def load_ours(folder: Path, args: ModelArgs | None = None) -> Llama3:
+    opened = open_folder(folder)
+    model = Llama3(args or opened.model_args)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)  # shows what is not loaded
+    load_weights(opened, dict(model.named_parameters()))
+    return model
+
+
+def write_ours(args: ModelArgs, folder: Path, tokenizer: Tokenizer | None = None) -> Llama3:
+    model = build_ours(args)
+    tokenizer = tokenizer or load_tokenizer("bytes")
+    convert.write_folder(
+        folder, args, "float32", model.state_dict().__getitem__, tokenizer=tokenizer
+    )
+    return model
+
+
+def edit_json(path: Path, **changes) -> None:
+    """Change keys of a JSON file. None deletes a key."""
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def spell_as_version_4(folder: Path) -> None:
+    """Rewrite the config.json of transformers 5 as version 4 would have written it."""
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    theta, scaling = rope.pop("rope_theta"), rope if rope["rope_type"] != "default" else None
+    edit_json(folder / "config.json", rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
+
+
+@pytest.mark.parametrize("name", FLAVORS)
+def test_an_export_gives_our_logits_in_transformers_and_comes_back_bit_by_bit(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(convert, "MOST_FILE_BYTES", 20_000)
+    ours = write_ours(FLAVORS[name], tmp_path / "ours")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    with torch.no_grad():
+        assert (
+            theirs(TOKENS).logits - ours(TOKENS, positions=POSITIONS)
+        ).abs().max() < LARGEST_ERROR
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    index, expected = (
+        json.loads((tmp_path / name / INDEX).read_text()) for name in ("ours", "theirs")
+    )
+    assert index["metadata"]["total_size"] == expected["metadata"]["total_size"]
+    assert index["weight_map"].keys() == expected["weight_map"].keys()
+    assert open_folder(tmp_path / "theirs").model_args == FLAVORS[name]
+    back = dict(load_ours(tmp_path / "ours").named_parameters())
+    assert [
+        fqn for fqn, parameter in ours.named_parameters() if not torch.equal(parameter, back[fqn])
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "dtype", "file_size"),
+    [
+        ("Llama 3.1, scaled RoPE", 4, "float32", "1GB"),
+        ("Llama 3.2, tied", 5, "bfloat16", "30KB"),
+        ("linear scaling", 4, "float16", "1GB"),
+        ("Qwen3", 4, "float32", "1GB"),
+        ("Mixtral", 5, "bfloat16", "30KB"),
+        ("Qwen3-MoE, a dense layer, weights as they are", 5, "float32", "1GB"),
+        ("Qwen3-MoE, each second layer", 4, "float32", "30KB"),
+    ],
+)
+def test_we_load_what_transformers_saved_and_give_its_logits(
+    name, version, dtype, file_size, tmp_path
+):
+    theirs = build_theirs(FLAVORS[name], build_ours(FLAVORS[name])).to(getattr(torch, dtype))
+    theirs.save_pretrained(tmp_path, max_shard_size=file_size)
+    if version == 4:
+        spell_as_version_4(tmp_path)
+    assert open_folder(tmp_path).model_args == FLAVORS[name]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(
+            TOKENS
+        ).logits
+        assert (
+            load_ours(tmp_path)(TOKENS, positions=POSITIONS) - expected
+        ).abs().max() < LARGEST_ERROR
+
+
+@pytest.mark.parametrize(
+    "left_out", ["num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters"]
+)
+@pytest.mark.parametrize("family", list_families())
+def test_a_missing_key_means_the_same_as_in_transformers(family, left_out, tmp_path):
+    sizes = {
+        "num_attention_heads": 128,
+        "hidden_size": 256,
+        "num_experts_per_tok": 2,
+        "vocab_size": 128,
+    }
+    AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", **{left_out: None})
+    args, config = read_model_args(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    assert (args.n_kv_heads, args.norm_eps) == (config.num_key_value_heads, config.rms_norm_eps)
+    assert args.head_dim == (getattr(config, "head_dim", None) or 2)
+    assert args.rope_theta == config.rope_parameters["rope_theta"] and args.rope_scaling is None
+
+
+@pytest.mark.parametrize("beside", [{}, {"original_max_position_embeddings": 128}], ids=str)
+def test_llama3_scaling_without_its_original_length_means_the_same_as_in_transformers(
+    beside, tmp_path
+):
+    sizes = {"num_attention_heads": 4, "hidden_size": 64, "vocab_size": 128, "num_hidden_layers": 2}
+    AutoConfig.for_model("llama", **sizes, max_position_embeddings=256).save_pretrained(tmp_path)
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    edit_json(tmp_path / "config.json", rope_scaling=scaling, **beside)
+    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters[
+        "original_max_position_embeddings"
+    ]
+    assert read_model_args(tmp_path).rope_scaling.original_length == expected
+
+
+def test_a_tied_model_may_be_loaded_into_an_untied_one(tmp_path):
+    tied = FLAVORS["Llama 3.2, tied"]
+    build_theirs(tied, build_ours(tied)).save_pretrained(tmp_path)
+    model = load_ours(tmp_path, ModelArgs(**{**vars(tied), "tie_embeddings": False}))
+    assert torch.equal(
+        model.output.weight, load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    )
+
+
+def test_the_listed_tensors_are_the_parameters_and_biases_of_the_model_in_their_order():
+    for args in FLAVORS.values():
+        with torch.device("meta"):
+            model = Llama3(args)
+        assert list(list_tensors(args).items()) == [
+            (fqn, tuple(p.shape)) for fqn, p in model.named_parameters()
+        ]
+        saved = {fqn: tuple(tensor.shape) for fqn, tensor in model.state_dict().items()}
+        tied = {"output.weight": (args.vocab_size, args.dim)} if args.tie_embeddings else {}
+        assert saved == list_tensors(args) | list_expert_biases(args) | tied
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, args in OUR_FLAVORS.items() if args.moe or args.qk_norm or args.qkv_bias],
+)
+def test_each_flavor_is_described_by_its_config(name, tmp_path):
+    config = make_config(OUR_FLAVORS[name], dtype="bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert list_tensors(read_model_args(tmp_path)) == list_tensors(OUR_FLAVORS[name])
+    published = config | {"dtype": "float32"}  # two spellings, and no length
+    changed = make_config(OUR_FLAVORS[name], dtype="bfloat16", context=99, published=published)
+    assert changed == config | {"dtype": "bfloat16"}
+
+
+def test_files_are_as_full_as_allowed_and_a_larger_tensor_has_its_own():
+    n_bytes = {"a": 3, "b": 3, "c": 1, "d": 10, "e": 6, "f": 0}
+    assert convert.cut_into_files(n_bytes, 6) == [["a", "b"], ["c"], ["d"], ["e", "f"]]
+
+
+def test_transformers_reads_the_tokenizer_of_llama_3s_format_and_gives_our_ids(tmp_path):
+    ours = load_tokenizer("assets/tokenizer")
+    write_ours(PLAIN, tmp_path / "out", ours)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (len(theirs), theirs.bos_token_id, theirs.eos_token_id) == (
+        ours.vocab_size,
+        ours.bos_id,
+        ours.eos_id,
+    )
+    for text in ("def read(self, n=-1):\n    return 12345\n\n", "Grüße, 日本 👩  \t x'll", ""):
+        assert theirs.encode(text) == ours.encode(text, bos=True)
+    assert theirs.decode(theirs.encode("<|eot_id|>", add_special_tokens=False)) == "<|eot_id|>"
+    assert theirs.convert_tokens_to_ids("<|eot_id|>") == ours.bos_id + 9
+    assert load_tokenizer(tmp_path / "out").fingerprint == ours.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "config", "expected"),
+    [
+        ({"eos_token_id": [128001, 128008]}, {"eos_token_id": 5}, {128001, 128008}),
+        ({"eos_token_id": 7}, {}, {7}),
+        ({"temperature": 0.6}, {"eos_token_id": [2, 3]}, {2, 3}),
+        (None, {"eos_token_id": 0}, {0}),
+        (None, {"eos_token_id": None}, set()),
+    ],
+)
+def test_a_text_ends_after_the_tokens_of_generation_config_or_else_of_config(
+    generation_config, config, expected, tmp_path
+):
+    for name, content in (("generation_config.json", generation_config), ("config.json", config)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert read_end_ids(read_published(tmp_path)) == expected

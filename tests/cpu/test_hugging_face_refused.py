@@ -1,0 +1,221 @@
+"""Hugging Face folders that are refused, by the name of the file, tensor or key that is wrong."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import flip_bit
+from safetensors.torch import load_file, save_file
+from test_hugging_face import edit_json
+from test_model import FLAVORS, build_ours, build_theirs
+
+from torchtitan_lite.checkpoint.hugging_face import load_weights
+from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, open_folder
+from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.config.messages import UserError
+
+EMBEDDING = "model.embed_tokens.weight"
+LLAMA, MIXTRAL, QWEN = "Llama 3", "Mixtral", "Qwen3-MoE, a dense layer, weights as they are"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Function: name of FLAVORS -> a folder as transformers writes it. A Llama has several files."""
+    made: dict[str, Path] = {}
+
+    def find(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("saved")
+            theirs, size = (
+                build_theirs(FLAVORS[name], build_ours(FLAVORS[name])),
+                "100KB" if name == LLAMA else "1GB",
+            )
+            theirs.save_pretrained(made[name], max_shard_size=size)
+        return made[name]
+
+    return find
+
+
+def assert_refused(folder: Path, *named: str) -> None:
+    with pytest.raises(UserError) as error:
+        open_folder(folder)
+    for text in (str(folder), *named):
+        assert text in str(error.value)
+
+
+WRONG_CONFIGS = [  # model, changes, named
+    (
+        LLAMA,
+        {"model_type": "mistral"},
+        "model_type = 'mistral'; supported: llama, mixtral, qwen2, qwen3, qwen3_moe",
+    ),
+    (LLAMA, {"model_type": None}, "model_type = None"),
+    (LLAMA, {"attention_bias": True}, "attention_bias = True"),
+    (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config"),
+    (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "linear"}},
+        "rope_scaling.factor is missing; it must be float",
+    ),
+    (
+        LLAMA,
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor = 0.5",
+    ),
+    (LLAMA, {"rope_scaling": "llama3"}, 'rope_scaling = "llama3"; it must be dict'),
+    (LLAMA, {"hidden_size": None}, "hidden_size is missing; it must be int"),
+    (LLAMA, {"hidden_size": "64"}, 'hidden_size = "64"; it must be int'),
+    (LLAMA, {"num_attention_heads": 0}, "num_attention_heads = 0, but it must be 1 or more"),
+    (
+        LLAMA,
+        {"num_key_value_heads": 3},
+        "num_key_value_heads = 3 does not divide num_attention_heads = 4",
+    ),
+    (LLAMA, {"tie_word_embeddings": "yes"}, 'tie_word_embeddings = "yes"; it must be bool'),
+    (LLAMA, {"layer_types": [1]}, "layer_types = [1]; it must be list[str]"),
+    (LLAMA, {"quantization": {"bits": 4}}, "Quantized weights cannot be used"),
+    (LLAMA, {"num_hidden_layers": 1}, "unknown: model.layers.1"),
+    (LLAMA, {"vocab_size": 130}, f"{EMBEDDING} is F32 [128, 64], but config.json says [130, 64]"),
+    (LLAMA, {"tie_word_embeddings": True}, "unknown: lm_head.weight"),
+    (MIXTRAL, {"sliding_window": 4096}, "sliding_window = 4096; for Mixtral only None"),
+    (
+        MIXTRAL,
+        {"num_local_experts": 5},
+        "missing: model.layers.0.block_sparse_moe.experts.4.w1.weight",
+    ),
+    (MIXTRAL, {"model_type": "llama"}, "unknown: model.layers.0.block_sparse_moe.experts.0.w1"),
+    (QWEN, {"use_sliding_window": True}, "use_sliding_window = True"),
+    (QWEN, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
+    (QWEN, {"mlp_only_layers": [1]}, "mlp_only_layers = [1]; only the first layers"),
+    ("Qwen3", {"model_type": "llama"}, "unknown: model.layers.0.self_attn.k_norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "named"), WRONG_CONFIGS, ids=str)
+def test_a_config_that_our_model_does_not_compute_is_refused_by_its_key(
+    name, changes, named, saved, tmp_path
+):
+    folder = shutil.copytree(saved(name), tmp_path / "folder")
+    edit_json(folder / "config.json", **changes)
+    assert_refused(folder, named)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sliding_window": 4096}, {"num_experts": 8, "num_local_experts": None}], ids=str
+)
+def test_an_unused_window_and_the_spelling_of_version_4_are_accepted(changes, saved, tmp_path):
+    folder = shutil.copytree(saved(QWEN), tmp_path / "folder")
+    edit_json(folder / "config.json", **changes)
+    assert open_folder(folder).model_args == FLAVORS[QWEN]
+
+
+def first_file(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
+
+
+def change_tensors(change):
+    def edit(folder: Path) -> None:
+        tensors = load_file(first_file(folder))
+        change(tensors)
+        save_file(tensors, first_file(folder))
+
+    return edit
+
+
+def write_lfs_pointer(folder: Path) -> None:
+    first_file(folder).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+    )
+
+
+def keep_only_pickles(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"crafted")
+
+
+A_FILE = "model-00001-of"
+WRONG_FILES = {  # action, named; found when the folder is opened, before torch
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+    "no text": (
+        lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{"),
+        "config.json is not JSON",
+    ),
+    "no object": (
+        lambda folder: (folder / "config.json").write_text("[1]"),
+        "must hold an object {...}, but it is [1]",
+    ),
+    "nested": (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        "config.json is not JSON: maximum recursion depth",
+    ),
+    "a list as index": (
+        lambda folder: (folder / INDEX).write_text('{"weight_map": ["a"]}'),
+        'weight_map = ["a"]; it must be dict[str, str]',
+    ),
+    "no index": (lambda folder: (folder / INDEX).unlink(), INDEX),
+    "pickles": (keep_only_pickles, "pytorch_model.bin is a pickle"),
+    "missing file": (lambda folder: first_file(folder).unlink(), A_FILE),
+    "missing tensor": (
+        change_tensors(lambda tensors: tensors.pop(EMBEDDING)),
+        f"missing: {EMBEDDING}",
+    ),
+    "unknown tensor": (
+        change_tensors(lambda tensors: tensors.update({"model.norm.bias": torch.ones(2)})),
+        "unknown: model.norm.bias",
+    ),
+    "another shape": (
+        change_tensors(
+            lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:, :-1].clone()})
+        ),
+        f"{EMBEDDING} is F32 [128, 63], but config.json says [128, 64]",
+    ),
+    "another dtype": (
+        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].char()})),
+        f"{EMBEDDING} is I8. Quantized weights cannot be used",
+    ),
+    "float8": (
+        change_tensors(
+            lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.float8_e4m3fn)})
+        ),
+        f"{EMBEDDING} is F8_E4M3. Quantized weights cannot be used",
+    ),
+    "double": (
+        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].double()})),
+        f"{EMBEDDING} is F64; supported: F32, BF16, F16",
+    ),
+    "cut file": (
+        lambda folder: os.truncate(first_file(folder), first_file(folder).stat().st_size - 1),
+        A_FILE,
+    ),
+    "empty file": (lambda folder: os.truncate(first_file(folder), 0), A_FILE),
+    "pointer of Git LFS": (write_lfs_pointer, A_FILE),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FILES)
+def test_a_folder_that_is_not_complete_is_refused_by_the_name_of_what_is_wrong(
+    name, saved, tmp_path
+):
+    folder = shutil.copytree(saved(LLAMA), tmp_path / "folder")
+    spoil, named = WRONG_FILES[name]
+    spoil(folder)
+    assert_refused(folder, named)
+
+
+def test_a_file_that_the_library_refuses_is_named_when_it_is_loaded(saved, tmp_path):
+    folder = shutil.copytree(saved(LLAMA), tmp_path / "folder")
+    opened = open_folder(folder)
+    flip_bit(first_file(folder), place=8)  # the first byte of the header
+    with pytest.raises(CheckpointError, match=first_file(folder).name):
+        load_weights(opened, {"tok_embeddings.weight": torch.empty(128, 64)})
+
+
+def test_a_model_with_other_parameters_is_refused_by_their_name(saved):
+    with pytest.raises(CheckpointError, match="layers.0.attention.bias"):
+        load_weights(open_folder(saved(LLAMA)), {"layers.0.attention.bias": torch.empty(64)})

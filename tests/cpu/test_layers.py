@@ -1,0 +1,146 @@
+"""The floor plan: imports point down only, nothing but `__main__` imports tools, no import is inside a function."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from torchtitan_lite.build import build_on_meta
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.schema import Config, Model
+from torchtitan_lite.parallel import tensor_parallel
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+# Floor of a module, by the longest name that it starts with. A module imports from floors below its own and from its
+# own row; rows on one floor never import each other.
+FLOORS = {
+    "torchtitan_lite.config.model_rows": -2,  # the types of the rows below
+    "torchtitan_lite.models": -1,  # the tables of the models
+    "torchtitan_lite.config": 0,
+    "torchtitan_lite.model": 1,
+    "torchtitan_lite.models.NAME.modules": 2,  # NAME: any folder of models/
+    "torchtitan_lite.parallel": 2,
+    "torchtitan_lite.data": 2,
+    "torchtitan_lite.checkpoint": 2,
+    "torchtitan_lite.components": 2,
+    "torchtitan_lite": 3,  # what is in the package itself
+    "torchtitan_lite.faults": 4,
+    "train": 5,
+    "torchtitan_lite.tools": 6,
+    "torchtitan_lite.__main__": 7,
+}
+IMPORT_BY_NAME = {  # modules that call importlib in a function
+    "torchtitan_lite.config.files",  # import_extra: optional packages
+    "torchtitan_lite.build",  # the code of a model, by its name
+    "torchtitan_lite.__main__",  # picks its tool
+    "torchtitan_lite.tools.launch",  # imports torch after the ranks have started
+    "torchtitan_lite.tools.faults.drill",  # only its ranks need torch
+}
+WITHOUT_TORCH = {  # besides config/ and the tables of models/: what `check` needs
+    "torchtitan_lite.__main__",
+    "torchtitan_lite.preflight",
+    "torchtitan_lite.dump_folder",
+    "torchtitan_lite.tools.check",
+    "torchtitan_lite.tools.command_lines",
+}
+
+
+def name_module(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+FILES = [REPOSITORY / "train.py", *(REPOSITORY / "torchtitan_lite").rglob("*.py")]
+TREES = {name_module(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+def list_imports(tree: ast.AST) -> set[str]:
+    """Return the full names of the modules that a file imports: `from package import module` is the module."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} & TREES.keys() or {
+                node.module
+            }
+    return names
+
+
+# Without torchtitan_lite itself, whose __init__.py has a few paths and imports nothing of the package
+IMPORTS = {
+    module: list_imports(tree) & TREES.keys() - {"torchtitan_lite"}
+    for module, tree in TREES.items()
+}
+
+
+def find_row(module: str) -> str:
+    module = re.sub(r"(models)\.\w+\.modules", r"\1.NAME.modules", module)
+    return max((row for row in FLOORS if module == row or module.startswith(f"{row}.")), key=len)
+
+
+def test_imports_point_down_only():
+    pairs = [(module, imported) for module, imports in IMPORTS.items() for imported in imports]
+    upwards = [
+        f"{module} imports {imported}"
+        for module, imported in pairs
+        if (row := find_row(imported)) != find_row(module)
+        and FLOORS[row] >= FLOORS[find_row(module)]
+    ]
+    assert not upwards
+    assert not IMPORTS["torchtitan_lite"], "every module imports it"
+
+
+def test_no_import_goes_round_in_a_circle():
+    remaining = dict(IMPORTS)
+    while free := [
+        module for module, imports in remaining.items() if not imports & remaining.keys()
+    ]:
+        for module in free:
+            del remaining[module]
+    assert not remaining, f"these import each other: {sorted(remaining)}"
+
+
+def test_config_and_check_do_not_import_torch():
+    for module in WITHOUT_TORCH | {module for module in TREES if FLOORS[find_row(module)] <= 0}:
+        packages = {name.split(".")[0] for name in list_imports(TREES[module])}
+        assert not packages & {"torch", "numpy", "tiktoken", "safetensors", "tensorboard"}, module
+
+
+def test_no_import_is_inside_a_function():
+    for module, tree in TREES.items():
+        for function in (
+            node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda)
+        ):
+            called = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+            assert not list_imports(function), f"{module}, line {function.lineno}"
+            assert (
+                not called & {"importlib", "import_module", "__import__"}
+                or module in IMPORT_BY_NAME
+            ), module
+
+
+def test_a_run_that_compiles_nothing_does_not_load_the_compiler():
+    """torch.compile loads inductor when it is called: a second and 50 MB, on every rank."""
+    code = "import sys, train; print('torch._inductor.ir' in sys.modules)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert answer.stdout == "False\n", answer.stderr
+
+
+def test_the_plan_in_the_docstring_of_tensor_parallel_is_the_plan():
+    plan = tensor_parallel.plan_tensor_parallel(
+        build_on_meta(Config(), resolve_model(Model(n_layers=1)))
+    )
+    written, row = {}, r"^ {4}(\S+(?:, w.)*) +((?:Split|Copied|Gathered|Colwise|Rowwise)\w+)"
+    for names, style in re.findall(row, tensor_parallel.__doc__, re.MULTILINE):
+        first, *others = names.split(", ")
+        fqns = [first, *(f"{first.rpartition('.')[0]}.{other}" for other in others)]
+        written |= dict.fromkeys(fqns, style)
+    assert written == {
+        fqn.removeprefix("layers.0."): type(style).__name__ for fqn, style in plan.items()
+    }

@@ -1,0 +1,228 @@
+"""The numbers of a run: the clocks and the arithmetic behind them, console line, metrics.jsonl, TensorBoard."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchtitan_lite.components import metrics as metrics_module
+from torchtitan_lite.components.log import ESCAPE_CODE
+from torchtitan_lite.components.metrics import MetricsWriter, describe_step
+from torchtitan_lite.config.block import FlopsPerToken, count_flops_per_token
+from torchtitan_lite.config.machine import peak_flops
+from torchtitan_lite.config.schema import Metrics
+from torchtitan_lite.models.llama3.table import FLAVORS
+
+# torchtitan's published 8B row: 8 H100, one sequence of 8,192 tokens each, 5,762 tokens/s per GPU
+RUN = {"n_steps": 2000, "resumed_step": 0, "settings": {"training": {"steps": 2000}}}
+WORKLOAD = {
+    "tokens_per_step": 8 * 8192,
+    "world_size": 8,
+    "flops": count_flops_per_token(FLAVORS["8B"], seq_len=8192),
+    "peak_flops": peak_flops("NVIDIA H100 80GB HBM3"),
+    "step_time_s": 8192 / 5762,
+    "data_time_s": 0.01,
+}
+STEP = {
+    "loss": 6.123456,
+    "grad_norm": 1.23456,
+    "lr": 8e-4,
+    "peak_memory_gib": 1.5,
+    **describe_step(**WORKLOAD),
+}
+VALIDATION = {"val_loss": 5.5, "val_perplexity": 244.69, "val_bits_per_byte": 2.25}
+EXPERTS = {
+    "expert_max_over_mean": 2.0,
+    "expert_dead_share": 0.125,
+    "router_entropy": 1.25,
+    "expert_loads": [[4, 0]],
+}
+
+
+def make_writer(folder: Path, section: Metrics | None = None, **changes) -> MetricsWriter:
+    return MetricsWriter(folder, section or Metrics(enable_tensorboard=False), **(RUN | changes))
+
+
+def read_lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+@pytest.fixture
+def console(monkeypatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(
+        metrics_module.logger,
+        "info",
+        lambda line: lines.append(ESCAPE_CODE.sub("", line)),
+    )
+    return lines
+
+
+# -- what is written
+
+
+def test_a_step_is_one_console_line_and_one_json_object_with_throughput_and_mfu(tmp_path, console):
+    writer = make_writer(tmp_path)
+    writer.write("step", 10, **STEP)
+    # By hand: 8,030 M parameters without embedding and norms are 7,505 M. 6 * 7.505e9 + 12 * 32 * 4096 * 8192 =
+    # 45.03e9 + 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Half the attention less: 51.47 GFLOP.
+    assert console == [
+        "step   10/2000  loss 6.12346  grad_norm 1.2346  lr 8.00e-04  5,762 tok/s/rank  MFU 33.7%  1.5 GiB  1.42 s"
+    ]
+    (values,) = read_lines(tmp_path)  # before close
+    assert (values["mfu_full"], values["mfu_causal"]) == pytest.approx((0.3374, 0.2999), abs=5e-5)
+    assert values["tokens_per_s_per_rank"] == pytest.approx(5762)
+    assert values.pop("time").startswith("20")
+    assert values == {"kind": "step", "step": 10, **STEP}
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_mfu_is_left_out_if_no_peak_is_known_and_only_steps_and_validations_have_lines(
+    tmp_path, console
+):
+    writer = make_writer(tmp_path)
+    step = STEP | describe_step(**(WORKLOAD | {"peak_flops": None}))
+    writer.write("start", 0, world_size=8)
+    writer.write("step", 10, **step)
+    writer.write("step", 10, **step, **EXPERTS)
+    writer.write("validation", 10, **VALIDATION)
+    assert "MFU" not in console[0]
+    assert console[1:] == [
+        console[0] + "  experts 2.0x mean, 12% dead",
+        "step   10/2000  val_loss 5.50000  perplexity 244.7  2.2500 bits/byte",
+    ]
+    assert [line["kind"] for line in read_lines(tmp_path)] == [
+        "start",
+        "step",
+        "step",
+        "validation",
+    ]
+
+
+def test_a_loss_that_is_not_finite_is_still_json(tmp_path):
+    make_writer(tmp_path).write(
+        "step", 1, **(STEP | {"loss": float("nan"), "grad_norm": float("inf")})
+    )
+
+    def refuse(constant: str):
+        raise ValueError(f"{constant} is not JSON")
+
+    values = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert (values["loss"], values["grad_norm"], values["lr"]) == (None, None, 8e-4)
+
+
+def test_a_killed_and_resumed_run_leaves_each_step_once(tmp_path):
+    killed = make_writer(tmp_path)
+    for step in (1, 10, 20, 30):
+        killed.write("step", step, **(STEP | {"loss": 1.0}))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4')  # the kill came while this line was written
+    resumed = make_writer(tmp_path, resumed_step=20)
+    for step in (30, 40):
+        resumed.write("step", step, **(STEP | {"loss": 2.0}))
+    losses = {}
+    for line in read_lines(tmp_path):
+        assert line["step"] not in losses
+        losses[line["step"]] = line["loss"]
+    assert losses == {1: 1.0, 10: 1.0, 20: 1.0, 30: 2.0, 40: 2.0}
+
+
+def test_tensorboard_has_torchtitans_tags_and_each_step_once_after_a_resume(tmp_path):
+    section = Metrics(save_tb_folder="events")
+    killed = make_writer(tmp_path, section)
+    for step in (10, 20):
+        killed.write("step", step, **(STEP | {"loss": 1.0}))
+    # Never closed, as after a kill: what was logged is on disk all the same.
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert [event.step for event in events.Scalars("grad_norm")] == [10, 20]
+    assert not {"memory/max_reserved(GiB)", "experts/dead_share"} & set(events.Tags()["scalars"])
+
+    resumed = make_writer(tmp_path, section, resumed_step=10)
+    flops = {"flops": FlopsPerToken(full=2 * 10**9, causal=10**9), "peak_flops": 10**14}
+    more = describe_step(**(WORKLOAD | flops | {"step_time_s": 0.25}))
+    more |= {
+        "loss": 2.0,
+        "peak_memory_share": 0.2,
+        "reserved_memory_gib": 1.75,
+        "reserved_memory_share": 0.25,
+    }
+    resumed.write("step", 20, **(STEP | more), n_alloc_retries=3, n_ooms=1, **EXPERTS)
+    resumed.write("validation", 20, **VALIDATION)
+    resumed.close()
+    killed.close()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("loss_metrics/global_avg_loss")]
+    assert losses == [(10, 1.0), (20, 2.0)]
+    last = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
+    assert last == pytest.approx(
+        {
+            "loss_metrics/global_avg_loss": 2.0,
+            "grad_norm": 1.23456,
+            "lr": 8e-4,
+            "throughput(tps)": 32768.0,
+            "tflops": 65.536,  # 32,768 tokens/s of 2 GFLOP each
+            "mfu(%)": 65.536,
+            "time_metrics/end_to_end(s)": 0.25,
+            "time_metrics/data_loading(s)": 0.01,
+            "time_metrics/data_loading(%)": 4.0,
+            "memory/max_active(GiB)": 1.5,
+            "memory/max_active(%)": 20.0,
+            "memory/max_reserved(GiB)": 1.75,
+            "memory/max_reserved(%)": 25.0,
+            "memory/num_alloc_retries": 3.0,
+            "memory/num_ooms": 1.0,
+            "experts/max_over_mean": 2.0,
+            "experts/dead_share": 0.125,
+            "experts/router_entropy": 1.25,
+            "validation_metrics/global_avg_loss": 5.5,
+            "validation_metrics/perplexity": 244.69,
+            "validation_metrics/bits_per_byte": 2.25,
+        }
+    )
+
+
+FAKE_WANDB = """
+import json
+
+class init:
+    def __init__(self, **given):
+        self.file = open(given["dir"] + "/calls.jsonl", "a")
+        self.note("init", given)
+
+    def note(self, *call):
+        self.file.write(json.dumps(call) + chr(10))
+        self.file.flush()
+
+    def log(self, values, step):
+        self.note("log", step, values)
+
+    def finish(self):
+        self.note("finish")
+"""
+
+
+def test_wandb_gets_config_and_scalars_of_each_step(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    section = Metrics(enable_tensorboard=False, enable_wandb=True)
+    for resumed_step in (0, 10):
+        writer = make_writer(tmp_path, section, resumed_step=resumed_step)
+        writer.write("start", resumed_step, world_size=8)
+        writer.write("step", resumed_step + 10, **STEP)
+        writer.close()
+    sys.modules.pop("wandb")
+    calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").open()]
+    init, log, finish, resumed_init, _, last = calls
+    assert init == [
+        "init",
+        {"dir": str(tmp_path), "config": RUN["settings"], "resume": None},
+    ]
+    assert resumed_init[1]["resume"] == "auto"
+    assert finish == last == ["finish"]
+    name, step, values = log
+    assert (name, step) == ("log", 10)
+    assert values["grad_norm"] == 1.23456
+    assert values["throughput(tps)"] == pytest.approx(5762)

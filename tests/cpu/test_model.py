@@ -1,0 +1,230 @@
+"""The single-device model against transformers': logits, every parameter's gradient, and routes."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from their_llama import make_their_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.model.rotary import rotary_angles
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+
+PLAIN = ModelArgs(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=128
+)
+FLAVORS = {
+    "Llama 3": PLAIN,
+    "Llama 3.1, scaled RoPE": replace(
+        PLAIN, rope_scaling=RopeScaling(factor=8.0, original_length=64)
+    ),
+    "Llama 3.2, tied": replace(
+        PLAIN, rope_scaling=RopeScaling(factor=32.0, original_length=64), tie_embeddings=True
+    ),
+    "another scaling of its own": replace(PLAIN, rope_scaling=RopeScaling(5.5, 1.5, 3.0, 96)),
+    "linear scaling": replace(PLAIN, rope_scaling=RopeScaling(2.5, kind="linear")),
+    "head dim of its own": replace(PLAIN, head_dim=32),
+    "one key/value head": replace(PLAIN, n_kv_heads=1),
+    "Qwen2": replace(PLAIN, qkv_bias=True, norm_eps=1e-6),
+    "Qwen2, tied": replace(PLAIN, qkv_bias=True, tie_embeddings=True),
+    "Qwen3": replace(PLAIN, qk_norm=True, head_dim=24, norm_eps=1e-6),
+    "Qwen3, tied": replace(PLAIN, qk_norm=True, tie_embeddings=True),
+    "Mixtral": replace(PLAIN, ffn_dim=40, moe=MoEArgs(4, 2, 40)),
+    "Qwen3-MoE": replace(PLAIN, qk_norm=True, head_dim=32, moe=MoEArgs(8, 3, 40)),
+    "Qwen3-MoE, a dense layer, weights as they are": replace(
+        PLAIN, qk_norm=True, moe=MoEArgs(8, 2, 24, normalize_top_k=False, n_first_dense_layers=1)
+    ),
+    "Qwen3-MoE, each second layer": replace(
+        PLAIN, qk_norm=True, moe=MoEArgs(4, 2, 24, moe_every=2)
+    ),
+}
+MOES = [name for name, args in FLAVORS.items() if args.moe]
+
+
+def build_ours(args: ModelArgs) -> Llama3:
+    model = Llama3(args)
+    initialize_weights(model, seed=1)
+    with torch.no_grad():  # norms of 1 would hide a norm that is left out
+        for index, parameter in enumerate(model.parameters()):
+            if parameter.dim() == 1:
+                parameter += torch.linspace(-0.3, 0.3, parameter.numel()).roll(index)
+    return model
+
+
+def build_theirs(args: ModelArgs, ours: Llama3) -> PreTrainedModel:
+    options = {"experts_implementation": "eager"} if args.moe else {}
+    theirs = AutoModelForCausalLM.from_config(
+        make_their_config(args, attn_implementation="sdpa"), **options
+    )
+    theirs.load_state_dict(to_theirs(ours.state_dict(), args), strict=True)
+    return theirs
+
+
+THEIR_NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.router": "mlp.gate",
+}
+
+
+def to_theirs(tensors: dict[str, Tensor], args: ModelArgs) -> dict[str, Tensor]:
+    """Weights or gradients as transformers' model in memory has them: experts stacked, gate above up."""
+    theirs = {}
+    for fqn, tensor in tensors.items():
+        block = f"model.layers.{fqn.split('.')[1]}.mlp.experts"
+        if fqn.endswith("experts.w1"):
+            up = tensors[fqn.replace("w1", "w3")]
+            theirs[f"{block}.gate_up_proj"] = torch.cat([tensor.mT, up.mT], dim=1)
+        elif fqn.endswith("experts.w2"):
+            theirs[f"{block}.down_proj"] = tensor.mT
+        elif not fqn.endswith(("experts.w3", "expert_bias")):
+            theirs[their_name(fqn)] = in_their_order(fqn, tensor, args)
+    return theirs
+
+
+def their_name(fqn: str) -> str:
+    module, _, tensor = fqn.rpartition(".")
+    if module.startswith("layers."):
+        _, layer, inside = module.split(".", 2)
+        return f"model.layers.{layer}.{THEIR_NAMES[inside]}.{tensor}"
+    return f"{THEIR_NAMES[module]}.{tensor}"
+
+
+def in_their_order(fqn: str, tensor: Tensor, args: ModelArgs) -> Tensor:
+    """They turn the pairs (i, i + E/2) of a head, we (2i, 2i + 1): the rows of wq and wk stand in another order."""
+    if not re.search(r"\.(wq|wk|q_norm|k_norm)\.", fqn):
+        return tensor
+    return tensor.unflatten(0, (-1, args.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+@pytest.mark.parametrize("name", FLAVORS)
+def test_logits_and_gradients_are_those_of_transformers(name):
+    args = FLAVORS[name]
+    ours = build_ours(args)
+    theirs = build_theirs(args, ours)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(
+        args.vocab_size, (2, 300), generator=generator
+    )  # longer than original_length
+    targets = torch.randint(args.vocab_size, (2, 300), generator=generator)
+    targets[0, :100] = IGNORE_INDEX
+    positions = torch.arange(300).expand(2, -1)
+
+    logits, their_logits = ours(tokens, positions=positions), theirs(tokens).logits
+    assert (logits - their_logits).abs().max() < 2e-5
+
+    loss_sum = ours(tokens, positions=positions, targets=targets)
+    their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), targets.flatten())
+    assert loss_sum.item() / 500 == pytest.approx(their_loss.item(), rel=1e-6)
+    (loss_sum / 500).backward()
+    their_loss.backward()
+    gradients = to_theirs({fqn: parameter.grad for fqn, parameter in ours.named_parameters()}, args)
+    assert gradients.keys() == dict(theirs.named_parameters()).keys()
+    for name, parameter in theirs.named_parameters():
+        difference = (gradients[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert difference < 1e-5, f"gradient of {name} is off by {difference:.1e}"
+
+
+@pytest.mark.parametrize("name", MOES)
+def test_routes_and_their_weights_are_those_of_transformers(name):
+    args = FLAVORS[name]
+    ours, seen = build_ours(args), {}
+    theirs = build_theirs(args, ours)
+    tokens = torch.randint(args.vocab_size, (2, 300), generator=torch.Generator().manual_seed(2))
+    gates = {
+        n: block.mlp.gate
+        for n, block in enumerate(theirs.model.layers)
+        if hasattr(block.mlp, "gate")
+    }
+    for side, routers in (("ours", {n: m.router for n, m in list_moes(ours)}), ("theirs", gates)):
+        for layer, router in routers.items():
+            router.register_forward_hook(
+                lambda router, inputs, output, key=(side, layer): seen.update({key: output[-2:]})
+            )
+    with torch.no_grad():
+        ours(tokens, positions=torch.arange(300).expand(2, -1)), theirs(tokens)
+    assert len(gates) == len(list(list_moes(ours))) and len(seen) == 2 * len(gates)
+    for layer in gates:
+        (weights, routes), (their_weights, their_routes) = (
+            seen["ours", layer],
+            seen["theirs", layer],
+        )
+        assert (
+            torch.equal(routes.flatten(0, 1), their_routes)
+            and routes.unique().numel() == args.moe.n_experts
+        )
+        assert (weights.flatten(0, 1) - their_weights).abs().max() < 1e-6
+
+
+def test_positions_decide_the_rotation_not_the_place_in_the_row():
+    ours = build_ours(PLAIN)
+    with (
+        torch.no_grad()
+    ):  # initial queries and keys are so small that attention hardly looks at them
+        for block in ours.layers.values():
+            block.attention.wq.weight *= 30
+            block.attention.wk.weight *= 30
+    tokens = torch.arange(20)[None] % PLAIN.vocab_size
+    from_zero = ours(tokens, positions=torch.arange(20)[None])
+    shifted = ours(
+        tokens, positions=torch.arange(20)[None] + 7
+    )  # rotation is relative: nothing may change
+    stretched = ours(tokens, positions=torch.arange(20)[None] * 2)
+    assert torch.allclose(from_zero, shifted, atol=1e-4)
+    assert not torch.allclose(from_zero, stretched, atol=1e-2)
+
+
+def test_rotary_angles_stay_exact_at_position_8191_under_bfloat16():
+    angles = rotary_angles(torch.tensor([[8191]]), PLAIN)
+    assert angles.dtype == torch.float32
+    fastest = torch.tensor(
+        8191.0, dtype=torch.float64
+    )  # the first pair turns by one radian per position
+    assert angles[0, 0, 0, 0, 0].item() == pytest.approx(fastest.cos().item(), abs=1e-5)
+
+
+def test_initial_weights_depend_on_seed_and_name_only():
+    models = {}
+    for name, seed, n_layers in (("a", 0, 2), ("b", 0, 4), ("c", 1, 2)):
+        model = Llama3(replace(PLAIN, n_layers=n_layers))
+        initialize_weights(model, seed)
+        models[name] = dict(model.named_parameters())
+    wq = "layers.1.attention.wq.weight"
+    assert torch.equal(models["a"][wq], models["b"][wq])  # another depth, the same name
+    assert not torch.equal(models["a"][wq], models["c"][wq])  # another seed
+    assert not torch.equal(
+        models["a"][wq], models["a"]["layers.0.attention.wq.weight"]
+    )  # another name
+
+
+def test_initial_weights_have_the_spread_that_the_rule_says():
+    model = Llama3(replace(PLAIN, dim=256, ffn_dim=512))
+    initialize_weights(model, seed=0)
+    spread = {
+        fqn: parameter.std().item()
+        for fqn, parameter in model.named_parameters()
+        if parameter.dim() == 2
+    }
+    cut = 0.9933  # of a normal distribution cut off (by clamping) at three standard deviations
+    assert spread["layers.0.attention.wq.weight"] == pytest.approx(0.02 * cut, rel=0.03)
+    assert spread["layers.0.attention.wo.weight"] == pytest.approx(0.02 / 4**0.5 * cut, rel=0.03)
+    assert spread["tok_embeddings.weight"] == pytest.approx(1.0 * cut, rel=0.03)
+    assert spread["output.weight"] == pytest.approx(256**-0.5 * cut, rel=0.03)

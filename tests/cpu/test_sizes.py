@@ -1,0 +1,171 @@
+"""The tables of the models, and the rows of choices.py: sizes as published and as torch counts, code for each name."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.pipelining as pipelining
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan_lite.build import build_on_meta
+from torchtitan_lite.components.optim import BUILDERS
+from torchtitan_lite.config.block import count_flops_per_token, count_parameters, list_parameters
+from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
+from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.messages import ConfigError, UserError
+from torchtitan_lite.config.model_rows import ModuleRow
+from torchtitan_lite.config.schema import Config, Model, with_value
+from torchtitan_lite.model.attention import ATTENTION_MODULES
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.models.llama3.table import FLAVORS
+from torchtitan_lite.models.registry import MODELS
+from torchtitan_lite.parallel.context_parallel import CONTEXT_ATTENTIONS
+from torchtitan_lite.tools.plan.cluster import CLUSTERS
+from torchtitan_lite.tools.plan.command import Plan
+from torchtitan_lite.tools.plan.planned_run import plan_run
+
+# As the published checkpoints hold them: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, Mixtral v0.1, Qwen3.
+PUBLISHED_PARAMETERS = {
+    "debug": 1_328_256,
+    "auto": 1_328_256,
+    "debugmodel": 6_163_712,  # as torchtitan logs it
+    "1B": 1_235_814_400,
+    "3B": 3_212_749_824,
+    "8B": 8_030_261_248,
+    "70B": 70_553_706_496,
+    "405B": 405_853_388_800,
+    "debug_moe": 1_971_328,
+    "Mixtral-8x7B": 46_702_792_704,
+    "Mixtral-8x22B": 140_620_634_112,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+}
+ACTIVE_PARAMETERS = {  # in billions, as the model cards round them
+    "Mixtral-8x7B": 12.9,
+    "Mixtral-8x22B": 39.2,
+    "Qwen3-30B-A3B": 3.4,
+    "Qwen3-235B-A22B": 22.2,
+}
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_parameters_are_those_of_the_model_and_of_the_published_checkpoints(flavor):
+    with torch.device("meta"):
+        model = Llama3(FLAVORS[flavor])
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(FLAVORS[flavor]) == n_parameters == PUBLISHED_PARAMETERS[flavor]
+
+
+@pytest.mark.parametrize("flavor", ACTIVE_PARAMETERS)
+def test_a_token_passes_through_the_published_number_of_parameters(flavor):
+    assert (
+        round(count_parameters(FLAVORS[flavor], active=True) / 1e9, 1) == ACTIVE_PARAMETERS[flavor]
+    )
+
+
+def test_flops_of_llama3_8b_at_8192_tokens_are_the_known_ones():
+    flops = count_flops_per_token(FLAVORS["8B"], seq_len=8192)
+    assert round(flops.full / 1e9, 1) == 57.9
+    assert round(flops.causal / 1e9, 1) == 51.5
+
+
+@pytest.mark.parametrize("flavor", ["debug", "1B"])
+def test_flops_are_three_times_what_torch_counts_in_forward(flavor):
+    args, seq_len = FLAVORS[flavor], 64
+    with torch.device("meta"):
+        model = Llama3(args)
+        tokens = torch.zeros(1, seq_len, dtype=torch.int64)
+        # The plain matmuls of attention: the counter knows each of them, whatever kernel this machine would take.
+        with (
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+            FlopCounterMode(display=False) as counter,
+        ):
+            model(tokens, positions=torch.arange(seq_len)[None])
+    assert 3 * counter.get_total_flops() == count_flops_per_token(args, seq_len).full * seq_len
+
+
+def test_a_number_beside_the_flavor_overrides_its_row_and_a_new_width_gets_a_head_dim_that_fits_it():
+    args = resolve_model(Model(flavor="8B", n_layers=4))
+    assert (args.n_layers, args.dim) == (4, 4096) and args.rope_scaling is not None
+    assert resolve_model(Model(flavor="debug", dim=256, n_heads=8)).head_dim == 32
+    assert resolve_model(Model(flavor="debug", n_heads=8)).head_dim == 16
+
+
+def test_rows_and_code_name_the_same_choices():
+    assert OPTIMIZERS.keys() == BUILDERS.keys()
+    assert ATTENTIONS.keys() == ATTENTION_MODULES.keys()
+    assert {
+        (name, method) for name, row in ATTENTIONS.items() for method in row.under_cp
+    } == CONTEXT_ATTENTIONS.keys()
+    assert all(pipelining.schedules.get_schedule_class(name) for name in SCHEDULES)
+
+
+def give_table(**fields):
+    """Replace fields of llama3's table inside a context."""
+    return patch.dict(MODELS, llama3=replace(MODELS["llama3"], **fields))
+
+
+def add_row(row: ModuleRow):
+    """Return the block of llama3 with another row."""
+    return lambda model_args, moe=None: [*list_llama_block(model_args, moe), row]
+
+
+list_llama_block = MODELS["llama3"].list_block
+OLMO_NORM = ModuleRow(
+    "attention.q_norm", "norm", (128,), "heads", 1.0
+)  # over all heads; one has 32 features
+
+
+@pytest.mark.parametrize(
+    ("row", "tp", "key"),
+    [
+        (OLMO_NORM, 2, "parallelism.tensor_parallel_degree"),
+        (OLMO_NORM, 1, None),
+        (
+            ModuleRow("ffn_gate", "linear", (1, 128), "colwise", 0.02),
+            2,
+            "parallelism.tensor_parallel_degree",
+        ),
+        (ModuleRow("ffn_scale", "norm", (128,), "rowwise", 1.0), 1, "model.name"),
+        (ModuleRow("ffn_scale", "norm", (128,), "sequence", 1.0), 2, None),
+    ],
+)
+def test_check_judges_a_table_without_its_code(row, tp, key):
+    config = with_value(Config(), "parallelism.tensor_parallel_degree", tp)
+    with give_table(list_block=add_row(row)):
+        problems = []
+        try:
+            plan_layout(config, resolve_model(config.model), 2)
+        except ConfigError as error:
+            problems = error.problems
+    assert [problem.key for problem in problems] == ([key] if key else [])
+
+
+def test_plan_says_which_modules_it_does_not_time():
+    gate = ModuleRow("ffn_gate", "linear", (1, 128), "sequence", 0.02)
+    with give_table(list_block=add_row(gate)):
+        remarks = Plan(plan_run(["--config=debug"], 2, "cuda"), "h100", CLUSTERS["h100"]).remarks
+    assert any("ffn_gate" in remark for remark in remarks)
+
+
+def test_a_table_that_differs_from_its_code_stops_a_run_with_a_sentence():
+    config = Config()
+    with give_table(list_block=add_row(OLMO_NORM)), pytest.raises(UserError) as error:
+        list_parameters.cache_clear()
+        build_on_meta(config, resolve_model(config.model))
+    list_parameters.cache_clear()
+    assert "layers.0.attention.q_norm.weight" in str(error.value) and "table.py" in str(error.value)

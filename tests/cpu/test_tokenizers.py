@@ -1,0 +1,385 @@
+"""Tokenizers: Llama 3's file against tiktoken set up by hand, tokenizer.json against Hugging Face's own library."""
+
+import base64
+import io
+import json
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import tiktoken
+from test_fine_tuning import CASES, publish
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from tokenizers import Tokenizer as HuggingFace
+from transformers import AutoTokenizer
+
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.reader import REPOSITORY
+from torchtitan_lite.data import tokenizer as tokenizer_module
+from torchtitan_lite.data.corpus_folder import read_manifest
+from torchtitan_lite.data.tokenizer import load_tokenizer
+
+SHIPPED = REPOSITORY / "assets" / "tokenizer"
+LLAMA3 = (  # as published, in one piece
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN = LLAMA3.replace("{1,3}", "")
+SOURCE = Path(__file__).read_text(encoding="utf-8").replace("▁", "")
+TEXTS = [
+    "def read(self, n=-1):\n    return 12345\n\n",
+    "Grüße, 日本語 😀  \t x'll we'VE e\u0301 \u0344 x² \u3000\x85",
+    "",
+    "a<|end_of_text|>b<|im_end|> <think>now </think>",
+    "مرحبا بالعالم ١٢٣ हिन्दी में \r\n\r\n  \n ",
+    " " * 1000 + "x",
+    SOURCE,
+]
+PIECES = [
+    *TEXTS[:2],
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "'ll",
+    "'S",
+    " the",
+    "return",
+    "<|im_end|>",
+    "<think>",
+    "e\u0301",
+    "99999",
+]
+
+
+def draw_texts(n: int) -> list[str]:
+    draw = random.Random(0)
+    pieces = (
+        PIECES
+        + [chr(code) for code in range(0x20, 0x250)]
+        + [*"日本語हिन्दي١٢٣😀👩‍👩‍👧\u0301\u0344\u2028\ufeff"]
+    )
+    return ["".join(draw.choices(pieces, k=draw.randrange(30))) for _ in range(n)]
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return load_tokenizer(SHIPPED)
+
+
+def test_ids_are_those_of_tiktoken_with_llama3s_pattern_and_special_tokens_are_plain_text(shipped):
+    lines = (SHIPPED / "tokenizer.model").read_text().splitlines()
+    ranks = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in lines}
+    oracle = tiktoken.Encoding("oracle", pat_str=LLAMA3, mergeable_ranks=ranks, special_tokens={})
+    for text in TEXTS:
+        assert (
+            shipped.encode(text) == oracle.encode_ordinary(text)
+            and shipped.decode(shipped.encode(text)) == text
+        )
+    million = " " * 1_000_000 + "x"
+    assert shipped.decode(shipped.encode(million)) == million
+    assert shipped.vocab_size == len(ranks) + 256
+    published = {"<|begin_of_text|>": 0, "<|reserved_special_token_0|>": 2, "<|eot_id|>": 9}
+    published |= {"<|reserved_special_token_2|>": 11, "<|reserved_special_token_246|>": 255}
+    assert {name: shipped.special[name] - len(ranks) for name in published} == published
+
+
+def test_plain_bytes_are_the_bytes_of_the_text():
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.encode("é!", bos=True, eos=True) == [256, 0xC3, 0xA9, 0x21, 257]
+    assert tokenizer.bytes_of_tokens() == [1] * 256 + [0, 0]
+
+
+# ---------------------------------------------------------------- tokenizer.json
+
+
+def train_bpe(kind: str) -> HuggingFace:
+    """Train a byte-level BPE with the pre-tokenizer of a published model."""
+    tokenizer = HuggingFace(models.BPE(ignore_merges=kind == "Llama 3"))
+    split = {"Llama 3": LLAMA3, "Qwen": QWEN}.get(kind)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    cut = [pre_tokenizers.Split(Regex(split), "isolated")] if split else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cut, byte_level]) if cut else byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    if kind == "Qwen":
+        tokenizer.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        TEXTS * 3, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet)
+    )
+    tokenizer.add_special_tokens(["<|end_of_text|>", "<|im_end|>"])
+    if kind == "Qwen":
+        tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    if kind == "Llama 3":
+        bos = ("<|end_of_text|>", tokenizer.token_to_id("<|end_of_text|>"))
+        template = processors.TemplateProcessing(single="<|end_of_text|> $A", special_tokens=[bos])
+        tokenizer.post_processor = processors.Sequence(
+            [processors.ByteLevel(trim_offsets=False), template]
+        )
+    return tokenizer
+
+
+def make_sentencepiece() -> HuggingFace:
+    """As Mixtral has it: "▁" for spaces, bytes for characters outside the vocabulary, <s> before a text."""
+    letters = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{n:02X}>" for n in range(256)),
+        "▁",
+        *"abcdelnorst",
+        "▁t",
+        "en",
+    ]
+    vocab = {token: n for n, token in enumerate(letters)}
+    tokenizer = HuggingFace(
+        models.BPE(vocab=vocab, merges=[("▁", "t"), ("e", "n")], byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return tokenizer
+
+
+def write(folder: Path, tokenizer: HuggingFace, eos: object) -> Path:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "Llama 3", "Qwen"])
+def test_both_makers_of_a_byte_level_bpe_give_the_packages_ids(kind, tmp_path, monkeypatch):
+    oracle = train_bpe(kind)
+    write(tmp_path, oracle, "<|im_end|>")
+    with monkeypatch.context() as patches:
+        patches.setitem(sys.modules, "tokenizers", None)
+        fast = load_tokenizer(tmp_path)
+    monkeypatch.setattr(tokenizer_module, "read_byte_level_bpe", lambda file: None)
+    by_package = load_tokenizer(tmp_path)
+    assert fast.fingerprint == by_package.fingerprint and fast.bytes_of_id == by_package.bytes_of_id
+    assert (
+        fast.bos_id
+        == by_package.bos_id
+        == (oracle.token_to_id("<|end_of_text|>") if kind == "Llama 3" else None)
+    )
+    for text in [*TEXTS, *draw_texts(300)]:
+        oracle.encode_special_tokens = True
+        expected = oracle.encode(text, add_special_tokens=False).ids
+        assert fast.encode(text) == by_package.encode(text) == expected
+        oracle.encode_special_tokens = False
+        expected = oracle.encode(text, add_special_tokens=False).ids
+        assert (
+            fast.encode_special(fast.normalize(text))[0]
+            == by_package.encode_special(text)[0]
+            == expected
+        )
+
+
+def test_a_bpe_with_another_pattern_or_other_merges_goes_to_the_package(tmp_path):
+    contents = [json.loads(train_bpe(kind).to_str()) for kind in ("Llama 3", "GPT-2")]
+    contents[0]["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "."
+    contents[1]["model"]["merges"].reverse()
+    for content in contents:
+        oracle = HuggingFace.from_str(json.dumps(content))
+        tokenizer = load_tokenizer(write(tmp_path, oracle, "<|im_end|>"))
+        oracle.encode_special_tokens = True
+        assert tokenizer.encode(SOURCE) == oracle.encode(SOURCE, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("is_bytes", [True, False])
+def test_a_tokenizer_json_gives_hugging_faces_ids_and_knows_begin_end_and_bytes(is_bytes, tmp_path):
+    oracle = train_bpe("Qwen") if is_bytes else make_sentencepiece()
+    ours = load_tokenizer(
+        write(tmp_path, oracle, "<|im_end|>" if is_bytes else {"content": "</s>"})
+    )
+    for text in ["a tent <think>", *TEXTS]:
+        oracle.encode_special_tokens = True
+        assert ours.encode(text, bos=True) == oracle.encode(text).ids
+        ids = ours.encode(text)
+        assert max(ids, default=0) < ours.vocab_size and ours.eos_id not in ids
+        if "\u0301" not in text:  # which the normalizer joins
+            written = text if is_bytes or not text else " " + text
+            assert ours.decode(ids) == written
+            assert sum(ours.bytes_of_tokens()[id] for id in ids) == len(written.encode())
+    assert ours.bos_id == (None if is_bytes else 1)
+    assert ours.eos_id == oracle.token_to_id("<|im_end|>" if is_bytes else "</s>")
+    name = ours.decode([ours.eos_id])
+    ids, ends = ours.encode_special(f"ab{name}c")
+    assert ids.count(ours.eos_id) == 1
+    assert ends[ids.index(ours.eos_id)] == len("ab" + name)
+
+
+ADDED = {
+    "special": True,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+}
+DECODER = {"273": {**ADDED, "content": "<new>"}, "274": {**ADDED, "content": "<eos>"}}
+EOS_FILES = {  # where people's folders name EOS -> the files beside tokenizer.json
+    "its token too": {"tokenizer_config": {"eos_token": "<eos>", "added_tokens_decoder": DECODER}},
+    "special_tokens_map.json": {"special_tokens_map": {"eos_token": {"content": "</s>"}}},
+    "both": {"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}},
+}
+
+
+@pytest.mark.parametrize("place", EOS_FILES)
+def test_eos_and_more_tokens_are_found_where_transformers_finds_them(place, tmp_path):
+    make_sentencepiece().save(str(tmp_path / "tokenizer.json"))
+    for name, content in {"tokenizer_config": {}, **EOS_FILES[place]}.items():
+        more = {"tokenizer_class": "PreTrainedTokenizerFast"} if name == "tokenizer_config" else {}
+        (tmp_path / f"{name}.json").write_text(json.dumps({**more, **content}))
+    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (oracle.eos_token_id, len(oracle))
+    text = f"a tent{oracle.eos_token}tent"
+    assert tokenizer.encode_special(text)[0] == oracle.encode(text, add_special_tokens=False)
+    assert tokenizer.eos_id not in tokenizer.encode(text)
+
+
+def test_a_unigram_tokenizer_is_read(tmp_path):
+    unigram = HuggingFace(
+        models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("▁a", -1.0), ("▁", -2.0), ("b", -3.0)], 0)
+    )
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
+    unigram.decoder = decoders.Metaspace()
+    tokenizer = load_tokenizer(write(tmp_path, unigram, "</s>"))
+    assert tokenizer.encode("a bc") == unigram.encode("a bc").ids
+    assert tokenizer.decode([2, 3, 4]) == " a b"
+
+
+def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_the_size_that_was_asked_for(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text(SOURCE + "日本語 <|end_of_text|>")
+    command = ["prepare", "a.txt", "--out", "out", "--processes", "1", "--train-tokenizer"]
+    assert main([*command, "400"]) == 0
+    assert "--model.hf_assets_path out/tokenizer --model.vocab_size 448" in capsys.readouterr().out
+    oracle, tokenizer = (
+        AutoTokenizer.from_pretrained("out/tokenizer"),
+        load_tokenizer("out/tokenizer"),
+    )
+    assert (
+        tokenizer.vocab_size == len(oracle) == 400
+        and tokenizer.fingerprint == read_manifest(Path("out")).tokenizer
+    )
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (oracle.bos_token_id, oracle.eos_token_id)
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        if "<|" not in text:
+            assert tokenizer.encode(text, bos=True) == oracle.encode(text)
+    for size in ("257", "100000"):
+        shutil.rmtree("out", ignore_errors=True)
+        assert main([*command, size]) == 2
+        possible = re.search(r"Use (\d+)", capsys.readouterr().err)[1]
+        assert main([*command, possible]) == 0
+
+
+SENTENCEPIECE = make_sentencepiece().to_str()
+BROKEN = [  # tokenizer.json, tokenizer.model, tokenizer_config.json -> words of the reason
+    (None, None, "{}", "there is no tokenizer.json"),
+    ("{", None, "{}", "is not JSON"),
+    ('{"model": {"vocab": 5}}', None, "{}", "model.vocab = 5"),
+    (SENTENCEPIECE, None, "{}", "no eos_token"),
+    (SENTENCEPIECE, None, '{"eos_token": 2}', "eos_token = 2"),
+    (SENTENCEPIECE, None, '{"eos_token": "<x>"}', "no entry '<x>'"),
+    (None, "YQ== 1\n", "{}", "ranks"),
+    (None, "\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "{}", "SentencePiece.*save_pretrained"),
+]
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case[-1])
+def test_what_is_no_tokenizer_is_refused_by_key_and_path(case, tmp_path):
+    *contents, why = case
+    for name, content in zip(
+        ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"), contents, strict=True
+    ):
+        if content:
+            (tmp_path / name).write_text(content)
+    with pytest.raises(
+        ConfigError, match=rf"(?s)model.hf_assets_path.*{tmp_path}.*assets/tokenizer"
+    ) as error:
+        load_tokenizer(tmp_path)
+    assert re.search(why, str(error.value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_transformers_writes_the_tokenizer_json_of_a_sentencepiece_model_as_the_error_says(
+    kind, tmp_path
+):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    trainer, lines, model = (
+        sentencepiece.SentencePieceTrainer,
+        iter(SOURCE.splitlines()),
+        io.BytesIO(),
+    )
+    trainer.train(
+        sentence_iterator=lines,
+        model_writer=model,
+        vocab_size=400,
+        model_type=kind,
+        byte_fallback=True,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    names = {
+        "tokenizer_class": {"bpe": "LlamaTokenizer", "unigram": "T5Tokenizer"}[kind],
+        "eos_token": "</s>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    with pytest.raises(ConfigError, match="SentencePiece"):
+        load_tokenizer(tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    for text in TEXTS[:-1]:
+        assert tokenizer.encode(text) == oracle.encode(text, add_special_tokens=False)
+
+
+def test_entries_above_the_rows_of_a_model_are_accepted_unless_a_text_uses_them(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    file = publish(Path("llama"), CASES["tied, published in bfloat16"]) / "tokenizer.json"
+    oracle = HuggingFace.from_file(str(file))
+    oracle.add_special_tokens(["[PAD]"])
+    oracle.add_tokens(["[NEW]"])
+    oracle.save(str(file))
+    capsys.readouterr()
+    cases = [("[PAD]", 0, "No document uses"), ("[NEW]", 2, r"'\[NEW\]'.*resize_token_embeddings")]
+    for number, (name, status, words) in enumerate(cases):
+        Path(f"{number}.txt").write_text(f"def {name} read " * 9)
+        options = ["--tokenizer", "llama", "--processes", "1"]
+        assert main(["prepare", f"{number}.txt", "--out", f"out{number}", *options]) == 0
+        run = [
+            "--config=finetune",
+            "--checkpoint.initial_load_path=llama",
+            f"--training.dataset=out{number}",
+        ]
+        assert main(["check", *run]) == status
+        assert re.search(words, "".join(capsys.readouterr()))
+        assert main(["eval", "llama", "--data", f"{number}.txt", "--seq-len", "16"]) == status
+        assert (
+            main(["generate", "llama", "--prompt", f"def {name}", "--max-new-tokens", "2"])
+            == status
+        )

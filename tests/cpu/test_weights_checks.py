@@ -1,0 +1,390 @@
+"""The weights that a run starts from or exports, checked before torch; and a run uses the tokenizer of its weights."""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from made_corpora import write_corpus
+from test_check import LAPTOP, find_one_problem, find_problems, write_tokenizer
+
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint.continued import FREE, NOTED, REFUSED, find_rule
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
+from torchtitan_lite.checkpoint.manifest import Manifest, TensorRecord
+from torchtitan_lite.checkpoint.save import describe_run
+from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.config.reader import KEYS, read_config
+from torchtitan_lite.config.schema import with_value
+from torchtitan_lite.data.corpus_folder import fingerprint_documents
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.preflight import SHIPPED, Prepared, preflight
+from torchtitan_lite.tools.convert import write_folder
+
+ARGS = ModelArgs(
+    16, 1, 2, 1, 8, 24, 2400, rope_theta=1e4, rope_scaling=RopeScaling(factor=2.5, kind="linear")
+)
+PATH, ASSETS = "checkpoint.initial_load_path", "model.hf_assets_path"
+RUN = ["--training.dataset=python_stdlib", "--checkpoint.enable"]
+RUN += ["--job.dump_folder=outputs/debug"]
+HF, OURS = f"--{PATH}=hf", f"--{PATH}=step-9"
+NOT_ONLY = "--checkpoint.initial_load_model_only=false"
+STATE = {"optimizer.norm.weight.step": TensorRecord("float32", (), ())}
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path, monkeypatch):
+    """Weights in hf/ with a tokenizer beside them; checkpoints step-9, trained with mine/, and step-12, with other/."""
+    monkeypatch.chdir(tmp_path)
+    write_hugging_face("hf", ARGS)
+    for number, folder in enumerate(("hf", "mine", "other", "assets/tokenizer")):
+        write_tokenizer(Path(folder), n_tokens=300 + number)
+    for step, assets in ((9, "mine"), (12, "other")):
+        fingerprint = {"shape": asdict(ARGS), "tokenizer": load_tokenizer(assets).fingerprint}
+        run = describe_run(
+            with_value(read_config(RUN).config, "model.hf_assets_path", assets), {}, {}
+        )
+        folders.create_unfinished(Path(f"step-{step}"))
+        folders.commit(Path(f"step-{step}"), Manifest(step, fingerprint, run, STATE), {})
+
+
+def write_hugging_face(name: str, args: ModelArgs, context: int | None = None) -> None:
+    sizes, tokenizer = list_tensors(args), load_tokenizer("bytes")
+    write_folder(
+        Path(name),
+        args,
+        "float32",
+        lambda fqn: torch.zeros(sizes[fqn]),
+        tokenizer=tokenizer,
+        context=context,
+    )
+
+
+def prepare(*args: str, **options) -> Prepared:
+    return preflight([*RUN, *args], machine=LAPTOP, n_ranks=2, **options)
+
+
+# ---------------------------------------------------------------- the model
+
+
+def test_rope_and_sizes_of_a_run_are_those_of_the_weights_that_it_starts_from_or_resumes():
+    assert prepare().model_args != ARGS
+    for args in (
+        [HF],
+        [OURS],
+        [OURS, NOT_ONLY],
+        [HF, "--checkpoint.initial_load_in_hf", "--model.dim=16"],
+    ):
+        assert prepare(*args).model_args == ARGS
+    shutil.copytree("step-9", "outputs/debug/checkpoint/step-9")
+    shutil.rmtree("hf")
+    resumed = prepare(HF)  # wherever its first weights are now
+    assert (resumed.model_args, resumed.resumed_step) == (ARGS, 9)
+    shutil.rmtree("outputs")
+    assert prepare("--checkpoint.last_save_in_hf").model_args.dim == 128
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "named"),
+    [
+        ([OURS, "--model.n_layers=2"], "model.flavor", "n_layers 2 instead of 1"),
+        (
+            [HF, "--model.flavor=debug", "--model.vocab_size=2400"],
+            "model.flavor",
+            "dim 128 instead of 16",
+        ),
+        ([f"--{PATH}=cut"], PATH, "model.safetensors"),
+        ([f"--{PATH}=nowhere"], PATH, "nowhere"),
+        ([f"--{PATH}=outputs/debug/step-9", "--job.overwrite"], PATH, "job.overwrite"),
+        (
+            [HF, f"--{ASSETS}=other"],
+            ASSETS,
+            "Leave it out",
+        ),  # another tokenizer than the one of the weights
+        ([OURS, f"--{ASSETS}=assets/tokenizer"], ASSETS, "Leave it out"),
+        ([OURS, f"--{ASSETS}=bytes"], ASSETS, "Leave it out"),
+    ],
+)
+def test_weights_that_do_not_fit_are_one_problem(args, key, named):
+    shutil.copytree("hf", "cut")
+    os.truncate("cut/model.safetensors", os.path.getsize("cut/model.safetensors") - 1)
+    shutil.copytree("step-9", "outputs/debug/step-9")
+    problem = find_one_problem([*RUN, *args])
+    assert problem.key == key and named in str(problem)
+
+
+# ---------------------------------------------------------------- trained further
+
+FINETUNE, LENGTH, RATE, LR = (
+    "--config=finetune",
+    "training.seq_len",
+    "training.expert_bias_rate",
+    "optimizer.lr",
+)
+
+
+def test_weights_that_are_trained_further_have_other_defaults_and_a_given_key_stays():
+    write_hugging_face("short", ARGS, context=64)
+    write_hugging_face("qwen", replace(ARGS, qk_norm=True, moe=MoEArgs(4, 2, 24)), context=8192)
+    for name in ("short", "qwen"):
+        write_tokenizer(Path(name), n_tokens=300)
+    shutil.copytree("step-9", "runs/mine/checkpoint/step-9")
+    for path, args, folder, title, seq_len, rate, said in (
+        ("short", [FINETUNE], "finetune-short", "llama", 64, 1e-3, {LENGTH}),
+        ("short", [FINETUNE, f"--{LENGTH}=128"], "finetune-short", "llama", 128, 1e-3, set()),
+        ("qwen", [FINETUNE], "finetune-qwen", "qwen3_moe", 512, 0, {LENGTH, RATE}),
+        ("qwen", [f"--{RATE}=0.01"], "finetune-qwen", "qwen3_moe", 128, 0.01, {LR}),
+        (
+            "runs/mine/checkpoint/step-9",
+            [FINETUNE, f"--{LR}=2e-4"],
+            "finetune-mine",
+            "llama",
+            512,
+            1e-3,
+            {LENGTH, LR},
+        ),
+        ("", ["--model.flavor=debug_moe"], "debug", "mixtral", 128, 1e-3, set()),
+    ):
+        prepared = preflight([*args, f"--{PATH}={path}"], machine=LAPTOP, n_ranks=2)
+        config, notices = prepared.config, "".join(prepared.notices)
+        assert (prepared.dump_folder, prepared.title) == (
+            Path("outputs", folder),
+            f"{title} of {path}" if path else f"{title} debug_moe",
+        )
+        assert (config.training.seq_len, config.training.expert_bias_rate) == (seq_len, rate)
+        assert {key for key in (LENGTH, RATE, LR) if key in notices} == said
+
+
+# ---------------------------------------------------------------- the folder of an earlier run
+
+
+def save(step: int, *args: str, tensors: dict[str, TensorRecord] = STATE) -> Path:
+    """Write what a run leaves after `step`, without files of tensors. Return the checkpoint."""
+    prepared = prepare(*args)
+    fingerprint = {
+        "shape": asdict(prepared.model_args),
+        "tokenizer": prepared.tokenizer.fingerprint,
+    }
+    fingerprint["documents"] = list(
+        fingerprint_documents(prepared.config, prepared.tokenizer).values()
+    )
+    final = prepared.dump_folder / "checkpoint" / f"step-{step}"
+    folders.create_unfinished(final)
+    folders.commit(
+        final, Manifest(step, fingerprint, describe_run(prepared.config, {}, {}), tensors), {}
+    )
+    return final
+
+
+SGD = ["--optimizer.name=SGD", "--optimizer.implementation=foreach"]
+
+
+@pytest.mark.parametrize(
+    ("args", "differing"),
+    [
+        (
+            ["--optimizer.lr=1e-4", "--training.steps=300", "--training.local_batch_size=1"],
+            {},
+        ),  # free to change
+        (SGD, {"optimizer.name": "trained with 'AdamW'"}),
+        (
+            ["--optimizer.moments_dtype=bfloat16"],
+            {"optimizer.moments_dtype": "trained with 'float32'"},
+        ),
+        (["--training.global_batch_size=16"], {"training.global_batch_size": "trained with 8"}),
+        (
+            ["--training.seq_len=64", "--debug.seed=1"],
+            {"training.seq_len": "with 128", "debug.seed": "with 0"},
+        ),
+        (["--training.dataset=letters"], {"training.dataset": "trained with ['python_stdlib']"}),
+        (["--model.n_layers=2"], {"model.flavor": "step-9: n_layers 2 instead of 4"}),
+        (["--model.flavor=debug_moe"], {"model.flavor": "top_k 2 instead of None"}),
+    ],
+)
+def test_a_run_that_resumes_is_refused_by_the_keys_that_differ_and_the_remedies_work(
+    args, differing
+):
+    write_corpus(
+        Path("letters"),
+        [[[1, 2]]],
+        validation=[[[1]]],
+        tokenizer_fingerprint=load_tokenizer(SHIPPED).fingerprint,
+    )
+    checkpoint = save(9)
+    problems = find_problems([*RUN, *args])
+    assert [problem.key for problem in problems] == list(differing)
+    for problem in problems:
+        assert differing[problem.key] in problem.why and str(checkpoint) in problem.why
+        follow_remedy(problem, *args)
+
+
+def follow_remedy(problem: Problem, *args: str) -> None:
+    """Prepare a run with these arguments and each set of flags that a remedy offers."""
+    for way in problem.remedy.split(", or "):
+        flags = [word for word in way.split() if word.startswith("--")]
+        assert not flags or prepare(*args, *flags)
+
+
+def test_every_key_has_a_rule_and_every_rule_a_key():
+    assert [key for key in KEYS if find_rule(key) is None] == []
+    sections = {key.rpartition(".")[0] for key in KEYS}
+    names = [*REFUSED, *NOTED, *FREE]
+    assert len(names) == len(set(names)) and set(names) <= KEYS.keys() | sections
+
+
+OTHER_TRAINING = {  # key -> value in the checkpoint, value now
+    "model.attention": ("causal", "document"),
+    "model.converters": ([], ["float8"]),
+    "quantize.linear.float8.recipe_name": ("tensorwise", "rowwise"),
+    "training.max_norm": (1.0, 0.5),
+    "training.mixed_precision_param": ("float32", "bfloat16"),
+    "training.expert_balance_loss": (0.0, 0.1),
+    "optimizer.lr": (4e-3, 1e-4),
+    "optimizer.beta2": (0.95, 0.9),
+    "optimizer.weight_decay": (0.1, 0.2),
+    "lr_scheduler.warmup_steps": (20, 3),
+    "lr_scheduler.decay_type": ("linear", "cosine"),
+}
+SAME_TRAINING = [
+    "--training.local_batch_size=1",
+    "--metrics.log_freq=3",
+    "--parallelism.tensor_parallel_degree=2",
+]
+
+
+def test_a_run_that_trains_in_another_way_from_here_on_prints_both_values():
+    checkpoint = save(9)
+    before = prepare().notices
+    assert prepare(*SAME_TRAINING).notices == before
+    for key, (saved, now) in OTHER_TRAINING.items():
+        text = now if isinstance(now, str) else json.dumps(now)
+        added = [notice for notice in prepare(f"--{key}={text}").notices if notice not in before]
+        assert f"{key} is now {now!r}; {checkpoint} was trained with {saved!r}" in added
+        assert any("the learning rate is" in notice for notice in added) == key.startswith(
+            ("optimizer.lr", "lr_")
+        )
+
+
+def test_the_state_of_another_run_is_continued_to_a_later_step_only():
+    for n_steps in (5, 9):
+        args = [OURS, f"--training.steps={n_steps}", "--checkpoint.exclude_from_loading=optimizer"]
+        problem = find_one_problem([*RUN, *args, NOT_ONLY])
+        assert problem.key == "training.steps" and "step-9 is already at step 9" in problem.why
+        assert (
+            prepare(*args, "--checkpoint.initial_load_model_only")
+            and "more than 9" in problem.remedy
+        )
+    assert prepare(OURS, NOT_ONLY, "--training.steps=10")
+
+
+def test_a_run_from_an_own_checkpoint_balances_its_experts_as_before():
+    experts = ["--model.flavor=debug_moe", "--job.dump_folder=first"]
+    for rate in (0.01, 0.0, 1e-3):
+        checkpoint = save(9, *experts, f"--{RATE}={rate}", "--job.overwrite")
+        prepared = prepare(f"--{PATH}={checkpoint}")
+        assert prepared.config.training.expert_bias_rate == rate
+        assert any(RATE in notice and str(checkpoint) in notice for notice in prepared.notices) == (
+            rate != 1e-3
+        )
+        shutil.rmtree("first")
+
+
+def test_documents_that_changed_under_the_same_name_are_found():
+    fingerprint, data = load_tokenizer(SHIPPED).fingerprint, "--training.dataset=letters"
+    write_corpus(Path("letters"), [[[1, 2]]], validation=[[[1]]], tokenizer_fingerprint=fingerprint)
+    save(9, data)
+    Path("letters").rename("moved")
+    write_corpus(Path("letters"), [[[1, 3]]], validation=[[[1]]], tokenizer_fingerprint=fingerprint)
+    problem = find_one_problem([*RUN, data])
+    assert problem.key == "training.dataset" and "documents of letters have changed" in problem.why
+    follow_remedy(problem, data)
+    Path("letters").rename("replaced")
+    Path("elsewhere").mkdir()
+    Path("moved").rename("elsewhere/letters")
+    assert prepare("--training.dataset=elsewhere/letters").resumed_step == 9
+
+
+def test_no_run_continues_from_weights_alone():
+    save(200, tensors={})
+    assert prepare().finished
+    problem = find_one_problem([*RUN, "--training.steps=300"])
+    assert problem.key == "training.steps" and "last_save_model_only" in problem.why
+    follow_remedy(problem, "--training.steps=300")
+    assert (
+        prepare("--training.steps=300", "--checkpoint.exclude_from_loading=optimizer").resumed_step
+        == 200
+    )
+
+
+def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job_overwrite(capsys):
+    save(200)
+    words = prepare().finished.split()
+    assert words[:6] == ["debug", "is", "already", "at", "step", "200:"]
+    flags = [word.rstrip(",") for word in words if word.startswith("--")]
+    kept = flags.pop(1)
+    assert kept == "--lr_scheduler.total_steps=200"
+    assert flags == ["--training.steps=400", "--job.dump_folder=FOLDER", "--job.overwrite"]
+    prepared = [prepare(flag) for flag in flags]
+    assert [each.finished for each in prepared] == [""] * 3
+    assert [each.resumed_step for each in prepared] == [200, 0, 0]
+    deletes = [
+        notice for each in prepared for notice in each.notices if "job.overwrite deletes" in notice
+    ]
+    assert len(deletes) == 1 and deletes[0].endswith(": outputs/debug/checkpoint/step-200")
+    # The log of a resumed run has the same two rates, and the given key keeps the earlier ones.
+    step_200, jump, earlier = 4e-3 / 180, 4e-3 * 200 / 380, 0.0
+    rates = f"the learning rate is {step_200:.3g} at step 200 and {jump:.3g} at step 201"
+    assert (
+        rates in prepare().finished
+        and f"{kept} keeps the earlier schedule ({earlier:g})" in prepare().finished
+    )
+    assert any(notice.startswith(rates) for notice in prepared[0].notices)
+    assert not any("learning rate" in notice for notice in prepare(flags[0], kept).notices)
+    assert main(["check", *RUN]) == 0 and "already at step 200" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- their tokenizer
+
+
+def find_tokenizer(*args: str) -> str:
+    """Return the folder of the tokenizer of a run."""
+    prepared = prepare(*args)
+    assert (
+        load_tokenizer(prepared.config.model.hf_assets_path).fingerprint
+        == prepared.tokenizer.fingerprint
+    )
+    return str(prepared.tokenizer.path.parent.resolve().relative_to(Path.cwd()))
+
+
+@pytest.mark.parametrize(
+    ("args", "tokenizer"),
+    [
+        ([], "assets/tokenizer"),
+        ([HF], "hf"),
+        ([OURS], "mine"),
+        ([OURS, "--model.hf_assets_path=mine"], "mine"),
+    ],
+)
+def test_the_tokenizer_of_the_weights_is_the_default(args, tokenizer):
+    assert find_tokenizer(*args) == tokenizer
+
+
+def test_a_run_that_resumes_keeps_the_tokenizer_of_its_checkpoint():
+    for step, tokenizer in ((9, "mine"), (12, "other")):
+        shutil.copytree(f"step-{step}", f"outputs/debug/checkpoint/step-{step}")
+        assert find_tokenizer(HF) == tokenizer
+    assert find_tokenizer(HF, "--checkpoint.load_step=9", "--checkpoint.load_only") == "mine"
+
+
+def test_a_tokenizer_that_is_gone_or_has_changed_must_be_named():
+    Path("hf/tokenizer.model").unlink()
+    write_tokenizer(Path("mine"), n_tokens=310)
+    for weights, why in ((HF, "no tokenizer"), (OURS, "have changed")):
+        problem = find_one_problem([*RUN, weights])
+        assert problem.key == "model.hf_assets_path" and why in str(problem)
+    assert find_tokenizer(HF, "--model.hf_assets_path=other") == "other"

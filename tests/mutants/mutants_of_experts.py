@@ -1,0 +1,137 @@
+"""Mutants of experts: routing, the exchange of rows, gradients over ep, loads and biases."""
+
+from unittest.mock import patch
+
+import torch
+from layouts import FAST
+from mutant_table import mutant
+from torch.distributed.tensor import DTensor, Replicate
+
+from torchtitan_lite.components import expert_balance
+from torchtitan_lite.components.expert_balance import ExpertBalance
+from torchtitan_lite.model import moe
+from torchtitan_lite.parallel import expert_parallel, initial_weights, parallelize
+
+EP2, TP2 = FAST["experts, dp2, ep2"], FAST["experts, tp2, ep2"]
+SHARED_TP2 = FAST["experts, tp2, ep2, shared experts"]
+# ---------------------------------------------------------------- gradients and their norm
+
+
+@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w2", at=(expert_parallel, "local_experts"))
+def expert_gradients_divided_by_ep(original, weight):
+    """Average the gradients of experts over ep, as if the ranks held copies."""
+    own = original(weight)
+    return (own + own.detach()) / 2
+
+
+def is_of_experts(tensor) -> bool:
+    return isinstance(tensor, DTensor) and tensor.dim() == 3
+
+
+@mutant(TP2, "gradients", "layers.1.feed_forward.router.weight")
+def router_gradient_of_own_tokens():
+    """Each tensor-parallel rank has a router's gradient of its slice of the sequence, and nobody adds them."""
+    return patch.object(expert_parallel, "Partial", Replicate)
+
+
+@mutant(
+    SHARED_TP2,
+    "gradients",
+    "layers.1.feed_forward.router.weight",
+    at=(parallelize, "share_sequences"),
+)
+def auxiliary_loss_of_a_slice_of_the_sequence(original, part, groups):
+    """Each rank balances the routes of its slice of a sequence, though the loss is defined for whole ones."""
+
+
+@mutant(
+    EP2,
+    "initial weights",
+    "layers.0.feed_forward.experts.w1",
+    at=(initial_weights, "copy_local_shard"),
+    dims=("dp_shard",),
+)
+def experts_drawn_alike_on_ep_ranks(original, parameter, full):
+    """Every ep rank seeds its generator alike and draws its own experts."""
+    original(parameter, full)
+    if is_of_experts(parameter):
+        own = parameter.to_local()
+        own.copy_(full[: len(own), : own.shape[1], : own.shape[2]])
+
+
+# ---------------------------------------------------------------- rows
+
+
+@mutant(
+    EP2, "module output", "layers.0.feed_forward", at=(moe, "multiply_groups"), dims=("dp_shard",)
+)
+def rows_beyond_the_capacity_dropped(original, rows, matrices, ends):
+    """An expert takes three times its fair share of the rows, and leaves out the rest, as it did when its buffers
+    had a fixed size."""
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    place = torch.arange(len(rows)) - (ends - counts).repeat_interleave(counts)
+    return original(rows, matrices, ends) * (place < 3 * len(rows) // len(ends))[:, None]
+
+
+@mutant(
+    EP2,
+    "module output",
+    "layers.0.feed_forward",
+    at=(expert_parallel, "invert"),
+    dims=("dp_shard",),
+)
+def one_run_of_results_sent_back_in_another_order(original, order):
+    """The inverse permutation is wrong for one expert and one rank that its rows came from."""
+    place = original(order)
+    n_wrong = len(place) // 16
+    return torch.cat([place[:n_wrong].roll(1), place[n_wrong:]])
+
+
+# ---------------------------------------------------------------- the choice
+
+
+@mutant(
+    EP2, "module output", "layers.0.feed_forward", at=(moe.Router, "choose"), dims=("dp_shard",)
+)
+def scores_rounded_before_the_choice(original, router, scores):
+    """Experts are chosen by scores in bf16, of which many are equal."""
+    return (scores + router.expert_bias).bfloat16().topk(router.args.top_k, dim=-1).indices
+
+
+# ---------------------------------------------------------------- loads and biases
+
+
+@mutant(EP2, "expert loads", "layers.0.feed_forward.router", at=(moe.Router, "route"))
+def loads_counted_again_by_recompute(original, router, x, weight):
+    """Loads are added up in forward, which recompute runs again."""
+    routed = original(router, x, weight)
+    router.load += router.last_load
+    return routed
+
+
+@mutant(EP2, "expert loads", "layers.0.feed_forward.router")
+def loads_of_own_tokens():
+    """Loads are not added up over the ranks."""
+    return patch.object(expert_balance, "dist")
+
+
+@mutant(
+    FAST["experts, pp2"],
+    "expert loads",
+    "layers.0.feed_forward.router",
+    trial="deep",
+    at=(ExpertBalance, "update"),
+)
+def loads_summed_in_bfloat16(original, balance, finite):
+    """Loads are rounded to bf16 before they are added. tests/ranks/test_experts.py sees it on every layout."""
+    for router in balance.routers.values():
+        router.load.copy_(router.load.bfloat16())
+    return original(balance, finite)
+
+
+@mutant(
+    EP2, "expert biases", "layers.0.feed_forward.router.expert_bias", at=(ExpertBalance, "update")
+)
+def bias_moved_by_a_step_that_is_left_out(original, balance, finite):
+    """A step with a gradient that is not finite changes no weight, but it moves the biases."""
+    return original(balance, torch.ones_like(finite))

@@ -1,0 +1,308 @@
+"""Mutants that the wide trial sees: norm, loss, gradients, pieces, positions, masks."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from layouts import CHUNKS, COMPILED, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, TWO_LAYERS, ZERO, Row
+from mutant_table import CP2, mutant
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from torchtitan_lite import step
+from torchtitan_lite.components import optim
+from torchtitan_lite.config import layout
+from torchtitan_lite.model.head import count_valid_tokens
+from torchtitan_lite.models.llama3 import modules as llama3
+from torchtitan_lite.parallel import (
+    activation_checkpoint,
+    exchange,
+    fsdp,
+    parallelize,
+    pipeline,
+    ring_attention,
+    tensor_parallel,
+)
+
+
+@mutant("pp2 1F1B", "gradient norm", "all gradients")
+def clip_norm_forgets_pp():
+    """Each stage clips by the norm of its own gradients."""
+    return patch.object(optim, "dist", SimpleNamespace(all_reduce=lambda tensor: None))
+
+
+@mutant("tp2", "gradient norm", "all gradients", at=(optim, "count_copies"))
+def norm_counts_every_copy(original, tensor):
+    """What several ranks hold, norm weights under tp, counts once on each of them."""
+    return 1
+
+
+@mutant("dp2", "counted tokens", "count_global_tokens", at=(step, "count_global_tokens"))
+def loss_averaged_per_rank(original, run, batch):
+    """Each rank divides by its own number of tokens, and the ranks are averaged."""
+    return (count_valid_tokens(batch.targets) * run.layout.dp).clamp(min=1)
+
+
+@mutant("dp4", "gradients", "output.weight", at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
+def gradients_averaged_instead_of_summed(original, module, factor):
+    """FSDP's default divides by the number of ranks, after the loss was already divided by all tokens."""
+    return None
+
+
+@mutant("accumulation 2", "microbatches", "tok_embeddings", at=(step.Batch, "split"))
+def last_microbatch_dropped(original, batch, n):
+    """An off-by-one in the accumulation loop."""
+    return original(batch, n)[: n - 1] if n > 1 else [batch]
+
+
+@mutant("pp2 GPipe", "gradients", "output.weight")
+def pipeline_divides_by_microbatches():
+    """torch's schedules divide gradients by the number of microbatches by default, which is right for mean
+    losses."""
+    original = pipeline.get_schedule_class
+
+    def scaled(name):
+        schedule_class = original(name)
+        return lambda stage, **options: schedule_class(stage, **{**options, "scale_grads": True})
+
+    @contextmanager
+    def applied():
+        with (
+            patch.object(pipeline, "get_schedule_class", scaled),
+            patch.object(pipeline, "issubclass", create=True) as is_a,
+        ):
+            is_a.side_effect = lambda *args: True
+            yield
+
+    return applied()
+
+
+@mutant("pp2 1F1B", "loss", "sum_losses", at=(step, "sum_losses"), dims=("pp",))
+def loss_not_summed_over_pp(original, run, local_loss):
+    """Rank 0 holds no head and logs a loss of zero, or each stage logs its own idea of it."""
+    return local_loss.clone()
+
+
+@mutant("tp2", "gradients", "norm.weight", at=(exchange.Gather, "backward"))
+def gathered_sequence_keeps_its_own_gradient(original, ctx, grad):
+    """What was gathered is read by every tensor-parallel rank, and each forms a part of its gradient."""
+    return grad.chunk(ctx.ranks.n, dim=1)[ctx.ranks.own], None, None
+
+
+@mutant(
+    Row(2, {TP: 2, **COMPILED, **TWO_LAYERS}),
+    "module output",
+    "tok_embeddings",
+    at=(exchange, "reduce_scatter"),
+)
+def partial_sums_averaged(original, whole, ranks, dim):
+    """Partial sums are averaged, as gradients of replicas are."""
+    return original(whole, ranks, dim) / ranks.n
+
+
+@mutant("ddp2", "gradients", "output.weight", at=(parallelize, "apply_fsdp"))
+def replicas_not_reduced(original, part, mesh, **options):
+    """The all-reduce over dp_replicate is left out."""
+    original(part, mesh[mesh.mesh_dim_names[-1]], **options)
+
+
+@mutant(
+    "full recompute",
+    "gradients",
+    "layers.1.feed_forward.w2.weight",
+    at=(activation_checkpoint, "recomputed"),
+)
+def recompute_forgets_an_input(original, forward, **options):
+    """The recomputed block sees positions that start elsewhere."""
+    calls = iter(range(1 << 30))
+
+    def drifting(x, rotation, doc_ids):
+        return forward(x, rotation if next(calls) % 2 == 0 else rotation.roll(1, dims=1), doc_ids)
+
+    return original(drifting, **options)
+
+
+@mutant(
+    Row(2, {**CP2, **RING}),
+    "module output",
+    "layers.0.attention.inner",
+    at=(ring_attention, "visible_of_one"),
+    dims=("cp",),
+)
+def zig_zag_forgotten(original, rank, source, half):
+    """The ring reckons as if all that an earlier rank holds came earlier, while the pieces lie head and tail."""
+    return (slice(None), slice(None)) if source < rank else original(rank, source, half)
+
+
+@mutant(Row(2, CP2), "module output", "layers.0.attention.inner", at=(step, "shard_for_cp"))
+def positions_not_sharded(original, run, batch):
+    """Each context-parallel rank counts the positions of its tokens from 0."""
+    pieces = original(run, batch)
+    return replace(pieces, positions=batch.positions[:, : pieces.tokens.shape[1]])
+
+
+@mutant(
+    Row(2, {PP: 2, **DOCUMENTS}),
+    "module output",
+    "layers.1.attention.inner",
+    at=(llama3.Llama3, "forward"),
+)
+def documents_lost_after_the_first_stage(
+    original, part, x, *, positions, doc_ids=None, targets=None
+):
+    """Later stages are not told where documents begin, so that half of the layers attend across borders."""
+    if part.tok_embeddings is None:
+        doc_ids = torch.zeros_like(doc_ids)
+    return original(part, x, positions=positions, doc_ids=doc_ids, targets=targets)
+
+
+@mutant("dp2 tied", "gradients", "tok_embeddings.weight", at=(step, "forward_backward"))
+def tied_gradient_counted_twice(original, run, batch, n_tokens):
+    """The shared matrix is listed as embedding and as head, and each adds the whole gradient."""
+    loss = original(run, batch, n_tokens)
+    run.parameters["tok_embeddings.weight"].grad.mul_(2)
+    return loss
+
+
+@mutant("tp2", "updates", "norm.weight", at=(step, "update_weights"), dims=("tp",))
+def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm):
+    """Norm weights are copied on each tensor-parallel rank, and one rank forgets to step them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.dim() == 1]
+    before = [parameter.to_local().detach().clone() for parameter in parameters]
+    finite = original(optimizer, grad_norm, max_norm)
+    if dist.get_rank() == 1:
+        for parameter, old in zip(parameters, before, strict=True):
+            parameter.to_local().detach().copy_(old)
+    return finite
+
+
+@mutant("tp2", "module output", "output", at=(tensor_parallel.SplitHead, "compute"))
+def loss_counted_by_every_tp_rank(original, style, module, ranks, *inputs):
+    """All tensor-parallel ranks hold the same loss and it is added up over them."""
+    return original(style, module, ranks, *inputs) * ranks.n
+
+
+@mutant(
+    "tp2",
+    "module output",
+    "layers.0.attention.inner",
+    at=(llama3.F, "scaled_dot_product_attention"),
+    dims=("tp",),
+)
+def causal_mask_lost_on_one_rank(original, query, key, value, *, is_causal, enable_gqa):
+    """Let the heads of one rank see the future."""
+    return original(
+        query, key, value, is_causal=is_causal and dist.get_rank() == 0, enable_gqa=enable_gqa
+    )
+
+
+@mutant("pp2 1F1B", "module output", "layers.1.attention_norm", at=(llama3.Llama3, "forward"))
+def hidden_states_rounded_between_stages(original, part, x, **inputs):
+    """Hidden states travel in bf16 while the model computes in fp32."""
+    hidden = original(part, x, **inputs)
+    return hidden if part.output is not None else hidden.bfloat16().float()
+
+
+@mutant(
+    Row(4, {PP: 2, SCHEDULE: "DualPipeV", ZERO: 3, MODE: "none"}),
+    "gradients",
+    "layers.3.feed_forward.w2.weight",
+    at=(layout, "find_refused"),
+)
+def refused_combination_run(original, *args):
+    """A fork takes a row out of the table of refused combinations."""
+    return []
+
+
+@mutant(
+    Row(2, {TP: 2, **CHUNKS}),
+    "module output",
+    "output",
+    at=(tensor_parallel.ShardedLoss, "combine"),
+)
+def softmax_over_a_share_of_the_vocabulary(original, loss, log_total, of_target):
+    """Each tensor-parallel rank normalises over its own tokens of the vocabulary only."""
+    return log_total, original(loss, log_total, of_target)[1]
+
+
+@mutant(
+    Row(2, {TP: 2, "flavor.norm_eps": 1e-06}),
+    "module output",
+    "layers.0.attention_norm",
+    at=(F, "rms_norm"),
+)
+def norm_with_an_eps_of_its_own(original, x, shape, weight, eps):
+    """Under tensor parallelism a norm is computed without the eps of the model, by torch's own default."""
+    return original(x, shape, weight)
+
+
+@mutant(Row(1, CHUNKS), "gradients", "output.weight", at=(torch.Tensor, "addmm_"))
+def gradients_of_the_last_chunk_kept(original, total, one, other):
+    """The head's gradient is overwritten by every chunk instead of added up."""
+    return total.copy_(one @ other)
+
+
+@mutant(Row(2, CP2), "module output", "tok_embeddings", at=(step, "shard_sequence"))
+def wrong_zig_zag_pieces(original, whole, mesh):
+    """Each context-parallel rank takes one half of a sequence, while attention takes it for head and tail of a zig-
+    zag."""
+    return whole.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+
+
+@mutant(
+    "tp2",
+    "module output",
+    "layers.0.feed_forward.w1",
+    at=(parallelize, "apply_tensor_parallel"),
+    dims=("tp",),
+)
+def small_error_from_layer_0(original, part, mesh, plan):
+    """One matrix of the first layer is 0.1 % too large on one tensor-parallel rank."""
+    original(part, mesh, plan)
+    if mesh.get_local_rank() == 1:
+        part.layers["0"].feed_forward.w1.register_forward_hook(
+            lambda module, args, output: output * 1.001
+        )
+
+
+# ---------------------------------------------------------------- one collective of each mesh dim
+
+REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)  # 2.13
+
+
+@mutant("dp2", "gradients", "output.weight", at=(dist, REDUCE_SCATTER))
+def shards_not_summed(original, output, input, *args, group, **options):
+    """FSDP's reduce-scatter leaves each rank its shard of its own gradients."""
+    output.copy_(input.chunk(group.size())[group.rank()])
+
+
+@mutant(Row(2, {**CP2, **RING}), "module output", "layers.0.attention.inner")
+def keys_not_fetched():
+    """Context parallel brings a rank its own keys and values again."""
+    ops = torch.ops._c10d_functional
+    broken = SimpleNamespace(
+        all_gather_into_tensor=lambda own, n_ranks, group_name: torch.cat([own] * n_ranks),
+        all_to_all_single=lambda own, *splits_and_group: own.clone(),
+        reduce_scatter_tensor=ops.reduce_scatter_tensor,
+        wait_tensor=lambda tensor: tensor if tensor.is_leaf else ops.wait_tensor(tensor),
+    )
+    return patch.object(ring_attention, "collectives", broken)
+
+
+@mutant(
+    "pp2 1F1B",
+    "module output",
+    "layers.1.attention_norm",
+    at=(_PipelineStageBase, "get_fwd_send_ops"),
+)
+def hidden_states_not_sent(original, stage, microbatch):
+    """A pipeline stage sends zeros."""
+    ops = original(stage, microbatch)
+    for op in ops:
+        op.tensor = torch.zeros_like(op.tensor)
+    return ops

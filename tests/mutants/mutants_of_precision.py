@@ -1,0 +1,138 @@
+"""Mutants that round otherwise: bfloat16 and float8."""
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from layouts import CP, GATHER, MODE, PP, PRECOMPUTE, RING, SCHEDULE, TP, Row
+from mutant_table import mutant
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from torchtitan_lite import step
+from torchtitan_lite.parallel import float8, fsdp, parallelize, pipeline, ring_attention
+
+
+@mutant("dp2", "reduced in float32", "FSDP", at=(parallelize, "apply_fsdp"), trial="bfloat16")
+def gradients_reduced_in_bfloat16(apply, part, mesh, **options):
+    """FSDP adds the gradients of the ranks in the compute dtype."""
+    apply(part, mesh, **{**options, "reduce_dtype": torch.bfloat16})
+
+
+@mutant(
+    "one rank", "rotary angles", "layers.0", at=(fsdp, "MixedPrecisionPolicy"), trial="bfloat16"
+)
+def rotary_angles_cast_to_bfloat16(make_policy, **options):
+    """FSDP casts what enters a block, as it does by default, and cosines and sines with it."""
+    return make_policy(**{**options, "cast_forward_inputs": True})
+
+
+@mutant("dp2 accumulation 4 ZeRO-1", "gradients", "tok_embeddings.weight", trial="bfloat16")
+def microbatches_accumulated_in_bfloat16():
+    """What one rank's microbatches contribute is added in the compute dtype, and in fp32 only between ranks."""
+    return patch.object(FSDPParam, "to_accumulated_grad_if_needed", lambda parameter: None)
+
+
+ZERO_BUBBLE = {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "none"}
+
+
+@mutant(
+    Row(2, ZERO_BUBBLE),
+    "gradients",
+    "layers.1.attention_norm.weight",
+    at=(pipeline, "accumulate_weight_gradients"),
+    trial="bfloat16",
+)
+def weight_halves_added_in_bfloat16(accumulate, part):
+    """torch adds the gradients of a run of weight halves in the compute dtype."""
+
+
+@mutant(
+    Row(4, {**ZERO_BUBBLE, TP: 2}),
+    "sum of microbatches",
+    "layers.1.attention_norm.weight",
+    at=(pipeline, "accumulate_weight_gradients"),
+    trial="bfloat16",
+)
+def weight_halves_added_in_bfloat16_under_tp(accumulate, part):
+    """The same: the rounding of tp hides it from a comparison with one rank."""
+
+
+@mutant(
+    Row(2, ZERO_BUBBLE),
+    "gradients",
+    "layers.1.attention_norm.weight",
+    at=(pipeline, "accumulate_weight_gradients"),
+    trial="bfloat16",
+)
+def a_run_of_weight_halves_replaces_the_sum(accumulate, part):
+    """A sum that FSDP already has is overwritten."""
+    for parameter in fsdp.list_fsdp_parameters(part):
+        parameter.to_accumulated_grad_if_needed()
+
+
+@mutant(
+    Row(4, {CP: 4, **RING}),
+    "module output",
+    "layers.0.attention.inner",
+    at=(ring_attention, "merge_into"),
+)
+def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
+    """Around the ring the attention to each rank's keys is added to what there is, which is kept in bf16."""
+    merge(out, lse, new_out, new_lse)
+    out.copy_(out.bfloat16())
+
+
+# ---------------------------------------------------------------- float8
+
+AllGatherHook = float8.Float8AllGatherHook
+
+
+@mutant(
+    Row(4, {TP: 2, **GATHER}),
+    "loss",
+    "sum_losses",
+    at=(AllGatherHook, "post_all_gather"),
+    trial="float8",
+)
+def scale_set_beside_the_weight(post_all_gather, weight, gathered, told, dtype, *, out=None):
+    """Under TP the gathered weight is a DTensor, and the new scale is set on it instead of inside."""
+    if out is None:
+        return post_all_gather(weight, gathered, told, dtype)
+    (out.scale,) = told
+
+
+@mutant(Row(2, GATHER), "loss", "sum_losses", trial="float8")
+def ranks_round_with_scales_of_their_own():
+    """The largest weight is looked for among a rank's own rows."""
+    alone = SimpleNamespace(all_reduce=lambda *args, **options: None, ReduceOp=dist.ReduceOp)
+    return patch.object(float8, "dist", alone)
+
+
+@mutant(
+    Row(2, PRECOMPUTE),
+    "scales",
+    "precompute_scales",
+    trial="float8",
+    at=(step, "precompute_scales"),
+)
+def scales_of_the_first_step_kept(precompute, weights, mesh):
+    """Scales are computed once, after the first step."""
+    if any(weight.scale is None for weight in weights):
+        precompute(weights, mesh)
+
+
+@mutant(Row(2, PRECOMPUTE), "scales", "precompute_scales", trial="float8")
+def scales_of_the_step_before():
+    """Scales are computed before the optimizer step."""
+    original = step.sum_losses
+
+    def compute_too_early(run, local_loss):
+        float8.precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)
+        return original(run, local_loss)
+
+    patches = ExitStack()
+    patches.enter_context(patch.object(step, "precompute_scales", lambda *args: None))
+    patches.enter_context(patch.object(step, "sum_losses", compute_too_early))
+    return patches

@@ -1,0 +1,148 @@
+"""Mutants that are wrong only beyond a depth, a length, a size, a count."""
+
+from dataclasses import replace
+
+import torch
+from layouts import CHUNK, CP, DOCUMENTS, EP, MOE, RING, SHARD, Row
+from mutant_table import mutant
+
+from torchtitan_lite import build, step
+from torchtitan_lite.components import optim
+from torchtitan_lite.config.model_rows import RopeScaling
+from torchtitan_lite.model import head, moe
+from torchtitan_lite.models.llama3 import modules as llama3
+from torchtitan_lite.parallel import context_parallel, initial_weights, ring_attention
+
+LONG = {"training.seq_len": 2048}
+
+
+@mutant(
+    Row(4, {CP: 4, **RING, SHARD: 1}),
+    "module output",
+    "layers.0.attention.inner",
+    at=(ring_attention, "visible_of_one"),
+    dims=("cp",),
+)
+def ring_right_for_two_ranks_only(original, rank, source, half):
+    """Each rank takes what comes after the first round for keys of a later rank."""
+    return original(rank, source if abs(rank - source) == 1 else rank + 1, half)
+
+
+@mutant(
+    "pp2 1F1B", "module output", "layers.6.attention_norm", at=(build, "apply_stage"), trial="deep"
+)
+def layers_in_the_order_of_text(original, model, fqns):
+    """A stage sorts its layers by name."""
+    part = original(model, fqns)
+    part.layers = torch.nn.ModuleDict(dict(sorted(part.layers.items())))
+    return part
+
+
+@mutant(
+    "dp2",
+    "initial weights",
+    "layers.10.attention.wq.weight",
+    at=(initial_weights, "seed_of"),
+    trial="deep",
+)
+def layer_numbers_of_one_digit(original, seed, fqn):
+    """The seed of a layer's weights is made of the first digit of its number, so that layers 10 to 19 are born as
+    copies of layer 1."""
+    prefix, _, rest = fqn.partition("layers.")
+    number, dot, name = rest.partition(".")
+    return original(seed, f"{prefix}layers.{number[0]}{dot}{name}" if rest else fqn)
+
+
+@mutant("one rank", "gradient norm", "all gradients", at=(optim, "sum_squares"), trial="deep")
+def norm_of_the_first_hundred_tensors(original, tensors):
+    """The norm is taken of a list that was cut for a kernel with a limit."""
+    return original(tensors[:100])
+
+
+@mutant("tp2", "updates", "output.weight", at=(optim.torch, "_foreach_div_"), trial="deep")
+def first_forty_tensors_clipped(original, tensors, scale):
+    """Gradients are scaled in one call that takes so many tensors at most."""
+    return original(tensors[:40], scale)
+
+
+@mutant(
+    Row(2, {CP: 2, **LONG}),
+    "module output",
+    "layers.0.attention.inner",
+    at=(step, "shard_for_cp"),
+    trial="deep",
+)
+def positions_of_cp_pieces_rounded(original, run, batch):
+    """Positions go through bf16 on their way to a context-parallel rank."""
+    pieces = original(run, batch)
+    return replace(pieces, positions=pieces.positions.bfloat16().long())
+
+
+@mutant(
+    Row(2, {CP: 2, "training.seq_len": 65_536}),
+    "module output",
+    "layers.0.attention.inner",
+    at=(step, "shard_for_cp"),
+    trial="deep",
+)
+def positions_wrap_at_32768(original, run, batch):
+    """Positions are kept in 15 bits on their way to a context-parallel rank."""
+    pieces = original(run, batch)
+    return replace(pieces, positions=pieces.positions % 32_768)
+
+
+@mutant(
+    Row(1, {"flavor.rope_scaling": RopeScaling(factor=8.0), **LONG}),
+    "module output",
+    "layers.0.attention.inner",
+    at=(llama3, "rotary_angles"),
+    trial="deep",
+)
+def positions_end_at_original_length(original, positions, shape):
+    """A table of rotary angles has original_length rows, and what lies behind takes the last one."""
+    return original(positions.clamp(max=8191), shape)
+
+
+@mutant(
+    Row(2, {CP: 2, **DOCUMENTS, **LONG}),
+    "module output",
+    "layers.0.attention.inner",
+    at=(context_parallel, "attend_within_documents"),
+    dims=("cp",),
+    trial="deep",
+)
+def documents_numbered_in_a_byte(original, query, key, value, doc_ids, **places):
+    """Document numbers are kept in eight bits to save memory, so that document 256 sees document 0."""
+    return original(query, key, value, doc_ids % 256, **places)
+
+
+@mutant(
+    Row(1, {**LONG, CHUNK: 512}),
+    "module output",
+    "output",
+    at=(head.ChunkedLoss, "differentiate"),
+    trial="deep",
+)
+def loss_of_the_first_eight_chunks(original, loss, logits, targets, *, with_gradient):
+    """Chunks of the loss are counted in three bits."""
+    loss.n_seen = getattr(loss, "n_seen", 0) + 1
+    result, gradient = original(loss, logits, targets, with_gradient=with_gradient)
+    return (result, gradient) if loss.n_seen <= 8 else (result * 0, gradient * 0)
+
+
+@mutant("pp2 1F1B", "loss", "sum_losses", trial="deep", at=(step, "run_schedule"))
+def losses_of_ten_microbatches_added(original, *args):
+    """The buffer for the losses of microbatches has ten places."""
+    return original(*args)[:10]
+
+
+@mutant(
+    Row(2, {**MOE, EP: 2, "flavor.n_experts": 24}),
+    "module output",
+    "layers.0.feed_forward",
+    trial="deep",
+    at=(moe.Router, "choose"),
+)
+def expert_twenty_takes_the_first_ones_tokens(original, router, scores):
+    """Numbers of experts are kept in four bits: expert 16 is expert 0."""
+    return original(router, scores) % 16

@@ -1,0 +1,154 @@
+"""Mutants that are wrong only in a run of train.py: data, schedule, log, save and resume."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from layouts import ADAMW, FAST, Row
+from mutant_table import mutant, put_in_place
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchtitan_lite import preflight, run_log
+from torchtitan_lite.checkpoint import load as loading
+from torchtitan_lite.checkpoint import save as saving
+from torchtitan_lite.checkpoint.save import name_weights
+from torchtitan_lite.data import dataset
+from torchtitan_lite.tools.verify.rank import local
+
+in_first_start = partial(mutant, name="first start", trial="train.py")
+in_resumed_start = partial(mutant, name="resumed start", trial="train.py")
+
+
+@in_first_start("dp2 x tp2", kind="loss", at=(dataset, "rows_of_rank"))
+def tp_peers_read_other_rows(original, data_rank, dp, n_rows):
+    """Rows are dealt out by the number of the rank, as if tp did not exist."""
+    return original(dist.get_rank() % dp, dp, n_rows)
+
+
+@in_first_start("dp2", kind="loss", at=(dataset, "SampleStream"))
+def every_rank_shuffles_with_a_seed_of_its_own(original, *args, seed, **options):
+    """Rows of one step come from two orders."""
+    return original(*args, seed=seed + dist.get_rank(), **options)
+
+
+@in_resumed_start("dp2", kind="loss", at=(dataset.RunData, "batches"))
+def data_begins_anew_after_a_resume(original, data, steps):
+    """A resumed run reads the first batches again."""
+    return original(data, range(len(steps)))
+
+
+@in_resumed_start("pp2 1F1B", kind="loss", at=(loading, "set_step"))
+def only_rank_0_resumes_its_schedule(original, lr_scheduler, step):
+    """Other ranks begin their warm-up again; the logged rate is right."""
+    if dist.get_rank() == 0:
+        original(lr_scheduler, step)
+
+
+@in_first_start("one rank", kind="lr", at=(preflight, "resolve_config"))
+def schedule_as_long_as_this_start(original, config, layout, device_type):
+    """lr_scheduler.total_steps gives way to training.steps."""
+    config = original(config, layout, device_type)
+    section = replace(config.lr_scheduler, total_steps=config.training.steps, warmup_steps=0)
+    return replace(config, lr_scheduler=section)
+
+
+@in_resumed_start(Row(2, ADAMW), kind="loss")
+def moments_forgotten_by_a_resume():
+    """Weights alone are loaded; AdamW begins with moments of zero."""
+    return put_in_place(
+        lambda original, parameters, optimizer: name_weights(parameters), loading, "name_tensors"
+    )
+
+
+@in_resumed_start("tp2", kind="loss", at=(saving, "name_tensors"))
+def checkpoints_rounded_to_bfloat16(original, parameters, optimizer):
+    """Weights are saved in half of the space."""
+    return {
+        name: tensor.bfloat16().float() for name, tensor in original(parameters, optimizer).items()
+    }
+
+
+@mutant(
+    Row(2, ADAMW),
+    "saved tensor",
+    "optimizer.layers.1.feed_forward.w2.weight.exp_avg_sq",
+    trial="train.py",
+    at=(loading, "load_checkpoint"),
+)
+def second_moments_rounded_by_a_resume(original, path, tensors, **options):
+    """Second moments pass through bf16 on their way from a checkpoint. No loss shows it."""
+    manifest = original(path, tensors, **options)
+    for name, tensor in tensors.items():
+        if name.endswith("exp_avg_sq"):
+            local(tensor).copy_(local(tensor).bfloat16())
+    return manifest
+
+
+@in_resumed_start(
+    Row(2, {**ADAMW, "optimizer.moments_dtype": "bfloat16"}),
+    kind="loss",
+    at=(loading, "load_checkpoint"),
+)
+def moments_in_bfloat16_not_restored(original, path, tensors, **options):
+    """Moments kept in bf16 are left at zero by a resume; others would be restored."""
+    manifest = original(path, tensors, **options)
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.bfloat16 and "exp_avg" in name:
+            local(tensor).zero_()
+    return manifest
+
+
+@in_resumed_start("dp2", kind="lr", at=(loading, "set_step"))
+def schedule_shifted_by_a_resume(original, lr_scheduler, step):
+    """The first step after a resume uses the rate of the step that was saved."""
+    original(lr_scheduler, step - 1)
+
+
+@mutant(
+    FAST["experts, dp2, ep2"],
+    "saved tensor",
+    "model.layers.0.feed_forward.experts.w3",
+    trial="train.py",
+)
+@contextmanager
+def experts_saved_in_another_order():
+    """Experts are written in turns, one from each ep rank, and read so: right as long as ep stays."""
+    name_tensors, load_newest = saving.name_tensors, loading.load_newest
+
+    def save_in_turns(parameters, optimizer):
+        in_turns = partial(reorder, unflatten=lambda full, ep: full.unflatten(0, (ep, -1)))
+        return {
+            name: in_turns(tensor) for name, tensor in name_tensors(parameters, optimizer).items()
+        }
+
+    def load_in_turns(found, tensors, **options):
+        saved = load_newest(found, tensors, **options)
+        for tensor in tensors.values():
+            back = reorder(tensor, unflatten=lambda full, ep: full.unflatten(0, (-1, ep)))
+            local(tensor).copy_(local(back))
+        return saved
+
+    with (
+        patch.object(saving, "name_tensors", save_in_turns),
+        patch.object(loading, "load_newest", load_in_turns),
+    ):
+        yield
+
+
+def reorder(tensor: torch.Tensor, unflatten: Callable) -> torch.Tensor:
+    if not isinstance(tensor, DTensor) or tensor.dim() != 3:
+        return tensor
+    mesh = tensor.device_mesh
+    ep = mesh["ep"].size() if "ep" in mesh.mesh_dim_names else 1
+    mixed = unflatten(tensor.full_tensor(), ep).transpose(0, 1).flatten(0, 1).contiguous()
+    return distribute_tensor(mixed, mesh, tensor.placements, src_data_rank=None)
+
+
+@in_first_start("dp2", kind="loss", at=(run_log.RunLog, "write_step"))
+def loss_of_rank_0_logged(original, log, step, result):
+    """The logged loss is the share of rank 0."""
+    original(log, step, replace(result, loss=result.local_loss))

@@ -1,0 +1,120 @@
+"""Mutants of what follows the gradients: clipping, optimizer, learning rate, steps that are not finite."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from layouts import ADAMW, PP, TP, Row
+from mutant_table import mutant
+
+from torchtitan_lite import build, step
+from torchtitan_lite.checkpoint.load import set_step
+from torchtitan_lite.components import optim
+from torchtitan_lite.components.adamw_bfloat16 import local_tensor as local
+
+# Warm-up, peak and decay all differ, and the decay ends above zero.
+RATES = {
+    "lr_scheduler.warmup_steps": 3,
+    "lr_scheduler.decay_ratio": 0.5,
+    "lr_scheduler.min_lr_factor": 0.1,
+    "lr_scheduler.total_steps": 30,
+}
+ADAMW_WITH_RATES = {**ADAMW, **RATES}
+MOMENTS_IN_BFLOAT16 = {**ADAMW_WITH_RATES, "optimizer.moments_dtype": "bfloat16"}
+SHARDED, TENSOR, STAGES = (
+    Row(2, {**degrees, **ADAMW_WITH_RATES}) for degrees in ({}, {TP: 2}, {PP: 2})
+)
+
+
+@mutant("tp2", "updates", "output.weight", at=(step, "update_weights"))
+def small_gradients_are_scaled_up(update_weights, optimizer, grad_norm, max_norm):
+    """Gradients below the threshold are brought up to it, because nothing keeps the factor at most 1."""
+    if grad_norm < max_norm:
+        for group in optimizer.param_groups:
+            torch._foreach_mul_(
+                [local(p.grad) for p in group["params"]], max_norm / (grad_norm + 1e-6)
+            )
+    return update_weights(optimizer, grad_norm, max_norm)
+
+
+@mutant("dp2", "updates", "output.weight", at=(step, "update_weights"), dims=("dp_shard",))
+def one_rank_clips_only_very_large_gradients(update_weights, optimizer, grad_norm, max_norm):
+    """One rank clips only where the norm is far above the threshold."""
+    if grad_norm < 2.5 * max_norm and dist.get_rank() == 0:
+        max_norm = 2.5 * max_norm
+    return update_weights(optimizer, grad_norm, max_norm)
+
+
+@mutant(
+    SHARDED,
+    "state",
+    "output.weight (exp_avg_sq)",
+    at=(build, "build_optimizer"),
+    dims=("dp_shard",),
+)
+def another_beta_on_one_rank(build, section, *args):
+    """One host reads an older config."""
+    return build(replace(section, beta2=0.9975) if dist.get_rank() == 1 else section, *args)
+
+
+@mutant(
+    Row(2, {PP: 2, **RATES}),
+    "schedule",
+    "lr_scheduler",
+    at=(build, "build_lr_scheduler"),
+    dims=("pp",),
+)
+def schedule_stepped_on_the_first_stage_only(build, section, optimizer):
+    """Later stages stay at the learning rate of the first step."""
+    scheduler = build(section, optimizer)
+    if dist.get_rank() == 1:
+        scheduler.step = lambda: None
+    return scheduler
+
+
+@mutant(Row(2, {PP: 2}), "finite flag", "train_step", at=(step, "update_weights"), dims=("pp",))
+def each_stage_judges_for_itself_what_is_finite(update_weights, optimizer, grad_norm, max_norm):
+    """A stage whose own gradients are finite steps, while the one that met a NaN does not."""
+    gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"]]
+    is_finite = all(gradient.isfinite().all() for gradient in gradients)
+    return update_weights(
+        optimizer, grad_norm.nan_to_num(1.0, 1.0) if is_finite else grad_norm, max_norm
+    )
+
+
+@mutant(SHARDED, "finite flag", "train_step", at=(step, "update_weights"))
+def infinity_counts_as_finite(update_weights, optimizer, grad_norm, max_norm):
+    """Only NaN is looked for."""
+    return update_weights(optimizer, torch.where(grad_norm.isinf(), 1.0, grad_norm), max_norm)
+
+
+@mutant(SHARDED, "state", "output.weight (exp_avg)", at=(step, "update_weights"))
+def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm):
+    """The flag of a gradient that is not finite is added up instead of set, so that no later step moves a
+    weight."""
+    optimizer.seen = getattr(optimizer, "seen", 0.0) + 0 * grad_norm  # NaN from then on
+    update_weights(optimizer, grad_norm + optimizer.seen, max_norm)
+    return grad_norm.isfinite()
+
+
+@mutant(Row(2, RATES), "schedule", "lr_scheduler", at=(step, "train_step"))
+def schedule_waits_for_a_finite_gradient(train_step, run, batch):
+    """A step that changes no weight does not count for the schedule either."""
+    result = train_step(run, batch)
+    if not result.finite:
+        set_step(run.lr_scheduler, run.lr_scheduler.last_epoch - 1)
+    return result
+
+
+@mutant(Row(2, MOMENTS_IN_BFLOAT16), "state", "output.weight (exp_avg)", at=(torch.Tensor, "copy_"))
+def moments_cut_instead_of_rounded(copy, target, source, *args, **options):
+    """The lower half of the bits of each moment is dropped, so that it moves toward zero."""
+    if target.dtype == torch.bfloat16 and source.dtype == torch.float32:
+        source = (source.contiguous().view(torch.int32) & -65536).view(torch.float32)
+    return copy(target, source, *args, **options)
+
+
+@mutant(SHARDED, "learning rate", "lr_scheduler", at=(optim, "learning_rate_factor"))
+def decay_ends_one_step_early(original, section, at):
+    """The last step has the rate that the step after it would have."""
+    return original(section, section.total_steps if at == section.total_steps - 1 else at)

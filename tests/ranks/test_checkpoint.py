@@ -1,0 +1,253 @@
+"""Checkpoints: the same state on every layout, resumed runs equal to unbroken ones, and which steps are kept."""
+
+import json
+import os
+import subprocess
+import threading
+
+import compare
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import (
+    FINGERPRINT,
+    assemble,
+    list_differing,
+    load_and_train,
+    make_saver,
+    merge_states,
+    train,
+    train_and_save,
+    whole_state,
+)
+from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from torchtitan_lite.checkpoint.manifest import find_steps
+from torchtitan_lite.checkpoint.save import name_tensors, name_weights
+from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.tools.verify.ranks import RankFailure
+
+ADAMW = {
+    "optimizer.name": "AdamW",
+    "optimizer.lr": 0.01,
+    "optimizer.weight_decay": 0.1,
+    "lr_scheduler.warmup_steps": 4,
+    "lr_scheduler.total_steps": 10,
+    MODE: "none",  # what is computed again, is not saved
+}
+TIED = {"flavor.tie_embeddings": True}
+IN_3D = (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B", **ADAMW})
+KEEP_ALL = Checkpoint(enable=True, keep_latest_k=0)
+
+OPENED_ON = {
+    "one rank": (1, ADAMW),
+    "dp4": (4, ADAMW),
+    "tp4": (4, {TP: 4, **ADAMW}),
+    "pp4": (4, {PP: 4, **ADAMW}),
+    "dp2 x tp2": (4, {TP: 2, **ADAMW}),
+    "hsdp2x2": (4, {REPLICATE: 2, **ADAMW}),
+    "pp2, one stage a rank": (2, {PP: 2, **ADAMW}),
+    "cp2": (2, {CP: 2, **ADAMW}),
+    "dp2, ZeRO 1": (2, {ZERO: 1, **ADAMW}),
+}
+FAST = ["dp4", "pp4"]
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """A checkpoint of step 2 of a 3-D run, and what that run did afterwards."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    world_size, overrides = IN_3D
+    results = pool.run(train_and_save, world_size, overrides, str(folder), 2, KEEP_ALL)
+    states, losses, last_states = zip(*results, strict=True)
+    return folder, merge_states(states), losses[0], merge_states(last_states)
+
+
+def open_on(
+    pool, world_size: int, overrides: dict, folder, step: int = 2, section=KEEP_ALL, **more
+):
+    """The whole state after loading, the losses of three more steps, the last state, the step."""
+    results = pool.run(load_and_train, world_size, overrides, str(folder), step, section, **more)
+    states, losses, last_states, steps = zip(*results, strict=True)
+    return merge_states(states), losses[0], merge_states(last_states), steps[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OPENED_ON],
+)
+def test_a_checkpoint_of_3d_opens_on_another_layout_and_comes_back_with_every_element_equal(
+    pool, saved, tmp_path, name
+):
+    folder, state, losses, _ = saved
+    opened_state, opened_losses, *_ = open_on(
+        pool, *OPENED_ON[name], folder, saved_again=str(tmp_path)
+    )
+    assert (
+        len(state) == 4 * 39 and list_differing(opened_state, state) == []
+    )  # weight, step and two moments each
+    assert list_differing(assemble(tmp_path / "step-2"), state) == []
+    assert opened_losses == pytest.approx(losses, rel=1e-4)
+
+
+def test_tied_embeddings_are_one_tensor_on_every_layout(pool, tmp_path):
+    results = pool.run(train_and_save, 2, {**TIED, **ADAMW}, str(tmp_path), 2, KEEP_ALL)
+    opened, losses, *_ = open_on(pool, 2, {TP: 2, **TIED, **ADAMW}, tmp_path)
+    assert "model.output.weight" not in opened and list_differing(opened, results[0][0]) == []
+    assert losses == pytest.approx(results[0][1], rel=1e-4)
+
+
+def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(pool, saved):
+    folder, _, losses, last_state = saved
+    _, resumed_losses, resumed, _ = open_on(pool, *IN_3D, folder)
+    assert resumed_losses == losses
+    assert list_differing(resumed, last_state) == []
+
+
+def test_files_are_safetensors_that_torch_opens_and_sha256sum_checks_and_others_may_read(saved):
+    folder, state, *_ = saved
+    checkpoint = folder / "step-2"
+    subprocess.run(["sha256sum", "--check", "--strict", "checksums"], cwd=checkpoint, check=True)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert manifest["step"] == 2 and manifest["fingerprint"] == FINGERPRINT
+    read = {name: torch.full_like(tensor, float("nan")) for name, tensor in state.items()}
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    dcp.load(
+        read,
+        storage_reader=HuggingFaceStorageReader(str(checkpoint)),
+        planner=planner,
+        no_dist=True,
+    )
+    assert list_differing(read, state) == []
+    n_bytes = sum(tensor.nbytes for tensor in state.values())  # each element is written once
+    assert (
+        n_bytes
+        < sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+        < n_bytes + 8 * 40_000
+    )
+    os.umask(umask := os.umask(0))
+    assert {path.stat().st_mode & 0o777 for path in checkpoint.iterdir()} == {0o666 & ~umask}
+
+
+def save_small(rank: int, world_size: int, folder: str, n_steps: int, section: Checkpoint) -> None:
+    """Worker: saves one number at each of these steps."""
+    with make_saver(folder, section) as saver:
+        for step in range(1, n_steps + 1):
+            saver.save(step, {"model.a": torch.ones(2)})
+
+
+def test_only_the_newest_checkpoints_are_kept_and_those_of_every_mth_step(pool, tmp_path):
+    section = Checkpoint(enable=True, keep_latest_k=2, keep_every_m=3)
+    pool.run(save_small, 1, str(tmp_path), 7, section)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-6", "step-7"]
+
+
+def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(pool, tmp_path):
+    others = {"step-8.damaged", "step-09", "step-x"}
+    for name in ("step-1.tmp", "step-7.tmp", *others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    assert find_steps(tmp_path) == []
+    (tmp_path / "step-2").mkdir()  # not a checkpoint, and not overwritten
+    with pytest.raises(RankFailure, match="step-2 already exists"):
+        pool.run(save_small, 1, str(tmp_path), 2, KEEP_ALL)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "step-2", *others}
+    assert list((tmp_path / "step-2").iterdir()) == [] and find_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "more", "message"),
+    [
+        (
+            {"model.n_layers": 5},
+            {},
+            "a different model: it has no model.layers.4.attention_norm.weight",
+        ),
+        (
+            {"model.ffn_dim": 128},
+            {},
+            r"w1.weight has shape \[96, 64\] there, but \[128, 64\] in this run",
+        ),
+        ({}, {"step": 5}, "step-5 is not a checkpoint"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_what_differs(
+    pool, saved, overrides, more, message
+):
+    with pytest.raises(RankFailure, match=message):
+        open_on(pool, 1, {**ADAMW, **overrides}, saved[0], **more)
+
+
+def test_moments_begin_anew_where_the_optimizer_is_excluded(pool, saved):
+    folder, state, *_ = saved
+    section = Checkpoint(enable=True, exclude_from_loading=["optimizer"])
+    opened, *_ = open_on(pool, 1, ADAMW, folder, section=section)
+    assert opened.keys() == {
+        name for name in state if name.startswith("model.")
+    }  # none until the first step
+    assert list_differing(opened, {name: state[name] for name in opened}) == []
+
+
+# ---------------------------------------------------------------- asynchronous
+
+
+def save_beside(rank: int, world_size: int, folder: str, mode: str, n_saves: int) -> list[dict]:
+    """Worker: saves after every step, then weights in bfloat16. The whole states at those steps."""
+    run = compare.build_table_run(world_size, ADAMW)
+    states = []
+    with make_saver(
+        folder, Checkpoint(enable=True, async_mode=mode, keep_latest_k=0), run.optimizer
+    ) as saver:
+        for step in range(n_saves):
+            train(run, range(step, step + 1))
+            states.append(whole_state(run))
+            saver.save(step + 1, name_tensors(run.parameters, run.optimizer))
+        saver.save(
+            n_saves + 1,
+            {name: weight.bfloat16() for name, weight in name_weights(run.parameters).items()},
+        )
+    return states
+
+
+@pytest.mark.parametrize(
+    "mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)]
+)
+def test_an_asynchronous_save_holds_the_step_it_was_asked_for(pool, tmp_path, mode):
+    states = pool.run(save_beside, 2, str(tmp_path), mode, 3)[0]
+    rounded = {
+        name: weight.bfloat16().float()
+        for name, weight in states[-1].items()
+        if name.startswith("model.")
+    }
+    for step, state in enumerate([*states, rounded], 1):
+        assert list_differing(assemble(tmp_path / f"step-{step}"), state) == []
+
+
+def delay_the_copy(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    """Worker: the copy is made when the next step is about to change the weights, or after it if nobody waits."""
+    run = compare.build_table_run(world_size, ADAMW)
+    train(run, range(1))
+    state = whole_state(run)
+    begun, changed = threading.Event(), threading.Event()
+    run.optimizer.register_step_pre_hook(lambda *_: begun.set())
+    run.optimizer.register_step_post_hook(lambda *_: changed.set())
+    with make_saver(folder, Checkpoint(enable=True, async_mode="async"), run.optimizer) as saver:
+        copy = saver.stager._stage  # on CUDA it is copied beside the step, as here by a thread
+
+        def copy_late(tensors: dict) -> dict:
+            begun.wait()
+            changed.wait(timeout=0.5)
+            return copy(tensors)
+
+        saver.stager = DefaultStager(StagingOptions(False, False, True, False))
+        saver.stager._stage = copy_late
+        saver.save(1, name_tensors(run.parameters, run.optimizer))
+        train(run, range(1, 2))
+    return state
+
+
+def test_no_weight_changes_before_it_is_copied(pool, tmp_path):
+    state, _ = pool.run(delay_the_copy, 2, str(tmp_path))
+    assert list_differing(assemble(tmp_path / "step-1"), state) == []

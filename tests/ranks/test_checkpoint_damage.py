@@ -1,0 +1,247 @@
+"""Damaged checkpoints: each is refused by the name of the damaged file, and a run resumes from an older one."""
+
+import hashlib
+import os
+import pickle
+import random
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import FINGERPRINT, flip_bit, make_saver, read_tensors, write_tensors
+
+from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint import load as loading
+from torchtitan_lite.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from torchtitan_lite.checkpoint.save import describe_run
+from torchtitan_lite.config.machine import Machine
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.preflight import preflight
+
+MANIFEST, FIRST, SECOND = FILES = [
+    "manifest.json",
+    "rank-00000.safetensors",
+    "rank-00001.safetensors",
+]
+
+
+def make_tensors(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tensors = {f"model.{name}.weight": torch.randn(64, 48, generator=generator) for name in "abcd"}
+    scalar = {"optimizer.a.weight.step": torch.tensor(2.0)}
+    return tensors | scalar | {"model.e.weight": torch.randn(7, generator=generator)}
+
+
+def save_steps(rank: int, world_size: int, folder: str, steps: list[int]) -> None:
+    """Worker: every rank has all tensors, and each writes some of them."""
+    with make_saver(folder, Checkpoint(enable=True)) as saver:
+        for step in steps:
+            saver.save(step, make_tensors(step))
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    pool.run(save_steps, 2, str(folder), [4, 8])
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path) -> Path:
+    """Two checkpoints to damage."""
+    return shutil.copytree(saved, tmp_path / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def load(path: Path, group) -> dict[str, torch.Tensor]:
+    """Load a checkpoint as a run does."""
+    tensors = {name: torch.full_like(tensor, -1.0) for name, tensor in make_tensors(0).items()}
+    loading.load_checkpoint(path, tensors, verify=True, group=group)
+    return tensors
+
+
+def assert_damaged(path: Path, group, *named: str) -> None:
+    for read in (lambda: read_tensors(path), lambda: load(path, group)):
+        with pytest.raises(DamagedCheckpoint) as refused:
+            read()
+        assert any(name in str(refused.value) for name in named), refused.value
+
+
+def test_flipped_bits_are_refused_and_the_file_is_named(folder, group):
+    checkpoint, draw = folder / "step-8", random.Random(0)
+    for number in range(12):
+        path = checkpoint / FILES[number % 3]
+        place, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
+        flip_bit(path, place, bit)
+        assert_damaged(checkpoint, group, str(path))
+        flip_bit(path, place, bit)
+    for tensors in (read_tensors(checkpoint), load(checkpoint, group)):
+        assert all(torch.equal(tensor, make_tensors(8)[name]) for name, tensor in tensors.items())
+
+
+def zero_page(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[8192:12288] = bytes(4096)
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "cut manifest": (MANIFEST, lambda path: os.truncate(path, path.stat().st_size - 1)),
+    "cut file": (SECOND, lambda path: os.truncate(path, path.stat().st_size - 1)),
+    "lost page": (FIRST, zero_page),
+    "file of another step": (
+        SECOND,
+        lambda path: shutil.copy(path.parent.with_name("step-4") / path.name, path),
+    ),
+    "lost file": (SECOND, Path.unlink),
+    "pickle": (FIRST, lambda path: path.write_bytes(pickle.dumps([1]))),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_is_refused_by_its_name(folder, group, name):
+    file, damage = DAMAGE[name]
+    damage(folder / "step-8" / file)
+    assert_damaged(folder / "step-8", group, str(folder / "step-8" / file))
+
+
+def fall_back(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, torch.Tensor]]:
+    """Worker: return the step that was loaded, and its tensors."""
+    tensors, group = make_tensors(0), dist.group.WORLD
+    found = [loading.Saved(step, Path(folder, f"step-{step}"), group) for step in (4, 8)]
+    return loading.load_newest(found, tensors, verify=True, group=group).step, tensors
+
+
+def test_all_ranks_load_the_newest_undamaged_checkpoint(pool, folder, group, caplog):
+    flip_bit(folder / "step-8" / SECOND)
+    for step, tensors in [*pool.run(fall_back, 3, str(folder)), fall_back(0, 1, str(folder))]:
+        assert step == 4 and all(
+            torch.equal(tensors[name], tensor) for name, tensor in make_tensors(4).items()
+        )
+    assert "DAMAGED CHECKPOINT" in caplog.text and str(folder / "step-8" / SECOND) in caplog.text
+    assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-8"]
+
+
+def test_a_damaged_checkpoint_is_renamed_and_never_replaced(folder):
+    for earlier in ("step-8.damaged", "step-8.damaged-2"):
+        (folder / earlier).mkdir()
+    folders.quarantine([folder / "step-8"])
+    assert {path.name for path in (folder / "step-8.damaged-3").iterdir()} == {*FILES, "checksums"}
+
+
+LAPTOP = Machine("cpu", 1, 2**34, "a laptop")
+
+
+@pytest.fixture
+def run_folder(tmp_path) -> Path:
+    """The dump folder of a run that has saved steps 4 and 8."""
+    prepared = preflight(["--config=debug"], machine=LAPTOP)
+    fingerprint = {
+        "shape": asdict(prepared.model_args),
+        "tokenizer": prepared.tokenizer.fingerprint,
+    }
+    run = describe_run(prepared.config, {}, {})
+    for step in (4, 8):
+        path = tmp_path / "checkpoint" / f"step-{step}"
+        write_tensors(path, make_tensors(step), step=step, fingerprint=fingerprint, run=run)
+    return tmp_path
+
+
+def resume_at(folder: Path, step: int, *more: str, restarted: bool = False) -> int:
+    """Return the step that a run would resume from."""
+    named = [
+        "--config=debug",
+        f"--job.dump_folder={folder}",
+        f"--checkpoint.load_step={step}",
+        *more,
+    ]
+    return preflight(named, machine=LAPTOP, restarted=restarted).resumed_step
+
+
+def test_a_named_step_is_checked_before_torch_starts(run_folder):
+    assert resume_at(run_folder, 8) == 8 and resume_at(run_folder, 4, "--checkpoint.load_only") == 4
+    # A job that torchrun restarts continues from its own newest checkpoint, wherever it began.
+    assert resume_at(run_folder, 4, restarted=True) == 8
+    assert resume_at(run_folder, -1, "--job.overwrite", restarted=True) == 8
+    assert resume_at(run_folder, -1, "--job.overwrite") == 0
+    for step, named, *more in (
+        (6, "steps [4, 8]"),
+        (4, "Use [8]"),  # the run would meet step 8 again
+        (8, "starts from the beginning", "--job.overwrite"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            resume_at(run_folder, step, *more)
+        (problem,) = refused.value.problems
+        assert problem.key == "checkpoint.load_step" and named in str(problem)
+
+
+def change_format(path: Path) -> None:
+    """Write a manifest as another version would, with a hash that matches."""
+    written = path.read_text()
+    changed = written.replace('"format": 3', '"format": 2')
+    assert changed != written
+    path.write_text(changed)
+    old, new = (hashlib.sha256(text.encode()).hexdigest() for text in (written, changed))
+    checksums = path.with_name("checksums")
+    checksums.write_text(checksums.read_text().replace(old, new))
+
+
+def replace_by_folder(path: Path) -> None:
+    """Let every read fail, also for root."""
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "resumed"),
+    [
+        (flip_bit, "manifest.json has changed since it was written", 4),
+        (lambda path: path.with_name("checksums").unlink(), "checksums is missing", 4),
+        (change_format, "has format 2, but this version reads format 3", None),
+        (replace_by_folder, "cannot be read: [Errno 21] Is a directory", None),
+    ],
+    ids=["flipped", "lost", "format", "unreadable"],
+)
+def test_the_reason_reaches_the_user_who_is_never_told_to_delete(
+    run_folder, change, reason, resumed
+):
+    change(run_folder / "checkpoint" / "step-8" / "manifest.json")
+    if resumed:
+        assert resume_at(run_folder, -1) == resumed
+        flip_bit(run_folder / "checkpoint" / "step-4" / "manifest.json")
+    for step in (-1, 8):
+        with pytest.raises(ConfigError) as refused:
+            resume_at(run_folder, step)
+        (problem,) = refused.value.problems
+        assert str(run_folder / "checkpoint" / "step-8") in problem.why and reason in problem.why
+        assert not any(word in str(problem) for word in ("elete", "overwrite", "damaged"))
+
+
+def test_a_checkpoint_keeps_any_dtype_and_shape(tmp_path):
+    tensors = {
+        "model.bf16": torch.randn(5, 3).bfloat16(),
+        "model.transposed": torch.randn(300, 40).T,
+        "model.scalar": torch.tensor(3),
+        "model.none": torch.empty(0, 4),
+        "model.flags": torch.tensor([True, False]),
+    }
+    folder = write_tensors(tmp_path / "step-1", tensors, step=1, fingerprint=FINGERPRINT)
+    read = read_tensors(folder)
+    assert read.keys() == tensors.keys() and all(
+        torch.equal(read[name], tensors[name]) for name in tensors
+    )
+    assert {name: tensor.dtype for name, tensor in read.items()} == {
+        n: tensor.dtype for n, tensor in tensors.items()
+    }
+    assert read_manifest(folder).fingerprint == FINGERPRINT

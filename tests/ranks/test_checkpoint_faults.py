@@ -1,0 +1,200 @@
+"""Saving on full disks and with dead ranks; the memory that loading takes; the steps that are saved."""
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import limit_files, make_saver, write_tensors
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from watching import PeakMemory
+
+from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint.load import load_checkpoint
+from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
+from torchtitan_lite.checkpoint.save import CheckpointSaver, is_saved
+from torchtitan_lite.checkpoint.storage import open_checkpoint
+from torchtitan_lite.config.schema import Checkpoint
+
+MIB = 2**20
+
+
+# ---------------------------------------------------------------- no room
+
+
+def try_to_save(saver: CheckpointSaver, step: int, tensors: dict[str, Tensor]) -> str:
+    """Return the error of a save, or nothing if it worked."""
+    try:
+        saver.save(step, tensors)
+        saver.wait()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def save_without_room(rank: int, world_size: int, folder: str, mode: str) -> list[str]:
+    """Worker: rank 1 has no room in every second of four saves. Return the errors."""
+    said = []
+    tensors = {
+        f"model.{n}": torch.randn(256, 1024) for n in range(4)
+    }  # 4 MiB, of which each rank writes a half
+    with make_saver(folder, Checkpoint(enable=True, async_mode=mode)) as saver:
+        for step in (1, 2, 3, 4):
+            with limit_files(MIB if rank == 1 and step % 2 == 0 else resource.RLIM_INFINITY):
+                said.append(try_to_save(saver, step, tensors))
+    return said
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_without_room_the_save_fails_on_every_rank_and_names_the_file(pool, tmp_path, mode):
+    for said in pool.run(save_without_room, 2, str(tmp_path), mode):
+        assert said[0] == said[2] == ""
+        assert (
+            str(tmp_path / "step-2.tmp" / "rank-00001.safetensors") in said[1]
+            and "File too large" in said[1]
+        )
+        assert "bytes free" in said[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
+    for step in (1, 3):
+        open_checkpoint(tmp_path / f"step-{step}")
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EIO]
+)
+def test_a_full_disk_is_reported_only_if_the_system_says_so(tmp_path, number):
+    for error in (
+        OSError(number, os.strerror(number)),
+        ValueError(f"I/O error: {os.strerror(number)} (os error)"),
+    ):
+        with (
+            pytest.raises(CheckpointError) as raised,
+            folders.explain_write_error(tmp_path / "file"),
+        ):
+            raise error
+        is_full = number not in (errno.EACCES, errno.EIO)
+        assert ("bytes free" in str(raised.value)) == is_full and str(error) in str(raised.value)
+
+
+def fail_beside_steps(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    """Worker: return what `check` raises after the thread has met an error, and what leaving the saver raises."""
+    saver, said = make_saver(folder, Checkpoint(enable=True, async_mode="async")), ["", ""]
+    tensors = {"model.a": torch.zeros(3)}
+    try:
+        with saver:
+            saver.save(1, tensors)
+            saver.in_flight.exception()
+            try:
+                saver.check()
+            except CheckpointError as error:
+                said[0] = str(error)
+            saver.check()  # once is enough
+            saver.save(1, tensors)
+    except CheckpointError as error:
+        said[1] = str(error)
+    return tuple(said)
+
+
+def test_errors_beside_the_steps_surface_at_the_next_step_and_at_the_end(pool, tmp_path):
+    (tmp_path / "step-1").mkdir()
+    for said in pool.run(fail_beside_steps, 2, str(tmp_path)):
+        assert all("step-1 already exists" in one for one in said)
+
+
+# ---------------------------------------------------------------- death
+
+
+class Death(BaseException):
+    """Stands for the end of the process at one certain call."""
+
+
+def die(*_: object) -> None:
+    raise Death
+
+
+def test_before_the_rename_everything_is_on_the_disk_and_a_death_leaves_no_checkpoint(
+    tmp_path, monkeypatch
+):
+    synced, sync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")) or sync(file)
+    )
+    monkeypatch.setattr(Path, "rename", die)
+    with pytest.raises(CheckpointException):  # DCP catches everything
+        write_tensors(tmp_path / "step-1", {"model.a": torch.ones(2)})
+    assert find_steps(tmp_path) == []
+    names = [Path(path).name for path in synced]
+    assert names == ["rank-00000.safetensors", "manifest.json", "checksums", "step-1.tmp"]
+
+
+def test_a_death_while_deleting_leaves_no_half_checkpoint_under_a_good_name(tmp_path, monkeypatch):
+    for step in (1, 2):
+        write_tensors(tmp_path / f"step-{step}", {"model.a": torch.ones(2)}, step=step)
+    with monkeypatch.context() as patched:
+        patched.setattr(folders.shutil, "rmtree", die)
+        with pytest.raises(Death):
+            folders.prune(tmp_path, keep_latest_k=1, keep_every_m=0)
+    assert find_steps(tmp_path) == [2] and (tmp_path / "step-1.tmp").exists()
+    folders.remove_partial(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+# ---------------------------------------------------------------- memory
+
+
+def watch_loading(
+    rank: int, world_size: int, path: str, n_tensors: int, shape: tuple[int, int]
+) -> int:
+    """Worker: return the peak of bytes besides its shards while it fills its columns of every tensor."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    tensors = {
+        f"model.{n}": distribute_tensor(torch.ones(shape), mesh, [Shard(1)], src_data_rank=None)
+        for n in range(n_tensors)
+    }
+    group = dist.new_group(backend="gloo")
+    loading = PeakMemory()
+    loading.know([tensor.to_local() for tensor in tensors.values()])
+    with loading:
+        load_checkpoint(Path(path), tensors, verify=True, group=group)
+    for n, tensor in enumerate(tensors.values()):
+        assert isinstance(tensor, DTensor) and tensor.to_local().shape == (
+            shape[0],
+            shape[1] // world_size,
+        )
+        assert (tensor.to_local() == n).all()
+    return loading.peak_bytes
+
+
+def test_loading_on_another_layout_takes_its_share_and_no_more_than_one_tensor(pool, tmp_path):
+    n_tensors, shape = 8, (512, 1024)  # 2 MiB each
+    write_tensors(
+        tmp_path / "step-1",
+        {f"model.{n}": torch.full(shape, float(n)) for n in range(n_tensors)},
+        step=1,
+    )
+    for n_bytes in pool.run(watch_loading, 2, str(tmp_path / "step-1"), n_tensors, shape):
+        assert 2 * MIB <= n_bytes < 5 * MIB  # two mapped tensors; a whole copy would be 16 MiB
+
+
+# ---------------------------------------------------------------- when
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        ({}, [5, 10, 12]),
+        ({"enable_first_step_checkpoint": True}, [1, 5, 10, 12]),
+        ({"load_only": True}, []),
+        ({"enable": False}, []),
+    ],
+)
+def test_steps_that_are_saved(keys, steps):
+    section = Checkpoint(**{"enable": True, "interval": 5, **keys})
+    assert [step for step in range(1, 13) if is_saved(step, section, 12)] == steps
+    assert all(is_saved(step, section, 12, is_stopped=True) == bool(steps) for step in range(1, 13))

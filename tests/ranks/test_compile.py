@@ -1,0 +1,143 @@
+"""What is compiled, how often, where the result is kept, and what must be there. Gradients: the rows of layouts.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import compare
+import pytest
+import torch
+from layouts import CHUNKS, COMPILED, MODE, PP, TP, TWO_LAYERS, WHOLE_LOGITS
+from torch._dynamo.utils import get_compilation_metrics
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config import machine
+from torchtitan_lite.config.checks import check_machine
+from torchtitan_lite.config.schema import Compile, Config
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+N_STEPS = 4
+
+
+def list_compiled_by_step(
+    rank: int, world_size: int, overrides: dict[str, object]
+) -> list[list[str]]:
+    """Worker: what each of N_STEPS compiles. After the first, a forward without gradients, as validation makes it."""
+    run = compare.build_table_run(world_size, overrides)
+    compiled = []
+    for step in range(N_STEPS):
+        batch = compare.own_rows(run, compare.make_batch(step, 256))
+        known = {
+            id(entry) for entry in get_compilation_metrics()
+        }  # torch keeps the last 64 entries
+        stepping.train_step(run, batch)
+        # A backward has no name, and follows from its forward.
+        entries = [
+            entry for entry in get_compilation_metrics() if id(entry) not in known and entry.co_name
+        ]
+        compiled.append([f"{entry.co_name} ({Path(entry.co_filename).name})" for entry in entries])
+        if step == 0:
+            stepping.forward_only(
+                run, stepping.shard_for_cp(run, batch), torch.ones((), dtype=torch.int64)
+            )
+    return compiled
+
+
+COMPILED_RUNS = {  # name -> ranks, keys
+    "chunks of two sizes": (1, {MODE: "full", **CHUNKS}),
+    "plain loss, accumulation": (
+        1,
+        {**WHOLE_LOGITS, "training.local_batch_size": 2, "training.global_batch_size": 8},
+    ),
+    "tp2": (2, {TP: 2, **CHUNKS}),
+    "pp2": (2, {PP: 2, MODE: "none", **CHUNKS}),
+}
+SLOW = ["chunks of two sizes", "pp2"]  # tp2 has chunks of two sizes too
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in COMPILED_RUNS],
+)
+def test_nothing_is_compiled_after_the_second_step(pool, name):
+    world_size, keys = COMPILED_RUNS[name]
+    by_rank = pool.run(list_compiled_by_step, world_size, {**COMPILED, **TWO_LAYERS, **keys})
+    for first, second, *later in by_rank:
+        assert first, "the first step compiles"
+        assert not any(later), f"{first=} {second=} {later=}"
+
+
+@pytest.mark.parametrize("components", [["model"], ["loss"]])
+def test_only_the_named_components_are_compiled(pool, components):
+    keys = {**COMPILED, **TWO_LAYERS, MODE: "none", "compile.components": components}
+    (by_step,) = pool.run(list_compiled_by_step, 1, keys)
+    functions = {"model": "forward (modules.py)", "loss": "differentiate (head.py)"}
+    assert set(by_step[0]) == {functions[component] for component in components}
+
+
+# --- where compiled code is kept ---
+
+ONE_GRAPH = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from torch._dynamo.utils import counters
+from torchtitan_lite.config.schema import Config, with_value
+from torchtitan_lite.parallel.process_groups import prepare_process
+prepare_process(with_value(Config(), "training.cache_folder", sys.argv[2]), Path(sys.argv[2]), world_size=1)
+torch.compile(lambda x: x @ x)(torch.eye(3))  # a matmul is called, not written: no C++ compiler is at work
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+def test_a_second_run_finds_what_the_first_has_compiled(tmp_path):
+    command = [sys.executable, "-c", ONE_GRAPH, str(REPOSITORY), str(tmp_path)]
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }  # without a pool of processes
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    answers = [
+        subprocess.run(command, env=environment, capture_output=True, text=True) for _ in range(2)
+    ]
+    assert [answer.stdout.split() for answer in answers] == [["0", "1"], ["1", "0"]], answers[
+        0
+    ].stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "compiled"]
+
+
+# --- what must be there ---
+
+
+@pytest.mark.parametrize(
+    ("device_type", "there", "environment", "missing"),
+    [
+        ("cpu", ["g++", "Python.h"], {}, []),
+        ("cpu", ["mine", "Python.h"], {"CXX": "mine"}, []),
+        ("cpu", ["g++", "Python.h"], {"CXX": "mine"}, ["compiler mine"]),
+        ("cpu", ["g++"], {}, ["Python.h"]),
+        ("cuda", ["gcc", "Python.h"], {}, []),
+        ("cuda", ["g++", "Python.h"], {}, ["compiler gcc or clang"]),
+        ("cuda", ["gcc"], {"CC": "mine"}, ["compiler mine", "Python.h"]),
+    ],
+)
+def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
+    monkeypatch, tmp_path, device_type, there, environment, missing
+):
+    if "Python.h" in there:
+        (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(
+        machine.shutil, "which", lambda name: f"/usr/bin/{name}" if name in there else None
+    )
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    here = machine.Machine(device_type, 1, None, "")
+    problems = check_machine(Config(compile=Compile(enable=True)), here)
+    assert [problem.key for problem in problems] == ["compile.backend"] * len(missing)
+    assert all(words in problem.why for words, problem in zip(missing, problems, strict=True))
+    assert all("Install" in problem.remedy for problem in problems)
+    assert check_machine(Config(), here) == []

@@ -1,0 +1,275 @@
+"""Context parallel: the attention itself, its work, memory and kernels. The layout table runs it in a model."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import TABLE_CONFIG, complete, local, relative_error
+from layouts import CP, MODE, ROTATIONS
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from watching import AttentionWork, Collectives, PeakMemory, Watch
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.parallel.attention_kernels import (
+    KERNELS,
+    choose_kernel,
+    merge_into,
+)
+from torchtitan_lite.parallel.context_parallel import (
+    CausalContext,
+    DocumentContext,
+    plan_query_positions,
+)
+from torchtitan_lite.tools.verify.plain import make_batch
+from torchtitan_lite.tools.verify.rank import build_small_run, own_rows
+
+KINDS = ["allgather", "ring", "documents"]
+N_HEADS = 4
+SEQ_LEN = 48
+HEAD_DIM = 8
+
+# ---------------------------------------------------------------- numbers
+
+
+def make_inputs(n_kv_heads: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Return query, key, value of full sequences, and a gradient of the output; the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = []
+    for n_heads in (N_HEADS, n_kv_heads, n_kv_heads, N_HEADS):
+        shape = (2, n_heads, SEQ_LEN, HEAD_DIM)
+        inputs.append(torch.randn(shape, generator=generator).to(dtype))
+    return inputs
+
+
+def make_documents() -> torch.Tensor:
+    """Return doc_ids (2, S): borders inside pieces, at their ends, and a document that spans several pieces."""
+    begins = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
+    begins[0, [3, 12, 13, 40]] = 1
+    begins[1, [30]] = 1
+    return begins.cumsum(1)
+
+
+def differentiate(attend, query, key, value, grad_out) -> list[torch.Tensor]:
+    """Return the output of `attend` and the gradients of query, key and value."""
+    leaves = []
+    for tensor in (query, key, value):
+        leaves.append(tensor.detach().requires_grad_())
+    out = attend(*leaves)
+    out.backward(grad_out)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def attend_masked(query, key, value, *, doc_ids=None, first: int = 0):
+    """Attend from tokens `first` .. S - 1 with torch's own attention and a mask."""
+    mask = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool, device=query.device)
+    mask = mask.tril()[first:]
+    if doc_ids is not None:
+        mask = mask & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def attend_on_ranks(
+    rank: int, world_size: int, dtype: torch.dtype, n_kv_heads: tuple
+) -> list[tuple]:
+    """Worker: return the largest error of output and gradients for each kind of attention and number of heads."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    errors = []
+    for kind in KINDS:
+        for n in n_kv_heads:
+            error = attend_on_rank(mesh, kind, make_inputs(n, dtype))
+            errors.append((kind, n, error))
+    return errors
+
+
+def attend_on_rank(mesh: DeviceMesh, kind: str, inputs: list[torch.Tensor]) -> float:
+    doc_ids = make_documents() if kind == "documents" else None
+    inner = DocumentContext(mesh) if kind == "documents" else CausalContext(mesh, kind)
+    positions = plan_query_positions(mesh.get_local_rank(), mesh.size(), SEQ_LEN)
+    found = differentiate(
+        lambda query, key, value: inner(query, key, value, doc_ids),
+        *(tensor[:, :, positions] for tensor in inputs),
+    )
+    expected = differentiate(
+        lambda query, key, value: attend_masked(query, key, value, doc_ids=doc_ids),
+        *(tensor.float() for tensor in inputs),
+    )
+    errors = []
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == inputs[0].dtype
+        errors.append(relative_error(one.float(), other[:, :, positions]))
+    return max(errors)
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "dtype", "n_kv_heads", "most"),
+    [
+        (2, torch.float32, (4, 2, 1), 1e-5),
+        (3, torch.float32, (2,), 1e-5),
+        (4, torch.float32, (4, 1), 1e-5),
+        (2, torch.bfloat16, (2,), 0.01),  # 8 bits
+    ],
+)
+def test_attention_over_ranks_is_that_of_one_process(pool, n_ranks, dtype, n_kv_heads, most):
+    for of_rank in pool.run(attend_on_ranks, n_ranks, dtype, n_kv_heads):
+        assert [case for case in of_rank if case[2] > most] == []
+
+
+# ---------------------------------------------------------------- work and memory
+
+LONG = {  # the proportions of Llama 3 8B, small
+    "model.dim": 32,
+    "model.n_heads": 4,
+    "model.n_kv_heads": 1,
+    "model.ffn_dim": 112,
+    "model.vocab_size": 32,
+    "training.seq_len": 1024,
+    "training.global_batch_size": 1,
+    "training.local_batch_size": 1,
+}
+
+
+def watch_steps(rank: int, world_size: int, configs: list[dict], watch_class: type[Watch]) -> list:
+    """Worker: return the observations of forward and backward of a model with long sequences, for each config."""
+    return [watch_step(world_size, overrides, watch_class) for overrides in configs]
+
+
+def watch_step(world_size: int, overrides: dict, watch_class: type[Watch]):
+    config = complete({**LONG, CP: world_size, **overrides}, world_size)
+    run = build_small_run(config, world_size)
+    batch = own_rows(run, make_batch(run.config, 0))
+    batch = stepping.shard_for_cp(run, batch)
+    n_tokens = stepping.count_global_tokens(run, batch)
+    stepping.forward_backward(
+        run, batch, n_tokens
+    )  # allocates the tensors that stay from step to step
+    known = [tensor for tensor in vars(batch).values() if tensor is not None]
+    for parameter in run.parameters.values():
+        known += [local(parameter), local(parameter.grad)]
+    watch = watch_class()
+    watch.know(known)
+    with watch:
+        stepping.forward_backward(run, batch, n_tokens)
+    return watch.result()
+
+
+def test_activation_memory_of_a_rank_falls_with_the_number_of_ranks(pool):
+    cases = [
+        {**ROTATIONS["allgather"], MODE: "selective"},
+        {**ROTATIONS["ring"], MODE: "none"},
+        {**ROTATIONS["ring"], MODE: "full"},
+    ]
+    last_peak = None
+    for n_ranks in (1, 2, 4):
+        by_rank = pool.run(watch_steps, n_ranks, cases, PeakMemory)
+        peak = torch.tensor(by_rank).amax(0)
+        if last_peak is not None:
+            assert (peak <= 0.6 * last_peak).all()
+        last_peak = peak
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks):
+    by_rank = pool.run(watch_steps, n_ranks, list(ROTATIONS.values()), AttentionWork)
+    n_pairs = torch.tensor(by_rank)  # of rank, method, forward or backward
+    seq_len = LONG["training.seq_len"]
+    n_causal = seq_len * (seq_len + 1) // 2
+    n_maps = LONG["model.n_heads"] * TABLE_CONFIG.model.n_layers
+    assert (n_pairs.sum(0) == n_causal * n_maps).all()
+    assert (n_pairs.amax(0) <= 1.05 * n_pairs.amin(0)).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("allgather", {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1}),
+        (
+            "ring",
+            {"all_to_all_single": 1 + 1 + 2},
+        ),  # keys forward, keys backward, their gradients there and home
+    ],
+)
+def test_per_op_recompute_exchanges_no_keys_again(pool, method, expected):
+    one_layer = {**ROTATIONS[method], "model.n_layers": 1}
+    cases = [{**one_layer, MODE: mode} for mode in ("none", "selective")]
+    assert pool.run(watch_steps, 2, cases, Collectives) == [[expected] * 2] * 2
+
+
+# ---------------------------------------------------------------- kernels
+
+N_EARLY = 17
+
+
+def attend_in_parts(query, key, value, grad_out) -> list[torch.Tensor]:
+    """Attend from late queries to late keys (causal) and early keys. Return the output and gradients."""
+    kernel = choose_kernel(query)
+    early_key, late_key = key.tensor_split([N_EARLY], 2)
+    early_value, late_value = value.tensor_split([N_EARLY], 2)
+    late = late_key, late_value
+    early = early_key, early_value
+    out, lse = kernel.attend(query, *late, True)
+    out = out.float()
+    lse = lse.float()
+    merge_into(out, lse, *kernel.attend(query, *early, False))
+    saved = out.to(query.dtype), lse
+    grads = kernel.attend_backward(
+        grad_out,
+        query,
+        *late,
+        *saved,
+        True,
+    )
+    early_grads = kernel.attend_backward(
+        grad_out,
+        query,
+        *early,
+        *saved,
+        False,
+    )
+    grad_key = torch.cat((early_grads[1], grads[1]), 2)
+    grad_value = torch.cat((early_grads[2], grads[2]), 2)
+    return [saved[0], early_grads[0] + grads[0], grad_key, grad_value]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
+    ],
+)
+def test_parts_of_an_attention_merge_to_the_whole(device, dtype):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    query, key, value, grad_out = [tensor.to(device, dtype) for tensor in make_inputs(2)]
+    inputs = query[:, :, N_EARLY:], key, value, grad_out[:, :, N_EARLY:]
+    found = attend_in_parts(*inputs)
+    expected = differentiate(
+        lambda query, key, value: attend_masked(query, key, value, first=N_EARLY),
+        *(tensor.float() for tensor in inputs),
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 0.01
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one.float(), other) < tolerance
+
+
+@pytest.mark.parametrize("n_kv_heads", [4, 2])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(name, n_kv_heads):
+    kernel = KERNELS[name]
+    inputs = make_inputs(n_kv_heads, torch.bfloat16)
+    query, key, value, grad_out = [tensor.to("meta") for tensor in inputs]
+    query = query[:, :, :17]
+    out, lse = kernel.attend(query, key, value, False)
+    assert out.shape == query.shape
+    assert lse.shape == query.shape[:-1]
+    grads = kernel.attend_backward(grad_out[:, :, :17], query, key, value, out, lse, False)
+    assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
+
+
+def test_merging_scores_that_are_far_apart_does_not_overflow():
+    out = torch.zeros(1, 1, 2, 1)
+    lse = torch.tensor([[[1000.0, -1000.0]]])
+    merge_into(out, lse, torch.ones(1, 1, 2, 1), -lse)
+    assert out.flatten().tolist() == [0, 1]
+    assert lse.flatten().tolist() == [1000, 1000]

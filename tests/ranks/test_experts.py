@@ -1,0 +1,282 @@
+"""Mixtures of experts: what one process computes, what is counted, how the bias moves, what the log says."""
+
+import copy
+from dataclasses import replace
+
+import compare
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import list_differing, load_and_train, merge_states, train_and_save
+from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, PP, SCHEDULE, TP, TWO_LAYERS
+from torch import Tensor
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.components.expert_balance import count_collapsed, count_load, describe_load
+from torchtitan_lite.config.block import list_parameters
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.model_rows import MoEArgs
+from torchtitan_lite.config.schema import Checkpoint, Model
+from torchtitan_lite.model.kv_cache import CachedModel
+from torchtitan_lite.model.moe import MoE, list_moes
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.parallel.initial_weights import fill_tensor
+
+MOE = {
+    "model.flavor": "debug_moe",
+    "flavor.expert_ffn_dim": 48,
+    "model.head_dim": 8,
+}
+TOKENS = compare.GLOBAL_BATCH_SIZE * compare.SEQ_LEN
+
+
+# ---------------------------------------------------------------- one MoE layer in one process
+
+
+def make_moe(**sizes) -> MoE:
+    torch.manual_seed(0)
+    sizes = {"n_experts": 6, "top_k": 2, "expert_ffn_dim": 24} | sizes
+    moe = MoE(16, MoEArgs(**sizes))
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return moe
+
+
+def compute_plainly(moe: MoE, x: Tensor) -> Tensor:
+    """The paper's formula, token by token."""
+    router = moe.router
+    experts = moe.experts
+    outputs = []
+    for token in x.flatten(0, 1):
+        logits = router.weight @ token
+        scores = logits.softmax(0)
+        if router.args.router_scores == "sigmoid":
+            scores = logits.sigmoid()
+        biased = scores.detach() + router.expert_bias
+        chosen = biased.topk(router.args.top_k).indices
+        weights = scores[chosen]
+        if router.args.normalize_top_k:
+            weights = weights / weights.sum()
+        output = 0.0
+        for weight, expert in zip(weights, chosen, strict=True):
+            gate = F.silu(token @ experts.w1[expert])
+            hidden = gate * (token @ experts.w3[expert])
+            output = output + weight * (hidden @ experts.w2[expert])
+        outputs.append(output)
+    return torch.stack(outputs).view_as(x)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"router_scores": "sigmoid"}, {"normalize_top_k": False}, {"top_k": 6}],
+    ids=str,
+)
+def test_an_moe_layer_and_its_gradients_are_those_of_the_formula(sizes):
+    moe = make_moe(**sizes)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    moe.router.expert_bias[3] = 0.4  # counts for the choice, not for the weights
+    results = []
+    for output in (moe(x), compute_plainly(moe, x)):
+        gradients = torch.autograd.grad(output.square().sum(), [x, *moe.parameters()])
+        results.append([output, *gradients])
+    for ours, plain in zip(*results, strict=True):
+        assert compare.relative_error(ours, plain) < 1e-6
+
+
+def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32():
+    moe = make_moe(top_k=6).bfloat16()
+    x = torch.randn(2, 5, 16).bfloat16()
+    weights, routes = moe.router(x)
+    in_float = copy.deepcopy(moe.router).float()
+    in_float.choose = lambda scores: routes
+    expected, _ = in_float(x.float())
+    assert torch.equal(weights, expected)
+    moe.experts.forward = lambda rows, counts: (
+        rows
+    )  # then a token is the weighted sum of six times itself
+    assert torch.equal(moe(x), x)
+
+
+def test_the_auxiliary_gradient_is_that_of_the_papers_loss():
+    """Sum over experts of f x P for each sequence, f without gradient (DeepSeek-V3, eq. 17 to 20)."""
+    router = make_moe(router_scores="sigmoid").router
+    router.balance_loss = 0.25
+    x = torch.randn(3, 7, 16)
+    weights, routes = router(x)
+    (found,) = torch.autograd.grad(0 * weights.sum(), router.weight)
+    scores = (x @ router.weight.T).sigmoid()
+    probabilities = scores / scores.sum(-1, keepdim=True)
+    mean_probability = probabilities.mean(1)  # P (B, E)
+    counts = F.one_hot(routes, 6).sum(2)  # (B, S, E)
+    fraction = counts.float().mean(1) * 6 / 2  # f (B, E)
+    loss = 0.25 * fraction * mean_probability
+    (expected,) = torch.autograd.grad(loss.sum(), router.weight)
+    assert compare.relative_error(found, expected) < 1e-6
+
+
+def test_layers_without_experts_are_where_the_sizes_say():
+    args = resolve_model(Model(flavor="debug_moe", n_layers=6))
+    moe = replace(args.moe, n_first_dense_layers=2, moe_every=2, n_shared_experts=1)
+    with torch.device("meta"):
+        model = Llama3(replace(args, moe=moe))
+    assert [layer for layer, _ in list_moes(model)] == [3, 5]
+    with_shared_experts = [layer for layer, block in model.layers.items() if block.shared_experts]
+    assert with_shared_experts == ["3", "5"]
+
+
+# ---------------------------------------------------------------- loads and biases of a step
+
+
+def count_step(rank: int, world_size: int, overrides: dict) -> dict:
+    """Worker: return the loads of a step, and the biases after it, of all layers."""
+    run = compare.build_table_run(world_size, {**MOE, **TWO_LAYERS, **overrides})
+    batch = compare.make_batch(0, run.config.model.vocab_size)
+    batch = compare.own_rows(run, batch)
+    sharded = stepping.shard_for_cp(run, batch)
+    stepping.forward_only(run, sharded, torch.ones(()))  # validation counts nothing
+    loads = stepping.train_step(run, batch).expert_loads
+    biases = {fqn: bias.tolist() for fqn, bias in run.balance.biases.items()}
+    return {
+        "loads": loads[:, :-1].tolist(),
+        "entropy": loads[:, -1].tolist(),
+        "biases": biases,
+    }
+
+
+ALONE = (1, {MODE: "none"})
+COUNTED_ALIKE = {
+    "full recompute": (1, {MODE: "full"}),
+    "accumulation": (1, ACCUMULATION_4),
+    "pp2 ZBVZeroBubble": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none"}),
+    "cp2 x tp2, ep4": (4, {CP: 2, TP: 2, EP: 4}),
+}
+
+
+def test_a_bias_moves_toward_the_mean_load(pool):
+    (alone,) = pool.run(count_step, *ALONE)
+    for load, bias in zip(alone["loads"], alone["biases"].values(), strict=True):
+        assert sum(load) == 2 * TOKENS
+        direction = (sum(load) / 8 - torch.tensor(load)).sign()
+        assert bias == pytest.approx(1e-3 * direction)
+
+
+@pytest.mark.parametrize("name", COUNTED_ALIKE)
+def test_every_layout_counts_each_token_once_and_moves_the_same_biases(pool, name):
+    (alone,) = pool.run(count_step, *ALONE)
+    biases = {}
+    for rank in pool.run(count_step, *COUNTED_ALIKE[name]):
+        assert rank["loads"] == alone["loads"]
+        assert rank["entropy"] == pytest.approx(alone["entropy"])
+        biases |= rank["biases"]
+    assert biases == alone["biases"]
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+TRAINED = {**MOE, **ADAMW, **TWO_LAYERS, "training.expert_bias_rate": 0.01}
+OPENED_ON = {
+    "dp2, ep1": (2, {EP: 1}),
+    "tp2 x dp2, ep4": (4, {TP: 2, EP: 4}),
+    "pp2": (2, {PP: 2}),
+}
+
+
+@pytest.mark.parametrize("name", OPENED_ON)
+def test_a_checkpoint_of_ep2_opens_on_another_layout_with_every_element_and_bias_equal(
+    pool, tmp_path, name
+):
+    rest = str(tmp_path), 3, Checkpoint(enable=True)
+    world_size, keys = OPENED_ON[name]
+    saved = pool.run(
+        train_and_save,
+        2,
+        {**TRAINED, EP: 2},
+        *rest,
+    )
+    opened = pool.run(
+        load_and_train,
+        world_size,
+        {**TRAINED, **keys},
+        *rest,
+    )
+    saved_state = merge_states([rank[0] for rank in saved])
+    opened_state = merge_states([rank[0] for rank in opened])
+    assert list_differing(opened_state, saved_state) == []
+    for layer in range(2):
+        bias = saved_state[f"model.layers.{layer}.feed_forward.router.expert_bias"]
+        assert bias.abs().max() >= 0.0099
+    assert opened[0][1] == pytest.approx(saved[0][1], rel=1e-4)  # the losses of three more steps
+
+
+# ---------------------------------------------------------------- the log
+
+
+def count_and_sum(rank: int, world_size: int) -> tuple[list, list]:
+    """Worker: return the loads of all ranks after two forward passes of many tokens, and this rank's own counts."""
+    run = compare.build_table_run(world_size, {**MOE, **TWO_LAYERS})
+    own = []
+    for layer, router in run.balance.routers.items():
+        generator = torch.Generator().manual_seed(2 * rank + layer)
+        x = torch.randn(3, 1031, 64, generator=generator)
+        weight = torch.randn(router.n_experts, 64, generator=generator)
+        _, routes = router.route(x, weight)
+        for _ in range(2):
+            count_load(router)
+        counts = routes.flatten().bincount(minlength=router.n_experts)
+        own.append((2 * counts).tolist())
+    loads = run.balance.sum_loads()
+    return loads[:, :-1].tolist(), own
+
+
+def test_loads_of_thousands_of_tokens_are_counted_without_rounding(pool):
+    """bfloat16 holds integers up to 256 only, and the loads of `verify` on few ranks are smaller."""
+    (loads, first), (_, second) = pool.run(count_and_sum, 2)
+    assert torch.equal(torch.tensor(loads), torch.tensor(first) + torch.tensor(second))
+
+
+def test_the_load_of_a_logged_step_is_three_numbers():
+    """16 tokens of two routes each; layer 0 is dense."""
+    entropy = 16 * 1.25
+    loads = [
+        [0, 0, 0, 0, 0],
+        [16, 8, 8, 0, entropy],
+        [8, 8, 8, 8, entropy],
+    ]
+    assert describe_load(torch.tensor(loads, dtype=torch.float64), top_k=2) == {
+        "expert_max_over_mean": 2.0,
+        "expert_dead_share": 0.125,
+        "router_entropy": 1.25,
+    }
+
+
+def test_a_load_that_stays_on_one_expert_is_warned_of_once_with_keys(caplog):
+    moe_args = MoEArgs(n_experts=8, top_k=2, expert_ffn_dim=1)
+    n_collapsed = 0
+    for step, ratio in enumerate([3.0, 3.0, 1.0, 3.0, 3.0, 3.0, 3.0], start=1):
+        load = {"expert_max_over_mean": ratio, "expert_dead_share": 0.0}
+        n_collapsed = count_collapsed(step, load, moe_args, n_collapsed)
+    (warning,) = caplog.messages
+    assert warning.startswith("step 6: an expert gets 3.0 times the mean load of its layer")
+
+
+# ---------------------------------------------------------------- with the rest of the trainer
+
+
+def test_a_cache_gives_the_logits_of_the_whole_text():
+    torch.manual_seed(0)
+    args = resolve_model(Model(flavor="debug_moe", n_layers=2))
+    moe = replace(args.moe, n_shared_experts=1)
+    args = replace(args, qk_norm=True, moe=moe)
+    model = Llama3(args)
+    for fqn, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(len(fqn))
+        fill_tensor(parameter.data, list_parameters(args)[fqn], generator)
+    tokens = torch.randint(args.vocab_size, (9,))
+    with torch.inference_mode():
+        logits = model(tokens[None], positions=torch.arange(9)[None])
+    cached = CachedModel(model)
+    cached.read(tokens[:6].tolist())
+    for token in tokens[6:].tolist():
+        last = cached.read([token])
+    assert compare.relative_error(last, logits[0, -1]) < 1e-5

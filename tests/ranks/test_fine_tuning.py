@@ -1,0 +1,226 @@
+"""A Hugging Face model, trained further by naming its folder, and exported: transformers computes our model."""
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import warm_start
+from made_corpora import write_corpus
+from test_check import LAPTOP
+from test_hugging_face import spell_as_version_4
+from test_model import PLAIN
+from their_llama import make_their_config
+from tokenizers import Tokenizer as HuggingFace
+from tokenizers import models, pre_tokenizers, processors, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.preflight import preflight
+from torchtitan_lite.tools.model_source import build_model, open_source
+from torchtitan_lite.tools.plan.planned_run import plan_run
+
+BOS, EOS, EOT = "<s>", "</s>", "<|eot|>"
+ODD = RopeScaling(factor=5.5, low_freq_factor=1.5, high_freq_factor=3.0, original_length=96)
+UNTIED = replace(
+    PLAIN, vocab_size=320, head_dim=24, norm_eps=3e-5, rope_theta=20_000.0, rope_scaling=ODD
+)
+TEXT = "The cat sat on the mat, and the dog sat on the cat; then both of them ran into the garden. "
+PATH = "checkpoint.initial_load_path"
+TP, EP, PP = (
+    f"--parallelism.{name}_parallel_degree=2" for name in ("tensor", "expert", "pipeline")
+)
+BALANCE = "--training.expert_balance_loss=0.01"
+
+
+@dataclass(frozen=True)
+class Case:
+    args: ModelArgs
+    version: int = 5  # of transformers that wrote config.json
+    dtype: str = "float32"  # of the published weights
+    shard_size: str = "1GB"
+    n_ranks: int = 1
+    layout: tuple[str, ...] = ()
+
+
+CASES = {
+    "untied, in several files": Case(UNTIED, version=4, shard_size="60KB"),
+    "tied, published in bfloat16": Case(replace(UNTIED, tie_embeddings=True), dtype="bfloat16"),
+    "tied, on pp2 x dp2": Case(replace(UNTIED, tie_embeddings=True), n_ranks=4, layout=(PP,)),
+    "Qwen2, tied, on pp2 x tp2": Case(
+        replace(UNTIED, qkv_bias=True, tie_embeddings=True), n_ranks=4, layout=(PP, TP)
+    ),
+    "linear scaling, on dp2 x tp2": Case(
+        replace(UNTIED, rope_scaling=RopeScaling(2.5, kind="linear")),
+        shard_size="60KB",
+        n_ranks=4,
+        layout=(TP,),
+    ),
+    "Mixtral, on dp2 with ep2": Case(
+        replace(UNTIED, ffn_dim=48, moe=MoEArgs(4, 2, 48)),
+        version=4,
+        n_ranks=2,
+        layout=(EP, BALANCE),
+    ),
+    "Qwen3-MoE, published in bfloat16": Case(
+        replace(UNTIED, qk_norm=True, moe=MoEArgs(6, 2, 24, n_first_dense_layers=1)),
+        dtype="bfloat16",
+        layout=(BALANCE,),
+    ),
+}
+
+
+def publish(folder: Path, case: Case) -> Path:
+    """A Llama with a tokenizer of its own, as transformers saves both."""
+    tokenizer = HuggingFace(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=case.args.vocab_size,
+        special_tokens=[BOS, EOS, EOT],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        [TEXT, "def read(self):\n    return self.lines\n", *map(str, range(1000))], trainer
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, 0)]
+    )
+    torch.manual_seed(1)
+    config = make_their_config(
+        case.args, bos_token_id=0, eos_token_id=[1, 2], initializer_range=0.05
+    )
+    theirs = AutoModelForCausalLM.from_config(config)
+    theirs.generation_config = GenerationConfig(
+        bos_token_id=0, eos_token_id=[1, 2], do_sample=True, temperature=0.6, top_p=0.9
+    )
+    theirs.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard_size)
+    assert (len(list(folder.glob("*.safetensors"))) > 2) == (case.shard_size != "1GB")
+    if case.version == 4:
+        spell_as_version_4(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return folder
+
+
+def from_folder(folder: Path) -> list[str]:
+    return [f"--{PATH}={folder}"]
+
+
+def write_text(folder: Path, tokenizer_folder: Path) -> list[str]:
+    """A corpus of one sentence. Return the keys of a short run on it, which say nothing of the model."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    document = tokenizer.encode(TEXT * 20, bos=True, eos=True)
+    write_corpus(folder, [[document] * 4], tokenizer_fingerprint=tokenizer.fingerprint)
+    keys = [
+        f"--training.dataset={folder}",
+        "--training.seq_len=32",
+        "--training.global_batch_size=8",
+    ]
+    return [*keys, "--validation.no_enable", "--lr_scheduler.warmup_steps=0"]
+
+
+def read_json(folder: Path, name: str = "config.json") -> dict:
+    return json.loads((folder / name).read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
+    name, pool, tmp_path, capsys
+):
+    case = CASES[name]
+    source = publish(tmp_path / "source", case)
+    keys = [*write_text(tmp_path / "text", source), *from_folder(source), *case.layout]
+    keys += ["--checkpoint.enable", "--job.no_overwrite", f"--job.dump_folder={tmp_path / 'run'}"]
+    statuses = [0] * case.n_ranks
+    assert pool.run(warm_start.start, case.n_ranks, [*keys, "--training.steps=3"]) == statuses
+
+    # what follows is on a machine that has the checkpoint and the tokenizer, and not the folder
+    config, generation_config = read_json(source), read_json(source, "generation_config.json")
+    (tmp_path / "tokenizer").mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.move(source / file, tmp_path / "tokenizer" / file)
+    before = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    shutil.rmtree(source)
+    keys += [f"--model.hf_assets_path={tmp_path / 'tokenizer'}", "--training.steps=6"]
+    assert pool.run(warm_start.start, case.n_ranks, keys) == statuses
+    step_6, out = tmp_path / "run/checkpoint/step-6", tmp_path / "out"
+    assert main(["convert", str(step_6), str(out)]) == 0
+
+    dtype_key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    assert config[dtype_key] == case.dtype
+    assert read_json(out) == {**config, dtype_key: "float32"}
+    assert read_json(out, "generation_config.json") == generation_config
+
+    theirs = load_equal(step_6, out, before)
+
+    capsys.readouterr()
+    options = ["--prompt", "The cat", "--temperature", "0", "--max-new-tokens", "50", "--json"]
+    assert main(["generate", str(step_6), *options]) == 0
+    written = json.loads(capsys.readouterr().out)
+    prompt = AutoTokenizer.from_pretrained(out)("The cat", return_tensors="pt").input_ids
+    assert prompt[0].tolist() == written["prompt_tokens"]
+    expected = theirs.generate(prompt, do_sample=False, max_new_tokens=50)[
+        0, prompt.shape[1] :
+    ].tolist()
+    assert written["samples"][0]["tokens"] == expected and len(expected) == 50
+
+
+def load_equal(
+    checkpoint: Path, exported: Path, before: dict[str, torch.Tensor]
+) -> PreTrainedModel:
+    """Return transformers' model of an export. It has our logits, and no weight is as it was `before`."""
+    ours = build_model(open_source(checkpoint, tokenizer=None, verify=True), torch.device("cpu"))
+    theirs = AutoModelForCausalLM.from_pretrained(exported)
+    after = theirs.state_dict()
+    assert theirs.dtype == torch.float32 and after.keys() == before.keys()
+    assert all((after[name] - before[name]).abs().max() > 1e-4 for name in after)
+    tokens = torch.randint(
+        theirs.config.vocab_size, (2, 200), generator=torch.Generator().manual_seed(3)
+    )
+    with torch.no_grad():
+        difference = theirs(tokens).logits - ours(tokens, positions=torch.arange(200).expand(2, -1))
+    assert difference.abs().max() < 5e-6
+    return theirs
+
+
+# ---------------------------------------------------------------- what sees the model, and what is refused
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    return publish(
+        tmp_path_factory.mktemp("published") / "llama", CASES["untied, in several files"]
+    )
+
+
+@pytest.fixture
+def text(published, tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return write_text(tmp_path / "text", published)
+
+
+def test_every_tool_sees_the_model_of_the_folder(published, text, capsys):
+    args = [*text, *from_folder(published), "--checkpoint.no_enable"]
+    prepared = preflight(args, machine=LAPTOP, n_ranks=2)
+    assert prepared.model_args == plan_run(args, 2, "cpu").model_args == UNTIED
+    assert prepared.weights.published["config.json"] == read_json(published)
+    assert main(["check", *args, "--ranks", "2"]) == 0 and str(published) in capsys.readouterr().out
+
+
+def test_training_on_longer_texts_says_so_in_config_json(pool, tmp_path):
+    tied = publish(tmp_path / "tied", CASES["tied, published in bfloat16"])
+    edit = read_json(tied) | {"max_position_embeddings": 16}
+    (tied / "config.json").write_text(json.dumps(edit))
+    keys = [*write_text(tmp_path / "text", tied), *from_folder(tied)]
+    keys += ["--training.steps=1", "--checkpoint.enable", f"--job.dump_folder={tmp_path / 'run'}"]
+    assert pool.run(warm_start.start, 1, keys) == [0]
+    exported = tmp_path / "exported"
+    assert main(["convert", str(tmp_path / "run"), str(exported)]) == 0
+    assert read_json(exported) == edit | {"dtype": "float32", "max_position_embeddings": 32}

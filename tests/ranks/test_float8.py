@@ -1,0 +1,254 @@
+"""Float8: the arithmetic beside torchao's, bit by bit; weights gathered as float8; which layers compute in it.
+
+Gradients of layouts: test_layouts.py. Refused configs: test_check.py."""
+
+from dataclasses import replace
+
+import checkpoints
+import compare
+import pytest
+import torch
+from layouts import FLOAT8, GATHER, MODE, PRECOMPUTE, REPLICATE, TP, TWO_LAYERS
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan_lite.config.block import list_linears, plan_float8
+from torchtitan_lite.config.checks import check_machine
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.machine import GIB, Machine
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.model.float8_linear import RECIPES, Float8Linear
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.models.llama3.table import FLAVORS
+
+# ---------------------------------------------------------------- one linear layer
+
+INPUTS = {
+    "ordinary": lambda x: x,
+    "a token of zeros": lambda x: x.index_fill(0, torch.tensor([1]), 0.0),
+    "zeros": lambda x: x * 0,
+    "outliers": lambda x: x.index_fill(1, torch.tensor([3]), 1000.0),
+    "tiny": lambda x: x * 1e-11,
+    "nothing": lambda x: x * 1e-30,
+    "a view": lambda x: x.t().contiguous().t(),
+}
+
+
+def run_linear(linear: nn.Module, x, dy) -> list[torch.Tensor]:
+    """Return the output and the gradients of x and the weight."""
+    x = x.clone().requires_grad_()
+    y = linear(x)
+    gradients = torch.autograd.grad(y, (x, linear.weight), dy)
+    return [y.detach(), *gradients]
+
+
+def make_linear(recipe_name: str, weight, *, emulate: bool) -> Float8Linear:
+    out_features, in_features = weight.shape
+    linear = Float8Linear(in_features, out_features, recipe_name=recipe_name, emulate=emulate)
+    linear.weight = nn.Parameter(weight.clone())
+    return linear
+
+
+@pytest.mark.parametrize("emulate", [False, True], ids=["scaled_mm", "emulate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_output_and_gradients_have_the_bits_of_torchaos(recipe_name, dtype, emulate):
+    torchao = pytest.importorskip(
+        "torchao.float8", reason="torchao is not installed; it is only an oracle"
+    )
+    torch.manual_seed(0)
+    weight = 0.02 * torch.randn(96, 64)
+    weight[:, 5] *= (
+        4096  # next to it, others are small enough to lose bits under a scale for the whole tensor
+    )
+    weight = weight.to(dtype)
+    x = torch.randn(32, 64)
+    dy = torch.randn(32, 96).to(dtype) / 1e4
+
+    plain = nn.Linear(64, 96, bias=False)
+    plain.weight = nn.Parameter(weight.clone())
+    recipe = torchao.Float8LinearConfig.from_recipe_name(recipe_name)
+    recipe = replace(recipe, emulate=emulate)
+    (oracle,) = torchao.convert_to_float8_training(nn.Sequential(plain), config=recipe)
+    linear = make_linear(recipe_name, weight, emulate=emulate)
+    for name, change in INPUTS.items():
+        changed = change(x).to(dtype)
+        found = run_linear(linear, changed, dy)
+        expected = run_linear(oracle, changed, dy)
+        assert all(map(torch.equal, found, expected)), name
+
+
+# ---------------------------------------------------------------- on ranks
+
+
+def train_steps(rank: int, world_size: int, overrides: dict) -> list[float]:
+    """Worker: return the losses of three steps."""
+    run = compare.build_table_run(world_size, overrides)
+    return checkpoints.train(run, range(3))
+
+
+GATHERED = {
+    "dp2": (2, {}),
+    "dp3, rows that 3 does not divide": (
+        3,
+        {"training.local_batch_size": 2, "training.global_batch_size": 6},
+    ),
+    "dp2 x tp2": (4, {TP: 2}),
+    "hsdp2x2": (4, {REPLICATE: 2}),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_weights_that_travel_as_float8_are_the_same_as_weights_that_are_rounded_on_arrival(
+    pool, name
+):
+    n_ranks, layout = GATHERED[name]
+    layout = {**layout, **TWO_LAYERS}
+    losses = pool.run(train_steps, n_ranks, {**layout, **FLOAT8})
+    assert len(set(losses[0])) == 3
+    for gather in (GATHER, PRECOMPUTE):
+        assert pool.run(train_steps, n_ranks, {**layout, **gather}) == losses
+
+
+class Matmuls(TorchDispatchMode):
+    """Notes for each float8 matmul whether it may accumulate in fewer bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.fast: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._scaled_mm.default:
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False))
+            given.update(kwargs)
+            self.fast.append(given.get("use_fast_accum", False))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("recipe_name", "n_matmuls"),
+    [
+        ("tensorwise", 3),
+        ("rowwise", 3),
+        ("rowwise_with_gw_hp", 2),
+    ],
+)
+def test_activations_are_summed_fast_and_gradients_exactly(recipe_name, n_matmuls):
+    weight = torch.ones(32, 16)
+    linear = make_linear(recipe_name, weight, emulate=False)
+    x = torch.ones(48, 16)
+    dy = torch.ones(48, 32)
+    with Matmuls() as matmuls:
+        run_linear(linear, x, dy)
+    assert matmuls.fast == [True] + [False] * (n_matmuls - 1)
+
+
+def count_matmuls(rank: int, world_size: int, overrides: dict) -> int:
+    """Worker: float8 matmuls in one step."""
+    run = compare.build_table_run(world_size, overrides)
+    with Matmuls() as matmuls:
+        checkpoints.train(run, range(1))
+    return len(matmuls.fast)
+
+
+@pytest.mark.parametrize(
+    ("mode", "matmuls_per_linear"),
+    [
+        ("none", 3),
+        ("selective", 3),
+        ("full", 4),
+    ],
+)
+def test_per_op_recompute_keeps_what_float8_matmuls_gave(pool, mode, matmuls_per_linear):
+    keys = {**FLOAT8, MODE: mode, "model.n_layers": 1}
+    assert pool.run(count_matmuls, 1, keys) == [7 * matmuls_per_linear]
+
+
+def test_checkpoints_hold_high_precision_under_the_usual_names(pool, tmp_path):
+    rest = str(tmp_path), 2, Checkpoint(enable=True)
+    rank_0, _ = pool.run(
+        checkpoints.train_and_save,
+        2,
+        PRECOMPUTE,
+        *rest,
+    )
+    tensors, losses, *_ = rank_0
+    model = Llama3(TABLE_SIZES)
+    assert set(tensors) == {f"model.{fqn}" for fqn, _ in model.named_parameters()}
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    for overrides in (PRECOMPUTE, {}):
+        rank_0, _ = pool.run(
+            checkpoints.load_and_train,
+            2,
+            overrides,
+            *rest,
+        )
+        loaded, more, *_ = rank_0
+        assert checkpoints.list_differing(tensors, loaded) == []
+        assert (losses == more) == (overrides == PRECOMPUTE)  # of the steps that follow
+
+
+# ---------------------------------------------------------------- which layers
+
+TABLE_SIZES = resolve_model(compare.TABLE_CONFIG.model)
+
+
+@pytest.mark.parametrize("flavor", ["debug", "1B", "405B"])
+def test_the_plan_knows_every_linear_layer_of_the_model_but_the_head(flavor):
+    model_args = replace(FLAVORS[flavor], n_layers=2)
+    with torch.device("meta"):
+        model = Llama3(model_args)
+    linears = list_linears(model_args)
+    assert len(linears) == 14
+    for fqn, module in model.named_modules():
+        if type(module) is nn.Linear:
+            assert linears.pop(fqn) == module.weight.shape
+    assert not linears
+
+
+def test_layers_are_left_out_by_name_and_by_dims_on_every_rank():
+    linears = {
+        "layers.0.attention.wq": (64, 64),
+        "layers.0.attention.wk": (32, 64),
+        "layers.1.attention.wk": (24, 64),
+    }
+    wq, wk, _ = linears
+    assert plan_float8(linears, ["output"], tp=1) == [wq, wk]
+    assert plan_float8(linears, ["output"], tp=4) == [wq]
+    assert plan_float8(linears, ["wq", "layers.1"], tp=1) == [wk]
+
+
+@pytest.mark.parametrize("recipe_name", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("flavor", ["1B", "8B", "70B"])
+def test_layers_that_are_too_small_are_those_of_torchao(flavor, recipe_name):
+    torchao = pytest.importorskip(
+        "torchao.float8", reason="torchao is not installed; it is only an oracle"
+    )
+    names = ["output", "auto_filter_small_kn"]
+    computes = torchao._auto_filter_for_recipe(recipe_name, names)
+    linears = list_linears(replace(FLAVORS[flavor], n_layers=1))
+    expected = []
+    for fqn, (out_features, in_features) in linears.items():
+        linear = nn.Linear(in_features, out_features, device="meta")
+        if computes(linear, fqn):
+            expected.append(fqn)
+    assert plan_float8(linears, names, 1, recipe_name) == expected
+
+
+# ---------------------------------------------------------------- config
+
+LACK = ["A100-SXM4-80GB", "A10G", "GeForce RTX 3090 Ti", "RTX A6000"]
+HAVE = ["H100 80GB HBM3", "L4", "GeForce RTX 4090", "RTX 2000 Ada Generation", "B200"]
+
+
+@pytest.mark.parametrize("name", [*HAVE, *LACK])
+def test_a_gpu_without_float8_is_refused_and_may_emulate(name):
+    machine = Machine("cuda", 2, 80 * GIB, f"NVIDIA {name}")
+    keys = ["--model.converters=float8"]
+    is_refused = bool(check_machine(read_config(keys).config, machine))
+    assert is_refused == (name in LACK)
+    keys.append("--quantize.linear.float8.emulate")
+    assert check_machine(read_config(keys).config, machine) == []

@@ -1,0 +1,107 @@
+"""Mistakes that one process and every layout would share, or that only large sizes show: `verify` cannot see them."""
+
+import compare
+import pytest
+import torch
+import torch.nn.functional as F
+import warm_start
+from layouts import TP
+from made_corpora import write_corpus
+
+from torchtitan_lite.model.head import ChunkedLoss
+from torchtitan_lite.model.moe import Router
+from torchtitan_lite.models.llama3.table import FLAVORS
+from torchtitan_lite.parallel.initial_weights import copy_local_shard
+from torchtitan_lite.step import train_step
+
+
+def test_each_shard_of_a_large_vocabulary_finds_its_own_targets():
+    logits, targets = torch.randn(3, 2**17), torch.tensor([5, 2**16 + 5, 2**17 - 1])
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    for first_id in (0, 2**16):
+        shard = logits[:, first_id : first_id + 2**16]
+        loss = ChunkedLoss(0)
+        loss.combine = lambda log_total, of_target: (torch.zeros_like(log_total), of_target)
+        found, _ = loss.differentiate(
+            shard.clone(), targets, with_gradient=False, first_id=first_id
+        )
+        is_here = (targets >= first_id) & (targets < first_id + 2**16)
+        right = -(logits.gather(1, targets[:, None])[:, 0] * is_here).sum()
+        assert found.item() == pytest.approx(right.item(), rel=1e-5)
+    whole, _ = ChunkedLoss(0).differentiate(logits.clone(), targets, with_gradient=False)
+    assert whole.item() == pytest.approx(expected.sum().item(), rel=1e-5)
+
+
+def test_a_large_initial_weight_is_copied_to_its_end():
+    full = torch.randn(2**21 + 5)
+    parameter = torch.zeros_like(full)
+    copy_local_shard(parameter, full)
+    assert torch.equal(parameter, full)
+
+
+def test_a_router_computes_in_float32_whatever_its_tokens_and_weights_are(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        Router, "choose", lambda router, scores: seen.append(scores) or scores.topk(2).indices
+    )
+    router = Router(16, FLAVORS["debug_moe"].moe)
+    router.weight = torch.nn.Parameter(torch.randn(8, 16).bfloat16())
+    router.reset(torch.device("cpu"))
+    x = torch.randn(2, 3, 16).bfloat16()
+    weights, _ = router(x)
+    assert weights.dtype == seen[0].dtype == torch.float32
+    assert torch.equal(seen[0], F.linear(x.float(), router.weight.float()).softmax(-1))
+
+
+def count_wrong_norms(rank: int, world_size: int) -> list[float]:
+    """Worker: run a step in bfloat16. Return the share of each norm's outputs that differ from float32."""
+    run = compare.build_table_run(world_size, {TP: 2, "training.mixed_precision_param": "bfloat16"})
+    shares = []
+
+    def compare_norm(norm, args, output):
+        x = args[0].float()
+        right = (
+            x
+            * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+            * compare.local(norm.weight).float()
+        )
+        shares.append((output != right.to(output.dtype)).float().mean().item())
+
+    for module in run.parts[0].modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            module.register_forward_hook(compare_norm)
+    train_step(run, compare.own_rows(run, compare.make_batch(0, 256)))
+    return shares
+
+
+def test_each_tp_rank_computes_norms_in_float32_in_a_run_in_bfloat16(pool):
+    for shares in pool.run(count_wrong_norms, 2):
+        assert len(shares) >= 9 and max(shares) < 0.01
+
+
+def test_a_run_logs_rate_and_norm_of_each_step_and_validates_other_documents_without_effect(
+    pool, tmp_path
+):
+    keys = [
+        *warm_start.write_letters(tmp_path / "letters"),
+        f"--training.dataset={tmp_path / 'abc'}",
+    ]
+    write_corpus(tmp_path / "abc", [[[97, 98, 99] * 50] * 20], validation=[[[120, 121, 122] * 50]])
+    keys += ["--training.steps=4", "--lr_scheduler.warmup_steps=2", "--lr_scheduler.total_steps=5"]
+    keys += [
+        "--optimizer.lr=0.01",
+        "--training.max_norm=0.1",
+        "--checkpoint.no_enable",
+        "--validation.freq=1",
+    ]
+    for option in ("enable", "no_enable"):
+        options = [f"--validation.{option}", f"--job.dump_folder={tmp_path / option}"]
+        assert pool.run(warm_start.start, 1, [*keys, *options]) == [0]
+    losses, rates, norms, held_out = (
+        list(warm_start.read_losses(tmp_path / "enable", name).values())
+        for name in ("loss", "lr", "grad_norm", "val_loss")
+    )
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.01 * 2 / 3])
+    assert min(norms) > 0.2, "before clipping"
+    assert losses == list(warm_start.read_losses(tmp_path / "no_enable").values())
+    assert losses[3] < losses[0] - 0.5 and held_out[3] > losses[0]

@@ -1,0 +1,157 @@
+"""Weights loaded on many ranks: each reads its shards, and together they have what the folder has."""
+
+from pathlib import Path
+
+import checkpoints
+import compare
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import ADAMW, PP, REPLICATE, SCHEDULE, TP
+from safetensors.torch import load_file
+from their_llama import make_their_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from watching import PeakMemory
+
+from torchtitan_lite.checkpoint.hugging_face import load_weights
+from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
+from torchtitan_lite.checkpoint.load import load_initial
+from torchtitan_lite.checkpoint.save import choose_tensors
+from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.schema import Checkpoint
+
+MODEL_ARGS = compare.resolve_model(compare.TABLE_CONFIG.model)
+SIX = {"training.global_batch_size": 6}  # a batch that three ranks can share
+EP = "parallelism.expert_parallel_degree"
+SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "head_dim": 24, "vocab_size": 64}
+EXPERTS = {"n_experts": 8, "top_k": 2, "expert_ffn_dim": 128}
+MIXTRAL = {"model.flavor": "debug_moe"} | {f"model.{key}": value for key, value in SIZES.items()}
+MIXTRAL |= {f"flavor.{key}": value for key, value in EXPERTS.items()}
+QWEN = MIXTRAL | {"flavor.qk_norm": True, "model.ffn_dim": 48, "flavor.n_first_dense_layers": 1}
+QWEN |= {"flavor.norm_eps": 1e-6}
+LAYOUTS = {  # ranks, overrides
+    "dp3, uneven shards that cut through heads": (3, SIX),
+    "tp4": (4, {TP: 4}),
+    "hsdp2x2": (4, {REPLICATE: 2}),
+    "pp2 x dp2 x tp2 Interleaved1F1B": (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"}),
+    "dp4, ep2, two experts of each rank": (4, QWEN | {EP: 2}),
+    "dp4, experts of which each rank has a quarter": (4, MIXTRAL | {"flavor.n_experts": 6}),
+    "tp2, ep2": (2, QWEN | {TP: 2, EP: 2}),
+    "pp2 x dp2, ep2": (4, MIXTRAL | {PP: 2, EP: 2}),
+}
+SLOW = ["hsdp2x2", "pp2 x dp2 x tp2 Interleaved1F1B"]
+
+
+def save_theirs(folder: Path, args: ModelArgs) -> Path:
+    """Save a model that transformers initializes, a dense one in several files. No two norms are equal."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(make_their_config(args))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape)
+    model.save_pretrained(folder, max_shard_size="1GB" if args.moe else "200KB")
+    return folder
+
+
+def load_in_one_process(folder: Path) -> dict[str, Tensor]:
+    opened = open_folder(folder)
+    tensors = {fqn: torch.empty(size) for fqn, size in list_tensors(opened.model_args).items()}
+    load_weights(opened, tensors)
+    return tensors
+
+
+def load_shards(
+    rank: int, world_size: int, overrides: dict, source: str
+) -> tuple[dict[str, Tensor], int]:
+    """Worker: return what was loaded, and the peak of bytes besides its shards."""
+    run = compare.build_table_run(world_size, overrides)
+    own = [compare.local(tensor) for tensor in run.saved.values()]
+    with torch.no_grad():
+        for tensor in own:
+            tensor.fill_(torch.nan)
+    loading = PeakMemory()
+    loading.know(own)
+    with loading:
+        load_weights(open_folder(Path(source)), run.saved)
+    assert not any(bias.any() for fqn, bias in run.saved.items() if fqn.endswith("expert_bias"))
+    return compare.gather(run, lambda parameter: parameter), loading.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS],
+)
+def test_a_folder_is_loaded_on_any_layout_bit_by_bit(pool, tmp_path, name):
+    world_size, overrides = LAYOUTS[name]
+    args = compare.resolve_model(compare.override(compare.TABLE_CONFIG, overrides).model)
+    folder = save_theirs(tmp_path, args)
+    results = pool.run(load_shards, world_size, overrides, str(folder))
+    loaded = checkpoints.merge_states([tensors for tensors, _ in results])
+    assert checkpoints.list_differing(loaded, load_in_one_process(folder)) == []
+    largest = max(
+        tensor.nbytes
+        for path in folder.glob("*.safetensors")
+        for tensor in load_file(path).values()
+    )
+    assert all(
+        peak <= 2 * largest for _, peak in results
+    )  # one mapped tensor, and its rows in our order
+
+
+def load_and_save(rank: int, world_size: int, overrides: dict, out: str, **keys) -> tuple:
+    """Worker: load as train.py does, and save step 5 as [checkpoint] says. Return the step and what was loaded."""
+    run = compare.build_table_run(world_size, overrides)
+    section, of_run = Checkpoint(enable=True, **keys), (run.parameters, run.optimizer)
+    step = load_initial(*of_run, run.lr_scheduler, section=section, group=dist.group.WORLD)
+    with checkpoints.make_saver(out, section, run.optimizer) as saver:
+        saver.save(5, choose_tensors(*of_run, section=section, is_last=True))
+    return step, compare.gather(run, lambda parameter: parameter)
+
+
+def test_a_run_starts_with_a_folder_and_saves_weights_alone_in_the_export_dtype(pool, tmp_path):
+    source = save_theirs(tmp_path / "hf", MODEL_ARGS)
+    keys = {
+        "initial_load_path": str(source),
+        "last_save_model_only": True,
+        "export_dtype": "bfloat16",
+    }
+    results = pool.run(load_and_save, 4, {PP: 2, TP: 2}, str(tmp_path), **keys)
+    expected = load_in_one_process(source)
+    assert (
+        checkpoints.list_differing(
+            checkpoints.merge_states([loaded for _, loaded in results]), expected
+        )
+        == []
+    )
+    rounded = {f"model.{fqn}": weight.bfloat16() for fqn, weight in expected.items()}
+    assert checkpoints.list_differing(checkpoints.read_tensors(tmp_path / "step-5"), rounded) == []
+
+    # Weights alone, opened on another layout: the run has the rounded numbers, and starts at step 0.
+    keys = {"initial_load_path": str(tmp_path / "step-5")}
+    results = pool.run(load_and_save, 4, {TP: 4}, str(tmp_path / "next"), **keys)
+    assert {step for step, _ in results} == {0}
+    loaded = {f"model.{fqn}": weight for fqn, weight in results[0][1].items()}
+    assert (
+        checkpoints.list_differing(
+            loaded, {name: weight.float() for name, weight in rounded.items()}
+        )
+        == []
+    )
+
+
+def test_a_run_may_continue_with_the_step_and_optimizer_of_another(pool, tmp_path):
+    pool.run(
+        checkpoints.train_and_save, 2, {TP: 2, **ADAMW}, str(tmp_path), 3, Checkpoint(enable=True)
+    )
+    start = {"initial_load_path": str(tmp_path / "step-3"), "initial_load_model_only": False}
+    results = pool.run(load_and_save, 2, ADAMW, str(tmp_path / "next"), **start)
+    assert {step for step, _ in results} == {3}
+    first, second = (
+        checkpoints.read_tensors(path)
+        for path in (tmp_path / "step-3", tmp_path / "next" / "step-5")
+    )
+    assert (
+        any(name.endswith(".exp_avg_sq") for name in first)
+        and checkpoints.list_differing(first, second) == []
+    )

@@ -1,0 +1,101 @@
+"""The heart of the tests: every layout computes the single-device model, and each refused one really does not."""
+
+from functools import partial
+from unittest.mock import patch
+
+import compare
+import pytest
+from layouts import (
+    BFLOAT16_LAYOUTS,
+    COMPILED,
+    CP,
+    CROSSES,
+    DOCUMENTS,
+    FAST,
+    FLOAT8_LAYOUTS,
+    LAYOUTS,
+    MODE,
+    PP,
+    RING,
+    SCHEDULE,
+    SLOW_FLOAT8_LAYOUTS,
+    ZERO,
+    Row,
+)
+
+from torchtitan_lite.config import layout
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.tools.verify.precision import try_precision
+from torchtitan_lite.tools.verify.ranks import RankFailure
+from torchtitan_lite.tools.verify.trial import make_trial
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [*FAST, *map(slow, CROSSES)])
+def test_layout_computes_the_single_device_model(pool, tmp_path, name):
+    trial = compare.try_row(LAYOUTS[name], pool.run, tmp_path)
+    assert trial.faults == {}, trial.culprit
+
+
+@pytest.mark.parametrize("name", BFLOAT16_LAYOUTS)
+def test_layout_rounds_to_bfloat16_where_one_rank_does(pool, tmp_path, name):
+    assert (
+        try_precision(
+            "bfloat16", compare.reduce_row(BFLOAT16_LAYOUTS[name]), pool.run, tmp_path
+        ).faults
+        == {}
+    )
+
+
+@pytest.mark.parametrize("name", [*FLOAT8_LAYOUTS, *map(slow, SLOW_FLOAT8_LAYOUTS)])
+def test_layout_rounds_to_float8_where_one_rank_does(pool, tmp_path, name):
+    reduction = compare.reduce_row((FLOAT8_LAYOUTS | SLOW_FLOAT8_LAYOUTS)[name])
+    assert try_precision("float8", reduction, pool.run, tmp_path).faults == {}
+
+
+# ---------------------------------------------------------------- refused
+
+SPLIT = {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none"}
+# Key of the problem, a run that is refused, and how it fails: words of the crash, or the wrong measure. The day a torch
+# release repairs one, a test fails and says so.
+REFUSED = [
+    (SCHEDULE, Row(4, {**SPLIT, ZERO: 3}), "gradients"),
+    slow(SCHEDULE, Row(4, {**SPLIT, ZERO: 3, SCHEDULE: "InterleavedZeroBubble"}), "gradients"),
+    slow(SCHEDULE, Row(4, {**SPLIT, ZERO: 3, SCHEDULE: "DualPipeV"}), "gradients"),
+    (MODE, Row(2, {**SPLIT, MODE: "selective"}), "backward an extra time"),
+    slow("compile.enable", Row(2, {**SPLIT, **COMPILED}), "Output gradient: None"),
+    (
+        "parallelism.context_parallel_rotate_method",
+        Row(2, {CP: 2, **RING, **DOCUMENTS}),
+        "KeyError",
+    ),
+]
+
+
+def refuse_nothing():
+    return patch.object(layout, "find_refused", lambda *args: [])
+
+
+@pytest.mark.parametrize(("key", "row", "symptom"), REFUSED)
+def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, key, row, symptom):
+    config = compare.complete(row.overrides, row.world_size)
+    with pytest.raises(ConfigError) as refusal:
+        layout.plan_layout(config, resolve_model(config.model), row.world_size)
+    assert key in {problem.key for problem in refusal.value.problems}
+
+    run_ranks = compare.ranks_inside(pool, refuse_nothing)
+    trial = make_trial("table", lambda: compare.try_row(row, run_ranks, tmp_path))
+    assert any(symptom in text for fault in trial.faults.items() for text in fault), (
+        f"{key}: see find_refused"
+    )
+
+
+# ---------------------------------------------------------------- the pool
+
+
+def test_pool_names_the_failing_rank_and_works_again_afterwards(pool):
+    with pytest.raises(RankFailure, match="rank 1 of 2"):
+        pool.run(compare.fail_on, 2, 1)
+    assert pool.run(compare.all_ranks_agree, 2, "alive") == [True, True]

@@ -1,0 +1,188 @@
+"""Muon: torch.optim.Muon on one process, the same update on every layout, checkpoints, and what plan and check say."""
+
+from unittest.mock import patch
+
+import compare
+import pytest
+import torch
+from checkpoints import list_differing, load_and_train, merge_states, train_and_save
+from layouts import ACCUMULATION_4, CP, EP, FIVE_EXPERTS, MODE, MOE, PP, REPLICATE, SHARED, TP, ZERO
+from measure_memory import MODEL, plan
+from mutants_of_muon import MUON
+from test_costs import assert_equal_traffic
+
+from torchtitan_lite.components.optim import build_optimizer
+from torchtitan_lite.config.machine import GIB, Machine
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Checkpoint, Optimizer
+from torchtitan_lite.preflight import preflight
+from torchtitan_lite.tools.plan.cluster import CLUSTERS
+from torchtitan_lite.tools.plan.dry_run import dry_run
+from torchtitan_lite.tools.plan.explain import describe_step
+from torchtitan_lite.tools.plan.forecast import list_memory
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
+from torchtitan_lite.tools.plan.step_time import StepTime
+from torchtitan_lite.tools.plan.timeline import plan_order
+from torchtitan_lite.tools.plan.transfers import estimate_traffic
+from torchtitan_lite.tools.verify.plain import Inputs
+from torchtitan_lite.tools.verify.trial import try_layout
+
+H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3")
+SECTION = Optimizer(name="Muon", lr=0.02, beta2=0.9)
+HIDDEN = {
+    "attention.wq.weight": (48, 48),
+    "feed_forward.w1.weight": (96, 48),
+    "feed_forward.w2.weight": (33, 70),
+}
+OTHERS = {
+    "tok_embeddings.weight": (96, 48),
+    "output.weight": (96, 48),
+    "layers.0.ffn_norm.weight": (48,),
+}
+OTHERS |= {"layers.0.feed_forward.router.weight": (8, 48)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_one_process_it_is_torchs_muon_and_torchs_adamw(dtype):
+    """torch computes in bfloat16 only, by Tensor.bfloat16. Experts are a batch of matrices."""
+    sizes = {f"layers.0.{name}": size for name, size in HIDDEN.items()} | OTHERS
+    own = {name: torch.ones(size, requires_grad=True) for name, size in sizes.items()}
+    theirs = {name: torch.ones(size, requires_grad=True) for name, size in sizes.items()}
+    experts = torch.ones(3, 48, 24, requires_grad=True)
+    theirs |= {f"layers.0.expert {n}": torch.ones(48, 24, requires_grad=True) for n in range(3)}
+    optimizer = build_optimizer(
+        SECTION, {**own, "layers.0.feed_forward.experts.w1": experts}, dtype
+    )
+    hidden = [weight for name, weight in theirs.items() if name not in OTHERS]
+    oracle = torch.optim.Muon(
+        hidden, SECTION.lr, SECTION.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW(
+        [theirs[name] for name in OTHERS], SECTION.lr, (0.9, 0.9), weight_decay=0.1
+    )
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for weight in theirs.values():
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        for name, weight in own.items():
+            weight.grad = theirs[name].grad.clone()
+        experts.grad = torch.stack([theirs[f"layers.0.expert {n}"].grad for n in range(3)])
+        optimizer.step()
+        with patch.object(
+            torch.Tensor, "bfloat16", getattr(torch.Tensor, dtype.replace("float32", "float"))
+        ):
+            oracle.step()
+        adamw.step()
+    own |= {f"layers.0.expert {n}": expert for n, expert in enumerate(experts)}
+    bound = (
+        1e-6 if dtype == "float32" else 1e-2
+    )  # in bfloat16, a batch of matrices may be summed in another order
+    assert max(compare.relative_error(own[name], theirs[name]) for name in theirs) < bound
+    assert set(optimizer.state[own["layers.0.attention.wq.weight"]]) == {"momentum_buffer"}
+    assert set(optimizer.state[own["output.weight"]]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+LAYOUTS = {
+    "one rank": (1, {}),
+    "dp4": (4, {}),
+    "dp3, odd sizes and an empty slice": (3, {"training.global_batch_size": 6, "model.ffn_dim": 4}),
+    "hsdp2x2": (4, {REPLICATE: 2}),
+    "dp2, ZeRO 2": (2, {ZERO: 2, **ACCUMULATION_4}),
+    "dp2 x tp2": (4, {TP: 2}),
+    "cp2 x tp2": (4, {CP: 2, TP: 2}),
+    "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2}),
+    "debug_moe_3d": (8, {**MOE, PP: 2, TP: 2, EP: 4}),
+    "experts whose matrices FSDP cuts": (4, FIVE_EXPERTS),
+    "shared experts": (4, {**SHARED, EP: 2, TP: 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_and_state_are_those_of_one_process(pool, tmp_path, name):
+    """Five steps, some clipped and some skipped. Updates may differ by 1e-5."""
+    world_size, keys = LAYOUTS[name]
+    trial = try_layout(
+        name,
+        compare.complete({**MUON, **keys}, world_size),
+        world_size,
+        pool.run,
+        tmp_path,
+        Inputs(),
+    )
+    assert not trial.faults and {"state", "updates"} <= trial.measures.keys()
+
+
+@pytest.mark.parametrize(("world_size", "keys"), [(4, {}), (4, {REPLICATE: 2}), (2, {TP: 2})])
+def test_a_checkpoint_is_resumed_on_another_layout(pool, tmp_path, world_size, keys):
+    section, common = Checkpoint(enable=True, keep_latest_k=0), {**MUON, MODE: "none"}
+    saved = pool.run(train_and_save, 8, {PP: 2, TP: 2, **common}, str(tmp_path), 2, section)
+    opened = pool.run(load_and_train, world_size, {**keys, **common}, str(tmp_path), 2, section)
+    state, opened_state, last, opened_last = (
+        merge_states(r[i] for r in run) for i in (0, 2) for run in (saved, opened)
+    )
+    assert "optimizer.layers.3.attention.wq.weight.momentum_buffer" in state
+    assert list_differing(opened_state, state) == []
+    assert opened[0][1] == pytest.approx(saved[0][1], rel=1e-4)
+    assert (
+        max(
+            compare.relative_error(opened_last[name], last[name])
+            for name in last
+            if "model." in name
+        )
+        < 1e-3
+    )
+
+
+# ---------------------------------------------------------------- plan, explain, check
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in LAYOUTS if name not in ("one rank", "dp2, ZeRO 2")]
+)
+def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
+    world_size, keys = LAYOUTS[name]
+    keys = {**MODEL, **MUON, **keys, "training.mixed_precision_param": "bfloat16"}
+    with_adamw, planned = (
+        PlannedRun("table", *plan(world_size, keys | {"optimizer.name": name}, "cuda"), "cuda")
+        for name in ("AdamW", "Muon")
+    )
+    order = plan_order(planned.config.parallelism, planned.layout)
+    for pp_rank in {0, planned.layout.pp - 1}:
+        closed, run = estimate_traffic(planned.workload, pp_rank, order), dry_run(planned, pp_rank)
+        assert_equal_traffic(closed, run.traffic)
+        assert any(call.site.line.startswith("components/muon.py") for call in run.collectives)
+        moments = [
+            list_memory(each.workload, order)[pp_rank].optimizer for each in (with_adamw, planned)
+        ]
+        weights = {
+            fqn: p
+            for fqn, p in run.parameters.items()
+            if fqn.startswith("layers.") and "router" not in fqn
+        }
+        n_hidden = sum(
+            compare.local(weight).numel() for weight in weights.values() if weight.dim() > 1
+        )
+        assert moments[0] - moments[1] == 4 * n_hidden
+
+
+def test_plan_of_the_8b_adds_newton_schulz_to_the_step_and_explain_tells_it():
+    """0.67 PFLOP on 8 GPUs, by hand, at 0.65 of the peak less the edges of small matmuls; 2 x 1.4 GiB at 360 GB/s."""
+    runs = [
+        plan_run(["--config", "llama3_8b", f"--optimizer.name={name}"], 8, "cuda")
+        for name in ("Muon", "AdamW")
+    ]
+    muon, adamw = (StepTime(run.workload, CLUSTERS["h100"]).optimizer_s for run in runs)
+    assert muon - adamw == pytest.approx(
+        0.67e15 / 8 / (989e12 * 0.65) + 2 * 1.42 * 2**30 / 360e9, rel=0.3
+    )
+    assert "each hidden matrix is sent to one rank" in describe_step(runs[0])
+
+
+@pytest.mark.parametrize(
+    "key", ["optimizer.moments_dtype=bfloat16", "training.enable_cpu_offload=true"]
+)
+def test_what_it_cannot_do_is_refused(key):
+    with pytest.raises(ConfigError, match=key.partition("=")[0]):
+        preflight(
+            ["--config", "debug", "--optimizer.name=Muon", f"--{key}"], machine=H100, n_ranks=2
+        )

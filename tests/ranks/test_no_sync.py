@@ -1,0 +1,201 @@
+"""Nothing inside a step makes the host wait for the device: no number is read, no shape depends on data.
+
+A host that waits cannot queue the next kernels, and the device then waits for the host. On a CPU nothing waits, but the
+operators that would are called all the same, and a dispatch mode sees them: below DTensor, in backward, in collectives,
+in the optimizer. Copies between devices it cannot see; those CUDA itself reports, in the last test.
+"""
+
+from unittest.mock import patch
+
+import compare
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import (
+    ACCUMULATION_4,
+    ADAMW,
+    BFLOAT16,
+    CP,
+    DOCUMENTS,
+    EP,
+    MODE,
+    PP,
+    PRECOMPUTE,
+    RING,
+    ROWWISE,
+    TP,
+    TWO_LAYERS,
+)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan_lite import build
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.parallel import expert_parallel
+from torchtitan_lite.parallel.mesh import build_mesh
+
+# What reads a number, or has as many results as the data say.
+WAITING = (
+    "_local_scalar_dense is_nonzero equal allclose nonzero masked_select unique_dim _unique _unique2 "
+    "unique_consecutive unique_dim_consecutive bincount histc repeat_interleave.Tensor _assert_async"
+).split()
+BY_MASK = (
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_unsafe_index",
+)  # masks among the indices count
+
+EXPERTS = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 48}
+
+RUNS = {
+    "one rank": (1, {}),
+    "one rank, accumulation": (1, {"training.local_batch_size": 2}),
+    "one rank, bf16": (1, BFLOAT16),
+    "one rank, bf16 moments": (1, {"optimizer.moments_dtype": "bfloat16"}),
+    "one rank, documents": (1, DOCUMENTS),
+    "one rank, float8": (1, ROWWISE),
+    "dp2, float8 gathered": (2, PRECOMPUTE),
+    "dp2 x tp2": (4, {TP: 2}),
+    "dp2 x tp2, bf16 moments": (4, {TP: 2, "optimizer.moments_dtype": "bfloat16"}),
+    "pp2": (2, {PP: 2}),
+    "cp2": (2, {CP: 2}),
+    "one rank, experts": (1, EXPERTS),
+    "dp2 x tp2, experts without ep": (4, {TP: 2, **EXPERTS}),
+    "cp2, ring": (2, {CP: 2, **RING}),
+}
+
+
+class HostWaits(AssertionError):
+    pass
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises HostWaits where an operator would make the host wait for a device."""
+
+    def __enter__(self):
+        # These two read memory without an operator.
+        self.readers = [patch.object(Tensor, name, refuse_reading) for name in ("tolist", "numpy")]
+        for reader in self.readers:
+            reader.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        for reader in self.readers:
+            reader.stop()
+        return super().__exit__(*exception)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
+            return NotImplemented  # a DTensor and its like: what they do with the tensors inside is looked at
+        name, overload = operator.__name__.split(".", 1)
+        if (
+            name in WAITING
+            or f"{name}.{overload}" in WAITING
+            or (name in BY_MASK and counts_by_mask(*args))
+        ):
+            raise HostWaits(f"{operator} makes the host wait for the device")
+        return operator(*args, **(kwargs or {}))
+
+
+def counts_by_mask(
+    tensor: Tensor, indices: list[Tensor | None], values: Tensor | None = None, *_: object
+) -> bool:
+    """Whether it must count what a mask selects. To write one number it fills instead."""
+    masked = any(index is not None and index.dtype is torch.bool for index in indices)
+    return masked and (values is None or values.numel() > 1)
+
+
+def refuse_reading(tensor: Tensor, *args: object) -> None:
+    raise HostWaits("the host reads a tensor")
+
+
+def test_the_watcher_sees_what_waits():
+    x = torch.ones(3)
+    for read in (lambda: x.max().item(), lambda: x.tolist(), x.nonzero, x.unique, lambda: x[x > 0]):
+        with NoWaiting(), pytest.raises(HostWaits):
+            read()
+
+
+def list_waits(rank: int, world_size: int, runs: dict[str, dict[str, object]]) -> dict[str, str]:
+    """Worker: name of run -> what made the host wait in its second step, when everything is allocated and planned."""
+    waits = {}
+    for name, overrides in runs.items():
+        run = compare.build_table_run(world_size, {**ADAMW, **TWO_LAYERS, **overrides})
+        vocab_size = resolve_model(run.config.model).vocab_size
+        batches = [
+            compare.own_rows(run, compare.make_batch(step, vocab_size, documents=True))
+            for step in range(2)
+        ]
+        stepping.train_step(run, batches[0])
+        try:
+            with NoWaiting():
+                result = stepping.train_step(run, batches[1])
+            assert result.finite
+        except HostWaits as error:
+            waits[name] = str(error)
+    return waits
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+def test_no_host_waits_for_the_device_inside_a_step(pool, n_ranks):
+    runs = {
+        name: overrides for name, (world_size, overrides) in RUNS.items() if world_size == n_ranks
+    }
+    assert pool.run(list_waits, n_ranks, runs) == [{}] * n_ranks
+
+
+def count_waits(rank: int, world_size: int, overrides: dict[str, object]) -> int:
+    """Worker: how often the host reads the rows of an all-to-all in a step."""
+    run = compare.build_table_run(world_size, overrides)
+    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    with patch.object(
+        expert_parallel, "read_splits", side_effect=expert_parallel.read_splits
+    ) as reader:
+        stepping.train_step(run, batch)
+    return reader.call_count
+
+
+@pytest.mark.parametrize(("mode", "n_waits"), [("none", 2 * 4), ("full", 2 * 2 * 4)])
+def test_with_ep_the_host_waits_once_a_layer_and_microbatch_and_again_where_it_is_recomputed(
+    pool, mode, n_waits
+):
+    overrides = {EP: 2, MODE: mode, **ACCUMULATION_4, **EXPERTS, **TWO_LAYERS}
+    assert pool.run(count_waits, 2, overrides) == [n_waits] * 2
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    """A GPU, and a group of one rank on it."""
+    device = torch.device("cuda", 0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    yield device
+    torch.cuda.set_sync_debug_mode("default")
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: CUDA itself reports what waits for it"
+)
+@pytest.mark.parametrize(
+    "name", [name for name, (world_size, _) in RUNS.items() if world_size == 1]
+)
+def test_cuda_sees_no_wait_inside_a_step(gpu, name):
+    config = compare.complete({**ADAMW, **RUNS[name][1]}, world_size=1)
+    shape = resolve_model(config.model)
+    layout = plan_layout(config, shape, world_size=1)
+    config = resolve_config(config, layout, "cuda")
+    run = build.build_run(config, shape, layout, build_mesh(layout, "cuda"), gpu)
+    batches = [
+        compare.make_batch(step, shape.vocab_size, documents=True).to(gpu) for step in range(2)
+    ]
+    stepping.train_step(run, batches[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # raises in the operator that waits
+    result = stepping.train_step(run, batches[1])
+    torch.cuda.set_sync_debug_mode("default")
+    assert result.finite

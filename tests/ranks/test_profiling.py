@@ -1,0 +1,108 @@
+"""Profiling: where traces and snapshots are, what they hold, and the table in the log."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import warm_start
+
+from torchtitan_lite.components.profiling import profile_steps
+from torchtitan_lite.config.schema import Profiling
+
+# torch says so at the end of the first period; that is what we want.
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
+
+
+def run_loop(section: Profiling, folder, *, n_steps: int, resumed_step: int = 0) -> None:
+    """Step n multiplies an (n, n) matrix, so that a trace tells which steps are in it."""
+    with profile_steps(section, folder, rank=1, resumed_step=resumed_step) as end_step:
+        for step in range(resumed_step + 1, resumed_step + n_steps + 1):
+            torch.ones(step, step) @ torch.ones(step, step)
+            end_step()
+
+
+def list_traces(folder) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.json"))
+
+
+def traced_matmuls(path) -> list[int]:
+    """Steps whose matrix product the trace holds."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return [
+        event["args"]["Input Dims"][0][0] for event in events if event.get("name") == "aten::mm"
+    ]
+
+
+@pytest.mark.parametrize("resumed_step", [0, 100])
+def test_traces_hold_the_last_steps_of_every_whole_period_and_bear_their_number(
+    tmp_path, resumed_step
+):
+    period = {"profile_freq": 3, "profiler_warmup": 1, "profiler_active": 2}
+    section = Profiling(enable_profiling=True, save_traces_folder="elsewhere", **period)
+    run_loop(section, tmp_path, n_steps=8, resumed_step=resumed_step)
+    steps = [resumed_step + 3, resumed_step + 6]
+    assert list_traces(tmp_path) == [f"elsewhere/step-{step}/rank-1.json" for step in steps]
+    for step in steps:
+        assert traced_matmuls(tmp_path / f"elsewhere/step-{step}/rank-1.json") == [step - 1, step]
+
+
+def test_train_py_traces_every_rank_and_rank_0_logs_what_took_the_time(pool, tmp_path):
+    keys = [
+        *warm_start.write_letters(tmp_path / "letters"),
+        f"--job.dump_folder={tmp_path}",
+        "--training.steps=2",
+    ]
+    keys += [
+        "--profiling.enable_profiling",
+        "--profiling.profile_freq=2",
+        "--profiling.profiler_warmup=1",
+    ]
+    assert pool.run(warm_start.start, 2, keys) == [0, 0]
+    assert list_traces(tmp_path / "traces") == ["step-2/rank-0.json", "step-2/rank-1.json"]
+    log = (tmp_path / "log.txt").read_text()
+    assert f" step 2 traced to {tmp_path}/traces/step-2/rank-0.json\n" in log and "Self CPU" in log
+
+
+# ---------------------------------------------------------------- memory snapshots
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Calls of CUDA's record of allocations, which a stub answers."""
+    asked = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **options: asked.append(options))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
+    return asked
+
+
+def list_snapshots(folder) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.pickle"))
+
+
+def test_memory_is_written_after_every_period_beside_traces_and_recorded_no_longer_than_the_loop(
+    tmp_path, recording
+):
+    section = Profiling(
+        enable_memory_snapshot=True, enable_profiling=True, profile_freq=3, profiler_warmup=1
+    )
+    run_loop(section, tmp_path, n_steps=7, resumed_step=10)
+    assert list_snapshots(tmp_path) == [
+        f"memory_snapshot/step-{step}/rank-1.pickle" for step in (13, 16)
+    ]
+    assert list_traces(tmp_path) == [f"traces/step-{step}/rank-1.json" for step in (13, 16)]
+    assert [sorted(options) for options in recording] == [["max_entries"], ["enabled"]]
+    assert recording[1] == {"enabled": None}
+
+
+def test_where_memory_runs_out_it_is_written_and_the_error_goes_on(tmp_path, recording):
+    section = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder="memory")
+    with pytest.raises(RuntimeError), profile_steps(section, tmp_path, rank=0) as end_step:
+        end_step()
+        raise RuntimeError("a pipeline stage failed") from torch.OutOfMemoryError(
+            "CUDA out of memory"
+        )
+    assert list_snapshots(tmp_path) == ["memory/step-2-out-of-memory/rank-0.pickle"]
+    assert list_traces(tmp_path) == []
+    assert recording[-1] == {"enabled": None}

@@ -1,0 +1,102 @@
+"""Every optimizer x every way to save: a resumed run is bit-equal to the unbroken one."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import compare
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import list_differing, make_saver, make_snapshots, train
+from layouts import MODE, MOE, OFFLOAD, TWO_LAYERS
+
+from torchtitan_lite.checkpoint.load import Saved, restore
+from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
+from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.reader import KEYS
+from torchtitan_lite.config.schema import Checkpoint
+
+# The learning rate changes in every step, so that a shifted schedule changes the weights.
+SCHEDULE = {
+    "lr_scheduler.warmup_steps": 3,
+    "lr_scheduler.total_steps": 6,
+    "lr_scheduler.decay_ratio": None,
+}
+NAME, IMPLEMENTATION, MOMENTS = (
+    f"optimizer.{key}" for key in ("name", "implementation", "moments_dtype")
+)
+COMMON = {
+    "optimizer.lr": 0.01,
+    "optimizer.weight_decay": 0.1,
+    MODE: "none",
+    **TWO_LAYERS,
+    **SCHEDULE,
+}
+ROWS = {
+    f"{name} {implementation}": {NAME: name, IMPLEMENTATION: implementation}
+    for name in OPTIMIZERS
+    for implementation in get_args(KEYS[IMPLEMENTATION])
+}
+COMPILED = "AdamW, bfloat16 moments, compiled"
+BFLOAT16 = {NAME: "AdamW", IMPLEMENTATION: "fused", MOMENTS: "bfloat16"}
+ROWS["AdamW, bfloat16 moments"] = BFLOAT16
+ROWS[COMPILED] = {**BFLOAT16, "compile.enable": True, "compile.backend": "aot_eager"}
+ROWS["AdamW, offloaded"] = {NAME: "AdamW", IMPLEMENTATION: "fused", **OFFLOAD}
+ROWS["AdamW, experts"] = {NAME: "AdamW", IMPLEMENTATION: "fused", **MOE}
+MODES = {
+    "sync": Checkpoint(enable=True),
+    "async": Checkpoint(enable=True, async_mode="async"),
+    "snapshot": Checkpoint(enable=True, local_folder="snapshots"),
+}
+
+
+def open_saver(run, mode: str, folder: Path) -> CheckpointSaver:
+    section = MODES[mode]
+    if not section.local_folder:
+        return make_saver(folder / mode, section, run.optimizer)
+    return make_snapshots(
+        folder / "run", replace(section, local_folder=str(folder / mode)), run.optimizer
+    )
+
+
+def copy_state(run) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's shards, with the learning rate of the next step."""
+    state = {
+        name: compare.local(x).clone() for name, x in name_tensors(run.saved, run.optimizer).items()
+    }
+    return state | {"learning rate": torch.tensor(run.lr_scheduler.get_last_lr())}
+
+
+def save_and_resume(rank: int, world_size: int, overrides: dict, folder: str) -> dict[str, list]:
+    """Worker: save after two steps in every mode. Return mode -> what differs after a resume, and two steps later."""
+    run, differing, saved = compare.build_table_run(world_size, overrides), {}, {}
+    losses = train(run, range(2))
+    with ExitStack() as stack:
+        for mode in MODES:
+            saver = stack.enter_context(open_saver(run, mode, Path(folder)))
+            saver.save(2, name_tensors(run.saved, run.optimizer))
+            saved[mode] = Saved(2, saver.folder / "step-2", dist.group.WORLD)
+        state = copy_state(run)
+        losses = train(run, range(2, 4))
+    last_state = copy_state(run)
+    for mode, checkpoint in saved.items():
+        resumed = compare.build_table_run(world_size, overrides)
+        of_run = (resumed.saved, resumed.optimizer, resumed.lr_scheduler)
+        restore([checkpoint], *of_run, section=MODES[mode], group=dist.group.WORLD)
+        differing[mode] = list_differing(copy_state(resumed), state)
+        is_equal = train(resumed, range(2, 4)) == losses
+        differing[mode] += [
+            *list_differing(copy_state(resumed), last_state),
+            *([] if is_equal else ["losses"]),
+        ]
+    return differing
+
+
+@pytest.mark.parametrize(
+    "name", [n if n != COMPILED else pytest.param(n, marks=pytest.mark.slow) for n in ROWS]
+)
+def test_every_optimizer_is_saved_and_resumed_bit_equal_in_every_mode(pool, tmp_path, name):
+    for differing in pool.run(save_and_resume, 2, COMMON | ROWS[name], str(tmp_path)):
+        assert differing == dict.fromkeys(MODES, [])

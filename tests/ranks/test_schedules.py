@@ -1,0 +1,228 @@
+"""Pipeline plans as numbers, weight halves in bfloat16, and validation forward through every schedule."""
+
+from unittest.mock import patch
+
+import compare
+import pytest
+import torch
+from layouts import BFLOAT16, MODE, PP, SCHEDULE, TP, ZERO, Row
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.schedule import check_microbatches, name_modules, plan_stages
+from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.tools.verify.plain import Inputs, run_plainly
+from torchtitan_lite.tools.verify.precision import try_precision
+from torchtitan_lite.tools.verify.ranks import RankFailure
+
+
+def pipeline(pp: int, schedule: str = "1F1B", **keys) -> Parallelism:
+    keys = {f"pipeline_parallel_{key}": value for key, value in keys.items()}
+    return Parallelism(pipeline_parallel_degree=pp, pipeline_parallel_schedule=schedule, **keys)
+
+
+def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
+    stages, problems = plan_stages(parallelism, n_layers)
+    assert not problems
+    assert [fqn for stage in stages for fqn in stage] == list(
+        name_modules(range(n_layers), first=True, last=True)
+    )
+    return [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
+
+
+# ---------------------------------------------------------------- stages
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "n_layers", "layers"),
+    [
+        (pipeline(4), 32, [8, 9, 8, 7]),  # embedding and head weigh one layer each
+        (pipeline(2, first_stage_less_layers=5), 8, [2, 6]),
+        (pipeline(4, "Interleaved1F1B"), 8, [1, 1, 1, 1, 1, 1, 1, 1]),
+        (pipeline(2, "LoopedBFS", layers_per_stage=3), 10, [2, 3, 3, 2]),
+        (pipeline(16, "1F1B"), 126, [7, *[8] * 14, 7]),  # Llama 3 405B
+        (
+            pipeline(16, "Interleaved1F1B", layers_per_stage=1),
+            126,
+            [0, *[1] * 126, 0],
+        ),  # the same, as it was trained
+        (pipeline(4), 3, [1, 1, 1, 0]),
+        (pipeline(2, "Interleaved1F1B", first_stage_less_layers=3), 8, [0, 3, 3, 2]),
+        (pipeline(4, first_stage_less_layers=0, last_stage_less_layers=0), 2, [0, 1, 1, 0]),
+    ],
+)
+def test_layers_are_spread_evenly_with_embedding_and_head_counted(parallelism, n_layers, layers):
+    assert count_layers(parallelism, n_layers) == layers
+
+
+GIVEN = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([GIVEN[0], GIVEN[1][1:]], "in the order of the model"),
+        ([GIVEN[0], GIVEN[1][:-1]], "in the order of the model"),
+        ([[], [*GIVEN[0], *GIVEN[1]]], "stage 0 has no layer"),
+        ([[*GIVEN[0], *GIVEN[1][:-1]], ["output"]], "stage 1 has no layer"),
+        ([[*GIVEN[0], *GIVEN[1]]], "lists 1 stages for 2 pp ranks"),
+    ],
+)
+def test_unequal_or_incomplete_stage_lists_are_refused(given, why):
+    _, problems = plan_stages(
+        Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=given), 4
+    )
+    assert any(why in str(problem) for problem in problems)
+    assert {problem.key for problem in problems} == {"parallelism.module_fqns_per_model_part"}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_microbatch_numbers_that_torch_refuses_are_refused_before_launch(name):
+    """Torch's schedule classes are the oracle: they count in their constructors."""
+    for n_microbatches in range(1, 14):
+        parallelism = pipeline(4, name)
+        n_stages = 4 * SCHEDULES[name].least_stages_per_rank
+        refused = bool(check_microbatches(parallelism, n_microbatches, n_microbatches, n_stages))
+        assert refused == torch_refuses(name, 4, n_stages, n_microbatches), n_microbatches
+
+
+def torch_refuses(name: str, pp: int, n_stages: int, n_microbatches: int) -> bool:
+    """Whether torch's class raises ValueError, with stages that hold nothing."""
+    schedule_class = torch.distributed.pipelining.schedules.get_schedule_class(name)
+    single = issubclass(
+        schedule_class, torch.distributed.pipelining.schedules.PipelineScheduleSingle
+    )
+
+    class EmptyStage:
+        def __init__(self, index: int):
+            self.stage_index, self.num_stages, self.group_size, self.group_rank = (
+                index,
+                n_stages,
+                pp,
+                0,
+            )
+            self.is_first, self.is_last, self.submod, self.has_backward = (
+                index == 0,
+                index == n_stages - 1,
+                None,
+                True,
+            )
+
+    stages = [EmptyStage(index) for index in range(0, n_stages, pp)]
+    try:
+        schedule_class(
+            stages[0] if single else stages, n_microbatches, loss_fn=lambda output, target: output
+        )
+    except ValueError:
+        return True
+    return False
+
+
+# ---------------------------------------------------------------- weight halves
+
+SPLITS = {
+    "InterleavedZeroBubble": {SCHEDULE: "InterleavedZeroBubble"},
+    "ZBVZeroBubble": {SCHEDULE: "ZBVZeroBubble"},
+    "DualPipeV": {SCHEDULE: "DualPipeV"},  # whole backwards between its weight halves
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_weight_halves_in_bfloat16_are_summed_in_float32(pool, tmp_path, name, tp):
+    """Without tp, every gradient is compared with one rank that sums in float32; the bound is 1e-5."""
+    overrides = {PP: 2, TP: tp, MODE: "none", **BFLOAT16, **SPLITS[name]}
+    trial = try_precision(
+        "bfloat16", compare.reduce_row(Row(2 * tp, overrides)), pool.run, tmp_path
+    )
+    assert trial.faults == {}
+    assert {"gradients", "sum of microbatches"} <= trial.measures.keys()
+
+
+def test_a_torch_that_cannot_sum_them_is_refused(pool):
+    overrides = {PP: 2, SCHEDULE: "ZBVZeroBubble", ZERO: 1, MODE: "none", **BFLOAT16}
+    run_ranks = compare.ranks_inside(pool, forget_the_sums)
+    with pytest.raises(
+        RankFailure, match="would add the weight gradients of a split backward in the compute dtype"
+    ):
+        run_ranks(list_traced, 2, overrides)
+
+
+def forget_the_sums():
+    return patch.object(FSDPParam, "__getattribute__", hide_sums)
+
+
+def hide_sums(parameter, name: str):
+    if name == "to_accumulated_grad_if_needed":
+        raise AttributeError(name)
+    return object.__getattribute__(parameter, name)
+
+
+# ---------------------------------------------------------------- forward only
+
+
+def validate_then_train(
+    rank: int, world_size: int, overrides: dict[str, object]
+) -> tuple[float, float, bool]:
+    """Worker: the loss forward only, the loss of training on the same batch, and whether validation left a gradient."""
+    run = compare.build_table_run(world_size, overrides)
+    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    n_tokens = stepping.count_global_tokens(run, batch)
+    validated = stepping.sum_losses(run, stepping.forward_only(run, batch, n_tokens).sum()).item()
+    left = any(parameter.grad is not None for parameter in run.parameters.values())
+    trained = stepping.sum_losses(run, stepping.forward_backward(run, batch, n_tokens)).item()
+    again = stepping.sum_losses(run, stepping.forward_only(run, batch, n_tokens).sum()).item()
+    return validated, trained, left or again != validated
+
+
+KINDS = ("1F1B", "LoopedBFS", "DualPipeV")  # a loop of its own, several stages in a loop, a V
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {TP: 2, ZERO: 1},  # parameters stay whole
+        {TP: 2, ZERO: 3},
+        *({PP: 2, SCHEDULE: name} for name in KINDS),
+        *(
+            pytest.param({PP: 2, SCHEDULE: n}, marks=pytest.mark.slow)
+            for n in SCHEDULES
+            if n not in KINDS
+        ),
+    ],
+)
+def test_validation_runs_forward_through_every_schedule_and_zero_stage(pool, overrides):
+    (plain,) = run_plainly(compare.TABLE_CONFIG, Inputs(n_steps=1))
+    expected = plain.loss
+    overrides = {**overrides, "activation_checkpoint.mode": "none"}
+    for validated, trained, disturbed in pool.run(validate_then_train, 4, overrides):
+        assert validated == pytest.approx(expected, rel=1e-6)
+        assert trained == pytest.approx(expected, rel=1e-6)
+        assert not disturbed
+
+
+# ---------------------------------------------------------------- traces
+
+
+def list_traced(rank: int, world_size: int, overrides: dict[str, object]) -> list[str]:
+    """Worker: the pipeline actions that a profiler sees in the second step."""
+    run = compare.build_table_run(world_size, overrides)
+    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    stepping.train_step(run, batch)
+    with torch.profiler.profile() as profiler:
+        stepping.train_step(run, batch)
+    return sorted(event.name for event in profiler.events() if event.name.startswith("pp "))
+
+
+def test_a_trace_names_each_action_of_the_pipeline_once(pool):
+    overrides = {PP: 2, SCHEDULE: "ZBVZeroBubble", ZERO: 1, "activation_checkpoint.mode": "none"}
+    for names, stages in zip(pool.run(list_traced, 2, overrides), ((0, 3), (1, 2)), strict=True):
+        n_microbatches = sum(name.startswith("pp F") for name in names) // 2
+        for stage in stages:
+            for microbatch in range(n_microbatches):
+                kinds = "".join(
+                    kind for kind in "FBIW" if f"pp {kind}{microbatch} stage {stage}" in names
+                )
+                assert kinds in ("FB", "FIW")
+        assert len(names) == len(set(names))

@@ -1,0 +1,186 @@
+"""What a step does when something goes wrong: losses and gradients that are not finite."""
+
+import math
+import os
+import random
+from functools import partial
+from unittest.mock import patch
+
+import compare
+import pytest
+import torch
+from layouts import (
+    ADAMW,
+    BFLOAT16,
+    COMPILED,
+    CP,
+    DOCUMENTS,
+    GATHER,
+    MOE,
+    PP,
+    RECOMPUTE,
+    RING,
+    TP,
+    TWO_LAYERS,
+)
+
+from torchtitan_lite import build
+from torchtitan_lite import step as stepping
+from torchtitan_lite.components.diagnosis import find_non_finite
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.model.batch import Batch
+
+
+def break_a_step(rank: int, world_size: int, overrides: dict[str, object]) -> tuple[bool, bool]:
+    """Worker: one good step, then one with a NaN on rank 1. Was it finite; did weights and moments stay?"""
+    run = compare.build_table_run(world_size, overrides)
+    vocab_size = resolve_model(run.config.model).vocab_size
+    stepping.train_step(run, compare.own_rows(run, compare.make_batch(0, vocab_size)))
+    before = snapshot(run)
+    if rank == 1:
+        run.parts[-1].register_forward_hook(lambda module, args, output: output * math.nan)
+    result = stepping.train_step(run, compare.own_rows(run, compare.make_batch(1, vocab_size)))
+    after = snapshot(run)
+    unchanged = before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
+    return bool(result.finite), unchanged
+
+
+def snapshot(run: build.Run) -> dict[str, torch.Tensor]:
+    """Return this rank's slices of all weights, biases of experts, and optimizer states."""
+    tensors = {fqn: compare.local(tensor).clone() for fqn, tensor in run.saved.items()}
+    for fqn, parameter in run.parameters.items():
+        for name, value in run.optimizer.state[parameter].items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{fqn} {name}"] = compare.local(value).clone()
+    return tensors
+
+
+BROKEN = {
+    "fused AdamW": ADAMW,
+    "foreach AdamW": {**ADAMW, "optimizer.implementation": "foreach"},
+    "SGD": {},
+    "experts": MOE,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_loss_that_is_not_finite_changes_nothing(pool, name):
+    assert pool.run(break_a_step, 2, BROKEN[name]) == [(False, True)] * 2
+
+
+# --- who made the first number that is not finite ---
+
+N_TRIALS = int(os.environ.get("TRIALS", "4"))  # of each layout
+
+
+def break_output(forward, factor: float, *args, **kwargs) -> torch.Tensor:
+    return forward(*args, **kwargs) * factor
+
+
+def break_gradient(forward, factor: float, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    x = x.clone()
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * factor)
+    return forward(x, *args, **kwargs)
+
+
+BREAKS = {
+    "output": break_output,
+    "gradient": break_gradient,
+}  # of a module of one rank, by NaN or infinity
+
+
+def break_many_steps(
+    rank: int, world_size: int, overrides: dict[str, object], n_trials: int
+) -> list[tuple]:
+    """Worker: each trial breaks one module of one rank. What was broken, and the diagnosis; a sound step first."""
+    run = compare.build_table_run(world_size, overrides)
+    batch = compare.own_rows(run, compare.make_batch(0, resolve_model(run.config.model).vocab_size))
+    trials = [(None, "a sound step", find_origin(run, batch))]
+    for seed in range(n_trials):
+        chosen = random.Random(seed)
+        broken_rank, kind = chosen.randrange(world_size), chosen.choice(list(BREAKS))
+        factor = chosen.choice([math.nan, math.inf])
+        modules = {fqn: module for part in run.parts for fqn, module in part.named_modules() if fqn}
+        # The first one computes nothing. Of modules that share an input the first one is named, and the gradient of
+        # token ids is none.
+        others = ("layers",) + ("tok_embeddings", "wk", "wv", "w3") * (kind == "gradient")
+        fqn = chosen.choice([fqn for fqn in modules if not fqn.endswith(others)])
+        if rank != broken_rank:
+            trials.append((broken_rank, "", find_origin(run, batch)))
+            continue
+        module = modules[fqn]
+
+        with patch.object(module, "forward", partial(BREAKS[kind], module.forward, factor)):
+            trials.append((broken_rank, f"{kind} of {fqn}", find_origin(run, batch)))
+    return trials
+
+
+def find_origin(run: build.Run, batch: Batch) -> str:
+    stepping.train_step(run, batch)
+    repeat = partial(stepping.compute_gradients, run, batch)
+    return find_non_finite(run.parts, run.mesh.coordinates(), repeat)
+
+
+DIAGNOSED = {  # ranks, layout
+    "dp2": (2, {}),
+    "tp2": (2, {TP: 2}),
+    "pp2": (2, {PP: 2, **TWO_LAYERS}),
+    "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, **TWO_LAYERS}),
+    "cp2 ring, every second layer recomputed": (
+        2,
+        {CP: 2, **RING, **RECOMPUTE["every-second-layer"]},
+    ),
+    "cp2 documents, compiled": (2, {CP: 2, **DOCUMENTS, **COMPILED}),
+    "dp2 float8": (2, {**GATHER, **BFLOAT16, **TWO_LAYERS}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.slow if n_ranks == 8 or keys.items() >= COMPILED.items() else ()
+        )
+        for name, (n_ranks, keys) in DIAGNOSED.items()
+    ],
+)
+def test_the_rank_and_the_module_that_made_the_first_nan_are_named(pool, name):
+    n_ranks, overrides = DIAGNOSED[name]
+    by_rank = pool.run(
+        break_many_steps, n_ranks, overrides, 3 if len(name) > 20 or "float8" in name else N_TRIALS
+    )
+    for trial, (broken_rank, _, found) in enumerate(by_rank[0]):
+        assert all(answers[trial][2] == found for answers in by_rank)
+        if broken_rank is None:
+            assert found.startswith("every gradient is finite")
+            continue
+        kind, _, fqn = by_rank[broken_rank][trial][1].rpartition(
+            " of "
+        )  # ranks hold different modules
+        said = f"{kind} of {fqn} on rank {broken_rank}: {found}"
+        assert fqn in found, said
+        assert found.startswith(f"rank {broken_rank} ("), said
+
+
+def break_a_weight(rank: int, world_size: int, kind: str) -> str:
+    """Worker: a NaN in a weight of rank 1, as a checkpoint or a defect of memory may leave one, or in its gradient."""
+    run = compare.build_table_run(world_size, {TP: 2})
+    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    stepping.compute_gradients(run, batch)
+    weight = run.parameters["layers.2.feed_forward.w1.weight"]
+    if rank == 1:
+        (weight.data if kind == "value" else weight.grad).to_local()[3, 5] = math.nan
+    return find_non_finite(
+        run.parts, run.mesh.coordinates(), partial(stepping.compute_gradients, run, batch)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("value", "the weight"), ("gradient", "the gradient of")]
+)
+def test_a_weight_or_its_gradient_is_named(pool, kind, said):
+    for found in pool.run(break_a_weight, 2, kind):
+        assert found.startswith(f"{said} layers.2.feed_forward.w1.weight on rank 1 (")

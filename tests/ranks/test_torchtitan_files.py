@@ -1,0 +1,208 @@
+"""torchtitan's own Llama 3 files, with their keys and values: they load, start, and train on files of C4."""
+
+import gzip
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import warm_start
+
+from torchtitan_lite.config.machine import GIB, Machine
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.reader import REPOSITORY, read_config
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.models.llama3.table import FLAVORS
+from torchtitan_lite.preflight import preflight
+from torchtitan_lite.tools.corpora.named import prepare_dataset
+
+LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
+EIGHT_H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3", is_here=False)
+
+# File -> flavor, dataset, batch, sequence, steps, lr, warm-up, tp, recompute, its option, compile | hosts that fit it
+FILES = {
+    "debug_model": (
+        ("debugmodel", "c4_test", 8, 2048, 10, 8e-4, 2, 1, "selective", "2", "false"),
+        1,
+    ),
+    "llama3_8b": (("8B", "c4", 1, 8192, 1000, 3e-4, 200, 1, "selective", "op", "false"), 1),
+    "llama3_70b": (("70B", "c4", 8, 8192, 1000, 1.5e-4, 200, 8, "full", "op", "false"), 32),
+    "llama3_405b": (("405B", "c4", 2, 8192, 3000, 8e-5, 600, 8, "full", "op", "true"), 16),
+}
+NAMES = (
+    "flavor",
+    "dataset",
+    "batch",
+    "seq_len",
+    "steps",
+    "lr",
+    "warmup",
+    "tp",
+    "recompute",
+    "option",
+    "compile",
+)
+VERSIONS = [
+    "v0.1.0",
+    "v0.2.0",
+    "v0.2.2",
+]  # v0.2.1 has the files of v0.2.2; base_config of its tests is debug_model
+SHIPPED = [(version, file) for version in VERSIONS for file in FILES]
+
+COMMON = """
+job = {dump_folder = "./outputs", description = "Llama 3 training"%(job)s}
+profiling = {enable_profiling = false, save_traces_folder = "profile_trace", profile_freq = 100}
+metrics = {log_freq = 10, enable_tensorboard = false, save_tb_folder = "tb"}
+optimizer = {name = "AdamW", lr = %(lr)s, eps = 1e-8}
+activation_checkpoint = {mode = "%(recompute)s", selective_ac_option = "%(option)s"}
+checkpoint.folder = "checkpoint"
+checkpoint.interval = 500
+checkpoint.export_dtype = "float32"
+checkpoint.async_mode = "disabled"
+parallelism.data_parallel_replicate_degree = 1
+parallelism.data_parallel_shard_degree = -1
+parallelism.tensor_parallel_degree = %(tp)s
+parallelism.enable_async_tensor_parallel = %(compile)s
+parallelism.pipeline_parallel_degree = 1
+parallelism.context_parallel_degree = 1
+training.seq_len = %(seq_len)s
+training.max_norm = 1.0
+training.steps = %(steps)s
+training.dataset = "%(dataset)s"
+"""
+V01 = """
+lr_scheduler = {warmup_steps = %(warmup)s, lr_min = 0.0}
+model = {name = "llama3", flavor = "%(flavor)s", norm_type = "rmsnorm", tokenizer_path = "%(tokenizer)s"%(converters)s}
+checkpoint.enable_checkpoint = false
+checkpoint.model_weights_only = false
+float8.enable_fsdp_float8_all_gather = %(compile)s
+float8.precompute_float8_dynamic_scale_for_fsdp = %(compile)s
+float8.filter_fqns = "output"
+training.batch_size = %(batch)s
+training.compile = %(compile)s
+"""
+V02 = """
+lr_scheduler = {warmup_steps = %(warmup)s, decay_ratio = 0.8, decay_type = "linear", min_lr_factor = 0.0}
+model = {name = "llama3", flavor = "%(flavor)s", hf_assets_path = "%(tokenizer)s"%(converters)s}
+checkpoint.enable = false
+checkpoint.last_save_model_only = true
+compile = {enable = %(compile)s, components = ["model", "loss"]}
+quantize.linear.float8.enable_fsdp_float8_all_gather = %(compile)s
+quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp = %(compile)s
+quantize.linear.float8.filter_fqns = ["output"]
+training.local_batch_size = %(batch)s
+parallelism.expert_parallel_degree = 1
+parallelism.expert_tensor_parallel_degree = 1
+validation = {%(validation)s = false, dataset = "c4_validation", freq = 500, steps = -1}
+"""
+
+
+def write_toml(folder: Path, version: str, file: str) -> list[str]:
+    """Write one of their files; return the arguments that read it."""
+    values = dict(zip(NAMES, FILES[file][0], strict=True))
+    is_debug, is_first = values["flavor"] == "debugmodel", version == "v0.1.0"
+    if is_first:
+        tokenizer = (
+            "tests/assets/test_tiktoken.model"
+            if is_debug
+            else "assets/tokenizer/original/tokenizer.model"
+        )
+        converters = ', converters = "float8"' if file == "llama3_405b" else ""
+    else:
+        tokenizer = (
+            "tests/assets/tokenizer" if is_debug else f"assets/hf/Llama-3.1-{values['flavor']}"
+        )
+        converters = ', converters = ["float8"]' if file == "llama3_405b" else ""
+    values |= {
+        "tokenizer": f"./{tokenizer}",
+        "converters": converters,
+        "job": ", print_args = false, use_for_integration_test = true" if is_debug else "",
+        "validation": "enabled" if version == "v0.2.0" else "enable",
+    }
+    path = folder / f"{file}.toml"
+    path.write_text((COMMON + (V01 if is_first else V02)) % values)
+    return ["--config", str(path)]
+
+
+@pytest.fixture
+def c4(tmp_path) -> Path:
+    """A folder as a download of allenai/c4 makes it, with one file of each split."""
+    folder = tmp_path / "c4" / "en"
+    folder.mkdir(parents=True)
+    for name, n in {"c4-train.00000-of-01024": 30, "c4-validation.0-of-8": 5}.items():
+        lines = [
+            json.dumps({"text": f"{name} says {number}: " + "words " * 90}) + "\n"
+            for number in range(n)
+        ]
+        (folder / f"{name}.json.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    return folder.parent
+
+
+@pytest.fixture
+def tokenizer(tmp_path) -> Path:
+    """A tokenizer.model of 2,048 ids, under another name: the first tokens of the one that is shipped."""
+    lines = (
+        (REPOSITORY / "assets" / "tokenizer" / "tokenizer.model")
+        .read_bytes()
+        .splitlines(keepends=True)
+    )
+    path = tmp_path / "test_tiktoken.model"
+    path.write_bytes(b"".join(lines[: 2048 - 256]))
+    return path
+
+
+def find_problems(args: list[str], **options) -> list[tuple[str, object]]:
+    try:
+        preflight(args, **{"machine": LAPTOP, **options})
+    except ConfigError as error:
+        return [(problem.key, problem.value) for problem in error.problems]
+    return []
+
+
+# ---------------------------------------------------------------- the files
+
+
+@pytest.mark.parametrize(("version", "file"), SHIPPED)
+def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
+    tmp_path, monkeypatch, c4, tokenizer, version, file
+):
+    monkeypatch.chdir(tmp_path)
+    args = write_toml(tmp_path, version, file)
+    flavor, dataset = FILES[file][0][:2]
+    missing = find_problems(
+        args, machine=EIGHT_H100, n_ranks=8 * FILES[file][1], n_hosts=FILES[file][1]
+    )
+    named = "./" + str(read_config(args).config.model.hf_assets_path).removeprefix("./")
+    assert missing == [
+        ("model.hf_assets_path", named),
+        ("training.dataset", dataset),
+    ]  # and nothing else, at once
+    args += [f"--training.dataset_path={c4}", f"--model.hf_assets_path={tokenizer}"]
+    prepared = preflight(
+        args, machine=EIGHT_H100, n_ranks=8 * FILES[file][1], n_hosts=FILES[file][1]
+    )
+    assert prepared.model_args == FLAVORS[flavor] and prepared.tokenizer.vocab_size == 2048
+    on_a_laptop = [("model.flavor", flavor)] if flavor != "debugmodel" else []  # it is too large
+    args += ["--parallelism.no_enable_async_tensor_parallel"]  # which needs a GPU
+    assert find_problems(args, n_ranks=prepared.layout.world_size) == on_a_laptop
+
+
+@pytest.mark.parametrize(
+    ("version", "file"), [(v, f) for v, f in SHIPPED if FILES[f][0][0] == "debugmodel"]
+)
+def test_the_files_of_the_debug_model_train_two_steps(pool, tmp_path, c4, tokenizer, version, file):
+    args = write_toml(tmp_path, version, file)
+    file = f"{c4}/en/c4-train.00000-of-01024.json.gz"
+    args += [f"--training.dataset_path={file}", f"--model.hf_assets_path={tokenizer}"]
+    args += [
+        f"--job.dump_folder={tmp_path / 'run'}",
+        f"--training.cache_folder={tmp_path / 'cache'}",
+    ]
+    args += ["--training.local_batch_size=2", "--training.seq_len=64", "--metrics.log_freq=1"]
+    prepare_dataset("c4_test", load_tokenizer(tokenizer), tmp_path / "cache", file)
+    assert pool.run(warm_start.start, 1, args, 2) == [128 + signal.SIGTERM]
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [record["loss"] for record in records if record["kind"] == "step"]
+    assert (
+        losses[0] == pytest.approx(7.6246, rel=0.05) and losses[1] < losses[0]
+    )  # ln(2048): nothing is learned yet

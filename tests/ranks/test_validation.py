@@ -1,0 +1,142 @@
+"""The loss on held-out documents: of exactly those, and the same on every layout."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import compare
+import pytest
+import torch
+import torch.nn.functional as F
+from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
+
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.schema import Validation
+from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.dataset import RunData, SampleReader, ValidationBatches, rows_of_rank
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
+from torchtitan_lite.tools.corpora.text_files import find_files
+from torchtitan_lite.tools.verify.plain import init_leveled
+from torchtitan_lite.validation import is_validated, validate
+
+SEQ_LEN = compare.SEQ_LEN
+BYTES = {"model.vocab_size": 264}  # of the byte tokenizer 258, and a multiple of tp
+NO_RECOMPUTE = {MODE: "none"}  # a schedule that splits its backward allows none
+
+LAYOUTS = {  # name -> ranks, keys
+    "one rank": (1, {}),
+    "accumulation 4": (1, {"training.local_batch_size": 2}),
+    "dp2": (2, {}),
+    "dp4 ZeRO-1": (4, {ZERO: 1}),
+    "tp2": (2, {TP: 2}),
+    "dp2 x cp2 ring": (4, {CP: 2, **RING}),
+    "pp2 x dp2 x tp2 ZBVZeroBubble": (8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", **NO_RECOMPUTE}),
+    "pp2 Interleaved1F1B": (2, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A corpus of documents with all sorts of lengths and letters, about half of them held out."""
+    root = tmp_path_factory.mktemp("corpus")
+    files = [root / f"{number:02}.txt" for number in range(26)]
+    for number, path in enumerate(files):
+        path.write_text(f"{number} Grüße, 世界! " * (1 + number * 7 % 5), encoding="utf-8")
+    prepare(find_files(files)[0], root / "prepared", PrepareSettings("bytes", 0.5))
+    return root / "prepared"
+
+
+def open_validation(folder: Path) -> Corpus:
+    return open_corpus(str(folder), load_tokenizer("bytes"), Path("nowhere"), split="validation")
+
+
+def make_batches(folder: Path, most_batches: int, attention: str) -> ValidationBatches:
+    reader = SampleReader(
+        [open_validation(folder)],
+        SEQ_LEN,
+        BYTES["model.vocab_size"],
+        restart_positions=attention == "document",
+    )
+    return ValidationBatches(
+        reader, global_batch_size=compare.GLOBAL_BATCH_SIZE, most_batches=most_batches
+    )
+
+
+def validate_layout(
+    rank: int, world_size: int, overrides: dict, folder: Path, most_batches: int
+) -> dict[str, float]:
+    """Worker: the validation of a run before its first step."""
+    run = compare.build_table_run(world_size, {**BYTES, "validation.enable": True, **overrides})
+    validation = make_batches(folder, most_batches, run.config.model.attention)
+    rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
+    bytes_of_tokens = torch.tensor(load_tokenizer("bytes").bytes_of_tokens())
+    figures = validate(run, RunData(None, validation, bytes_of_tokens, rows, {}), step=1)
+    return {name: value for name, value in figures.items() if name != "val_time_s"}
+
+
+def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, float]:
+    """The same by a plain loop over samples of the held-out row, one at a time; `starts`: their first tokens."""
+    config = compare.override(compare.TABLE_CONFIG, BYTES)
+    model = Llama3(resolve_model(config.model))
+    initialize_weights(model, config.debug.seed, fill=init_leveled)  # as build_table_run
+    validation = open_validation(folder)
+    tokens, begins = validation.tokens.long(), torch.zeros(validation.n_tokens, dtype=torch.bool)
+    begins[validation.documents] = True
+    loss = n_counted = n_bytes = 0
+    for start in starts:
+        row = tokens[start : start + SEQ_LEN + 1]
+        with torch.no_grad():
+            logits = model(row[None, :-1], positions=torch.arange(len(row) - 1)[None])
+        counted = ~begins[start + 1 : start + len(row)]
+        losses = F.cross_entropy(logits[0].double(), row[1:], reduction="none")
+        loss += losses[counted].sum().item()
+        n_counted += counted.sum().item()
+        n_bytes += (counted & (row[1:] < 256)).sum().item()  # each byte of text is a token
+    mean = loss / n_counted
+    return {
+        "val_loss": mean,
+        "val_perplexity": math.exp(mean),
+        "val_bits_per_byte": loss / math.log(2) / n_bytes,
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool, folder, name):
+    n_tokens = open_validation(folder).n_tokens
+    n_samples = math.ceil((n_tokens - 1) / SEQ_LEN)
+    assert 0 < n_samples % compare.GLOBAL_BATCH_SIZE < 4, (
+        "most ranks should have only padding in the last batch"
+    )
+    expected = validate_in_one_process(folder, range(0, n_tokens - 1, SEQ_LEN))
+    world_size, overrides = LAYOUTS[name]
+    for found in pool.run(validate_layout, world_size, overrides, folder, -1):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_number_of_batches_means_samples_at_equal_distances_on_every_layout(pool, folder):
+    n_samples, n_read = (
+        math.ceil((open_validation(folder).n_tokens - 1) / SEQ_LEN),
+        2 * compare.GLOBAL_BATCH_SIZE,
+    )
+    assert n_read < n_samples
+    starts = [math.floor(sample * n_samples / n_read) * SEQ_LEN for sample in range(n_read)]
+    expected = validate_in_one_process(folder, starts)
+    for found in pool.run(validate_layout, 4, {TP: 2}, folder, 2):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_documents_that_do_not_see_each_other_have_one_loss_on_every_layout(pool, folder):
+    (alone,) = pool.run(validate_layout, 1, DOCUMENTS, folder, -1)
+    for found in pool.run(validate_layout, 4, {PP: 2, CP: 2, **DOCUMENTS}, folder, -1):
+        assert found == pytest.approx(alone, rel=1e-6)
+    (causal,) = pool.run(validate_layout, 1, {}, folder, -1)
+    assert alone != pytest.approx(causal, rel=5e-6)
+
+
+def test_steps_that_are_validated():
+    section = Validation(enable=True, freq=10)
+    assert [step for step in range(1, 36) if is_validated(step, section, 35)] == [1, 10, 20, 30, 35]
+    assert not any(is_validated(step, Validation(), 35) for step in range(1, 36))

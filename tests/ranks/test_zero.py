@@ -1,0 +1,104 @@
+"""How often ranks talk under each ZeRO stage: the table of parallel/fsdp.py, counted."""
+
+from functools import partial
+
+import compare
+import pytest
+from layouts import ACCUMULATION_4, EP, MODE, PP, REPLICATE, ZERO
+from watching import Collectives
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.layout import plan_zero_stage
+from torchtitan_lite.config.schema import Parallelism
+
+M = 4  # microbatches
+N_GROUPS = compare.TABLE_CONFIG.model.n_layers + 2  # blocks, embedding, head
+GATHERS_PER_MICROBATCH = (
+    2 * (N_GROUPS - 2) + 2
+)  # under stage 3, blocks twice, embedding and head once
+
+
+class GroupCalls(Collectives):
+    """Calls of process groups by the name of their operation: what FSDP calls."""
+
+    def note(self, func, args, outputs):
+        if func.namespace == "c10d":
+            self.n_calls[func._opname.strip("_")] += 1
+
+
+def count_calls(rank: int, world_size: int, overrides: dict[str, object]) -> dict[str, int]:
+    """Worker: collectives of FSDP in one forward_backward, after one that is not counted."""
+    run = compare.build_table_run(world_size, {MODE: "none", **overrides})
+    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    n_tokens = stepping.count_global_tokens(run, batch)
+    stepping.forward_backward(run, batch, n_tokens)
+    with GroupCalls() as counter:
+        stepping.forward_backward(run, batch, n_tokens)
+    return counter.result()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "gathers", "scatters", "all_reduces"),
+    [
+        (2, {ZERO: 1, **ACCUMULATION_4}, N_GROUPS, N_GROUPS, 0),
+        (2, {ZERO: 2, **ACCUMULATION_4}, N_GROUPS, M * N_GROUPS, 0),
+        (2, {ZERO: 3, **ACCUMULATION_4}, M * GATHERS_PER_MICROBATCH, M * N_GROUPS, 0),
+        (
+            4,
+            {REPLICATE: 2, **ACCUMULATION_4},
+            2 * GATHERS_PER_MICROBATCH,
+            2 * N_GROUPS,
+            N_GROUPS,
+        ),  # 8 rows on 4 ranks
+    ],
+)
+def test_collectives_per_step_are_those_of_the_table(
+    pool, world_size, overrides, gathers, scatters, all_reduces
+):
+    expected = {
+        "allgather_base": gathers,
+        "reduce_scatter_base": scatters,
+        "allreduce": all_reduces,
+    }
+    for n_calls in pool.run(count_calls, world_size, overrides):
+        assert n_calls == {name: n for name, n in expected.items() if n}
+
+
+@pytest.mark.parametrize(
+    ("stage", "gathers", "scatters"),
+    # 8 rows on 4 ranks are 2 microbatches. Each of 4 layers has a group of experts more, gathered as the blocks are.
+    [(1, 4, 4), (2, 4, 2 * 4), (3, 2 * 2 * 4, 2 * 4)],
+)
+def test_experts_are_one_more_group_a_layer_and_are_gathered_as_often_as_blocks(
+    pool, stage, gathers, scatters
+):
+    keys = {ZERO: stage, **ACCUMULATION_4}
+    dense = pool.run(count_calls, 4, keys)[0]
+    # Over efsdp = 2 ranks; the exchanges of tokens are no calls of process groups.
+    experts = pool.run(count_calls, 4, {**keys, "model.flavor": "debug_moe", EP: 2})[0]
+    assert experts["allgather_base"] - dense["allgather_base"] == gathers
+    assert experts["reduce_scatter_base"] - dense["reduce_scatter_base"] == scatters
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_under_pp_gradients_are_reduced_once_per_step(pool, stage):
+    counts = pool.run(count_calls, 4, {PP: 2, ZERO: stage, "training.local_batch_size": M})
+    gathers, scatters = (  # of stage 0 and stage 1 of the first dp rank
+        counts[0][name] + counts[2][name] for name in ("allgather_base", "reduce_scatter_base")
+    )
+    assert scatters == N_GROUPS
+    # Under 3 a parameter stays whole from a backward to the next forward. Stage 0 (F F B F B F B B) gathers its two
+    # blocks for F, F, B, B, B, its embedding for each F; stage 1 (F B F B F B F B) gathers 3 for the first F, then 2
+    # for each B: the head stays.
+    assert gathers == {1: N_GROUPS, 3: 5 * 2 + 4 + 3 + 4 * 2}[stage]
+
+
+def test_zero_stage_follows_from_either_key():
+    plan = partial(plan_zero_stage, n_shards=2)
+    assert plan(Parallelism()) == 3
+    assert plan(Parallelism(), n_shards=1) == 2
+    assert plan(Parallelism(fsdp_reshard_after_forward="never")) == 2
+    assert plan(Parallelism(pipeline_parallel_degree=2)) == 1
+    assert plan(Parallelism(pipeline_parallel_degree=2, fsdp_reshard_after_forward="never")) == 1
+    assert plan(Parallelism(pipeline_parallel_degree=2, fsdp_reshard_after_forward="always")) == 3
+    assert plan(Parallelism(zero_stage=2, fsdp_reshard_after_forward="never")) == 2

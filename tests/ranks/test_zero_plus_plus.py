@@ -1,0 +1,211 @@
+"""ZeRO++: certified on each layout, mutants found, bytes as planned, refused where it has nothing to do."""
+
+import json
+from functools import partial
+
+import compare
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import (
+    ACCUMULATION_4,
+    EP,
+    FIVE_EXPERTS,
+    GATHER,
+    MOE,
+    PP,
+    REPLICATE,
+    TP,
+    TWO_LAYERS,
+    ZERO,
+    Row,
+)
+from mutant_table import put_in_place
+from test_costs import assert_equal_traffic, make
+from torch import Tensor
+
+from torchtitan_lite.config.block import INT8_BLOCK
+from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.parallel.zero_plus_plus import Gather, Packing, ReduceScatter, split_by_node
+from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
+from torchtitan_lite.tools.plan.forecast import list_memory
+from torchtitan_lite.tools.plan.planned_run import plan_run
+from torchtitan_lite.tools.plan.timeline import plan_order
+from torchtitan_lite.tools.plan.transfers import estimate_traffic
+from torchtitan_lite.tools.verify.command import list_trials
+from torchtitan_lite.tools.verify.reduction import reduce_config
+
+KEY, NODE = "parallelism.zero_plus_plus", "parallelism.zero_plus_plus_node_size"
+ALL, ROUNDED = {KEY: ["hpz", "qwz", "qgz"], NODE: 2}, {KEY: ["qwz", "qgz"], NODE: 4}
+LAYOUTS = {
+    "dp4": Row(4, {**ALL, **TWO_LAYERS}),
+    "dp4, hpZ alone": Row(4, {KEY: ["hpz"], NODE: 2, **TWO_LAYERS}),
+    "dp4 accumulation 2": Row(4, {**ALL, **ACCUMULATION_4, **TWO_LAYERS}),
+    "hsdp2x2": Row(4, {**ALL, REPLICATE: 2, **TWO_LAYERS}),
+    "dp2 x tp2": Row(4, {**ROUNDED, TP: 2, **TWO_LAYERS}),
+    "dp4 x tp2": Row(8, {**ALL, TP: 2, NODE: 4, **TWO_LAYERS}),
+    "pp2 x dp2 x tp2": Row(8, {**ROUNDED, PP: 2, TP: 2, **TWO_LAYERS}),
+    "experts, dp4": Row(4, {**ALL, **MOE}),
+    "experts, dp4, matrices shared": Row(4, {**ALL, **FIVE_EXPERTS}),
+    "experts, dp2 x tp2, ep2": Row(4, {**ALL, NODE: 4, **MOE, TP: 2, EP: 2}),
+}
+SOME = (
+    "dp4",
+    "experts, dp4",
+    "pp2 x dp2 x tp2",
+)  # the trials of `verify`, with a run that resumes on another layout
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_computes_what_one_process_computes(pool, tmp_path, name):
+    trial = compare.try_row(LAYOUTS[name], pool.run, tmp_path)
+    assert trial.faults == {}
+    assert LAYOUTS[name].overrides[KEY] == ["hpz"] or 0.5 < trial.measures["packing"][0] <= 1, (
+        "the bound is reached, so it is not loose"
+    )
+
+
+def try_trial(trial: str, row: Row, run_ranks, folder):
+    return list_trials(compare.reduce_row(row), run_ranks, folder)[trial]()
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_train_py_saves_and_resumes_on_another_layout(pool, tmp_path, name):
+    assert try_trial("train.py", LAYOUTS[name], pool.run, tmp_path).faults == {}
+
+
+def test_the_3d_config_with_experts_is_certified(pool, tmp_path):
+    config = read_config(
+        ["--config", "debug_moe_3d", f"--{KEY}=['qwz', 'qgz']", f"--{NODE}=4"]
+    ).config
+    for trial in ("wide", "bfloat16"):
+        assert list_trials(reduce_config(config, 8), pool.run, tmp_path)[trial]().faults == {}
+
+
+def reduce_and_compare(rank: int, world_size: int, near: int) -> float:
+    """Worker: return the largest error of a qgZ sum, as a part of the bound in the docstring of zero_plus_plus.py."""
+    sizes, mesh = (
+        [768, 256],
+        dist.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",)),
+    )
+    packing, nodes = Packing(sizes), split_by_node(mesh, "fsdp", near)
+    g = torch.randn(world_size, world_size, sum(sizes), generator=torch.manual_seed(0)).pow(
+        3
+    )  # (from, shard, element)
+    reduced = torch.empty(sum(sizes))
+    ReduceScatter(packing, nodes)(reduced, g[rank].flatten(), mesh.get_group(), None)
+
+    def largest(rows: Tensor) -> Tensor:
+        """In the block of each element."""
+        blocks = rows.abs().unflatten(-1, (-1, INT8_BLOCK))
+        return blocks.amax(-1, keepdim=True).expand_as(blocks).flatten(-2)
+
+    own, s = g[:, rank].double(), largest(g[:, rank].double()) / 127
+    of_nodes = [rows.unflatten(0, (-1, near)).sum(1) for rows in (own, s / 2)] if near > 1 else []
+    s_of_nodes = sum(map(largest, of_nodes)) / 127 if of_nodes else torch.zeros(1)
+    return ((reduced - own.sum(0)).abs() / (s.sum(0) / 2 + s_of_nodes.sum(0) / 2)).max().item()
+
+
+@pytest.mark.parametrize("near", [1, 2])  # 1: nodes do not split the group
+def test_a_sum_of_gradients_is_within_its_bound(pool, near):
+    assert 0.5 < max(pool.run(reduce_and_compare, 4, near)) <= 1
+
+
+def scales_of_the_next_block(pack, self, rows):
+    packed, n = pack(self, rows), sum(self.padded)
+    return torch.cat([packed[..., :n], packed[..., n:].roll(4, -1)], -1)
+
+
+def own_shard_not_rounded(gather, self, output_tensor, input_tensor, group, async_op=False):
+    gathered = torch.empty_like(output_tensor)
+    gather(self, gathered, input_tensor, group)
+    rows = zip(output_tensor.chunk(group.size()), gathered.chunk(group.size()), strict=True)
+    for rank, (row, right) in enumerate(rows):
+        if rank != group.rank():  # this rank has its own shard already
+            row.copy_(right)
+
+
+def summed_before_unpacking(exchange, self, rows, group):
+    sent = self.packing.pack(rows)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    total = rows.new_empty(rows.shape[1:])
+    self.packing.unpack(received.sum(0, dtype=received.dtype), total)
+    return total
+
+
+def remainder_dropped(pack, self, rows):
+    whole = rows.clone()
+    for own in whole.split(self.sizes, -1):
+        own[..., own.shape[-1] // INT8_BLOCK * INT8_BLOCK :] = 0
+    return pack(self, whole)
+
+
+def chunk_of_the_next_rank_kept(gather, self, output_tensor, input_tensor, group, async_op=False):
+    is_forward = torch._C._current_graph_task_id() == -1
+    gather(self, output_tensor, input_tensor, group)
+    if is_forward and self.near is not None and self.packing is None:
+        chunks = output_tensor.chunk(self.near.size())
+        self.secondary = chunks[(self.near.rank() + 1) % self.near.size()].clone()
+
+
+MUTANTS = {
+    scales_of_the_next_block: (Packing, "pack", "packing"),
+    remainder_dropped: (Packing, "pack", "packing"),
+    own_shard_not_rounded: (Gather, "__call__", "loss"),
+    summed_before_unpacking: (ReduceScatter, "exchange", "gradients"),
+    chunk_of_the_next_rank_kept: (Gather, "__call__", "gradients"),
+}
+LAYOUT_OF = {chunk_of_the_next_rank_kept: "dp4, hpZ alone"}
+
+
+@pytest.mark.parametrize("function", MUTANTS)
+def test_a_mutant_is_found(pool, tmp_path, function):
+    run_ranks = compare.ranks_inside(pool, partial(put_in_place, function, *MUTANTS[function][:2]))
+    assert (
+        MUTANTS[function][2]
+        in try_trial("wide", LAYOUTS[LAYOUT_OF.get(function, "dp4")], run_ranks, tmp_path).faults
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_closed_form_moves_what_a_dry_run_moves(name, dtype):
+    row = LAYOUTS[name]
+    planned = make(row.world_size, {**row.overrides, "training.mixed_precision_param": dtype})
+    closed = estimate_traffic(
+        planned.workload, 0, plan_order(planned.config.parallelism, planned.layout)
+    )
+    assert_equal_traffic(closed, dry_run(planned).traffic)
+
+
+@pytest.mark.parametrize("uses", [["hpz"], ["hpz", "qwz", "qgz"]])
+def test_memory_of_a_large_model_on_two_nodes_and_no_bytes_between_them_in_backward(uses):
+    keys = ["--activation_checkpoint.mode=full", f"--{KEY}={json.dumps(uses)}"]
+    planned = shorten(plan_run(["--config", "llama3_8b", *keys], 16, "cuda"), 1)
+    order, run = plan_order(planned.config.parallelism, planned.layout), dry_run(planned)
+    assert list_memory(planned.workload, order)[0].live == pytest.approx(run.peak_bytes, rel=0.01)
+    phases = {
+        call.site.phase
+        for call in run.collectives
+        if (call.axis, call.operation) == ("dp_shard", "all-gather")
+    }
+    assert phases == {"forward"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "keys", "why"),
+    [
+        (2, {**ALL, PP: 2}, "a single shard"),
+        (8, {**ALL, TP: 2}, "hpZ has nothing to keep"),
+        (4, {**ALL, PP: 2}, "a pipeline"),
+        (4, {**ALL, ZERO: 2}, "stay gathered"),
+        (4, {KEY: ["qwz"], **GATHER}, "gathers them in float8"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused(world_size, keys, why):
+    config = compare.complete(keys, world_size)
+    with pytest.raises(ConfigError, match=why):
+        plan_layout(config, compare.resolve_model(config.model), world_size)

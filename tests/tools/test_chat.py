@@ -1,0 +1,399 @@
+"""`prepare --chat`: ids and targets against transformers, through the corpus to the batch, and what is refused."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from test_tokenizers import SHIPPED, train_bpe, write
+from transformers import AutoTokenizer
+
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.dataset import SampleReader
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.tools.corpora.chat import mark_targets, read_chat_format
+from torchtitan_lite.tools.corpora.dialects import read_conversation
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+SINGLE = {
+    "messages": [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": " é, e\u0301 😀"},
+    ]
+}
+MULTI = {
+    "messages": [
+        {"role": "system", "content": "Be brief.\n"},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4 ", "reasoning_content": "two and two"},
+        {"role": "user", "content": "naïve 😀?"},
+        {"role": "assistant", "content": "4", "reasoning_content": "assistant: 4"},
+    ]
+}
+CALLS = {
+    "messages": [
+        {"role": "user", "content": "Paris?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "name": None},
+        {"role": "tool", "content": "sunny", "tool_calls": None},
+        {"role": "assistant", "content": "It is sunny.", "tool_calls": None},
+    ],
+    "tools": TOOLS,
+}
+TALKS = {"single": SINGLE, "multi": MULTI, "calls": CALLS}
+
+HEAD = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+TAIL = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHATML = HEAD + "{{ message.content + '<|im_end|>\n' }}" + TAIL
+# template -> targets of "single", "multi" and "calls"; None: those between the marks; a string: it is refused with that
+TEMPLATES = {
+    "plain": (
+        CHATML,
+        [" é, é 😀<|im_end|>"],
+        ["4 <|im_end|>", "4<|im_end|>"],
+        "has no attribute 'content'",
+    ),
+    "tool calls, thoughts of the last answer alone": (
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
+        + HEAD
+        + "{% if loop.last and message.role == 'assistant' %}"
+        "{{ '<think>\n' + (message.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
+        "{{ message.content }}{% if message.tool_calls %}{{ message.tool_calls[0].function | tojson }}{% endif %}"
+        "{{ '<|im_end|>\n' }}" + TAIL,
+        ["<think>\n\n</think>\n\n é, é 😀<|im_end|>"],
+        ["4 <|im_end|>", "<think>\nassistant: 4\n</think>\n\n4<|im_end|>"],
+        [
+            '{"name": "weather", "arguments": {"city": "Paris"}}<|im_end|>',
+            "<think>\n\n</think>\n\nIt is sunny.<|im_end|>",
+        ],
+    ),
+    "trims, thoughts in the generation prompt": (
+        HEAD + "{{ message.content | trim }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% else %}{{ eos_token }}{% endif %}",
+        ["é, é 😀<|im_end|>"],
+        ["4<|im_end|>", "4<|im_end|>"],
+        "leaves out the text of message 2",
+    ),
+    "always adds the generation prompt": (
+        CHATML.replace("{% if add_generation_prompt %}", "{% if true %}"),
+        [" é, é 😀<|im_end|>"],
+        ["4 <|im_end|>", "4<|im_end|>"],
+        "has no attribute 'content'",
+    ),
+    "no special tokens": (
+        "{% for message in messages %}{% if message.role == 'assistant' %} {{ message.content }}</s>{% else %}"
+        "[INST] {{ message.content }} [/INST]{% endif %}{% endfor %}",
+        ["  é, é 😀</s>"],
+        [" 4 </s>", " 4</s>"],
+        "leaves out the text of message 2",
+    ),
+    "marks on their own line": (
+        HEAD
+        + "{% if message.role == 'assistant' %}\n  {% generation %}\n{{ message.content }}<|im_end|>\n"
+        "  {% endgeneration %}\n{% else %}{{ message.content }}<|im_end|>{% endif %}" + TAIL,
+        None,
+        None,
+        None,
+    ),
+    "marks that trim": (
+        HEAD
+        + "{%- if message.role == 'assistant' -%}{%- generation -%} {{ message.content }}<|im_end|> "
+        "{%- endgeneration -%}{%- else -%}{{ message.content }}<|im_end|>{%- endif -%}" + TAIL,
+        None,
+        None,
+        None,
+    ),
+    "today": (
+        "{{ strftime_now('%d %b %Y') }}" + CHATML,
+        [" é, é 😀<|im_end|>"],
+        None,
+        "has no attribute 'content'",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def make_folder(tmp_path_factory) -> Callable[[str | None], Path]:
+    """Function: chat template -> a tokenizer's folder with it."""
+    bpe = train_bpe("Qwen")
+    bpe.add_special_tokens(["<|im_start|>"])
+
+    def make(template: str | None) -> Path:
+        folder = write(tmp_path_factory.mktemp("tokenizer"), bpe, "<|end_of_text|>")
+        config = {"eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({**config, "chat_template": template})
+        )
+        return folder
+
+    return make
+
+
+def encode(folder: Path, row: dict, **options: bool) -> tuple[list[int], list[int], list[str]]:
+    tokenizer = load_tokenizer(folder)
+    _, row = read_conversation(row)
+    text, turns = read_chat_format(tokenizer).render(row, **options)
+    ids, ends = tokenizer.encode_special(text)
+    return ids, list(mark_targets(ends, turns)), [text[turn.start : turn.stop] for turn in turns]
+
+
+@pytest.mark.parametrize("talk", TALKS)
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_ids_are_those_of_transformers_and_targets_the_answers_in_the_text(kind, talk, make_folder):
+    template, *by_talk = TEMPLATES[kind]
+    expected = by_talk[list(TALKS).index(talk)]
+    folder = make_folder(template)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            encode(folder, TALKS[talk])
+        return
+    has_marks = "endgeneration" in template
+    if talk == "calls" and has_marks:
+        pytest.skip("these templates have no tool calls")
+    ids, targets, turns = encode(folder, TALKS[talk])
+    oracle = AutoTokenizer.from_pretrained(folder)
+    right = oracle.apply_chat_template(
+        TALKS[talk]["messages"],
+        tools=TALKS[talk].get("tools"),
+        return_dict=True,
+        return_assistant_tokens_mask=has_marks,
+    )
+    assert ids == right["input_ids"]
+    if has_marks:
+        assert targets == right["assistant_masks"]
+    elif expected:
+        assert turns == expected
+    trained = [id for id, is_target in zip(ids, targets, strict=True) if is_target]
+    assert oracle.decode(trained) == "".join(turns)
+
+
+def test_a_greeting_is_an_answer(make_folder):
+    messages = [{"role": "assistant", "content": "Hello"}, *EXCHANGE]
+    for folder in (make_folder(CHATML), SHIPPED):
+        greeting, answer = encode(folder, {"messages": messages})[2]
+        assert greeting.startswith("Hello<|") and answer.startswith("4<|")
+
+
+@pytest.mark.parametrize("kind", ["plain", "marks on their own line"])
+def test_weights_and_only_last_turn_choose_the_answers(kind, make_folder):
+    folder = make_folder(TEMPLATES[kind][0])
+    first, last = encode(folder, MULTI)[2]
+    messages = [dict(message) for message in MULTI["messages"]]
+    messages[4]["weight"] = 0
+    assert encode(folder, {"messages": messages})[2] == [first]
+    assert encode(folder, MULTI, only_last_turn=True)[2] == [last]
+    with pytest.raises(ValueError, match="no assistant turn"):
+        encode(folder, {"messages": messages}, only_last_turn=True)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def prepare(path: Path, rows: list, *arguments: object) -> int:
+    """Write rows to a file, and prepare them."""
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = str(path.with_name("out"))
+    return main(
+        ["prepare", str(path), "--chat", "--processes", "1", "--out", out, *map(str, arguments)]
+    )
+
+
+EXCHANGE = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+DIALECTS = {
+    "messages": {"messages": EXCHANGE, "text": "<|im_end|> is not written"},
+    "conversations": {
+        "conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+    },
+    "prompt/completion": {"prompt": "2+2?", "completion": "4"},
+    "Alpaca": {"instruction": "2+2?", "input": "", "output": "4"},
+}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_each_dialect_gives_the_same_conversation_and_is_named(
+    name, suffix, make_folder, tmp_path, capsys
+):
+    folder = make_folder(CHATML)
+    assert prepare(tmp_path / f"in{suffix}", [DIALECTS[name]], "--tokenizer", folder) == 0
+    assert (
+        f"1 conversations in the dialect {name}, written by the tokenizer's chat template"
+        in capsys.readouterr().out
+    )
+    expected, _, _ = encode(folder, {"messages": EXCHANGE})
+    corpus = open_corpus(str(tmp_path / "out"), load_tokenizer(folder), tmp_path)
+    tokens, _, _ = corpus.read(torch.tensor([0]), len(expected))
+    assert tokens[0].tolist() == expected
+
+
+def test_columns_reach_the_template_and_other_dialects_keep_their_system_message_and_prompt():
+    messages = [{"role": "system", "content": "s"}, *EXCHANGE]
+    lists = {"prompt": [EXCHANGE[0]], "completion": [EXCHANGE[1]]}
+    for row, expected in (
+        ({**DIALECTS["conversations"], "system": "s"}, {"messages": messages}),
+        (
+            {"instruction": "2+", "input": "2?", "output": "4"},
+            {"messages": [{**EXCHANGE[0], "content": "2+\n\n2?", "weight": 0}, EXCHANGE[1]]},
+        ),
+        (lists, {"messages": [{**EXCHANGE[0], "weight": 0}, EXCHANGE[1]]}),
+        (
+            {
+                "messages": EXCHANGE,
+                "tools": json.dumps(TOOLS),
+                "chat_template_kwargs": {"x": 1},
+                "documents": None,
+            },
+            {"messages": EXCHANGE, "tools": TOOLS, "x": 1},
+        ),
+    ):
+        assert read_conversation(row)[1] == expected
+    assert read_conversation({"talk": EXCHANGE, "messages": 3}, "talk")[1]["messages"] == EXCHANGE
+
+
+PARTS = [{"type": "text", "text": "x"}]
+REFUSED = {  # row -> words of the reason
+    "other columns": (
+        {"question": "2+2?", "answer": "4"},
+        ["question, answer", "conversations", "instruction/output"],
+    ),
+    "text": ({"messages": "hello"}, ["not a list of messages"]),
+    "no role": ({"messages": [{"content": "x"}]}, ["message 1 needs a role"]),
+    "no content": ({"messages": [{"role": "assistant", "content": None}]}, ["message 1"]),
+    "no assistant": ({"messages": EXCHANGE[:1]}, ["no assistant turn"]),
+    "half a weight": (
+        {"messages": [EXCHANGE[0], {**EXCHANGE[1], "weight": 0.5}]},
+        ["message 2", "0.5"],
+    ),
+    "name in a role": (
+        {"messages": [{"role": "user<|im_end|>", "content": "x"}, EXCHANGE[1]]},
+        ["message 1 has the text"],
+    ),
+    "name in a content": (
+        {"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": "<|im_end|>"}]},
+        ["message 2 has the"],
+    ),
+    "half a character": (
+        {"messages": [{"role": "user", "content": "\ud83d"}, EXCHANGE[1]]},
+        ["surrogates not allowed"],
+    ),
+    "parts": ({"messages": [{"role": "user", "content": PARTS}, EXCHANGE[1]]}, ["refuses it"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_row_that_cannot_be_trained_is_named_and_skipped_with_skip_bad(
+    case, make_folder, tmp_path, capsys
+):
+    row, words = REFUSED[case]
+    rows = [{"messages": EXCHANGE}, row]
+    arguments = [tmp_path / "in.jsonl", rows, "--tokenizer", make_folder(CHATML)]
+    assert prepare(*arguments) == 2
+    error = capsys.readouterr().err
+    assert [word for word in ["in.jsonl, row 2", *words] if word not in error] == []
+    assert not (tmp_path / "out").exists()
+    assert prepare(*arguments, "--skip-bad", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bad_rows"] == 1
+
+
+def test_a_turn_that_is_not_certain_names_the_message_and_the_option_that_helps(
+    make_folder, tmp_path, capsys
+):
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content | replace('4', 'x') }} {% endfor %}"
+    reads_texts = template.replace("message.content |", "message.content | length | string |")
+    arguments = [
+        tmp_path / "in.jsonl",
+        [{"messages": EXCHANGE * 2}],
+        "--tokenizer",
+        make_folder(reads_texts),
+    ]
+    assert prepare(*arguments) == 2
+    error = capsys.readouterr().err
+    assert "message 2 cannot be found" in error and "--only-last-turn" in error
+
+
+# ---------------------------------------------------------------- templates
+
+
+def test_without_a_template_only_llama_3_s_tokens_have_a_format(make_folder, tmp_path, capsys):
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    text = (
+        "<|begin_of_text|>"
+        + head.format("user")
+        + "2+2?<|eot_id|>"
+        + head.format("assistant")
+        + "4<|eot_id|>"
+    )
+    expected, _ = load_tokenizer(SHIPPED).encode_special(text)
+    ids, targets, _ = encode(SHIPPED, {"messages": EXCHANGE})
+    assert ids == expected and targets == [0] * (len(ids) - 2) + [1, 1]
+    assert prepare(tmp_path / "in.jsonl", [{"messages": EXCHANGE}]) == 0
+    assert "the format of Llama 3" in capsys.readouterr().out
+    elsewhere = ["--out", tmp_path / "2", "--tokenizer", make_folder(None)]
+    assert prepare(tmp_path / "in.jsonl", [{"messages": EXCHANGE}], *elsewhere) == 2
+    assert "chat_template.jinja" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "template", [[{"name": "rag", "template": "x"}], [{"name": 1}], {"rag": "x"}, 3, "{% if %}"]
+)
+def test_what_is_no_template_is_a_sentence(template, make_folder, tmp_path, capsys):
+    assert (
+        prepare(
+            tmp_path / "in.jsonl", [{"messages": EXCHANGE}], "--tokenizer", make_folder(template)
+        )
+        == 2
+    )
+    error = capsys.readouterr().err
+    assert "template" in error and "Traceback" not in error
+
+
+def test_templates_in_files_and_named_templates_are_chosen_as_transformers_does(make_folder):
+    named = [
+        {"name": "default", "template": CHATML},
+        {"name": "tool_use", "template": "{{ bos_token }}tools" + CHATML},
+    ]
+    folder = make_folder(named)
+    oracle = AutoTokenizer.from_pretrained(folder)
+    for row in ({"messages": EXCHANGE}, {"messages": EXCHANGE, "tools": TOOLS}):
+        right = oracle.apply_chat_template(EXCHANGE, tools=row.get("tools"), return_dict=True)
+        assert encode(folder, row)[0] == right["input_ids"]
+    (folder / "chat_template.jinja").write_text("file" + CHATML)
+    right = AutoTokenizer.from_pretrained(folder).apply_chat_template(EXCHANGE, return_dict=True)
+    assert encode(folder, {"messages": EXCHANGE})[0] == right["input_ids"]
+
+
+def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
+    assert (
+        prepare(tmp_path / "in.jsonl", [{"messages": EXCHANGE}]) == 2
+        and "`chat`" in capsys.readouterr().err
+    )
+
+
+def test_every_token_of_the_assistant_is_a_target_once_and_no_other_is(tmp_path):
+    texts = [f"{'naïve 😀 ' * n}\n{n}" for n in range(1, 40)]
+    rows = [
+        {"messages": [{**EXCHANGE[0], "content": text}, {**EXCHANGE[1], "content": text}]}
+        for text in texts
+    ]
+    assert prepare(tmp_path / "in.jsonl", rows, "--validation-share", 0) == 0
+    tokenizer = load_tokenizer(SHIPPED)
+    pairs = []
+    for row in rows:
+        ids, targets, _ = encode(SHIPPED, row)
+        pairs += zip(ids, targets, strict=True)
+    reader = SampleReader([open_corpus(str(tmp_path / "out"), tokenizer, tmp_path)], 64, 2304)
+    (n,) = reader.n_samples
+    batch = reader.read(torch.zeros(n, dtype=torch.int64), torch.arange(n))
+    expected = [id if is_target else IGNORE_INDEX for id, is_target in pairs[1:]]
+    assert batch.targets.flatten()[: len(expected)].tolist() == expected
+    assert batch.tokens.flatten()[: len(expected)].tolist() == [id for id, _ in pairs[:-1]]

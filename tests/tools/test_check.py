@@ -1,0 +1,488 @@
+"""What must stop a run before it starts: one table of arguments and keys. And what `check` says about a sound run.
+
+Wording is not tested, only that each problem has a key as in TOML, a reason and a remedy, and that the status is 2.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from base64 import b64encode
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.machine import GIB, Machine
+from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.reader import CONFIG_FOLDER, REPOSITORY, dump_config_toml
+from torchtitan_lite.data.corpus_folder import DATASETS
+from torchtitan_lite.preflight import preflight
+from torchtitan_lite.tools import check
+
+LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
+EIGHT_H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3")
+H100_ELSEWHERE = replace(EIGHT_H100, is_here=False)
+EIGHT_A100 = Machine("cuda", 8, 80 * GIB, "NVIDIA A100-SXM4-80GB")
+
+
+def write_tokenizer(folder: Path, n_tokens: int = 2048) -> Path:
+    """Write a vocabulary of the 256 bytes and some pairs of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = [bytes([n]) if n < 256 else n.to_bytes(2, "big") for n in range(n_tokens)]
+    lines = [f"{b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    (folder / "tokenizer.model").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """Run each test in a folder of its own, on a laptop, with a tokenizer and without a launcher."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(check, "detect_machine", lambda: LAPTOP)
+    for name in ("NGPU", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    write_tokenizer(tmp_path / "assets" / "tokenizer")
+    Path("file").write_text("in the way")
+    return tmp_path
+
+
+def find_problems(args: str | list[str], **options) -> list[Problem]:
+    """Return the problems of a run, each with a reason and a remedy."""
+    args = args.split(" ") if isinstance(args, str) else args
+    try:
+        preflight(args, **({"machine": LAPTOP, "n_ranks": 2} | options))
+    except ConfigError as error:
+        assert all(
+            problem.why and problem.remedy and problem.key in str(problem)
+            for problem in error.problems
+        )
+        return error.problems
+    return []
+
+
+def find_keys(args: str | list[str], **options) -> list[str]:
+    return [problem.key for problem in find_problems(args, **options)]
+
+
+def find_one_problem(args: str | list[str], **options) -> Problem:
+    (problem,) = find_problems(args, **options)
+    return problem
+
+
+# ---------------------------------------------------------------- the table
+
+P = "parallelism."
+TP, PP, CP = (
+    f"--{P}tensor_parallel_degree",
+    f"--{P}pipeline_parallel_degree",
+    f"--{P}context_parallel_degree",
+)
+SCHEDULE, ZERO = f"--{P}pipeline_parallel_schedule", f"--{P}zero_stage"
+ASYNC_TP, METHOD = f"{P}enable_async_tensor_parallel", f"{P}context_parallel_rotate_method"
+MICROBATCH = f"{P}pipeline_parallel_microbatch_size"
+FLOAT8, GATHER = (
+    "--model.converters=float8",
+    "--quantize.linear.float8.enable_fsdp_float8_all_gather",
+)
+F8, STAGES = "quantize.linear.float8.", f"{P}module_fqns_per_model_part"
+MOE, EP = "--model.flavor=debug_moe", f"{P}expert_parallel_degree"
+MODE = "activation_checkpoint.mode"
+SPLIT = f"{PP}=2 {SCHEDULE}=ZBVZeroBubble"
+BF16, BUDGET = "--optimizer.moments_dtype=bfloat16", f"--{MODE}=memory_budget"
+
+REFUSED = [  # arguments | keys of the problems, in any order | ranks, machine
+    # what cannot be read; test_config.py has the mistakes in a file
+    ("--training.stepz 4", "training.stepz"),
+    ("--training.tensor_parallel_degree=2", "training.tensor_parallel_degree"),
+    ("--training.steps", "training.steps"),
+    ("--config", "job.config_file"),
+    ("--config debugg", "job.config_file"),
+    ("--config assets", "job.config_file"),
+    ("--compile.no_enable true", "compile.no_enable"),
+    ("stray", "argument"),
+    (f"{TP}=0", f"{P}tensor_parallel_degree"),
+    (f"{SCHEDULE}=2F", f"{P}pipeline_parallel_schedule"),
+    ("--optimizer.beta1=1", "optimizer.beta1"),
+    # several at once; what only follows from a bad value is left out
+    ("--training.steps=x --optimizer.lr=-1 stray --model.name=gpt",
+     "training.steps optimizer.lr argument model.name"),
+    ("--config llama3_8b --optimizer.lr x --training.global_batch_size=3 --job.dump_folder=file/x "
+     "--model.hf_assets_path=nowhere",
+     "optimizer.lr model.flavor training.global_batch_size job.dump_folder model.hf_assets_path"),
+    (f"{TP}=x --{P}data_parallel_shard_degree=1", f"{P}tensor_parallel_degree", 8),
+    (f"{BUDGET} --compile.enable=x", "compile.enable"),
+    ("--checkpoint.initial_load_path=nowhere --model.vocab_size=300 --training.dataset=file",
+     "checkpoint.initial_load_path training.dataset"),
+    ("--config nowhere --training.global_batch_size=3", "job.config_file"),
+    # model
+    ("--model.flavor 9B", "model.flavor"),
+    ("--model.n_heads 6", "model.n_heads"),
+    ("--model.n_kv_heads 3", "model.n_kv_heads"),
+    ("--model.head_dim 31", "model.head_dim"),
+    # mesh
+    (f"{TP}=2 --{P}data_parallel_shard_degree=1", f"{P}data_parallel_shard_degree", 3),
+    ("--training.global_batch_size 10", "training.global_batch_size"),
+    (f"{PP}=2 --training.local_batch_size=4 --{MICROBATCH}=3", MICROBATCH),
+    (f"{PP}=2 {ZERO}=2", f"{P}zero_stage"),
+    (f"{SCHEDULE}_csv=own.csv", f"{P}pipeline_parallel_schedule_csv"),
+    # layout
+    (f"{TP}=4 --model.n_heads=2", "model.n_heads model.n_kv_heads", 4),
+    (f"{TP}=2 --model.ffn_dim=351", "model.ffn_dim"),
+    (f"{TP}=2 --model.vocab_size=2305", "model.vocab_size"),
+    (f"{TP}=2 {CP}=2 --training.seq_len=36", "training.seq_len", 4),
+    (f"{PP} 8", "model.n_layers", 8),
+    (f"--{STAGES}=norm;output", f"{STAGES} {STAGES}"),  # wrong modules, and no pipeline
+    (f"{PP}=2 --training.local_batch_size=1 --training.global_batch_size=1", "training.local_batch_size"),
+    (f"{FLOAT8} --{F8}filter_fqns=attention,feed", "model.converters"),
+    (f"{FLOAT8} --training.seq_len=12 --training.local_batch_size=1", "training.seq_len"),
+    (f"{FLOAT8} {GATHER} --{F8}recipe_name=rowwise", f"{F8}recipe_name"),
+    (f"{FLOAT8} {GATHER} --training.enable_cpu_offload", "training.enable_cpu_offload", 4, EIGHT_H100),
+    # known to give wrong numbers or to crash
+    (f"{CP}=2 --training.mixed_precision_param=float32", "training.mixed_precision_param", 2, H100_ELSEWHERE),
+    (f"{CP}=2 --model.head_dim=20", "model.head_dim", 2, H100_ELSEWHERE),
+    (f"{SPLIT} {ZERO}=3 --{MODE}=none", f"{P}pipeline_parallel_schedule"),
+    (f"{SPLIT} --{MODE}=full", MODE),
+    (f"{SPLIT} --{MODE}=none --compile.enable --compile.backend=aot_eager", "compile.enable"),
+    (f"{CP}=2 --{METHOD}=ring --model.attention=document", METHOD),
+    # experts
+    (f"--{EP}=2", EP),
+    (f"{MOE} --{EP}=4", EP),  # of two ranks
+    (f"{MOE} --{EP}=16 --training.global_batch_size=-1", EP, 16),  # of eight experts
+    (f"{MOE} --checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
+    ("--checkpoint.enable --checkpoint.last_save_in_hf --model.dim=128 --model.n_heads=3 --model.n_kv_heads=3 "
+     "--model.head_dim=32", "checkpoint.last_save_in_hf"),  # transformers computes the head dim from dim
+    (f"{MOE} --{P}expert_tensor_parallel_degree=2", f"{P}expert_tensor_parallel_degree"),
+    # run
+    ("--activation_checkpoint.selective_ac_option=ops", "activation_checkpoint.selective_ac_option"),
+    (BUDGET, MODE),
+    (f"{BUDGET} --compile.enable --compile.components=loss", MODE),
+    (f"{BF16} --optimizer.name=SGD", "optimizer.moments_dtype"),
+    (f"{BF16} --optimizer.beta2=0.999", "optimizer.moments_dtype"),
+    ("--profiling.enable_profiling --profiling.profile_freq=3", "profiling.profile_freq"),
+    # machine
+    (f"--{ASYNC_TP}", f"{ASYNC_TP} {ASYNC_TP}"),  # without a compiler, and without a GPU
+    ("--training.enable_cpu_offload", "training.enable_cpu_offload"),
+    ("--profiling.enable_memory_snapshot", "profiling.enable_memory_snapshot"),
+    (FLOAT8, "model.converters", 4, EIGHT_A100),
+    ("--config llama3_8b.toml", "model.flavor"),
+    # files
+    ("--training.dataset c4", "training.dataset"),
+    ("--training.dataset_weights 1,2", "training.dataset_weights"),
+    ("--training.dataset_weights=-1", "training.dataset_weights"),
+    ("--training.dataset_path file", "training.dataset_path"),  # the named corpus reads none
+    ("--model.hf_assets_path nowhere", "model.hf_assets_path"),
+    ("--model.vocab_size 2000", "model.vocab_size"),
+    ("--job.dump_folder file/run", "job.dump_folder"),
+    ("--training.cache_folder file", "training.cache_folder"),
+    ("--checkpoint.folder /", "checkpoint.folder"),  # job.overwrite would empty it
+    ("--job.overwrite --checkpoint.enable --checkpoint.load_step=3", "checkpoint.load_step"),
+    ("--job.no_overwrite --checkpoint.enable --checkpoint.load_step=3", "checkpoint.load_step"),
+    # sound: what a rule does not mean
+    (f"{BF16} --optimizer.beta2=0.99", ""),
+    (f"{SPLIT} --{MODE}=none", ""),
+    (f"{CP}=2 --model.attention=document", ""),
+    (f"{CP}=2 --model.head_dim=20", ""),
+    (f"{FLOAT8} {GATHER}", ""),
+    (f"{FLOAT8} --{F8}emulate", "", 4, EIGHT_A100),
+    (f"{MOE} --checkpoint.enable --checkpoint.last_save_in_hf --training.expert_bias_rate=0", ""),
+    (f"{BUDGET} {BF16} --{ASYNC_TP} {TP}=2 --compile.enable --training.enable_cpu_offload", "", 8, H100_ELSEWHERE),
+    ("--model.hf_assets_path=bytes --model.vocab_size=258", ""),
+]  # fmt: skip
+
+
+def test_exactly_what_cannot_run_is_refused_by_its_keys():
+    wrong = {}
+    for args, keys, *place in REFUSED:
+        n_ranks, machine = (*place, *(2, LAPTOP)[len(place) :])
+        found = find_keys(args, n_ranks=n_ranks, machine=machine)
+        if sorted(found) != sorted(keys.split()):
+            wrong[args] = found
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("args", "n_ranks", "numbers"),
+    [
+        ("--training.global_batch_size 10", 2, [8, 16, 1]),
+        ("--training.global_batch_size 6", 4, [4, 8]),
+        ("--training.global_batch_size 9", 2, [8, 16]),
+        ("--training.local_batch_size 6 --training.global_batch_size 9", 2, [8, 10]),
+        (f"{CP}=3 --training.seq_len=64", 3, [60, 66]),
+        (f"{TP}=2 --{P}data_parallel_shard_degree=2", 3, [2]),
+        (f"{FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1", 2, [32]),
+        (f"{PP}=8", 8, [6]),  # the first and the last stage need no layer
+        ("--profiling.enable_profiling --profiling.profile_freq=3", 2, [4]),
+    ],
+)
+def test_a_remedy_names_the_bound(args, n_ranks, numbers):
+    remedy = find_one_problem(args, n_ranks=n_ranks, machine=H100_ELSEWHERE).remedy
+    assert [
+        int(number) for number in re.findall(r"\b\d\b|\b\d\d\b", remedy.replace("-1", ""))
+    ] == numbers
+
+
+@pytest.mark.parametrize(
+    ("args", "n_ranks", "said"),
+    [
+        (
+            "--training.global_batch_size=6",
+            4,
+            "4 data-parallel ranks cannot have equal shares of 6 sequences. Use 4 or 8",
+        ),
+        (f"--model.vocab_size=50257 {TP}=2", 2, "or 50258 here"),
+        (
+            "--model.hf_assets_path=Qwen/Qwen3-8B",
+            2,
+            "nothing is downloaded. Run: hf download Qwen/Qwen3-8B --local-dir",
+        ),
+        (
+            "--checkpoint.initial_load_path=hf://a/b",
+            2,
+            "nothing is downloaded. Run: hf download a/b --local-dir a/b",
+        ),
+        ("--config finetune", 2, "the environment variable $MODEL_FOLDER is not set"),
+        ("--training.dataset=data/mine", 2, "prepare FILES --out data/mine"),
+        ("--training.dataset=assets", 2, "prepare assets --out NEW_FOLDER"),
+        ("--training.dataset=empty", 2, "the function of empty lists no files"),
+    ],
+)
+def test_a_refusal_names_what_the_user_wrote_and_what_works(args, n_ranks, said, monkeypatch):
+    monkeypatch.setitem(DATASETS, "empty", lambda path: [])
+    assert said in str(find_one_problem(args, n_ranks=n_ranks, machine=H100_ELSEWHERE))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (
+            "--training.steps=4 --lr_scheduler.warmup_steps=5",
+            "the learning rate only reaches 80% of optimizer.lr",
+        ),
+        (f"{FLOAT8} --{F8}filter_fqns=output,wx", "'wx' is in the name of no linear layer"),
+        ("--model.hf_assets_path=model", "set checkpoint.initial_load_path=model"),
+        ("--training.local_batch_size=6", "(training.local_batch_size allows 6)"),
+        ("--config own.toml", "training.seq_len is 512 on a CPU"),
+        ("--config own.toml", "4 sequences of 512 tokens make 2,048 per step"),
+        (
+            "--config own.toml --training.seq_len=1024 --training.local_batch_size=3",
+            "6 sequences of 1024 tokens",
+        ),
+        (f"--config own.toml {CP}=3", "training.seq_len is 510"),
+        ("--config own.toml --training.steps=7", "per step, "),  # a time, roughly
+    ],
+)
+def test_check_says_what_a_user_did_not_ask_for(args, said, empty_folder, capsys):
+    write_tokenizer(empty_folder / "model")
+    for name in ("config.json", "model.safetensors"):
+        (empty_folder / "model" / name).touch()
+    Path("own.toml").touch()
+    assert main(["check", *args.split()]) == 0
+    assert said in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- ranks and places
+
+
+@pytest.mark.parametrize(
+    ("args", "environment", "machine", "answer"),
+    [
+        ("", {}, LAPTOP, 2),
+        (f"--{P}data_parallel_shard_degree 1", {}, LAPTOP, 1),
+        (f"{CP}=4", {}, LAPTOP, 4),
+        ("--config debug_3d", {}, LAPTOP, 8),
+        ("--config debug_moe_3d", {}, LAPTOP, 8),
+        ("--training.global_batch_size=-1", {"NNODES": "4"}, EIGHT_H100, 32),
+        ("", {"NGPU": "4"}, EIGHT_H100, 4),
+        (f"{TP}=2", {"NGPU": "4", "NNODES": "2"}, LAPTOP, 8),
+        ("", {"NGPU": "two"}, LAPTOP, ["NGPU"]),
+        ("--config debug_3d", {"NNODES": "3"}, LAPTOP, ["NNODES"]),
+        ("", {"NGPU": "16"}, EIGHT_H100, ["NGPU"]),
+        ("--config llama3_70b --ranks 64", {}, LAPTOP, 64),
+        ("--config llama3_70b --gpus 64", {}, LAPTOP, 64),
+        ("--config llama3_70b --gpus 8 --gpu a100-80", {}, LAPTOP, ["model.flavor"]),
+        ("--gpus 8 --gpu h900", {}, LAPTOP, ["--gpu"]),
+        (
+            f"--compile.enable --{ASYNC_TP} {TP}=2 --gpus 2",
+            {"CC": "none"},
+            LAPTOP,
+            2,
+        ),  # compilers here do not matter
+        (f"--compile.enable --{ASYNC_TP} {TP}=2 --ranks 2", {}, LAPTOP, [ASYNC_TP]),
+    ],
+)
+def test_check_answers_for_this_host_and_for_a_run_elsewhere(
+    args, environment, machine, answer, monkeypatch, capsys
+):
+    monkeypatch.setattr(check, "detect_machine", lambda: machine)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    status = main(["check", *args.split()])
+    out, err = capsys.readouterr()
+    if isinstance(answer, list):
+        assert status == 2 and re.findall(r"^  \d+\. (\S+) = ", err, re.MULTILINE) == answer, err
+    else:
+        assert (
+            status == 0 and f"mesh    {f'{answer} ranks: ' if answer > 1 else 'one rank'}" in out
+        ), out
+        assert ("memory  not checked" in out) == ("--ranks" in args)
+
+
+# ---------------------------------------------------------------- memory
+
+WHOLE = 8_030_261_248 * 16  # bytes of state of the 8B
+
+
+def bound_state(*args: str, n_ranks: int) -> int:
+    """Return the bytes of weights, gradients and optimizer state of one H100."""
+    return preflight(
+        ["--config", "llama3_8b", *args], machine=EIGHT_H100, n_ranks=n_ranks
+    ).memory.state_bytes
+
+
+def test_8b_needs_two_gpus_of_80_gib_or_hosts_with_as_much():
+    args = ["--config", "llama3_8b"]
+    assert find_keys(args, machine=EIGHT_H100, n_ranks=1) == ["model.flavor"]
+    assert bound_state(n_ranks=2) == WHOLE // 2
+    host = replace(LAPTOP, memory_bytes_per_device=119 * GIB)
+    problem = find_one_problem(args, machine=host, n_ranks=8)
+    assert problem.key == "model.flavor" and "verify --config llama3_8b" in problem.remedy
+    assert preflight(args, machine=replace(host, memory_bytes_per_device=120 * GIB), n_ranks=8)
+    assert preflight(args, machine=host, n_ranks=8, n_hosts=2)  # each host holds half of the shards
+
+
+def test_replicas_do_not_share_memory_and_every_other_dim_does():
+    args = [f"--{P}data_parallel_replicate_degree=2"]
+    assert bound_state(*args, n_ranks=8) == WHOLE // 4
+    args += [f"{TP}=2", f"{PP}=2", "--training.local_batch_size=2"]
+    assert bound_state(*args, n_ranks=16) == WHOLE // 8
+    assert bound_state(*args, "--optimizer.name=SGD", n_ranks=16) == WHOLE // 16
+
+
+@pytest.mark.parametrize(
+    ("name", "n_ranks"),
+    [("llama3_1b", 1), ("llama3_3b", 1), ("llama3_8b", 8), ("llama3_70b", 64), ("llama3_405b", 128)]
+    + [("mixtral_8x22b", 2048), ("qwen3_30b_a3b", 16)],
+)
+def test_every_preset_is_sound_on_the_gpus_that_it_names(name, n_ranks):
+    prepared = preflight(
+        ["--config", name], machine=H100_ELSEWHERE, n_ranks=n_ranks, n_hosts=max(1, n_ranks // 8)
+    )
+    assert prepared.layout.world_size == n_ranks and prepared.config_name == name
+    assert "GiB" in "".join(
+        (CONFIG_FOLDER / f"{name}.toml").read_text().splitlines(keepends=True)[:2]
+    )
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_folder_with_an_earlier_run_is_resumed_or_deleted_only_when_asked():
+    args = [
+        "--config",
+        "llama3_1b",
+        "--model.flavor",
+        "debug",
+        "--job.dump_folder",
+        "runs/a",
+        "--training.seq_len=64",
+    ]
+    Path("runs/a").mkdir(parents=True)
+    assert preflight(args, machine=LAPTOP)  # an empty folder holds no run
+    Path("runs/a/metrics.jsonl").touch()
+    assert find_keys(args) == ["job.dump_folder"]
+    assert preflight(args, machine=LAPTOP, restarted=True)  # the files are this job's own
+    for more in ("--checkpoint.enable", "--job.overwrite", "--job.dump_folder=runs/b"):
+        assert preflight([*args, more], machine=LAPTOP)
+
+
+def test_a_folder_without_write_permission_is_refused(monkeypatch):
+    Path("locked").mkdir()  # root may write everywhere, so the answer of the system is replaced
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "locked")
+    assert find_keys("--job.dump_folder locked/new/run") == ["job.dump_folder"]
+
+
+def test_a_tokenizer_is_looked_up_here_first_then_in_the_repository(empty_folder, monkeypatch):
+    def find_vocabulary(args: list[str]) -> Path:
+        return preflight(args, machine=LAPTOP).tokenizer.path.resolve()
+
+    assert find_vocabulary([]) == empty_folder / "assets" / "tokenizer" / "tokenizer.model"
+    elsewhere = empty_folder / "repository"
+    monkeypatch.setattr("torchtitan_lite.data.tokenizer.REPOSITORY", elsewhere)
+    args = ["--model.hf_assets_path", "mine"]
+    assert find_keys(args) == ["model.hf_assets_path"]
+    write_tokenizer(elsewhere / "mine")
+    assert find_vocabulary(args) == elsewhere / "mine" / "tokenizer.model"
+    write_tokenizer(empty_folder / "mine", n_tokens=300)
+    assert find_vocabulary(args) == empty_folder / "mine" / "tokenizer.model"
+
+
+def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # without any package
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    problem = find_one_problem("--metrics.enable_wandb")
+    assert problem.key == "metrics.enable_wandb" and "the extra `wandb`" in problem.remedy
+
+
+# ---------------------------------------------------------------- the resolved config, and the verdict
+
+
+def test_the_config_that_a_run_saves_has_no_automatic_value_and_starts_the_same_run(empty_folder):
+    saved = preflight(["--config", "debug_3d", "--training.steps=7"], machine=LAPTOP).config
+    assert (saved.job.dump_folder, saved.lr_scheduler.total_steps) == ("./outputs/debug_3d", 7)
+    assert (saved.parallelism.zero_stage, saved.training.mixed_precision_param) == (1, "float32")
+    (empty_folder / "config.toml").write_text(dump_config_toml(saved))
+    again = preflight(["--config", "config.toml"], machine=LAPTOP).config
+    assert replace(again, job=replace(again.job, config_file="debug_3d")) == saved
+    config = preflight([], machine=EIGHT_H100).config
+    assert (config.parallelism.data_parallel_shard_degree, config.training.global_batch_size) == (
+        8,
+        8,
+    )
+    assert config.training.mixed_precision_param == "bfloat16"
+
+
+VERDICT = """\
+debug_3d on a laptop: nothing found wrong
+  model   llama debug, 1,328,256 parameters, 0.00698 GFLOP per token (0.00659 with causal attention)
+  start   random weights (debug.seed 1)
+  mesh    8 ranks: pp2 x dp_shard2 x tp2
+  batch   8 sequences of 128 tokens make 1,024 per step: data-parallel ranks 2 x microbatches 4 x sequences 1
+"""
+
+
+def test_the_verdict_says_what_the_run_will_be_and_problems_are_printed_with_status_2(capsys):
+    assert main(["check", "--config", "debug_3d", "--training.seed", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(VERDICT) and "training.seed is now debug.seed" in out
+    assert main(["check", "--training.stepz", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("This run cannot start:\n  1. training.stepz = '1': ")
+
+
+def test_check_imports_no_torch():
+    code = (
+        "import sys\n"
+        "from torchtitan_lite.__main__ import main\n"
+        "assert main(['check', '--config', 'debug']) == 0\n"
+        "assert main(['train', '--training.stepz', '3']) == 2\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'numpy', 'tensorboard')])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "NGPU": "2"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_keys_of_one_section_or_of_all_are_printed_with_their_comments(capsys):
+    assert main(["check", "--keys"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        'decay_type: Literal[tuple(DECAYS)] = "linear"' in printed
+        and "# SGD has no momentum" in printed
+    )
+    assert main(["check", "--keys", "quantize.linear.float8"]) == 0
+    assert capsys.readouterr().out.count("\n[") == 0

@@ -1,0 +1,130 @@
+"""Every command line that README and the chapters show is correct, and runs in a folder with the files it names.
+
+The default tests parse the command lines. With --all they are run in this order, as a reader would.
+"""
+
+import gzip
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from test_generate_tool import ARGS, save
+
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.reader import REPOSITORY, read_config
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.tools.command_lines import TOOLS, parse_command
+
+CHAPTERS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "torchtitan_lite").rglob("README.md"))]
+SHOWN = re.compile(
+    r"^(?:\$ )?((?:\w+=\S+ )*(?:\./run_train\.sh|python -m torchtitan_lite)\b.*?)(?:\s+#.*)?$",
+    re.MULTILINE,
+)
+IN_PROSE = re.compile(r"`((?:\w+=\S+ )+\./run_train\.sh [^`]*)`")
+
+TWO_STEPS = "--training.steps 2 --validation.steps 1"
+TINY = f"{TWO_STEPS} --model.dim 64 --model.n_layers 1 --model.n_heads 4 --model.n_kv_heads 2 --model.ffn_dim 128"
+TINY += " --model.vocab_size 2304 --training.seq_len 64 --training.local_batch_size 1"
+TINY += " --training.mixed_precision_param float32"
+MORE = {  # part of a command that trains -> arguments that make the run short; the default is two steps
+    "--help": "",
+    "async_mode": f"{TWO_STEPS} --job.dump_folder outputs/saved",
+    "llama3_1b": TINY,
+    "llama3_8b --training.dataset": TINY,
+    "bench step": "--rounds 1 --steps 1",
+}
+REFUSED = ("llama3_8b.toml", "bench gpu")  # too large for a CPU host, without a GPU: exit status 2
+
+
+def list_shown() -> list[str]:
+    """Return the commands in the order of the chapters, each once."""
+    shown = []
+    for path in CHAPTERS:
+        text = path.read_text(encoding="utf-8")
+        for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL):
+            shown += SHOWN.findall(block)
+        shown += IN_PROSE.findall(text)
+    return list(dict.fromkeys(shown))
+
+
+def shorten(command: str) -> str:
+    return command.removeprefix("python -m torchtitan_lite ")
+
+
+@pytest.mark.parametrize("command", list_shown(), ids=shorten)
+def test_a_command_that_is_shown_is_correct(command):
+    words = [word for word in shlex.split(command) if "=" not in word or word.startswith("-")]
+    config_args = words[1:]
+    if words[0] == "python":
+        config_args = getattr(parse_command(words[3], words[4:]), "config_args", None)
+    if config_args is not None and "--help" not in words:
+        assert read_config(config_args).problems == []
+
+
+def test_every_tool_is_shown():
+    assert {
+        command.split()[3] for command in list_shown() if command.startswith("python")
+    } == TOOLS.keys() - {"train"}
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory) -> Path:
+    """A working directory with the files and folders that the commands name."""
+    desk = tmp_path_factory.mktemp("desk")
+    (desk / "run_train.sh").symlink_to(REPOSITORY / "run_train.sh")
+    (desk / "texts").mkdir()
+    lines = [
+        line
+        for path in CHAPTERS
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if len(line) > 40
+    ]
+    for number, line in enumerate(lines):  # enough documents that a hash holds one of a hundred out
+        (desk / "texts" / f"{number}.md").write_text(line + "\n", encoding="utf-8")
+    with gzip.open(desk / "notes.jsonl.gz", "wt") as notes:
+        notes.writelines(json.dumps({"text": line}) + "\n" for line in lines)
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4, as always."}]
+    (desk / "talks.jsonl").write_text(
+        "".join(json.dumps({"messages": turns * n}) + "\n" for n in range(1, 99))
+    )
+    parquet = desk / "fineweb-edu/sample/10BT/000_00000.parquet"
+    parquet.parent.mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.table({"text": lines}), parquet)
+    for name in ("Llama-3.1-8B", "Llama-3.1-8B-Instruct"):
+        shutil.copytree(REPOSITORY / "assets/tokenizer", desk / name)
+    model = Llama3(ARGS)
+    initialize_weights(model, seed=0)
+    checkpoint = save(tmp_path_factory.mktemp("run") / "step-1", model.state_dict())
+    assert main(["convert", str(checkpoint), str(desk / "Llama-3.2-1B")]) == 0
+    return desk
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", list_shown(), ids=shorten)
+def test_a_command_that_is_shown_runs(desk, command):
+    more = next(
+        (more for part, more in MORE.items() if part in command),
+        TWO_STEPS if "run_train" in command else "",
+    )
+    words = shlex.split(f"{command} {more}")
+    variables = {"PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    words[0] = sys.executable if words[0] == "python" else words[0]
+    if "--out" in words:  # two chapters make the same corpus
+        shutil.rmtree(desk / words[words.index("--out") + 1], ignore_errors=True)
+    done = subprocess.run(
+        words, cwd=desk, env=os.environ | variables, capture_output=True, text=True, timeout=900
+    )
+    expected = 2 if any(part in command for part in REFUSED) else 0
+    assert done.returncode == expected, done.stdout[-2000:] + done.stderr[-3000:]

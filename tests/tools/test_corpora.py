@@ -1,0 +1,415 @@
+"""Files to corpora to tokens: every document once, in its order, whatever the kind of file and number of processes."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from checkpoints import flip_bit
+from made_corpora import BYTES, WORDS, write_corpus
+
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.reader import REPOSITORY, read_config
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.corpus_folder import (
+    DATASETS,
+    CorpusError,
+    check_data,
+    check_prepared,
+    find_corpus,
+    read_manifest,
+)
+from torchtitan_lite.tools.corpora import named
+from torchtitan_lite.tools.corpora import prepare as preparing
+from torchtitan_lite.tools.corpora.named import prepare_datasets
+from torchtitan_lite.tools.corpora.prepare import PrepareSettings, hash_document, prepare
+from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
+
+
+def write_rows(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def write_files(folder: Path) -> list[str]:
+    """Write texts of all lengths to files of three kinds, and return them in the order of the corpus."""
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(WORDS, k=draw.randrange(1, 60))) for _ in range(900)]
+    (folder / "sub").mkdir(parents=True)
+    (folder / "1.txt").write_text(texts[0])
+    write_rows(folder / "2.jsonl", texts[1:500])
+    table = pyarrow.table({"text": texts[500:], "id": range(400)})
+    pyarrow.parquet.write_table(table, folder / "sub" / "3.parquet", row_group_size=100)
+    return texts
+
+
+def list_documents(folder: Path, split: str) -> list[list[int]]:
+    if split not in read_manifest(folder).splits:
+        return []
+    corpus = Corpus("", folder, split)
+    tokens = corpus.tokens.tolist()
+    starts = corpus.documents.tolist()
+    return [tokens[start:stop] for start, stop in pairwise([*starts, len(tokens)])]
+
+
+def list_texts(folder: Path, split: str) -> list[str]:
+    return [BYTES.decode(document[1:-1]) for document in list_documents(folder, split)]
+
+
+def test_every_document_is_there_once_in_order_whatever_the_number_of_processes(here, monkeypatch):
+    monkeypatch.setattr(preparing, "GROUP_ROWS", 50)
+    texts = write_files(Path("in"))
+    files, _ = find_files([Path("in")])
+    contents = []
+    for n in (1, 3):
+        out = Path(f"out{n}")
+        prepare(files, out, PrepareSettings("bytes", 0.0), n_processes=n)
+        contents.append({path.name: path.read_bytes() for path in out.iterdir()})
+    documents = list_documents(Path("out1"), "train")
+    assert documents == [BYTES.encode(text, bos=True, eos=True) for text in texts]
+    assert contents[0] == contents[1]
+    assert sorted(contents[0]) == ["manifest.json", "train.documents", "train.tokens"]
+
+
+def test_rows_are_held_out_by_their_text_and_files_by_their_path(here):
+    texts = [f"text {n}" for n in range(300)]
+    prepare([write_rows(Path("a.jsonl"), texts)], Path("rows"), PrepareSettings("bytes", 0.3))
+    validation = [text for text in texts if hash_document(text) < 0.3 * 2**64]
+    assert list_texts(Path("rows"), "validation") == validation
+    numbers = []
+    for version in ("old", "new"):
+        Path(version).mkdir()
+        for n in range(30):
+            Path(version, f"{n}.txt").write_text(f"{n} {version}")
+        files, _ = find_files([Path(version)])
+        prepare(files, Path(f"of {version}"), PrepareSettings("bytes", 0.3))
+        numbers.append(
+            [text.split()[0] for text in list_texts(Path(f"of {version}"), "validation")]
+        )
+    assert numbers[0] == numbers[1]
+    assert 0 < len(numbers[0]) < 30
+
+
+ROW = b'{"text": "x"}\n'
+REFUSED = {  # file -> content, words of the message
+    "half.jsonl.gz": (gzip.compress(ROW * 99)[:-9], "half.jsonl.gz cannot be read"),
+    "half.txt.xz": (lzma.compress(ROW * 99)[:-9], "half.txt.xz cannot be read"),
+    "half.txt.zst": (zstandard.compress(ROW * 99)[:-3], "half.txt.zst cannot be read"),
+    "line.jsonl": (ROW + b'{"text": \n', "line.jsonl, row 2: Expecting value"),
+    "field.jsonl": (
+        b'{"content": "x"}',
+        "it has no 'text', only 'content'. Name another field with --text-column",
+    ),
+    "list.jsonl": (ROW + b"5", "row 2: it is not a JSON object: 5"),
+    "null.jsonl": (b'{"text": null}', "row 1: its 'text' is not a string: None"),
+    "deep.jsonl": (ROW + b"[" * 100_000, "row 2: maximum recursion depth"),
+    "surrogate.jsonl": (
+        b'{"text": "\\ud800"}',
+        "row 1: 'utf-8' codec can't encode character '\\ud800'",
+    ),
+    "empty.jsonl": (b'{"text": ""}', "no text to train on"),
+    "element.json": (
+        b'[{"text": "x"},\n {"text": }]',
+        "element.json cannot be read: Expecting value: line 2",
+    ),
+    "commas.json": (
+        b'{\n"text": "x"},\n{"text": "y"}',
+        "commas.json cannot be read: Expecting value: line 2",
+    ),
+    "deep.json": (b"[" * 100_000, "deep.json cannot be read: maximum recursion depth"),
+    "latin.txt": (
+        b"one\ntwo caf\xe9",
+        "latin.txt cannot be read: it is not utf-8: byte 11 (line 2) is 0xe9",
+    ),
+    "latin.jsonl": (ROW + b'{"text": "caf\xe9"}', "row 2: it is not utf-8: byte 13"),
+    "binary.txt": (b"\x01\0", "character 1 is NUL"),
+    "utf16.txt": ("text".encode("utf-16-le"), "--encoding utf-16-le"),
+    "column.tsv": (b"id\tbody\n1\tx\n", "row 1: it has no 'text', only 'id', 'body'"),
+    "fields.csv": (b"id,text\n1,one, two\n", "line 2 does not have the fields of the header"),
+    "names.csv": (b"text,text\none,two\n", "line 2 does not have the fields of the header"),
+    "quote.csv": (b'text\n"one\ntwo\n', "quote.csv cannot be read: unexpected end of data"),
+    "picture.png": (b"x", "picture.png has an unknown suffix"),
+    "archive.tar.gz": (b"x", "Unpack an archive"),
+}
+
+
+def prepare_here(*args: str) -> int:
+    return main(["prepare", *args, "--tokenizer", "bytes", "--processes", "1"])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_prepared_is_named_and_nothing_is_left(name, here, capsys):
+    content, words = REFUSED[name]
+    Path(name).write_bytes(content)
+    assert prepare_here(name, "--out", "out") == 2
+    assert words in capsys.readouterr().err
+    assert os.listdir() == [name]
+
+
+def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checked(here, capsys):
+    lines = [
+        '{"text": "one"}',
+        "nonsense",
+        "",
+        '{"text": "\\ud800"}',
+        '{"text": ""}',
+        '{"text": " "}',
+    ]
+    Path("a.jsonl").write_text("\n".join(lines))
+    args = ["a.jsonl", "--validation-share", "0", "--skip-bad", "--out"]
+    assert prepare_here(*args, "out") == 0
+    printed = capsys.readouterr()
+    assert "2 bad rows left out" in printed.out and "1 empty documents left out" in printed.out
+    assert "a.jsonl, row 2: Expecting value" in printed.err and "row 3" in printed.err
+    assert list_texts(Path("out"), "train") == ["one", " "]
+    assert prepare_here(*args, "out") == 2
+    assert prepare_here(*args, ".") == 2
+    assert ". exists" in capsys.readouterr().err
+    assert prepare_here(*args, "a.jsonl/out") == 1
+    assert main(["prepare", "--check", "out"]) == 0
+    flip_bit(Path("out/train.tokens"))
+    assert main(["prepare", "--check", "out"]) == 1
+    assert "train.tokens" in capsys.readouterr().err
+
+
+ROWS = ["grüße,\n“one”", "two\ttabs", "three"]
+OBJECTS = [json.dumps({"id": n, "text": text}, ensure_ascii=False) for n, text in enumerate(ROWS)]
+LINES = "\n".join(OBJECTS)
+PRETTY = [json.dumps({"text": text}, indent=1) for text in ROWS]
+CSV = "id,text\r\n" + "".join(f'{n},"{text}"\r\n' for n, text in enumerate(ROWS))
+FORMS = {  # what people have on disk, all with the documents ROWS
+    "lines.jsonl": LINES.encode(),
+    "lines.jsonl.bz2": bz2.compress(LINES.encode()),
+    "lines.jsonl.xz": lzma.compress(LINES.encode()),
+    "mark.jsonl": LINES.encode("utf-8-sig"),
+    "utf16.jsonl": LINES.encode("utf-16"),
+    "array.json": f"\n[{', '.join(OBJECTS)}]".encode(),
+    "pretty array.json": f"[{','.join(PRETTY)}]".encode("utf-8-sig"),
+    "pretty objects.json.gz": gzip.compress("\n".join(PRETTY).encode()),
+    "one line.jsonl": "".join(OBJECTS).encode(),
+    "table.csv": CSV.encode(),
+    "table.tsv": CSV.replace(",", "\t", 1).replace(',"', '\t"').encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_are_read_from_every_form_that_people_have(name, here):
+    Path(name).write_bytes(FORMS[name])
+    assert prepare_here(name, "--out", "out", "--validation-share", "0") == 0
+    assert list_texts(Path("out"), "train") == ROWS
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "cp1252"])
+def test_a_file_is_read_in_its_encoding(encoding, suffix, here):
+    content = {"txt": ROWS[0], "jsonl": OBJECTS[0], "csv": CSV[: CSV.index("1")]}[suffix]
+    file = Path(f"a.{suffix}")
+    file.write_bytes(content.encode(encoding))
+    assert (
+        prepare_here(str(file), "--out", "out", "--encoding", "cp1252", "--validation-share", "0")
+        == 0
+    )
+    assert list_texts(Path("out"), "train") == ROWS[:1]
+
+
+def test_links_are_followed_once_and_what_is_skipped_is_counted_by_its_reason(here):
+    Path("in/a").mkdir(parents=True)
+    Path("elsewhere").mkdir()
+    for name in ("in/a/1.txt", "in/2.LOG", "in/.hidden", "in/3.png", "elsewhere/4.txt"):
+        Path(name).write_text("text")
+    for name, target in {
+        "link": "../elsewhere",
+        "circle": "../in",
+        "same.txt": "a/1.txt",
+        "dead.txt": "no",
+    }.items():
+        Path("in", name).symlink_to(target)
+    files, skipped = find_files([Path("in"), Path("in/a/1.txt")], ["log"])
+    assert [str(path) for path in files] == ["in/2.LOG", "in/a/1.txt", "in/link/4.txt"]
+    assert skipped == {
+        "files or folders reached twice": 3,
+        "hidden files or folders left out": 1,
+        "dead links left out": 1,
+        "files of unknown suffix '.png' left out": 1,
+    }
+    for missing in ("nowhere", "in/dead.txt"):
+        with pytest.raises(PreparationError, match="does not exist"):
+            find_files([Path(missing)])
+
+
+SPLITS = [  # file, options -> texts of both splits, or the last and the first ones
+    ("one.txt", [], ["012345678901234567"], ["89"]),
+    ("one.txt", ["--validation-share=0.5"], ["0123456789"], ["0123456789"]),
+    ("one.txt", ["--validation-share=0"], ["01234567890123456789"], []),
+    ("one.txt", ["--validation", "row.jsonl"], ["01234567890123456789"], ["single"]),
+    ("row.jsonl", ["--validation-share=0.99"], ["single"], []),
+    ("rows.jsonl", [], [f"row {n}" for n in range(19)], ["row 19"]),
+    ("rows.jsonl", ["--validation-share=0.999999"], ["row 19"], [f"row {n}" for n in range(19)]),
+    (
+        ".",
+        ["--validation", "rows.jsonl"],
+        ["01234567890123456789", "single"],
+        [f"row {n}" for n in range(20)],
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SPLITS, ids=str)
+def test_no_split_is_empty_and_a_single_text_is_cut(case, here):
+    name, options, train, validation = case
+    Path("one.txt").write_text("0123456789" * 2)
+    write_rows(Path("row.jsonl"), ["single"])
+    write_rows(Path("rows.jsonl"), [f"row {n}" for n in range(20)])
+    assert prepare_here(name, *options, "--out", "out") == 0
+    assert list_texts(Path("out"), "train") == train
+    assert list_texts(Path("out"), "validation") == validation
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--validation-share=1", "--validation-share=-1", "--validation-share=nan", "--encoding=nope"],
+)
+def test_options_that_cannot_be_used_are_refused(options, here):
+    Path("one.txt").write_text("text")
+    try:
+        status = prepare_here("one.txt", "--out", "out", options)
+    except SystemExit as error:  # of argparse
+        status = error.code
+    assert status == 2
+
+
+def test_a_reader_that_ends_early_does_not_make_a_corpus_unwritten(here):
+    Path("a.txt").write_text("text")
+    words = [
+        sys.executable,
+        "-m",
+        "torchtitan_lite",
+        "prepare",
+        "a.txt",
+        "--out",
+        "out",
+        "--processes",
+        "1",
+    ]
+    read, write = os.pipe()
+    os.close(read)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(words, env=environment, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+MANIFESTS = {  # a manifest that is not ours -> a word of the reason
+    "no JSON": "{",
+    "a list": "[]",
+    "of a checkpoint": '{"format": "x"}',
+    "another format": '{"format": 2}',
+    "no splits": '{"format": 3, "dtype": "uint16"}',
+    "a list of splits": '{"format": 3, "splits": []}',
+    "a number as split": '{"format": 3, "splits": {"train": 5}}',
+    "a split without files": '{"format": 3, "dtype": "uint16", "tokenizer": "", "splits": {"train": {}}}',
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_foreign_manifest_is_a_sentence(name, tmp_path):
+    (tmp_path / "manifest.json").write_text(MANIFESTS[name])
+    with pytest.raises(CorpusError, match=f"{tmp_path} is not a prepared corpus.*manifest.json"):
+        read_manifest(tmp_path)
+
+
+def read(*args: str | Path) -> Config:
+    """Return the config of a run on these corpora, with these flags."""
+    names = [str(arg) for arg in args if not str(arg).startswith("--")]
+    return read_config([f"--training.dataset={','.join(names)}", *args[len(names) :]]).config
+
+
+def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_and_a_remedy(tmp_path):
+    made = write_corpus(tmp_path / "made", [[[1, 2], [3]]])
+    assert check_data(read(made, "--validation.no_enable"), BYTES) == []
+    (problem,) = check_data(read(made), BYTES)
+    assert "--validation-share" in problem.remedy
+    (made / "train.tokens").write_bytes(b"1")
+    names = [str(made), str(tmp_path), "nowhere", "c4"]
+    problems = check_data(read(*names), BYTES)  # each of them once
+    assert [
+        problem.value for problem in problems
+    ] == names and "train.tokens has 1 bytes" in problems[0].why
+    other = write_corpus(tmp_path / "other", [[[1]]], tokenizer_fingerprint="x")
+    assert "another tokenizer" in check_data(read(other), BYTES)[0].why
+
+
+# ---------------------------------------------------------------- corpora with a name
+
+
+def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_if_it_is_not(
+    here, monkeypatch
+):
+    write_files(Path("in"))
+    monkeypatch.setitem(DATASETS, "tiny", lambda path: find_files([Path(path)])[0])
+    config = read("tiny", "--training.dataset_path=in", "--training.cache_folder=cache")
+    with pytest.raises(CorpusError) as error:
+        check_prepared(config, BYTES)
+    command = shlex.split(error.value.remedy.removeprefix("Run: "))
+    assert command[:3] == ["python", "-m", "torchtitan_lite"]
+
+    def prepare_as_another_does(files, out, settings, **options):  # two runs that start together
+        prepare(files, out, settings, **options)
+        prepare(files, out, settings, **options)
+
+    monkeypatch.setattr(named, "prepare", prepare_as_another_does)
+    assert main(command[3:]) == 0
+    check_prepared(config, BYTES)
+    monkeypatch.setattr(named, "prepare", lambda *_, **__: pytest.fail("prepared again"))
+    prepare_datasets(config, BYTES)
+    (folder,) = Path("cache").iterdir()  # no other one was left
+    assert (
+        open_corpus("tiny", BYTES, Path("cache"), split="validation", dataset_path="in").n_tokens
+        > 0
+    )
+    Path("in/more.txt").write_text("more")
+    assert find_corpus("tiny", BYTES, Path("cache"), "in") != folder
+
+
+def test_c4_is_its_training_files_and_c4_validation_the_others(here):
+    names = ["c4-train.00000-of-01024", "c4-train.00001-of-01024", "c4-validation.00000-of-00008"]
+    Path("c4/en").mkdir(parents=True)
+    for name in names:
+        write_rows(Path(f"c4/en/{name}.json"), [f"{name} {n}" for n in range(40)])
+    for name, split, prefix in (
+        ("c4", "train", "c4-train"),
+        ("c4_validation", "validation", names[2]),
+    ):
+        folder = named.prepare_dataset(name, BYTES, Path("cache"), "c4")
+        texts = list_texts(folder, "train")
+        assert len(texts) > 35
+        assert all(text.startswith(prefix) for text in texts)
+        assert open_corpus(name, BYTES, Path("cache"), split=split, dataset_path="c4").n_tokens > 0
+    with pytest.raises(CorpusError, match="(?s)allenai/c4.*training.dataset_path"):
+        open_corpus("c4", BYTES, Path("cache"), dataset_path="cache")
+
+
+def test_a_file_without_its_package_is_refused_and_the_extra_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl.zst").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert main(["prepare", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert re.search("pyarrow.*extra `data`", capsys.readouterr().err)

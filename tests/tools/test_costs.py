@@ -1,0 +1,364 @@
+"""Closed form = dry run = real step: memory and traffic of the same layouts, three ways."""
+
+from collections import Counter
+from unittest.mock import patch
+
+import compare
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import (
+    ACCUMULATION_4,
+    ADAMW,
+    BALANCE_LOSS,
+    BIASES,
+    CHUNKS,
+    CP,
+    DOCUMENTS,
+    EP,
+    EXPERTS,
+    HEAD_NORMS,
+    MODE,
+    NO_LOSS_PARALLEL,
+    OPTION,
+    PP,
+    REPLICATE,
+    RING,
+    SCHEDULE,
+    TP,
+    TWO_LAYERS,
+    ZERO,
+)
+from measure_memory import (
+    BATCH,
+    GLOBAL_BATCH,
+    MODEL,
+    choose_evenly,
+    measure_on_gloo,
+    measure_peak,
+    plan,
+)
+
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.block import count_parameters
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.machine import Machine
+from torchtitan_lite.config.memory_bound import MASTER_BYTES, bound_memory, count_moment_bytes
+from torchtitan_lite.model.moe import Router
+from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
+from torchtitan_lite.tools.plan.forecast import list_memory
+from torchtitan_lite.tools.plan.memory import list_kept
+from torchtitan_lite.tools.plan.meter import Meter
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, describe_workload, plan_run
+from torchtitan_lite.tools.plan.timeline import plan_order
+from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_moved
+
+EVERY_SECOND = {MODE: "selective", OPTION: "2"}
+SHARED, SOME_LAYERS = {"flavor.n_shared_experts": 1}, {"flavor.moe_every": 2, "model.n_layers": 4}
+DTYPE = "training.mixed_precision_param"
+V_SCHEDULE = {SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}
+
+# name -> world size, keys. Every axis, ZeRO stage, recompute mode and attention, and three schedules.
+LAYOUTS = {
+    "dp2 x tp2": (4, {TP: 2, BATCH: 4, MODE: "none", **CHUNKS, **NO_LOSS_PARALLEL}),
+    "replicas, ZeRO 2": (4, {REPLICATE: 2, ZERO: 2, MODE: "selective", **ACCUMULATION_4}),
+    "cp2, documents": (2, {CP: 2, BATCH: 4, **DOCUMENTS}),
+    "cp2, ring": (2, {CP: 2, BATCH: 4, MODE: "full", **RING}),
+    "tied": (2, {BATCH: 4, "flavor.tie_embeddings": True, ZERO: 1, MODE: "none"}),
+    "pp4 x dp2, tied": (8, {PP: 4, BATCH: 4, "flavor.tie_embeddings": True, "model.n_layers": 4}),
+    "pp2 x tp2, V, tied, biases": (
+        4,
+        {PP: 2, TP: 2, BATCH: 4, **V_SCHEDULE, **BIASES, "flavor.tie_embeddings": True},
+    ),
+    "dp2 x tp2, biases": (4, {TP: 2, BATCH: 4, **BIASES}),
+    "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, BATCH: 4, **EVERY_SECOND, "model.n_layers": 4}),
+    "pp2, ZeRO 3": (4, {PP: 2, BATCH: 4, ZERO: 3, MODE: "full"}),
+    "pp2 x tp2, V": (4, {PP: 2, TP: 2, BATCH: 4, **V_SCHEDULE}),
+    "norm and head alone": (
+        12,
+        {PP: 6, TP: 2, BATCH: 4, SCHEDULE: "GPipe", "model.n_layers": 4, MODE: "none"},
+    ),
+    "experts, dp2, ep2": (2, {BATCH: 4, EP: 2, **EXPERTS}),
+    "experts, tp2, ep2": (2, {BATCH: 4, TP: 2, EP: 2, MODE: "full", **EXPERTS, **BALANCE_LOSS}),
+    "experts, pp2 x dp2 x tp2, ep4": (
+        8,
+        {BATCH: 4, PP: 2, TP: 2, EP: 4, **EXPERTS, "model.n_layers": 4},
+    ),
+    "experts of some layers, replicas, cp2, ep2": (
+        8,
+        {
+            BATCH: 4,
+            REPLICATE: 2,
+            CP: 2,
+            TP: 2,
+            EP: 2,
+            **EXPERTS,
+            **SOME_LAYERS,
+            **HEAD_NORMS,
+            **BALANCE_LOSS,
+        },
+    ),
+    "experts and shared ones, ZeRO 2": (
+        4,
+        {EP: 2, ZERO: 2, **EXPERTS, **SHARED, **ACCUMULATION_4, GLOBAL_BATCH: 16},
+    ),
+}
+
+
+def make(world_size: int, keys: dict, device_type: str = "cuda") -> PlannedRun:
+    return PlannedRun("table", *plan(world_size, keys, device_type), device_type)
+
+
+def read(name: str, device_type: str = "cuda", **extra: object) -> PlannedRun:
+    world_size, keys = LAYOUTS[name]
+    return make(world_size, {**MODEL, **TWO_LAYERS, **keys, **extra}, device_type)
+
+
+def assert_equal_traffic(predicted: dict[object, Moved], counted: dict[object, Moved]) -> None:
+    assert {key: moved.n_calls for key, moved in predicted.items()} == {
+        key: m.n_calls for key, m in counted.items()
+    }
+    for key, moved in predicted.items():
+        assert counted[key].n_bytes == pytest.approx(moved.n_bytes, rel=1e-9), key
+
+
+# ---------------------------------------------------------------- closed form = dry run
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
+    """Calls and bytes of each operation over each axis, of the first and the last pp rank; in bf16, as on a GPU."""
+    planned = read(name, **{DTYPE: "bfloat16"})
+    order, memory = plan_order(planned.config.parallelism, planned.layout), []
+    for pp_rank in {0, planned.layout.pp - 1}:
+        run = dry_run(planned, pp_rank)
+        closed = estimate_traffic(planned.workload, pp_rank, order)
+        assert_equal_traffic(closed, run.traffic)
+        memory.append((run.peak_bytes, list_memory(planned.workload, order)[pp_rank].live))
+    assert all(closed == pytest.approx(peak, rel=0.25) for peak, closed in memory), (
+        "a tiny model: batch, angles, ids"
+    )
+    if (
+        planned.layout.pp <= 2
+    ):  # what `check` compares with the memory is below what some rank holds
+        gpu = Machine("cuda", 8, 2**40, "a GPU")
+        bound = bound_memory(
+            planned.config, planned.model_args, planned.layout.degrees, gpu, n_hosts=1
+        )
+        assert bound.state_bytes < max(peak for peak, _ in memory)
+
+
+ANY = "--training.global_batch_size=-1"
+FULL, NONE = f"--{MODE}=full", f"--{MODE}=none"
+INTERLEAVED = [
+    f"--{PP}=2",
+    f"--{TP}=2",
+    f"--{SCHEDULE}=Interleaved1F1B",
+    "--training.local_batch_size=4",
+    ANY,
+]
+V_8B = [
+    f"--{PP}=2",
+    f"--{SCHEDULE}=ZBVZeroBubble",
+    NONE,
+    "--training.local_batch_size=4",
+    "--compile.no_enable",
+    ANY,
+]
+LARGE = [  # config | GPUs | keys | pp rank | microbatches | error
+    ("llama3_8b", 8, [FULL, ANY], 0, 1, 0.03),
+    ("llama3_8b", 8, [f"--{TP}=2", FULL, ANY], 0, 1, 0.03),
+    ("llama3_8b", 8, [f"--{PP}=4", FULL, ANY, "--training.local_batch_size=8"], 1, 8, 0.03),
+    ("qwen3_30b_a3b", 64, ["--model.n_layers=12"], 0, 1, 0.03),
+]
+LARGE_AND_SLOW = [  # up to a minute each
+    ("llama3_8b", 8, [ANY], 0, 1, 0.03),
+    ("llama3_8b", 8, [NONE, ANY], 0, 1, 0.03),
+    ("llama3_8b", 8, ["--training.global_batch_size=24", "--parallelism.zero_stage=1"], 0, 3, 0.03),
+    ("llama3_8b", 8, ["--training.global_batch_size=24", "--parallelism.zero_stage=2"], 0, 3, 0.03),
+    ("llama3_8b", 8, INTERLEAVED, 1, 4, 0.03),
+    ("llama3_8b", 8, V_8B, 0, 4, 0.06),
+    ("llama3_405b", 1024, [FULL, ANY, f"--{PP}=1", "--training.local_batch_size=2"], 0, 1, 0.03),
+    ("mixtral_8x22b", 2048, [], 0, 1, 0.03),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "n_gpus", "keys", "pp_rank", "n_microbatches", "error"),
+    [*LARGE, *(pytest.param(*row, marks=pytest.mark.slow) for row in LARGE_AND_SLOW)],
+)
+def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(
+    name, n_gpus, keys, pp_rank, n_microbatches, error
+):
+    planned = shorten(plan_run(["--config", name, *keys], n_gpus, "cuda"), n_microbatches)
+    memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
+    assert memory[pp_rank].live == pytest.approx(dry_run(planned, pp_rank).peak_bytes, rel=error)
+
+
+# ---------------------------------------------------------------- dry run = real tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "pp_rank"),
+    [
+        ("dp2 x tp2", 0),
+        pytest.param("pp2 x tp2, V", 1, marks=pytest.mark.slow),
+        ("experts, dp2, ep2", 0),
+    ],
+)
+def test_memory_of_a_dry_run_is_what_the_allocator_gives_out(name, pp_rank):
+    planned = read(name, "cpu", **({EP: 1} if "experts" in name else {}))
+    run = planned.config, planned.model_args, planned.layout
+    assert dry_run(planned, pp_rank).peak_bytes == pytest.approx(
+        measure_peak(*run, pp_rank), rel=0.001
+    )
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("dp2 x tp2", marks=pytest.mark.slow), "experts, tp2, ep2"]
+)
+def test_memory_of_a_dry_run_is_that_of_real_ranks_over_gloo(pool, name):
+    planned = read(name, "cpu", **{MODE: "full"})
+    run = planned.config, planned.model_args, planned.layout
+    least = min(min(steps) for steps in pool.run(measure_on_gloo, planned.layout.world_size, *run))
+    assert dry_run(planned).peak_bytes == pytest.approx(least, rel=0.02)
+
+
+# ---------------------------------------------------------------- closed form = real step
+
+
+def count_real_steps(rank: int, world_size: int, all_keys: list[dict]) -> list[tuple[dict, dict]]:
+    """Worker: for each layout the traffic of this rank in a real step, by the closed form and counted."""
+    return [count_real_step(world_size, keys) for keys in all_keys]
+
+
+def count_real_step(world_size: int, keys: dict) -> tuple[dict, dict]:
+    run = compare.build_table_run(world_size, keys)
+    shape = resolve_model(run.config.model)
+    batch = compare.own_rows(run, compare.make_batch(0, shape.vocab_size))
+    meter = Meter(run.layout)
+    with patch.object(Router, "choose", choose_evenly):
+        stepping.train_step(run, batch)
+        with meter.watching():
+            stepping.train_step(run, batch)
+    order = plan_order(run.config.parallelism, run.layout)
+    workload = describe_workload(run.config, shape, run.layout)
+    forecast = estimate_traffic(workload, run.mesh.pp.get_local_rank(), order)
+    return forecast, sum_moved(
+        ((call.axis, call.operation), 1, call.n_bytes) for call in meter.collectives
+    )
+
+
+@pytest.mark.parametrize(
+    "all_keys",
+    [
+        [
+            {PP: 2, TP: 2},
+            {TP: 2, MODE: "full"},
+            {CP: 2, **DOCUMENTS},
+            {REPLICATE: 2},
+            {PP: 2, **ACCUMULATION_4},
+        ],
+        [
+            {TP: 2, EP: 4, MODE: "full", **EXPERTS, **BALANCE_LOSS},
+            {PP: 2, TP: 2, EP: 2, **EXPERTS, **HEAD_NORMS},
+        ],
+    ],
+)
+def test_a_real_step_moves_what_was_forecast(pool, all_keys):
+    for of_rank in pool.run(count_real_steps, 4, [{**keys, **TWO_LAYERS} for keys in all_keys]):
+        for forecast, counted in of_rank:
+            assert_equal_traffic(forecast, counted)
+
+
+# ---------------------------------------------------------------- the dry run
+
+
+def test_backward_collectives_bear_the_line_and_module_of_their_forward():
+    run = dry_run(make(2, {TP: 2, MODE: "full"}, "cpu"))
+    of_layer = [call for call in run.collectives if call.site.module.startswith("layers.2.")]
+    phases = Counter((call.site.phase, call.operation) for call in of_layer)
+    # Backward mirrors forward; and the inputs of attention and feed-forward are gathered again, as is what wo puts out.
+    assert phases["forward", "all-gather"] == phases["forward", "reduce-scatter"] == 2
+    assert phases["backward", "reduce-scatter"] == phases["backward", "all-gather"] == 2
+    assert phases["recompute", "all-gather"] == 2
+    assert all(call.site.line.startswith("models/llama3/modules.py:") for call in of_layer)
+
+
+def test_an_extra_collective_in_the_step_is_in_the_dry_run_with_its_line():
+    def with_one_more(run, loss):
+        dist.all_reduce(loss.new_zeros(2**20), group=run.mesh.tp.get_group())
+        return sum_losses(run, loss)
+
+    sum_losses, planned = stepping.sum_losses, make(2, {TP: 2, **TWO_LAYERS}, "cpu")
+    before = dry_run(planned)
+    with patch.object(stepping, "sum_losses", with_one_more):
+        after = dry_run(planned)
+    assert len(after.collectives) == len(before.collectives) + 1
+    (more,) = (call for call in after.collectives if call.shape == (2**20,))
+    assert (more.operation, more.axis, more.n_bytes, more.site.phase) == (
+        "all-reduce",
+        "tp",
+        2**22,
+        "between",
+    )
+    called = stepping.train_step.__code__.co_firstlineno
+    assert called < int(more.site.line.removeprefix("step.py:")) < called + 12
+
+
+def test_a_gpu_makes_no_mask_of_the_sequence_and_keeps_no_steps_of_a_norm():
+    keys = {"training.seq_len": 512, BATCH: 1, MODE: "full", **DOCUMENTS}
+    masked, on_gpu = (dry_run(make(1, keys, device)).peak_bytes for device in ("cpu", "cuda"))
+    assert masked - on_gpu > 512 * 512
+    # In bfloat16 a CPU keeps two: x in fp32, and x over its rms before the weight.
+    runs = [
+        make(1, {**MODEL, BATCH: 8, MODE: "none", DTYPE: "bfloat16"}, device)
+        for device in ("cpu", "cuda")
+    ]
+    on_cpu, on_gpu = (dry_run(planned).peak_bytes for planned in runs)
+    n_elements = 8 * runs[0].config.training.seq_len * runs[0].model_args.dim
+    assert on_cpu - on_gpu == pytest.approx(
+        (2 * runs[0].model_args.n_layers + 1) * n_elements * (4 + 2), rel=0.05
+    )
+
+
+# ---------------------------------------------------------------- bytes of the state, and of a block
+
+
+def bytes_of_state(rank: int, world_size: int, overrides: dict[str, object]) -> int:
+    """Worker: what weights, gradients and optimizer take after a step, except the number that counts steps."""
+    run = compare.build_table_run(world_size, overrides)
+    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    stepping.train_step(run, batch)
+    stepping.forward_backward(run, stepping.shard_for_cp(run, batch), torch.tensor(1))
+    tensors = [
+        tensor
+        for p in run.parameters.values()
+        for tensor in (p, p.grad, *run.optimizer.state[p].values())
+    ]
+    return sum(tensor.nbytes for tensor in map(compare.local, tensors) if tensor.dim())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_each"),
+    [
+        (ADAMW, 16),
+        ({**ADAMW, "optimizer.moments_dtype": "bfloat16"}, 12),
+        ({"optimizer.name": "SGD"}, 8),
+    ],
+    ids=["AdamW", "bf16 moments", "SGD"],
+)
+def test_bytes_per_parameter_are_those_in_memory(pool, overrides, bytes_each):
+    config = compare.override(compare.TABLE_CONFIG, overrides)
+    assert 2 * MASTER_BYTES + count_moment_bytes(config.optimizer) == bytes_each
+    n_parameters = count_parameters(resolve_model(config.model))
+    assert sum(pool.run(bytes_of_state, 2, overrides)) == n_parameters * bytes_each
+
+
+def test_kept_bytes_of_the_8b_are_those_of_the_tensors_in_its_block():
+    """By hand, bf16, per token: D = H E = 4,096, K E = 1,024, F = 14,336; 4 bytes per head of log-sum-exp."""
+    workload = plan_run(["--config", "llama3_8b"], 1, "cuda").workload
+    kept = list_kept(workload, workload.kinds[0])
+    assert kept["none"] == 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336) + 4 * 32
+    assert kept["op"] == 2 * (3 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14336) + 4 * 32
+    assert kept["full"] == 2 * 4096

@@ -1,0 +1,162 @@
+"""No healthy layout is accused: random ones are certified, as they were asked for.
+
+Mesh, schedule, stages, recompute, loss, optimizer and precision are drawn; what is refused is drawn again. The default
+run tries two cheap ones, `tests/run.sh --all` six. `LAYOUTS=60 SEED=1 pytest -m "slow or not slow"
+tests/tools/test_drawn_layouts.py` tries more of them, `ONLY=7,40` these alone.
+"""
+
+import os
+import random
+from math import prod
+
+import compare
+import pytest
+from layouts import (
+    CHUNK,
+    CP,
+    DOCUMENTS,
+    EP,
+    MODE,
+    NO_LOSS_PARALLEL,
+    OPTION,
+    PP,
+    REPLICATE,
+    RING,
+    SCHEDULE,
+    SHARD,
+    TP,
+    ZERO,
+)
+
+from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.tools.verify import command as tool
+from torchtitan_lite.tools.verify.certificate import CERTIFIED, describe
+from torchtitan_lite.tools.verify.reduction import reduce_config
+
+N_LAYOUTS, SEED = int(os.environ.get("LAYOUTS", 6)), int(os.environ.get("SEED", 0))
+CHEAP = (2,)  # of seed 0: neither compiled nor on 8 ranks
+ONLY = [int(n) for n in os.environ.get("ONLY", "").split(",") if n]
+
+FLOAT8 = "quantize.linear.float8"
+HEADS = {
+    "model.n_heads": 24,
+    "model.n_kv_heads": 12,
+    "model.head_dim": 16,
+    "model.ffn_dim": 720,
+    "model.dim": 240,
+}
+OPTIMIZERS = [
+    {"optimizer.name": "SGD", "optimizer.implementation": "foreach"},
+    {"optimizer.name": "SGD", "optimizer.implementation": "for-loop"},
+    {"optimizer.name": "AdamW", "optimizer.implementation": "fused"},
+    {"optimizer.name": "AdamW", "optimizer.implementation": "for-loop"},
+    {
+        "optimizer.name": "AdamW",
+        "optimizer.implementation": "fused",
+        "optimizer.moments_dtype": "bfloat16",
+    },
+]
+PRECISIONS = [
+    {"training.mixed_precision_param": "float32"},
+    {"training.mixed_precision_param": "bfloat16"},
+    {"model.converters": ["float8"], f"{FLOAT8}.emulate": True},
+    {"model.converters": ["float8"], f"{FLOAT8}.emulate": True, f"{FLOAT8}.recipe_name": "rowwise"},
+    {
+        "model.converters": ["float8"],
+        f"{FLOAT8}.emulate": True,
+        f"{FLOAT8}.enable_fsdp_float8_all_gather": True,
+    },
+]
+RECOMPUTE = [
+    {MODE: "none"},
+    {MODE: "full"},
+    {MODE: "selective", OPTION: "op"},
+    {MODE: "selective", OPTION: "2"},
+]
+
+
+def draw_layout(draw: random.Random) -> tuple[Config, int]:
+    """A config and the ranks, 2 to 8, on which it may run."""
+    factors = draw.choice([[2], [3], [2, 2], [2, 3], [2, 2, 2], [2, 2, 2]])
+    degrees = dict.fromkeys((PP, REPLICATE, SHARD, CP, TP), 1)
+    for factor in factors:
+        degrees[draw.choice(list(degrees))] *= factor
+    while True:
+        config = compare.override(
+            read_config(["--config", "debug"]).config, draw_keys(draw, degrees)
+        )
+        try:
+            plan_layout(config, resolve_model(config.model), prod(factors))
+            reduce_config(config, prod(factors))
+        except ConfigError:
+            continue
+        return config, prod(factors)
+
+
+def draw_keys(draw: random.Random, degrees: dict[str, int]) -> dict[str, object]:
+    """Keys that differ from those of the debug config. Not all of them go together."""
+    local_batch_size = (
+        draw.choice([2, 4, 6, 8]) if degrees[PP] == 1 else draw.choice([1, 2, 3]) * 2 * degrees[PP]
+    )
+    keys = {
+        **HEADS,
+        **degrees,
+        SHARD: draw.choice([-1, degrees[SHARD]]),
+        "model.vocab_size": draw.choice([2304, 2316, 2400]),
+    }
+    keys |= {"training.local_batch_size": local_batch_size, "training.seq_len": 480}
+    if draw.random() < 0.4:
+        n_times = draw.choice([2, 3, 4])
+        keys["training.global_batch_size"] = (
+            local_batch_size * degrees[REPLICATE] * degrees[SHARD] * n_times
+        )
+    if degrees[PP] > 1:
+        keys[SCHEDULE] = draw.choice(list(SCHEDULES))
+        keys["model.n_layers"] = draw.randint(2 * degrees[PP], 3 * degrees[PP] + 1)
+        for end in ("first", "last"):
+            keys[f"parallelism.pipeline_parallel_{end}_stage_less_layers"] = draw.choice([0, 1])
+    else:
+        keys["flavor.tie_embeddings"] = draw.random() < 0.3
+    keys[ZERO] = draw.choice(["auto", 1, 2, 3])
+    keys[CHUNK] = draw.choice([0, 24, 1024])
+    keys["lr_scheduler.decay_type"] = draw.choice(["linear", "sqrt", "cosine"])
+    keys["training.enable_cpu_offload"] = draw.random() < 0.1
+    keys["compile.enable"] = draw.random() < 0.1
+    keys |= draw.choice(RECOMPUTE) | draw.choice(OPTIMIZERS) | draw.choice(PRECISIONS)
+    if draw.random() < 0.3:
+        n_ranks = degrees[SHARD] * degrees[CP] * degrees[TP]
+        experts = {
+            "model.flavor": "debug_moe",
+            EP: draw.choice([n for n in (1, 2, 4, 8) if n_ranks % n == 0]),
+        }
+        top_k = draw.choice([1, 2, 3])
+        # The only expert of a token would have the weight 1, and the router a gradient of rounding errors.
+        experts |= {
+            "flavor.n_experts": draw.choice([8, 24]),
+            "flavor.top_k": top_k,
+            "flavor.normalize_top_k": top_k > 1,
+        }
+        keys = experts | keys
+    for option in (RING, DOCUMENTS, NO_LOSS_PARALLEL):
+        keys |= option if draw.random() < 0.3 else {}
+    return keys
+
+
+@pytest.mark.parametrize(
+    "number",
+    ONLY
+    or [n if n in CHEAP else pytest.param(n, marks=pytest.mark.slow) for n in range(N_LAYOUTS)],
+)
+def test_a_drawn_layout_is_certified_as_it_runs(pool, tmp_path, number):
+    config, world_size = draw_layout(random.Random(1000 * SEED + number))
+    reduction = reduce_config(config, world_size)
+    assert (
+        reduction.layout.degrees
+        == plan_layout(config, resolve_model(config.model), world_size).degrees
+    )
+    certificate = tool.verify("drawn", reduction, pool.run, tmp_path)
+    assert certificate.verdict == CERTIFIED, describe(certificate)

@@ -1,0 +1,136 @@
+"""How a run ends: one clear last line and the exit status; no process and no temporary folder stays behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import warm_start
+from warm_start import finish, read_until
+
+from torchtitan_lite import REPOSITORY
+
+# ---------------------------------------------------------------- the launcher, with another program as train.py
+
+TRAIN = """
+import os, signal, sys, time
+SAVED = "outputs/debug/checkpoint/step-4"
+from torch.distributed.elastic.multiprocessing.errors import record
+
+def wait(stop):
+    print("ready", flush=True)
+    while stop.received is None:
+        time.sleep(0.01)
+    return 128 + stop.received
+
+@record
+def run_rank(args, stop):
+    rank = os.environ["RANK"]
+    assert "TORCHTITAN_LITE_MACHINE" in os.environ
+    print("stdout of", rank, flush=True)
+    print("stderr of", rank, file=sys.stderr, flush=True)
+    if "wait(stop)" in open(__file__).read().splitlines()[-1]:
+        stop.is_first_step = False
+    open(f"rank {rank} listens", "w")
+    while not os.path.exists(f"rank {1 - int(rank)} listens"):
+        time.sleep(0.01)
+"""
+LAUNCH = """
+import sys; from pathlib import Path
+from torchtitan_lite.tools import command_lines, launch
+launch.REPOSITORY = Path("repository")
+launch.COPIES_ARRIVE_WITHIN_S = float(sys.argv.pop())
+sys.exit(launch.main(command_lines.parse_command("train", sys.argv[1:])))
+"""
+ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per second, its exit status, the last line
+    "SIGTERM": ("", [signal.SIGTERM], 143, "stopped by SIGTERM"),
+    "copies": ("wait(stop); time.sleep(3); print('saved', flush=True)", [signal.SIGTERM] * 3, 143, "stopped"),
+    "Ctrl-C twice, and ranks do not listen": ("stop.note = print", [signal.SIGINT] * 2, 130, "stopped by SIGINT"),
+    "SIGTERM, and the save fails": ("wait(stop); raise OSError('disk full')", [signal.SIGTERM], 1, "rank"),
+    "a rank raises": ("if rank == '1': raise OSError('no disk 7')", [], 1, "rank 1 failed: OSError: no disk 7"),
+    "a rank ends": ("if rank == '0': return 1", [], 1, "rank 0 exited with status 1"),
+    "a rank is killed": (
+        "if rank == '1': os.makedirs(SAVED); open(SAVED + '/manifest.json', 'w'); os.kill(os.getpid(), 9)\n"
+        "    time.sleep(0.05); raise OSError('my peer is gone')",
+        [],
+        1,
+        "rank 1 was killed by SIGKILL, as Linux does when memory runs out; newest checkpoint outputs/debug/"
+        "checkpoint/step-4; to continue: NGPU=2 ./run_train.sh --model.dim=64",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
+    action, numbers, status, last_line = ENDINGS[name]
+    end = (
+        "return wait(stop)" if numbers else "time.sleep(60)"
+    )  # torchrun's SIGTERM ends a rank before its first step
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "train.py").write_text(f"{TRAIN}    {action}\n    {end}\n")
+    (tmp_path / "train.py").write_text("1 / 0  # a program of the user's")
+    temporary = Path(tempfile.mkdtemp())  # tmp_path is too long for the socket of multiprocessing
+    keys = [*warm_start.write_letters(tmp_path / "letters"), "--validation.no_enable"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "NGPU": "2",
+        "TMPDIR": str(temporary),
+    }
+    copies_arrive_within_s = "5.0" if "copies" in name else "0.5"
+    command = [sys.executable, "-c", LAUNCH, *keys, copies_arrive_within_s]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=environment, cwd=tmp_path, **streams)
+    output = read_until(process, "ready") if numbers else ""
+    for number in numbers:
+        process.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+    output += finish(process, status)
+    assert output.splitlines()[-1].startswith(f"run_train.sh: {last_line}"), output
+    assert ("saved" in output) == ("saved" in action), "a copy of the signal has killed the ranks"
+    assert "stdout of 0" in output and "stderr of 0" in output and "of 1" not in output
+    assert "torch/distributed" not in output
+    (kept,) = list(temporary.glob("torchtitan_lite.*")) if status == 1 else [None]
+    if kept:
+        assert f"The stderr of the other ranks is in {kept}." in output
+        (text,) = [path.read_text() for path in kept.rglob("stderr.log")]
+        assert text.startswith("stderr of 1\n")
+    assert list(temporary.iterdir()) == [kept] * bool(kept)
+    shutil.rmtree(temporary)
+
+
+# ---------------------------------------------------------------- tools with workers
+
+WORKERS = """
+import os, signal
+from torchtitan_lite.tools.verify.ranks import RankPool
+def work(rank, world_size):
+    os.write(1, b"%d\\n" % os.getpid())
+    signal.pause()
+if __name__ == "__main__":
+    RankPool().run(work, 2)
+"""
+
+
+def test_workers_end_with_a_tool_that_is_killed(tmp_path):
+    script = tmp_path / "tool.py"
+    script.write_text(WORKERS)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    tool = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, env=environment, start_new_session=True
+    )
+    try:
+        assert all(int(tool.stdout.readline()) for _ in range(2))
+        tool.kill()
+        tool.communicate(
+            timeout=60
+        )  # the pipe ends when nobody holds it any more: neither tool nor worker
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(tool.pid, signal.SIGKILL)

@@ -1,0 +1,147 @@
+"""`explain`: slices of weights, collectives with their lines, a token's way."""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from layouts import CP, EP, EXPERTS, PP, REPLICATE, TP, TWO_LAYERS
+from measure_memory import BATCH, plan
+from torch.distributed.tensor import distribute_tensor
+
+from torchtitan_lite import build
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.tools.plan.explain import describe_slice
+from torchtitan_lite.tools.plan.fake_world import fake_group
+
+SMALL = [
+    "--config",
+    "debug",
+    "--model.n_layers",
+    "2",
+    "--training.seq_len",
+    "32",
+    "--training.global_batch_size=-1",
+]
+TP2 = ["--gpus", "2", "--parallelism.tensor_parallel_degree", "2"]
+
+
+def cut(full: torch.Tensor, text: str) -> torch.Tensor:
+    """Return the slice that a text such as "rows 0..3, columns 2..5" means."""
+    names = ("experts", "rows", "columns") if full.dim() == 3 else ("rows|elements", "columns")
+    for dim, name in enumerate(names):
+        if found := re.search(rf"(?:{name}) (\d+)\.\.(\d+)", text):
+            full = full.narrow(dim, int(found[1]), int(found[2]) - int(found[1]) + 1)
+    return full if text != "nothing" else full[:0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "rank"),
+    [
+        ({TP: 2, REPLICATE: 2, BATCH: 2}, 3),
+        ({CP: 2, TP: 2, BATCH: 2}, 4),
+        ({PP: 2, TP: 2, BATCH: 4}, 6),
+        ({TP: 2, REPLICATE: 2, EP: 2, BATCH: 2, **EXPERTS}, 7),
+        ({TP: 2, EP: 1, BATCH: 2, **EXPERTS}, 5),
+        (
+            {EP: 4, BATCH: 2, **EXPERTS, "flavor.n_experts": 4},
+            6,
+        ),  # one expert a rank: efsdp splits it
+    ],
+)
+def test_slices_are_those_that_the_rank_holds(keys, rank):
+    config, model_args, layout = plan(8, {**keys, **TWO_LAYERS})
+    with fake_group(8, rank=rank):
+        (part,) = build.build_parts(config, model_args, layout, build_mesh(layout, "cpu"))
+        for fqn, parameter in part.named_parameters():
+            full = torch.arange(parameter.numel()).view(parameter.shape)
+            own = distribute_tensor(
+                full, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+            described = describe_slice(parameter, rank)
+            assert cut(full, described).equal(own.to_local()), f"{fqn}: {described}"
+
+
+def explain(capsys, *args: str) -> str:
+    assert main(["explain", *args]) == 0
+    return capsys.readouterr().out
+
+
+def test_experts_are_explained_with_their_mesh_slices_and_exchange(capsys):
+    args = [
+        "--config",
+        "debug_moe_3d",
+        "--gpus",
+        "16",
+        "--parallelism.data_parallel_shard_degree",
+        "4",
+    ]
+    printed = explain(
+        capsys, *args, "--training.global_batch_size", "16", "--training.seq_len", "32"
+    )
+    assert "ep: 4 ranks hold different experts" in printed
+    mesh = "  pp 0  [0 1 2 3]  [4 5 6 7]\n  pp 1  [8 9 10 11]  [12 13 14 15]"
+    assert f"mesh: ep in brackets, efsdp across\n{mesh}" in printed
+    (slices,) = (
+        line for line in printed.splitlines() if "layers.2-3.feed_forward.experts.w1" in line
+    )
+    held = [f"experts {first}..{first}" for first in (0, 2, 4, 6, 1, 3, 5, 7)]
+    assert re.split(r"  +", slices)[2:] == ["[8, 128, 96]", *held]
+    # Of 32 rows, 8 stay: 24 are sent, and the results of 24 go back. In bf16, 128 wide.
+    exchanged = re.findall(r"all-to-all over ep +(\[.*?\]) (\w+) +(\S+ \S+)", printed)
+    assert set(exchanged) == {("[8]", "int64", "48 B"), ("[32, 128]", "bfloat16", "6.0 KiB")}
+    assert "reduce-scatter over efsdp" in printed[printed.index("backward, ") :]
+
+
+def test_collectives_are_printed_in_order_and_equal_layers_once(capsys):
+    printed = explain(capsys, *SMALL, *TP2)
+    in_order = [
+        "  step: ",
+        "forward, once",
+        "layers.0-1: each",
+        "backward, once",
+        "layers.1",
+        "between, once",
+    ]
+    places = [printed.index(words) for words in in_order]
+    assert places == sorted(places)
+    layer = printed[printed.index("layers.0-1: each") : printed.index("  output ")]
+    assert layer.count("all-gather over tp") == layer.count("reduce-scatter over tp") == 2
+    assert layer.count("models/llama3/modules.py:") == 4
+
+
+# n: tables of equal layers. A stage of 1F1B has two layers; the others have stages of one, V schedules a local border.
+@pytest.mark.parametrize(
+    ("schedule", "n", "n_received"),
+    [("1F1B", 2, 1), ("Interleaved1F1B", 4, 3), ("DualPipeV", 4, 2)],
+)
+def test_a_tokens_way_has_the_rows_slices_and_collectives_of_one_forward(
+    capsys, schedule, n, n_received
+):
+    keys = [
+        f"--parallelism.pipeline_parallel_schedule={schedule}",
+        "--activation_checkpoint.mode=none",
+    ]
+    printed = explain(
+        capsys, "--config", "debug_3d", "--gpus", "8", "--rank", "3", "--token", *keys
+    )
+    assert "It reads rows 4..7 of 8" in printed
+    assert re.search(r"output.weight +\[2304, 128\] +rows 1728\.\.2303", printed)
+    moved = Counter(
+        re.findall(r"(all-gather|reduce-scatter|receive) over (\S+)(?: +x\d)? ", printed)
+    )
+    assert (moved["all-gather", "tp"], moved["reduce-scatter", "tp"]) == (2 * n + 2, 2 * n + 1)
+    assert (moved["all-gather", "dp_shard"], moved["receive", "pp"]) == (n + 2, n_received)
+
+
+@pytest.mark.parametrize(
+    ("args", "printed"),
+    [
+        (["--config", "llama3_405b", "--gpus", "320", f"--{TP}", "3"], "n_kv_heads"),
+        ([*SMALL, "--token", "--rank", "2", *TP2], "Use 0 to 1"),
+    ],
+)
+def test_wrong_input_ends_with_status_2(capsys, args, printed):
+    assert main(["explain", *args]) == 2
+    assert printed in capsys.readouterr().err

@@ -1,0 +1,184 @@
+"""A fork adds a row where README says, and every tool serves it, or refuses it in one line with key and remedy."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forks import FORKS, write_forks
+
+SMALL = [
+    "--config=debug",
+    "--training.dataset=own_sources",  # of the fork "a corpus": smaller than the default
+    "--model.n_layers=2",
+    "--model.dim=64",
+    "--model.n_heads=4",
+    "--model.n_kv_heads=2",
+    "--model.head_dim=16",
+    "--model.ffn_dim=96",
+    "--training.seq_len=32",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=4",
+    "--parallelism.tensor_parallel_degree=2",
+]
+STAGES = [
+    f"--parallelism.{key}" for key in ("pipeline_parallel_degree=2", "tensor_parallel_degree=1")
+]
+STAGES.append("--parallelism.data_parallel_shard_degree=1")
+REFUSED = {  # fork -> tool -> the key that it names
+    "an attention": {"generate": "model.attention", "convert": "model.attention"},
+    "a norm": {"convert": "model.name"},
+}
+# Two forks in one run, by default: the one has state of its own in checkpoints, the other cannot be converted.
+WHOLE_WALK = ("an optimizer", "a norm")
+
+# Calls tools, and train.py on a pool of ranks, in one process: importing torch takes most of the time of each.
+CALLS = """
+import contextlib, io, json, sys, traceback
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.tools.verify.ranks import RankPool
+import warm_start
+
+def call(tool, args):
+    if tool != "train":
+        return main([tool, *args])
+    with RankPool() as pool:
+        return max(pool.run(warm_start.start, args[0], args[1:]))
+
+answers = {}
+for name, (tool, *args) in json.loads(sys.argv[1]).items():
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = call(tool, args)
+        except SystemExit as end:
+            status = end.code
+        except Exception:
+            status = traceback.format_exc()
+    for stream in (out, err):
+        stream.seek(0)
+    answers[name] = status, out.read(), err.read()
+print(json.dumps(answers))
+"""
+
+Answers = dict[str, tuple[int, str, str]]  # call -> exit status, stdout, stderr
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("forks")
+    write_forks(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(checkout) -> Answers:
+    """What the default calls of all forks answer."""
+    calls = list_walk(WHOLE_WALK)
+    for name, fork in FORKS.items():
+        keys = [*SMALL, *fork.keys]
+        calls[f"check {name}"] = ["check", *keys, "--ranks=4"]
+        calls |= {f"{tool} {name}": [tool, *keys, "--gpus=4"] for tool in ("plan", "explain")}
+    attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2"]
+    calls["refuse an attention"] = ["check", *attention, "--ranks=4"]
+    for name in ("a norm", "an attention"):
+        export = [*SMALL, *FORKS[name].keys, "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
+        calls[f"refuse an export of {name}"] = ["check", *export, "--ranks=4"]
+    return run_calls(checkout, calls)
+
+
+def list_walk(names: tuple[str, ...]) -> dict[str, list]:
+    """The calls that train with these forks on 4 ranks, resume on others, verify, generate and convert."""
+    keys, run = [key for name in names for key in FORKS[name].keys], describe_run(names)
+    train = [*SMALL, *keys, f"--job.dump_folder={run}", "--checkpoint.enable", "--job.no_overwrite"]
+    train += ["--validation.no_enable", "--metrics.log_freq=1"]
+    return {
+        "prepare": ["prepare", "--dataset=own_sources"],  # as the launcher does
+        "train": ["train", 4, *train, "--training.steps=2"],
+        "resume": ["train", 2, *train, "--training.steps=3"],
+        "verify": ["verify", *SMALL, *keys, "--ranks=4", "--json"],
+        "verify pp2": ["verify", *SMALL, *keys, *STAGES, "--ranks=2"],
+        "generate": [
+            "generate",
+            f"{run}/checkpoint/step-3",
+            "--prompt=import",
+            "--max-new-tokens=4",
+            "--json",
+        ],
+        "convert": ["convert", f"{run}/checkpoint/step-3", f"hf of {run}"],
+    }
+
+
+def describe_run(names: tuple[str, ...]) -> str:
+    return f"run of {' and '.join(names)}"
+
+
+def run_calls(checkout: Path, calls: dict[str, list]) -> Answers:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(checkout), str(Path(__file__).parent.parent)]),
+    }
+    command = [sys.executable, "-c", CALLS, json.dumps(calls)]
+    answer = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_a_fork_is_checked_planned_and_explained(answers, name):
+    of_fork = {tool: answers[f"{tool} {name}"] for tool in ("check", "plan", "explain")}
+    assert [status for status, _, _ in of_fork.values()] == [0, 0, 0], of_fork
+    block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64
+    post_norms = 2 * 2 * 64 if name == "a norm" else 0
+    assert f"{2 * block + post_norms + 2 * 2304 * 64 + 64:,} parameters" in of_fork["check"][1]
+
+
+@pytest.mark.parametrize(
+    ("what", "key"),
+    [
+        ("an attention", "model.attention"),  # context parallel cannot compute it
+        (
+            "an export of a norm",
+            "checkpoint.last_save_in_hf",
+        ),  # `convert` has no names for its parameters
+        (
+            "an export of an attention",
+            "checkpoint.last_save_in_hf",
+        ),  # transformers would compute another one
+    ],
+)
+def test_what_a_fork_cannot_do_is_refused(answers, what, key):
+    status, out, err = answers[f"refuse {what}"]
+    assert status == 2 and key in out + err, out + err
+
+
+# The slow ones are whole walks too: 20 s each, and the tables they pass through are those of the one by default.
+SLOW_WALKS = [pytest.param((name,), marks=pytest.mark.slow) for name in FORKS]
+
+
+@pytest.mark.parametrize("names", [WHOLE_WALK, *SLOW_WALKS], ids=" and ".join)
+def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(
+    checkout, names, request
+):
+    walked = (
+        request.getfixturevalue("answers")
+        if names == WHOLE_WALK
+        else run_calls(checkout, list_walk(names))
+    )
+    assert [walked[call][0] for call in ("prepare", "train", "resume")] == [0, 0, 0], walked
+    lines = [
+        json.loads(line)
+        for line in (checkout / describe_run(names) / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3]
+    status, out, err = walked["verify"]
+    assert status == 0 and json.loads(out)["certified"], out + err
+    status, out, err = walked["verify pp2"]
+    assert status == 0 and ("loss formula not covered" in out) == ("a loss" in names), out + err
+    for tool in ("generate", "convert"):
+        status, out, err = walked[tool]
+        refused = [REFUSED[name][tool] for name in names if tool in REFUSED.get(name, {})]
+        assert status == (2 if refused else 0), f"{tool}: {out}{err}"
+        assert all(key in out + err for key in refused)

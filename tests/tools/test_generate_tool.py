@@ -1,0 +1,313 @@
+"""`generate`: the text that transformers writes from the export, how it is shown, and what is refused."""
+
+import argparse
+import inspect
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import flip_bit, write_tensors
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.model_rows import RopeScaling
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.models.llama3.table import FLAVORS
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.tools import generate as tool
+from torchtitan_lite.tools.corpora.chat import read_chat_format
+
+ARGS = replace(
+    FLAVORS["debug"], n_layers=2, rope_scaling=RopeScaling(factor=8.0, original_length=64)
+)
+SHIPPED = "assets/tokenizer"
+PROMPT = "def read(self, n"
+GREEDY = ("--prompt", PROMPT, "--temperature", 0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(SHIPPED)
+
+
+@pytest.fixture(scope="module")
+def trained(tokenizer) -> Llama3:
+    """A model that has seen a little Python: its next tokens depend on more than rounding."""
+    model = Llama3(ARGS)
+    initialize_weights(model, seed=0)
+    tokens = torch.tensor(tokenizer.encode(inspect.getsource(argparse)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.arange(64).expand(8, -1)
+    for _ in range(40):
+        starts = torch.randint(len(tokens) - 65, (8,), generator=generator)
+        rows = torch.stack([tokens[start : start + 65] for start in starts])
+        loss = model(rows[:, :-1], positions=positions, targets=rows[:, 1:]) / rows[:, 1:].numel()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 5.5  # 7.7 without any training
+    return model
+
+
+def save(
+    path: Path, weights: dict[str, Tensor], *, attention: str = "causal", **fingerprint: object
+) -> Path:
+    """Save a checkpoint like a run of 128 tokens with the shipped tokenizer, with a further `fingerprint`."""
+    config = Config()
+    model = replace(
+        config.model, hf_assets_path=SHIPPED, attention=attention
+    )  # a run resolves "auto"
+    config = replace(config, model=model, training=replace(config.training, seq_len=128))
+    fingerprint = {
+        "shape": asdict(ARGS),
+        "tokenizer": load_tokenizer(SHIPPED).fingerprint,
+        **fingerprint,
+    }
+    named, step = (
+        {f"model.{fqn}": weight for fqn, weight in weights.items()},
+        int(path.name.removeprefix("step-")),
+    )
+    return write_tensors(
+        path, named, step=step, fingerprint=fingerprint, run={"config": asdict(config)}
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(trained, tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("run") / "step-40", trained.state_dict())
+
+
+@pytest.fixture(scope="module")
+def export(checkpoint, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "llama"
+    assert main(["convert", str(checkpoint), str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def generate(capsys) -> Callable[..., dict]:
+    """Function: arguments -> what --json prints."""
+
+    def call(source: Path, *args: object) -> dict:
+        status, printed = (
+            main(["generate", str(source), "--json", *map(str, args)]),
+            capsys.readouterr(),
+        )
+        assert status == 0, printed.err
+        return json.loads(printed.out)
+
+    return call
+
+
+# ---------------------------------------------------------------- the text
+
+
+def test_greedy_text_is_that_of_transformers_on_the_exported_model(
+    checkpoint, export, tokenizer, generate
+):
+    prompt = tokenizer.encode(PROMPT, bos=True)
+    ends = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.eos_id}
+    theirs = LlamaForCausalLM.from_pretrained(export, dtype=torch.float32)
+    expected = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=100, **ends)
+    expected = expected[0, len(prompt) :].tolist()
+    assert len(expected) == 100 and len(set(expected)) > 10  # it does not only repeat itself
+    for source in (checkpoint, export):
+        report = generate(source, *GREEDY, "--max-new-tokens", 100)
+        (sample,) = report["samples"]
+        assert report["prompt_tokens"] == prompt and sample["tokens"] == expected
+        assert (
+            sample["text"] == tokenizer.decode(expected) and sample["stopped"] == "max_new_tokens"
+        )
+
+
+def test_limits_on_what_is_drawn_reach_the_model(checkpoint, generate):
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", 9, "--temperature")
+    (greedy,) = generate(checkpoint, *arguments, 0)["samples"]
+    for limits in (("--top-k", 1), ("--top-p", 0)):
+        assert (
+            generate(checkpoint, *arguments, 2, *limits)["samples"][0]["tokens"] == greedy["tokens"]
+        )
+    assert generate(checkpoint, *arguments, 2)["samples"][0]["tokens"] != greedy["tokens"]
+
+
+def test_samples_go_to_standard_output_and_each_depends_on_its_own_seed(
+    checkpoint, generate, capsys
+):
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "12", "--temperature", "1.5"]
+    samples = generate(checkpoint, *arguments, "--n", 3, "--seed", 7)["samples"]
+    assert [sample["seed"] for sample in samples] == [7, 8, 9] and len(
+        {sample["text"] for sample in samples}
+    ) == 3
+    assert main(["generate", str(checkpoint), *arguments, "--n", "2", "--seed", "8"]) == 0
+    heads = [f"--- sample {number} of 2, seed {number + 7} ---\n" for number in (1, 2)]
+    expected = [
+        f"{head}{PROMPT}{sample['text']}\n" for head, sample in zip(heads, samples[1:], strict=True)
+    ]
+    assert capsys.readouterr().out == "".join(expected)
+
+
+def test_the_prompt_is_an_argument_or_standard_input(checkpoint, generate, monkeypatch):
+    prompt, short = "  naïve\n\tdef  ", ("--max-new-tokens", 3)
+    expected = generate(checkpoint, "--prompt", prompt, *short)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
+    assert generate(checkpoint, *short)["prompt_tokens"] == expected["prompt_tokens"]
+
+
+def test_the_newest_checkpoint_of_a_run_is_taken(generate, trained, tmp_path):
+    for step in (5, 40, 100):
+        save(tmp_path / "checkpoint" / f"step-{step}", trained.state_dict())
+    for source in (tmp_path, tmp_path / "checkpoint"):
+        assert generate(source, "--prompt", "", "--max-new-tokens", 1)["source"].endswith(
+            "step-100"
+        )
+
+
+def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config(
+    checkpoint, export, tokenizer, generate, tmp_path
+):
+    n_tokens = len(tokenizer.encode(PROMPT, bos=True))
+    for arguments, n_new in (((), 128 - n_tokens), (("--context", n_tokens + 3), 3)):
+        (sample,) = generate(checkpoint, *GREEDY, "--max-new-tokens", 1000, *arguments)["samples"]
+        assert len(sample["tokens"]) == n_new and sample["stopped"] == "context"
+    (unbroken,) = generate(checkpoint, *GREEDY, "--max-new-tokens", 40)["samples"]
+    at = next(
+        n
+        for n, token in enumerate(unbroken["tokens"])
+        if n > 5 and token not in unbroken["tokens"][:n]
+    )
+    folder = shutil.copytree(export, tmp_path / "llama")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [unbroken["tokens"][at]]})
+    )
+    (sample,) = generate(folder, *GREEDY, "--max-new-tokens", 40)["samples"]
+    assert sample["tokens"] == unbroken["tokens"][:at] and sample["stopped"] == "end_of_document"
+
+
+@pytest.mark.parametrize("assets", ["bytes", SHIPPED])
+def test_characters_are_shown_whole_as_soon_as_their_last_byte_is_there(assets):
+    tokenizer, text, shown = load_tokenizer(assets), "aé日\U0001f469\u200d\U0001f467 z", []
+    ids, ends = tokenizer.encode(text), frozenset([tokenizer.eos_id])
+    assert tool.take(iter([*ids, tokenizer.eos_id, *ids]), tokenizer, ends, shown.append) == ids
+    assert "".join(shown) == text
+    for n_tokens in range(1, len(ids) + 1):
+        so_far = b"".join(tokenizer.bytes_of_id[token] for token in ids[:n_tokens])
+        assert "".join(shown[:n_tokens]) == so_far.decode(errors="ignore")
+
+
+def test_rows_of_the_head_without_a_token_are_never_drawn(export, generate):
+    arguments = (
+        "--tokenizer",
+        "bytes",
+        "--prompt",
+        "x",
+        "--temperature",
+        50,
+        "--max-new-tokens",
+        60,
+        "--n",
+        3,
+    )
+    for sample in generate(export, *arguments)["samples"]:
+        assert set(sample["tokens"]) < set(range(258)) - {257}
+
+
+# ---------------------------------------------------------------- conversations
+
+
+def test_chat_encodes_a_message_as_transformers_does_and_stops_at_the_templates_end_token(
+    export, tokenizer, generate
+):
+    text = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    text += "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    expected, _ = tokenizer.encode_special(text)
+    for prompt in ("Hi", text):
+        report = generate(export, "--chat", "--prompt", prompt, "--max-new-tokens", 1)
+        assert report["prompt_tokens"] == expected
+    assert tokenizer.special["<|eot_id|>"] in read_chat_format(tokenizer).end_ids
+    assert tokenizer.eos_id not in read_chat_format(tokenizer).end_ids
+
+
+def test_without_chat_a_line_says_that_special_names_are_text(export, capsys):
+    for prompt, is_named in (("a<|eot_id|>b", True), ("ab", False)):
+        assert main(["generate", str(export), "--prompt", prompt, "--max-new-tokens", "1"]) == 0
+        assert ("<|eot_id|> is plain text" in capsys.readouterr().err) == is_named
+
+
+def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_at_once(
+    export, tokenizer, monkeypatch, capsys
+):
+    lines = iter(["Hi", "no <|eot_id|> names", "and then?"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or end_input())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    arguments = ["generate", str(export), "--max-new-tokens", "5", "--temperature", "0", "--chat"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "<|eot_id|> would become" in printed.err
+    first, second = printed.out.split("\n", 1)
+    chat = read_chat_format(tokenizer)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
+    text, _ = chat.write(
+        {"messages": [*messages, {"role": "user", "content": "and then?"}]},
+        add_generation_prompt=True,
+    )
+    assert main([*arguments, "--prompt", text]) == 0
+    assert capsys.readouterr().out == second
+
+
+def end_input() -> str:
+    raise EOFError
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_wrong_input_is_refused_before_weights_are_loaded(
+    trained, checkpoint, export, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(tool, "build_model", None)  # would raise TypeError
+    foreign = save(tmp_path / "step-1", trained.state_dict(), tokenizer="0" * 64)
+    other = save(tmp_path / "step-2", trained.state_dict(), attention="of_another_fork")
+    without_context = shutil.copytree(export, tmp_path / "llama")
+    bare = shutil.copytree(export, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    config = json.loads((export / "config.json").read_text())
+    (without_context / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": None})
+    )
+    for arguments, named in (
+        ((checkpoint, "--prompt", "x " * 200), ["202 tokens", "128", "--context"]),
+        ((tmp_path / "nowhere", "--prompt", "a"), ["nowhere"]),
+        ((foreign, "--prompt", "a"), [SHIPPED, "--tokenizer"]),
+        ((other, "--prompt", "a"), ["of_another_fork"]),
+        ((bare, "--prompt", "a"), [str(bare), "--tokenizer FOLDER"]),
+        ((without_context, "--prompt", "a"), ["--context N"]),
+    ):
+        assert main(["generate", *map(str, arguments)]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and [part for part in named if part not in printed.err] == []
+
+
+def test_damaged_weights_end_with_status_1(trained, generate, tmp_path, capsys):
+    (file,) = save(tmp_path / "step-40", trained.state_dict()).glob("*.safetensors")
+    flip_bit(file)
+    assert (
+        main(["generate", str(tmp_path), "--prompt", "a"]) == 1
+        and str(file) in capsys.readouterr().err
+    )
+    generate(tmp_path, "--prompt", "a", "--max-new-tokens", 1, "--no-verify")
+    path = save(
+        tmp_path / "step-41", {**trained.state_dict(), "norm.weight": torch.full((128,), torch.nan)}
+    )
+    assert (
+        main(["generate", str(path), "--prompt", "a"]) == 1
+        and "not finite" in capsys.readouterr().err
+    )

@@ -1,0 +1,187 @@
+"""Every command that a message prints is correct: each hint is provoked, and its command runs or passes `check`."""
+
+import json
+import re
+import shlex
+from base64 import b64encode
+from pathlib import Path
+
+import pytest
+from test_check import H100_ELSEWHERE, LAPTOP
+from test_fine_tuning import CASES, publish
+from test_tokenizers import SHIPPED
+
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
+from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.data.corpus_folder import read_manifest
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.preflight import read_run_config
+from torchtitan_lite.tools import check
+from torchtitan_lite.tools.command_lines import parse_command
+from torchtitan_lite.tools.verify.reduction import reduce_config
+
+TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Run each test on a laptop, in a folder of its own, without a launcher."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(check, "detect_machine", lambda: LAPTOP)
+    for name in ("NGPU", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def follow(command: str) -> int:
+    """Run the check before a command that trains or plans, whose parser must know it. Return the exit status."""
+    words = shlex.split(command)
+    if words[0] == "./run_train.sh":
+        return main(["check", *words[1:]])
+    assert words[:4] == ["python", "-m", "torchtitan_lite", "plan"]
+    options = parse_command("plan", words[4:])
+    return main(["check", *options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu])
+
+
+def run_prepare(*args: str) -> int:
+    return main(["prepare", *args, "--out", "out", "--processes", "1"])
+
+
+def write_lines(rows: list[dict]) -> str:
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "in.jsonl"
+
+
+# ---------------------------------------------------------------- prepare
+
+
+def write_large_vocabulary() -> list[str]:
+    """Write a tokenizer of 3,256 tokens, which are more than the embedding of the debug model has rows."""
+    lines = (SHIPPED / "tokenizer.model").read_text().splitlines()
+    more = [b64encode(bytes([n // 256, n % 256] * 9)).decode() for n in range(3000 - len(lines))]
+    Path("large").mkdir()
+    Path("large/tokenizer.model").write_text(
+        "\n".join([*lines, *(f"{t} {len(lines) + n}" for n, t in enumerate(more))])
+    )
+    return ["--tokenizer", "large"]
+
+
+def publish_llama() -> list[str]:
+    return ["--tokenizer", str(publish(Path("my llama"), CASES["tied, published in bfloat16"]))]
+
+
+PREPARED = {  # options of prepare, number of documents -> words of the command that it prints
+    "as it is": (
+        lambda: ["--validation-share", "0.2"],
+        50,
+        "--training.dataset out --job.dump_folder outputs/out",
+    ),
+    "a few documents": (list, 9, "--training.dataset out --job.dump_folder outputs/out"),
+    "one document": (list, 1, "--validation.no_enable"),
+    "nothing held out": (lambda: ["--validation-share", "0"], 50, "--validation.no_enable"),
+    "bytes": (lambda: ["--tokenizer", "bytes"], 50, "--model.hf_assets_path bytes"),
+    "a large vocabulary": (
+        write_large_vocabulary,
+        50,
+        "--model.hf_assets_path large --model.vocab_size 3264",
+    ),
+    "the folder of a model": (
+        publish_llama,
+        50,
+        "--config finetune --checkpoint.initial_load_path 'my llama'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PREPARED)
+def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(case, capsys):
+    make_options, n_documents, words = PREPARED[case]
+    options = make_options()
+    assert (
+        run_prepare(write_lines([{"text": f"document {n}"} for n in range(n_documents)]), *options)
+        == 0
+    )
+    command = re.search(r"Train on it: (.*)", capsys.readouterr().out)[1]
+    assert words in command and follow(command) == 0
+    splits = read_manifest(Path("out")).splits
+    assert sum(split.n_documents for split in splits.values()) == n_documents
+    assert splits.keys() == ({"train"} if "no_enable" in command else {"train", "validation"})
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_conversations_without_chat_are_recognized_and_the_options_prepare_them(column, capsys):
+    file = write_lines([{"id": n, column: TALK} for n in range(3)])
+    assert run_prepare(file) == 2
+    error = capsys.readouterr().err
+    assert "--skip-bad" not in error
+    options = re.search(r"add (--chat.*)$", error, re.MULTILINE)[1]
+    assert run_prepare(file, *options.split()) == 0
+
+
+# ---------------------------------------------------------------- Git LFS
+
+
+def test_a_pointer_of_git_lfs_names_the_command_that_fetches_the_file(folder):
+    here = publish(folder / "a model", CASES["tied, published in bfloat16"])
+    weights = next(here.glob("*.safetensors"))
+    for file, error, read in (
+        (weights, HuggingFaceError, open_folder),
+        (here / "tokenizer.json", ConfigError, load_tokenizer),
+    ):
+        file.write_text(POINTER)
+        with pytest.raises(error, match="Git LFS pointer") as raised:
+            read(here)
+        command = re.search(r"Run: (git .* lfs pull)", str(raised.value))[1]
+        assert shlex.split(command) == ["git", "-C", str(here), "lfs", "pull"]
+
+
+# ---------------------------------------------------------------- check
+
+
+def test_the_number_of_gpus_elsewhere_passes_and_the_verdict_sends_to_plan(capsys):
+    args = ["check", "--config", "llama3_70b", "--gpu", "h100"]
+    assert main([*args, "--gpus", "8"]) == 2
+    (n_gpus,) = re.findall(r"Use (\d+) such GPUs", capsys.readouterr().err)
+    assert main([*args, "--gpus", n_gpus]) == 0
+    verdict = capsys.readouterr().out
+    assert verdict.startswith("llama3_70b on 16 x H100: nothing found wrong\n")
+    assert " sound" not in verdict and "at least 65.71 GiB for weights" in verdict
+    plan = re.search(r"python -m torchtitan_lite plan.*", verdict)[0]
+    assert (
+        shlex.split(plan)[4:] == ["--config", "llama3_70b", "--gpus", "16", "--gpu", "h100"]
+        and follow(plan) == 0
+    )
+
+
+@pytest.mark.parametrize(
+    "args", ["--config llama3_8b", "--config llama3_70b", "--config debug --model.flavor 8B"]
+)
+def test_a_model_that_is_too_large_for_this_host_is_verified_here_and_planned_elsewhere(
+    args, capsys
+):
+    assert main(["check", *args.split()]) == 2
+    verify, plan = re.findall(r"`(.*?)`", capsys.readouterr().err)
+    options = parse_command("verify", shlex.split(verify)[4:])
+    assert (
+        verify.startswith("python -m torchtitan_lite verify")
+        and options.config_args == args.split()
+    )
+    assert reduce_config(read_run_config(options.config_args).config, options.ranks)
+    assert follow(plan) == 0
+
+
+def test_memory_that_was_not_judged_is_judged_with_the_options_named(capsys):
+    assert main(["check", "--config", "llama3_70b", "--ranks", "64"]) == 0
+    options = re.search(r"(--gpus \d+ --gpu \w+)", capsys.readouterr().out)[1]
+    assert main(["check", "--config", "llama3_70b", *options.split()]) == 0
+    assert "a rank has" in capsys.readouterr().out
+
+
+def test_presets_of_many_gpus_save_checkpoints_beside_the_steps():
+    for name, n_ranks in (("llama3_70b", 64), ("llama3_405b", 128)):
+        prepared = check.check(["--config", name], H100_ELSEWHERE, n_ranks, 1)
+        section = prepared.config.checkpoint
+        assert section.enable and section.async_mode == "async" and 100 <= section.interval < 500

@@ -1,0 +1,123 @@
+"""`pip install .` gives a package that works in any folder: built as a wheel here, without a network.
+
+The wheel is unpacked into a folder of its own, and Python is started without the checkout on its path.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite import REPOSITORY
+
+OF_PACKAGE = [
+    path for path in (REPOSITORY / "torchtitan_lite").rglob("*") if path.suffix in (".py", ".md")
+]
+SHIPPED = ["train.py", "run_train.sh", "pyproject.toml", "assets/tokenizer/tokenizer.model"]
+SHIPPED += [f"configs/{path.name}" for path in (REPOSITORY / "configs").glob("*.toml")]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"  # a build writes into its source
+    left_out = shutil.ignore_patterns(
+        ".*", "__pycache__", "outputs", "tests", "build", "*.egg-info"
+    )
+    shutil.copytree(REPOSITORY, source, ignore=left_out)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        ".",
+    ]
+    done = subprocess.run([*command, "-w", folder], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def site(wheel) -> Path:
+    """The folder that pip installs the wheel into, with `bin`, as a PYTHONPATH."""
+    folder = wheel.parent / "site"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-index",
+        "--no-deps",
+        "-q",
+        "--target",
+        folder,
+        wheel,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def run(site: Path, folder: Path, *args: str) -> subprocess.CompletedProcess:
+    variables = os.environ | {"PYTHONPATH": str(site), "NGPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, site / "bin" / "torchtitan-lite", *args]
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+
+
+def test_the_wheel_holds_the_package_with_its_chapters_and_what_commands_read_beside_it(wheel):
+    with zipfile.ZipFile(wheel) as files:
+        held = {name for name in files.namelist() if "dist-info" not in name}
+    needed = {str(path.relative_to(REPOSITORY)) for path in OF_PACKAGE}
+    needed |= {f"torchtitan_lite/shipped/{name}" for name in SHIPPED}
+    assert not needed - held
+    assert not {name for name in held if not name.startswith("torchtitan_lite/")}, (
+        "nothing else in site-packages"
+    )
+
+
+def test_tools_of_an_installed_package_work_in_any_folder(site, tmp_path):
+    answer = run(site, tmp_path, "--help")
+    assert answer.returncode == 0 and "\n  train " in answer.stdout
+    answer = run(site, tmp_path, "check", "--config", "debug")
+    assert answer.returncode == 0, answer.stderr
+    assert not list(tmp_path.iterdir()), "check writes nothing"
+
+
+def test_without_packages_a_tool_prints_help_and_then_says_what_is_missing_and_makes_no_venv(
+    site, tmp_path
+):
+    command = [sys.executable, "-S", "-m", "torchtitan_lite", "generate", "nowhere"]
+    variables = os.environ | {"PYTHONPATH": str(site)}
+    for more, status, named in ((["--help"], 0, "usage:"), ([], 1, "torch>=")):
+        answer = subprocess.run(
+            [*command, *more], cwd=tmp_path, env=variables, capture_output=True, text=True
+        )
+        assert answer.returncode == status and named in answer.stdout + answer.stderr
+    assert not (site / "torchtitan_lite" / "shipped" / ".venv").exists()
+
+
+@pytest.mark.slow
+def test_an_installed_package_trains_in_any_folder_and_writes_there_only(site, tmp_path):
+    before = sorted(path for path in site.rglob("*") if "__pycache__" not in path.parts)
+    answer = run(
+        site,
+        tmp_path,
+        "train",
+        "--config",
+        "debug",
+        "--training.steps",
+        "1",
+        "--validation.no_enable",
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert (tmp_path / "outputs" / "debug" / "metrics.jsonl").is_file()
+    assert sorted(path for path in site.rglob("*") if "__pycache__" not in path.parts) == before

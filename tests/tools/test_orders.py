@@ -1,0 +1,186 @@
+"""Orders of schedules: equal to torch's, complete, without deadlock; run on paper; pictures of them."""
+
+import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.tools.plan.actions import Action, find_deadlock, find_missing_action
+from torchtitan_lite.tools.plan.orders import Order, list_order
+from torchtitan_lite.tools.plan.timeline import (
+    Timeline,
+    count_in_flight,
+    draw_timeline,
+    extrapolate_in_flight,
+    list_samples,
+    simulate,
+)
+
+KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
+
+def read_torchs_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> Order:
+    """Return the order in torch's own table, which it makes from these numbers of its stages."""
+    schedule_class = get_schedule_class(schedule)
+    stage = SimpleNamespace(
+        group_rank=0, group_size=pp, num_stages=pp * n_stages_per_rank, submod=None
+    )
+    stages = (
+        stage if issubclass(schedule_class, PipelineScheduleSingle) else [stage] * n_stages_per_rank
+    )
+    without_sends = {"_prepare_schedule_with_comms": lambda *args, **kwargs: None}
+    table = type("Order", (schedule_class,), without_sends)(stages, n_microbatches).pipeline_order
+    rows = [
+        [action for cell in table[rank] if cell for action in unfold(cell)] for rank in range(pp)
+    ]
+    for (
+        row
+    ) in rows:  # torch 2.13 numbers the forwards of 1F1B's last rank from 1, but runs them from 0
+        first = min(action.microbatch for action in row if action.kind == "F")
+        row[:] = [a._replace(microbatch=a.microbatch - first) if a.kind == "F" else a for a in row]
+    return rows
+
+
+def unfold(cell) -> list[Action]:
+    """Return the actions of one cell: one, or DualPipeV's two; none for sends and reductions."""
+    if cell.sub_actions:
+        return [action for part in cell.sub_actions for action in unfold(part)]
+    kind = KINDS.get(cell.computation_type.name)
+    return [Action(cell.stage_index, kind, cell.microbatch_index)] if kind else []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_order_is_torchs_own_and_runs_to_its_end(schedule):
+    row, n_compared = SCHEDULES[schedule], 0
+    for v in (
+        (1,) if row.most_stages_per_rank == 1 else (2,) if row.most_stages_per_rank == 2 else (2, 3)
+    ):
+        for pp, m in ((2, 2), (2, 6), (3, 7), (4, 4), (4, 8), (4, 12), (4, 16), (8, 24)):
+            if row.fills_pipeline and m < pp * v or row.in_rounds and m % max(1, m // pp):
+                continue  # check refuses them, as torch does
+            order = list_order(schedule, pp, m, v)
+            assert order == read_torchs_order(schedule, pp, m, v), (pp, m, v)
+            assert not find_missing_action(order) and not find_deadlock(order)
+            n_compared += 1
+    assert n_compared >= 4
+
+
+def test_actions_that_wait_for_one_another_are_a_deadlock():
+    row = {rank: [Action(rank, "F", 0), Action(rank, "B", 0)] for rank in (0, 1)}
+    assert not find_deadlock([row[0], row[1]])
+    assert (
+        find_deadlock([row[0], row[1][::-1]])
+        == "deadlocks: row 1 at 0B0, row 2 at 1B0 wait for one another"
+    )
+
+
+# ---------------------------------------------------------------- on paper
+
+
+def seconds_of(action: Action) -> float:
+    return {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}[action.kind]
+
+
+def run(schedule: str, pp: int, m: int, v: int = 1, send: float = 0.0) -> Timeline:
+    return simulate(list_order(schedule, pp, m, v), seconds_of, send)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "v", "pp", "m"),
+    [
+        ("GPipe", 1, 4, 1),  # idles 75 %, though (P-1)/M, which is often quoted, says 300
+        ("1F1B", 1, 8, 8),
+        ("Interleaved1F1B", 3, 8, 8),
+        ("LoopedBFS", 2, 8, 40),
+    ],
+)
+def test_bubbles_are_those_of_the_formula(schedule, v, pp, m):
+    timeline = run(schedule, pp, m, v)
+    assert timeline.bubble == pytest.approx((pp - 1) / (v * m + pp - 1), abs=5e-5)
+    assert timeline.end_time == 3 * (v * m + pp - 1)
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_backwards_of_weights_fill_all_of_the_bubble_but_one_forward_a_rank(schedule):
+    assert run(schedule, 4, 20, 2).bubble == pytest.approx(3 / (3 * 2 * 20 + 3), abs=5e-5)
+
+
+def test_the_slowest_stage_and_the_way_between_ranks_count():
+    """By hand, two stages and two microbatches, GPipe; the second stage is slower, a send takes 10:
+    F0 0-1, F1 1-2 | stage 1: F0 11-13, F1 13-15, B0 15-22, B1 22-29 | stage 0: B0 32-35, B1 39-42."""
+    seconds = {(0, "F"): 1, (1, "F"): 2, (0, "B"): 3, (1, "B"): 7}
+    timeline = simulate(
+        list_order("GPipe", 2, 2, 1), lambda action: seconds[action.stage, action.kind], 10.0
+    )
+    times = {str(event.action): (event.start, event.end) for event in timeline.events}
+    assert (times["1F0"], times["1B0"], times["0B0"], times["0B1"]) == (
+        (11, 13),
+        (15, 22),
+        (32, 35),
+        (39, 42),
+    )
+    start = {
+        str(event.action): event.start for event in run("ZBVZeroBubble", 2, 4, 2, send=5.0).events
+    }
+    assert (start["0F0"], start["1F0"], start["2F0"], start["3F0"]) == (0, 6, 7, 13), (
+        "no send inside of a rank"
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_long_schedule_is_known_from_a_short_one(schedule):
+    pp, m, v = 4, 28, SCHEDULES[schedule].least_stages_per_rank
+    samples = list_samples(schedule, pp, m, v)
+    extrapolated = sum(
+        weight * simulate(order, seconds_of, 0.25).end_time for order, weight in samples
+    )
+    assert len(samples) == 2 and extrapolated == pytest.approx(
+        run(schedule, pp, m, v, send=0.25).end_time, rel=1e-6
+    )
+    in_flight = [count_in_flight(row).total() for row in list_order(schedule, pp, m, v)]
+    assert [each.total() for each in extrapolate_in_flight(schedule, pp, m, v)] == in_flight
+
+
+@pytest.mark.parametrize(
+    ("schedule", "v", "held"),
+    [
+        ("GPipe", 1, [8, 8, 8, 8]),
+        ("1F1B", 1, [4, 3, 2, 1]),
+        ("Interleaved1F1B", 2, [11, 9, 7, 5]),  # (v - 1) p + 2 (p - 1 - r) + 1
+    ],
+)
+def test_microbatches_in_flight_are_those_of_the_papers(schedule, v, held):
+    assert [count_in_flight(row).total() for row in list_order(schedule, 4, 8, v)] == held
+
+
+# GPipe on two ranks, with one change each
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        ("0F0 0F1 0B0 0B1", "1F0 1B0", "nothing for microbatch 1 of stage 1"),
+        ("0F0 0B0 0B0", "1F0 1B0", "BBF for microbatch 0 of stage 0"),
+        ("0F0 0I0", "1F0 1B0", "FI for microbatch 0 of stage 0"),
+        ("0F0 1F0", "0B0 1B0", "stage 0 on rows [1, 2]"),
+        ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0", "deadlocks: row 1 at 0B0, row 2 at 1F1"),
+        ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", ""),
+    ],
+)
+def test_a_wrong_order_is_judged_on_paper(first, second, why):
+    order = []
+    for row in (first, second):
+        order.append(
+            [Action(int(stage), kind, int(microbatch)) for stage, kind, microbatch in row.split()]
+        )
+    fault = find_missing_action(order) or find_deadlock(order)
+    assert fault.startswith(f"has {why}" if why and "deadlocks" not in why else why)
+
+
+def test_the_picture_has_a_box_for_each_action():
+    timeline = run("InterleavedZeroBubble", 4, 8, 2)
+    root = ElementTree.fromstring(draw_timeline(timeline))
+    boxes = [box for box in root.iter("svg") if box.get("class") == "box"]
+    assert len(boxes) == len(timeline.events) == 4 * 8 * 2 * 3
+    assert max(float(box.get("x")[:-1]) + float(box.get("width")[:-1]) for box in boxes) <= 100.01
+    assert "backward of weights of microbatch 3, stage 5" in "".join(root.itertext())

@@ -1,0 +1,361 @@
+"""`plan`: answered without torch, its time and remarks, clusters, checkpoints; the closed form by hand."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+from layouts import PP, TP
+
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.tools.plan.bars import find_most_taken
+from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, find_cluster
+from torchtitan_lite.tools.plan.command import format_duration
+from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast, list_memory
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
+from torchtitan_lite.tools.plan.remedies import list_remarks, warn_of_groups
+from torchtitan_lite.tools.plan.step_time import StepTime
+from torchtitan_lite.tools.plan.timeline import list_samples, plan_order
+from torchtitan_lite.tools.plan.transfers import estimate_traffic
+
+ONE_STAGE = [
+    "--parallelism.pipeline_parallel_schedule=1F1B",
+    "--parallelism.pipeline_parallel_layers_per_stage=8",
+]
+SMALL = [
+    "--config",
+    "debug",
+    "--training.seq_len",
+    "32",
+    "--model.n_layers",
+    "2",
+    "--training.global_batch_size=-1",
+]
+H100 = CLUSTERS["h100"]
+SECTIONS = {"local_batch_size": "training", "global_batch_size": "training", "seq_len": "training"}
+SECTIONS |= {"mode": "activation_checkpoint", "enable": "compile"}
+
+
+def read(name: str, n_gpus: int, **keys) -> PlannedRun:
+    """A shipped config on GPUs. Keys: of parallelism, training or activation_checkpoint."""
+    keys.setdefault("global_batch_size", -1)
+    args = [f"--{SECTIONS.get(key, 'parallelism')}.{key}={value}" for key, value in keys.items()]
+    return plan_run(["--config", name, *args], n_gpus, "cuda")
+
+
+def predict(planned: PlannedRun, cluster=H100) -> Forecast:
+    order = plan_order(planned.config.parallelism, planned.layout)
+    return forecast(StepTime(planned.workload, cluster), [(order, 1)])
+
+
+DEGREES = {
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "cp": "context_parallel_degree",
+}
+
+
+def degrees(**sizes: int) -> dict[str, int]:
+    return {DEGREES[dim]: n for dim, n in sizes.items()}
+
+
+# ---------------------------------------------------------------- the tool
+
+
+def test_a_plan_needs_no_torch_and_says_where_the_time_goes():
+    """Nor numpy, nor any other package that takes a second to load."""
+    args = ["plan", "--config", "llama3_405b", "--gpus", "16384", *ONE_STAGE]
+    args += ["--mtbf-hours", "3.09", "--restart-s", "600", "--save-stall-s", "60"]
+    code = f"import sys; from torchtitan_lite.__main__ import main; main({args}); assert 'torch' not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for words in (
+        "pp16 x dp_shard128 x tp8, 1F1B, 16 stages",
+        "data-parallel replicas 128 x microbatches 16 x sequences 1",
+        "pp rank 1 and 13 like it",
+        "published runs, 6 left-out sources",
+        "waiting for tp",
+        "reduce-scatter",
+        "save every 18.6 minutes",
+        "goodput 85.",
+        "remark: the pipeline is idle",
+    ):
+        assert words in run.stdout, words
+
+
+def test_a_plan_names_the_nodes_of_each_axis_and_ends_with_status_1_if_it_does_not_fit(capsys):
+    keys = [
+        f"--{PP}=4",
+        "--training.local_batch_size=16",
+        "--parallelism.data_parallel_replicate_degree=1",
+    ]
+    keys += [f"--{TP}=8", "--parallelism.zero_stage=1"]
+    assert main(["plan", "--config", "mixtral_8x22b", "--gpus", "2048", *keys]) == 0
+    lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    nodes = {tuple(line[1:3]): line[-1] for line in lines if len(line) == 6}
+    assert (nodes["tp", "all-gather"], nodes["pp", "send"]) == ("inside a node", "over 4 nodes")
+    keys = [
+        "--parallelism.pipeline_parallel_degree=1",
+        "--parallelism.pipeline_parallel_schedule=1F1B",
+    ]
+    keys += ["--training.local_batch_size=1", "--training.global_batch_size=-1"]
+    assert main(["plan", "--config", "llama3_70b", "--gpus", "16", *keys]) == 1
+    assert "remark: the layout does not fit in memory" in capsys.readouterr().out
+
+
+def test_a_dry_run_prints_the_plan_and_both_columns(capsys):
+    assert main(["plan", *SMALL, "--gpus", "2", f"--{TP}=2", "--dry-run"]) == 0
+    plan, _, table = capsys.readouterr().out.partition("a step of ")
+    assert "tokens/s/GPU" in plan and "live memory at the peak" in table
+    (gathers,) = (line for line in table.splitlines() if "all-gather over tp, " in line)
+    closed, dry = re.findall(r"[\d.]+ [KM]iB", gathers)
+    assert closed == dry
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        ([*SMALL, "--gpu", "h1000"], "--gpu"),
+        ([*SMALL, "--search"], "--gpus"),
+        ([*SMALL, "--gpus", "8", f"--{TP}=3"], "model.n_kv_heads"),
+    ],
+)
+def test_wrong_input_ends_with_status_2_and_its_key(capsys, args, key):
+    assert main(["plan", *args]) == 2
+    assert key in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- remarks
+
+
+def remarks_of(planned: PlannedRun) -> list[str]:
+    memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
+    return list_remarks(
+        planned,
+        predict(planned),
+        find_most_taken(H100, max(each.live for each in memory), planned.layout.tp),
+    )
+
+
+def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
+    schedule = {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_layers_per_stage": 8}
+    planned = read("llama3_405b", 16384, **degrees(pp=16, tp=8), **schedule, local_batch_size=16)
+    assert (
+        predict(planned).bubble > 0.45
+    )  # of the step; (p-1)/(m+p-1) = 15/31 of the pipeline alone
+    (remark,) = (remark for remark in remarks_of(planned) if "idle" in remark)
+    n = int(remark.split("Use ")[1].split(" microbatches")[0])
+    assert (
+        predict(
+            read("llama3_405b", 16384, **degrees(pp=16, tp=8), **schedule, local_batch_size=n)
+        ).bubble
+        <= 0.17
+    )  # uneven stages stay
+    assert (
+        f"training.global_batch_size = {n * 128}" in remark
+        and "or about 5 stages per rank" in remark
+    )
+
+
+def test_groups_over_nodes_get_a_degree_that_stays_inside():
+    layout = read("llama3_70b", 64, **degrees(tp=4)).layout
+    assert not warn_of_groups(layout, H100)
+    for node_size in (2, 6):
+        (warning,) = warn_of_groups(layout, replace(H100, node_size=node_size))
+        assert f"nodes of {node_size}. Use parallelism.tensor_parallel_degree = 2" in warning
+    (warning,) = warn_of_groups(read("qwen3_30b_a3b", 64, expert_parallel_degree=32).layout, H100)
+    assert "expert_parallel_degree = 8" in warning
+
+
+def test_memory_that_is_left_over_or_missing_is_called_out():
+    assert any("Try --search" in remark for remark in remarks_of(read("llama3_8b", 512)))
+    assert any("does not fit" in remark for remark in remarks_of(read("llama3_70b", 16)))
+
+
+def test_the_interval_of_saves_is_youngs_for_short_stalls_and_the_best_of_all():
+    mtbf, restart, stall = 54 * 86400 / 419, 600.0, 10.0
+    interval = find_interval(mtbf, stall)
+    goodput = measure_goodput(interval, mtbf, restart, stall)
+    assert interval == pytest.approx(sqrt(2 * stall * mtbf), rel=0.05)
+    best = max(measure_goodput(seconds, mtbf, restart, stall) for seconds in range(60, 3600, 5))
+    assert goodput == pytest.approx(best, abs=1e-5) and 0.90 < goodput < 0.92
+    assert measure_goodput(find_interval(10.0, 100.0), 10.0, 1.0, 100.0) < 0.01
+
+
+# ---------------------------------------------------------------- clusters
+
+
+def test_groups_within_a_node_use_its_links_and_others_share_its_network_cards():
+    assert H100.find_bandwidth(1, 8) == 0.8 * 450e9
+    assert H100.find_bandwidth(4, 8) == 0.92 * 2 * 50e9, (
+        "two of a node's eight ranks are in a group"
+    )
+    assert H100.find_bandwidth(1, 32) == pytest.approx(0.8 * 450e9) == 360e9
+    assert H100.find_bandwidth(1, 1024) == pytest.approx(260e9, rel=0.05), (
+        "128 nodes: nccl issue 1229"
+    )
+    assert (H100.count_nodes(2, 4), H100.count_nodes(2, 8)) == (1, 2)
+
+
+def test_a_gpu_without_a_row_is_refused():
+    with pytest.raises(ConfigError, match="h100, h200, a100-80, b200, h100-96, cpu"):
+        find_cluster("h1000")
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_fsdp_moves_what_the_parameters_weigh():
+    """8B on 8 ranks, ZeRO 3, one microbatch, by hand: every block twice, embedding and head once in bf16, all gradients
+    once in fp32, of which each rank moves 7/8."""
+    block, table, norm = 218_112_000, 128_256 * 4096, 4096
+    planned = read("llama3_8b", 8)
+    moved = estimate_traffic(
+        planned.workload, 0, plan_order(planned.config.parallelism, planned.layout)
+    )
+    gathers, reductions = moved["dp_shard", "all-gather"], moved["dp_shard", "reduce-scatter"]
+    assert (gathers.n_calls, gathers.n_bytes) == (
+        2 * 32 + 2,
+        2 * (2 * 32 * block + 2 * table + norm) * 7 / 8,
+    )
+    assert (reductions.n_calls, reductions.n_bytes) == (
+        34,
+        4 * (32 * block + 2 * table + norm) * 7 / 8,
+    )
+
+
+def test_a_matmul_takes_its_flops_over_the_peak_less_its_edges():
+    """w1 of the 8B, one sequence: (8192, 4096) x (4096, 14336), 27.2 waves of tiles on 132 multiprocessors."""
+    model = StepTime(read("llama3_8b", 8).workload, H100)
+    waves = 8192 * 14336 / (128 * 256 * 132)
+    by_hand = (
+        2
+        * 8192
+        * 14336
+        * 4096
+        / (989e12 * H100.matmul_efficiency * 4096 / (4096 + 256) * waves / (waves + 1))
+        + 5e-6
+    )
+    assert H100.matmul_time(8192, 14336, 4096, "bfloat16") == pytest.approx(by_hand)
+    assert model.linear_times(8192, 14336, 4096, "bfloat16")[2] == H100.matmul_time(
+        14336, 4096, 8192, "bfloat16"
+    )
+
+
+def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop():
+    model = StepTime(read("llama3_8b", 16, **degrees(tp=2)).workload, H100)
+    assert model.collective_time(("tp",), 1e9) == pytest.approx(0.5e9 / 360e9 + 8.4e-6 + 3.4e-6)
+    inside, hops = (
+        0.92 * 4 * 50e9,
+        8.4e-6 + 6 * 3.4e-6 + 14e-6,
+    )  # eight ranks, two apart: four in each of two nodes
+    assert model.collective_time(("dp_shard",), 1e9) == pytest.approx(7e9 / 8 / inside + hops)
+    assert H100.expose(3.0, 2.0) == 1.0 + H100.contention * 2.0
+    assert H100.expose(2.0, 3.0, 0.5) == H100.contention * 0.5 * 2.0
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_no_schedule_undercuts_the_bound_by_which_layouts_are_pruned(schedule):
+    keys = {"pipeline_parallel_schedule": schedule, "zero_stage": 1, "local_batch_size": 16}
+    planned = read("llama3_8b", 8, **degrees(pp=4, tp=2), **keys, mode="none", enable="false")
+    model, result = StepTime(planned.workload, H100), predict(planned)
+    assert 0.8 < model.lower_bound_s / result.step_time_s <= 1 + 1e-9
+    layout = planned.layout
+    numbers = layout.pp, layout.n_microbatches, len(layout.stages) // layout.pp
+    quick = forecast(model, list_samples(schedule, *numbers))
+    assert (quick.bubble, quick.step_time_s) == pytest.approx((result.bubble, result.step_time_s))
+    memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
+    assert estimate_peak(planned.workload, schedule) == pytest.approx(
+        max(each.live for each in memory)
+    )
+
+
+def test_keys_of_the_config_that_make_a_step_faster_are_read():
+    plain = read("llama3_70b", 64, **degrees(tp=8))
+    faster = {
+        "parallelism.enable_async_tensor_parallel": "true",
+        "quantize.linear.float8.enable_fsdp_float8_all_gather": "true",
+    }
+    for key, value in faster.items():
+        args = [
+            "--config",
+            "llama3_70b",
+            f"--{key}={value}",
+            f"--{TP}=8",
+            "--training.global_batch_size=-1",
+        ]
+        args += ["--model.converters=float8"] * ("float8" in key) + ["--compile.enable=true"]
+        planned = plan_run(args, 64, "cuda")
+        assert predict(planned).step_time_s < predict(plain).step_time_s, key
+
+
+# ---------------------------------------------------------------- worked examples
+
+
+def test_llama3_405b_on_16384_h100_and_its_128k_layout():
+    """Table 4 of the paper: 400 and 380 TFLOP/s, within the error bar."""
+    schedule = {
+        "pipeline_parallel_schedule": "Interleaved1F1B",
+        "pipeline_parallel_layers_per_stage": 1,
+    }
+    options = {**degrees(pp=16, tp=8), **schedule, "local_batch_size": 16, "mode": "none"}
+    short = predict(read("llama3_405b", 16384, **options))
+    assert short.workload.tokens_per_step == 16 * 2**20
+    assert [stage.n_dense for stage in short.workload.stages] == [0, *[1] * 126, 0]
+    assert 15 / (8 * 16 + 15) < short.bubble < 0.15
+    assert short.mfu_causal == pytest.approx(0.41, rel=0.18)
+    long = predict(read("llama3_405b", 16384, **{**options, **degrees(cp=16)}, seq_len=131072))
+    assert long.workload.tokens_per_step == 16 * 2**20
+    assert long.mfu_causal == pytest.approx(0.38, rel=0.18)
+    assert long.parts_s["waiting for cp"] > 0 == short.parts_s["waiting for cp"]
+
+
+def test_llama3_70b_on_64_h100_in_tp4_pp2_dp8():
+    """By hand: 12 bytes of 70.55e9 parameters on 64 ranks; 8 microbatches on two stages idle 1/9."""
+    planned = read("llama3_70b", 64, **degrees(tp=4, pp=2), local_batch_size=8)
+    layout = plan_layout(planned.config, planned.model_args, 64)
+    assert (layout.dp, layout.n_microbatches) == (8, 8)
+    for memory in list_memory(
+        planned.workload, plan_order(planned.config.parallelism, planned.layout)
+    ):
+        assert memory.parameters + memory.optimizer == pytest.approx(12 * 70.55e9 / 64, rel=0.01)
+    assert predict(planned).bubble == pytest.approx(1 / 9, abs=0.01)
+
+
+# ---------------------------------------------------------------- overlap, experts, words
+
+
+def test_replicas_overlap_and_slow_networks_disturb_less():
+    keys = {"data_parallel_replicate_degree": 64, "data_parallel_shard_degree": 1}
+    replicas, shards = read("llama3_1b", 64, **keys), read("llama3_1b", 64, zero_stage=1)
+    assert predict(replicas).step_time_s == pytest.approx(predict(shards).step_time_s, rel=0.05)
+    slow = replace(H100, network_bandwidth=H100.network_bandwidth / 4)
+    assert slow.find_share(8, 8) < H100.find_share(1, 8) == 1
+
+
+def test_experts_take_as_long_as_one_dense_matmul_and_a_router_hardly_any_time():
+    planned = read("qwen3_30b_a3b", 64, **degrees(tp=4))
+    model = StepTime(planned.workload, H100)
+    block = {module.name.rpartition(".")[2]: module for module in planned.workload.kinds[0].block}
+    experts, router = (model.module_times(block[name])[0] for name in ("w1", "router"))
+    dense = H100.matmul_time(planned.workload.n_rows, 768, 2048, "bfloat16")
+    assert experts == pytest.approx(dense) and router < experts
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(967.7, "16.1 minutes"), (7200, "2.0 hours"), (1e5, "1.2 days")]
+)
+def test_durations_have_a_unit_that_fits(seconds, words):
+    assert format_duration(seconds) == words
+
+
+def test_a_layout_that_is_too_tight_gets_settings_that_fit():
+    planned = read("llama3_70b", 64, **degrees(tp=4, pp=2), local_batch_size=16)
+    (remark,) = (remark for remark in remarks_of(planned) if "does not fit" in remark)
+    assert "parallelism.zero_stage = 3" in remark
+    fixed = read("llama3_70b", 64, **degrees(tp=4, pp=2), local_batch_size=16, zero_stage=3)
+    assert not any("does not fit" in remark for remark in remarks_of(fixed))

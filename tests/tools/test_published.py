@@ -1,0 +1,58 @@
+"""Published runs against the forecast: the bars in code are those that leaving each source out gives."""
+
+from math import exp
+
+import pytest
+
+from torchtitan_lite.config.block import count_all_layers
+from torchtitan_lite.models.registry import MODELS
+from torchtitan_lite.tools.plan import published
+from torchtitan_lite.tools.plan.bars import BARS, find_family
+
+
+@pytest.fixture(autouse=True)
+def gpt_block(monkeypatch):
+    monkeypatch.setitem(MODELS, "gpt", published.GPT)
+
+
+@pytest.mark.slow
+def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
+    rows = published.read_rows()
+    times, memory = published.find_unseen(rows)
+    families = [find_family(row.workload) for row in rows]
+    for name, bar in BARS.items():
+        if name == "memory":
+            ratios = [exp(error) for row, error in zip(rows, memory, strict=True) if row.gib]
+            assert sum(ratio < bar.low for ratio in ratios) <= 0.1 * len(ratios)
+        else:
+            chosen = [name in (family, "dense" * (family != "experts")) for family in families]
+            ratios = [
+                exp(error) for error, is_chosen in zip(times, chosen, strict=True) if is_chosen
+            ]
+        assert sum(bar.n_rows.values()) == len(ratios), name
+        assert 0.7 <= sum(bar.low <= ratio <= bar.high for ratio in ratios) / len(ratios) <= 0.9, (
+            name
+        )
+    assert BARS["dense"].median <= 0.06 and BARS["memory"].median <= 0.06
+    assert published.rank_correlation(rows, times) > 0.7
+
+
+def test_published_layouts_multiply_out_and_their_models_have_the_published_size():
+    sizes = {
+        "MPT 70B": 64.86e9,
+        "MPT 7B": 6.66e9,
+        "GPT 181B": 181e9,
+        "GPT 195B": 195e9,
+        "Llama 3 405B": 405e9,
+    }
+    sizes |= {"Qwen3 235B-A22B": 235e9, "Llama 2 7B": 6.74e9, "Code Llama 34B": 34e9}
+    for row in published.read_rows():
+        layout, args = row.workload.layout, row.workload.args
+        assert (
+            layout.n_microbatches * layout.microbatch_size * layout.dp == layout.global_batch_size
+        )
+        if size := sizes.get(row.values["model"]):
+            n_tables = 1 if args.tie_embeddings else 2
+            assert count_all_layers(args) + n_tables * args.vocab_size * args.dim == pytest.approx(
+                size, rel=0.02
+            )

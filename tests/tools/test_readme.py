@@ -1,0 +1,60 @@
+"""README and the chapters stay true: paths, configs, keys and links exist. Commands: test_commands.py."""
+
+import re
+from pathlib import Path
+
+import pytest
+from test_size import is_tool, is_trainer, measure
+
+from torchtitan_lite.config.reader import KEYS, find_config_file
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+README = REPOSITORY / "README.md"
+PAGES = [
+    README,
+    *(REPOSITORY / "torchtitan_lite").rglob("README.md"),
+    *(REPOSITORY / "assets").glob("*/README.md"),
+]
+NAMED = re.compile(r"`((?:torchtitan_lite|configs|tests|assets|train\.py|run_train\.sh)[\w./]*)`")
+FILE = re.compile(r"`([\w/]+\.py)`")
+
+
+def test_the_two_commands_come_first():
+    first_block = README.read_text(encoding="utf-8").split("```")[1]
+    assert [line.split()[0] for line in first_block.strip().splitlines()] == [
+        "./run_train.sh",
+        "tests/run.sh",
+    ]
+
+
+def test_the_sizes_that_readme_tells_are_the_measured_ones():
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    sizes = re.search(r"trainer has (\S+) code tokens .* its tools have (\S+)\.", text)
+    for told, is_of_half in zip(sizes.groups(), (is_trainer, is_tool), strict=True):
+        assert int(told.replace(",", "")) == pytest.approx(measure(is_of_half), rel=0.02)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_what_a_page_names_exists(page):
+    text = page.read_text(encoding="utf-8")
+    missing = [path for path in NAMED.findall(text) if not (REPOSITORY / path).exists()]
+    missing += [
+        path for path in re.findall(r"\]\(([\w./]+)\)", text) if not (page.parent / path).exists()
+    ]
+    package = REPOSITORY / "torchtitan_lite"
+    roots = [REPOSITORY, package, page.parent, package / "tools", *package.glob("*/")]
+    missing += [
+        path for path in FILE.findall(text) if not any((root / path).exists() for root in roots)
+    ]
+    missing += [
+        name for name in re.findall(r"--config (\w[\w.]*)", text) if not find_config_file(name)
+    ]
+    for key in re.findall(r"--(\w+(?:\.\w+)+)", text):
+        section, _, name = key.rpartition(".")
+        if (
+            key not in KEYS
+            and f"{section}.{name.removeprefix('no_')}" not in KEYS
+            and key != "section.key"
+        ):
+            missing.append(key)
+    assert missing == []

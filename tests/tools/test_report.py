@@ -1,0 +1,249 @@
+"""report: the page has the figures of metrics.jsonl and of the traces, and a browser shows every picture."""
+
+import json
+import re
+import shutil
+import subprocess
+from argparse import Namespace
+from html import unescape
+
+import pytest
+import warm_start
+
+from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.tools.pictures import choose_ticks, thin
+from torchtitan_lite.tools.plan.transfers import Moved
+from torchtitan_lite.tools.report.page import main
+from torchtitan_lite.tools.report.runs import Run, describe_run, list_remarks
+from torchtitan_lite.tools.report.traces import read_traces
+
+FIELDS = (
+    "loss",
+    "val_loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_s_per_rank",
+    "peak_memory_gib",
+)
+KEYS = [
+    "--model.flavor=debug_moe",
+    "--model.hf_assets_path=bytes",
+    "--model.vocab_size=264",
+    "--training.seq_len=32",
+    "--training.steps=6",
+    "--training.global_batch_size=4",
+    "--parallelism.pipeline_parallel_degree=2",
+    "--parallelism.tensor_parallel_degree=2",
+    "--parallelism.expert_parallel_degree=2",
+    "--validation.freq=2",
+    "--validation.steps=1",
+    "--metrics.log_freq=1",
+    "--profiling.enable_profiling",
+    "--profiling.profile_freq=3",
+    "--profiling.profiler_warmup=1",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(pool, tmp_path_factory):
+    """A run of experts on a pipeline that was stopped after step 3 and resumed, with traces."""
+    parent = tmp_path_factory.mktemp("report")
+    folder = parent / "a run"
+    corpus = warm_start.write_letters(parent / "corpus")[-3]
+    keys = [*KEYS, corpus, f"--job.dump_folder={folder}"]
+    assert pool.run(warm_start.start, 4, keys, 3) == [143] * 4
+    assert pool.run(warm_start.start, 4, keys) == [0] * 4
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    assert main(Namespace(runs=[folder], out=None)) == 0
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return Run(folder, "red")
+
+
+def list_titles(page: str) -> list[str]:
+    return [unescape(title) for title in re.findall(r"<title>(.*?)</title>", page)]
+
+
+def read_curve(page: str, name: str) -> dict[int, float]:
+    """Return step -> the number that the page shows for it."""
+    curve = {}
+    for title in list_titles(page):
+        if point := re.fullmatch(rf"{re.escape(name)}, step (\d+): (\S+)", title):
+            curve[int(point[1])] = float(point[2])
+    return curve
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_curves_have_the_figures_of_the_records(page, folder, field):
+    expected = warm_start.read_losses(folder, field)
+    assert read_curve(page, f"a run, {field}") == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_load_of_experts_is_that_of_the_records(page, folder):
+    for step, layers in warm_start.read_losses(folder, "expert_loads").items():
+        for layer, load in enumerate(layers):
+            curve = read_curve(page, f"layer {layer}")
+            mean = sum(load) / len(load)
+            assert curve[step] == pytest.approx(max(load) / mean, abs=1e-4)
+
+
+def test_words_come_first(page, folder, run):
+    what, how, end, _, command_line = describe_run(run)
+    losses = warm_start.read_losses(folder)
+    assert "by 4 ranks (pp2 x tp2, ep2)" in what
+    assert "6 of 6 steps, 768 tokens" in how
+    assert "in 2 starts" in how
+    assert f"from {losses[1]:.4f} to {losses[6]:.4f}" in how
+    assert "trained 3 steps (4 to 6)" in end
+    assert f"--config '{folder}/config.toml' --job.no_overwrite --training.steps=12" in command_line
+    assert (
+        f"report '{folder}', or tensorboard --logdir '{folder}'/tb"
+        in (folder / "log.txt").read_text()
+    )
+    assert page.index(what[:20]) < page.index("By step")
+
+
+def test_starts_saves_and_stops_are_marked_in_every_plot(page):
+    marks = [title for title in list_titles(page) if title.startswith("a run: ")]
+    kinds = [mark.removeprefix("a run: ") for mark in marks]
+    assert kinds == ["save", "stop", "start", "save", "stop"] * 5
+
+
+def test_a_large_bubble_has_a_remedy(run):
+    actions = {(event.rank, event.action) for event in run.pipeline.events}
+    assert len(actions) == 2 * 2 * 4  # ranks, forward and backward, microbatches
+    assert run.pipeline.bubble > 0.15
+    assert re.search("is idle for .* of a step. Use .* microbatches", list_remarks(run)[0])
+
+
+def test_parts_of_a_step_add_up_and_name_their_axes(folder, run):
+    assert [trace.rank for trace in run.traces] == [0, 1, 2, 3]
+    for trace in run.traces:
+        path = folder / f"traces/step-6/rank-{trace.rank}.json"
+        events = json.loads(path.read_text())["traceEvents"]
+        step = next(event for event in events if event["name"].startswith("ProfilerStep"))
+        assert sum(trace.parts.values()) == pytest.approx(step["dur"] / 1e6)
+        for name in ("computing", "waiting", "exposed pp", "exposed tp or ep"):
+            assert trace.parts[name] > 0
+
+
+def test_two_runs_are_drawn_over_each_other(folder, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(folder / "config.toml", other)
+    text = (folder / "metrics.jsonl").read_text()
+    text = text.replace('"loss": ', '"loss": 1')
+    (other / "metrics.jsonl").write_text(text)
+    losses = warm_start.read_losses(other)
+    (other / "metrics.jsonl").write_text(text + '{"kind": "ste')  # killed in a line
+    out = tmp_path / "both.html"
+    assert main(Namespace(runs=[folder, other], out=out)) == 0
+    page = out.read_text(encoding="utf-8")
+    assert read_curve(page, "a run, loss") != read_curve(page, "other, loss")
+    assert read_curve(page, "other, loss") == pytest.approx(losses, rel=1e-6)
+    assert "There are no traces" in page
+
+
+def test_a_folder_without_a_run_is_wrong_input(tmp_path, capsys):
+    assert main(Namespace(runs=[tmp_path], out=None)) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err
+
+
+def test_the_page_fetches_nothing(page):
+    assert not re.search(r"https?:|<script|<link|@import|url\(", page)
+    assert len(page) < 2_000_000
+
+
+def record(
+    name: str, start_s: int, end_s: int, kind: str = "kernel", thread: int = 7, **args
+) -> dict:
+    return {
+        "ph": "X",
+        "cat": kind,
+        "name": name,
+        "ts": 1e6 * start_s,
+        "dur": 1e6 * (end_s - start_s),
+        "tid": thread,
+        "args": args,
+    }
+
+
+def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_path):
+    group = {"Process Group Name": "2"}
+    call = {
+        "Collective name": "_allgather_base",
+        "dtype": "BFloat16",
+        "Group size": 2,
+        "In msg nelems": 512,
+        "Out msg nelems": 1024,
+        **group,
+    }
+    trace = {
+        "traceEvents": [
+            record("ProfilerStep#9", 0, 10, kind="user_annotation", thread=1),
+            record("aten::mm", 0, 9, kind="cpu_op", thread=1),
+            record("gemm", 1, 4),
+            record("ncclDevKernel_AllGather", 3, 6, thread=8, **group),
+            record("gemm", 7, 8),
+            record("record_param_comms", 2, 3, kind="cpu_op", thread=1, **call),
+        ],
+        "distributedInfo": {"pg_config": [{"pg_name": "2", "pg_desc": "mesh_tp", "ranks": [0, 1]}]},
+    }
+    path = tmp_path / "step-10" / "rank-0.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(trace))
+    config = read_config(["--config=debug", "--parallelism.tensor_parallel_degree=2"]).config
+    layout = plan_layout(config, resolve_model(config.model), 4)
+    [read] = read_traces(tmp_path, layout)
+    assert read.parts == {"computing": 4, "exposed tp": 2, "waiting": 4}
+    assert read.hidden == {"hidden tp": 1}
+    assert read.moved == {
+        ("tp", "all-gather"): Moved(1, 1024)
+    }  # half of 1,024 numbers of two bytes
+
+
+def test_ticks_are_few_and_round_and_spikes_stay():
+    assert choose_ticks(3.78, 8.24) == [4, 6, 8]
+    assert choose_ticks(0, 0.004) == pytest.approx([0, 0.001, 0.002, 0.003, 0.004])
+    points = [(step, step / 1e6) for step in range(10_000)]
+    points[777] = (777, 9.0)
+    thinned = thin(points)
+    assert (777, 9.0) in thinned
+    assert len(thinned) <= 300
+
+
+PROBE = """<script>addEventListener("load", () => {
+  const pictures = [...document.querySelectorAll("svg:not(svg svg)")]
+  const shown = pictures.filter(svg => svg.getBoundingClientRect().width > 300 && svg.querySelector("rect, polyline"))
+  document.title = [pictures.length, shown.length, document.body.scrollWidth].join()
+})</script>"""
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
+def test_a_browser_shows_every_picture_on_a_phone_without_an_error(page, tmp_path):
+    (tmp_path / "page.html").write_text(
+        page.replace("<body>", "<style>html { width: 390px }</style>" + PROBE)
+    )
+    command_line = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=2000",
+        "--dump-dom",
+        str(tmp_path / "page.html"),
+    ]
+    shown = subprocess.run(command_line, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in shown.stderr
+    counts, *_ = list_titles(shown.stdout)
+    n_pictures, n_shown, width = map(int, counts.split(","))
+    assert n_pictures == n_shown == 10  # 5 plots; experts, parts of a step, calls, two pipelines
+    assert width <= 390

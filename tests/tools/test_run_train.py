@@ -1,0 +1,206 @@
+"""run_train.sh: what it starts, with which arguments and variables, and which exit status comes back.
+
+In a copy of the checkout, stubs replace the launcher, srun and scontrol. How runs end is in test_endings.py.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+
+from torchtitan_lite import REPOSITORY
+from torchtitan_lite.tools import launch
+
+VARIABLES = ["MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK"]
+
+STUB_PACKAGE = f"""
+import json, os, sys
+call = dict(pid=os.getpid(), folder=os.getcwd(), args=sys.argv[1:])
+call["variables"] = {{name: os.environ.get(name) for name in {VARIABLES}}}
+with open(os.environ["CALLS"], "a") as calls:
+    print(json.dumps(call), file=calls)
+sys.exit(int(os.environ.get("STATUS", "0")))
+"""
+STUB_SRUN = """#!/bin/sh
+echo "$@" > "$SRUN_CALL"
+while [ "$1" != bash ]; do shift; done
+for SLURM_NODEID in 0 1; do
+    export SLURM_NODEID SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST="node[07-08]"
+    "$@" || exit
+done
+"""
+STUB_SCONTROL = """#!/bin/sh
+[ "$1 $2 $3" = "show hostnames node[07-08]" ] && printf 'node07\\nnode08\\n'
+"""
+
+
+class Checkout:
+    """A copy of the checkout with stubs, in a folder whose name has a space, and a working directory elsewhere."""
+
+    def __init__(self, folder: Path):
+        self.root = folder / "check out"
+        self.folder = folder / "work here"
+        self.calls_file = folder / "calls"
+        self.srun_file = folder / "srun"
+        self.folder.mkdir(parents=True)
+        self.take_real("run_train.sh")
+        self.take_real("torchtitan_lite/__init__.py")
+        self.take_real("torchtitan_lite/tools/environment.py")
+        self.write("pyproject.toml", "dependencies = [\n]\n")  # the Python of these tests will do
+        self.write("train.py", "")
+        self.write("torchtitan_lite/__main__.py", STUB_PACKAGE)
+        self.write("bin/srun", STUB_SRUN)
+        self.write("bin/scontrol", STUB_SCONTROL)
+        self.variables = {
+            "PATH": f"{self.root}/bin{os.pathsep}{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "CALLS": str(self.calls_file),
+            "SRUN_CALL": str(self.srun_file),
+        }
+
+    def write(self, name: str, text: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+
+    def take_real(self, name: str) -> None:
+        self.write(name, (REPOSITORY / name).read_text(encoding="utf-8"))
+
+    def start(self, *args: str, **variables: str) -> subprocess.Popen:
+        command = [str(self.root / "run_train.sh"), *args]
+        options = {"cwd": self.folder, "env": self.variables | variables, "text": True}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
+        process = self.start(*args, **variables)
+        out, err = process.communicate()
+        return subprocess.CompletedProcess(process.pid, process.returncode, out.strip(), err)
+
+    def calls(self) -> list[dict]:
+        """Return the starts of the launcher."""
+        return (
+            [json.loads(line) for line in self.calls_file.read_text().splitlines()]
+            if self.calls_file.exists()
+            else []
+        )
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+def test_help_names_every_environment_variable_and_starts_nothing(checkout):
+    answer = checkout.run("--config", "debug", "--help")
+    assert answer.returncode == 0 and not checkout.calls()
+    script = (REPOSITORY / "run_train.sh").read_text() + Path(launch.__file__).read_text()
+    read = set(
+        re.findall(r"""\$\{([A-Z_]+):[-=]|environ(?:\.get\(|\[|\.setdefault\()"([A-Z_]+)""", script)
+    )
+    read = {bash or python for bash, python in read}
+    assert read > {"NNODES", "PYTHON", "MAX_RESTARTS", "LOG_RANK"}
+    internal = {
+        "RANK",
+        "PYTHONPATH",
+        "SLURM_JOB_NUM_NODES",
+        "SLURM_STEP_NUM_NODES",
+        "SLURM_STEP_NUM_TASKS",
+    }
+    internal |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+    for name in read - internal | {"NGPU", "srun", "--config"}:
+        assert name in answer.stdout, name
+
+
+def test_arguments_reach_the_launcher_unchanged_and_it_replaces_the_script(checkout):
+    """CONFIG_FILE comes before the arguments, so that --config wins. Signals reach the launcher, which has the pid."""
+    args = ["--config", "my config.toml", "--job.description", "a  *", "--training.steps=20"]
+    answer = checkout.run(*args, CONFIG_FILE="my a.toml", STATUS="143")
+    (call,) = checkout.calls()
+    assert call["args"] == ["train", "--config", "my a.toml", *args]
+    assert (call["folder"], call["pid"], answer.returncode) == (
+        str(checkout.folder),
+        answer.args,
+        143,
+    )
+
+
+STEP = {
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "16",
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
+        (STEP, "--ntasks-per-node=1"),
+        ({"without": "1"}, "--wrap"),
+    ],
+)
+def test_what_cannot_start_says_why(checkout, given, said):
+    if "without" in given:
+        (checkout.root / "train.py").unlink()
+    answer = checkout.run(**given)
+    assert answer.returncode == 1 and said in answer.stderr and not checkout.calls()
+
+
+def test_in_a_slurm_allocation_it_starts_itself_once_on_each_node(checkout):
+    answer = checkout.run("--config", "my config", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="34567")
+    assert answer.returncode == 0, answer.stderr
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1" in checkout.srun_file.read_text()
+    for node_rank, call in enumerate(checkout.calls()):
+        assert list(call["variables"].values()) == ["node07", "24567", "2", str(node_rank)]
+        assert call["args"] == ["train", "--config", "my config"]
+    assert checkout.run(SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="1", NNODES="1").returncode == 0
+    assert len(checkout.calls()) == 3, "NNODES=1 keeps it on this node"
+
+
+# ---------------------------------------------------------------- what the launcher tells torchrun
+
+
+@pytest.mark.parametrize(
+    ("given", "n_hosts", "expected"),
+    [
+        ({}, 1, {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "rdzv_endpoint": "127.0.0.1:0",
+                 "max_restarts": 0, "local_addr": "127.0.0.1", "start_method": "forkserver"}),
+        ({"MAX_RESTARTS": "3"}, 1, {"max_restarts": 3}),
+        ({"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "1234", "NODE_RANK": "1"}, 2,
+         {"min_nodes": 2, "max_nodes": 2, "rdzv_endpoint": "10.0.0.5:1234", "local_addr": None}),
+    ],
+)  # fmt: skip
+def test_torchrun_gets_what_the_environment_says(monkeypatch, tmp_path, given, n_hosts, expected):
+    for name in ("NODE_RANK", "MAX_RESTARTS", "LOG_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    config = launch.make_launch_config(torch.distributed.run, 2, n_hosts, tmp_path)
+    assert vars(config) | expected == vars(config)
+    assert config.rdzv_configs["is_host"] == (given.get("NODE_RANK", "0") == "0")
+
+
+# ---------------------------------------------------------------- without stubs
+
+
+def test_a_misspelt_key_is_refused_with_status_2_before_any_rank_starts(tmp_path):
+    command = [REPOSITORY / "run_train.sh", "--config", "debug.toml", "--training.step", "20"]
+    answer = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        answer.returncode == 2
+        and "training.steps" in answer.stderr
+        and list(tmp_path.iterdir()) == []
+    )

@@ -1,0 +1,147 @@
+"""A run that gets SIGINT or SIGTERM: after which step it stops, what it saves, how it ends."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import warm_start
+from warm_start import MARK, finish, launch, list_children, list_ranks, read_losses, read_until
+
+from torchtitan_lite import REPOSITORY
+from torchtitan_lite.checkpoint.manifest import find_steps
+from torchtitan_lite.components import shutdown
+from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, StopRequest, describe_stop
+from torchtitan_lite.config.reader import read_config
+
+
+def test_a_second_signal_ends_the_process_but_a_copy_of_the_first_does_not(monkeypatch):
+    request, ends = StopRequest(), []
+    request.is_first_step = False
+    monkeypatch.setattr(request, "end", lambda *said: ends.append(said))
+    for now_s in (100.0, 100.0 + COPIES_ARRIVE_WITHIN_S, 100.1 + COPIES_ARRIVE_WITHIN_S):
+        assert ends == []
+        monkeypatch.setattr(shutdown.time, "monotonic", lambda now_s=now_s: now_s)
+        request.note(signal.SIGTERM)
+        assert request.requested == signal.SIGTERM
+    assert len(ends) == 1
+
+
+def test_a_signal_in_the_first_step_ends_the_process():
+    """Even if the main thread is in C and never returns to Python, as one that waits for a device."""
+    program = "import ctypes, os; from torchtitan_lite.components.shutdown import StopRequest\n"
+    program += "StopRequest().listen(); print(flush=True); ctypes.CDLL(None).read(os.pipe()[0], ctypes.c_buffer(1), 1)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=-1
+    )
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.count(b"\n") == 1 and b"SIGINT" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "change"),
+    [
+        (["--job.no_overwrite"], ""),
+        (["--job.overwrite"], " --job.no_overwrite"),
+        (["--job.no_overwrite", "--checkpoint.load_step=4"], " --checkpoint.load_step=-1"),
+    ],
+)
+def test_the_command_that_continues_neither_starts_over_nor_goes_back(args, change):
+    args = ["--config=debug", "--checkpoint.enable", *args]
+    config = read_config(args).config
+    line = describe_stop(signal.SIGTERM, 7, config, Path("out/checkpoint/step-7"), args, "8")
+    assert line.endswith(
+        f"out/checkpoint/step-7; to continue: NGPU=8 ./run_train.sh {' '.join(args)}{change}"
+    )
+    assert read_config([*args, *change.split()]).problems == []
+    assert describe_stop(signal.SIGTERM, 7, config, None, args, None).endswith("nothing is saved")
+
+
+# ---------------------------------------------------------------- who gets which signal, and when, on two ranks
+
+WHOM = (
+    "group",
+    "launcher",
+    "one rank",
+)  # the first two get it ten times in 0.2 s, as `timeout` and systemd send it
+WHEN = {  # moment -> keys of the run
+    "import": [],
+    "first step": ["--training.global_batch_size=2048"],  # a second or more
+    "step": ["--parallelism.pipeline_parallel_degree=2"],  # all stages stop after the same step
+    "save": ["--checkpoint.interval=1"],
+}
+DEFAULT = [
+    ("group", signal.SIGTERM, "step"),
+    ("group", signal.SIGINT, "import"),
+    ("launcher", signal.SIGTERM, "save"),
+]
+
+
+def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Path) -> str:
+    """Return the output up to a moment of the run."""
+    if when == "import":
+        output = read_until(process, "  files ")
+        while not (list_ranks(process) if whom == "one rank" else list_children(process.pid)):
+            time.sleep(0.001)
+        return output
+    output = read_until(process, "data: " if when == "first step" else "step +3/")
+    while when == "save" and not list((folder / "checkpoint").glob("*.tmp")):
+        time.sleep(0.001)
+    return output
+
+
+def is_running(dump_folder: Path) -> bool:
+    """Return whether the launcher, a rank, or what they have started is still there."""
+    environments = (path / "environ" for path in Path("/proc").iterdir() if path.name.isdecimal())
+    return any(f"{MARK}={dump_folder}".encode() in read_environment(path) for path in environments)
+
+
+def read_environment(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().split(b"\0")
+    except OSError:  # the process has ended, or is somebody else's
+        return []
+
+
+@pytest.mark.parametrize(
+    ("whom", "received", "when"),
+    [
+        pytest.param(*row, marks=[] if row in DEFAULT else pytest.mark.slow)
+        for row in itertools.product(WHOM, (signal.SIGTERM, signal.SIGINT), WHEN)
+    ],
+)
+def test_a_signal_loses_no_step_however_often_it_arrives(tmp_path, whom, received, when):
+    folder = tmp_path / "run"
+    keys = [
+        *warm_start.write_letters(tmp_path / "letters"),
+        "--training.local_batch_size=4",
+        "--training.steps=5000",
+    ]
+    process = launch(folder, tmp_path, *keys, "--validation.no_enable", *WHEN[when], n_ranks=2)
+    output = wait_for_moment(process, when, whom, folder)
+    if whom == "one rank":
+        os.kill(list_ranks(process)[-1], received)
+    else:
+        for _ in range(10):
+            (os.killpg if whom == "group" else os.kill)(process.pid, received)
+            time.sleep(0.02)
+    output += finish(process, status=128 + received)
+    assert output.splitlines()[-1] == f"run_train.sh: stopped by {received.name}", output
+    is_missed = (
+        whom == "one rank" and when == "first step"
+    )  # the other rank reports that its peer is gone
+    assert ("Traceback" not in output or is_missed) and not is_running(folder)
+    steps = find_steps(folder / "checkpoint")
+    if when in ("import", "first step"):
+        assert steps == []
+    else:
+        assert steps[-1] == max(read_losses(folder)), "the last step that was made is saved"
+        assert f"stopped by {received.name} after step {steps[-1]} of 5000" in output
+        assert "to continue: NGPU=2 ./run_train.sh" in output

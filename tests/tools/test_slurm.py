@@ -1,0 +1,150 @@
+"""assets/slurm/train.sbatch, with stubs of srun, scontrol and scancel: interrupted, queued again, and continued."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import warm_start
+from warm_start import finish, list_differences, read_until
+
+from torchtitan_lite.checkpoint.manifest import find_steps
+from torchtitan_lite.config.reader import REPOSITORY
+
+SCRIPT = REPOSITORY / "assets" / "slurm" / "train.sbatch"
+STEPS, RANKS = 40, 2
+KEYS = [
+    f"--training.steps={STEPS}",
+    "--training.global_batch_size=4",
+    "--training.local_batch_size=2",
+]
+KEYS += [
+    "--checkpoint.interval=1000",
+    "--validation.no_enable",
+    "--job.overwrite",
+]  # as debug.toml has it
+
+STUBS = {
+    # Two tasks on this host. As Slurm's own, it is no way to pass SIGTERM on.
+    "srun": """#!/bin/bash
+echo "srun $*" >> "$CALLS"
+trap 'echo "srun got SIGTERM" >> "$CALLS"; kill -KILL $(cat "$TASKS")' TERM
+while [[ $1 != bash ]]; do shift; done
+export SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST="node[07-08]"
+SLURM_NODEID=0 "$@" & tasks=$!
+SLURM_NODEID=1 "$@" & tasks="$tasks $!"
+echo "$tasks" > "$TASKS"
+highest=0
+for task in $tasks; do
+    wait "$task"; status=$?
+    ((status <= highest)) || highest=$status
+done
+exit $highest
+""",
+    "scontrol": """#!/bin/bash
+if [[ $* == "show hostnames node[07-08]" ]]; then
+    printf 'localhost\\nlocalhost\\n'
+else
+    echo "scontrol $*" >> "$CALLS"
+fi
+""",
+    "scancel": """#!/bin/bash
+echo "scancel $*" >> "$CALLS"
+[[ $* != "--signal=TERM 34567" ]] || kill -TERM $(cat "$TASKS")
+""",
+}
+
+
+class Cluster:
+    """Stubs of Slurm's commands, and the environment in which a job of two nodes would start."""
+
+    def __init__(self, folder: Path):
+        for name, text in STUBS.items():
+            path = folder / "bin" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o755)
+        self.calls_file = folder / "calls"
+        self.calls_file.write_text("")
+        self.variables = {
+            **os.environ,
+            "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "CALLS": str(self.calls_file),
+            "TASKS": str(folder / "tasks"),
+            "REPOSITORY": str(REPOSITORY),
+            "PYTHON": sys.executable,
+            "NGPU": "1",  # on each node
+            "SLURM_JOB_ID": "34567",
+            "SLURM_JOB_NUM_NODES": "2",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PET_LOCAL_ADDR": "127.0.0.1",
+        }
+
+    def start(self, *keys: str, **variables: str) -> subprocess.Popen:
+        command = ["bash", str(SCRIPT), "--config", "debug", *keys]
+        environment = self.variables | variables
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def calls(self) -> str:
+        return self.calls_file.read_text()
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return Cluster(tmp_path)
+
+
+@pytest.fixture
+def unbroken(pool, tmp_path):
+    """Dump folder of a run that nothing disturbs, and its keys."""
+    folder = tmp_path / "unbroken"
+    keys = [
+        *KEYS,
+        *warm_start.write_letters(tmp_path / "letters"),
+        f"--training.cache_folder={tmp_path / 'cache'}",
+    ]
+    assert pool.run(warm_start.start, RANKS, [*keys, f"--job.dump_folder={folder}"]) == [0] * RANKS
+    return folder, keys
+
+
+def test_a_job_before_its_limit_saves_is_queued_again_and_ends_bit_equal_to_the_unbroken_run(
+    cluster, unbroken, tmp_path
+):
+    folder = tmp_path / "job"
+    keys = [*unbroken[1], f"--job.dump_folder={folder}"]
+    job = cluster.start(*keys)
+    read_until(job, r"step +3/")
+    job.send_signal(signal.SIGTERM)  # as --signal=B:TERM does: to the script alone
+    output = finish(job, status=143)
+    called, cancelled, requeued = cluster.calls().splitlines()
+    assert called.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1")
+    assert (cancelled, requeued) == ("scancel --signal=TERM 34567", "scontrol requeue 34567")
+    assert output.count("run_train.sh: stopped by SIGTERM") == 2 and "Traceback" not in output
+    (saved,) = find_steps(folder / "checkpoint")
+    assert 3 < saved < STEPS
+
+    job = cluster.start(*keys, SLURM_RESTART_COUNT="1")
+    output = finish(job)
+    assert f"resumed from the checkpoint {folder / 'checkpoint' / f'step-{saved}'}" in output
+    assert cluster.calls().count("scontrol") == 1, "a run that has ended is not queued again"
+    assert list_differences(folder, unbroken[0], STEPS) == []
+
+
+def test_on_one_node_the_signal_goes_to_the_launcher_and_a_refusal_is_not_queued_again(
+    cluster, tmp_path
+):
+    (tmp_path / "run_train.sh").write_text(
+        "#!/bin/bash\nsleep 100 &\ntrap 'kill $!; exit 143' TERM\necho ready\nwait\n"
+    )
+    (tmp_path / "run_train.sh").chmod(0o755)
+    one_node = {"REPOSITORY": str(tmp_path), "SLURM_JOB_NUM_NODES": "1"}
+    job = cluster.start(**one_node)
+    read_until(job, "ready")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait() == 143 and cluster.calls() == "scontrol requeue 34567\n"
+    (tmp_path / "run_train.sh").write_text("#!/bin/bash\nexit 2\n")
+    assert cluster.start(**one_node).wait() == 2 and cluster.calls().count("requeue") == 1

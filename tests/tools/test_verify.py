@@ -1,0 +1,269 @@
+"""`verify`: it catches and names every mutant, certifies exactly what was asked, and says what it did."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import compare
+import pytest
+from layouts import SHARD, TP, Row
+from mutants import MUTANTS, apply_mutant, try_mutant
+
+from torchtitan_lite import REPOSITORY
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.reader import KEYS, read_config
+from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.tools.verify import command as tool
+from torchtitan_lite.tools.verify import train_py
+from torchtitan_lite.tools.verify.certificate import Certificate, describe, report_for_programs
+from torchtitan_lite.tools.verify.coverage import SIZES
+from torchtitan_lite.tools.verify.rank import find_unequal_copies
+from torchtitan_lite.tools.verify.ranks import RankFailure, RankPool
+from torchtitan_lite.tools.verify.reduction import reduce_config
+from torchtitan_lite.tools.verify.trial import Trial, blame, make_trial
+
+TP2 = ("--config", "debug", f"--{TP}=2", f"--{SHARD}=1")
+# One of each kind. The others: `tests/run.sh --all`.
+DEFAULT = """
+clip_norm_forgets_pp loss_averaged_per_rank gradients_averaged_instead_of_summed shards_not_summed keys_not_fetched
+hidden_states_not_sent partial_sums_averaged replicas_not_reduced last_microbatch_dropped norm_updated_on_one_rank_only
+experts_drawn_alike_on_ep_ranks loads_of_own_tokens bias_moved_by_a_step_that_is_left_out another_beta_on_one_rank
+schedule_stepped_on_the_first_stage_only infinity_counts_as_finite decay_ends_one_step_early
+layers_in_the_order_of_text losses_of_ten_microbatches_added expert_twenty_takes_the_first_ones_tokens
+ring_right_for_two_ranks_only experts_saved_in_another_order tp_peers_read_other_rows moments_forgotten_by_a_resume
+gradients_reduced_in_bfloat16 rotary_angles_cast_to_bfloat16 scales_of_the_step_before
+rows_orthogonalized_instead_of_matrices halves_of_tp_orthogonalized owner_forgets_to_send
+momentum_of_another_matrix
+""".split()
+
+
+def test_the_sample_names_mutants():
+    assert set(DEFAULT) <= MUTANTS.keys()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in MUTANTS],
+)
+def test_mutant_is_caught_and_rightly_named(pool, tmp_path, name):
+    mutant = MUTANTS[name]
+    culprit = try_mutant(name, pool, tmp_path).culprit
+    assert (culprit.kind, culprit.name, tuple(culprit.dims)) == (
+        mutant.kind,
+        mutant.name,
+        mutant.dims,
+    ), culprit
+
+
+# ---------------------------------------------------------------- the door
+
+
+def reduce(*args: str):
+    reading = read_config([*TP2, *args])
+    assert reading.problems == []
+    return reduce_config(reading.config, 2)
+
+
+def test_the_command_certifies_a_config_from_a_cold_start():
+    command = [sys.executable, "-m", "torchtitan_lite", "verify", *TP2, "--ranks=2"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith("certified: debug on tp2, 2 ranks") and len(rest) < 39
+    assert "seq_len 128 -> 40" in done.stdout and "the model file" in done.stdout
+    assert all(f"{name}, " in done.stdout for name in ("wide", "deep", "train.py", "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        (("debug", "--parallelism.tensor_paralel_degree=2"), "parallelism.tensor_paralel_degree"),
+        (("debug", f"--{TP}=4", f"--{SHARD}=1"), TP),
+        (("no such file",), "job.config_file"),
+        (("llama3_405b", "--ranks=8"), "--ranks"),  # needs more ranks than given
+    ],
+)
+def test_wrong_input_and_too_few_ranks_end_with_2(args, key, capsys):
+    assert main(["verify", "--config", *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("This run cannot start:") and key in err
+
+
+def test_too_many_ranks_are_refused():
+    with pytest.raises(SystemExit) as exit_:
+        main(["verify", "--config", "debug", "--ranks", "17"])
+    assert exit_.value.code == 2
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def test_a_wrong_layout_ends_with_its_first_fault(pool, tmp_path):
+    run_ranks = compare.ranks_inside(pool, partial(apply_mutant, "loss_counted_by_every_tp_rank"))
+    certificate = tool.verify("debug", reduce(), run_ranks, tmp_path)
+    assert certificate.verdict == "wrong" and [trial.name for trial in certificate.trials] == [
+        "wide"
+    ]
+    text = describe(certificate)
+    assert (
+        text.startswith("wrong: debug on tp2") and "first difference: module output: output" in text
+    )
+    report = json.loads(json.dumps(report_for_programs(certificate)))
+    (trial,) = report["trials"]
+    assert (report["certified"], trial["culprit"]["name"]) == (False, "output") and "loss" in trial[
+        "faults"
+    ]
+    assert trial["measures"]["loss"]["error"] > trial["measures"]["loss"]["bound"]
+    assert report["degrees"]["tp"] == 2 and report["replaced"]["training.seq_len"] == [128, 40]
+
+
+# ---------------------------------------------------------------- coverage
+
+UNUSUAL = """
+training.dataset=python_stdlib,python_stdlib training.dataset_weights=3,1 training.enable_cpu_offload=true
+debug.deterministic=true debug.compare_copies_every=50 optimizer.implementation=foreach optimizer.weight_decay=0.2
+lr_scheduler.decay_ratio=0.5 checkpoint.async_mode=async checkpoint.enable_first_step_checkpoint=true
+checkpoint.initial_load_path=weights parallelism.zero_plus_plus=["hpz","qwz"]
+parallelism.enable_async_tensor_parallel=true activation_checkpoint.mode=full compile.enable=true
+compile.components=["loss"]
+""".split()
+
+
+def record_configs(run_ranks, configs: dict):
+    """Return run_ranks that also notes the config of each layout, as its ranks get it."""
+
+    def run(worker, world_size: int, *args, **options):
+        if world_size > 1 and worker.__name__ == "start_train":
+            path = args[0][1]
+            configs["train.py"].append(read_config(["--config", path]).config)
+        elif world_size > 1:
+            name = Path(args[1]).stem
+            configs[name].append(args[0])
+        return run_ranks(worker, world_size, *args, **options)
+
+    return run
+
+
+def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
+    reading = read_config(["--config", "debug", *(f"--{pair}" for pair in UNUSUAL)])
+    assert reading.problems == []
+    configs = defaultdict(list)
+    reduction = reduce_config(reading.config, 2)
+    certificate = tool.verify("debug", reduction, record_configs(pool.run, configs), tmp_path)
+    text = describe(certificate)
+    assert certificate.verdict == "certified", text
+    report = json.loads(json.dumps(report_for_programs(certificate), default=str))
+    assert (
+        configs.keys()
+        == {trial["name"] for trial in report["trials"]}
+        == {"wide", "deep", "train.py", "bfloat16"}
+    )
+    for trial in report["trials"]:
+        for config in configs[trial["name"]]:
+            for key in KEYS:
+                asked, ran = get_value(reading.config, key), get_value(config, key)
+                if asked != ran and asked not in (-1, "auto", None):
+                    assert key in trial["replaced"], (trial["name"], key)
+                    assert key in text or key in SIZES, key
+    assert {"compile.backend", "checkpoint.initial_load_path"} <= report["not_covered"].keys()
+    assert "parallelism.enable_async_tensor_parallel" in report["not_covered"]
+    assert "hpz keeps nothing" in report["without_effect"]["parallelism.zero_plus_plus"]
+    first_lines = text.split("worst error")[0]
+    assert all(key in first_lines for key in (*report["not_covered"], *report["without_effect"]))
+
+
+AS_ASKED = """
+optimizer.moments_dtype=bfloat16 optimizer.implementation=foreach optimizer.beta2=0.9 training.dataset_weights=3,1
+debug.deterministic=true lr_scheduler.decay_type=cosine
+checkpoint.async_mode=async training.max_norm=0.3 validation.steps=3
+""".split()
+
+
+def test_train_py_runs_what_was_asked(tmp_path):
+    pairs = [*AS_ASKED, "training.dataset=python_stdlib,python_stdlib"]
+    reduction = reduce(*(f"--{pair}" for pair in pairs))
+    config = train_py.make_config(reduction, tmp_path)
+    for key in (pair.partition("=")[0] for pair in AS_ASKED):
+        assert (
+            get_value(config, key) == get_value(reduction.real, key) != get_value(Config(), key)
+        ), key
+
+
+def hang(rank: int, world_size: int) -> None:
+    time.sleep(60 * rank)
+
+
+def kill(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout_s", "text"),
+    [(hang, 1, "no answer within 1 s"), (kill, 60, "killed by SIGKILL")],
+)
+def test_ranks_that_hang_or_are_killed_say_nothing_about_the_layout(function, timeout_s, text):
+    with RankPool() as own_pool:
+        trial = make_trial("wide", partial(own_pool.run, function, 2, timeout_s=timeout_s))
+    certificate = Certificate("debug", reduce(), [trial])
+    assert certificate.verdict == "not finished" and text in describe(certificate).splitlines()[0]
+
+
+def test_a_rank_that_raises_is_a_fault_with_its_last_line():
+    def fail() -> Trial:
+        raise RankFailure("rank 1 of 2: Traceback:\n  File x\nValueError: no room")
+
+    trial = make_trial("deep", fail)
+    assert trial.culprit.kind == "crash" and trial.culprit.detail == "ValueError: no room"
+
+
+def test_ranks_disagree_along_the_dims_on_which_neighbors_differ():
+    at = [{"pp": pp, "tp": tp} for pp in (0, 1) for tp in (0, 1)]
+    culprit = blame("loss", "x", "off", list(zip(at, (0.0, 1.0, 0.0, 1.0), strict=True)), 0.5)
+    assert culprit.dims == ["tp"] and "on 2 of 4 ranks, all at tp 1" in culprit.detail
+    assert blame("loss", "x", "off", [(place, 1.0) for place in at], 0.5).dims == []
+
+
+def drift(rank: int, world_size: int) -> set:
+    """Worker: one rank's copies of norm weights move."""
+    run = compare.build_table_run(world_size, {TP: 2, "model.n_layers": 1})
+    compare.local(run.parameters["norm.weight"])[0] += float(rank == 3)
+    return find_unequal_copies(run.parameters)
+
+
+def test_copies_are_compared_along_each_dim_that_has_some(pool):
+    assert ("norm.weight", "tp") in set.union(*pool.run(drift, 4))
+
+
+# ---------------------------------------------------------------- train.py
+
+
+@pytest.mark.parametrize(
+    ("row", "other"),
+    [
+        (Row(2), "pp1 dp_replicate1 dp_shard1 cp1 tp2"),
+        (
+            Row(4, {"parallelism.pipeline_parallel_degree": 4}),
+            "pp1 dp_replicate1 dp_shard2 cp1 tp2",
+        ),
+    ],
+)
+def test_a_resume_is_tried_on_another_layout_of_the_same_ranks(tmp_path, row, other):
+    reduction = compare.reduce_row(row)
+    config = train_py.choose_other_layout(train_py.make_config(reduction, tmp_path), reduction)
+    layout = plan_layout(config, compare.resolve_model(config.model), row.world_size)
+    assert " ".join(f"{dim}{degree}" for dim, degree in layout.degrees.items()) == other
+
+
+def test_a_resume_changes_ep_if_it_can(tmp_path):
+    reading = read_config(["--config", "debug_moe_3d"])
+    reduction = reduce_config(reading.config, 8)
+    config = train_py.choose_other_layout(train_py.make_config(reduction, tmp_path), reduction)
+    assert config.parallelism.expert_parallel_degree not in (1, reduction.layout.ep)
