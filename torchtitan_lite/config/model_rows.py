@@ -103,7 +103,8 @@ class ModuleRow:
     split: Split
     start: float
     bias: bool = False  # has a bias, which starts at 0
-    is_rotated: bool = False  # its output is heads that rotary embedding turns; Hugging Face has another order inside them
+    # Its output is heads that rotary embedding turns. Hugging Face orders the rows of a head in another way.
+    is_rotated: bool = False
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
