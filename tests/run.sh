@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Format, lint and tests. Arguments go to pytest: tests/run.sh -k checkpoint. With --all first, slow tests run too.
+# Format, lint, types and tests. Arguments go to pytest: tests/run.sh -k checkpoint. With --all first, slow tests run too.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
@@ -9,6 +9,7 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/outputs/cache/ind
 
 "$python" -m ruff format --check .
 "$python" -m ruff check .
+"$python" -m pyrefly check --summary=none
 [[ ${1:-} != --all ]] || set -- -m "slow or not slow" "${@:2}"
 # Two files at a time: ranks wait for each other, and leave a third of two cores idle.
 exec "$python" -m pytest -q -n 2 --dist loadfile "$@"
