@@ -49,7 +49,7 @@ def make_parser(tool: str, description: str, epilog: str = STATUS) -> ArgumentPa
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    if tool not in ("train", "check", "plan", "explain", "report", "bench", "hang", "pulse"):
+    if tool not in ("train", "check", "plan", "explain", "report", "bench", "hang", "pulse", "lab"):
         parser.add_argument("--json", action="store_true", help="print for programs")
     return parser
 
@@ -482,6 +482,25 @@ run that is done is kept in --out: the same command continues where it stopped."
     return parser
 
 
+def make_lab_parser() -> ArgumentParser:
+    description = """
+Learn distributed training by predicting, writing and repairing it, in ten labs of 20 to 40 minutes.
+
+    lab                        list the labs
+    lab 3                      read a lab
+    lab 3 answer NAME VALUE    judge a prediction; the right answer is computed by the tool that the lab names
+    lab 3 start                write a working copy of the package, with a hole or a bug, to outputs/labs/3
+    lab 3 check                judge the work there"""
+    epilog = "Exit status: 0 right or done, 1 not yet right, 2 wrong input."
+    parser = make_parser("lab", description, epilog)
+    add = parser.add_argument
+    add("number", nargs="?", type=positive, metavar="N", help="number of a lab")
+    add("action", nargs="?", choices=("answer", "start", "check"), help="default: read the lab")
+    add("name", nargs="?", metavar="NAME", help="of a question")
+    add("value", nargs="?", metavar="VALUE", help="your answer, such as 1.13e12, 1.13TB or 27%%")
+    return parser
+
+
 TOOLS = {
     "train": Tool("launch", make_train_parser, reads_config=True),
     "check": Tool("check", make_check_parser, reads_config=True),
@@ -497,4 +516,5 @@ TOOLS = {
     "pulse": Tool("plan.pulse", make_pulse_parser, reads_config=True),
     "hang": Tool("faults.hang", make_hang_parser),
     "drill": Tool("faults.drill", make_drill_parser, reads_config=True),
+    "lab": Tool("labs.command", make_lab_parser),
 }

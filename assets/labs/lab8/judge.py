@@ -1,0 +1,38 @@
+"""Ask `plan` whether the learner's layout fits, keeps the exercise and is fast enough."""
+
+import re
+import subprocess
+import sys
+
+KEPT = "128 sequences of 8,192 are 1,048,576 tokens per step: data-parallel replicas 8"
+LAYOUT = "pp2 x dp_shard8 x tp4"
+TOKENS_PER_S = 650
+
+
+def main() -> int:
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_lite",
+        "plan",
+        "--config",
+        "my_70b.toml",
+        "--gpus=64",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout + done.stderr)
+    speed = re.search(r"^ +([\d,]+) tokens/s/GPU", done.stdout, re.MULTILINE)
+    if done.returncode:
+        print("It does not fit, or is refused.")
+        return 1
+    if KEPT not in done.stdout or LAYOUT not in done.stdout:
+        print(f"Keep the exercise: {LAYOUT}, and {KEPT}.")
+        return 1
+    if float(speed[1].replace(",", "")) < TOKENS_PER_S:
+        print(f"It fits, but {TOKENS_PER_S} tokens per second and GPU are possible.")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Labs: every answer is computed, unsolved work fails its judge, and the solution passes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.tools.labs import working_copy
+from torchtitan_lite.tools.labs.lab import Lab, compute_answer, list_labs, read_quantity
+
+BY_DEFAULT = (1, 4)  # labs whose answers and judge the default suite runs
+QUESTIONS = [(lab.number, name) for lab in list_labs() for name in lab.questions]
+JUDGED = [lab.number for lab in list_labs() if lab.judge]
+
+
+def mark_slow(number: int, *values):
+    marks = () if number in BY_DEFAULT else pytest.mark.slow
+    return pytest.param(number, *values, marks=marks)
+
+
+def test_ten_labs_have_three_questions_each():
+    assert [lab.number for lab in list_labs()] == list(range(1, 11))
+    assert [len(lab.questions) for lab in list_labs()] == [3] * 10
+    for lab in list_labs():
+        for name in lab.questions:
+            assert f"`{name}`" in lab.text, "a learner reads the name of the question"
+        assert "<!--" not in lab.text
+    assert JUDGED == [2, 3, 4, 6, 8]
+
+
+@pytest.mark.parametrize("number, name", [mark_slow(*question) for question in QUESTIONS])
+def test_an_answer_is_computed_and_judged(number, name, capsys):
+    answer = compute_answer(Lab(number), name)
+    assert answer.value > 0
+    assert main(["lab", str(number), "answer", name, answer.printed]) == 0
+    assert "right" in capsys.readouterr().out
+    assert main(["lab", str(number), "answer", name, str(answer.value * 3)]) == 1
+    assert "3 times too high" in capsys.readouterr().out
+
+
+def test_a_common_slip_gets_its_hint(capsys):
+    assert main(["lab", "1", "answer", "state_70b", "1051GiB"]) == 1
+    assert "the 64 ranks share it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [("1.5 KiB", 1536), ("27%", 0.27), ("1,024", 1024), ("1.13TB", 1.13e12), ("1e3", 1000)],
+)
+def test_a_quantity_is_a_number_with_a_unit(text, value):
+    assert read_quantity(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "many", "5 parsecs", "1..2 KiB and more"])
+def test_what_is_no_quantity_is_refused(text):
+    with pytest.raises(UserError, match=r"is not a number. Write 1.13e12"):
+        read_quantity(text)
+
+
+def solve(lab: Lab, folder: Path) -> None:
+    """Put the solution into a working copy."""
+    functions = lab.folder / "solution.py"
+    if functions.exists():
+        assert working_copy.replace_functions(folder, functions)
+    else:
+        shutil.copy(lab.folder / "solution.toml", folder / "my_70b.toml")
+
+
+@pytest.mark.parametrize("number", [mark_slow(number) for number in JUDGED])
+def test_unsolved_work_fails_its_judge_and_the_solution_passes(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["lab", str(number), "start"]) == 0
+    assert main(["lab", str(number), "check"]) == 1
+    solve(Lab(number), tmp_path / "outputs" / "labs" / str(number))
+    assert main(["lab", str(number), "check"]) == 0
+
+
+def test_wrong_input_is_a_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "labs" / "4").mkdir(parents=True)
+    for command, reason in {
+        "lab 11": "there is no lab 11",
+        "lab 1 start": "has nothing to write",
+        "lab 2 check": "Start with: lab 2 start",
+        "lab 4 start": "exists. Go on there, or delete it",
+        "lab 1 answer": "The names are state_70b",
+        "lab 1 answer width 3": "has no question width",
+    }.items():
+        assert main(command.split()) == 2
+        assert reason in capsys.readouterr().err

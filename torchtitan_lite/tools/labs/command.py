@@ -1,0 +1,65 @@
+"""Learn distributed training by predicting, writing and repairing it: `lab`. The options are in command_lines.py."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.tools.labs import working_copy
+from torchtitan_lite.tools.labs.lab import Lab, compute_answer, find_lab, list_labs, read_quantity
+
+TOLERANCE = 0.02  # of a prediction; a number without unit is a count and must be exact
+
+
+def main(options: Namespace) -> int:
+    """List or read labs, judge an answer, start or judge work. Return 1 if an answer or the work is wrong, else 0."""
+    if options.number is None:
+        for lab in list_labs():
+            print(f"  {lab.number:2}  {lab.title}")
+        print("\nRead one: python3 -m torchtitan_lite lab 1")
+        return 0
+    lab = find_lab(options.number)
+    folder = Path("outputs") / "labs" / str(lab.number)
+    if options.action is None:
+        print(lab.text)
+        return 0
+    if options.action == "answer":
+        return judge_answer(lab, options)
+    if options.action == "start":
+        working_copy.start(lab, folder)
+        print(
+            f"The working copy is {folder}. Then: python3 -m torchtitan_lite lab {lab.number} check"
+        )
+        return 0
+    status = working_copy.judge(lab, folder)
+    print(f"lab {lab.number}: {'not yet' if status else 'solved'}")
+    return 1 if status else 0
+
+
+def judge_answer(lab: Lab, options: Namespace) -> int:
+    """Compare an answer with what the tool prints. Return 0 if it is right, else 1."""
+    if options.name is None or options.value is None:
+        names = ", ".join(lab.questions)
+        raise UserError(f"Write: lab {lab.number} answer NAME VALUE. The names are {names}.")
+    told = read_quantity(options.value)
+    right = compute_answer(lab, options.name)
+    ratio = told / right.value
+    is_count = right.printed.replace(",", "").isdecimal() and right.value < 10_000
+    tolerance = 0.0 if is_count else TOLERANCE
+    if abs(ratio - 1) <= tolerance:
+        print(f"right: {right.printed}. See: python3 -m torchtitan_lite {right.command}")
+        return 0
+    print(f"{describe_error(ratio)}. {lab.find_hint(options.name, ratio)}".strip())
+    return 1
+
+
+def describe_error(ratio: float) -> str:
+    """Say how far an answer is off: `20 % too high`, `half of it`."""
+    if ratio <= 0:
+        return "the answer is positive"
+    if ratio >= 2:
+        return f"{ratio:.3g} times too high"
+    if ratio <= 0.5:
+        return f"{1 / ratio:.3g} times too low"
+    if ratio > 1:
+        return f"{ratio - 1:.0%} too high"
+    return f"{1 - ratio:.0%} too low"

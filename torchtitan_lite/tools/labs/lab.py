@@ -1,0 +1,144 @@
+"""Read a lab: a Markdown file in assets/labs/ whose comments say how each answer is computed.
+
+    # Lab 3: tensor parallel (30 minutes)
+    <!-- answer gather_bytes: explain --config debug --gpus 2 | all-gather over tp .* (\\S+ KiB) -->
+    <!-- slip gather_bytes 2: a rank already holds one half -->
+    <!-- judge: verify --config debug --ranks 2 -->
+
+An answer is what the tool prints, at the place of the pattern. A slip is a common mistake: the ratio of the wrong
+answer to the right one, and a hint. A judge is a tool, or a Python file of the lab, that ends with status 0 if the
+work is right. Nobody stores an answer.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config.messages import UserError
+
+FOLDER = REPOSITORY / "assets" / "labs"
+TITLE = re.compile(r"# Lab \d+: (.+)")
+COMMENT = re.compile(r"<!-- .*? -->\n", re.DOTALL)
+ANSWER = re.compile(r"<!-- answer (\w+): (.+?) \| (.+?) -->")
+SLIP = re.compile(r"<!-- slip (\w+) (\S+): (.+?) -->")
+JUDGE = re.compile(r"<!-- judge: (.+?) -->")
+QUANTITY = re.compile(r"([-+]?[\d.,]*\d(?:[eE][-+]?\d+)?)\s*([A-Za-z%]*)")
+UNITS = {
+    "": 1.0,
+    "%": 0.01,
+    "B": 1.0,
+    "KiB": 2.0**10,
+    "MiB": 2.0**20,
+    "GiB": 2.0**30,
+    "TiB": 2.0**40,
+    "kB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "GFLOP": 1e9,
+    "TFLOP": 1e12,
+    "s": 1.0,
+    "days": 86_400.0,
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The right answer of a question, as a tool prints it."""
+
+    printed: str
+    value: float  # in the base unit: bytes, FLOPs, seconds, fractions
+    command: str
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A lab of assets/labs/."""
+
+    number: int
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its holes, solution and judge, if it has something to write or repair."""
+        return FOLDER / f"lab{self.number}"
+
+    @cached_property
+    def source(self) -> str:
+        """The whole file, with comments."""
+        return (FOLDER / f"lab{self.number}.md").read_text(encoding="utf-8")
+
+    @property
+    def title(self) -> str:
+        """Its name and duration."""
+        return TITLE.match(self.source)[1]
+
+    @property
+    def text(self) -> str:
+        """What a learner reads."""
+        return COMMENT.sub("", self.source)
+
+    @property
+    def questions(self) -> dict[str, tuple[str, str]]:
+        """Name -> command of a tool, and pattern of the answer in what it prints."""
+        return {name: (command, pattern) for name, command, pattern in ANSWER.findall(self.source)}
+
+    @property
+    def judge(self) -> str:
+        """The command that judges the work; empty if there is nothing to write."""
+        found = JUDGE.search(self.source)
+        return found[1] if found else ""
+
+    def find_hint(self, name: str, ratio: float) -> str:
+        """Return the hint for an answer that is `ratio` times the right one; empty if there is none."""
+        for slip, factor, hint in SLIP.findall(self.source):
+            if slip == name and abs(ratio / float(factor) - 1) < 0.02:
+                return hint
+        return ""
+
+
+def list_labs() -> list[Lab]:
+    """Return all labs, in order."""
+    numbers = [int(path.stem.removeprefix("lab")) for path in FOLDER.glob("lab*.md")]
+    return [Lab(number) for number in sorted(numbers)]
+
+
+def find_lab(number: int) -> Lab:
+    """Return a lab. Raises UserError."""
+    labs = list_labs()
+    if Lab(number) not in labs:
+        raise UserError(f"there is no lab {number}. Use 1 to {len(labs)}.")
+    return Lab(number)
+
+
+def read_quantity(text: str) -> float:
+    """Return a number with a unit in its base unit: `1.5 KiB` is 1536, `27%` is 0.27. Raises UserError."""
+    found = QUANTITY.fullmatch(text.strip())
+    if not found or found[2] not in UNITS:
+        units = ", ".join(unit for unit in UNITS if unit)
+        raise UserError(
+            f"{text!r} is not a number. Write 1.13e12 or 1.13TB; the units are {units}."
+        )
+    return float(found[1].replace(",", "")) * UNITS[found[2]]
+
+
+def compute_answer(lab: Lab, name: str) -> Answer:
+    """Run the tool that prints the answer, in an empty folder. Raises UserError for an unknown question."""
+    if name not in lab.questions:
+        known = ", ".join(lab.questions)
+        raise UserError(f"lab {lab.number} has no question {name}. Its questions are: {known}.")
+    command, pattern = lab.questions[name]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    tool = [sys.executable, "-m", "torchtitan_lite", *shlex.split(command)]
+    with tempfile.TemporaryDirectory() as empty:  # without earlier runs
+        done = subprocess.run(tool, cwd=empty, env=environment, capture_output=True, text=True)
+    printed = re.search(pattern, done.stdout, re.MULTILINE)
+    if not printed:
+        raise UserError(f"`{command}` does not print the answer to {name}. Report this lab.")
+    return Answer(printed[1], read_quantity(printed[1]), command)

@@ -1,0 +1,96 @@
+"""Make a working copy of the package with a hole or a planted bug. Nothing in the checkout changes.
+
+A file of functions names where each belongs; `replace_functions` puts them there:
+
+    # torchtitan_lite/parallel/tensor_parallel.py: RowwiseLinear.forward
+    def forward(self, x): ...
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from torchtitan_lite import IS_INSTALLED, PACKAGE, REPOSITORY
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.tools.labs.lab import Lab
+
+COPIED = ("train.py", "configs", "assets/tokenizer", "pyproject.toml", "run_train.sh")
+PLACE = re.compile(r"^# (\S+\.py): ([\w.]+)\n", re.MULTILINE)
+HOLE = "hole.py"
+JUDGE = "judge.py"
+OURS = {HOLE, JUDGE, "solution.py", "solution.toml", "__pycache__"}  # not for the learner
+
+
+def start(lab: Lab, folder: Path) -> None:
+    """Write the working copy of a lab. Raises UserError if it exists, or if the lab has none."""
+    if not lab.judge:
+        raise UserError(f"lab {lab.number} has nothing to write: it is text and questions.")
+    if folder.exists():
+        raise UserError(f"{folder} exists. Go on there, or delete it to start again.")
+    shutil.copytree(PACKAGE, folder / "torchtitan_lite", ignore=leave_out)
+    for name in COPIED:
+        source = REPOSITORY / name
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target)
+        else:
+            shutil.copy(source, target)
+    for path in lab.folder.iterdir():
+        if path.name not in OURS:
+            shutil.copy(path, folder / path.name)
+    if (lab.folder / HOLE).exists():
+        replace_functions(folder, lab.folder / HOLE)
+
+
+def leave_out(folder: str, names: list[str]) -> list[str]:
+    """Return what a working copy does not need."""
+    left_out = ["__pycache__"]
+    if IS_INSTALLED:
+        left_out.append("shipped")
+    return left_out
+
+
+def judge(lab: Lab, folder: Path) -> int:
+    """Run the judge of a lab in its working copy. Return its exit status: 0 if the work is right."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist. Start with: lab {lab.number} start.")
+    command = [sys.executable]
+    if lab.judge == JUDGE:
+        command.append(str(lab.folder / JUDGE))
+    else:
+        command += ["-m", "torchtitan_lite", *lab.judge.split()]
+    environment = {**os.environ, "PYTHONPATH": str(folder.resolve())}
+    return subprocess.run(command, cwd=folder, env=environment).returncode
+
+
+def replace_functions(folder: Path, source: Path) -> list[str]:
+    """Put each function of `source` in the place that the comment above it names. Return the places."""
+    pieces = PLACE.split(source.read_text(encoding="utf-8"))[1:]
+    places = []
+    for file, name, function in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=True):
+        replace_function(folder / file, name, function.strip())
+        places.append(f"{file}: {name}")
+    return places
+
+
+def replace_function(path: Path, name: str, function: str) -> None:
+    """Replace a function or a method, such as `Class.forward`, in a file. Raises UserError if it is not there."""
+    text = path.read_text(encoding="utf-8")
+    node: ast.AST = ast.parse(text)
+    for part in name.split("."):
+        inside = [
+            child for child in ast.iter_child_nodes(node) if getattr(child, "name", "") == part
+        ]
+        if not inside:
+            raise UserError(f"{path} has no {name}")
+        node = inside[0]
+    lines = text.splitlines()
+    indented = textwrap.indent(function, " " * node.col_offset)
+    lines[node.lineno - 1 : node.end_lineno] = indented.splitlines()
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
