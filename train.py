@@ -1,12 +1,11 @@
 """Train a Llama: config, mesh, data, run, checkpoint, loop. run_train.sh starts it once per rank.
 
-Every rank runs this file from top to bottom. torchtitan_lite/step.py has the optimizer step. Comments name each
-collective in the line that calls it.
+Every rank runs this file from top to bottom. torchtitan_lite/step.py has the optimizer step. A comment `#:` beside a
+call says which ranks meet in it, and what they send. All other calls involve a single rank.
 """
 
 import logging
 import os
-import shlex
 import sys
 import traceback
 from functools import partial
@@ -31,7 +30,7 @@ from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, join_job, start_process
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import list_changes, preflight
 from torchtitan_lite.run_log import RunLog
 from torchtitan_lite.step import compute_gradients, train_step
 from torchtitan_lite.validation import validate
@@ -46,130 +45,132 @@ def main(args: list[str], stop: StopRequest) -> int:
     """
     # ---- config: report every mistake before creating any process group
     end_with_parent()
-    place, store = join_job(os.environ)
+    place, store = join_job(os.environ)  #: all ranks, by a key-value store: restarts of each host
+    restarted = place.restarts > 0
     machine = detect_machine()
     plan = preflight(
         args,
         machine=machine,
         n_ranks=place.world_size,
         n_hosts=place.n_hosts,
-        restarted=place.restarts > 0,
+        restarted=restarted,
     )
-    config, layout, model_args, dump_folder = (
-        plan.config,
-        plan.layout,
-        plan.model_args,
-        plan.dump_folder,
-    )
+    config = plan.config
+    layout = plan.layout
+    dump_folder = plan.dump_folder
     if plan.finished:
         if place.rank == 0:
             print(plan.finished)
         return 0
     check_prepared(config, plan.tokenizer)
-    build_on_meta(
-        config, model_args
-    )  # the code of the model has the parameters that preflight counted
+    build_on_meta(config, plan.model_args)  # has the code the parameters of the model's table?
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
-    starting_over = config.job.overwrite and place.restarts == 0
-    device, groups = start_process(place, store, machine.device_type, config, dump_folder)
-    mesh = build_mesh(layout, device.type)
-    lock = (
-        open_dump_folder(dump_folder, config, starting_over=starting_over)
-        if place.rank == 0
-        else None
+    device, groups = start_process(  #: all ranks connect; all-gather of the names of their GPUs
+        place, store, machine.device_type, config, dump_folder
     )
+    mesh = build_mesh(layout, device.type)  #: all ranks, by the store: the members of each group
+    lock = None
+    if place.rank == 0:
+        starting_over = config.job.overwrite and not restarted
+        lock = open_dump_folder(dump_folder, config, starting_over=starting_over)
     start_logging(place.rank, dump_folder, color=not config.metrics.disable_color_printing)
     for notice in plan.notices:
         logger.info(notice)
-    n_parameters = count_parameters(model_args)
-    logger.info(
-        f"{config.job.description or plan.title}: {n_parameters:,} parameters, {layout}, {plan.origin}"
-    )
+    n_parameters = count_parameters(plan.model_args)
+    logger.info(f"{plan.title}: {n_parameters:,} parameters, {layout}, {plan.origin}")
 
     # ---- data: each data-parallel rank reads its rows of every global batch
-    data = open_data(config, model_args, layout, plan.tokenizer, mesh.data_rank, device)
+    data = open_data(config, plan.model_args, layout, plan.tokenizer, mesh.data_rank, device)
     about = f"tokenizer {config.model.hf_assets_path}, {plan.tokenizer.vocab_size:,} tokens"
     logger.info(f"data: {data.stream.describe(config.training.steps)}; {about}")
 
     # ---- run: model parts, optimizer, schedules
-    run = build_run(config, model_args, layout, mesh, device)
+    run = build_run(config, plan.model_args, layout, mesh, device)
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
+    published = plan.weights.published if plan.weights else {}
     saving = {
         "optimizer": run.optimizer,
         "fingerprint": data.fingerprint,
-        "run": describe_run(config, layout.degrees, plan.weights.published if plan.weights else {}),
+        "run": describe_run(config, layout.degrees, published),
         "device": device,
     }
-    snapshots = Snapshots(dump_folder, config.checkpoint, place, groups.host, **saving)
-    resumed_step = start_from(run, snapshots, groups.host, restarted=place.restarts > 0)
+    snapshots = Snapshots(  #: all ranks, if used: rank 0 sends the id of the run
+        dump_folder, config.checkpoint, place, groups.host, **saving
+    )
+    resumed_step = (
+        start_from(  #: all ranks: rank 0 sends the steps on disk; all-gather of damaged files
+            run, snapshots, groups.host, restarted=restarted
+        )
+    )
+    for notice in list_changes(plan, resumed_step, snapshots.folder):
+        logger.info(notice)
 
     # ---- loop
-    log = RunLog(
-        run,
-        dump_folder,
-        device_name=machine.name,
-        resumed_step=resumed_step,
-        origin=plan.origin,
-        restarts=place.restarts,
-        groups=groups,
-    )
+    log = RunLog(run, plan, machine.name, resumed_step, place.restarts, groups)
     checkpoints = dump_folder / config.checkpoint.folder
     saver = CheckpointSaver(
         checkpoints, config.checkpoint, group=groups.saver, record=log.record, **saving
     )
-    hangs = HangWatch(dump_folder, config.comm, mesh, place.restarts, groups.host)
-    first, last = resumed_step + 1, config.training.steps
+    hangs = HangWatch(  #: all ranks: all-gather of host, process and place in the mesh
+        dump_folder, config.comm, mesh, place.restarts, groups.host
+    )
+    last = config.training.steps
+    status = 0
     batches = log.time_loading(data.batches(range(resumed_step, last)))
-    with log, saver, snapshots, hangs:  # leaving a saver waits for the save in flight
-        for step in range(first, last + 1):
+    with (
+        log,
+        saver,
+        snapshots,
+        hangs,
+    ):  #: log, at its start: barrier. saver, at its end: the save in flight
+        for step in range(resumed_step + 1, last + 1):
             hangs.begin(step)
             batch = next(batches)
+            # forward, backward, clip, update (step.py)
             result = train_step(
                 run, batch, stop.requested
-            )  # forward, backward, clip, update: step.py
-            is_finite, stop_signal = (
-                result.read()
-            )  # the same on every rank; waits for the device, and so for all ranks
+            )  #: all ranks: weights, gradients, loss, norm, signal
+            is_finite, stop_signal = result.read()  # waits for the device, and so for all ranks
             if not is_finite:
-                culprit = find_non_finite(
+                culprit = find_non_finite(  #: all ranks, as in train_step; all-gather of findings
                     run.parts, mesh.coordinates(), partial(compute_gradients, run, batch)
                 )
-                reason = f"gradient norm {result.grad_norm.item()}, weights not updated: {culprit}"
-                logger.log(logging.INFO if place.rank else logging.ERROR, f"step {step}: {reason}")
+                log.stop_after_bad_step(step, result, culprit)
                 status = 1
                 break
             hangs.end()
             if config.debug.compare_copies_every and step % config.debug.compare_copies_every == 0:
-                compare_copies(name_tensors(run.saved, run.optimizer), mesh, groups.host)
+                compare_copies(  #: ranks with equal tensors: all-gather of checksums; all ranks: findings
+                    name_tensors(run.saved, run.optimizer), mesh, groups.host
+                )
             stop.is_first_step = False
-            validation = validate(run, data, step)  # None if this step is not validated
-            log.after_step(step, result, validation)
+            validation = validate(
+                run, data, step
+            )  #: all ranks, if due: weights; all-reduce of loss and counts
+            log.after_step(
+                step, result, validation
+            )  #: all ranks, once after the first step: barrier
             is_stopped = stop_signal > 0 and step < last
-            saver.after_step(step, run.saved, n_steps=last, is_stopped=is_stopped)
-            snapshots.after_step(step, run.saved, n_steps=last, is_stopped=is_stopped)
+            for each in (
+                saver,
+                snapshots,
+            ):  #: all ranks, if due: all-gather of plans; barrier after the commit
+                each.after_step(step, run.saved, n_steps=last, is_stopped=is_stopped)
             if is_stopped:
                 reason = describe_stop(
                     stop_signal, step, config, saver.newest, args, os.environ.get("NGPU")
                 )
-                logger.info(reason)
+                log.stop(step, reason)
                 status = 128 + stop_signal
                 break
         else:
-            reason = f"trained {last - resumed_step} steps ({first} to {last}); everything is in {dump_folder}"
-            logger.info(reason)
-            status = 0
-        log.record("stop", step, reason=reason)
-    folder, section = shlex.quote(str(dump_folder)), config.metrics
-    curves = (
-        f", or tensorboard --logdir {folder}/{section.save_tb_folder}" * section.enable_tensorboard
-    )
-    logger.info(f"look at it: python -m torchtitan_lite report {folder}{curves}")
+            log.stop_at_end()
     batches.close()
     if lock:
         lock.close()
-    end_process(groups)
+    end_process(groups)  #: all ranks: barrier
     return status
 
 
