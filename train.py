@@ -30,7 +30,7 @@ from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, join_job, start_process
-from torchtitan_lite.preflight import list_changes, preflight
+from torchtitan_lite.preflight import preflight
 from torchtitan_lite.run_log import RunLog
 from torchtitan_lite.step import compute_gradients, train_step
 from torchtitan_lite.validation import validate
@@ -104,8 +104,6 @@ def main(args: list[str], stop: StopRequest) -> int:
             run, snapshots, groups.host, restarted=restarted
         )
     )
-    for notice in list_changes(plan, resumed_step, snapshots.folder):
-        logger.info(notice)
 
     # ---- loop
     log = RunLog(run, plan, machine.name, resumed_step, place.restarts, groups)

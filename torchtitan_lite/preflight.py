@@ -21,12 +21,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     explain_unwritable,
     find_model_type,
 )
-from torchtitan_lite.checkpoint.starting_weights import (
-    PATH,
-    describe_checkpoint,
-    find_initial,
-    find_resumed,
-)
+from torchtitan_lite.checkpoint.starting_weights import PATH, find_initial, find_resumed
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
 from torchtitan_lite.config.checks import (
     Problems,
@@ -346,15 +341,3 @@ def describe_finished(run: Prepared) -> str:
         f"--training.steps={2 * step} to train further ({describe_rates(further, run.weights)}), "
         "--job.dump_folder=FOLDER to start another run, or --job.overwrite to delete this one"
     )
-
-
-def list_changes(run: Prepared, step: int, snapshots: Path) -> list[str]:
-    """Return a notice for each key in which a run differs from the one that saved a snapshot that it resumes from.
-
-    preflight has compared the newest checkpoint; a snapshot may be newer, and is on one host. [] for a checkpoint.
-    """
-    path = snapshots / f"step-{step}"
-    if step == run.resumed_step or not run.config.checkpoint.local_folder or not path.exists():
-        return []
-    weights = replace(describe_checkpoint(path), is_resumed=True)
-    return check_continued(Problems(run.config), run.config, weights, {})

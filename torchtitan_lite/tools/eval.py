@@ -28,7 +28,7 @@ from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 from torchtitan_lite.tools.model_source import ModelSource, build_model, open_source
-from torchtitan_lite.validation import describe_loss, sum_losses
+from torchtitan_lite.validation import describe_loss, sum_nats
 
 BATCH_TOKENS = 8192  # tokens per batch, and per window unless --seq-len is larger
 CHUNK_TOKENS = 1024  # number of tokens whose logits are in memory at once
@@ -65,7 +65,7 @@ def evaluate(options: Namespace) -> dict[str, object]:
 
         batches = prefetch(windows, range(n_rows), steps=range(windows.n_batches), device=device)
         bytes_of_tokens = torch.tensor(source.tokenizer.bytes_of_tokens(), device=device)
-        nats, counts = sum_losses(batches, compute_loss, bytes_of_tokens)
+        nats, counts = sum_nats(batches, compute_loss, bytes_of_tokens)
     if not math.isfinite(nats.item()):
         raise CheckpointError(
             f"{source.path}: the loss is {nats.item()}. The weights are damaged or diverged."
