@@ -14,7 +14,7 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
-from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, name_tensors
+from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import start_logging
 from torchtitan_lite.components.shutdown import StopRequest, describe_stop
@@ -142,7 +142,7 @@ def main(args: list[str], stop: StopRequest) -> int:
                 break
             hangs.end()
             if config.debug.compare_copies_every and step % config.debug.compare_copies_every == 0:
-                compare_copies(name_tensors(run.saved, run.optimizer), mesh, groups.host)
+                compare_copies(run, groups.host)
             stop.is_first_step = False
             validation = validate(run, data, step)  # None if this step is not validated
             log.after_step(step, result, validation)
