@@ -67,9 +67,7 @@ WRONG_CONFIGS = [  # model, changes, named
     ),
     (LLAMA, {"rope_scaling": "llama3"}, 'rope_scaling = "llama3"; it must be dict'),
     (LLAMA, {"hidden_size": None}, "hidden_size is missing; it must be int"),
-    (LLAMA, {"hidden_size": "64"}, 'hidden_size = "64"; it must be int'),
     (LLAMA, {"tie_word_embeddings": "yes"}, 'tie_word_embeddings = "yes"; it must be bool'),
-    (LLAMA, {"layer_types": [1]}, "layer_types = [1]; it must be list[str]"),
     (LLAMA, {"num_hidden_layers": 1}, "unknown: model.layers.1"),
     (LLAMA, {"vocab_size": 130}, f"{EMBEDDING} is [128, 64], but config.json says [130, 64]"),
     (LLAMA, {"tie_word_embeddings": True}, "unknown: lm_head.weight"),
@@ -134,17 +132,9 @@ A_FILE = "model-00001-of"
 WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-    "no text": (
-        lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{"),
-        "config.json is not JSON",
-    ),
     "no object": (
         lambda folder: (folder / "config.json").write_text("[1]"),
         "must hold an object {...}, but it is [1]",
-    ),
-    "nested": (
-        lambda folder: (folder / "config.json").write_text("[" * 100_000),
-        "config.json is not JSON: maximum recursion depth",
     ),
     "a list as index": (
         lambda folder: (folder / INDEX).write_text('{"weight_map": ["a"]}'),
@@ -167,19 +157,11 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
         ),
         f"{EMBEDDING} is [128, 63], but config.json says [128, 64]",
     ),
-    "another dtype": (
-        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].char()})),
-        f"{EMBEDDING} is I8. Quantized weights cannot be used",
-    ),
     "float8": (
         change_tensors(
             lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.float8_e4m3fn)})
         ),
-        f"{EMBEDDING} is F8_E4M3. Quantized weights cannot be used",
-    ),
-    "double": (
-        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].double()})),
-        f"{EMBEDDING} is F64. Quantized weights cannot be used; supported: F32, BF16, F16",
+        f"{EMBEDDING} is F8_E4M3. Quantized weights cannot be used; supported: F32, BF16, F16",
     ),
     "cut file": (
         lambda folder: os.truncate(first_file(folder), first_file(folder).stat().st_size - 1),
