@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtitan_lite.checkpoint.manifest import (
+from torchtitan_lite.checkpoint.format import (
     CHECKSUMS,
     MANIFEST,
     UNFINISHED,

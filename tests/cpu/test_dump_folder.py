@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.reader import REPOSITORY, dump_config_toml
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.dump_folder import check_files, list_earlier, open_dump_folder

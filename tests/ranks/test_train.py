@@ -10,8 +10,8 @@ import pytest
 import warm_start
 from warm_start import finish, kill_rank, launch, list_differences, read_losses
 
-from torchtitan_lite.checkpoint.manifest import find_steps
-from torchtitan_lite.checkpoint.storage import open_checkpoint
+from torchtitan_lite.checkpoint.format import find_steps
+from torchtitan_lite.checkpoint.load import open_checkpoint
 from torchtitan_lite.dump_folder import CONFIG, FILES, LOCK
 
 STEPS = 20

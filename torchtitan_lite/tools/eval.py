@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.schema import Training
