@@ -22,45 +22,32 @@ from math import ceil, inf
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torchtitan_lite.config.block import FLOAT8_BLOCK, list_linears, plan_float8
 from torchtitan_lite.config.schema import Compile, Float8
 from torchtitan_lite.model.float8_linear import (
     E4M3,
+    Float8GatheredWeight,
     Float8Linear,
-    Float8MatmulFunction,
     cast,
     choose_scale,
-)
-
-aten = torch.ops.aten
-
-VIEWS = (
-    aten.detach.default,
-    aten.alias.default,
-    aten.view.default,
-    aten.as_strided.default,
 )
 
 
 def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     """Replace the linear layers that plan_float8 selects with float8 layers (on meta)."""
     listed = list_linears(part.model_args)
-    linears = {}
     sizes = {}
     for fqn, module in part.named_modules():
         if type(module) is nn.Linear and fqn in listed:
-            linears[fqn] = module
             sizes[fqn] = listed[fqn]
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
-        linear = linears[fqn]
+        linear = part.get_submodule(fqn)
         with torch.device(linear.weight.device):
-            float8_linear = ParallelFloat8Linear(
+            float8_linear = Float8Linear(
                 linear.in_features,
                 linear.out_features,
                 recipe_name=section.recipe_name,
@@ -68,30 +55,6 @@ def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
                 bias=linear.bias is not None,
             )
         part.set_submodule(fqn, float8_linear)
-
-
-class ParallelFloat8Linear(Float8Linear):
-    """A Float8Linear whose weight may be a tp shard, gathered in float8, or both."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., K) -> (..., N). TP replaces this method and multiplies by the local shard (tensor_parallel.py)."""
-        return self.multiply(x, self.weight, self.bias)
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        data8 = None
-        scale = None
-        if isinstance(weight, Float8GatheredWeight):
-            data8 = weight.data8
-            scale = weight.scale
-        product = Float8MatmulFunction.apply(
-            x,
-            weight,
-            data8,
-            scale,
-            self.recipe_name,
-            self.emulate,
-        )
-        return product if bias is None else product + bias
 
 
 # ---------------------------------------------------------------- weights gathered in float8
@@ -113,7 +76,7 @@ def gather_in_float8(
         cast_shard = torch.compile(cast, backend=compile_section.backend, fullgraph=True)
     hooks = []
     for module in nn.ModuleList(parts).modules():
-        if isinstance(module, ParallelFloat8Linear) and isinstance(module.weight, DTensor):
+        if isinstance(module, Float8Linear) and isinstance(module.weight, DTensor):
             shard = (
                 module.weight._local_tensor
             )  # not a view: FSDP2 looks for the two hooks on this very tensor
@@ -201,51 +164,3 @@ class Float8AllGatherHook:
 def find_amax(shard: Tensor) -> Tensor:
     """Return the largest magnitude, () fp32; zero if the rank has no rows. Allocates no copy, unlike abs().amax()."""
     return torch.linalg.vector_norm(shard, inf) if len(shard) else shard.new_zeros(())
-
-
-class Float8GatheredWeight(Tensor):
-    """A gathered float8 weight that FSDP and autograd see as `dtype`, which is also the dtype of its gradient."""
-
-    @staticmethod
-    def __new__(cls, data8: Tensor, scale: Tensor, dtype: torch.dtype):
-        return Tensor._make_wrapper_subclass(
-            cls,
-            data8.shape,
-            strides=data8.stride(),
-            dtype=dtype,
-            device=data8.device,
-            requires_grad=False,
-        )
-
-    def __init__(self, data8: Tensor, scale: Tensor, dtype: torch.dtype):
-        self.data8 = data8
-        self.scale = scale
-
-    def to_dtype(self) -> Tensor:
-        """Return the values in `dtype`, as a plain tensor."""
-        return (self.data8.float() / self.scale).to(self.dtype)
-
-    def __tensor_flatten__(self):
-        return ["data8", "scale"], self.dtype
-
-    @staticmethod
-    def __tensor_unflatten__(inner, dtype, size, stride):
-        return Float8GatheredWeight(inner["data8"], inner["scale"], dtype)
-
-    def __repr__(self):
-        return f"Float8GatheredWeight({tuple(self.shape)}, {self.dtype})"
-
-    @classmethod
-    def __torch_dispatch__(cls, op, types, args, kwargs=None):
-        kwargs = kwargs or {}
-        if op in VIEWS:
-            weight, *others = args
-            data8 = op(weight.data8, *others, **kwargs)
-            view = Float8GatheredWeight(data8, weight.scale, weight.dtype)
-            return return_and_correct_aliasing(op, args, kwargs, view)
-        # Any other operator, such as zeros_like for a gradient, gets the values in `dtype`.
-        inputs = args, kwargs
-        args, kwargs = pytree.tree_map_only(
-            Float8GatheredWeight, Float8GatheredWeight.to_dtype, inputs
-        )
-        return op(*args, **kwargs)

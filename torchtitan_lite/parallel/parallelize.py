@@ -32,7 +32,6 @@ from torchtitan_lite.parallel.tensor_parallel import (
     apply_tensor_parallel,
     build_chunked_loss,
     enable_async_tensor_parallel,
-    plan_tensor_parallel,
 )
 from torchtitan_lite.parallel.zero_plus_plus import apply_zero_plus_plus
 
@@ -42,18 +41,19 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     if config.model.uses_float8:  # 0
         apply_float8(part, config.quantize.linear.float8, layout.tp)
     if layout.tp > 1:  # 1
-        apply_tensor_parallel(part, mesh.tp, plan_tensor_parallel(part))
+        apply_tensor_parallel(part, mesh.tp)
     if layout.cp > 1:  # 2
         method = config.parallelism.context_parallel_rotate_method
         apply_context_parallel(part, mesh.cp, attention=config.model.attention, method=method)
-    if part.output is not None and (config.training.loss_chunk_tokens or layout.tp > 1):  # 3
+    if part.output is not None:  # 3
         shard_loss = not config.parallelism.disable_loss_parallel
         chunk_tokens = config.training.loss_chunk_tokens
         part.output.chunked_loss = build_chunked_loss(
             part.output, chunk_tokens, mesh.tp, shard_loss=shard_loss
         )
     if layout.ep:  # 4
-        apply_expert_parallel(part, mesh.ep)
+        if layout.ep > 1:
+            apply_expert_parallel(part, mesh.ep)
         share_sequences(part, [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1])
     recompute_and_compile(part, config, mesh)  # 5
     casts = config.training.mixed_precision_param != "float32"
@@ -104,13 +104,9 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
             compile_method(module, method, config.compile.backend, options)
         if recompute[int(layer)] == "full":
             apply_recompute(block, keep_expensive_ops=False)
-    if (
-        part.output is not None and "loss" in components
-    ):  # only the loss of given logits, not the head's matmuls
-        if part.output.chunked_loss is not None:
-            compile_method(part.output.chunked_loss, "differentiate", config.compile.backend)
-        else:
-            compile_method(part.output, "sum_token_losses", config.compile.backend)
+    if part.output is not None and "loss" in components:
+        # Only the loss of given logits, not the head's matmuls.
+        compile_method(part.output.chunked_loss, "differentiate", config.compile.backend)
 
 
 def compile_method(
