@@ -72,12 +72,13 @@ SLIDING = '''"""Sliding-window attention: a token sees itself and the 15 tokens 
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+
+from torchtitan_lite.model.inner_attention import InnerAttention
 
 WINDOW = 16
 
 
-class SlidingAttention(nn.Module):
+class SlidingAttention(InnerAttention):
     def forward(self, query, key, value, doc_ids=None):
         positions = torch.arange(query.shape[2], device=query.device)
         distance = positions[:, None] - positions

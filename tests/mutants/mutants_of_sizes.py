@@ -20,7 +20,7 @@ LONG = {"training.seq_len": 2048}
     Row(4, {CP: 4, **RING, SHARD: 1}),
     "module output",
     "layers.0.attention.inner",
-    at=(ring_attention, "visible_of_one"),
+    at=(ring_attention, "find_visible"),
     dims=("cp",),
 )
 def ring_right_for_two_ranks_only(original, rank, source, half):

@@ -34,6 +34,7 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX, Head
+from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.model.moe import MoE, list_moes
 from torchtitan_lite.parallel.initial_weights import fill_tensor, initialize_weights
 
@@ -167,7 +168,7 @@ def init_leveled(full: Tensor, entry: Parameter, generator: torch.Generator) -> 
         full.mul_(max(1.0, 50 / math.sqrt(dim)))
 
 
-class PlainDocuments(nn.Module):
+class PlainDocuments(InnerAttention):
     """Causal attention within documents, with an explicit mask."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
