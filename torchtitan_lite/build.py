@@ -139,7 +139,7 @@ def start_run(
 ) -> Run:
     """Build a run at step 0 from parts on meta: allocate the parts, then create the optimizer and the schedules."""
     materialize(parts, config, device, fill)
-    float8_weights = gather_in_float8(parts, config.quantize.linear.float8, config.compile)
+    float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
     tied = None
     if layout.tied:

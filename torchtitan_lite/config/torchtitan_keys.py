@@ -41,6 +41,10 @@ ABSENT = {
         "Use training.mixed_precision_param; the weights themselves stay in float32",
     ),
     "training.gc_debug": (False, "training.gc_freq = 1 collects garbage after every step"),
+    "parallelism.disable_loss_parallel": (
+        False,
+        "Under tensor parallel the vocabulary of the loss is always sharded",
+    ),
     "parallelism.enable_compiled_autograd": (
         False,
         "compile.enable compiles each block, including its backward",

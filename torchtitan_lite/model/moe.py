@@ -224,10 +224,7 @@ def count_routes(routes: Tensor, n_experts: int) -> Tensor:
 
 def invert(order: Tensor) -> Tensor:
     """Return the inverse of a permutation (R,)."""
-    inverse = torch.empty_like(order)
-    index = torch.arange(len(order), device=order.device)
-    inverse[order] = index
-    return inverse
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class TakeRows(torch.autograd.Function):

@@ -16,7 +16,6 @@ Sources: TorchTitan arXiv:2410.06511; FSDP2's extension hooks, torch.distributed
 Effect: linear layers of the plan become Float8Linear; FQNs, parameters and checkpoints do not change.
 """
 
-from collections.abc import Callable
 from math import ceil, inf
 
 import torch
@@ -26,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.config.block import FLOAT8_BLOCK, list_linears, plan_float8
-from torchtitan_lite.config.schema import Compile, Float8
+from torchtitan_lite.config.block import list_linears, plan_float8
+from torchtitan_lite.config.schema import Float8
 from torchtitan_lite.model.float8_linear import (
     E4M3,
     Float8GatheredWeight,
@@ -60,29 +59,20 @@ def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
 # ---------------------------------------------------------------- weights gathered in float8
 
 
-def gather_in_float8(
-    parts: list[nn.Module],
-    section: Float8,
-    compile_section: Compile,
-) -> list["Float8AllGatherHook"]:
+def gather_in_float8(parts: list[nn.Module], section: Float8) -> list["Float8AllGatherHook"]:
     """Make FSDP gather the weights of `parts` (allocated) in float8, if enabled. Return hooks with precomputed scales.
 
     A rank without FSDP (the only rank of its stage) gathers nothing, so its weights do not change.
     """
     if not section.enable_fsdp_float8_all_gather:
         return []
-    cast_shard = cast
-    if compile_section.enable:  # one kernel instead of three
-        cast_shard = torch.compile(cast, backend=compile_section.backend, fullgraph=True)
     hooks = []
     for module in nn.ModuleList(parts).modules():
         if isinstance(module, Float8Linear) and isinstance(module.weight, DTensor):
-            shard = (
-                module.weight._local_tensor
-            )  # not a view: FSDP2 looks for the two hooks on this very tensor
-            hook = Float8AllGatherHook(shard, cast_shard)
-            shard.fsdp_pre_all_gather = hook.pre_all_gather
-            shard.fsdp_post_all_gather = hook.post_all_gather
+            # Not a view: FSDP2 looks for the two hooks on this very tensor.
+            hook = Float8AllGatherHook(module.weight._local_tensor)
+            hook.shard.fsdp_pre_all_gather = hook.pre_all_gather
+            hook.shard.fsdp_post_all_gather = hook.post_all_gather
             hooks.append(hook)
     return hooks if section.precompute_float8_dynamic_scale_for_fsdp else []
 
@@ -105,10 +95,8 @@ class Float8AllGatherHook:
     It is not a tensor subclass, because the optimizer and checkpoints would have to support that.
     """
 
-    def __init__(self, shard: Tensor, cast_shard: Callable[..., Tensor]):
-        """`cast_shard` is `cast`, compiled or not."""
+    def __init__(self, shard: Tensor):
         self.shard = shard
-        self.cast_shard = cast_shard
         self.scale: Tensor | None = None  # scale of the full weight, if precomputed
 
     def pre_all_gather(
@@ -123,17 +111,9 @@ class Float8AllGatherHook:
         scale = self.scale
         if scale is None:
             amax = find_amax(self.shard)
-            dist.all_reduce(
-                amax,
-                dist.ReduceOp.MAX,
-                group=mesh.get_group(),
-            )
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
             scale = choose_scale(amax, E4M3)
-        # The view tells compiled code that the length is a multiple of 16, so it loads 16 bytes at a time.
-        data8 = self.cast_shard(self.shard.view(-1, FLOAT8_BLOCK), scale, E4M3)
-        data = data8.view_as(self.shard).view(
-            torch.uint8
-        )  # no backend supports float8 in an all-gather
+        data = cast(self.shard, scale, E4M3).view(torch.uint8)  # no backend gathers float8
         n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer
         data = F.pad(data, (0, 0, 0, n_rows - len(data)))
         return (data,), (scale,)
@@ -149,9 +129,8 @@ class Float8AllGatherHook:
         """FSDP2 hook after the all-gather. Returns the full weight. `out`: result of an earlier gather, to reuse."""
         (data,) = gathered
         (scale,) = metadata
-        if (
-            scale.is_cuda
-        ):  # allocated on the all-gather's copy-in stream, read on the current stream
+        if scale.is_cuda:
+            # Allocated on the all-gather's copy-in stream, read on the current stream.
             scale.record_stream(torch.cuda.current_stream())
         if out is None:
             data8 = data.view(E4M3)

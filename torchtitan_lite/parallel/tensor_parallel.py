@@ -33,8 +33,7 @@ The loss with a sharded vocabulary, for one chunk of n tokens (all tokens if los
     grad_hidden       contribution of its ids         contribution of its ids      partial sums, added in backward
     grad_weight       top half                        bottom half
 
-Traffic: one all-gather of tp*n*8 bytes per chunk, without overlap. With parallelism.disable_loss_parallel the logits
-are gathered instead, N*V*2 bytes in bf16 for all chunks together, and every rank computes the full loss.
+Traffic: one all-gather of tp*n*8 bytes per chunk, without overlap.
 
 With parallelism.enable_async_tensor_parallel, inductor splits a matmul and its collective into tp pieces. While one
 piece computes, the next is copied directly from another GPU's memory. This was never run, because it needs two GPUs.
@@ -200,18 +199,14 @@ STYLES = {  # (kind, split) of a row in the table of a model; check_table (confi
 # ---------------------------------------------------------------- loss with a sharded vocabulary
 
 
-def build_chunked_loss(
-    head: Head, chunk_tokens: int, mesh: DeviceMesh, *, shard_loss: bool
-) -> ChunkedLoss:
-    """Build the chunked loss for this rank of `mesh` (tp, of any size). `chunk_tokens` 0: one chunk of all tokens."""
-    kind = ShardedLoss if shard_loss else GatheredLoss
-    if mesh.size() == 1:
-        kind = ChunkedLoss
-    return kind(head.weigh_total, chunk_tokens, list_ranks(mesh))
+def apply_chunked_loss(head: Head, chunk_tokens: int, mesh: DeviceMesh) -> None:
+    """Give the head the loss of this rank of `mesh` (tp, of any size). `chunk_tokens` 0: one chunk of all tokens."""
+    kind = ShardedLoss if mesh.size() > 1 else ChunkedLoss
+    head.chunked_loss = kind(head.weigh_total, chunk_tokens, list_ranks(mesh))
 
 
 class ShardedLoss(ChunkedLoss):
-    """Loss parallel: logits stay sharded. Each rank uses its rows of the weight, so grad_hidden is a partial sum."""
+    """Logits stay sharded. Each rank uses its rows of the weight, so grad_hidden is a partial sum."""
 
     def first_id(self, logits: Tensor) -> int:
         return self.ranks.own * logits.shape[1]  # vocabulary shards have equal sizes
@@ -221,12 +216,3 @@ class ShardedLoss(ChunkedLoss):
         of_ranks = all_gather(both[None], self.ranks, dim=0)  # (tp, 2, n, 1)
         log_totals, of_targets = of_ranks.unbind(1)
         return log_totals.logsumexp(0), of_targets.sum(0)
-
-
-class GatheredLoss(ChunkedLoss):
-    """No loss parallel: gathers all logits of a chunk, and keeps the gradient of the local shard."""
-
-    def differentiate(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        all_logits = all_gather(logits, self.ranks, dim=1)  # (n, V)
-        loss, gradient = super().differentiate(all_logits, targets)
-        return loss, gradient.chunk(self.ranks.n, dim=1)[self.ranks.own]
