@@ -317,10 +317,10 @@ def test_every_key_of_torchtitan_is_ours_an_old_name_or_known_to_be_absent():
 
 
 def test_every_absent_key_is_accepted_where_it_is_off_and_refused_where_it_is_on():
-    for key, (off, instead) in ABSENT.items():
+    for key, off in ABSENT.items():
         read_sound([f"--{key}={','.join(off) if isinstance(off, list) else str(off).lower()}"])
         problem = read_one_problem([f"--{key}=7"])
-        assert problem.key == key and instead in problem.remedy
+        assert problem.key == key and repr(off) in problem.remedy
         if off is False:
             assert read_one_problem([f"--{key}"]).value is True
             read_sound(["--{}.no_{}".format(*key.rsplit(".", 1))])

@@ -136,9 +136,6 @@ class Parallelism:
     enable_async_tensor_parallel: bool = (
         False  # overlap TP collectives with chunks of matmuls; inductor on CUDA
     )
-    disable_loss_parallel: bool = (
-        False  # gather the logits of all TP ranks instead of sharding the loss
-    )
     pipeline_parallel_degree: Positive = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
     pipeline_parallel_microbatch_size: Positive = 1  # sequences per microbatch

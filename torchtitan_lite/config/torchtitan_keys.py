@@ -29,6 +29,7 @@ ABSENT = {
     "optimizer.early_step_in_backward": False,
     "training.dtype": "float32",
     "training.gc_debug": False,
+    "parallelism.disable_loss_parallel": False,
     "parallelism.enable_compiled_autograd": False,
     "parallelism.pipeline_parallel_schedule_csv": "",
     "parallelism.pipeline_parallel_split_points": [],

@@ -22,7 +22,6 @@ from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, read_split
 from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.model.head import ChunkedLoss
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
@@ -52,7 +51,7 @@ def evaluate(options: Namespace) -> dict[str, object]:
         n_rows = max(1, BATCH_TOKENS // seq_len)
         windows = ValidationBatches(reader, global_batch_size=n_rows)
         model = build_model(source, device)
-        model.output.chunked_loss = ChunkedLoss(CHUNK_TOKENS, model.output.weigh_total)
+        model.output.chunked_loss.chunk_tokens = CHUNK_TOKENS
 
         @torch.inference_mode()
         def compute_loss(batch: Batch) -> Tensor:
