@@ -362,20 +362,10 @@ def find_tokenizer(*args: str) -> str:
     return str(prepared.tokenizer.path.parent.resolve().relative_to(Path.cwd()))
 
 
-@pytest.mark.parametrize(
-    ("args", "tokenizer"),
-    [
-        ([], "assets/tokenizer"),
-        ([HF], "hf"),
-        ([OURS], "mine"),
-        ([OURS, "--model.hf_assets_path=mine"], "mine"),
-    ],
-)
-def test_the_tokenizer_of_the_weights_is_the_default(args, tokenizer):
-    assert find_tokenizer(*args) == tokenizer
-
-
-def test_a_run_that_resumes_keeps_the_tokenizer_of_its_checkpoint():
+def test_a_run_uses_the_tokenizer_of_the_weights_that_it_starts_from_or_resumes():
+    assert find_tokenizer() == "assets/tokenizer"
+    assert find_tokenizer(HF) == "hf"
+    assert find_tokenizer(OURS) == find_tokenizer(OURS, "--model.hf_assets_path=mine") == "mine"
     for step, tokenizer in ((9, "mine"), (12, "other")):
         shutil.copytree(f"step-{step}", f"outputs/debug/checkpoint/step-{step}")
         assert find_tokenizer(HF) == tokenizer

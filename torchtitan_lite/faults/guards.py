@@ -1,4 +1,4 @@
-"""What protects a run, as one context manager: checkpoints, snapshots, the watch for hangs, the comparison of copies."""
+"""Protect a run, as one context manager: save checkpoints and snapshots, watch for hangs, compare copies."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
