@@ -74,17 +74,13 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
 
 def require_table(model: nn.Module) -> None:
     """Raise UserError unless the table of a model lists exactly its parameters."""
-    name = model.model_args.name
     listed = {fqn: entry.shape for fqn, entry in list_parameters(model.model_args).items()}
     built = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
-    for fqn in listed | built:
-        found = built.get(fqn, "absent")
-        expected = listed.get(fqn, "absent")
-        if found != expected:
-            sizes = f"{found}, but its table says {expected}"
-            raise UserError(
-                f"{fqn} in models/{name}/modules.py is {sizes}: correct models/{name}/table.py"
-            )
+    different = sorted(listed.items() ^ built.items())
+    if different:
+        files = f"modules.py and table.py of models/{model.model_args.name}"
+        fqn, shape = different[0]
+        raise UserError(f"{fqn} has the shape {shape} in only one of {files}: correct table.py")
 
 
 def build_parts(

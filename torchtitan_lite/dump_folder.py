@@ -58,12 +58,12 @@ def check_files(config: Config, restarted: bool) -> Problems:
         if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
             why = f"{nearest} is not a folder that this user can write to"
             problems.refuse(key, why, "Name another folder")
-    earlier = [name for name in (CONFIG, "metrics.jsonl") if (dump_folder / name).exists()]
-    if earlier and not (config.checkpoint.enable or starts_over or restarted):
+    goes_on = config.checkpoint.enable or starts_over or restarted
+    if (dump_folder / CONFIG).exists() and not goes_on:
         remedy = "Name another folder, or delete that run with --job.overwrite"
         if find_steps(dump_folder / config.checkpoint.folder):
             remedy += ", or resume it with --checkpoint.enable"
-        problems.refuse("job.dump_folder", f"it has an earlier run ({earlier[0]})", remedy)
+        problems.refuse("job.dump_folder", f"it has an earlier run ({CONFIG})", remedy)
     for key in FOLDERS:
         value = get_value(config, key)
         if value in ("", ".", "..") or "/" in value:

@@ -229,8 +229,8 @@ def plan(
         run.model_args = resolve_model(run.config.model)
         check_model_files(run)
         run.memory = bound_memory(run.config, run.model_args, degrees, machine, n_hosts)
-        world_size = prod(degrees.values())
-        run.problems += check_memory(run.config.model.flavor, args, world_size, run.memory, machine)
+        flavor = run.config.model.flavor
+        run.problems += check_memory(run.memory, flavor, args, prod(degrees.values()), machine)
         run.layout = plan_layout(run.config, run.model_args, n_ranks)
         run.config = resolve_config(run.config, run.layout, machine.device_type)
         run.problems += check_context_parallel(run.config, run.model_args, machine)

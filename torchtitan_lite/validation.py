@@ -39,9 +39,11 @@ def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
     nats, counts = sum_nats(batches, compute_loss, data.bytes_of_tokens)
     dist.all_reduce(nats, group=run.mesh.loss_mesh.get_group())
     dist.all_reduce(counts, group=run.mesh.dp_cp_mesh.get_group())
-    figures = describe_loss(nats, counts)
-    figures["time_s"] = time.perf_counter() - started_s
-    return {f"val_{name}": value for name, value in figures.items()}
+    figures = {}
+    for name, value in describe_loss(nats, counts).items():
+        figures[f"val_{name}"] = value
+    figures["val_time_s"] = time.perf_counter() - started_s
+    return figures
 
 
 def sum_nats(

@@ -408,7 +408,7 @@ def test_a_folder_with_an_earlier_run_is_resumed_or_deleted_only_when_asked():
     ]
     Path("runs/a").mkdir(parents=True)
     assert preflight(args, machine=LAPTOP)  # an empty folder holds no run
-    Path("runs/a/metrics.jsonl").touch()
+    Path("runs/a/config.toml").touch()
     assert find_keys(args) == ["job.dump_folder"]
     assert preflight(args, machine=LAPTOP, restarted=True)  # the files are this job's own
     for more in ("--checkpoint.enable", "--job.overwrite", "--job.dump_folder=runs/b"):

@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 from math import ceil, log2, prod
 
-from torchtitan_lite.config.block import count_all_layers, count_parameters
+from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import Problem
@@ -60,7 +60,8 @@ def bound_memory(
         2 * MASTER_BYTES + count_moment_bytes(config.optimizer)
     )
     if row.updates_matrices:
-        state_bytes -= count_all_layers(model_args, linear_only=True) * MASTER_BYTES
+        n_matrices = count_parameters(model_args, prefix="layers.", linear_only=True)
+        state_bytes -= n_matrices * MASTER_BYTES
     if on_gpu and config.training.enable_cpu_offload:
         state_bytes = 0
     of_rank = ceil(state_bytes * degrees["dp_replicate"] / world_size)
@@ -68,11 +69,7 @@ def bound_memory(
 
 
 def check_memory(
-    flavor: str,
-    config_args: list[str],
-    world_size: int,
-    bound: MemoryBound | None,
-    machine: Machine,
+    bound: MemoryBound | None, flavor: str, args: list[str], world_size: int, machine: Machine
 ) -> list[Problem]:
     """Return a problem if the state does not fit in memory. The remedy names a sufficient number of GPUs."""
     if bound is None or bound.state_bytes <= bound.available_bytes:
@@ -83,11 +80,13 @@ def check_memory(
     n_gpus = world_size * 2 ** max(0, ceil(log2(times)))
     remedy = f"Use {n_gpus} such GPUs"
     if not on_gpu:
-        args = shlex.join(config_args)
+        command = shlex.join(args)
         ranks = (
             " --ranks 16" if world_size > 4 else ""
         )  # verify has 8, and 2 for an automatic degree
-        verify = f"`python -m torchtitan_lite verify {args}{ranks}` checks the layout"
-        plan = f"`python -m torchtitan_lite plan {args} --gpus {n_gpus}` predicts the run on GPUs"
+        verify = f"`python -m torchtitan_lite verify {command}{ranks}` checks the layout"
+        plan = (
+            f"`python -m torchtitan_lite plan {command} --gpus {n_gpus}` predicts the run on GPUs"
+        )
         remedy = f"Here {verify}; {plan}"
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]

@@ -164,14 +164,10 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
 
 def find_config_file(name: str) -> Path:
     """Look for a path first, then for a name in configs/, each with or without `.toml`. Raises ValueError."""
-    for path in (
-        Path(name),
-        Path(f"{name}.toml"),
-        CONFIG_FOLDER / name,
-        CONFIG_FOLDER / f"{name}.toml",
-    ):
-        if path.is_file():
-            return path
+    for folder in (Path(), CONFIG_FOLDER):
+        for path in (folder / name, folder / f"{name}.toml"):
+            if path.is_file():
+                return path
     known = sorted(file.stem for file in CONFIG_FOLDER.glob("*.toml"))
     near = get_close_matches(Path(name).stem, known, n=1) or known
     raise ValueError(f"there is no such file, here or in configs/, which has {', '.join(near)}")
