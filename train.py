@@ -1,12 +1,11 @@
 """Train a Llama: config, mesh, data, run, checkpoint, loop. run_train.sh starts it once per rank.
 
-Every rank runs this file from top to bottom. torchtitan_lite/step.py has the optimizer step. Comments name each
-collective in the line that calls it.
+Every rank runs this file from top to bottom. torchtitan_lite/step.py has the optimizer step. A comment that begins
+with "all ranks" is above each call in which ranks meet, and says what they send. Other calls involve a single rank.
 """
 
 import logging
 import os
-import shlex
 import sys
 import traceback
 from functools import partial
@@ -14,7 +13,6 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
-from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run, name_tensors
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import start_logging
 from torchtitan_lite.components.shutdown import StopRequest, describe_stop
@@ -24,11 +22,8 @@ from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.data.corpus_folder import check_prepared
 from torchtitan_lite.data.dataset import open_data
 from torchtitan_lite.dump_folder import open_dump_folder
-from torchtitan_lite.faults.copies import compare_copies
-from torchtitan_lite.faults.hang_watch import HangWatch
+from torchtitan_lite.faults.guards import Guards
 from torchtitan_lite.faults.orphans import end_with_parent
-from torchtitan_lite.faults.snapshots import Snapshots
-from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, join_job, start_process
 from torchtitan_lite.preflight import preflight
@@ -46,6 +41,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     """
     # ---- config: report every mistake before creating any process group
     end_with_parent()
+    # all ranks of several hosts, by the key-value store of torchrun: the number of restarts of each host
     place, store = join_job(os.environ)
     machine = detect_machine()
     plan = preflight(
@@ -55,120 +51,86 @@ def main(args: list[str], stop: StopRequest) -> int:
         n_hosts=place.n_hosts,
         restarted=place.restarts > 0,
     )
-    config, layout, model_args, dump_folder = (
-        plan.config,
-        plan.layout,
-        plan.model_args,
-        plan.dump_folder,
-    )
+    config = plan.config
     if plan.finished:
         if place.rank == 0:
             print(plan.finished)
         return 0
     check_prepared(config, plan.tokenizer)
-    build_on_meta(
-        config, model_args
-    )  # the code of the model has the parameters that preflight counted
+    build_on_meta(config, plan.model_args)  # raises if the code of the model differs from its table
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
-    starting_over = config.job.overwrite and place.restarts == 0
-    device, groups = start_process(place, store, machine.device_type, config, dump_folder)
-    mesh = build_mesh(layout, device.type)
-    lock = (
-        open_dump_folder(dump_folder, config, starting_over=starting_over)
-        if place.rank == 0
-        else None
-    )
-    start_logging(place.rank, dump_folder, color=not config.metrics.disable_color_printing)
+    # all ranks connect by the store; on GPUs, an all-gather of the names of the GPUs
+    device, groups = start_process(place, store, machine.device_type, config, plan.dump_folder)
+    # all ranks connect the groups by the store
+    mesh = build_mesh(plan.layout, device.type)
+    lock = None
+    if place.rank == 0:
+        starting_over = config.job.overwrite and place.restarts == 0
+        lock = open_dump_folder(plan.dump_folder, config, starting_over=starting_over)
+    start_logging(place.rank, plan.dump_folder, color=not config.metrics.disable_color_printing)
     for notice in plan.notices:
         logger.info(notice)
-    n_parameters = count_parameters(model_args)
-    logger.info(
-        f"{config.job.description or plan.title}: {n_parameters:,} parameters, {layout}, {plan.origin}"
-    )
+    n_parameters = count_parameters(plan.model_args)
+    logger.info(f"{plan.title}: {n_parameters:,} parameters, {plan.layout}, {plan.origin}")
 
     # ---- data: each data-parallel rank reads its rows of every global batch
-    data = open_data(config, model_args, layout, plan.tokenizer, mesh.data_rank, device)
+    data = open_data(config, plan.model_args, plan.layout, plan.tokenizer, mesh.data_rank, device)
     about = f"tokenizer {config.model.hf_assets_path}, {plan.tokenizer.vocab_size:,} tokens"
     logger.info(f"data: {data.stream.describe(config.training.steps)}; {about}")
 
-    # ---- run: model parts, optimizer, schedules
-    run = build_run(config, model_args, layout, mesh, device)
+    # ---- run: model parts, optimizer, schedules. Initial weights need no communication
+    run = build_run(config, plan.model_args, plan.layout, mesh, device)
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
-    saving = {
-        "optimizer": run.optimizer,
-        "fingerprint": data.fingerprint,
-        "run": describe_run(config, layout.degrees, plan.weights.published if plan.weights else {}),
-        "device": device,
-    }
-    snapshots = Snapshots(dump_folder, config.checkpoint, place, groups.host, **saving)
-    resumed_step = start_from(run, snapshots, groups.host, restarted=place.restarts > 0)
+    # all ranks, if snapshots are on: rank 0 broadcasts the id of the run
+    guards = Guards(run, plan, place, groups, data.fingerprint)
+    # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots, and of damaged files
+    resumed_step = guards.resume()
 
     # ---- loop
-    log = RunLog(
-        run,
-        dump_folder,
-        device_name=machine.name,
-        resumed_step=resumed_step,
-        origin=plan.origin,
-        restarts=place.restarts,
-        groups=groups,
-    )
-    checkpoints = dump_folder / config.checkpoint.folder
-    saver = CheckpointSaver(
-        checkpoints, config.checkpoint, group=groups.saver, record=log.record, **saving
-    )
-    hangs = HangWatch(dump_folder, config.comm, mesh, place.restarts, groups.host)
-    first, last = resumed_step + 1, config.training.steps
+    log = RunLog(run, plan, machine.name, resumed_step, place.restarts, groups)
+    last = config.training.steps
     batches = log.time_loading(data.batches(range(resumed_step, last)))
-    with log, saver, snapshots, hangs:  # leaving a saver waits for the save in flight
-        for step in range(first, last + 1):
-            hangs.begin(step)
+    status = 0
+    # all ranks: a barrier, and an all-gather of hosts and process ids; on leaving, they wait for the save in flight
+    with log, guards.watching(log.record):
+        for step in range(resumed_step + 1, last + 1):
+            guards.begin(step)
             batch = next(batches)
-            result = train_step(
-                run, batch, stop.requested
-            )  # forward, backward, clip, update: step.py
-            is_finite, stop_signal = (
-                result.read()
-            )  # the same on every rank; waits for the device, and so for all ranks
+            # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
+            result = train_step(run, batch, stop.requested)
+            # the same on every rank; the host waits for the device, and so for all ranks
+            is_finite, stop_signal = result.read()
             if not is_finite:
-                culprit = find_non_finite(
-                    run.parts, mesh.coordinates(), partial(compute_gradients, run, batch)
-                )
-                reason = f"gradient norm {result.grad_norm.item()}, weights not updated: {culprit}"
-                logger.log(logging.INFO if place.rank else logging.ERROR, f"step {step}: {reason}")
+                repeat = partial(compute_gradients, run, batch)
+                # all ranks repeat forward and backward; all-gather of what each has found
+                culprit = find_non_finite(run.parts, mesh.coordinates(), repeat)
+                log.stop_after_bad_step(step, result, culprit)
                 status = 1
                 break
-            hangs.end()
-            if config.debug.compare_copies_every and step % config.debug.compare_copies_every == 0:
-                compare_copies(name_tensors(run.saved, run.optimizer), mesh, groups.host)
+            # all ranks, if debug.compare_copies_every is due: all-gathers of checksums and of findings
+            guards.end(step)
             stop.is_first_step = False
-            validation = validate(run, data, step)  # None if this step is not validated
+            # all ranks, if due: weights and activations; all-reduce of the loss (8 bytes) and of token counts (16)
+            validation = validate(run, data, step)
+            # all ranks, after the first step only: a barrier, then shorter time-outs
             log.after_step(step, result, validation)
             is_stopped = stop_signal > 0 and step < last
-            saver.after_step(step, run.saved, n_steps=last, is_stopped=is_stopped)
-            snapshots.after_step(step, run.saved, n_steps=last, is_stopped=is_stopped)
+            # all ranks, if due: gather of the plans of all ranks, broadcast of the whole plan, barrier after the commit
+            guards.save(step, is_stopped=is_stopped)
             if is_stopped:
-                reason = describe_stop(
-                    stop_signal, step, config, saver.newest, args, os.environ.get("NGPU")
-                )
-                logger.info(reason)
+                ngpu = os.environ.get("NGPU")
+                reason = describe_stop(stop_signal, step, config, guards.newest, args, ngpu)
+                log.stop(step, reason)
                 status = 128 + stop_signal
                 break
         else:
-            reason = f"trained {last - resumed_step} steps ({first} to {last}); everything is in {dump_folder}"
-            logger.info(reason)
-            status = 0
-        log.record("stop", step, reason=reason)
-    folder, section = shlex.quote(str(dump_folder)), config.metrics
-    curves = (
-        f", or tensorboard --logdir {folder}/{section.save_tb_folder}" * section.enable_tensorboard
-    )
-    logger.info(f"look at it: python -m torchtitan_lite report {folder}{curves}")
+            log.stop_at_end()
     batches.close()
     if lock:
         lock.close()
+    # all ranks: a barrier, so that no rank closes a connection that another one still uses
     end_process(groups)
     return status
 

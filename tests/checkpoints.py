@@ -4,6 +4,7 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import compare
@@ -17,10 +18,14 @@ from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
-from torchtitan_lite.checkpoint.load import Saved, restore
-from torchtitan_lite.checkpoint.manifest import Manifest
-from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
-from torchtitan_lite.checkpoint.storage import StorageWriter, open_checkpoint
+from torchtitan_lite.checkpoint.format import Manifest
+from torchtitan_lite.checkpoint.load import Saved, open_checkpoint, restore
+from torchtitan_lite.checkpoint.save import (
+    CheckpointSaver,
+    StorageWriter,
+    describe_run,
+    name_tensors,
+)
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.parallel.process_groups import Place
@@ -57,11 +62,16 @@ def make_saver(
 
 
 def make_snapshots(
-    folder: str | Path, section: Checkpoint, optimizer: Optimizer, n_hosts: int = 1
+    folder: str | Path, section: Checkpoint, run: build.Run, n_hosts: int = 1
 ) -> Snapshots:
     place = Place(dist.get_rank(), dist.get_world_size(), 0, n_hosts, 0)
-    options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu")}
-    return Snapshots(Path(folder), section, place, dist.group.WORLD, optimizer=optimizer, **options)
+    options = {
+        "optimizer": run.optimizer,
+        "fingerprint": {"shape": asdict(run.parts[0].model_args)},
+        "run": describe_run(run.config, {}, {}),
+        "device": run.device,
+    }
+    return Snapshots(Path(folder), section, place, dist.group.WORLD, **options)
 
 
 def train_and_save(

@@ -72,12 +72,13 @@ SLIDING = '''"""Sliding-window attention: a token sees itself and the 15 tokens 
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+
+from torchtitan_lite.model.inner_attention import InnerAttention
 
 WINDOW = 16
 
 
-class SlidingAttention(nn.Module):
+class SlidingAttention(InnerAttention):
     def forward(self, query, key, value, doc_ids=None):
         positions = torch.arange(query.shape[2], device=query.device)
         distance = positions[:, None] - positions
@@ -93,7 +94,7 @@ MODEL = ModelTable(dict(table.FLAVORS), table.list_block, table.list_ends, table
 
 Z_LOSS_MODULES = '''"""Llama with the z-loss (arXiv:2204.02311): adds the squared log-sum-exp of the logits."""
 
-from torchtitan_lite.model.head import IGNORE_INDEX, Head
+from torchtitan_lite.model.head import Head
 from torchtitan_lite.models.llama3.modules import Llama3
 
 Z = 1e-2
@@ -102,10 +103,6 @@ Z = 1e-2
 class ZLossHead(Head):
     def weigh_total(self, log_total):
         return log_total + Z * log_total.square(), 1 + 2 * Z * log_total
-
-    def sum_token_losses(self, logits, targets):
-        squares = logits.float().logsumexp(-1).square().where(targets != IGNORE_INDEX, 0)
-        return super().sum_token_losses(logits, targets) + Z * squares.sum()
 
 
 class Model(Llama3):

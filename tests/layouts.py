@@ -31,7 +31,6 @@ BUDGET = {MODE: "memory_budget", "activation_checkpoint.memory_budget": 0.3, **C
 CHUNK = "training.loss_chunk_tokens"
 # By default all 256 tokens of the table's batch are one chunk. 24 make several, of which the last is smaller.
 CHUNKS, WHOLE_LOGITS = {CHUNK: 24}, {CHUNK: 0}
-NO_LOSS_PARALLEL = {"parallelism.disable_loss_parallel": True}
 ADAMW = {
     "optimizer.name": "AdamW",
     "optimizer.implementation": "fused",
@@ -178,8 +177,6 @@ FAST = {
     ),
     "pp2 x tp2 offloaded": Row(4, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
     # the loss
-    "tp2 whole logits": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **WHOLE_LOGITS, **TWO_LAYERS}),
-    "tp2 gathered logits": Row(2, {TP: 2, **NO_LOSS_PARALLEL, **CHUNKS, **TWO_LAYERS}),
     "tp2, plain loss": Row(2, {TP: 2, **WHOLE_LOGITS, **TWO_LAYERS}),
     "tp2, many chunks": Row(2, {TP: 2, **CHUNKS, **TWO_LAYERS}),
     "dp2 tied, many chunks": Row(2, {**TIED, **CHUNKS, **TWO_LAYERS}),

@@ -22,7 +22,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.layout import Layout, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model.head import ChunkedLoss, Head
+from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.fake_world import (
@@ -122,13 +122,13 @@ def count_head_peak_bytes(
 ) -> int:
     """Return the peak bytes of the head's forward and backward without weight and hidden states, on fake tensors.
 
-    chunk_tokens 0: the plain loss.
+    chunk_tokens 0: one chunk of all tokens.
     """
     meter = Meter(plan(1, {})[2])
     with fake_tensors(), meter.watching():
         head = Head(dim, vocab_size)
         head.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
-        head.chunked_loss = ChunkedLoss(chunk_tokens) if chunk_tokens else None
+        head.chunked_loss.chunk_tokens = chunk_tokens
         hidden = torch.empty(1, n_tokens, dim, dtype=dtype, requires_grad=True)
         targets = torch.zeros(1, n_tokens, dtype=torch.int64)
         meter.restart()

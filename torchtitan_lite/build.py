@@ -3,8 +3,7 @@
     build_on_meta   the whole model without storage
     build_parts     one model part per pipeline stage of this rank, parallelized, still without storage
     materialize     storage and initial weights, which depend only on (seed, FQN)
-    start_run       optimizer, learning-rate schedule, pipeline schedule
-    build_run       all of these
+    build_run       all of these, and optimizer, learning-rate schedule, pipeline schedule
 
 train.py, verify, plan, explain and bench all build their runs here, so they cannot drift apart.
 """
@@ -77,13 +76,11 @@ def require_table(model: nn.Module) -> None:
     """Raise UserError unless the table of a model lists exactly its parameters."""
     listed = {fqn: entry.shape for fqn, entry in list_parameters(model.model_args).items()}
     built = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
-    for fqn in listed | built:
-        if listed.get(fqn) != built.get(fqn):
-            sizes = f"{built.get(fqn, 'absent')}, but its table says {listed.get(fqn, 'absent')}"
-            name = model.model_args.name
-            raise UserError(
-                f"{fqn} in models/{name}/modules.py is {sizes}: correct models/{name}/table.py"
-            )
+    different = sorted(listed.items() ^ built.items())
+    if different:
+        files = f"modules.py and table.py of models/{model.model_args.name}"
+        fqn, shape = different[0]
+        raise UserError(f"{fqn} has the shape {shape} in only one of {files}: correct table.py")
 
 
 def build_parts(
@@ -99,7 +96,7 @@ def build_parts(
 
 
 def materialize(
-    parts: list[nn.Module], config: Config, device: torch.device, fill: Callable | None = None
+    parts: list[nn.Module], config: Config, device: torch.device, fill: Callable | None
 ) -> None:
     """Allocate this rank's shards on `device` (on the CPU with offload), and initialize their weights.
 
@@ -122,24 +119,15 @@ def build_run(
     mesh: Mesh,
     device: torch.device,
     fill: Callable | None = None,
+    parts: list[nn.Module] | None = None,
 ) -> Run:
-    """Build a run at step 0. `config` is resolved; `fill` is passed to `materialize`. Collective."""
-    return start_run(
-        build_parts(config, model_args, layout, mesh), config, layout, mesh, device, fill
-    )
+    """Build a run at step 0. `config` is resolved. Collective.
 
-
-def start_run(
-    parts: list[nn.Module],
-    config: Config,
-    layout: Layout,
-    mesh: Mesh,
-    device: torch.device,
-    fill: Callable | None = None,
-) -> Run:
-    """Build a run at step 0 from parts on meta: allocate the parts, then create the optimizer and the schedules."""
+    `fill`: as in initialize_weights. `parts`: the result of `build_parts`, if the caller has it.
+    """
+    parts = parts or build_parts(config, model_args, layout, mesh)
     materialize(parts, config, device, fill)
-    float8_weights = gather_in_float8(parts, config.quantize.linear.float8, config.compile)
+    float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
     tied = None
     if layout.tied:
@@ -148,10 +136,8 @@ def start_run(
         if copy is not None or owner is not None:
             tied = TiedMatrix(owner, copy, mesh.ends)
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
-    if config.compile.enable and isinstance(
-        optimizer, AdamWBFloat16
-    ):  # torch's own kernels need no compiler
-        optimizer.compile(config.compile.backend)
+    if config.compile.enable and isinstance(optimizer, AdamWBFloat16):
+        optimizer.compile(config.compile.backend)  # torch's own kernels need no compiler
     schedule = None
     if layout.pp > 1:
         schedule = build_schedule(
@@ -162,12 +148,9 @@ def start_run(
             device=device,
             loss_fn=lambda loss_sum, n_tokens: loss_sum / n_tokens[0],
         )
-    lr_scheduler = build_lr_scheduler(config.lr_scheduler, optimizer)
-    balance = (
-        build_balance(parts, config.training, layout.global_batch_size, device)
-        if layout.ep
-        else None
-    )
+    balance = None
+    if layout.ep:
+        balance = build_balance(parts, config.training, layout.global_batch_size, device)
     return Run(
         config,
         layout,
@@ -176,7 +159,7 @@ def start_run(
         parts,
         parameters,
         optimizer,
-        lr_scheduler,
+        build_lr_scheduler(config.lr_scheduler, optimizer),
         schedule,
         float8_weights,
         balance,

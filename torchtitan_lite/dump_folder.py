@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtitan_lite.checkpoint.manifest import (
+from torchtitan_lite.checkpoint.format import (
     CHECKSUMS,
     MANIFEST,
     UNFINISHED,
@@ -49,52 +49,32 @@ FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writ
 
 def check_files(config: Config, restarted: bool) -> Problems:
     """Find every problem with the paths of a run. If torchrun `restarted` the job, the files there are its own."""
-    problems, dump_folder, overwrite = (
-        Problems(config),
-        Path(config.job.dump_folder),
-        config.job.overwrite,
-    )
+    problems = Problems(config)
+    dump_folder = Path(config.job.dump_folder)
+    starts_over = config.job.overwrite and not restarted
     for key in ("job.dump_folder", "training.cache_folder"):
         path = Path(get_value(config, key)).absolute()
         nearest = next(above for above in (path, *path.parents) if above.exists())
         if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-            problems.refuse(
-                key, f"{nearest} is not a folder that this user can write to", "Name another folder"
-            )
-    earlier = [name for name in (CONFIG, "metrics.jsonl") if (dump_folder / name).exists()]
-    if CONFIG in earlier and not is_of_run(dump_folder):
-        why = f"{dump_folder / CONFIG} was not written by a run, which would replace it"
-        problems.refuse("job.dump_folder", why, "Name another folder")
-    elif earlier and not (config.checkpoint.enable or overwrite or restarted):
+            why = f"{nearest} is not a folder that this user can write to"
+            problems.refuse(key, why, "Name another folder")
+    goes_on = config.checkpoint.enable or starts_over or restarted
+    if (dump_folder / CONFIG).exists() and not goes_on:
         remedy = "Name another folder, or delete that run with --job.overwrite"
         if find_steps(dump_folder / config.checkpoint.folder):
             remedy += ", or resume it with --checkpoint.enable"
-        problems.refuse("job.dump_folder", f"it has an earlier run ({earlier[0]})", remedy)
+        problems.refuse("job.dump_folder", f"it has an earlier run ({CONFIG})", remedy)
     for key in FOLDERS:
         value = get_value(config, key)
         if value in ("", ".", "..") or "/" in value:
-            problems.refuse(
-                key, "it is not the name of a folder", "Use a plain name, such as traces"
-            )
+            why = "it is not the name of a folder"
+            problems.refuse(key, why, "Use a plain name, such as traces")
     initial = config.checkpoint.initial_load_path
-    if (
-        initial
-        and overwrite
-        and not restarted
-        and Path(initial).resolve().is_relative_to(dump_folder.resolve())
-    ):
-        problems.refuse(
-            "checkpoint.initial_load_path", "job.overwrite deletes it first", "Copy it elsewhere"
-        )
+    is_inside = initial and Path(initial).resolve().is_relative_to(dump_folder.resolve())
+    if is_inside and starts_over:
+        key = "checkpoint.initial_load_path"
+        problems.refuse(key, "job.overwrite deletes it first", "Copy it elsewhere")
     return problems
-
-
-def is_of_run(folder: Path) -> bool:
-    """Return whether a run has written its config to `folder`."""
-    path = folder / CONFIG
-    return path.is_file() and "\ndump_folder = " in path.read_text(
-        encoding="utf-8", errors="replace"
-    )
 
 
 def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> BinaryIO:
@@ -127,13 +107,14 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
 
 def list_earlier(folder: Path, config: Config) -> list[Path]:
     """List the paths that job.overwrite deletes: only what a run has written, never another file."""
-    paths: list[Path] = []
-    if is_of_run(folder):
+    paths = set()
+    if (folder / CONFIG).exists():  # a run was here, so these are its files
         for pattern in FILES:
-            paths += folder.glob(pattern)
+            paths.update(folder.glob(pattern))
     for key, patterns in FOLDERS.items():
         inside = folder / get_value(config, key)
         for pattern in patterns:
-            # The first part: a checkpoint or a trace is deleted with its folder, step-N.
-            paths += [inside / path.relative_to(inside).parts[0] for path in inside.glob(pattern)]
-    return sorted(set(paths))
+            for path in inside.glob(pattern):
+                # The first part: a checkpoint or a trace is deleted with its folder, step-N.
+                paths.add(inside / path.relative_to(inside).parts[0])
+    return sorted(paths)

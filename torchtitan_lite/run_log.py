@@ -1,4 +1,4 @@
-"""Work between two steps besides training: timing, metrics, profiling, garbage collection.
+"""Work between two steps besides training: timing, metrics, profiling, garbage collection, and the last words of a run.
 
 A CUDA step is only queued when its call returns, so timing a single step on the host is wrong. Reading the loss for a
 record waits for the device, so the time between two records is right. Rank 0 writes; all ranks profile and collect.
@@ -6,11 +6,12 @@ record waits for the device, so the time between two records is right. Rank 0 wr
 
 import gc
 import logging
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from torchtitan_lite.components.metrics import (
 from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
+from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.process_groups import Groups, set_timeouts
 from torchtitan_lite.step import StepResult
@@ -44,47 +46,48 @@ class RunLog:
     def __init__(
         self,
         run: Run,
-        dump_folder: Path,
-        *,
+        plan: Prepared,
         device_name: str,
         resumed_step: int,
-        origin: str,
         restarts: int,
         groups: Groups,
     ):
-        config, layout = run.config, run.layout
-        self.run, self.dump_folder, self.resumed_step, self.groups = (
-            run,
-            dump_folder,
-            resumed_step,
-            groups,
+        config = run.config
+        self.run = run
+        self.model_args = plan.model_args
+        self.dump_folder = plan.dump_folder
+        self.groups = groups
+        self.resumed_step = resumed_step
+        self.n_steps = config.training.steps
+        self.tokens_per_step = run.layout.global_batch_size * config.training.seq_len
+        self.describe_step = partial(
+            describe_step,
+            tokens_per_step=self.tokens_per_step,
+            world_size=run.layout.world_size,
+            flops=count_flops_per_token(plan.model_args, config.training.seq_len),
+            peak_flops=peak_flops(device_name) if run.device.type == "cuda" else None,
         )
-        self.n_steps, self.step = config.training.steps, resumed_step
-        model_args = run.parts[0].model_args
-        self.workload = {
-            "tokens_per_step": layout.global_batch_size * config.training.seq_len,
-            "world_size": layout.world_size,
-            "flops": count_flops_per_token(model_args, config.training.seq_len),
-            "peak_flops": peak_flops(device_name) if run.device.type == "cuda" else None,
-        }
+        self.step = resumed_step
         self.n_collapsed = 0  # consecutive logged steps with collapsed experts
         self.is_warm = False
         self.writer = None
         if dist.get_rank() == 0:
-            options = {
-                "n_steps": self.n_steps,
-                "resumed_step": resumed_step,
-                "settings": asdict(config),
-            }
-            self.writer = MetricsWriter(dump_folder, config.metrics, **options)
-        about = {"layout": layout.degrees, "world_size": layout.world_size, "device": device_name}
+            self.writer = MetricsWriter(
+                plan.dump_folder,
+                config.metrics,
+                n_steps=self.n_steps,
+                resumed_step=resumed_step,
+                settings=asdict(config),
+            )
         self.record(
             "start",
             resumed_step,
-            **about,
+            layout=run.layout.degrees,
+            world_size=run.layout.world_size,
+            device=device_name,
             resumed=resumed_step > 0,
             restarts=restarts,
-            weights=origin,
+            weights=plan.origin,
         )
 
     def record(self, kind: str, step: int, **fields: object) -> None:
@@ -97,62 +100,88 @@ class RunLog:
         self.restart_clock()
         while True:
             started_s = time.perf_counter()
-            if (batch := next(batches, None)) is None:
+            batch = next(batches, None)
+            if batch is None:
                 return
             self.data_time_s += time.perf_counter() - started_s
             yield batch
 
     def restart_clock(self) -> None:
-        self.started_s, self.data_time_s, self.n_timed = time.perf_counter(), 0.0, 0
+        self.started_s = time.perf_counter()
+        self.data_time_s = 0.0
+        self.n_timed = 0
 
     def after_step(
         self, step: int, result: StepResult, validation: dict[str, float] | None
     ) -> None:
-        """Record the step if it is due. `validation`: the result of `validate` for this step."""
-        section = self.run.config.metrics
-        self.step, self.n_timed = step, self.n_timed + 1
+        """Record the step if it is due. `validation`: the result of `validate` for this step.
+
+        Collective over all ranks once, when the run is warm.
+        """
+        config = self.run.config
+        self.step = step
+        self.n_timed += 1
+        is_due = step % config.metrics.log_freq == 0
+        is_end = step in (self.resumed_step + 1, self.n_steps)
         if validation:
             self.started_s += validation["val_time_s"]
-        is_due = (
-            validation
-            or step % section.log_freq == 0
-            or step in (self.resumed_step + 1, self.n_steps)
-        )
-        if self.writer and is_due:
+        if self.writer and (validation or is_due or is_end):
             self.write_step(step, result)
             if validation:
                 self.record("validation", step, **validation)
-        if not self.is_warm and (validation or not self.run.config.validation.enable):
+        if not self.is_warm and (validation or not config.validation.enable):
             self.is_warm = True
-            set_timeouts(self.run.config.comm.train_timeout_seconds, self.groups)
+            set_timeouts(config.comm.train_timeout_seconds, self.groups)
         self.end_profiled_step()
-        if step % self.run.config.training.gc_freq == 0:
+        if step % config.training.gc_freq == 0:
             gc.collect(1)
 
     def write_step(self, step: int, result: StepResult) -> None:
         """Write the record of a step, with average times since the last record. Waits for the device."""
-        fields = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item(), "lr": result.lr}
-        fields["tokens"] = (
-            step * self.workload["tokens_per_step"]
-        )  # of all ranks, from the first step to this one
-        step_time_s = (time.perf_counter() - self.started_s) / self.n_timed
-        fields |= describe_step(
-            **self.workload, step_time_s=step_time_s, data_time_s=self.data_time_s / self.n_timed
+        fields = {
+            "loss": result.loss.item(),
+            "grad_norm": result.grad_norm.item(),
+            "lr": result.lr,
+            "tokens": step * self.tokens_per_step,  # of all ranks, from the first step to this one
+        }
+        seconds = time.perf_counter() - self.started_s
+        fields |= self.describe_step(
+            step_time_s=seconds / self.n_timed, data_time_s=self.data_time_s / self.n_timed
         )
         fields |= read_peak_memory(self.run.device)
         if result.expert_loads is not None:
-            moe = self.run.parts[0].model_args.moe
+            moe = self.model_args.moe
             load = describe_load(result.expert_loads, moe.top_k)
             self.n_collapsed = count_collapsed(step, load, moe, self.n_collapsed)
-            fields |= load | {"expert_loads": result.expert_loads[:, :-1].int().tolist()}
+            fields |= load
+            fields["expert_loads"] = result.expert_loads[:, :-1].int().tolist()
         self.record("step", step, **fields)
         self.restart_clock()
 
+    # ---------------------------------------------------------------- the last words
+
+    def stop(self, step: int, reason: str, level: int = logging.INFO) -> None:
+        """Say why the run ends after this step."""
+        if self.writer:
+            logger.log(level, reason)
+        self.record("stop", step, reason=reason)
+
+    def stop_after_bad_step(self, step: int, result: StepResult, culprit: str) -> None:
+        why = f"gradient norm {result.grad_norm.item()}, weights not updated: {culprit}"
+        self.stop(step, f"step {step}: {why}", logging.ERROR)
+
+    def stop_at_end(self) -> None:
+        first = self.resumed_step + 1
+        trained = f"trained {self.n_steps - self.resumed_step} steps ({first} to {self.n_steps})"
+        self.stop(self.n_steps, f"{trained}; everything is in {self.dump_folder}")
+
     def __enter__(self) -> "RunLog":
+        config = self.run.config
+        set_timeouts(config.comm.init_timeout_seconds, self.groups)
         self.exits = ExitStack()
-        set_timeouts(self.run.config.comm.init_timeout_seconds, self.groups)
-        section, rank = self.run.config.profiling, dist.get_rank()
-        profiling = profile_steps(section, self.dump_folder, rank, resumed_step=self.resumed_step)
+        profiling = profile_steps(
+            config.profiling, self.dump_folder, dist.get_rank(), resumed_step=self.resumed_step
+        )
         self.end_profiled_step = self.exits.enter_context(profiling)
         if self.run.device.type == "cuda":
             torch.cuda.empty_cache()  # initializing or loading weights allocated one full tensor at a time
@@ -164,10 +193,19 @@ class RunLog:
     def __exit__(self, kind: type | None, error: BaseException | None, *rest: object) -> None:
         if isinstance(error, Exception):
             failed = describe_rank(dist.get_rank(), self.run.mesh.coordinates())
-            logger.error(f"{failed} failed: {type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            logger.error(f"{failed} failed: {reason}")
             if is_out_of_memory(error):
                 logger.error(describe_out_of_memory(self.dump_folder, dist.get_world_size()))
-            self.record("stop", self.step, reason=f"{type(error).__name__}: {error}")
+            self.record("stop", self.step, reason=reason)
+        elif error is None:
+            folder = shlex.quote(str(self.dump_folder))
+            curves = f"python -m torchtitan_lite report {folder}"
+            if self.run.config.metrics.enable_tensorboard:
+                curves += (
+                    f", or tensorboard --logdir {folder}/{self.run.config.metrics.save_tb_folder}"
+                )
+            logger.info(f"look at it: {curves}")
         self.exits.__exit__(kind, error, *rest)
         if self.writer:
             self.writer.close()

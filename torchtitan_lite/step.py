@@ -45,16 +45,14 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     """
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
-    grad_norm, stop = measure_grad_norm(
-        run.parameters.values(), stop_signal
-    )  # all-reduces 24 bytes over all ranks
+    # all-reduces 24 bytes over all ranks
+    grad_norm, stop = measure_grad_norm(run.parameters.values(), stop_signal)
     finite = update_weights(run.optimizer, grad_norm, run.config.training.max_norm)  # clips too
-    expert_loads = (
-        run.balance.update(finite) if run.balance else None
-    )  # all-reduces layers x (experts + 1) x 8 bytes
-    precompute_scales(
-        run.float8_weights, run.mesh.fsdp_mesh
-    )  # if enabled: all-reduces one float per weight
+    expert_loads = None
+    if run.balance:
+        expert_loads = run.balance.update(finite)  # all-reduces layers x (experts + 1) x 8 bytes
+    # if enabled: all-reduces one float per weight
+    precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)
     (lr,) = set(run.lr_scheduler.get_last_lr())
     run.lr_scheduler.step()
     return StepResult(loss, local_loss, grad_norm, finite, stop, lr, expert_loads)
@@ -74,9 +72,11 @@ def shard_for_cp(run: Run, batch: Batch) -> Batch:
     """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp), except doc_ids (B, S). No communication."""
     if run.layout.cp == 1:
         return batch
-    names = ("tokens", "targets", "positions")
     return replace(
-        batch, **{name: shard_sequence(getattr(batch, name), run.mesh.cp) for name in names}
+        batch,
+        tokens=shard_sequence(batch.tokens, run.mesh.cp),
+        targets=shard_sequence(batch.targets, run.mesh.cp),
+        positions=shard_sequence(batch.positions, run.mesh.cp),
     )
 
 
@@ -116,9 +116,9 @@ def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
         losses = [part(micro.tokens, **stage_kwargs(micro)) / n_tokens for micro in micros]
     for part in run.parts:
         free_gathered(part)
-    return (
-        torch.stack(losses) if losses else torch.zeros(run.layout.n_microbatches, device=run.device)
-    )
+    if not losses:
+        return torch.zeros(run.layout.n_microbatches, device=run.device)
+    return torch.stack(losses)
 
 
 def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor) -> list[Tensor]:
@@ -146,9 +146,7 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
     """Count the valid targets of the global batch, () int64. All-reduces 8 bytes over dp_replicate, dp_shard and cp."""
     n_tokens = count_valid_tokens(batch.targets)
     dist.all_reduce(n_tokens, group=run.mesh.dp_cp_mesh.get_group())
-    return n_tokens.clamp(
-        min=1
-    )  # a batch of conversations may have no targets; the loss is then 0, not 0/0
+    return n_tokens.clamp(min=1)  # a batch of conversations without targets has loss 0, not 0/0
 
 
 def sum_losses(run: Run, local_loss: Tensor) -> Tensor:

@@ -13,15 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.config.schema import Validation
 from torchtitan_lite.data.dataset import RunData
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.step import forward_only, shard_for_cp
-
-
-def is_validated(step: int, section: Validation, n_steps: int) -> bool:
-    return section.enable and (step % section.freq == 0 or step in (1, n_steps))
 
 
 def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
@@ -30,23 +25,28 @@ def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
     Weights and gradients do not change. Collective: all-reduces 8 bytes over pp, dp_replicate, dp_shard and cp, and 16
     bytes over the last three.
     """
-    if not is_validated(step, run.config.validation, run.config.training.steps):
+    section = run.config.validation
+    is_end = step in (1, run.config.training.steps)
+    if not section.enable or (step % section.freq and not is_end):
         return None
     started_s = time.perf_counter()
-    one = torch.ones(
-        (), dtype=torch.int64, device=run.device
-    )  # divide by one to keep the sum of token losses
-    local = (shard_for_cp(run, batch) for batch in data.validation_batches())
-    nats, counts = sum_losses(
-        local, lambda batch: forward_only(run, batch, one).sum(), data.bytes_of_tokens
-    )
+    one = torch.ones((), dtype=torch.int64, device=run.device)  # divisor of sums of token losses
+
+    def compute_loss(batch: Batch) -> Tensor:
+        return forward_only(run, batch, one).sum()
+
+    batches = (shard_for_cp(run, batch) for batch in data.validation_batches())
+    nats, counts = sum_nats(batches, compute_loss, data.bytes_of_tokens)
     dist.all_reduce(nats, group=run.mesh.loss_mesh.get_group())
     dist.all_reduce(counts, group=run.mesh.dp_cp_mesh.get_group())
-    figures = describe_loss(nats, counts) | {"time_s": time.perf_counter() - started_s}
-    return {f"val_{name}": value for name, value in figures.items()}
+    figures = {}
+    for name, value in describe_loss(nats, counts).items():
+        figures[f"val_{name}"] = value
+    figures["val_time_s"] = time.perf_counter() - started_s
+    return figures
 
 
-def sum_losses(
+def sum_nats(
     batches: Iterable[Batch], compute_loss: Callable[[Batch], Tensor], bytes_of_tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the loss summed over all batches in nats, () float64, and the number of tokens and bytes, (2,) int64.
@@ -58,16 +58,16 @@ def sum_losses(
     for batch in batches:
         nats += compute_loss(batch)
         counted = batch.targets != IGNORE_INDEX
-        counts += torch.stack(
-            [counted.sum(), (bytes_of_tokens[batch.targets.clamp(min=0)] * counted).sum()]
-        )
+        n_bytes = bytes_of_tokens[batch.targets.clamp(min=0)] * counted
+        counts += torch.stack([counted.sum(), n_bytes.sum()])
     return nats, counts
 
 
 def describe_loss(nats: Tensor, counts: Tensor) -> dict[str, float]:
     """Return loss (nats per token), perplexity, and bits_per_byte for comparing tokenizers. NaN without tokens."""
     n_tokens, n_bytes = counts
-    loss, bits = nats / n_tokens, nats / math.log(2)
+    loss = nats / n_tokens
+    bits = nats / math.log(2)
     return {
         "loss": loss.item(),
         "perplexity": loss.exp().item(),

@@ -242,22 +242,12 @@ def test_a_mistake_in_toml_names_its_key_and_the_nearest_known_one(write_toml, t
     assert problem.key == key and remedy in problem.remedy
 
 
-def test_all_mistakes_are_listed_at_once_and_bad_keys_keep_their_defaults(write_toml):
-    args = write_toml("[training]\nsteps = 'x'\nsteeps = 3\ndataset = 4\n[model]\nname = 'gpt'\n")
-    args += [
-        "--training.dataset",
-        "python_stdlib",
-    ]  # a bad value of the file is no problem where it is overridden
-    reading = read_config([*args, "--optimizer.lr=-1", "stray", "--compile.backend", "x"])
-    keys = {problem.key for problem in reading.problems}
-    assert keys == {
-        "training.steps",
-        "training.steeps",
-        "model.name",
-        "optimizer.lr",
-        "argument",
-        "compile.backend",
-    }
+def test_a_bad_value_of_the_file_keeps_the_default_and_is_no_problem_where_it_is_overridden(
+    write_toml,
+):
+    args = write_toml("[training]\nsteps = 'x'\ndataset = 4\n")
+    reading = read_config([*args, "--training.dataset=python_stdlib"])
+    assert [problem.key for problem in reading.problems] == ["training.steps"]
     assert reading.config.training.steps == Config().training.steps
 
 
@@ -317,10 +307,10 @@ def test_every_key_of_torchtitan_is_ours_an_old_name_or_known_to_be_absent():
 
 
 def test_every_absent_key_is_accepted_where_it_is_off_and_refused_where_it_is_on():
-    for key, (off, instead) in ABSENT.items():
+    for key, off in ABSENT.items():
         read_sound([f"--{key}={','.join(off) if isinstance(off, list) else str(off).lower()}"])
         problem = read_one_problem([f"--{key}=7"])
-        assert problem.key == key and instead in problem.remedy
+        assert problem.key == key and repr(off) in problem.remedy
         if off is False:
             assert read_one_problem([f"--{key}"]).value is True
             read_sound(["--{}.no_{}".format(*key.rsplit(".", 1))])

@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 import pytest
 
-from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.reader import REPOSITORY, dump_config_toml
 from torchtitan_lite.config.schema import Config, with_value
-from torchtitan_lite.dump_folder import check_files, list_earlier, open_dump_folder
+from torchtitan_lite.dump_folder import list_earlier, open_dump_folder
 
 FOLDERS = ("checkpoint", "tb", "traces", "memory_snapshot", "comm_traces")
 CONFIG = dump_config_toml(Config())
@@ -72,16 +72,10 @@ def test_a_run_that_goes_on_changes_nothing_but_its_config(folder):
     assert set(contents.values()) == {"of an earlier run"}
 
 
-def test_files_that_no_run_wrote_are_neither_replaced_nor_deleted(tmp_path):
+def test_files_that_no_run_wrote_are_not_deleted(tmp_path):
     config = with_value(Config(), "job.dump_folder", str(tmp_path))
     (tmp_path / "log.txt").write_text("of an application")
     assert list_earlier(tmp_path, config) == []
-    (tmp_path / "config.toml").write_text("[package]")
-    for overwrite in (False, True):
-        (problem,) = check_files(
-            with_value(config, "job.overwrite", overwrite), restarted=overwrite
-        )
-        assert problem.key == "job.dump_folder" and str(tmp_path / "config.toml") in problem.why
 
 
 def test_a_second_run_on_one_folder_stops_until_the_first_has_died(folder):

@@ -14,7 +14,6 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     list_families,
     make_config,
     read_model_args,
-    read_published,
 )
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, list_tensors, open_folder
 from torchtitan_lite.config.block import list_expert_biases
@@ -23,7 +22,6 @@ from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS as OUR_FLAVORS
 from torchtitan_lite.tools import convert
-from torchtitan_lite.tools.model_source import read_end_ids
 
 TOKENS = torch.randint(
     128, (2, 200), generator=torch.Generator().manual_seed(3)
@@ -189,11 +187,6 @@ def test_each_flavor_is_described_by_its_config(name, tmp_path):
     assert changed == config | {"dtype": "bfloat16"}
 
 
-def test_files_are_as_full_as_allowed_and_a_larger_tensor_has_its_own():
-    n_bytes = {"a": 3, "b": 3, "c": 1, "d": 10, "e": 6, "f": 0}
-    assert convert.cut_into_files(n_bytes, 6) == [["a", "b"], ["c"], ["d"], ["e", "f"]]
-
-
 def test_transformers_reads_the_tokenizer_of_llama_3s_format_and_gives_our_ids(tmp_path):
     ours = load_tokenizer("assets/tokenizer")
     write_ours(PLAIN, tmp_path / "out", ours)
@@ -208,22 +201,3 @@ def test_transformers_reads_the_tokenizer_of_llama_3s_format_and_gives_our_ids(t
     assert theirs.decode(theirs.encode("<|eot_id|>", add_special_tokens=False)) == "<|eot_id|>"
     assert theirs.convert_tokens_to_ids("<|eot_id|>") == ours.bos_id + 9
     assert load_tokenizer(tmp_path / "out").fingerprint == ours.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("generation_config", "config", "expected"),
-    [
-        ({"eos_token_id": [128001, 128008]}, {"eos_token_id": 5}, {128001, 128008}),
-        ({"eos_token_id": 7}, {}, {7}),
-        ({"temperature": 0.6}, {"eos_token_id": [2, 3]}, {2, 3}),
-        (None, {"eos_token_id": 0}, {0}),
-        (None, {"eos_token_id": None}, set()),
-    ],
-)
-def test_a_text_ends_after_the_tokens_of_generation_config_or_else_of_config(
-    generation_config, config, expected, tmp_path
-):
-    for name, content in (("generation_config.json", generation_config), ("config.json", config)):
-        if content is not None:
-            (tmp_path / name).write_text(json.dumps(content))
-    assert read_end_ids(read_published(tmp_path)) == expected

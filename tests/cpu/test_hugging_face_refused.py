@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from test_hugging_face import edit_json
 from test_model import FLAVORS, build_ours, build_theirs
 
+from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, open_folder
-from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.messages import UserError
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -54,7 +54,6 @@ WRONG_CONFIGS = [  # model, changes, named
     (LLAMA, {"model_type": None}, "model_type = None"),
     (LLAMA, {"attention_bias": True}, "attention_bias = True"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config"),
     (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
     (
         LLAMA,
@@ -68,18 +67,9 @@ WRONG_CONFIGS = [  # model, changes, named
     ),
     (LLAMA, {"rope_scaling": "llama3"}, 'rope_scaling = "llama3"; it must be dict'),
     (LLAMA, {"hidden_size": None}, "hidden_size is missing; it must be int"),
-    (LLAMA, {"hidden_size": "64"}, 'hidden_size = "64"; it must be int'),
-    (LLAMA, {"num_attention_heads": 0}, "num_attention_heads = 0, but it must be 1 or more"),
-    (
-        LLAMA,
-        {"num_key_value_heads": 3},
-        "num_key_value_heads = 3 does not divide num_attention_heads = 4",
-    ),
     (LLAMA, {"tie_word_embeddings": "yes"}, 'tie_word_embeddings = "yes"; it must be bool'),
-    (LLAMA, {"layer_types": [1]}, "layer_types = [1]; it must be list[str]"),
-    (LLAMA, {"quantization": {"bits": 4}}, "Quantized weights cannot be used"),
     (LLAMA, {"num_hidden_layers": 1}, "unknown: model.layers.1"),
-    (LLAMA, {"vocab_size": 130}, f"{EMBEDDING} is F32 [128, 64], but config.json says [130, 64]"),
+    (LLAMA, {"vocab_size": 130}, f"{EMBEDDING} is [128, 64], but config.json says [130, 64]"),
     (LLAMA, {"tie_word_embeddings": True}, "unknown: lm_head.weight"),
     (MIXTRAL, {"sliding_window": 4096}, "sliding_window = 4096; for Mixtral only None"),
     (
@@ -142,17 +132,9 @@ A_FILE = "model-00001-of"
 WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-    "no text": (
-        lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{"),
-        "config.json is not JSON",
-    ),
     "no object": (
         lambda folder: (folder / "config.json").write_text("[1]"),
         "must hold an object {...}, but it is [1]",
-    ),
-    "nested": (
-        lambda folder: (folder / "config.json").write_text("[" * 100_000),
-        "config.json is not JSON: maximum recursion depth",
     ),
     "a list as index": (
         lambda folder: (folder / INDEX).write_text('{"weight_map": ["a"]}'),
@@ -173,21 +155,13 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
         change_tensors(
             lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:, :-1].clone()})
         ),
-        f"{EMBEDDING} is F32 [128, 63], but config.json says [128, 64]",
-    ),
-    "another dtype": (
-        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].char()})),
-        f"{EMBEDDING} is I8. Quantized weights cannot be used",
+        f"{EMBEDDING} is [128, 63], but config.json says [128, 64]",
     ),
     "float8": (
         change_tensors(
             lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.float8_e4m3fn)})
         ),
-        f"{EMBEDDING} is F8_E4M3. Quantized weights cannot be used",
-    ),
-    "double": (
-        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].double()})),
-        f"{EMBEDDING} is F64; supported: F32, BF16, F16",
+        f"{EMBEDDING} is F8_E4M3. Quantized weights cannot be used; supported: F32, BF16, F16",
     ),
     "cut file": (
         lambda folder: os.truncate(first_file(folder), first_file(folder).stat().st_size - 1),

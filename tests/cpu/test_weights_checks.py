@@ -12,10 +12,10 @@ from made_corpora import write_corpus
 from test_check import LAPTOP, find_one_problem, find_problems, write_tokenizer
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint import format as folders
 from torchtitan_lite.checkpoint.continued import FREE, NOTED, REFUSED, find_rule
+from torchtitan_lite.checkpoint.format import Manifest, TensorRecord
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
-from torchtitan_lite.checkpoint.manifest import Manifest, TensorRecord
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
@@ -49,8 +49,9 @@ def working_folder(tmp_path, monkeypatch):
         run = describe_run(
             with_value(read_config(RUN).config, "model.hf_assets_path", assets), {}, {}
         )
-        folders.create_unfinished(Path(f"step-{step}"))
-        folders.commit(Path(f"step-{step}"), Manifest(step, fingerprint, run, STATE), {})
+        unfinished = folders.create_unfinished(Path(f"step-{step}"))
+        folders.write_manifest(unfinished, Manifest(step, fingerprint, run, STATE), {})
+        folders.commit(Path(f"step-{step}"))
 
 
 def write_hugging_face(name: str, args: ModelArgs, context: int | None = None) -> None:
@@ -174,10 +175,10 @@ def save(step: int, *args: str, tensors: dict[str, TensorRecord] = STATE) -> Pat
         fingerprint_documents(prepared.config, prepared.tokenizer).values()
     )
     final = prepared.dump_folder / "checkpoint" / f"step-{step}"
-    folders.create_unfinished(final)
-    folders.commit(
-        final, Manifest(step, fingerprint, describe_run(prepared.config, {}, {}), tensors), {}
-    )
+    run = describe_run(prepared.config, {}, {})
+    unfinished = folders.create_unfinished(final)
+    folders.write_manifest(unfinished, Manifest(step, fingerprint, run, tensors), {})
+    folders.commit(final)
     return final
 
 
@@ -361,20 +362,10 @@ def find_tokenizer(*args: str) -> str:
     return str(prepared.tokenizer.path.parent.resolve().relative_to(Path.cwd()))
 
 
-@pytest.mark.parametrize(
-    ("args", "tokenizer"),
-    [
-        ([], "assets/tokenizer"),
-        ([HF], "hf"),
-        ([OURS], "mine"),
-        ([OURS, "--model.hf_assets_path=mine"], "mine"),
-    ],
-)
-def test_the_tokenizer_of_the_weights_is_the_default(args, tokenizer):
-    assert find_tokenizer(*args) == tokenizer
-
-
-def test_a_run_that_resumes_keeps_the_tokenizer_of_its_checkpoint():
+def test_a_run_uses_the_tokenizer_of_the_weights_that_it_starts_from_or_resumes():
+    assert find_tokenizer() == "assets/tokenizer"
+    assert find_tokenizer(HF) == "hf"
+    assert find_tokenizer(OURS) == find_tokenizer(OURS, "--model.hf_assets_path=mine") == "mine"
     for step, tokenizer in ((9, "mine"), (12, "other")):
         shutil.copytree(f"step-{step}", f"outputs/debug/checkpoint/step-{step}")
         assert find_tokenizer(HF) == tokenizer

@@ -10,18 +10,23 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import ExpertBalance
 from torchtitan_lite.model import moe
-from torchtitan_lite.parallel import expert_parallel, initial_weights, parallelize
+from torchtitan_lite.parallel import (
+    expert_parallel,
+    initial_weights,
+    local_parameters,
+    parallelize,
+)
 
 EP2, TP2 = FAST["experts, dp2, ep2"], FAST["experts, tp2, ep2"]
 SHARED_TP2 = FAST["experts, tp2, ep2, shared experts"]
 # ---------------------------------------------------------------- gradients and their norm
 
 
-@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w2", at=(expert_parallel, "local_experts"))
-def expert_gradients_divided_by_ep(original, weight):
+@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w2", at=(local_parameters, "local_tensor"))
+def expert_gradients_divided_by_ep(original, parameter):
     """Average the gradients of experts over ep, as if the ranks held copies."""
-    own = original(weight)
-    return (own + own.detach()) / 2
+    own = original(parameter)
+    return (own + own.detach()) / 2 if own.dim() == 3 else own
 
 
 def is_of_experts(tensor) -> bool:
@@ -31,7 +36,7 @@ def is_of_experts(tensor) -> bool:
 @mutant(TP2, "gradients", "layers.1.feed_forward.router.weight")
 def router_gradient_of_own_tokens():
     """Each tensor-parallel rank has a router's gradient of its slice of the sequence, and nobody adds them."""
-    return patch.object(expert_parallel, "Partial", Replicate)
+    return patch.object(local_parameters, "Partial", Replicate)
 
 
 @mutant(
@@ -101,10 +106,10 @@ def scores_rounded_before_the_choice(original, router, scores):
 # ---------------------------------------------------------------- loads and biases
 
 
-@mutant(EP2, "expert loads", "layers.0.feed_forward.router", at=(moe.Router, "route"))
-def loads_counted_again_by_recompute(original, router, x, weight):
+@mutant(EP2, "expert loads", "layers.0.feed_forward.router", at=(moe.Router, "forward"))
+def loads_counted_again_by_recompute(original, router, x):
     """Loads are added up in forward, which recompute runs again."""
-    routed = original(router, x, weight)
+    routed = original(router, x)
     router.load += router.last_load
     return routed
 

@@ -129,7 +129,7 @@ def recompute_forgets_an_input(original, forward, **options):
     Row(2, {**CP2, **RING}),
     "module output",
     "layers.0.attention.inner",
-    at=(ring_attention, "visible_of_one"),
+    at=(ring_attention, "find_visible"),
     dims=("cp",),
 )
 def zig_zag_forgotten(original, rank, source, half):

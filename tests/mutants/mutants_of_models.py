@@ -7,7 +7,7 @@ from layouts import BIASES, PP, TIED, TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite import step
-from torchtitan_lite.parallel.tensor_parallel import ColwiseLinear, local_tensor
+from torchtitan_lite.parallel.tensor_parallel import ColwiseLinear
 from torchtitan_lite.parallel.tied_embeddings import TiedMatrix
 from torchtitan_lite.tools.verify import plain
 
@@ -53,7 +53,7 @@ def a_tied_matrix_counts_twice_in_the_norm():
 def a_bias_is_added_for_every_tp_rank(compute, style, module, ranks, x):
     """Biases start at zero, so only their gradients show it in the first step."""
     out = compute(style, module, ranks, x)
-    return out if module.bias is None else out + (ranks.n - 1) * local_tensor(module.bias)
+    return out if module.bias is None else out + (ranks.n - 1) * module.bias
 
 
 @mutant(Row(2, BIASES), "initial weights", "layers.0.attention.wq.bias", at=(plain, "fill_tensor"))

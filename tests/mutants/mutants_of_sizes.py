@@ -20,7 +20,7 @@ LONG = {"training.seq_len": 2048}
     Row(4, {CP: 4, **RING, SHARD: 1}),
     "module output",
     "layers.0.attention.inner",
-    at=(ring_attention, "visible_of_one"),
+    at=(ring_attention, "find_visible"),
     dims=("cp",),
 )
 def ring_right_for_two_ranks_only(original, rank, source, half):
@@ -123,10 +123,10 @@ def documents_numbered_in_a_byte(original, query, key, value, doc_ids, **places)
     at=(head.ChunkedLoss, "differentiate"),
     trial="deep",
 )
-def loss_of_the_first_eight_chunks(original, loss, logits, targets, *, with_gradient):
+def loss_of_the_first_eight_chunks(original, loss, logits, targets):
     """Chunks of the loss are counted in three bits."""
     loss.n_seen = getattr(loss, "n_seen", 0) + 1
-    result, gradient = original(loss, logits, targets, with_gradient=with_gradient)
+    result, gradient = original(loss, logits, targets)
     return (result, gradient) if loss.n_seen <= 8 else (result * 0, gradient * 0)
 
 

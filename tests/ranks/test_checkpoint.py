@@ -24,7 +24,7 @@ from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from torchtitan_lite.checkpoint.manifest import find_steps
+from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.checkpoint.save import name_tensors, name_weights
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.tools.verify.ranks import RankFailure
@@ -145,7 +145,7 @@ def test_only_the_newest_checkpoints_are_kept_and_those_of_every_mth_step(pool, 
 
 
 def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(pool, tmp_path):
-    others = {"step-8.damaged", "step-09", "step-x"}
+    others = {"step-8.damaged", "step-x"}
     for name in ("step-1.tmp", "step-7.tmp", *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text("{}")

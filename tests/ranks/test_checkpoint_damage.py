@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from checkpoints import FINGERPRINT, flip_bit, make_saver, read_tensors, write_tensors
 
-from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint import format as folders
 from torchtitan_lite.checkpoint import load as loading
-from torchtitan_lite.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from torchtitan_lite.checkpoint.format import DamagedCheckpoint, read_manifest
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError

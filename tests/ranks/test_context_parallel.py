@@ -82,7 +82,9 @@ def attend_on_ranks(
 
 def attend_on_rank(mesh: DeviceMesh, kind: str, inputs: list[torch.Tensor]) -> float:
     doc_ids = make_documents() if kind == "documents" else None
-    inner = DocumentContext(mesh) if kind == "documents" else CausalContext(mesh, kind)
+    inner = CausalContext(mesh, kind)
+    if kind == "documents":
+        inner = DocumentContext(mesh, "allgather")
     positions = plan_query_positions(mesh.get_local_rank(), mesh.size(), SEQ_LEN)
     found = differentiate(
         lambda query, key, value: inner(query, key, value, doc_ids),

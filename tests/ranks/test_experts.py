@@ -219,8 +219,8 @@ def count_and_sum(rank: int, world_size: int) -> tuple[list, list]:
     for layer, router in run.balance.routers.items():
         generator = torch.Generator().manual_seed(2 * rank + layer)
         x = torch.randn(3, 1031, 64, generator=generator)
-        weight = torch.randn(router.n_experts, 64, generator=generator)
-        _, routes = router.route(x, weight)
+        router.weight = torch.nn.Parameter(torch.randn(router.n_experts, 64, generator=generator))
+        _, routes = router(x)
         for _ in range(2):
             count_load(router)
         counts = routes.flatten().bincount(minlength=router.n_experts)

@@ -16,10 +16,10 @@ from watching import PeakMemory
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
-from torchtitan_lite.checkpoint.load import load_initial
 from torchtitan_lite.checkpoint.save import choose_tensors
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.faults.start import load_initial
 
 MODEL_ARGS = compare.resolve_model(compare.TABLE_CONFIG.model)
 SIX = {"training.global_batch_size": 6}  # a batch that three ranks can share

@@ -56,9 +56,8 @@ def open_saver(run, mode: str, folder: Path) -> CheckpointSaver:
     section = MODES[mode]
     if not section.local_folder:
         return make_saver(folder / mode, section, run.optimizer)
-    return make_snapshots(
-        folder / "run", replace(section, local_folder=str(folder / mode)), run.optimizer
-    )
+    section = replace(section, local_folder=str(folder / mode))
+    return make_snapshots(folder / "run", section, run)
 
 
 def copy_state(run) -> dict[str, torch.Tensor]:

@@ -97,23 +97,28 @@ def break_many_steps(
 ) -> list[tuple]:
     """Worker: each trial breaks one module of one rank. What was broken, and the diagnosis; a sound step first."""
     run = compare.build_table_run(world_size, overrides)
-    batch = compare.own_rows(run, compare.make_batch(0, resolve_model(run.config.model).vocab_size))
+    vocab_size = resolve_model(run.config.model).vocab_size
+    batch = compare.own_rows(run, compare.make_batch(0, vocab_size))
     trials = [(None, "a sound step", find_origin(run, batch))]
+    modules = {}
+    for part in run.parts:
+        modules.update(part.named_modules())
     for seed in range(n_trials):
         chosen = random.Random(seed)
-        broken_rank, kind = chosen.randrange(world_size), chosen.choice(list(BREAKS))
+        broken_rank = chosen.randrange(world_size)
+        kind = chosen.choice(list(BREAKS))
         factor = chosen.choice([math.nan, math.inf])
-        modules = {fqn: module for part in run.parts for fqn, module in part.named_modules() if fqn}
-        # The first one computes nothing. Of modules that share an input the first one is named, and the gradient of
+        # The first two compute nothing. Of modules that share an input the first one is named, and the gradient of
         # token ids is none.
-        others = ("layers",) + ("tok_embeddings", "wk", "wv", "w3") * (kind == "gradient")
-        fqn = chosen.choice([fqn for fqn in modules if not fqn.endswith(others)])
+        left_out = ("", "layers")
+        if kind == "gradient":
+            left_out += ("tok_embeddings", "wk", "wv", "w3")
+        fqn = chosen.choice([fqn for fqn in modules if fqn.rpartition(".")[2] not in left_out])
         if rank != broken_rank:
             trials.append((broken_rank, "", find_origin(run, batch)))
             continue
-        module = modules[fqn]
-
-        with patch.object(module, "forward", partial(BREAKS[kind], module.forward, factor)):
+        broken = partial(BREAKS[kind], modules[fqn].forward, factor)
+        with patch.object(modules[fqn], "forward", broken):
             trials.append((broken_rank, f"{kind} of {fqn}", find_origin(run, batch)))
     return trials
 

@@ -10,8 +10,8 @@ import pytest
 import warm_start
 from warm_start import finish, kill_rank, launch, list_differences, read_losses
 
-from torchtitan_lite.checkpoint.manifest import find_steps
-from torchtitan_lite.checkpoint.storage import open_checkpoint
+from torchtitan_lite.checkpoint.format import find_steps
+from torchtitan_lite.checkpoint.load import open_checkpoint
 from torchtitan_lite.dump_folder import CONFIG, FILES, LOCK
 
 STEPS = 20
@@ -70,16 +70,18 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
 def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(
     pool, unbroken, tmp_path, n_ranks, layout
 ):
-    shutil.copytree(unbroken[0] / "checkpoint" / "step-8", tmp_path / "checkpoint" / "step-8")
-    keys = [*unbroken[1], layout, f"--job.dump_folder={tmp_path}"]
-    assert (
-        pool.run(warm_start.start, n_ranks, keys, 4) == [143] * n_ranks
-    )  # a signal stops it there
-    assert find_steps(tmp_path / "checkpoint") == [8, 12]
+    folder, keys = unbroken
+    checkpoints = tmp_path / "checkpoint"
+    shutil.copytree(folder / "checkpoint" / "step-8", checkpoints / "step-8")
+    keys = [*keys, layout, f"--job.dump_folder={tmp_path}"]
+    stopped = pool.run(warm_start.start, n_ranks, keys, 4)  # by a signal
+    assert stopped == [143] * n_ranks
+    assert find_steps(checkpoints) == [8, 12]
     assert pool.run(warm_start.start, n_ranks, keys) == [0] * n_ranks
-    for name, steps in (("loss", list(range(9, STEPS + 1))), ("val_loss", [10, STEPS])):
-        seen, expected = read_losses(tmp_path, name), read_losses(unbroken[0], name)
-        assert list(seen) == steps
+    for name, steps in (("loss", range(9, STEPS + 1)), ("val_loss", (10, STEPS))):
+        expected = read_losses(folder, name)
+        seen = read_losses(tmp_path, name)
+        assert list(seen) == list(steps)
         assert seen == pytest.approx({step: expected[step] for step in steps}, rel=1e-4)
 
 
@@ -132,24 +134,22 @@ def test_a_run_killed_at_a_random_instant_ends_bit_equal_to_the_unbroken_one(
     pool, unbroken, tmp_path, seed
 ):
     """Layouts, ways to save, and ways to resume take turns."""
-    draw, steps = random.Random(seed), 60  # the run must not end before the kill
-    (dim, batch), mode = list(LAYOUTS.items())[seed % 3], ("disabled", "async")[seed % 2]
+    draw = random.Random(seed)
+    steps = 60  # the run must not end before the kill
+    dim, batch = list(LAYOUTS.items())[seed % 3]
+    mode = ("disabled", "async")[seed % 2]
     keys = [*unbroken[1], f"--parallelism.{dim}_degree=2", batch, f"--checkpoint.async_mode={mode}"]
     keys += [f"--debug.seed={seed}", f"--training.steps={steps}", "--checkpoint.interval=3"]
-    assert pool.run(warm_start.start, 2, [*keys, f"--job.dump_folder={tmp_path / 'unbroken'}"]) == [
-        0,
-        0,
-    ]
-    by_torchrun = seed // 2 % 2 == 0  # else the user starts the run again
-    process = launch(
-        tmp_path / "killed", tmp_path, *keys, n_ranks=2, MAX_RESTARTS=str(int(by_torchrun))
-    )
-    kill_rank(
-        process, draw.randrange(2), after_step=draw.randint(1, 16), delay_s=draw.uniform(0, 0.2)
-    )
+    whole = [*keys, f"--job.dump_folder={tmp_path / 'unbroken'}"]
+    assert pool.run(warm_start.start, 2, whole) == [0, 0]
+    restarts = 1 - seed // 2 % 2  # 0: the user starts the run again
+    killed = tmp_path / "killed"
+    process = launch(killed, tmp_path, *keys, n_ranks=2, MAX_RESTARTS=str(restarts))
+    step, delay_s = draw.randint(1, 16), draw.uniform(0, 0.2)
+    kill_rank(process, draw.randrange(2), after_step=step, delay_s=delay_s)
     finish(process, status=None)
-    for step in find_steps(tmp_path / "killed" / "checkpoint"):
-        open_checkpoint(tmp_path / "killed" / "checkpoint" / f"step-{step}")  # each one is whole
+    for step in find_steps(killed / "checkpoint"):
+        open_checkpoint(killed / "checkpoint" / f"step-{step}")  # each one is whole
     if process.returncode:  # also where torchrun itself does not survive the death of a rank
-        finish(launch(tmp_path / "killed", tmp_path, *keys, n_ranks=2))
-    assert list_differences(tmp_path / "killed", tmp_path / "unbroken", steps) == []
+        finish(launch(killed, tmp_path, *keys, n_ranks=2))
+    assert list_differences(killed, tmp_path / "unbroken", steps) == []

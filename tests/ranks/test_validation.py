@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
 
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.schema import Validation
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.dataset import RunData, SampleReader, ValidationBatches, rows_of_rank
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -20,7 +19,7 @@ from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
 from torchtitan_lite.tools.verify.plain import init_leveled
-from torchtitan_lite.validation import is_validated, validate
+from torchtitan_lite.validation import validate
 
 SEQ_LEN = compare.SEQ_LEN
 BYTES = {"model.vocab_size": 264}  # of the byte tokenizer 258, and a multiple of tp
@@ -134,9 +133,3 @@ def test_documents_that_do_not_see_each_other_have_one_loss_on_every_layout(pool
         assert found == pytest.approx(alone, rel=1e-6)
     (causal,) = pool.run(validate_layout, 1, {}, folder, -1)
     assert alone != pytest.approx(causal, rel=5e-6)
-
-
-def test_steps_that_are_validated():
-    section = Validation(enable=True, freq=10)
-    assert [step for step in range(1, 36) if is_validated(step, section, 35)] == [1, 10, 20, 30, 35]
-    assert not any(is_validated(step, Validation(), 35) for step in range(1, 36))

@@ -19,7 +19,6 @@ from layouts import (
     EXPERTS,
     HEAD_NORMS,
     MODE,
-    NO_LOSS_PARALLEL,
     OPTION,
     PP,
     REPLICATE,
@@ -60,7 +59,7 @@ V_SCHEDULE = {SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}
 
 # name -> world size, keys. Every axis, ZeRO stage, recompute mode and attention, and three schedules.
 LAYOUTS = {
-    "dp2 x tp2": (4, {TP: 2, BATCH: 4, MODE: "none", **CHUNKS, **NO_LOSS_PARALLEL}),
+    "dp2 x tp2": (4, {TP: 2, BATCH: 4, MODE: "none", **CHUNKS}),
     "replicas, ZeRO 2": (4, {REPLICATE: 2, ZERO: 2, MODE: "selective", **ACCUMULATION_4}),
     "cp2, documents": (2, {CP: 2, BATCH: 4, **DOCUMENTS}),
     "cp2, ring": (2, {CP: 2, BATCH: 4, MODE: "full", **RING}),

@@ -17,7 +17,6 @@ from layouts import (
     DOCUMENTS,
     EP,
     MODE,
-    NO_LOSS_PARALLEL,
     OPTION,
     PP,
     REPLICATE,
@@ -141,7 +140,7 @@ def draw_keys(draw: random.Random, degrees: dict[str, int]) -> dict[str, object]
             "flavor.normalize_top_k": top_k > 1,
         }
         keys = experts | keys
-    for option in (RING, DOCUMENTS, NO_LOSS_PARALLEL):
+    for option in (RING, DOCUMENTS):
         keys |= option if draw.random() < 0.3 else {}
     return keys
 

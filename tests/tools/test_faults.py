@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import compare
 import pytest
@@ -17,34 +18,37 @@ import torch
 import torch.distributed as dist
 import warm_start
 from checkpoints import flip_bit, list_differing, make_saver, make_snapshots, train, whole_state
-from layouts import MOE
+from layouts import MOE, PP, REPLICATE, TP
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.build import Run
-from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
+from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.faults import start as start_module
 from torchtitan_lite.faults.copies import compare_copies
 from torchtitan_lite.faults.flight_recorder import find_deviation, summarize
 from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.faults.start import start_from
+from torchtitan_lite.parallel.tied_embeddings import TiedMatrix
 from torchtitan_lite.tools.check import check
 from torchtitan_lite.tools.faults.hang import explain
 from torchtitan_lite.tools.plan.pulse import VARIABLES, judge
 from torchtitan_lite.tools.verify.ranks import RankPool
 
-TP, REPLICATE, SHARD = (
-    f"parallelism.{name}_degree"
-    for name in ("tensor_parallel", "data_parallel_replicate", "data_parallel_shard")
-)
+SHARD = "parallelism.data_parallel_shard_degree"
 
 # ---------------------------------------------------------------- the drill
 
 
-def test_a_drill_of_four_faults_finds_all_and_ends_with_the_weights_of_the_undisturbed_run(
-    tmp_path,
+@pytest.mark.parametrize(
+    "faults",
+    ["stop,flip_snapshot", pytest.param("kill,flip_weight,kill_torchrun", marks=pytest.mark.slow)],
+)
+def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_run(
+    tmp_path, faults
 ):
     keys = [
         *warm_start.write_letters(tmp_path / "letters"),
@@ -62,7 +66,6 @@ def test_a_drill_of_four_faults_finds_all_and_ends_with_the_weights_of_the_undis
         str(tmp_path / "out"),
     ]
     environment = {**os.environ, "NGPU": "2", "PYTHONPATH": str(REPOSITORY)}
-    faults = "kill,stop,flip_weight,flip_snapshot"
     answer = subprocess.run(
         [*command, "--faults", faults],
         cwd=tmp_path,
@@ -76,9 +79,8 @@ def test_a_drill_of_four_faults_finds_all_and_ends_with_the_weights_of_the_undis
         answer.stdout
     )
     for row in rows:
-        assert row["is_equal"] and row["found_s"] is not None, row
         assert row["steps_lost"] <= 1, row
-    assert rows[1]["found_s"] > 5, "not before comm.hang_seconds"
+        assert row["found_s"] > 5 or row["kind"] != "stop", "not before comm.hang_seconds"
 
 
 def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_of_them(tmp_path):
@@ -187,7 +189,7 @@ WAITS = {"mesh_tp [0, 1]": (7, "all_reduce", [[3]], False)}
 CAME = {"mesh_tp [0, 1]": (6, "all_reduce", [[3]], True)}
 HANGS = {  # what ranks 0 and 1 of a tp group of two wrote, the state of rank 1's process, who is named, and how
     "stopped": ({0: {"calls": WAITS}}, "T", {1}, "is stopped"),
-    "ended": ({0: {"calls": WAITS}}, "", {1}, "has ended"),
+    "ended": ({0: {"calls": WAITS}}, "Z", {1}, "has ended"),
     "holds the lock": ({0: {"calls": WAITS}}, "R", {1}, "never releases the GIL"),
     "busy": (
         {0: {"calls": WAITS}, 1: {"calls": CAME, "stack": ["own.py:7 loop"]}},
@@ -233,7 +235,8 @@ def make_file(rank: int, state: str, written: dict) -> dict:
             [make_call(group, *row) for group, row in written.get("calls", {}).items()]
         ),
         "deviation": written.get("deviation", ""),
-        "pipeline": written.get("pipeline", {"waits_for": "", "sender": None, "sent": {}}),
+        "waits_for": "",
+        "sender": None,
     }
 
 
@@ -247,19 +250,6 @@ def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(name):
             "rank 1 (tp 1) is missing from call 7 on axis tp, all_reduce [[3]], which rank 0 waits for"
             in text
         )
-
-
-def test_a_report_names_the_stage_that_has_passed_a_send():
-    sent = {
-        0: {"fwd_recv": 3, "bwd_recv": 1},
-        1: {"fwd_recv": 2, "bwd_recv": 1},
-    }  # the third was not received
-    waits_for = {0: "bwd_recv", 1: "fwd_recv"}
-    files = {}
-    for rank in sent:
-        pipeline = {"waits_for": waits_for[rank], "sender": 1 - rank, "sent": sent[rank]}
-        files[rank] = make_file(rank, "S", {"pipeline": pipeline, "stack": ["compute_gradients"]})
-    assert explain(files)[0].keys() == {0}
 
 
 def test_a_step_that_calls_something_else_than_the_last_one_is_noticed():
@@ -313,6 +303,15 @@ def test_the_tool_hang_reads_dumps_of_a_flight_recorder_without_executing_code(
 # ---------------------------------------------------------------- silent damage
 
 
+def try_to_compare(run: Run) -> str:
+    """Return what is said of copies that differ."""
+    try:
+        compare_copies(run, dist.group.WORLD)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def flip_each_tensor(
     rank: int, world_size: int, overrides: dict
 ) -> tuple[list[str], dict[str, str]]:
@@ -336,10 +335,8 @@ def flip_each_tensor(
             copied.append(name)
         bits = shard.view(torch.int32).flatten()
         bits[:1] ^= int(rank == 1)
-        try:
-            compare_copies(tensors, run.mesh, dist.group.WORLD)
-        except UserError as error:
-            found[name] = str(error)
+        if said := try_to_compare(run):
+            found[name] = said
         bits[:1] ^= int(rank == 1)
     return copied, found
 
@@ -364,6 +361,30 @@ def test_a_flipped_bit_is_found_in_everything_that_more_than_one_rank_holds(pool
             assert f"copy of {name}." in said and ("rank 1 has another" in said or in_pair)
 
 
+def send_a_wrong_copy(rank: int, world_size: int) -> list[str]:
+    """Worker: return what is said of a tied embedding in a pipeline, and if rank 3 receives it with another bit."""
+    overrides = {PP: 2, REPLICATE: 2, SHARD: 1, "flavor.tie_embeddings": True}
+    run = compare.build_table_run(world_size, overrides)
+    train(run, range(1))
+    said = [try_to_compare(run)]
+    send = TiedMatrix.send_weights
+
+    def send_wrongly(tied: TiedMatrix) -> None:
+        send(tied)
+        if rank == 3:
+            compare.local(tied.copy).detach().view(torch.int32).flatten()[:1] ^= 1
+
+    with patch.object(TiedMatrix, "send_weights", send_wrongly):
+        said.append(try_to_compare(run))
+    return said
+
+
+def test_the_copy_of_a_tied_embedding_is_compared_over_the_pipeline(pool):
+    for equal, different in pool.run(send_a_wrong_copy, 4):
+        assert equal == ""
+        assert "rank 3 has another copy of model.tok_embeddings.weight." in different
+
+
 # ---------------------------------------------------------------- snapshots
 
 
@@ -374,7 +395,7 @@ def open_run(run, folder: str, n_hosts: int, **keys: object) -> tuple[Run, Snaps
     )
     job = replace(run.config.job, dump_folder=f"{folder}/run")
     run = replace(run, config=replace(run.config, checkpoint=section, job=job))
-    return run, make_snapshots(job.dump_folder, section, run.optimizer, n_hosts)
+    return run, make_snapshots(job.dump_folder, section, run, n_hosts)
 
 
 def start(
@@ -387,7 +408,7 @@ def start(
     with snapshots:
         try:
             return start_from(run, snapshots, dist.group.WORLD, restarted=False), run
-        except CheckpointError as error:
+        except UserError as error:
             return str(error), run
 
 
@@ -512,20 +533,40 @@ def test_snapshots_belong_to_one_dump_folder_and_go_when_the_run_ends(pool, tmp_
     assert list((tmp_path / "snapshots").iterdir()) == []
 
 
-def restore_on_another_layout(rank: int, world_size: int, folder: str) -> list[int | str]:
-    """Worker: save on dp4, restore there and on tp4, and with fewer training.steps."""
+CHANGED = {
+    "nothing": ({}, 2),
+    "noted": ({"optimizer.lr": 0.5, "training.max_norm": 7.0}, 2),
+    "refused": ({"debug.seed": 9}, "debug.seed = 9: "),
+    "last step": ({"training.steps": 2}, "is already at step 2"),
+    "another layout": ({SHARD: 2, TP: 2}, 0),
+}
+
+
+def restore_after_changes(rank: int, world_size: int, folder: str) -> dict[str, tuple]:
+    """Worker: save on dp4. Return the result of starts with changed keys and no checkpoint, and what they log."""
     run, snapshots = open_run(compare.build_table_run(world_size, {SHARD: 4}), folder, n_hosts=1)
     with snapshots:
         for step in (1, 2):
             snapshots.after_step(step, run.saved, n_steps=9, is_stopped=False)
-    found = []
-    for overrides in ({SHARD: 4}, {SHARD: 4, "training.steps": 2}, {SHARD: 2, TP: 2}):
+    found = {}
+    for name, (overrides, _) in CHANGED.items():
         dist.barrier()
-        found.append(start(world_size, overrides, folder)[0])
+        with patch.object(start_module.logger, "info") as log:
+            result, _ = start(world_size, {SHARD: 4} | overrides, folder)
+        found[name] = result, [call.args[0] for call in log.call_args_list]
     return found
 
 
-def test_a_snapshot_of_another_layout_or_of_the_last_step_is_not_restored(pool, tmp_path):
-    for resumed, too_late, other_layout in pool.run(restore_on_another_layout, 4, str(tmp_path)):
-        assert (resumed, other_layout) == (2, 0)
-        assert "step-2 is already at step 2: set training.steps to more than 2" in too_late
+def test_a_snapshot_without_a_checkpoint_is_restored_with_a_notice_of_each_changed_key(
+    pool, tmp_path
+):
+    for found in pool.run(restore_after_changes, 4, str(tmp_path)):
+        for name, (_, expected) in CHANGED.items():
+            result, lines = found[name]
+            assert result == expected or expected in str(result)
+            if name == "noted":
+                keys = [line.partition(" is now ")[0] for line in lines]
+                assert keys[:2] == ["training.max_norm", "optimizer.lr"]
+                assert lines[2].startswith("the learning rate is ")
+            else:
+                assert lines == []

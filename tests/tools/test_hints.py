@@ -7,7 +7,7 @@ from base64 import b64encode
 from pathlib import Path
 
 import pytest
-from test_check import H100_ELSEWHERE, LAPTOP
+from test_check import LAPTOP
 from test_fine_tuning import CASES, publish
 from test_tokenizers import SHIPPED
 
@@ -178,10 +178,3 @@ def test_memory_that_was_not_judged_is_judged_with_the_options_named(capsys):
     options = re.search(r"(--gpus \d+ --gpu \w+)", capsys.readouterr().out)[1]
     assert main(["check", "--config", "llama3_70b", *options.split()]) == 0
     assert "a rank has" in capsys.readouterr().out
-
-
-def test_presets_of_many_gpus_save_checkpoints_beside_the_steps():
-    for name, n_ranks in (("llama3_70b", 64), ("llama3_405b", 128)):
-        prepared = check.check(["--config", name], H100_ELSEWHERE, n_ranks, 1)
-        section = prepared.config.checkpoint
-        assert section.enable and section.async_mode == "async" and 100 <= section.interval < 500

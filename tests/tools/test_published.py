@@ -4,7 +4,7 @@ from math import exp
 
 import pytest
 
-from torchtitan_lite.config.block import count_all_layers
+from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan import published
 from torchtitan_lite.tools.plan.bars import BARS, find_family
@@ -53,6 +53,6 @@ def test_published_layouts_multiply_out_and_their_models_have_the_published_size
         )
         if size := sizes.get(row.values["model"]):
             n_tables = 1 if args.tie_embeddings else 2
-            assert count_all_layers(args) + n_tables * args.vocab_size * args.dim == pytest.approx(
-                size, rel=0.02
-            )
+            assert count_parameters(
+                args, prefix="layers."
+            ) + n_tables * args.vocab_size * args.dim == pytest.approx(size, rel=0.02)

@@ -13,7 +13,7 @@ import warm_start
 from warm_start import MARK, finish, launch, list_children, list_ranks, read_losses, read_until
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.checkpoint.manifest import find_steps
+from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.components import shutdown
 from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, StopRequest, describe_stop
 from torchtitan_lite.config.reader import read_config

@@ -10,7 +10,7 @@ import pytest
 import warm_start
 from warm_start import finish, list_differences, read_until
 
-from torchtitan_lite.checkpoint.manifest import find_steps
+from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.config.reader import REPOSITORY
 
 SCRIPT = REPOSITORY / "assets" / "slurm" / "train.sbatch"

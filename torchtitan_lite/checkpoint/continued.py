@@ -43,16 +43,7 @@ NOTED = (
     "validation.dataset",
 )
 FREE = (
-    "model.name",
-    "model.flavor",
-    "model.hf_assets_path",
-    "model.dim",
-    "model.n_layers",
-    "model.n_heads",
-    "model.n_kv_heads",
-    "model.head_dim",
-    "model.ffn_dim",
-    "model.vocab_size",
+    "model",
     "training.dataset_path",
     "training.cache_folder",
     "training.local_batch_size",
@@ -73,9 +64,7 @@ FREE = (
     "job",
     "profiling",
 )
-
-
-RULES = {name: rule for rule in (REFUSED, NOTED, FREE) for name in rule}
+RULES = dict.fromkeys(REFUSED, REFUSED) | dict.fromkeys(NOTED, NOTED) | dict.fromkeys(FREE, FREE)
 
 
 def find_rule(key: str) -> tuple[str, ...] | None:
@@ -91,7 +80,8 @@ def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, 
         value = get_value(config, key)
         before = saved.get(key, value)
         if key.endswith(".dataset"):  # a corpus may move to another folder
-            before, value = ([Path(name).name for name in names] for names in (before, value))
+            before = [Path(name).name for name in before]
+            value = [Path(name).name for name in value]
         if before != value:
             different[key] = before, value
     return different
@@ -100,35 +90,43 @@ def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, 
 def check_continued(
     problems: Problems, config: Config, weights: Weights, documents: dict[str, str]
 ) -> list[str]:
-    """Refuse, or return a notice for, each difference between a resolved config and the run to continue."""
-    path, manifest, exclude = weights.path, weights.manifest, config.checkpoint.exclude_from_loading
+    """Refuse, or return a notice for, each difference between a resolved config and the run to continue.
+
+    `documents`: name of a corpus -> fingerprint of its documents now.
+    """
+    path = weights.path
+    manifest = weights.manifest
+    exclude = config.checkpoint.exclude_from_loading
     options = f"--job.dump_folder=FOLDER --{PATH}={path} --checkpoint.initial_load_model_only"
     new_run = f"start another run from these weights: {options}"
     notices = []
     different = list_different(config, weights)
     for key, (before, value) in different.items():
         rule = find_rule(key)
-        if rule is REFUSED and key.partition(".")[0] not in exclude:
+        section = key.partition(".")[0]
+        if rule is REFUSED and section not in exclude:
             remedy = f"Use {before!r}, or {new_run}"
-            if key.startswith("optimizer."):
+            if section == "optimizer":
                 remedy += ", or start with new moments: --checkpoint.exclude_from_loading=optimizer"
             problems.refuse(key, f"{path} was trained with {before!r}", remedy)
         elif rule is not FREE:
             notices.append(f"{key} is now {value!r}; {path} was trained with {before!r}")
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in different):
         notices.append(describe_rates(config, weights))
-    for name, before in zip(
-        config.training.dataset, manifest.fingerprint.get("documents", []), strict=False
-    ):
+    saved_documents = manifest.fingerprint.get("documents", [])
+    for name, before in zip(config.training.dataset, saved_documents, strict=False):
         if documents.get(name, before) != before:
             why = f"the documents of {name} have changed since {path} was saved"
             problems.refuse("training.dataset", why, f"Put them back, or {new_run}")
     n_steps = config.training.steps
-    if manifest.step >= n_steps and not weights.is_resumed:
-        why = f"{path} is already at step {manifest.step}, and its step is continued"
-        problems.refuse("training.steps", why, f"Set it to more than {manifest.step}, or {new_run}")
+    if manifest.step >= n_steps:
+        if not weights.is_resumed:
+            why = f"{path} is already at step {manifest.step}, and its step is continued"
+            remedy = f"Set it to more than {manifest.step}, or {new_run}"
+            problems.refuse("training.steps", why, remedy)
+        return notices
     has_state = exclude or any(name.startswith("optimizer.") for name in manifest.tensors)
-    if OPTIMIZERS[config.optimizer.name].n_moments and not has_state and manifest.step < n_steps:
+    if OPTIMIZERS[config.optimizer.name].n_moments and not has_state:
         why = f"{path} has only weights (checkpoint.last_save_model_only), so training cannot continue from it"
         problems.refuse("training.steps", why, f"To use them, {new_run}")
     return notices
@@ -136,13 +134,16 @@ def check_continued(
 
 def describe_rates(config: Config, weights: Weights) -> str:
     """Return the learning rates of the last step of a checkpoint and of the next one, and how to keep its schedule."""
-    step, before = weights.manifest.step, weights.manifest.run["config"]
+    step = weights.manifest.step
+    before = weights.manifest.run["config"]
     earlier = LRScheduler(**before["lr_scheduler"])
-    earlier = replace(earlier, total_steps=earlier.total_steps or before["training"]["steps"])
-    last = before["optimizer"]["lr"] * learning_rate_factor(earlier, step - 1)
+    if earlier.total_steps is None:
+        earlier = replace(earlier, total_steps=before["training"]["steps"])
+    lr = before["optimizer"]["lr"]
+    last = lr * learning_rate_factor(earlier, step - 1)
     following = config.optimizer.lr * learning_rate_factor(config.lr_scheduler, step)
     text = f"the learning rate is {last:.3g} at step {step} and {following:.3g} at step {step + 1}"
     if config.lr_scheduler.total_steps != earlier.total_steps:
-        kept = before["optimizer"]["lr"] * learning_rate_factor(earlier, step)
+        kept = lr * learning_rate_factor(earlier, step)
         text += f"; --lr_scheduler.total_steps={earlier.total_steps} keeps the earlier schedule ({kept:.3g})"
     return text

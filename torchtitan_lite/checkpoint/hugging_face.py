@@ -12,19 +12,19 @@ rows of modules marked `is_rotated` in the table of the model are in a different
 Legend: E head dim, R rows.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.checkpoint.hugging_face_folder import (
     HuggingFaceFolder,
     list_tensors,
     name_theirs,
 )
-from torchtitan_lite.checkpoint.manifest import CheckpointError
-from torchtitan_lite.checkpoint.storage import open_tensors
+from torchtitan_lite.checkpoint.load import find_shard, open_tensors
 from torchtitan_lite.config.block import list_expert_biases, list_parameters
 from torchtitan_lite.config.model_rows import ModelArgs
 
@@ -51,41 +51,36 @@ def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> No
 
     Raises CheckpointError if a parameter is not in the folder, DamagedCheckpoint for a damaged file.
     """
-    biases = list_expert_biases(folder.model_args)
-    if unknown := parameters.keys() - {*list_tensors(folder.model_args), "output.weight", *biases}:
+    model_args = folder.model_args
+    biases = list_expert_biases(model_args)
+    known = {*list_tensors(model_args), *biases, "output.weight"}
+    if unknown := parameters.keys() - known:
         raise CheckpointError(f"{folder.path} has a different model: it has no {min(unknown)}")
     for fqn, parameter in parameters.items():
         if fqn in biases:
             parameter.zero_()
             continue
-        local, offsets = parameter, [0] * parameter.dim()
-        if isinstance(parameter, DTensor):
-            (chunk,) = (
-                parameter.__create_chunk_list__()
-            )  # the method that torch.distributed.checkpoint calls
-            local, offsets = parameter.to_local(), chunk.offsets
-        if local.dim() == 3:
-            for matrix, name in zip(
-                local, name_theirs(fqn, folder.model_args)[offsets[0] :], strict=False
-            ):
+        names = name_theirs(fqn, model_args)
+        shard, offsets = find_shard(parameter)
+        if shard.dim() == 3:
+            for matrix, name in zip(shard, names[offsets[0] :], strict=False):
                 read_box(matrix.t(), folder, name, offsets[:0:-1])
-        elif local.numel():
-            unit = find_unit(fqn, folder.model_args)
-            read_box(local, folder, *name_theirs(fqn, folder.model_args), offsets, head_dim=unit)
+        elif shard.numel():
+            read_box(shard, folder, names[0], offsets, unit=find_unit(fqn, model_args))
 
 
 def read_box(
-    target: Tensor, folder: HuggingFaceFolder, name: str, offsets: Sequence[int], head_dim: int = 1
+    target: Tensor, folder: HuggingFaceFolder, name: str, offsets: Sequence[int], unit: int = 1
 ) -> None:
-    """Fill `target` with the slice at `offsets` of their tensor. If head_dim > 1, reorder the rows of each head."""
-    first, stop = offsets[0], offsets[0] + target.shape[0]
-    whole = slice(
-        first // head_dim * head_dim, -(-stop // head_dim) * head_dim
-    )  # only full heads can be reordered
-    columns = [
-        slice(offset, offset + size)
-        for offset, size in zip(offsets[1:], target.shape[1:], strict=True)
-    ]
-    rows = open_tensors(folder.files[name]).get_slice(name)[(whole, *columns)]
-    rows = to_our_order(rows, head_dim) if head_dim > 1 else rows
-    target.copy_(rows[first - whole.start : stop - whole.start])
+    """Fill `target` with the slice at `offsets` of their tensor. Units of more than one row are reordered as heads."""
+    first = offsets[0]
+    stop = first + target.shape[0]
+    begin = first // unit * unit  # only full heads can be reordered
+    end = math.ceil(stop / unit) * unit
+    box = [slice(begin, end)]
+    for offset, size in zip(offsets[1:], target.shape[1:], strict=True):
+        box.append(slice(offset, offset + size))
+    rows = open_tensors(folder.files[name]).get_slice(name)[tuple(box)]
+    if unit > 1:
+        rows = to_our_order(rows, unit)
+    target.copy_(rows[first - begin : stop - begin])

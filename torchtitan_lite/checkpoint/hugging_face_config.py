@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
-from torchtitan_lite.config.files import JsonError, JsonObject, read_json, shorten
+from torchtitan_lite.config.files import JsonObject, read_json
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import SWITCHES, Family, ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.models.registry import MODELS
@@ -42,20 +42,10 @@ class HuggingFaceError(UserError):
 
     def __init__(self, folder: Path, problems: list[str]):
         self.problems = problems
-        super().__init__(
-            "\n".join([f"{folder} cannot be used:", *(f"  {problem}" for problem in problems)])
-        )
+        super().__init__("\n  ".join([f"{folder} cannot be used:", *problems]))
 
 
 COMMON_CONSTANTS = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
-QUANTIZED = (
-    "quantization_config",
-    "compression_config",
-    "quantization",
-)  # keys of transformers, and of MLX
-NOT_QUANTIZED = (
-    "Quantized weights cannot be used: take the folder with the weights in bfloat16 or float32"
-)
 
 
 def list_families() -> dict[str, tuple[str, Family]]:
@@ -70,8 +60,9 @@ def list_families() -> dict[str, tuple[str, Family]]:
 def find_model_type(model_args: ModelArgs) -> str | None:
     """Return the model_type of the first family that computes the same; None: the model has no Hugging Face format."""
     wanted = {switch for switch in SWITCHES if getattr(model_args, switch)}
+    has_experts = model_args.moe is not None
     for kind, family in MODELS[model_args.name].families.items():
-        if set(family.switches) == wanted and bool(family.experts) == (model_args.moe is not None):
+        if set(family.switches) == wanted and bool(family.experts) == has_experts:
             return kind
     return None
 
@@ -86,14 +77,17 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     if find_model_type(model_args) is None:
         return f"no family in the table of model.name = {model_args.name!r} computes the same in transformers"
     family = find_family(model_args)
+    theirs = f"transformers' {family.title}"
     if model_args.dim % model_args.n_heads and family.divides_dim:
-        return f"transformers needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
+        return f"{theirs} needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
     if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # for example in a fork
-        return f"model.attention = {attention!r}, but transformers' {family.title} only has causal attention"
-    for number in fields(MoEArgs) if model_args.moe else ():
+        return f"model.attention = {attention!r}, but {theirs} only has causal attention"
+    if model_args.moe is None:
+        return None
+    for number in fields(MoEArgs):
         value = getattr(model_args.moe, number.name)
         if number.name not in family.experts and value != number.default:
-            return f"{number.name} = {value!r}, but transformers' {family.title} only supports {number.default!r}"
+            return f"{number.name} = {value!r}, but {theirs} only supports {number.default!r}"
     return None
 
 
@@ -102,15 +96,10 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
 
 def read_published(folder: Path) -> dict[str, JsonObject]:
     """Return file name -> content of config.json and generation_config.json, if present. Raises JsonError."""
-    published = {
-        name: read_json(folder / name)
-        for name in (CONFIG, GENERATION_CONFIG)
-        if (folder / name).exists()
-    }
-    for content in published.values():
-        content.take("eos_token_id", int | list[int], None)
-        if content.get(LENGTH) is not None:
-            take_size(content, LENGTH)
+    published = {}
+    for name in (CONFIG, GENERATION_CONFIG):
+        if (folder / name).exists():
+            published[name] = read_json(folder / name)
     return published
 
 
@@ -120,43 +109,35 @@ def read_model_args(folder: Path) -> ModelArgs:
     Raises HuggingFaceError with all unsupported features, and JsonError for a value that is missing or has no sense.
     """
     content = read_json(folder / CONFIG)
-    for key in QUANTIZED:
-        if content.get(key):
-            raise HuggingFaceError(
-                folder, [f"{CONFIG}: {key} = {shorten(content[key])}. {NOT_QUANTIZED}"]
-            )
     families = list_families()
-    if content.take("model_type", str, None) not in families:
-        known = ", ".join(families)
-        raise HuggingFaceError(
-            folder, [f"{CONFIG}: model_type = {content.get('model_type')!r}; supported: {known}"]
-        )
-    model_name, family = families[content["model_type"]]
+    kind = content.take("model_type", str, None)
+    if kind not in families:
+        why = f"{CONFIG}: model_type = {kind!r}; supported: {', '.join(families)}"
+        raise HuggingFaceError(folder, [why])
+    model_name, family = families[kind]
     given = {key: value for key, value in content.items() if value is not None}
     config = JsonObject(content.path, family.defaults | given)
     if "use_sliding_window" in family.must_be and not config.get("use_sliding_window"):
         config.pop("sliding_window", None)  # transformers ignores it
     if "num_local_experts" in config:  # the spelling of transformers 5
         config.setdefault("num_experts", config["num_local_experts"])
-    rope = config.take("rope_scaling", dict, {}) or config.take(
-        "rope_parameters", dict, JsonObject(content.path, {})
-    )
+    rope = config.take("rope_scaling", dict, {})
+    if not rope:
+        rope = config.take("rope_parameters", dict, JsonObject(content.path, {}))
     if problems := find_unsupported(config, family, rope):
         raise HuggingFaceError(folder, [f"{CONFIG}: {problem}" for problem in problems])
-    n_heads = take_size(config, "num_attention_heads")
+    n_heads = config.take("num_attention_heads", int)
     config.setdefault("num_key_value_heads", n_heads)
-    config.setdefault("head_dim", take_size(config, "hidden_size") // n_heads)
-    n_kv_heads = take_size(config, "num_key_value_heads")
-    if n_heads % n_kv_heads:
-        why = f"num_key_value_heads = {n_kv_heads} does not divide num_attention_heads = {n_heads}"
-        raise HuggingFaceError(folder, [f"{CONFIG}: {why}"])
-    sizes = {
-        name: take_size(config, key) for name, key in family.sizes.items() if name != "norm_eps"
-    }
+    config.setdefault("head_dim", config.take("hidden_size", int) // n_heads)
+    sizes = {}
+    for name, key in family.sizes.items():
+        sizes[name] = config.take(key, float if name == "norm_eps" else int)
+    rope_theta = rope.take("rope_theta", float, None)
+    if rope_theta is None:
+        rope_theta = config.take("rope_theta", float)
     return ModelArgs(
         **sizes,
-        norm_eps=config.take("rms_norm_eps", float),
-        rope_theta=rope.take("rope_theta", float, None) or config.take("rope_theta", float),
+        rope_theta=rope_theta,
         rope_scaling=read_scaling(rope, config),
         tie_embeddings=config.take("tie_word_embeddings", bool, False),
         **dict.fromkeys(family.switches, True),
@@ -191,14 +172,6 @@ def find_unsupported(config: JsonObject, family: Family, rope: JsonObject) -> li
     return problems
 
 
-def take_size(config: JsonObject, key: str) -> int:
-    """Return a whole number of 1 or more. Raises JsonError."""
-    value = config.take(key, int)
-    if value < 1:
-        raise JsonError(f"{config.path}: {config.place}{key} = {value}, but it must be 1 or more")
-    return value
-
-
 def read_rope_type(rope: JsonObject) -> str:
     return rope.take("rope_type", str, None) or rope.take("type", str, "default")
 
@@ -210,13 +183,12 @@ def read_scaling(rope: JsonObject, config: JsonObject) -> RopeScaling | None:
         return RopeScaling(factor=rope.take("factor", float), kind="linear")
     if kind == "default":
         return None
-    length = rope.take(SCALING_KEYS["original_length"], int, None) or take_size(config, LENGTH)
-    factors = {
-        name: rope.take(SCALING_KEYS[name], float)
-        for name in SCALING_KEYS
-        if name != "original_length"
-    }
-    return RopeScaling(**factors, original_length=length)
+    numbers = {"original_length": rope.take(SCALING_KEYS["original_length"], int, None)}
+    if numbers["original_length"] is None:
+        numbers["original_length"] = config.take(LENGTH, int)
+    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        numbers[name] = rope.take(SCALING_KEYS[name], float)
+    return RopeScaling(**numbers)
 
 
 def read_moe(config: JsonObject, family: Family) -> MoEArgs:
@@ -227,7 +199,7 @@ def read_moe(config: JsonObject, family: Family) -> MoEArgs:
         elif name == "normalize_top_k":
             numbers[name] = config.take(key, bool)
         else:
-            numbers[name] = take_size(config, key)
+            numbers[name] = config.take(key, int)
     return MoEArgs(**numbers)
 
 
@@ -250,13 +222,13 @@ def make_config(
     shorter than the training sequences.
     """
     if published:
-        changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published} or {
-            DTYPE_KEYS[0]: dtype
-        }
+        dtype_keys = [key for key in DTYPE_KEYS if key in published] or DTYPE_KEYS[:1]
+        changed: dict[str, object] = dict.fromkeys(dtype_keys, dtype)
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
         return published | changed
-    family, scaling = find_family(model_args), model_args.rope_scaling
+    family = find_family(model_args)
+    scaling = model_args.rope_scaling
     of_moe = {key: getattr(model_args.moe, name) for name, key in family.experts.items()}
     if DENSE_LAYERS in of_moe:
         of_moe[DENSE_LAYERS] = list(range(of_moe[DENSE_LAYERS]))

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
-    NOT_QUANTIZED,
     HuggingFaceError,
     find_family,
     read_model_args,
@@ -37,9 +36,7 @@ NO_WEIGHTS = (
     "rotary_emb.inv_freq"  # a constant that old versions of transformers saved in every layer
 )
 DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
-UNPACKED = (*DTYPES, "F64", "I64", "BOOL")  # dtypes that quantized weights do not have
 MOST_NAMED = 8  # tensors per message
-REMEDY = "Name a folder with config.json and safetensors files, as transformers saves a Llama, Mixtral or Qwen3"
 
 
 @dataclass(frozen=True)
@@ -70,41 +67,42 @@ def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
 
 def open_folder(path: Path) -> HuggingFaceFolder:
     """Read config.json and the headers of all files. Raises HuggingFaceError with every problem."""
-    model_args, found = read_model_args(path), {}
+    model_args = read_model_args(path)
+    file_of = {}
+    found = {}  # name -> shape
     for file in list_files(path):
-        found |= {
-            name: (file, *entry)
-            for name, entry in read_header(file).items()
-            if not name.endswith(NO_WEIGHTS)
-        }
-    for name, (file, dtype, _) in found.items():
-        if dtype not in UNPACKED:
-            raise HuggingFaceError(path, [f"{file.name}: {name} is {dtype}. {NOT_QUANTIZED}"])
+        for name, (dtype, shape) in read_header(file).items():
+            if name.endswith(NO_WEIGHTS):
+                continue
+            if dtype not in DTYPES:
+                remedy = f"Quantized weights cannot be used; supported: {', '.join(DTYPES)}"
+                raise HuggingFaceError(path, [f"{file.name}: {name} is {dtype}. {remedy}"])
+            file_of[name] = file
+            found[name] = shape
     expected = {}
-    for fqn, shape in list_tensors(model_args).items():  # the matrix of an expert is transposed
-        expected |= dict.fromkeys(
-            name_theirs(fqn, model_args), shape[:0:-1] if len(shape) == 3 else shape
-        )
-    problems = []
-    for kind, names in {
-        "missing": expected.keys() - found,
-        "unknown": found.keys() - expected,
-    }.items():
-        shown, more = sorted(names)[:MOST_NAMED], len(names) - MOST_NAMED
-        problems += (
-            [f"{kind}: {', '.join(shown)}" + f", and {more} more" * (more > 0)] if names else []
-        )
+    for fqn, shape in list_tensors(model_args).items():
+        if len(shape) == 3:
+            shape = shape[:0:-1]  # the matrix of an expert is transposed
+        expected |= dict.fromkeys(name_theirs(fqn, model_args), shape)
+    problems = list_names("missing", expected.keys() - found)
+    problems += list_names("unknown", found.keys() - expected)
     for name in sorted(expected.keys() & found):
-        file, dtype, shape = found[name]
-        if dtype not in DTYPES:
-            problems.append(f"{file.name}: {name} is {dtype}; supported: {', '.join(DTYPES)}")
-        if shape != expected[name]:
-            problems.append(
-                f"{file.name}: {name} is {dtype} {list(shape)}, but {CONFIG} says {list(expected[name])}"
-            )
+        if found[name] != expected[name]:
+            shapes = f"{list(found[name])}, but {CONFIG} says {list(expected[name])}"
+            problems.append(f"{file_of[name].name}: {name} is {shapes}")
     if problems:
         raise HuggingFaceError(path, problems)
-    return HuggingFaceFolder(path, model_args, {name: found[name][0] for name in expected})
+    return HuggingFaceFolder(path, model_args, {name: file_of[name] for name in expected})
+
+
+def list_names(kind: str, names: set[str]) -> list[str]:
+    """Return one problem with the first of these names, or none."""
+    if not names:
+        return []
+    shown = sorted(names)[:MOST_NAMED]
+    if len(names) > MOST_NAMED:
+        shown.append(f"and {len(names) - MOST_NAMED} more")
+    return [f"{kind}: {', '.join(shown)}"]
 
 
 def list_files(path: Path) -> list[Path]:
@@ -133,18 +131,14 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             header = parse_json(file.read(min(n_bytes, size)), path)
         header.pop("__metadata__", None)
         tensors = {name: header.take(name, dict) for name in header}
-        needed = (
-            8
-            + n_bytes
-            + max(entry.take("data_offsets", list[int])[1] for entry in tensors.values())
-        )
+        ends = [entry.take("data_offsets", list[int])[1] for entry in tensors.values()]
+        needed = 8 + n_bytes + max(ends)
         if size != needed:
             raise ValueError(f"it has {size} bytes, but its header needs {needed}")
-        return {
-            name: (entry.take("dtype", str), tuple(entry.take("shape", list[int])))
-            for name, entry in tensors.items()
-        }
+        described = {}
+        for name, entry in tensors.items():
+            described[name] = (entry.take("dtype", str), tuple(entry.take("shape", list[int])))
+        return described
     except (OSError, ValueError) as error:
-        raise HuggingFaceError(
-            path.parent, [f"{path} is not a complete safetensors file: {error}"]
-        ) from None
+        why = f"{path} is not a complete safetensors file: {error}"
+        raise HuggingFaceError(path.parent, [why]) from None

@@ -1,27 +1,28 @@
-"""Load a checkpoint on any layout: every rank reads its shards, and each file is hashed by one rank.
+"""Load a checkpoint on any layout: every rank reads only its shards, and each file is hashed by one rank.
 
-Reading and hashing overlap, but a load only succeeds if every hash matches. If the newest state is damaged, an older
-one is loaded. faults/start.py lists the states that a run may resume from.
+    manifest.json       chunks of wq: rows 0..3 in rank-00000.safetensors, rows 4..7 in rank-00001.safetensors
+    shard of a rank     rows 2..5, copied from both: `OpenCheckpoint.read_shard`
+
+A load only succeeds if every hash matches. If the newest state is damaged, an older one is loaded. faults/start.py
+lists the states that a run may resume from. If a rank fails, every rank raises its error (`raise_on_all_ranks`);
+otherwise the others would wait in their next collective, and report a time-out minutes later.
 """
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG
-from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.checkpoint.manifest import (
+from torchtitan_lite.checkpoint.format import (
     CheckpointError,
     DamagedCheckpoint,
     Manifest,
@@ -30,10 +31,147 @@ from torchtitan_lite.checkpoint.manifest import (
     read_manifest,
 )
 from torchtitan_lite.checkpoint.save import name_tensors, name_weights
-from torchtitan_lite.checkpoint.storage import StorageReader, explain_dcp_error, raise_on_all_ranks
 from torchtitan_lite.config.schema import Checkpoint
 
 logger = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------- one process
+
+
+class OpenCheckpoint:
+    """A checkpoint with its manifest. Files are opened when their tensors are read.
+
+    Raises CheckpointError if there is no checkpoint.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self.files: dict[str, safe_open] = {}
+
+    def read(self, name: str) -> Tensor:
+        """Return a full tensor on the CPU. Raises KeyError if there is none, DamagedCheckpoint for a damaged file."""
+        record = self.manifest.tensors[name]
+        tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        self.read_shard(name, tensor)
+        return tensor
+
+    @torch.no_grad()
+    def read_shard(self, name: str, tensor: Tensor) -> None:
+        """Fill this rank's shard of a tensor, from all chunks that overlap it."""
+        shard, begin = find_shard(tensor)
+        for chunk in self.manifest.tensors[name].chunks:
+            source = []
+            target = []
+            bounds = zip(begin, shard.shape, chunk.offsets, chunk.sizes, strict=True)
+            for own_offset, own_size, offset, size in bounds:
+                first = max(own_offset, offset)
+                stop = max(first, min(own_offset + own_size, offset + size))
+                source.append(slice(first - offset, stop - offset))
+                target.append(slice(first - own_offset, stop - own_offset))
+            box = shard[tuple(target)]
+            if box.numel():
+                box.copy_(self.open(chunk.file).get_slice(name)[tuple(source)])
+
+    def open(self, file: str) -> safe_open:
+        if file not in self.files:
+            self.files[file] = open_tensors(self.folder / file)
+        return self.files[file]
+
+
+def open_tensors(path: Path) -> safe_open:
+    """Map a safetensors file. Raises DamagedCheckpoint."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read as safetensors: {error}") from None
+
+
+def find_shard(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """Return this rank's shard of a tensor, and the index of its first element in the full tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor, [0] * tensor.dim()
+    (chunk,) = tensor.__create_chunk_list__()  # the method that torch.distributed.checkpoint calls
+    return tensor.to_local(), chunk.offsets
+
+
+def open_checkpoint(folder: Path, *, verify: bool = True) -> OpenCheckpoint:
+    """Open the checkpoint `folder` (a step-N). With `verify`, check the hashes of all files first.
+
+    Raises CheckpointError if there is no checkpoint, DamagedCheckpoint with the names of damaged files.
+    """
+    checkpoint = OpenCheckpoint(folder)
+    if verify:
+        require_undamaged(folder, list(read_checksums(folder)))
+    return checkpoint
+
+
+def require_undamaged(folder: Path, names: list[str]) -> None:
+    """Hash these files. Raises DamagedCheckpoint if one has changed."""
+    if damage := find_damage(folder, names):
+        raise DamagedCheckpoint("; ".join(damage))
+
+
+def require_tensors(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> None:
+    """Raise CheckpointError if the checkpoint lacks one of `tensors`."""
+    model = f"{checkpoint.folder} has a different model"
+    for name, tensor in tensors.items():
+        record = checkpoint.manifest.tensors.get(name)
+        if record is None:
+            raise CheckpointError(f"{model}: it has no {name}")
+        if record.shape != tuple(tensor.shape):
+            shapes = f"has shape {list(record.shape)} there, but {list(tensor.shape)} in this run"
+            raise CheckpointError(f"{model}: {name} {shapes}")
+
+
+def load_checkpoint(
+    path: Path, tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup
+) -> Manifest:
+    """Load this rank's shards `tensors` in place. The ranks of `group` share the files to hash. No communication.
+
+    Raises CheckpointError if a tensor is missing or has another shape, and DamagedCheckpoint if a file has changed
+    since it was saved; `tensors` are then undefined.
+    """
+    checkpoint = OpenCheckpoint(path)
+    require_tensors(checkpoint, tensors)
+    if verify:
+        names = sorted(read_checksums(path))
+        require_undamaged(path, names[group.rank() :: group.size()])
+    for name, tensor in tensors.items():
+        checkpoint.read_shard(name, tensor)
+    return checkpoint.manifest
+
+
+# ---------------------------------------------------------------- all ranks
+
+
+def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
+    """Call `action` on every rank. If it fails on any rank, all raise one of the errors. Collective.
+
+    Damage explains other errors, so it is raised first; then the error of the lowest rank.
+    """
+    result = None
+    failure = None
+    try:
+        result = action()
+    except CheckpointError as error:
+        failure = error
+    except Exception as error:  # a type that every process can unpickle
+        failure = CheckpointError(f"{type(error).__name__}: {error}")
+    failures: list[CheckpointError | None] = [None] * group.size()
+    dist.all_gather_object(failures, failure, group=group)  # a few hundred bytes per rank
+    raised = [failure for failure in failures if failure is not None]
+    if raised:
+        raise min(raised, key=lambda error: not isinstance(error, DamagedCheckpoint))
+    return result
+
+
+def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
+    """Call `action` on rank 0 only. Return its result, or raise its error, on every rank. Collective."""
+    results = [raise_on_all_ranks(group, action if group.rank() == 0 else lambda: None)]
+    dist.broadcast_object_list(results, group=group, group_src=0)
+    return results[0]
 
 
 class Saved(NamedTuple):
@@ -58,52 +196,16 @@ def restore(
 
     Raises CheckpointError; the parameters are then undefined.
     """
-    tensors = list_restored(parameters, optimizer, section)
+    if "optimizer" in section.exclude_from_loading:
+        logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
+        tensors = name_weights(parameters)
+    else:
+        create_optimizer_state(optimizer)
+        tensors = name_tensors(parameters, optimizer)
     loaded = load_newest(found, tensors, verify=section.verify, group=group)
     set_step(lr_scheduler, loaded.step)
     logger.info(f"resumed from the {loaded.kind} {loaded.path}")
     return loaded
-
-
-def load_initial(
-    parameters: dict[str, Tensor],
-    optimizer: Optimizer,
-    lr_scheduler: LRScheduler,
-    *,
-    section: Checkpoint,
-    group: dist.ProcessGroup,
-) -> int:
-    """Load checkpoint.initial_load_path if it is set. Return the step of its optimizer state, or 0. Collective.
-
-    preflight has already compared the config with the checkpoint. Raises CheckpointError; the parameters are then
-    undefined.
-    """
-    if not section.initial_load_path:
-        return 0
-    path = Path(section.initial_load_path)
-    if (path / CONFIG).is_file():
-        raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
-    elif section.initial_load_model_only:
-        load_checkpoint(path, name_weights(parameters), verify=section.verify, group=group)
-    else:
-        tensors = list_restored(parameters, optimizer, section)
-        manifest = load_checkpoint(path, tensors, verify=section.verify, group=group)
-        set_step(lr_scheduler, manifest.step)
-        logger.info(f"the run continues {path}")
-        return manifest.step
-    logger.info(f"the run starts from the weights in {path}")
-    return 0
-
-
-def list_restored(
-    parameters: dict[str, Tensor], optimizer: Optimizer, section: Checkpoint
-) -> dict[str, Tensor]:
-    """Return the tensors to load when a run continues: weights, and the optimizer state unless it is excluded."""
-    if "optimizer" in section.exclude_from_loading:
-        logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
-        return name_weights(parameters)
-    create_optimizer_state(optimizer)
-    return name_tensors(parameters, optimizer)
 
 
 def create_optimizer_state(optimizer: Optimizer) -> None:
@@ -137,61 +239,10 @@ def load_newest(
         load = partial(load_checkpoint, saved.path, tensors, verify=verify, group=saved.ranks)
         try:
             raise_on_all_ranks(group, load)
+            return saved
         except DamagedCheckpoint as error:
             reasons.append(str(error))
-            if dist.get_rank(group) == 0:
+            if group.rank() == 0:
                 logger.error(f"DAMAGED {saved.kind.upper()}, trying an older one: {error}")
-            continue
-        return saved
-    raise CheckpointError(
-        f"nothing can be loaded: {'; '.join(reasons)}. Restore a checkpoint from a copy, or start another run with "
-        "--job.dump_folder=FOLDER"
-    )
-
-
-def load_checkpoint(
-    path: Path, tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup
-) -> Manifest:
-    """Load `tensors` in place from the checkpoint `path`. Collective.
-
-    `tensors` are this rank's shards. Raises CheckpointError if a tensor is missing or has another shape, and
-    DamagedCheckpoint if a file has changed since it was saved; `tensors` are then undefined.
-    """
-    manifest = raise_on_all_ranks(group, lambda: read_matching_manifest(path, tensors))
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    own_files = sorted(read_checksums(path))[rank::world_size] if verify else []
-    failure = None
-    with ThreadPoolExecutor(1, thread_name_prefix="verify") as thread:
-        hashing = thread.submit(find_damage, path, own_files)
-        try:
-            planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-            dcp.load(
-                tensors,
-                storage_reader=StorageReader(path, manifest),
-                planner=planner,
-                process_group=group,
-            )
-        except CheckpointException as error:  # the same on every rank
-            failure = explain_dcp_error(error)
-    found: list[list[str]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(found, hashing.result(), group=group)
-    if problems := [problem for of_rank in found for problem in of_rank]:
-        raise DamagedCheckpoint(
-            "; ".join(problems[:3]) + f" and {len(problems) - 3} more" * (len(problems) > 3)
-        )
-    if failure:
-        raise failure
-    return manifest
-
-
-def read_matching_manifest(path: Path, tensors: dict[str, Tensor]) -> Manifest:
-    """Return the manifest. Raises CheckpointError if the checkpoint lacks one of `tensors`."""
-    manifest = read_manifest(path)
-    for name, tensor in tensors.items():
-        record = manifest.tensors.get(name)
-        if record is None:
-            raise CheckpointError(f"{path} has a different model: it has no {name}")
-        if record.shape != tuple(tensor.shape):
-            shapes = f"has shape {list(record.shape)} there, but {list(tensor.shape)} in this run"
-            raise CheckpointError(f"{path} has a different model: {name} {shapes}")
-    return manifest
+    remedy = "Restore a checkpoint from a copy, or start another run with --job.dump_folder=FOLDER"
+    raise CheckpointError(f"nothing can be loaded: {'; '.join(reasons)}. {remedy}")

@@ -10,36 +10,63 @@ numbers. So the step in the manifest restores all of them on any layout.
       |  waits for the previous save          |
       |  copies to the host, on CUDA during   |        async: an error in the thread is raised by the next after_step;
       v  the next forward and backward        v        leaving the saver waits for the last save
-      thread: plan, write, hash, commit, prune
+      thread: torch.distributed.checkpoint (DCP) plans which rank writes which shard, copies once
+              rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename, prune
+
+If one rank fails, every rank raises the error of the lowest such rank. Files have the format of torch's
+HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
 
 On CUDA, DCP's stager copies on a separate stream and in a separate thread; the optimizer step waits for this copy. Each
 tensor gets pinned memory of exactly its size, once. Without pinned memory, each copy holds the GIL, so the
 training loop waits for all copies (torch 2.13).
 """
 
+import json
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint.format import (
+    CheckpointError,
+    Chunk,
+    Manifest,
+    TensorRecord,
+    commit,
+    create_unfinished,
+    discard,
+    explain_write_error,
+    find_steps,
+    name_unfinished,
+    prune,
+    remove_partial,
+    write_manifest,
+)
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
-from torchtitan_lite.checkpoint.manifest import CheckpointError, Manifest, find_steps
-from torchtitan_lite.checkpoint.storage import StorageWriter, explain_dcp_error
+from torchtitan_lite.config.files import hash_file
 from torchtitan_lite.config.schema import Checkpoint, Config
 
 logger = logging.getLogger(__name__)
+
+# Keys of the file header that tell torch's reader the offsets of a shard in its tensor.
+SHARDING = "DCP_SHARDING_INFO"
+OFFSETS = "saved_offsets"
 
 
 class CheckpointSaver:
@@ -63,18 +90,19 @@ class CheckpointSaver:
         run: dict[str, object],
         group: dist.ProcessGroup,
         device: torch.device,
-        record: Callable[..., None] = lambda kind, step, **fields: None,
+        record: Callable[..., None] | None = None,
     ):
-        self.folder, self.section, self.group = folder, section, group
-        self.optimizer, self.fingerprint, self.run, self.record = (
-            optimizer,
-            fingerprint,
-            run,
-            record,
-        )
+        self.folder = folder
+        self.section = section
+        self.optimizer = optimizer
+        self.fingerprint = fingerprint
+        self.run = run
+        self.group = group
+        self.record = record
         self.n_kept = {"keep_latest_k": section.keep_latest_k, "keep_every_m": section.keep_every_m}
         self.in_flight: Future | None = None
-        self.stager = self.thread = None
+        self.stager = None
+        self.thread = None
         self.on_cuda = device.type == "cuda"
         if section.async_mode != "disabled":
             # The stager reuses its buffers, so memory does not grow. On a CPU it copies synchronously.
@@ -86,12 +114,8 @@ class CheckpointSaver:
             )
             self.stager = DefaultStager(options)
             optimizer.register_step_pre_hook(lambda *_: self.stager.synchronize_staging())
-            set_device = (
-                {"initializer": torch.cuda.set_device, "initargs": (device,)}
-                if self.on_cuda
-                else {}
-            )
-            self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", **set_device)
+            initializer = partial(torch.cuda.set_device, device) if self.on_cuda else None
+            self.thread = ThreadPoolExecutor(1, "checkpoint", initializer)
 
     def after_step(
         self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool
@@ -101,10 +125,10 @@ class CheckpointSaver:
         self.check()
         is_last = step == n_steps
         if is_saved(step, self.section, n_steps, is_stopped=is_stopped):
-            self.save(
-                step,
-                choose_tensors(parameters, self.optimizer, section=self.section, is_last=is_last),
+            tensors = choose_tensors(
+                parameters, self.optimizer, section=self.section, is_last=is_last
             )
+            self.save(step, tensors)
             waited_s = time.perf_counter() - started_s  # then all ranks continue training
             self.record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
         if is_last or is_stopped:
@@ -125,12 +149,12 @@ class CheckpointSaver:
         self.wait()
         if self.stager is None:
             self.write(step, tensors)
-        else:
-            if (
-                self.on_cuda
-            ):  # the stager's stream does not wait for kernels that are still writing the tensors
-                torch.cuda.current_stream().synchronize()
-            self.in_flight = self.thread.submit(self.write, step, self.stager.stage(tensors))
+            return
+        if (
+            self.on_cuda
+        ):  # the stager's stream does not wait for kernels that still write the tensors
+            torch.cuda.current_stream().synchronize()
+        self.in_flight = self.thread.submit(self.write, step, self.stager.stage(tensors))
 
     def check(self) -> None:
         """If the save in flight has ended with an error, raise it. Does not wait."""
@@ -140,40 +164,34 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait for the save in flight, if any. Raises its error."""
         if self.in_flight is not None:
-            in_flight, self.in_flight = self.in_flight, None
+            in_flight = self.in_flight
+            self.in_flight = None
             in_flight.result()
 
     def write(self, step: int, tensors: dict[str, Tensor] | Future) -> None:
         """Write and commit one checkpoint, then delete old ones. Runs in the thread if saves are asynchronous."""
-        tensors = tensors.result() if isinstance(tensors, Future) else tensors
+        if isinstance(tensors, Future):
+            tensors = tensors.result()
         final = self.folder / f"step-{step}"
-        rank = dist.get_rank(self.group)
-        writer = StorageWriter(final, Manifest(step, self.fingerprint, self.run, {}), rank)
+        rank = self.group.rank()
+        manifest = Manifest(step, self.fingerprint, self.run, {})
+        writer = StorageWriter(final, manifest, rank)
         planner = self.planner(flatten_state_dict=False)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
-        except (
-            CheckpointException
-        ) as error:  # raised on every rank, when no rank is writing any more
+        except CheckpointException as error:  # raised on every rank, when no rank writes any more
             if rank == 0:
-                folders.discard(final)
-            raise explain_dcp_error(error) from error
-        except (
-            RuntimeError
-        ) as error:  # from a collective: the group cannot be used any more, so the run must stop
-            raise RuntimeError(
-                f"{final} was not saved: a rank died, or waited for another rank's disk longer than "
-                f"comm.init_timeout_seconds ({error})"
-            ) from error
+                discard(final)
+            first, (failure, _) = min(error.failures.items())
+            raise CheckpointError(f"rank {first}: {failure}") from error
         if rank == 0:
             logger.log(self.log_level, f"saved checkpoint {final}")
             try:
-                folders.prune(self.folder, **self.n_kept)
+                prune(self.folder, **self.n_kept)
             except OSError as error:  # the new checkpoint is saved anyway
                 logger.error(f"an old checkpoint cannot be deleted: {error}")
-        dist.barrier(
-            self.group
-        )  # wait here while rank 0 deletes, not in the next step with its shorter time-out
+        # Wait here while rank 0 deletes, not in the next step with its shorter time-out.
+        dist.barrier(self.group)
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -189,6 +207,92 @@ class CheckpointSaver:
             if self.thread is not None:
                 self.thread.shutdown()
                 self.stager.close()
+
+
+class StorageWriter(dcp.HuggingFaceStorageWriter):
+    """Writes the shards that DCP planned for this rank. Rank 0 also creates the folder and commits it.
+
+    `manifest` has no tensors yet.
+    """
+
+    def __init__(self, final: Path, manifest: Manifest, rank: int):
+        super().__init__(str(name_unfinished(final)), save_distributed=True)
+        self.final = final
+        self.manifest = manifest
+        self.file_name = f"rank-{rank:05}.safetensors"
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        """Create the folder. DCP calls this on rank 0, before any rank writes."""
+        remove_partial(self.final.parent)
+        create_unfinished(self.final)
+        return plans
+
+    def write_data(
+        self, plan: dcp.SavePlan, planner: dcp.SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        tensors = {}
+        offsets = {}
+        for item in plan.items:
+            name = item.index.fqn
+            assert name not in tensors, "a rank has more than one shard of a tensor"
+            tensors[name] = planner.resolve_data(item)
+            offsets[name] = {OFFSETS: list(item.tensor_data.chunk.offsets)}
+        results = []
+        if tensors:
+            path = name_unfinished(self.final) / self.file_name
+            write_tensors(path, tensors, {SHARDING: json.dumps(offsets)})
+            digest = flush_and_hash(path)
+            results = [WriteResult(item.index, 0, (self.file_name, digest)) for item in plan.items]
+        written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        written.set_result(results)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit the checkpoint. DCP calls this on rank 0 when the data of every rank is on disk."""
+        file_of = {}
+        hashes = {}
+        for of_rank in results:
+            for result in of_rank:
+                file, digest = result.storage_data
+                file_of[result.index] = file
+                hashes[file] = digest
+        tensors = {}
+        for name, saved in metadata.state_dict_metadata.items():
+            chunks = []
+            for box in saved.chunks:
+                file = file_of[MetadataIndex(name, box.offsets)]
+                chunks.append(Chunk(file, tuple(box.offsets), tuple(box.sizes)))
+            dtype = str(saved.properties.dtype).removeprefix("torch.")
+            tensors[name] = TensorRecord(dtype, tuple(saved.size), tuple(chunks))
+        manifest = replace(self.manifest, tensors=tensors)
+        write_manifest(name_unfinished(self.final), manifest, hashes)
+        commit(self.final)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file. The caller must flush it to disk. Raises CheckpointError."""
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with explain_write_error(path):
+        path.touch(exist_ok=False)
+        mode = path.stat().st_mode  # from the umask; safetensors creates files only for the owner
+        # transformers refuses files without "format"
+        save_file(on_host, path, {"format": "pt", **metadata})
+        path.chmod(mode)
+
+
+def flush_and_hash(path: Path) -> str:
+    """Flush a file to disk. Return its hash, which is computed meanwhile from the page cache."""
+    with (
+        explain_write_error(path),
+        open(path, "rb") as file,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        hashing = thread.submit(hash_file, path)
+        os.fsync(file.fileno())
+    return hashing.result()
 
 
 def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -212,11 +316,11 @@ def choose_tensors(
     """Return the tensors to save after this step: all, or with last_save_model_only the weights in export_dtype."""
     if not (is_last and section.last_save_model_only):
         return name_tensors(parameters, optimizer)
-    dtype, weights = getattr(torch, section.export_dtype), name_weights(parameters)
-    return {
-        name: tensor if name.endswith("expert_bias") else tensor.to(dtype)
-        for name, tensor in weights.items()
-    }
+    weights = name_weights(parameters)
+    for name, tensor in weights.items():
+        if not name.endswith("expert_bias"):
+            weights[name] = tensor.to(getattr(torch, section.export_dtype))
+    return weights
 
 
 def describe_run(

@@ -8,9 +8,7 @@ Hugging Face folder              its weights
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, read_published
-from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.checkpoint.manifest import (
+from torchtitan_lite.checkpoint.format import (
     CheckpointError,
     DamagedCheckpoint,
     Manifest,
@@ -18,6 +16,8 @@ from torchtitan_lite.checkpoint.manifest import (
     parse_model_args,
     read_manifest,
 )
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, read_published
+from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -37,60 +37,62 @@ class Weights:
         str, dict
     ]  # config.json and generation_config.json, if they came from a Hugging Face folder
     manifest: Manifest | None = None  # None: a Hugging Face folder
-    is_resumed: bool = (
-        False  # the checkpoint is in the dump folder, so the run continues from its step
-    )
+    is_resumed: bool = False  # the checkpoint is in the dump folder
 
 
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
     """Return the checkpoint to resume from: load_step, or the newest readable one. Raises ConfigError."""
-    section, starts_over = config.checkpoint, config.job.overwrite and not restarted
-    is_named = section.enable and section.load_step != -1 and not restarted
-    folder = Path(config.job.dump_folder) / section.folder
-    steps = find_steps(folder) if section.enable and not starts_over else []
-    usable = (
-        steps if section.load_only else steps[-1:]
-    )  # a run that saves would save the later steps a second time
-    if is_named and section.load_step not in usable:
-        why = f"{folder} has the steps {steps}; a run that saves (without load_only) resumes from the last one"
-        remedy = f"Use {usable}" if usable else "Leave it out: the run starts from the beginning"
-        raise ConfigError([Problem("checkpoint.load_step", section.load_step, why, remedy)])
-    key = "checkpoint.load_step" if is_named else "job.dump_folder"
+    section = config.checkpoint
+    if not section.enable or (config.job.overwrite and not restarted):
+        steps = []
+    else:
+        steps = find_steps(Path(config.job.dump_folder) / section.folder)
+    key = "job.dump_folder"
+    if section.enable and section.load_step != -1 and not restarted:
+        key = "checkpoint.load_step"
+        # A run that saves would save the later steps a second time.
+        usable = steps if section.load_only else steps[-1:]
+        if section.load_step not in usable:
+            why = (
+                f"the run has the steps {steps}, and without load_only it resumes from the last one"
+            )
+            remedy = "Leave it out: the run starts from the beginning"
+            if usable:
+                remedy = f"Use {usable}"
+            raise ConfigError([Problem(key, section.load_step, why, remedy)])
+        steps = [section.load_step]
     remedy = "Restore the checkpoint from a copy or make it readable, or start another run: --job.dump_folder=FOLDER"
     reasons = []
-    for step in [section.load_step] if is_named else reversed(steps):
+    for step in reversed(steps):
+        path = Path(config.job.dump_folder) / section.folder / f"step-{step}"
         try:
-            return replace(describe_checkpoint(folder / f"step-{step}"), is_resumed=True)
-        except DamagedCheckpoint as error:  # try an earlier one
+            return replace(describe_checkpoint(path), is_resumed=True)
+        except CheckpointError as error:
             reasons.append(str(error))
-        except (
-            CheckpointError
-        ) as error:  # it may be good: an earlier one would train its steps again
-            raise ConfigError([Problem(key, get_value(config, key), str(error), remedy)]) from None
-    if reasons and not section.local_folder:  # with snapshots, the run may resume from one of them
-        raise ConfigError([Problem(key, get_value(config, key), "; ".join(reasons), remedy)])
-    return None
+            if not isinstance(error, DamagedCheckpoint):
+                break  # it may be good: an earlier one would train its steps again
+    else:
+        if not reasons or section.local_folder:  # the run may resume from a snapshot
+            return None
+    raise ConfigError([Problem(key, get_value(config, key), "; ".join(reasons), remedy)])
 
 
 def find_initial(config: Config) -> Weights | None:
     """Return the weights in initial_load_path, a checkpoint or a Hugging Face folder. Raises ConfigError."""
-    if not config.checkpoint.initial_load_path:
+    name = config.checkpoint.initial_load_path
+    if not name:
         return None
-    path = Path(config.checkpoint.initial_load_path)
-    remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
-    if not path.is_dir():
-        why = (
-            explain_hub_name(config.checkpoint.initial_load_path)
-            or f"there is no folder {path.absolute()}"
-        )
-        raise ConfigError([Problem(PATH, str(path), why, remedy)])
+    path = Path(name)
     try:
+        if not path.is_dir():
+            raise UserError(explain_hub_name(name) or f"there is no folder {path.absolute()}")
         if not (path / CONFIG).is_file():
             return describe_checkpoint(path)
         model_args = replace(open_folder(path).model_args, name=config.model.name)
         return Weights(path, model_args, str(path.absolute()), read_published(path))
     except UserError as error:
-        raise ConfigError([Problem(PATH, str(path), str(error), remedy)]) from None
+        remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
+        raise ConfigError([Problem(PATH, name, str(error), remedy)]) from None
 
 
 def describe_checkpoint(path: Path) -> Weights:

@@ -12,13 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-COLORS = {
-    "bold": 1,
-    "red": 31,
-    "green": 32,
-    "yellow": 33,
-    "cyan": 36,
-}  # ECMA-48 "select graphic rendition"
+COLORS = {"red": 31, "green": 32, "cyan": 36}  # ECMA-48 "select graphic rendition"
 ESCAPE_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 

@@ -73,10 +73,9 @@ def describe_step(
     return {
         "tokens_per_s_per_rank": tokens_per_s_per_rank,
         "tflops_per_rank": flops.full * tokens_per_s_per_rank / 1e12,
-        "mfu_full": peak_flops
-        and flops.full * tokens_per_s_per_rank / peak_flops,  # counts the full attention matrix
-        "mfu_causal": peak_flops
-        and flops.causal * tokens_per_s_per_rank / peak_flops,  # counts its causal half
+        # These count the full attention matrix, and its causal half.
+        "mfu_full": peak_flops and flops.full * tokens_per_s_per_rank / peak_flops,
+        "mfu_causal": peak_flops and flops.causal * tokens_per_s_per_rank / peak_flops,
         "step_time_s": step_time_s,
         "data_time_s": data_time_s,
         "data_time_share": data_time_s / step_time_s,
@@ -85,24 +84,22 @@ def describe_step(
 
 def read_peak_memory(device: torch.device) -> dict[str, float]:
     """Return the peak memory of this rank: on CUDA since the last call, on a CPU since the process started."""
-    if device.type != "cuda":  # resident memory, including about 0.3 GiB for Python and torch
+    if device.type != "cuda":  # resident memory, including Python and torch
         unit_bytes = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
-        return {
-            "peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / GIB
-        }
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"peak_memory_gib": peak * unit_bytes / GIB}
     stats = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    peak_bytes, reserved_bytes = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    peak_bytes = stats["active_bytes.all.peak"]  # live tensors
+    reserved_bytes = stats["reserved_bytes.all.peak"]  # by torch's allocator, including gaps
     return {
-        "peak_memory_gib": peak_bytes / GIB,  # live tensors
+        "peak_memory_gib": peak_bytes / GIB,
         "peak_memory_share": peak_bytes / total_bytes,
-        "reserved_memory_gib": reserved_bytes
-        / GIB,  # reserved by torch's allocator, including gaps
+        "reserved_memory_gib": reserved_bytes / GIB,
         "reserved_memory_share": reserved_bytes / total_bytes,
-        "n_alloc_retries": stats[
-            "num_alloc_retries"
-        ],  # the allocator freed its cache and retried: memory is tight
+        # The allocator freed its cache and retried: memory is tight.
+        "n_alloc_retries": stats["num_alloc_retries"],
         "n_ooms": stats["num_ooms"],
     }
 
@@ -148,27 +145,20 @@ class MetricsWriter:
         """Write one record. JSON has no NaN or infinity, so numbers that are not finite become null."""
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         record = {"kind": kind, "step": step, "time": time, **fields}
-        finite = {
-            key: None if isinstance(x, float) and not math.isfinite(x) else x
-            for key, x in record.items()
-        }
-        self.jsonl.write(json.dumps(finite, allow_nan=False) + "\n")
-        known = {
-            TAGS[key]: value for key, value in fields.items() if key in TAGS and value is not None
-        }
+        scalars = {}
+        for key, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                record[key] = None
+            if key in TAGS and value is not None:
+                tag = TAGS[key]
+                scalars[tag] = 100 * value if tag.endswith("(%)") else value
+        self.jsonl.write(json.dumps(record) + "\n")
         for sink in self.sinks:
-            if known:
-                sink.write(
-                    step,
-                    {
-                        tag: 100 * value if tag.endswith("(%)") else value
-                        for tag, value in known.items()
-                    },
-                )
+            if scalars:
+                sink.write(step, scalars)
         if kind in FORMATS:
-            logger.info(
-                f"step {step:{len(str(self.n_steps))}}/{self.n_steps}  {FORMATS[kind](fields)}"
-            )
+            width = len(str(self.n_steps))
+            logger.info(f"step {step:{width}}/{self.n_steps}  {FORMATS[kind](fields)}")
 
     def close(self) -> None:
         self.jsonl.close()

@@ -3,6 +3,7 @@
 Sources: AdamW arXiv:1711.05101; warm-up, stable, decay (WSD) arXiv:2404.06395.
 """
 
+import itertools
 import math
 import signal
 from collections.abc import Iterable
@@ -23,24 +24,19 @@ from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
 # optimizer.name, a row of config/choices.py -> builder of the optimizer for all parameters of this rank
 BUILDERS = {
-    "AdamW": lambda parameters, section, implementation: AdamW(
-        parameters, **list_keys(section), **implementation
-    ),
-    "Muon": lambda parameters, section, implementation: Muon(
-        parameters, **list_keys(section), **implementation
-    ),
-    "SGD": lambda parameters, section, implementation: SGD(
-        parameters, lr=section.lr, weight_decay=section.weight_decay, **implementation
+    "AdamW": lambda groups, section, kernels: AdamW(groups, **list_keys(section), **kernels),
+    "Muon": lambda groups, section, kernels: Muon(groups, **list_keys(section), **kernels),
+    "SGD": lambda groups, section, kernels: SGD(
+        groups, lr=section.lr, weight_decay=section.weight_decay, **kernels
     ),
 }
 
 
 def list_keys(section: Optimizer) -> dict[str, object]:
     """Return the keys of AdamW."""
-    betas = (section.beta1, section.beta2)
     return {
         "lr": section.lr,
-        "betas": betas,
+        "betas": (section.beta1, section.beta2),
         "eps": section.eps,
         "weight_decay": section.weight_decay,
     }
@@ -56,13 +52,13 @@ def build_optimizer(
     fused = section.implementation == "fused" and OPTIMIZERS[section.name].has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
     # One parameter group per mesh, because torch's kernels need all DTensors on one mesh. Experts have another mesh.
-    by_mesh: dict[object, list[tuple[str, Tensor]]] = {}
+    groups: dict[object, dict] = {}
     for fqn, parameter in parameters.items():
-        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append((fqn, parameter))
-    groups = [
-        {"params": group, "compute_dtype": getattr(torch, dtype)} for group in by_mesh.values()
-    ]
-    return BUILDERS[section.name](groups, section, {"fused": fused, "foreach": foreach})
+        mesh = getattr(parameter, "device_mesh", None)
+        group = groups.setdefault(mesh, {"params": [], "compute_dtype": getattr(torch, dtype)})
+        group["params"].append((fqn, parameter))
+    kernels = {"fused": fused, "foreach": foreach}
+    return BUILDERS[section.name](list(groups.values()), section, kernels)
 
 
 def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> LambdaLR:
@@ -76,22 +72,22 @@ def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[T
     `stop_signal`: the signal that this rank received (SIGINT or SIGTERM), or 0.
     Returns the norm, () fp32, and the signal that stops all ranks, () int64: 0 for none; SIGTERM wins.
     """
-    # Work on local shards, because planning a DTensor operation takes 28 ms per tensor on a mesh of three dims.
+    # Work on local shards: planning a DTensor operation costs more than summing a small tensor.
     by_copies: dict[int, list[Tensor]] = {}
-    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-        by_copies.setdefault(count_copies(gradient), []).append(local_tensor(gradient))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            shards = by_copies.setdefault(count_copies(parameter.grad), [])
+            shards.append(local_tensor(parameter.grad))
     # If n ranks hold the same shard (a norm weight under tp), each counts 1/n of it, so the sum counts it once.
     squares = sum(sum_squares(shards) / n_copies for n_copies, shards in by_copies.items())
     # Fill the flags on the device, because a copy from the host would wait for the device.
-    flags = [
-        squares.new_full((), stop_signal == number) for number in (signal.SIGINT, signal.SIGTERM)
-    ]
-    numbers = torch.stack([squares, *flags])
+    is_sigint = squares.new_full((), stop_signal == signal.SIGINT)
+    is_sigterm = squares.new_full((), stop_signal == signal.SIGTERM)
+    numbers = torch.stack([squares, is_sigint, is_sigterm])
     dist.all_reduce(numbers)  # 24 bytes over all ranks
     squares, n_sigint, n_sigterm = numbers.unbind()
-    stop = torch.where(
-        n_sigterm > 0, int(signal.SIGTERM), torch.where(n_sigint > 0, int(signal.SIGINT), 0)
-    )
+    stop = torch.where(n_sigint > 0, int(signal.SIGINT), 0)
+    stop = torch.where(n_sigterm > 0, int(signal.SIGTERM), stop)
     return squares.sqrt().float(), stop
 
 
@@ -112,10 +108,9 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
     """
     dtype = None
     if tensors[0].device.type == "cpu":
-        tensors, dtype = (
-            [piece for tensor in tensors for piece in tensor.flatten().split(2**18)],
-            torch.float64,
-        )
+        dtype = torch.float64
+        pieces = [tensor.flatten().split(2**18) for tensor in tensors]
+        tensors = list(itertools.chain(*pieces))
     return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).double().square().sum()
 
 
@@ -132,14 +127,15 @@ def update_weights(optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float
     limit = max_norm or math.inf
     divisor = ((grad_norm + 1e-6) / limit).clamp(min=1.0)  # 1e-6 as in torch.nn.utils
     if optimizer.defaults.get("fused"):
-        optimizer.grad_scale, optimizer.found_inf = divisor, (~finite).float()
+        optimizer.grad_scale = divisor
+        optimizer.found_inf = (~finite).float()
         optimizer.step()
     elif finite:
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
-        torch._foreach_div_(
-            [local_tensor(p.grad) for p in parameters if p.grad is not None], divisor
-        )
+        gradients = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    gradients.append(local_tensor(parameter.grad))
+        torch._foreach_div_(gradients, divisor)
         optimizer.step()
     return finite

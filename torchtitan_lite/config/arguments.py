@@ -32,9 +32,9 @@ def expand_path(text: str) -> str:
 
 def explain_hub_name(text: str | Path) -> str:
     """Return why a name of the Hugging Face Hub is no path, and how to download it; "" for any other text."""
-    name = re.sub(r"^(hf:/+|https?:/+huggingface\.co/)", "", str(text))
-    owner, _, model = name.partition("/")
-    is_name = all(re.fullmatch(r"\w[\w.-]*", part) for part in (owner, model))
-    if not is_name or os.path.exists(text) or os.path.exists(owner):
+    prefix = r"hf:/+|https?:/+huggingface\.co/"
+    match = re.fullmatch(rf"(?:{prefix})?(\w[\w.-]*)/(\w[\w.-]*)", str(text))
+    if not match or os.path.exists(text) or os.path.exists(match[1]):
         return ""
+    name = f"{match[1]}/{match[2]}"
     return f"{text} is no folder here; nothing is downloaded. Run: hf download {name} --local-dir {name}"

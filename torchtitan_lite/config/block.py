@@ -56,67 +56,38 @@ def list_parameters(model_args: ModelArgs) -> dict[str, Parameter]:
 
 def list_expert_biases(model_args: ModelArgs) -> dict[str, tuple[int]]:
     """Return FQN -> size of the fp32 expert biases (moe.py), which checkpoints store along with the parameters."""
-    layers = filter(model_args.is_moe, range(model_args.n_layers))
-    return {
-        f"layers.{layer}.feed_forward.router.expert_bias": (model_args.moe.n_experts,)
-        for layer in layers
-    }
+    sizes = {}
+    for layer in filter(model_args.is_moe, range(model_args.n_layers)):
+        sizes[f"layers.{layer}.feed_forward.router.expert_bias"] = (model_args.moe.n_experts,)
+    return sizes
 
 
-def count_layer_parameters(
-    model_args: ModelArgs,
-    *,
-    moe: bool = False,
-    linear_only: bool = False,
-    experts: int | None = None,
+def count_parameters(
+    model_args: ModelArgs, *, prefix: str = "", active: bool = False, linear_only: bool = False
 ) -> int:
-    """Count the parameters of one block. `linear_only`: of matrices. `experts`: number of them to count; None: all."""
+    """Count the parameters whose FQNs start with `prefix`. A tied embedding counts once, as in the model cards.
+
+    `active`: only those that one token uses, so top_k of the experts. `linear_only`: without vectors.
+    """
     n_parameters = 0
-    for module in list_block(model_args, moe=moe):
-        if module.kind == "experts" and experts is not None:
-            n_parameters += experts * prod(module.weight[1:])
-        elif linear_only:
-            n_parameters += 0 if module.kind == "norm" else prod(module.weight)
-        else:
-            n_parameters += module.n_parameters
+    for fqn, parameter in list_parameters(model_args).items():
+        shape = parameter.shape
+        if active and parameter.row.kind == "experts":
+            shape = (model_args.moe.top_k, *shape[1:])
+        if fqn.startswith(prefix) and (len(shape) > 1 or not linear_only):
+            n_parameters += prod(shape)
     return n_parameters
-
-
-def count_all_layers(
-    model_args: ModelArgs, *, linear_only: bool = False, experts: int | None = None
-) -> int:
-    """Count the parameters of all blocks, with the options of count_layer_parameters."""
-    counted = {"linear_only": linear_only, "experts": experts}
-    layers = map(model_args.is_moe, range(model_args.n_layers))
-    return sum(count_layer_parameters(model_args, moe=moe, **counted) for moe in layers)
-
-
-def list_experts(model_args: ModelArgs) -> list[tuple[int, ...]]:
-    """List the sizes (experts, in, out) of the expert matrices in a layer; empty without experts."""
-    block = list_block(model_args, moe=True) if model_args.moe else []
-    return [module.weight for module in block if module.kind == "experts"]
 
 
 def find_expert_dim(model_args: ModelArgs, ep: int, n_ranks: int) -> int | None:
     """Return the first dim of the experts (E/ep, in, out) that FSDP can shard evenly over `n_ranks`, or None."""
+    block = list_block(model_args, moe=True)
+    experts = [row.weight for row in block if row.kind == "experts"]
     for dim in range(3):
-        if all(
-            sizes[dim] // (ep if dim == 0 else 1) % n_ranks == 0
-            for sizes in list_experts(model_args)
-        ):
+        n_pieces = n_ranks * ep if dim == 0 else n_ranks
+        if all(sizes[dim] % n_pieces == 0 for sizes in experts):
             return dim
     return None
-
-
-def count_parameters(model_args: ModelArgs, *, active: bool = False) -> int:
-    """Count all parameters. A tied embedding counts once, as in the model cards.
-
-    `active`: count only the parameters that one token uses, so top_k of the experts.
-    """
-    experts = model_args.moe.top_k if model_args.moe and active else None
-    ends = sum(row.n_parameters for row in list_ends(model_args))
-    shared = model_args.vocab_size * model_args.dim if model_args.tie_embeddings else 0
-    return count_all_layers(model_args, experts=experts) + ends - shared
 
 
 @dataclass(frozen=True)
@@ -133,15 +104,10 @@ def count_flops_per_token(model_args: ModelArgs, seq_len: int) -> FlopsPerToken:
     The embedding is a lookup and costs nothing. The head counts even if it is tied, and top_k experts count.
     Both conventions are in use: for 8B at 8,192 tokens, full gives 57.9 GFLOP and causal 51.5.
     """
-    experts = model_args.moe.top_k if model_args.moe else None
-    matmul_weights = (
-        count_all_layers(model_args, linear_only=True, experts=experts)
-        + model_args.vocab_size * model_args.dim
-    )
+    weights = count_parameters(model_args, prefix="layers.", active=True, linear_only=True)
+    matmuls = 6 * (weights + model_args.vocab_size * model_args.dim)
     attention = 12 * model_args.n_layers * model_args.n_heads * model_args.head_dim * seq_len
-    return FlopsPerToken(
-        full=6 * matmul_weights + attention, causal=6 * matmul_weights + attention // 2
-    )
+    return FlopsPerToken(full=matmuls + attention, causal=matmuls + attention // 2)
 
 
 NEWTON_SCHULZ_STEPS = 5  # of Muon
@@ -149,10 +115,10 @@ NEWTON_SCHULZ_STEPS = 5  # of Muon
 
 def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]:
     """Return Muon's rounds: in each, rank i owns the matrix, or the batch, with the i-th index. Most work first."""
-    ordered = [(*each[:-2], *sorted(each[-2:])) for each in sizes]
-    flops = [
-        prod(batch) * (4 * m * m * n + 2 * m**3) for *batch, m, n in ordered
-    ]  # of a step of Newton-Schulz
+    flops = []  # of a step of Newton-Schulz
+    for *batch, rows, columns in sizes:
+        m, n = sorted((rows, columns))
+        flops.append(prod(batch) * (4 * m * m * n + 2 * m**3))
     order = sorted(range(len(sizes)), key=lambda index: -flops[index])
     return [order[first : first + n_ranks] for first in range(0, len(sizes), n_ranks)]
 
@@ -176,13 +142,14 @@ def plan_float8(
     Every matmul dim on a rank must be a multiple of FLOAT8_BLOCK: out and in features (of FLOAT8_BLOCK * tp, because tp
     splits them) and the tokens of a microbatch (checks.py). The head and the experts never compute in float8.
     """
-    return [
-        fqn
-        for fqn, sizes in linears.items()
-        if not any(part in fqn for part in filter_fqns)
-        and not any(size % (FLOAT8_BLOCK * tp) for size in sizes)
-        and not (SKIP_SMALL in filter_fqns and is_small_for_float8(*sizes, recipe_name))
-    ]
+    chosen = []
+    unit = FLOAT8_BLOCK * tp
+    for fqn, (n_out, n_in) in linears.items():
+        is_small = SKIP_SMALL in filter_fqns and is_small_for_float8(n_out, n_in, recipe_name)
+        is_filtered = is_small or any(part in fqn for part in filter_fqns)
+        if not is_filtered and n_out % unit == 0 and n_in % unit == 0:
+            chosen.append(fqn)
+    return chosen
 
 
 def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
@@ -194,9 +161,10 @@ def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
 
 def list_linears(model_args: ModelArgs) -> dict[str, tuple[int, int]]:
     """Return FQN -> (out, in) features of every linear layer except the head, routers and experts."""
-    return {
-        f"layers.{layer}.{module.name}": module.weight
-        for layer in range(model_args.n_layers)
-        for module in list_block(model_args, moe=model_args.is_moe(layer))
-        if module.kind == "linear" and module.split in ("colwise", "rowwise")
-    }
+    linears = {}
+    for fqn, parameter in list_parameters(model_args).items():
+        row = parameter.row
+        is_split = row.kind == "linear" and row.split in ("colwise", "rowwise")
+        if is_split and not parameter.is_bias:
+            linears[fqn.removesuffix(".weight")] = parameter.shape
+    return linears

@@ -108,8 +108,9 @@ def refuse_pointer(path: Path) -> None:
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal. Hashing releases the GIL. Raises OSError."""
-    digest, block = hashlib.sha256(), bytearray(2**20)
     with open(path, "rb", buffering=0) as file:
+        digest = hashlib.sha256()
+        block = bytearray(2**20)
         while n := file.readinto(block):
             digest.update(memoryview(block)[:n])
     return digest.hexdigest()
@@ -118,19 +119,17 @@ def hash_file(path: Path) -> str:
 def find_damage(hashes: Mapping[Path, str]) -> list[str]:
     """Hash all files. Return one message for each file whose SHA-256 differs from the expected value."""
 
-    def describe_damage(path: Path) -> str | None:
+    def describe_damage(path: Path) -> str:
         try:
             found = hash_file(path)
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
-        return (
-            f"{path} has changed since it was written: its SHA-256 is {found}"
-            if found != hashes[path]
-            else None
-        )
+        if found == hashes[path]:
+            return ""
+        return f"{path} has changed since it was written: its SHA-256 is {found}"
 
     with ThreadPoolExecutor() as threads:
-        return [damage for damage in threads.map(describe_damage, hashes) if damage]
+        return list(filter(None, threads.map(describe_damage, hashes)))
 
 
 def sync_folder(folder: Path) -> None:

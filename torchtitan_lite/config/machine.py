@@ -1,6 +1,5 @@
 """Detect the GPUs, memory limits and compilers of this host. Look up the peak FLOP/s of a GPU. No torch."""
 
-import csv
 import json
 import os
 import platform
@@ -57,9 +56,10 @@ CPU_FLOPS_PER_CORE = (
 
 def peak_flops(name: str) -> float | None:
     """Return the peak dense bfloat16 FLOP/s of a GPU; None if unknown, and for V100 and T4."""
-    return next(
-        (peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None
-    )
+    for words, peak in PEAK_BF16_FLOPS.items():
+        if re.search(rf"\b{words}\b", name):
+            return peak
+    return None
 
 
 # Names of GPUs without float8 (compute capability below 8.9). Any other GPU is assumed to have it.
@@ -71,14 +71,15 @@ def detect_machine() -> Machine:
 
     Ranks use the launcher's answer. If every rank asked a slow driver, one could time out and fall back to the CPU.
     """
-    if answer := os.environ.get(FROM_LAUNCHER):
+    answer = os.environ.get(FROM_LAUNCHER)
+    if answer:
         return Machine(**json.loads(answer))
     gpus = select_visible(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if gpus:
-        known = [gpu.memory_bytes for gpu in gpus if gpu.memory_bytes]
-        # FSDP shards evenly, so the smallest GPU is the limit
-        return Machine("cuda", len(gpus), min(known, default=None), gpus[0].name)
-    return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
+    if not gpus:
+        return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
+    known = [gpu.memory_bytes for gpu in gpus if gpu.memory_bytes]
+    # FSDP shards evenly, so the smallest GPU is the limit
+    return Machine("cuda", len(gpus), min(known, default=None), gpus[0].name)
 
 
 @dataclass(frozen=True)
@@ -91,22 +92,16 @@ class Gpu:
 
 def list_gpus() -> list[Gpu]:
     """Return all GPUs of this host in the order of nvidia-smi; empty if nvidia-smi is missing or fails."""
-    query = [
-        "nvidia-smi",
-        "--query-gpu=index,uuid,name,memory.total",
-        "--format=csv,noheader,nounits",
-    ]
-    try:
-        answer = subprocess.run(
-            query, capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-        rows = csv.reader(answer.splitlines(), skipinitialspace=True)
-        return [
-            Gpu(index, uuid, name, int(mib) * MIB if mib.isdecimal() else None)
-            for index, uuid, name, mib in rows
-        ]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
+    query = "nvidia-smi --query-gpu=index,uuid,name,memory.total --format=csv,noheader,nounits"
+    gpus = []
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        answer = subprocess.check_output(
+            query.split(), text=True, timeout=20, stderr=subprocess.DEVNULL
+        )
+        for line in answer.splitlines():
+            index, uuid, name, mib = line.split(", ")
+            gpus.append(Gpu(index, uuid, name, int(mib) * MIB if mib.isdecimal() else None))
+    return gpus
 
 
 def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
@@ -114,12 +109,11 @@ def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
     if visible is None:
         return gpus
     selected = []
-    for name in map(str.strip, visible.split(",")):
-        named = [
-            gpu
-            for gpu in gpus
-            if name == gpu.index or (name.startswith("GPU-") and gpu.uuid.startswith(name))
-        ]
+    for name in visible.split(","):
+        name = name.strip()
+        named = [gpu for gpu in gpus if gpu.index == name]
+        if name.startswith("GPU-"):
+            named = [gpu for gpu in gpus if gpu.uuid.startswith(name)]
         if len(named) != 1:
             break
         selected += named
@@ -134,8 +128,9 @@ def measure_cpu_memory(
     Slurm and Docker set limits on the cgroup of this process or on a parent. Only cgroup version 2 is read.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    group = re.search("^0::/(.*)$", proc.read_text(), re.MULTILINE) if proc.exists() else None
-    inside = root / (group[1] if group else "")
+    inside = root
+    with suppress(OSError):
+        inside /= proc.read_text().strip().removeprefix("0::/")
     for folder in (inside, *inside.parents):
         with suppress(OSError, ValueError):  # no such file, or "max"
             limits.append(int((folder / "memory.max").read_text()))
@@ -148,18 +143,16 @@ def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
     On a CPU, inductor needs a C++ compiler (CXX, else g++). On CUDA, triton needs a C compiler (CC, else gcc or clang).
     Both need Python's headers.
     """
-    variable, names = ("CXX", ["g++"]) if device_type == "cpu" else ("CC", ["gcc", "clang"])
-    names = [os.environ[variable]] if variable in os.environ else names
+    variable, names = "CC", "gcc clang"
+    if device_type == "cpu":
+        variable, names = "CXX", "g++"
+    names = os.environ.get(variable, names)
     missing = []
-    if not any(map(shutil.which, names)):
+    if not any(map(shutil.which, names.split())):
         how = f"Install one (apt install g++), set {variable} to another one"
-        missing.append((f"there is no compiler {' or '.join(names)} here", how))
+        missing.append((f"there is no compiler ({names}) here", how))
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
-        missing.append(
-            (
-                f"{headers} has no Python.h",
-                "Install Python's headers (Debian: apt install python3-dev)",
-            )
-        )
+        how = "Install Python's headers (Debian: apt install python3-dev)"
+        missing.append((f"{headers} has no Python.h", how))
     return missing

@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 from math import ceil, log2, prod
 
-from torchtitan_lite.config.block import count_all_layers, count_parameters
+from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import Problem
@@ -52,38 +52,41 @@ def bound_memory(
     """Return the bound for a GPU, or for a host without GPUs; None if its memory is unknown."""
     if machine.memory_bytes_per_device is None:
         return None
-    on_gpu, world_size = machine.device_type == "cuda", prod(degrees.values())
+    world_size = prod(degrees.values())
+    on_gpu = machine.device_type == "cuda"
     n_sharing = 1 if on_gpu else ceil(world_size / n_hosts)
-    is_on_host = on_gpu and config.training.enable_cpu_offload
-    bytes_each = 0 if is_on_host else 2 * MASTER_BYTES + count_moment_bytes(config.optimizer)
-    state_bytes = count_parameters(model_args) * bytes_each
-    if OPTIMIZERS[config.optimizer.name].updates_matrices:
-        state_bytes -= count_all_layers(model_args, linear_only=True) * MASTER_BYTES
-    state_bytes = n_sharing * ceil(state_bytes * degrees["dp_replicate"] / world_size)
-    return MemoryBound(state_bytes, machine.memory_bytes_per_device, n_sharing)
+    row = OPTIMIZERS[config.optimizer.name]
+    state_bytes = count_parameters(model_args) * (
+        2 * MASTER_BYTES + count_moment_bytes(config.optimizer)
+    )
+    if row.updates_matrices:
+        n_matrices = count_parameters(model_args, prefix="layers.", linear_only=True)
+        state_bytes -= n_matrices * MASTER_BYTES
+    if on_gpu and config.training.enable_cpu_offload:
+        state_bytes = 0
+    of_rank = ceil(state_bytes * degrees["dp_replicate"] / world_size)
+    return MemoryBound(n_sharing * of_rank, machine.memory_bytes_per_device, n_sharing)
 
 
 def check_memory(
-    flavor: str,
-    config_args: list[str],
-    world_size: int,
-    bound: MemoryBound | None,
-    machine: Machine,
+    bound: MemoryBound | None, flavor: str, args: list[str], world_size: int, machine: Machine
 ) -> list[Problem]:
     """Return a problem if the state does not fit in memory. The remedy names a sufficient number of GPUs."""
     if bound is None or bound.state_bytes <= bound.available_bytes:
         return []
-    gpu_bytes = bound.available_bytes if machine.device_type == "cuda" else USUAL_GPU_BYTES
-    n_gpus = world_size * 2 ** max(0, ceil(log2(bound.state_bytes / bound.n_ranks / gpu_bytes)))
-    if machine.device_type == "cpu":
-        verify, plan = (
-            f"`python -m torchtitan_lite {shlex.join([tool, *config_args])}"
-            for tool in ("verify", "plan")
-        )
-        more = (
+    on_gpu = machine.device_type == "cuda"
+    gpu_bytes = bound.available_bytes if on_gpu else USUAL_GPU_BYTES
+    times = bound.state_bytes / bound.n_ranks / gpu_bytes
+    n_gpus = world_size * 2 ** max(0, ceil(log2(times)))
+    remedy = f"Use {n_gpus} such GPUs"
+    if not on_gpu:
+        command = shlex.join(args)
+        ranks = (
             " --ranks 16" if world_size > 4 else ""
-        )  # verify starts 8 ranks, and uses 2 for each automatic degree
-        remedy = f"Here {verify}{more}` checks the layout; {plan} --gpus {n_gpus}` predicts the run on GPUs"
-    else:
-        remedy = f"Use {n_gpus} such GPUs"
+        )  # verify has 8, and 2 for an automatic degree
+        verify = f"`python -m torchtitan_lite verify {command}{ranks}` checks the layout"
+        plan = (
+            f"`python -m torchtitan_lite plan {command} --gpus {n_gpus}` predicts the run on GPUs"
+        )
+        remedy = f"Here {verify}; {plan}"
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]

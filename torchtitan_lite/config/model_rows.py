@@ -11,7 +11,6 @@ initial weights and the bounds of `verify`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import prod
 from typing import Literal
 
 AUTO = "auto"  # the flavor that stands for the model of the weights that the run loads; without weights, debug
@@ -115,10 +114,6 @@ class ModuleRow:
         if self.bias:
             tensors[f"{self.name}.bias"] = self.weight[:1]
         return tensors
-
-    @property
-    def n_parameters(self) -> int:
-        return sum(map(prod, self.tensors.values()))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.arguments import expand_path, parse_whole
+from torchtitan_lite.config.degrees import Layout
+from torchtitan_lite.config.memory_bound import MemoryBound
 from torchtitan_lite.config.messages import Problem, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import PATH, Config, Job, get_value, with_value
@@ -47,19 +49,53 @@ KEYS = dict(list_keys(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 
-@dataclass(frozen=True)
-class ConfigReading:
-    """Result of read_config. The config is complete even if there are problems: bad keys keep their defaults."""
+@dataclass
+class Prepared:
+    """A run before it starts. read_config fills the first five fields, preflight.py the others.
 
-    config: Config
-    problems: list[Problem]
-    notices: list[str]  # one line for each old key name that was used
+    The config is complete even if there are problems: bad keys keep their defaults.
+    """
+
+    config: Config  # after preflight, no automatic value is left in it
     config_name: str  # name of the TOML file, without folder and extension
-    given: frozenset[str]  # keys set by the file or the command line
     chosen: frozenset[str]  # keys set by the command line or by a file outside configs/
+    problems: list[Problem]
+    notices: list[str]
+    weights: Any = None  # a starting_weights.Weights; None: the run starts from initial weights
+    tokenizer: Any = None  # a data.tokenizer.Tokenizer
+    model_args: ModelArgs | None = None
+    layout: Layout | None = None
+    memory: MemoryBound | None = None  # None: the memory of the device is unknown
+    title: str = ""  # model family, then flavor or folder of the weights: "qwen3 Qwen3-8B"
+    # What the user can do if the resumed checkpoint is already at the last step
+    finished: str = ""
+
+    @property
+    def dump_folder(self) -> Path:
+        return Path(self.config.job.dump_folder)
+
+    @property
+    def resumed_step(self) -> int:
+        """Step of the checkpoint that the run resumes from; 0: the run does not resume."""
+        return self.weights.manifest.step if self.weights and self.weights.is_resumed else 0
+
+    @property
+    def origin(self) -> str:
+        """Where the weights come from, for people."""
+        if self.weights is None:
+            return f"random weights (debug.seed {self.config.debug.seed})"
+        return f"weights of {self.weights.path}"
+
+    def refuse(self, key: str, why: str, remedy: str) -> None:
+        self.problems.append(Problem(key, get_value(self.config, key), why, remedy))
+
+    def change(self, key: str, value: object, why: str) -> None:
+        """Change the default of a key, and say so."""
+        self.config = with_value(self.config, key, value)
+        self.notices.append(f"{key} is {value}, {why}")
 
 
-def read_config(args: list[str]) -> ConfigReading:
+def read_config(args: list[str]) -> Prepared:
     """Read command-line arguments and the TOML file that they name. Does not raise: see `problems`."""
     texts, problems = parse_arguments(args)
     config_file = str(texts.pop("job.config_file", Job.config_file))
@@ -68,38 +104,34 @@ def read_config(args: list[str]) -> ConfigReading:
     try:
         path = find_config_file(expand_path(config_file))
         is_shipped = path.parent.resolve() == CONFIG_FOLDER
-        table |= dict(flatten_table(load_toml(path)))
+        table |= flatten_table(load_toml(path))
     except ValueError as error:
-        problems.append(
-            Problem(
-                "job.config_file", config_file, str(error), "Name a TOML file, or one in configs/"
-            )
-        )
-    notices = [
-        f"{name} is now {new}" for name in (*table, *texts) if (new := resolve_alias(name)) != name
-    ]
-    texts = {resolve_alias(name): text for name, text in texts.items()}
-    values = {resolve_alias(name): value for name, value in table.items()} | texts
+        remedy = "Name a TOML file, or one in configs/"
+        problems.append(Problem("job.config_file", config_file, str(error), remedy))
+    given = {}  # the command line replaces the table
+    notices = []
+    for values, convert_value in ((table, convert), (texts, convert_text)):
+        for name, value in values.items():
+            key = resolve_alias(name)
+            given[key] = value, convert_value
+            if key != name:
+                notices.append(f"{name} is now {key}")
 
     config = Config()
-    for key, value in values.items():
+    for key, (value, convert_value) in given.items():
+        absent = explain_absent(key, value)
         if key in KEYS:
             try:
-                converted = (
-                    convert_text(KEYS[key], value) if key in texts else convert(KEYS[key], value)
-                )
-                config = with_value(config, key, converted)
+                config = with_value(config, key, convert_value(KEYS[key], value))
             except WrongValue as wrong:
                 problems.append(Problem(key, value, *wrong.args))
-        elif (remedy := explain_absent(key, value)) is None:
+        elif absent is None:
             problems.append(Problem(key, value, "there is no such key", suggest_key(key)))
-        elif remedy:
-            problems.append(
-                Problem(key, value, "torchtitan_lite does not have this feature", remedy)
-            )
-    given = frozenset(values)
-    chosen = frozenset(texts) if is_shipped else given
-    return ConfigReading(config, problems, notices, Path(config_file).stem, given, chosen)
+        elif absent:
+            why = "torchtitan_lite does not have this feature"
+            problems.append(Problem(key, value, why, absent))
+    chosen = map(resolve_alias, texts) if is_shipped else given
+    return Prepared(config, Path(config_file).stem, frozenset(chosen), problems, notices)
 
 
 # ---------------------------------------------------------------- command line and file
@@ -108,7 +140,8 @@ def read_config(args: list[str]) -> ConfigReading:
 def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Problem]]:
     """Return name -> text. `--section.flag` gives True, `--section.no_flag` gives False; - and _ are equivalent."""
     values: dict[str, str | bool] = {}
-    problems, rest = [], list(args)
+    problems = []
+    rest = list(args)
     while rest:
         argument = rest.pop(0)
         name, equals, value = argument.removeprefix("--").partition("=")
@@ -117,26 +150,24 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
             remedy = "Write --section.key value, or --section.key=value"
             problems.append(Problem("argument", argument, "it does not follow a key", remedy))
             continue
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else True
-        section, _, last = name.rpartition(".")
-        positive = f"{section}.{last.removeprefix('no_')}"
-        if value is True and positive != name and (resolve_alias(positive) in {**KEYS, **ABSENT}):
-            name, value = positive, False
+        if not equals and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+        elif not equals:
+            value = True
+            positive = name.replace(".no_", ".")
+            if name != positive and resolve_alias(positive) in {**KEYS, **ABSENT}:
+                name = positive
+                value = False
         values[name] = value
     return values, problems
 
 
 def find_config_file(name: str) -> Path:
     """Look for a path first, then for a name in configs/, each with or without `.toml`. Raises ValueError."""
-    for path in (
-        Path(name),
-        Path(f"{name}.toml"),
-        CONFIG_FOLDER / name,
-        CONFIG_FOLDER / f"{name}.toml",
-    ):
-        if path.is_file():
-            return path
+    for folder in (Path(), CONFIG_FOLDER):
+        for path in (folder / name, folder / f"{name}.toml"):
+            if path.is_file():
+                return path
     known = sorted(file.stem for file in CONFIG_FOLDER.glob("*.toml"))
     near = get_close_matches(Path(name).stem, known, n=1) or known
     raise ValueError(f"there is no such file, here or in configs/, which has {', '.join(near)}")
@@ -172,22 +203,15 @@ NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a fi
 
 def convert(kind: Any, value: Any) -> Any:
     """Convert a TOML value to the type of its key. Integers are accepted as floats. Raises WrongValue."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Annotated and inner[1] == PATH:
-        try:
-            return expand_path(convert(str, value))
-        except UserError as error:
-            raise WrongValue(str(error), "Write the whole path, or set the variable") from None
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if origin is Annotated:
-        limits, value = inner[1], convert(inner[0], value)
-        if not limits.low <= value <= limits.high and value != limits.auto:
-            raise WrongValue("it is out of range", f"Use {limits}")
-        return value
+        converted = convert(inner[0], value)
+        return check_limits(converted, inner[1])
     if origin is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in inner):
-            raise WrongValue(
-                "there is no such choice", f"Choose from {', '.join(map(repr, inner))}"
-            )
+            choices = ", ".join(map(repr, inner))
+            raise WrongValue("there is no such choice", f"Choose from {choices}")
         return value
     if origin is list:
         if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
@@ -201,6 +225,18 @@ def convert(kind: Any, value: Any) -> Any:
         value = float(value)
     if type(value) is not kind or (kind is float and not isfinite(value)):
         raise WrongValue(f"it must be {NAMES[kind]}", f"Write {NAMES[kind]}")
+    return value
+
+
+def check_limits(value: Any, limits: Any) -> Any:
+    """Return a number in its range, or an expanded path. Raises WrongValue."""
+    if limits == PATH:
+        try:
+            return expand_path(value)
+        except UserError as error:
+            raise WrongValue(str(error), "Write the whole path, or set the variable") from None
+    if not limits.low <= value <= limits.high and value != limits.auto:
+        raise WrongValue("it is out of range", f"Use {limits}")
     return value
 
 
@@ -232,11 +268,8 @@ def split_list(kind: Any, text: str) -> list[Any]:
 
 def suggest_key(key: str) -> str:
     """Return a remedy for an unknown key: a key with the same name in another section, or with a similar name."""
-    section, _, name = key.rpartition(".")
-    near = [known for known in (*KEYS, *ABSENT) if known.rpartition(".")[2] == name]
-    near += get_close_matches(
-        key, [known for known in KEYS if known.startswith(f"{section}.")], n=1
-    )
+    name = key.rpartition(".")[2]
+    near = [known for known in (*KEYS, *ABSENT) if known.endswith(f".{name}")]
     near += get_close_matches(key, KEYS, n=1)
     return f"The nearest key is {near[0]}" if near else "`check --keys` prints all keys"
 
@@ -246,12 +279,11 @@ def suggest_key(key: str) -> str:
 
 def dump_config_toml(config: Config) -> str:
     """Write a config as TOML. Reading it gives the same config. Keys that are None are omitted: TOML has no None."""
-    lines = {section: [f"[{section}]"] for section in SECTIONS}
+    sections = {section: f"[{section}]\n" for section in SECTIONS}
     for key in KEYS:
-        section, _, name = key.rpartition(".")
-        if (value := get_value(config, key)) is not None:
-            literal = json.dumps(
-                value, ensure_ascii=False
-            )  # JSON and TOML have the same literals for these types
-            lines[section].append(f"{name} = {literal}")
-    return "\n\n".join("\n".join(block) for block in lines.values()) + "\n"
+        value = get_value(config, key)
+        if value is not None:
+            section, _, name = key.rpartition(".")
+            # JSON and TOML have the same literals for these types
+            sections[section] += f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
+    return "\n".join(sections.values())

@@ -4,6 +4,8 @@ placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 
 placement "v",    pp=2, 4 stages     rank 0: stages 0, 3      rank 1: stages 1, 2
 """
 
+from itertools import islice
+
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.schema import Parallelism
@@ -44,13 +46,11 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[P
         lightest = min(range(n_stages), key=lambda stage: (load[stage], n_layers_of[stage] > 0))
         n_layers_of[lightest] += 1
         load[lightest] += 1
-    stages, start = [], 0
-    for stage, n in enumerate(n_layers_of):
-        stages.append(
-            name_modules(range(start, start + n), first=stage == 0, last=stage == n_stages - 1)
-        )
-        start += n
-    return tuple(stages), []
+    modules = iter(name_modules(range(n_layers), first=True, last=True))
+    sizes = list(n_layers_of)
+    sizes[0] += 1  # tok_embeddings
+    sizes[-1] += 2  # norm and output
+    return tuple(tuple(islice(modules, size)) for size in sizes), []
 
 
 def name_modules(layers: range, *, first: bool, last: bool) -> tuple[str, ...]:
@@ -64,33 +64,24 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Pro
 
     The first stage may have only the embedding, and the last only norm and head. Every other stage needs a layer.
     """
-    pp, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    schedule, layers_per_stage = SCHEDULES[name], parallelism.pipeline_parallel_layers_per_stage
-    if layers_per_stage is None:
-        n_stages = pp * schedule.least_stages_per_rank
-    else:
+    pp = parallelism.pipeline_parallel_degree
+    name = parallelism.pipeline_parallel_schedule
+    layers_per_stage = parallelism.pipeline_parallel_layers_per_stage
+    least = SCHEDULES[name].least_stages_per_rank
+    n_stages = pp * least
+    if layers_per_stage is not None:
         weights = parallelism.pipeline_parallel_first_stage_less_layers
         weights += parallelism.pipeline_parallel_last_stage_less_layers
         n_stages = -(-(n_layers + weights) // layers_per_stage)
     if not can_run(parallelism, n_stages):
-        least, only = (
-            schedule.least_stages_per_rank,
-            "exactly" if schedule.most_stages_per_rank else "at least",
-        )
-        why = f"it makes {n_stages} stages for {pp} pp ranks, but {name} needs {only} {least} per rank"
-        remedy = f"Remove the key to get {pp * schedule.least_stages_per_rank} stages, or choose another schedule"
+        why = f"it makes {n_stages} stages for {pp} pp ranks, but {name} needs {least} per rank"
+        remedy = f"Remove the key to get {pp * least} stages, or choose another schedule"
         key = "parallelism.pipeline_parallel_layers_per_stage"
         return 0, [Problem(key, layers_per_stage, why, remedy)]
     if n_layers < n_stages - 2:
         why = f"each of the {n_stages} pipeline stages ({pp} pp ranks, {name}) needs a layer, except the first and last"
-        return 0, [
-            Problem(
-                "model.n_layers",
-                n_layers,
-                why,
-                f"Use {n_stages - 2} layers or more, or fewer pp ranks",
-            )
-        ]
+        remedy = f"Use {n_stages - 2} layers or more, or fewer pp ranks"
+        return 0, [Problem("model.n_layers", n_layers, why, remedy)]
     return n_stages, []
 
 
@@ -98,46 +89,40 @@ def can_run(parallelism: Parallelism, n_stages: int) -> bool:
     """Whether the schedule can run this number of stages."""
     schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
     per_rank, rest = divmod(n_stages, parallelism.pipeline_parallel_degree)
-    return not rest and schedule.least_stages_per_rank <= per_rank <= (
-        schedule.most_stages_per_rank or per_rank
-    )
+    most = schedule.most_stages_per_rank or per_rank
+    return not rest and schedule.least_stages_per_rank <= per_rank <= most
 
 
 def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
     """Return the stages in module_fqns_per_model_part, and problems if they do not list all modules in order."""
-    key, given = "parallelism.module_fqns_per_model_part", parallelism.module_fqns_per_model_part
-    problems = []
-    expected = list(name_modules(range(n_layers), first=True, last=True))
-    may_lack_layers = {0: ["tok_embeddings"], len(given) - 1: ["norm", "output"]}
-    lacking = [
-        index
-        for index, stage in enumerate(given)
-        if not any(fqn.startswith("layers.") for fqn in stage)
-        and stage != may_lack_layers.get(index)
-    ]
-    if [fqn for stage in given for fqn in stage] != expected:
-        why = "together the lists must name every module once, in the order of the model"
-        problems.append(Problem(key, given, why, f"The order is {', '.join(expected)}"))
-    elif lacking:
-        why = f"stage {lacking[0]} has no layer; only a first stage [tok_embeddings] and a last [norm, output] may"
-        problems.append(Problem(key, given, why, "Give it a layer"))
-    if parallelism.pipeline_parallel_degree == 1 or not can_run(parallelism, len(given)):
-        ranks = f"{parallelism.pipeline_parallel_degree} pp ranks"
-        why = f"it lists {len(given)} stages for {ranks} under {parallelism.pipeline_parallel_schedule}"
-        problems.append(
-            Problem(key, given, why, "List one group of modules for each stage of the schedule")
-        )
-    return tuple(tuple(stage) for stage in given), problems
+    stages = tuple(map(tuple, parallelism.module_fqns_per_model_part))
+    expected = name_modules(range(n_layers), first=True, last=True)
+    whys = []
+    if sum(stages, ()) != expected:
+        whys.append("together the lists must name every module once, in the order of the model")
+    ends = {0: ("tok_embeddings",), len(stages) - 1: ("norm", "output")}
+    for index, stage in enumerate(stages):
+        has_layer = any(fqn.startswith("layers.") for fqn in stage)
+        if not whys and not has_layer and stage != ends.get(index):
+            whys.append(
+                f"stage {index} has no layer, and is neither [tok_embeddings] nor [norm, output]"
+            )
+    pp = parallelism.pipeline_parallel_degree
+    if pp == 1 or not can_run(parallelism, len(stages)):
+        name = parallelism.pipeline_parallel_schedule
+        whys.append(f"it lists {len(stages)} stages for {pp} pp ranks under {name}")
+    key = "parallelism.module_fqns_per_model_part"
+    remedy = f"Divide these among the stages of the schedule: {', '.join(expected)}"
+    return stages, [Problem(key, stages, why, remedy) for why in whys]
 
 
 def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
     """Return the pp rank of each stage."""
     pp = parallelism.pipeline_parallel_degree
+    ranks = list(range(pp))
     if pp > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].placement == "v":
-        return tuple(
-            min(stage % (2 * pp), 2 * pp - 1 - stage % (2 * pp)) for stage in range(n_stages)
-        )
-    return tuple(stage % pp for stage in range(n_stages))
+        ranks += reversed(ranks)
+    return tuple(ranks[stage % len(ranks)] for stage in range(n_stages))
 
 
 # ---------------------------------------------------------------- microbatches
@@ -147,19 +132,19 @@ def check_microbatches(
     parallelism: Parallelism, local_batch_size: int, n_microbatches: int, n_stages: int
 ) -> list[Problem]:
     """Return a problem if the schedule cannot run this number of microbatches."""
-    name, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
-    schedule, rounds = SCHEDULES[name], max(1, n_microbatches // pp)
-    if schedule.fills_pipeline and n_microbatches < n_stages:
+    pp = parallelism.pipeline_parallel_degree
+    name = parallelism.pipeline_parallel_schedule
+    n_rounds = max(1, n_microbatches // pp)
+    why = ""
+    if SCHEDULES[name].fills_pipeline and n_microbatches < n_stages:
         why = f"{name} needs at least one for each of the {n_stages} stages"
         remedy = (
             "Raise it (or global_batch_size), lower pipeline_parallel_microbatch_size, or use GPipe"
         )
-    elif schedule.in_rounds and n_microbatches % rounds:
-        why, remedy = (
-            f"{name} runs them in {rounds} equal rounds",
-            f"Use a multiple of {pp} microbatches",
-        )
-    else:
+    elif SCHEDULES[name].in_rounds and n_microbatches % n_rounds:
+        why = f"{name} runs them in {n_rounds} equal rounds"
+        remedy = f"Use a multiple of {pp} microbatches"
+    if not why:
         return []
     why = f"it makes {n_microbatches} microbatches, but {why}"
     return [Problem("training.local_batch_size", local_batch_size, why, remedy)]

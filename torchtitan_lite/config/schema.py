@@ -136,9 +136,6 @@ class Parallelism:
     enable_async_tensor_parallel: bool = (
         False  # overlap TP collectives with chunks of matmuls; inductor on CUDA
     )
-    disable_loss_parallel: bool = (
-        False  # gather the logits of all TP ranks instead of sharding the loss
-    )
     pipeline_parallel_degree: Positive = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
     pipeline_parallel_microbatch_size: Positive = 1  # sequences per microbatch
@@ -283,12 +280,12 @@ class Float8:
 
 @dataclass(frozen=True)
 class LinearLayers:
-    float8: Float8 = field(default_factory=Float8)
+    float8: Float8 = Float8()
 
 
 @dataclass(frozen=True)
 class Quantize:
-    linear: LinearLayers = field(default_factory=LinearLayers)
+    linear: LinearLayers = LinearLayers()
 
 
 @dataclass(frozen=True)
@@ -360,21 +357,21 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Config:
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    validation: Validation = field(default_factory=Validation)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
-    quantize: Quantize = field(default_factory=Quantize)
-    metrics: Metrics = field(default_factory=Metrics)
-    comm: Comm = field(default_factory=Comm)
-    debug: Debug = field(default_factory=Debug)
-    job: Job = field(default_factory=Job)
-    profiling: Profiling = field(default_factory=Profiling)
+    model: Model = Model()
+    training: Training = Training()
+    parallelism: Parallelism = Parallelism()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    checkpoint: Checkpoint = Checkpoint()
+    validation: Validation = Validation()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    quantize: Quantize = Quantize()
+    metrics: Metrics = Metrics()
+    comm: Comm = Comm()
+    debug: Debug = Debug()
+    job: Job = Job()
+    profiling: Profiling = Profiling()
 
 
 def get_value(config: Config, key: str) -> Any:

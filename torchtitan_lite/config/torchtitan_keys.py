@@ -1,7 +1,7 @@
 """Keys of torchtitan v0.1 and v0.2 that have another name here, or do not exist here. Used by reader.py.
 
-ALIASES: old names of keys. ABSENT: switches of missing features, which are accepted if they are off, and otherwise
-refused with an alternative. SETTINGS: other keys of missing features, which are accepted with any value.
+ALIASES: old names of keys. ABSENT: switches of missing features, which are accepted if they are off, and refused
+otherwise. SETTINGS: other keys of missing features, which are accepted with any value.
 """
 
 ALIASES = {  # old name -> new name
@@ -20,56 +20,30 @@ ALIASES = {  # old name -> new name
     "validation.enabled": "validation.enable",
 }
 
-# Switch of a missing feature -> (value that means "off", alternative)
+# Switch of a missing feature -> the value that means "off"
 ABSENT = {
-    "job.save_config_file": (
-        "",
-        "The resolved config is always saved: config.toml in job.dump_folder",
-    ),
-    "job.custom_config_module": (
-        "torchtitan.config",
-        "To add a key, add a line to config/schema.py",
-    ),
-    "metrics.save_for_all_ranks": (
-        False,
-        "Logged numbers cover the whole job, so rank 0 writes them",
-    ),
-    "model.norm_type": ("rmsnorm", "Llama 3 uses RMSNorm"),
-    "optimizer.early_step_in_backward": (False, "It rules out clipping by the global norm"),
-    "training.dtype": (
-        "float32",
-        "Use training.mixed_precision_param; the weights themselves stay in float32",
-    ),
-    "training.gc_debug": (False, "training.gc_freq = 1 collects garbage after every step"),
-    "parallelism.enable_compiled_autograd": (
-        False,
-        "compile.enable compiles each block, including its backward",
-    ),
-    "parallelism.pipeline_parallel_schedule_csv": (
-        "",
-        "pipeline_parallel_schedule names a schedule",
-    ),
-    "parallelism.pipeline_parallel_split_points": ([], "Use pipeline_parallel_layers_per_stage"),
-    "parallelism.expert_tensor_parallel_degree": (
-        1,
-        "expert_parallel_degree may span the ranks of tp too",
-    ),
-    "activation_checkpoint.debug": (False, "Use debug.deterministic to make two runs comparable"),
-    "activation_checkpoint.determinism_check": ("default", "Recomputed shapes are always compared"),
-    "checkpoint.interval_type": ("steps", "checkpoint.interval counts steps"),
-    "checkpoint.create_seed_checkpoint": (
-        False,
-        "Initial weights are already the same on every layout",
-    ),
-    "comm.mode": ("default", "`check` checks a layout without running it"),
-    "memory_estimation.enable": (False, "`python -m torchtitan_lite plan` estimates memory"),
-    "fault_tolerance.enable": (
-        False,
-        "Use MAX_RESTARTS with checkpoint.enable to restart a failed run",
-    ),
-    "experimental.custom_import": ("", "To add a model, add a file to model/"),
-    "experimental.custom_args_module": ("", "To add a key, add a line to config/schema.py"),
-    "debug.moe_force_load_balance": (False, "training.expert_bias_rate balances the load"),
+    "job.save_config_file": "",
+    "job.custom_config_module": "torchtitan.config",
+    "metrics.save_for_all_ranks": False,
+    "model.norm_type": "rmsnorm",
+    "optimizer.early_step_in_backward": False,
+    "training.dtype": "float32",
+    "training.gc_debug": False,
+    "parallelism.disable_loss_parallel": False,
+    "parallelism.enable_compiled_autograd": False,
+    "parallelism.pipeline_parallel_schedule_csv": "",
+    "parallelism.pipeline_parallel_split_points": [],
+    "parallelism.expert_tensor_parallel_degree": 1,
+    "activation_checkpoint.debug": False,
+    "activation_checkpoint.determinism_check": "default",
+    "checkpoint.interval_type": "steps",
+    "checkpoint.create_seed_checkpoint": False,
+    "comm.mode": "default",
+    "memory_estimation.enable": False,
+    "fault_tolerance.enable": False,
+    "experimental.custom_import": "",
+    "experimental.custom_args_module": "",
+    "debug.moe_force_load_balance": False,
 }
 
 # Other keys of missing features. A name that ends with a dot is a whole section.
@@ -103,6 +77,6 @@ def explain_absent(key: str, value: object) -> str | None:
     """Return a remedy if this value enables a missing torchtitan feature, "" if not, None for an unknown key."""
     if key not in ABSENT:
         return "" if key.startswith(SETTINGS) else None
-    off, instead = ABSENT[key]
+    off = ABSENT[key]
     is_off = value in ("", "none") or str(value).lower() == str(off).lower()
-    return "" if is_off else f"Leave it out, or set it to {off!r}. {instead}"
+    return "" if is_off else f"Leave it out, or set it to {off!r}"

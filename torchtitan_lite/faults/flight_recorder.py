@@ -5,11 +5,8 @@ entry    process_group (name, description), collective_seq_id, profiling_name "g
 call     group "mesh_tp [0, 1]" (the same on all of its ranks), number in its group, name, sizes, at_ns, is_completed
 """
 
-IN_THREADS = (
-    "host",
-    "saver",
-    "snapshot",
-)  # groups of checkpoints, which threads use beside the steps
+# Groups of checkpoints, which threads use beside the steps
+IN_THREADS = ("host", "saver", "snapshot")
 VARYING = "all_to_all"  # experts: sizes differ between ranks and steps
 
 
@@ -17,27 +14,31 @@ def list_calls(
     dump: dict, ranks: dict[str, list[int]], main_thread: int | None = None
 ) -> list[dict]:
     """Return the calls in a dump, except those of checkpoint threads. `ranks` has the ranks of a group by its name."""
-    return [
-        {
+    calls = []
+    for entry in dump.get("entries", []):
+        name, description = entry["process_group"]
+        is_beside = int(entry.get("thread_id", -1)) != main_thread
+        if description in IN_THREADS and is_beside:
+            continue
+        number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+        call = {
             "group": f"{description} {ranks.get(name, [])}",
-            "number": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+            "number": number,
             "name": entry["profiling_name"].partition(":")[2],
             "sizes": entry["input_sizes"],
             "at_ns": entry["time_created_ns"],
             "is_completed": entry["retired"],
         }
-        for entry in dump.get("entries", [])
-        for name, description in [entry["process_group"]]
-        if description not in IN_THREADS or int(entry.get("thread_id", -1)) == main_thread
-    ]
+        calls.append(call)
+    return calls
 
 
 def summarize(calls: list[dict]) -> dict[str, dict]:
-    """Return for each group the number of calls, the last one, and the first that has not completed."""
+    """Return for each group the number of calls, and the first call that has not completed."""
     groups: dict[str, dict] = {}
     for call in calls:
         row = groups.setdefault(call["group"], {"pending": None})
-        row |= {"n": call["number"], "last": call}
+        row["n"] = call["number"]
         if not call["is_completed"] and row["pending"] is None:
             row["pending"] = call
     return groups
@@ -45,12 +46,15 @@ def summarize(calls: list[dict]) -> dict[str, dict]:
 
 def find_deviation(calls: list[dict], last_step_ns: tuple[int, int], began_ns: int) -> str:
     """Return how the calls of this step differ from those of the last one; "": so far they are the same."""
-    last = [call for call in calls if last_step_ns[0] <= call["at_ns"] < last_step_ns[1]]
-    for before, now in zip(
-        last, (call for call in calls if call["at_ns"] >= began_ns), strict=False
-    ):
-        is_same = now["sizes"] == before["sizes"] or VARYING in now["name"]
-        if (now["group"], now["name"]) != (before["group"], before["name"]) or not is_same:
-            what = f"{before['name']} {before['sizes']} on {before['group']}"
-            return f"it called {now['name']} {now['sizes']} on {now['group']}, where the last step called {what}"
+    begin, end = last_step_ns
+    last_step = [call for call in calls if begin <= call["at_ns"] < end]
+    this_step = [call for call in calls if call["at_ns"] >= began_ns]
+    for before, now in zip(last_step, this_step, strict=False):
+        keys = ["group", "name"]
+        if VARYING not in now["name"]:
+            keys.append("sizes")
+        if any(now[key] != before[key] for key in keys):
+            called = f"{now['name']} {now['sizes']} on {now['group']}"
+            earlier = f"{before['name']} {before['sizes']} on {before['group']}"
+            return f"it called {called}, where the last step called {earlier}"
     return ""

@@ -15,6 +15,7 @@ and on NCCL also sends and receives. On gloo, the main thread's stack tells wher
 import json
 import linecache
 import os
+import shutil
 import socket
 import statistics
 import sys
@@ -43,42 +44,36 @@ class HangWatch:
     def __init__(
         self, dump_folder: Path, section: Comm, mesh: Mesh, restarts: int, group: dist.ProcessGroup
     ):
+        self.section = section
+        self.rank = group.rank()
+        self.stage_size = mesh.world.size() // mesh.pp.size()
         self.folder = dump_folder / HANG / f"restart-{restarts}"
-        self.section, self.rank, self.stage_size = (
-            section,
-            dist.get_rank(),
-            mesh.world.size() // mesh.pp.size(),
-        )
-        self.ranks: list[tuple[str, int, str]] = [
-            ("", 0, "")
-        ] * mesh.world.size()  # host, process, name
+        self.file = self.folder / f"rank-{self.rank:05}.json"
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier start
         used = {dim: at for dim, at in mesh.coordinates().items() if mesh.world[dim].size() > 1}
         own = (socket.gethostname(), os.getpid(), describe_rank(self.rank, used))
+        self.ranks: list[tuple[str, int, str]] = [own] * group.size()  # host, process, name
         dist.all_gather_object(self.ranks, own, group=group)
         self.durations_s: deque[float] = deque(maxlen=50)
-        self.last_step_ns = (
-            0,
-            0,
-        )  # begin and end of the last step, by the clock of the flight recorder
-        self.file = self.folder / f"rank-{self.rank:05}.json"
-        self.file.unlink(missing_ok=True)  # of an earlier run
+        # Begin and end of the last step, by the clock of the flight recorder
+        self.last_step_ns = (0, 0)
         self.leaving = threading.Event()
         self.begin(0)
 
     def begin(self, step: int) -> None:
         """Note that a step begins."""
-        self.step, self.phase, self.began_s, self.began_ns = (
-            step,
-            "step",
-            time.monotonic(),
-            time.time_ns(),
-        )
+        self.step = step
+        self.phase = "step"
+        self.began_s = time.monotonic()
+        self.began_ns = time.time_ns()
 
     def end(self) -> None:
         """Note that the step has ended. Validation, saves and logs follow."""
         self.durations_s.append(time.monotonic() - self.began_s)
         self.last_step_ns = (self.began_ns, time.time_ns())
-        self.phase, self.began_s = "after", time.monotonic()
+        self.phase = "after"
+        self.began_s = time.monotonic()
 
     def limit_s(self) -> float:
         """Return the seconds after which this is a hang. The first step, and saves and validation, may take longer."""
@@ -87,11 +82,8 @@ class HangWatch:
         if self.section.hang_seconds > 0:
             return self.section.hang_seconds
         median_s = statistics.median(self.durations_s)
-        return max(
-            60,
-            2 * median_s,
-            min(10 * median_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds),
-        )
+        timeout_s = SHARE_OF_TIMEOUT * self.section.train_timeout_seconds
+        return max(60, 2 * median_s, min(10 * median_s, timeout_s))
 
     def __enter__(self) -> "HangWatch":
         if self.section.hang_seconds != 0:
@@ -114,77 +106,66 @@ class HangWatch:
 
     def collect(self) -> dict[str, object]:
         """Return what this rank does, as tools/faults/hang.py reads it."""
-        main_thread, host = threading.main_thread().ident, self.ranks[self.rank][0]
+        main_thread = threading.main_thread().ident
         frames = list(traceback.walk_stack(sys._current_frames()[main_thread]))  # innermost first
+        stack = []
+        for frame, line in frames:
+            file = Path(frame.f_code.co_filename).name
+            stack.append(f"{file}:{line} {frame.f_code.co_name}")
+        host = {}
+        own_host = self.ranks[self.rank][0]
+        for rank, (name, pid, described) in enumerate(self.ranks):
+            if name == own_host:
+                host[rank] = (pid, read_state(pid), described)
         calls = read_recorder(main_thread)
-        waits_for, sent = find_in_pipeline(frames)
+        deviation = ""
+        if self.phase == "step":
+            deviation = find_deviation(calls, self.last_step_ns, self.began_ns)
+        waits_for = find_wait_in_pipeline(frames)
         senders = {"fwd_recv": self.rank - self.stage_size, "bwd_recv": self.rank + self.stage_size}
         return {
             "rank": self.rank,
             "world_size": len(self.ranks),
             "step": self.step,
             "seconds": round(time.monotonic() - self.began_s, 1),
-            "host": {
-                rank: (pid, read_state(pid), who)
-                for rank, (at, pid, who) in enumerate(self.ranks)
-                if at == host
-            },
-            "stack": [
-                f"{Path(f.f_code.co_filename).name}:{line} {f.f_code.co_name}" for f, line in frames
-            ],
+            "host": host,
+            "stack": stack,
             "groups": summarize(calls),
-            "deviation": find_deviation(calls, self.last_step_ns, self.began_ns)
-            if self.phase == "step"
-            else "",
-            "pipeline": {"waits_for": waits_for, "sender": senders.get(waits_for), "sent": sent},
+            "deviation": deviation,
+            "waits_for": waits_for,
+            "sender": senders.get(waits_for),
         }
 
 
 def read_recorder(main_thread: int) -> list[dict]:
     """Return the calls that this process has recorded, oldest first. Calls of checkpoint threads are left out."""
-    ranks = {
-        group.group_name: dist.get_process_group_ranks(group)
-        for group in dist.distributed_c10d._world.pg_map
-    }
+    ranks = {}
+    for group in dist.distributed_c10d._world.pg_map:
+        ranks[group.group_name] = dist.get_process_group_ranks(group)
     calls = []
-    for name in (
-        "_dump_fr_trace_json",
-        "_dump_nccl_trace_json",
-    ):  # of gloo; of NCCL, in builds for CUDA
+    # Of gloo, and of NCCL in builds for CUDA
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if dump := getattr(_distributed_c10d, name, None):
             calls += list_calls(json.loads(dump(True, False)), ranks, main_thread)
     return sorted(calls, key=lambda call: call["at_ns"])
 
 
 def read_state(pid: int) -> str:
-    """Return the state of a process's main thread: R runs, S sleeps, D waits for a disk, T is stopped; "": ended."""
+    """Return the state of a process's main thread in /proc: R runs, S sleeps, D waits for a disk, T is stopped."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat")
-            .read_text()
-            .rpartition(")")[2]
-            .split()[0]
-            .upper()
-            .replace("Z", "")
-        )
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return ""
+        return "Z"  # it has ended
 
 
-def find_in_pipeline(frames: list[tuple[FrameType, int]]) -> tuple[str, dict[str, int]]:
-    """Return what a rank waits for in its pipeline, and how many microbatches it has sent forward and backward.
+def find_wait_in_pipeline(frames: list[tuple[FrameType, int]]) -> str:
+    """Return what a rank waits for in its pipeline: "fwd_recv", "bwd_recv", "send" for any other wait, "" for none.
 
-    "fwd_recv" and "bwd_recv" are receives, "send" is any other wait, "" is none. The numbers are local variables of
-    torch's Schedule1F1B; other schedules have no such numbers.
+    Only the lines of torch's Schedule1F1B tell receives from sends.
     """
-    waits_for, sent = "", {}
     for (frame, line), (inner, _) in zip(frames[1:], frames, strict=False):
         if inner.f_code.co_name == "_wait_batch_p2p":
             text = linecache.getline(frame.f_code.co_filename, line)
-            waits_for = next((way for way in ("fwd_recv", "bwd_recv") if f'{way}"' in text), "send")
-        if "fwd_mb_index" in frame.f_locals:
-            sent = {
-                "fwd_recv": frame.f_locals["fwd_mb_index"],
-                "bwd_recv": frame.f_locals["bwd_mb_index"],
-            }
-    return waits_for, sent
+            ways = [way for way in ("fwd_recv", "bwd_recv") if f'{way}"' in text]
+            return ways[0] if ways else "send"
+    return ""

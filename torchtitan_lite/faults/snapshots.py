@@ -10,9 +10,7 @@ a snapshot if its host has the shards of this rank. If there is none that all ra
 the layout has changed, they load the shared checkpoint (start.py). All snapshots are deleted at the end of the run.
 """
 
-import json
 import logging
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -23,16 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-from torch.distributed.checkpoint.default_planner import (
-    create_default_global_save_plan,
-    create_default_local_save_plan,
-)
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchtitan_lite.checkpoint.load import Saved, read_matching_manifest
-from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
+from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
+from torchtitan_lite.checkpoint.load import (
+    OpenCheckpoint,
+    Saved,
+    do_on_rank_0,
+    find_shard,
+    require_tensors,
+)
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors, name_weights
-from torchtitan_lite.checkpoint.storage import do_on_rank_0
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.dump_folder import RUN_ID
 from torchtitan_lite.parallel.process_groups import Place
@@ -50,7 +50,8 @@ class HostPlanner(DefaultSavePlanner):
 class Snapshots(CheckpointSaver):
     """Saves and restores snapshots. Does neither if checkpoint.local_folder is empty. All methods are collective."""
 
-    planner, log_level = HostPlanner, logging.DEBUG
+    planner = HostPlanner
+    log_level = logging.DEBUG
 
     def __init__(
         self,
@@ -58,23 +59,24 @@ class Snapshots(CheckpointSaver):
         section: Checkpoint,
         place: Place,
         all_ranks: dist.ProcessGroup,
-        **kw: Any,
+        **options: Any,
     ):
-        self.all_ranks, group, n_local = all_ranks, all_ranks, place.world_size // place.n_hosts
+        self.all_ranks = all_ranks
         self.is_used = bool(section.local_folder) and not section.load_only
-        folder = Path(section.local_folder)
-        if self.is_used:
-            ranks = [
-                rank for rank in range(place.world_size) if rank // n_local == place.rank // n_local
-            ]
-            group = dist.new_group(
-                ranks, backend="gloo", use_local_synchronization=True, group_desc="snapshot"
-            )
-            run_id = do_on_rank_0(all_ranks, lambda: identify_run(dump_folder / section.folder))
-            folder = folder / "-".join(dump_folder.absolute().parts[1:]) / run_id
-        else:
+        if not self.is_used:
             section = replace(section, async_mode="disabled")
-        super().__init__(folder, section, group=group, **kw)
+            super().__init__(Path(), section, group=all_ranks, **options)
+            return
+        n_local = place.world_size // place.n_hosts
+        first = place.rank // n_local * n_local
+        ranks = list(range(first, first + n_local))
+        group = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=True, group_desc="snapshot"
+        )
+        run_id = do_on_rank_0(all_ranks, lambda: identify_run(dump_folder / section.folder))
+        of_dump_folder = "-".join(dump_folder.absolute().parts[1:])
+        folder = Path(section.local_folder) / of_dump_folder / run_id
+        super().__init__(folder, section, group=group, **options)
         self.n_kept = {"keep_latest_k": 2, "keep_every_m": 0}
 
     def after_step(
@@ -98,12 +100,30 @@ class Snapshots(CheckpointSaver):
         """Return the snapshots of this run that all ranks can use. Does not check hashes."""
         if not self.is_used:
             return []
-        steps: list[set[int]] = [set()] * self.all_ranks.size()
-        dist.all_gather_object(steps, self.find_complete(parameters), group=self.all_ranks)
-        usable = set.intersection(*steps)
-        return [
-            Saved(step, self.folder / f"step-{step}", self.group, "snapshot") for step in usable
-        ]
+        weights = name_weights(parameters)
+        own = [step for step in find_steps(self.folder) if self.has_shards(step, weights)]
+        steps: list[list[int]] = [[]] * self.all_ranks.size()
+        dist.all_gather_object(steps, own, group=self.all_ranks)
+        usable = []
+        for step in own:
+            if all(step in of_rank for of_rank in steps):
+                path = self.folder / f"step-{step}"
+                usable.append(Saved(step, path, self.group, "snapshot"))
+        return usable
+
+    def has_shards(self, step: int, weights: dict[str, Tensor]) -> bool:
+        """Return whether the snapshot of a step has every shard of this rank, as it has on the same layout."""
+        try:
+            checkpoint = OpenCheckpoint(self.folder / f"step-{step}")
+            require_tensors(checkpoint, weights)
+        except CheckpointError:
+            return False
+        for name, tensor in weights.items():
+            shard, offsets = find_shard(tensor)
+            boxes = [chunk[1:] for chunk in checkpoint.manifest.tensors[name].chunks]
+            if (tuple(offsets), tuple(shard.shape)) not in boxes:
+                return False
+        return True
 
     def forget_after(self, step: int) -> None:
         """Delete snapshots of later steps, and of earlier runs in the same dump folder."""
@@ -112,33 +132,9 @@ class Snapshots(CheckpointSaver):
         later = [self.folder / f"step-{found}" for found in find_steps(self.folder) if found > step]
         earlier_runs = [path for path in self.folder.parent.glob("*") if path != self.folder]
         for path in later + earlier_runs:
-            logger.warning(
-                f"the snapshot {path} does not continue step {step} of this run, and is deleted"
-            )
+            why = f"does not continue step {step} of this run, and is deleted"
+            logger.warning(f"the snapshot {path} {why}")
             rmtree(path)
-
-    def find_complete(self, parameters: dict[str, Tensor]) -> set[int]:
-        """Return the steps of this run's snapshots that have every shard of this rank. Does not check hashes."""
-        weights = name_weights(parameters)
-        plan, complete = create_default_local_save_plan(weights, is_coordinator=False), set()
-        own = {
-            (item.index.fqn, *item.tensor_data.chunk.offsets, *item.tensor_data.chunk.sizes)
-            for item in plan.items
-        }
-        for step in find_steps(self.folder):
-            with suppress(CheckpointError):
-                manifest = read_matching_manifest(self.folder / f"step-{step}", weights)
-                chunks = [
-                    (name, chunk)
-                    for name, record in manifest.tensors.items()
-                    for chunk in record.chunks
-                ]
-                stored = {(name, *chunk.offsets, *chunk.sizes) for name, chunk in chunks}
-                if own <= stored and json.dumps(manifest.fingerprint) == json.dumps(
-                    self.fingerprint
-                ):
-                    complete.add(step)
-        return complete
 
 
 def identify_run(checkpoints: Path) -> str:

@@ -1,35 +1,59 @@
 """Start a run: resume from the newest checkpoint or snapshot, or load initial weights.
 
-    the run                          resumes from
+    the run                          starts from
     with checkpoint.load_step        that checkpoint, or is refused
     restarted by torchrun            the newest checkpoint or snapshot that all ranks can open
     in the folder of an earlier run  the same
     other                            checkpoint.initial_load_path, if set
 
-Nothing is renamed or deleted until a state has been loaded. Then damaged newer checkpoints are renamed, and snapshots
-that do not belong to this run any more are deleted.
+With job.overwrite, the files of the earlier run are already deleted, and its snapshots belong to another run. Nothing
+else is renamed or deleted until a state has been loaded. Then damaged newer checkpoints are renamed, and snapshots that
+do not belong to this run any more are deleted.
 """
 
+import json
+import logging
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.checkpoint.folders import quarantine
-from torchtitan_lite.checkpoint.load import Saved, load_initial, restore
-from torchtitan_lite.checkpoint.manifest import CheckpointError, find_steps
-from torchtitan_lite.checkpoint.storage import do_on_rank_0
+from torchtitan_lite.checkpoint.continued import check_continued
+from torchtitan_lite.checkpoint.format import CheckpointError, find_steps, quarantine, read_manifest
+from torchtitan_lite.checkpoint.hugging_face import load_weights
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG
+from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
+from torchtitan_lite.checkpoint.load import (
+    Saved,
+    do_on_rank_0,
+    load_newest,
+    raise_on_all_ranks,
+    restore,
+)
+from torchtitan_lite.checkpoint.save import name_weights
+from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint
+from torchtitan_lite.config.checks import Problems
+from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.faults.snapshots import Snapshots
+
+logger = logging.getLogger(__name__)
 
 
 def start_from(run: Run, snapshots: Snapshots, group: dist.ProcessGroup, *, restarted: bool) -> int:
     """Load the state that a run starts from. Return its step; 0: initial weights. Collective over `group`, all ranks.
 
-    `restarted`: torchrun has restarted the job, which then resumes from its own newest state. Raises CheckpointError.
+    `restarted`: torchrun has restarted the job, which then resumes from its own newest state. Raises ConfigError if the
+    config does not continue a snapshot, and CheckpointError.
     """
     section = run.config.checkpoint
     folder = Path(run.config.job.dump_folder) / section.folder
-    steps = do_on_rank_0(group, lambda: find_steps(folder)) if section.enable else []
+    steps = []
+    if section.enable:
+        steps = do_on_rank_0(group, lambda: find_steps(folder))
     snapshotted = snapshots.list_usable(run.saved)
     if steps and section.load_step != -1 and not restarted:
         steps = [section.load_step]
@@ -38,18 +62,58 @@ def start_from(run: Run, snapshots: Snapshots, group: dist.ProcessGroup, *, rest
     found = checkpoints + snapshotted
     of_run = (run.saved, run.optimizer, run.lr_scheduler)
     if found:
-        loaded = restore(found, *of_run, section=section, group=group)
-        step, source = loaded.step, loaded.path
+        newest = max(found, key=lambda saved: saved.step)
+        if newest in snapshotted:
+            check_snapshot(run, snapshots, newest.path)
+        step = restore(found, *of_run, section=section, group=group).step
     else:
-        step, source = (
-            load_initial(*of_run, section=section, group=group),
-            section.initial_load_path,
-        )
-    if step >= run.config.training.steps:
-        raise CheckpointError(
-            f"{source} is already at step {step}: set training.steps to more than {step}"
-        )
+        step = load_initial(*of_run, section=section, group=group)
     damaged = [saved.path for saved in checkpoints if saved.step > step]
     do_on_rank_0(group, lambda: quarantine(damaged))
     snapshots.forget_after(step)
     return step
+
+
+def check_snapshot(run: Run, snapshots: Snapshots, path: Path) -> None:
+    """Print the keys that differ from the run that saved a snapshot. preflight only does so for a checkpoint.
+
+    Raises ConfigError for keys that must not differ, and CheckpointError if the model or the documents do.
+    """
+    weights = describe_checkpoint(path)
+    problems = Problems(run.config)
+    notices = check_continued(problems, run.config, weights, documents={})
+    if problems:
+        raise ConfigError(problems)
+    if json.dumps(weights.manifest.fingerprint) != json.dumps(snapshots.fingerprint):
+        why = f"{path} was saved with another model, tokenizer, or other documents"
+        raise CheckpointError(f"{why}: use the same, or start another run in a job.dump_folder")
+    for notice in notices:
+        logger.info(notice)
+
+
+def load_initial(
+    parameters: dict[str, Tensor],
+    optimizer: Optimizer,
+    lr_scheduler: LRScheduler,
+    *,
+    section: Checkpoint,
+    group: dist.ProcessGroup,
+) -> int:
+    """Load checkpoint.initial_load_path if it is set. Return the step of its optimizer state, or 0. Collective.
+
+    preflight has already compared the config with the checkpoint. Raises CheckpointError; the parameters are then
+    undefined.
+    """
+    if not section.initial_load_path:
+        return 0
+    path = Path(section.initial_load_path)
+    if (path / CONFIG).is_file():
+        raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
+    else:
+        saved = Saved(read_manifest(path).step, path, group)
+        if not section.initial_load_model_only:
+            of_run = (parameters, optimizer, lr_scheduler)
+            return restore([saved], *of_run, section=section, group=group).step
+        load_newest([saved], name_weights(parameters), verify=section.verify, group=group)
+    logger.info(f"the run starts from the weights in {path}")
+    return 0

@@ -26,13 +26,13 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-LEAST_HEAD_DIM = 16  # minimum of flex attention on CUDA
+from torchtitan_lite.model.inner_attention import InnerAttention
 
 
-class CausalAttention(nn.Module):
+class CausalAttention(InnerAttention):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None
     ) -> Tensor:
@@ -40,9 +40,8 @@ class CausalAttention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-class DocumentAttention(nn.Module):
+class DocumentAttention(InnerAttention):
     def plan(self, doc_ids: Tensor) -> Tensor | BlockMask:
-        """Prepare doc_ids (B, S) for `forward`, once for all layers."""
         return plan_documents(doc_ids)
 
     def forward(
@@ -94,15 +93,10 @@ def attend_within_documents(
 def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask) -> Tensor:
     """query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E)."""
     # Inside a compiled block, flex attention is compiled with it. In eager mode it would store all scores.
-    attend = flex_attention if torch.compiler.is_compiling() else compile_once(flex_attention)
-    head_dim = query.shape[-1]
-    missing = max(0, LEAST_HEAD_DIM - head_dim)  # padding with zeros does not change the scores
-    query, key, value = (
-        F.pad(each, (0, missing)) if missing else each for each in (query, key, value)
-    )
-    return attend(query, key, value, block_mask=blocks, enable_gqa=True, scale=head_dim**-0.5)[
-        ..., :head_dim
-    ]
+    attend = flex_attention
+    if not torch.compiler.is_compiling():
+        attend = compile_once(flex_attention)
+    return attend(query, key, value, block_mask=blocks, enable_gqa=True)
 
 
 @cache
@@ -123,24 +117,23 @@ def plan_blocks(
     doc_ids: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None
 ) -> BlockMask:
     """Plan which blocks of queries x keys flex attention reads. Positions default to the full sequence."""
-    query_docs, key_docs = (
-        doc_ids if positions is None else doc_ids[:, positions]
-        for positions in (query_positions, key_positions)
-    )
+    if query_positions is None:
+        query_positions = key_positions = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+    query_docs = doc_ids[:, query_positions]
+    key_docs = doc_ids[:, key_positions]
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        rises = (
-            query >= key
-            if query_positions is None
-            else query_positions[query] >= key_positions[key]
-        )
-        return rises & (query_docs[row, query] == key_docs[row, key])
+        is_earlier = query_positions[query] >= key_positions[key]
+        return is_earlier & (query_docs[row, query] == key_docs[row, key])
 
-    create = create_block_mask if doc_ids.device.type == "cpu" else compile_once(create_block_mask)
-    sizes = {
-        "B": len(doc_ids),
-        "H": None,
-        "Q_LEN": query_docs.shape[1],
-        "KV_LEN": key_docs.shape[1],
-    }
-    return create(sees, **sizes, device=doc_ids.device.type)
+    create = create_block_mask
+    if doc_ids.device.type != "cpu":
+        create = compile_once(create_block_mask)
+    return create(
+        sees,
+        B=len(doc_ids),
+        H=None,
+        Q_LEN=len(query_positions),
+        KV_LEN=len(key_positions),
+        device=doc_ids.device.type,
+    )

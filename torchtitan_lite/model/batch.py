@@ -1,5 +1,6 @@
 """A batch: tokens, targets, positions. Legend: B sequences, S tokens per sequence."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,24 +16,20 @@ class Batch:
     positions: Tensor  # position of each token in its row, or in its document
     doc_ids: Tensor  # index of each token's document in its row, from 0
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Apply a function to each field."""
+        return Batch(*map(function, vars(self).values()))
+
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Batch":
-        return Batch(*(field.to(device, non_blocking=non_blocking) for field in self._fields()))
+        return self.map(lambda field: field.to(device, non_blocking=non_blocking))
 
     def take_rows(self, rows: range) -> "Batch":
-        return Batch(*(field[rows.start : rows.stop] for field in self._fields()))
+        return self.map(lambda field: field[rows.start : rows.stop])
 
     def pin_memory(self) -> "Batch":
-        return Batch(*(field.pin_memory() for field in self._fields()))
+        return self.map(Tensor.pin_memory)
 
     def split(self, n: int) -> "list[Batch]":
         """Split into n microbatches of equal size, in order."""
-        assert self.tokens.shape[0] % n == 0, (
-            f"{self.tokens.shape[0]} rows do not split into {n} equal parts"
-        )
-        return [
-            Batch(*fields)
-            for fields in zip(*(field.chunk(n) for field in self._fields()), strict=True)
-        ]
-
-    def _fields(self) -> tuple[Tensor, ...]:
-        return tuple(vars(self).values())
+        size = len(self.tokens) // n
+        return [self.take_rows(range(at * size, (at + 1) * size)) for at in range(n)]

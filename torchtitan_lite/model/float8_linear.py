@@ -21,9 +21,14 @@ Legend: M tokens, K in features, N out features. Sources: arXiv:2209.05433; the 
 from dataclasses import dataclass
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+aten = torch.ops.aten
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 LEAST_AMAX = 1e-12  # gives a tensor of zeros a finite scale
 
 
@@ -46,9 +51,10 @@ class Recipe:
 
     def round(self, x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> Float8Tensor:
         """Round to float8. With `by_row`, one scale for each vector along `dim`; with dim None, one for the tensor."""
-        amax = (
-            x.abs().amax(dim, keepdim=True) if self.by_row and dim is not None else x.abs().amax()
-        )
+        if self.by_row and dim is not None:
+            amax = x.abs().amax(dim, keepdim=True)
+        else:
+            amax = x.abs().amax()
         scale = choose_scale(amax, dtype, power_of_two=self.by_row)
         return Float8Tensor(cast(x, scale, dtype), scale)
 
@@ -81,12 +87,12 @@ def multiply(
     """
     if emulate:
         return ((a.data.float() / a.scale) @ (b.data.float() / b.scale)).to(dtype)
-    scale_a, scale_b = a.scale.reciprocal(), b.scale.reciprocal()
+    scale_a = a.scale.reciprocal()
+    scale_b = b.scale.reciprocal()
     by_row = a.scale.dim() > 0
-    scale_after = None
-    if (
-        by_row and not fast
-    ):  # with exact accumulation, the rowwise kernel is slow, but the tensorwise kernel is not
+    # With exact accumulation, the rowwise kernel is slow, but the tensorwise kernel is not.
+    scales_after = by_row and not fast
+    if scales_after:
         scale_after = scale_a * scale_b
         scale_a = scale_b = torch.ones((), device=scale_a.device)
     product = torch._scaled_mm(
@@ -97,7 +103,9 @@ def multiply(
         out_dtype=torch.bfloat16 if by_row else dtype,  # the rowwise kernel has no fp32 output
         use_fast_accum=fast,
     )
-    return (product if scale_after is None else (product * scale_after).bfloat16()).to(dtype)
+    if scales_after:
+        product = (product * scale_after).bfloat16()
+    return product.to(dtype)
 
 
 class Float8MatmulFunction(torch.autograd.Function):
@@ -117,30 +125,36 @@ class Float8MatmulFunction(torch.autograd.Function):
         recipe_name: str,
         emulate: bool,
     ) -> Tensor:
-        ctx.recipe, ctx.emulate = RECIPES[recipe_name], emulate
+        recipe = RECIPES[recipe_name]
+        ctx.recipe = recipe
+        ctx.emulate = emulate
         ctx.save_for_backward(x, weight if data8 is None else None, data8, scale)
-        x8 = ctx.recipe.round(x.flatten(0, -2), 1)
-        w8 = ctx.recipe.round(weight, 1) if data8 is None else Float8Tensor(data8, scale)
-        return multiply(x8, w8.t(), x.dtype, emulate=emulate, fast=True).unflatten(0, x.shape[:-1])
+        x8 = recipe.round(x.flatten(0, -2), 1)
+        w8 = recipe.round(weight, 1) if data8 is None else Float8Tensor(data8, scale)
+        product = multiply(x8, w8.t(), x.dtype, emulate=emulate, fast=True)
+        return product.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, data8, scale = ctx.saved_tensors
-        recipe, options = ctx.recipe, {"dtype": dy.dtype, "emulate": ctx.emulate}
-        rows = dy.flatten(0, -2)  # (M, N)
-        dy8 = recipe.round(rows, 1, recipe.of_gradient)
-        dx = dw = None
+        recipe = ctx.recipe
+        dy = dy.flatten(0, -2)  # (M, N)
+        dy8 = recipe.round(dy, 1, recipe.of_gradient)
+        dx = None
+        dw = None
         if ctx.needs_input_grad[0]:  # dot products sum over N: one scale per column of w
             w8 = Float8Tensor(data8, scale)
             if data8 is None:
                 w8 = recipe.round(weight, 0 if recipe.dw_in_float8 else None)
-            dx = multiply(dy8, w8, **options).view_as(x)
-        if ctx.needs_input_grad[1] and not recipe.dw_in_float8:
-            dw = rows.t() @ x.flatten(0, -2)
-        elif ctx.needs_input_grad[1]:  # dot products sum over M
-            if recipe.by_row:
-                dy8 = recipe.round(rows, 0, recipe.of_gradient)
-            dw = multiply(dy8.t(), recipe.round(x.flatten(0, -2), 0), **options)
+            dx = multiply(dy8, w8, dy.dtype, emulate=ctx.emulate).view_as(x)
+        if ctx.needs_input_grad[1]:  # dot products sum over M
+            rows = x.flatten(0, -2)
+            if not recipe.dw_in_float8:
+                dw = dy.t() @ rows
+            else:
+                if recipe.by_row:
+                    dy8 = recipe.round(dy, 0, recipe.of_gradient)
+                dw = multiply(dy8.t(), recipe.round(rows, 0), dy.dtype, emulate=ctx.emulate)
         return dx, dw, None, None, None, None
 
 
@@ -157,11 +171,78 @@ class Float8Linear(nn.Linear):
         bias: bool = False,
     ):
         super().__init__(in_features, out_features, bias=bias)
-        self.recipe_name, self.emulate = recipe_name, emulate
+        self.recipe_name = recipe_name
+        self.emulate = emulate
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N)."""
+        weight = self.weight
+        bias = self.bias
+        data8 = None
+        scale = None
+        if isinstance(weight, Float8GatheredWeight):
+            data8 = weight.data8
+            scale = weight.scale
         product = Float8MatmulFunction.apply(
-            x, self.weight, None, None, self.recipe_name, self.emulate
+            x,
+            weight,
+            data8,
+            scale,
+            self.recipe_name,
+            self.emulate,
         )
-        return product if self.bias is None else product + self.bias
+        return product if bias is None else product + bias
+
+
+VIEWS = (aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default)
+
+
+class Float8GatheredWeight(Tensor):
+    """A weight that FSDP gathered in float8 (parallel/float8.py).
+
+    FSDP and autograd see it as `dtype`, which is also the dtype of its gradient.
+    """
+
+    @staticmethod
+    def __new__(cls, data8: Tensor, scale: Tensor, dtype: torch.dtype):
+        return Tensor._make_wrapper_subclass(
+            cls,
+            data8.shape,
+            strides=data8.stride(),
+            dtype=dtype,
+            device=data8.device,
+            requires_grad=False,
+        )
+
+    def __init__(self, data8: Tensor, scale: Tensor, dtype: torch.dtype):
+        self.data8 = data8
+        self.scale = scale
+
+    def to_dtype(self) -> Tensor:
+        """Return the values in `dtype`, as a plain tensor."""
+        return (self.data8.float() / self.scale).to(self.dtype)
+
+    def __tensor_flatten__(self):
+        return ["data8", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner, dtype, size, stride):
+        return Float8GatheredWeight(inner["data8"], inner["scale"], dtype)
+
+    def __repr__(self):
+        return f"Float8GatheredWeight({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args, kwargs=None):
+        kwargs = kwargs or {}
+        if op in VIEWS:
+            weight, *others = args
+            data8 = op(weight.data8, *others, **kwargs)
+            view = Float8GatheredWeight(data8, weight.scale, weight.dtype)
+            return return_and_correct_aliasing(op, args, kwargs, view)
+        # Any other operator, such as zeros_like for a gradient, gets the values in `dtype`.
+        inputs = args, kwargs
+        args, kwargs = pytree.tree_map_only(
+            Float8GatheredWeight, Float8GatheredWeight.to_dtype, inputs
+        )
+        return op(*args, **kwargs)

@@ -1,9 +1,7 @@
 """The head: hidden states to logits, or to the sum of token losses.
 
-The projection and the loss are one module: hidden states and targets go in, the loss comes out. The last pipeline
-stage, tensor parallel and the chunked loss share this code path.
-
-The chunked loss never stores all logits. It computes the projection and the loss for one chunk of tokens at a time:
+The projection and the loss are one module: hidden states and targets go in, the loss comes out. It never
+stores all logits, but computes the projection and the loss for one chunk of tokens at a time:
 
     hidden (N, D)   forward, for each chunk                                       saved for backward
     [n tokens]      logits (n, V) -> losses, added to the sum ()
@@ -11,14 +9,14 @@ The chunked loss never stores all logits. It computes the projection and the los
     [n tokens]                                                  -> x hidden       added to grad_weight (V, D)
 
 Backward only scales the gradient of a sum of losses, so forward computes this gradient while it has the logits.
-The logits are computed once, with the same three matmuls as the plain loss. The plain loss stores several tensors of
-N x V values, 4 GiB each in fp32 for 8,192 tokens of Llama 3. The chunked loss stores n x V values and grad_weight. With
-TP, subclasses in parallel/tensor_parallel.py compute the loss from a sharded vocabulary.
+torch's cross entropy would store several tensors of N x V values, 4 GiB each in fp32 for 8,192 tokens of Llama 3. This
+loss stores n x V values and grad_weight. With TP, subclasses in parallel/tensor_parallel.py compute it from a sharded
+vocabulary.
 
 Legend: B batch, S sequence, N = B*S tokens, n tokens of a chunk, D model dim, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -28,19 +26,12 @@ from torch.autograd.function import once_differentiable
 IGNORE_INDEX = -100  # a target that counts neither in the loss nor in the number of tokens
 
 
-def weigh_equally(log_total: Tensor) -> tuple[Tensor, float]:
-    """Return `log_total` and its derivative: the cross entropy."""
-    return log_total, 1.0
-
-
 class Head(nn.Linear):
     """The output projection, `output.weight` (V, D), and the loss."""
 
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
-        self.chunked_loss: nn.Module | None = (
-            None  # if set, computes logits and loss chunk by chunk
-        )
+        self.chunked_loss = ChunkedLoss(self.weigh_total)
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """hidden (B, S, D) -> logits (B, S, V); with targets (B, S) -> the sum of token losses, () fp32.
@@ -48,26 +39,17 @@ class Head(nn.Linear):
         The loss is a sum, because ranks and microbatches have different numbers of counted tokens: a mean of means
         would weigh tokens unequally. `step.py` divides by the counted tokens of the global batch.
         """
-        if targets is not None and self.chunked_loss is not None:
-            return self.chunked_loss(hidden, self.weight, targets)
-        logits = F.linear(hidden, self.weight)
-        return (
-            logits
-            if targets is None
-            else self.sum_token_losses(logits.flatten(0, 1), targets.flatten())
-        )
+        if targets is None:
+            return F.linear(hidden, self.weight)
+        return self.chunked_loss(hidden, self.weight, targets)
 
     def weigh_total(self, log_total: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return the part of a token's loss that depends on the log-sum-exp of its logits, and its derivative.
 
-        The loss is this part minus the logit of the target. A model with another loss, such as the z-loss, has a
-        subclass that overrides this method and `sum_token_losses`.
+        The loss is this part minus the logit of the target: here the cross entropy. A model with another loss, such as
+        the z-loss, has a subclass that overrides this method.
         """
-        return weigh_equally(log_total)
-
-    def sum_token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits (N, V), targets (N,) int64 with IGNORE_INDEX -> summed cross entropy, () fp32."""
-        return F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX)
+        return log_total, 1.0
 
 
 def count_valid_tokens(targets: Tensor) -> Tensor:
@@ -76,55 +58,62 @@ def count_valid_tokens(targets: Tensor) -> Tensor:
 
 
 class ChunkedLoss(nn.Module):
-    """Summed cross entropy of all valid tokens, in fp32. Computes the same value as Head.sum_token_losses."""
+    """Summed cross entropy of all valid tokens, in fp32."""
 
-    def __init__(self, chunk_tokens: int, weigh_total: Callable = weigh_equally):
-        """With `chunk_tokens` = 0, all tokens form one chunk. `weigh_total`: the method of the head."""
+    def __init__(self, weigh_total: Callable, chunk_tokens: int = 0, ranks: object = None):
+        """`weigh_total`: the method of the head. With `chunk_tokens` = 0, all tokens form one chunk.
+
+        `ranks`: for subclasses that have a shard of the vocabulary.
+        """
         super().__init__()
-        self.chunk_tokens, self.weigh_total = chunk_tokens, weigh_total
+        self.weigh_total = weigh_total
+        self.chunk_tokens = chunk_tokens
+        self.ranks = ranks
 
     def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """hidden (B, S, D), weight (V, D), targets (B, S) int64 with IGNORE_INDEX -> () fp32."""
-        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        hidden = hidden.flatten(0, 1)
+        targets = targets.flatten()
         if torch.is_grad_enabled():
             return ChunkedCrossEntropy.apply(hidden, weight, targets, self)
-        n = self.chunk_tokens or len(hidden)
-        chunks = zip(hidden.split(n), targets.split(n), strict=True)
-        return sum(
-            self.differentiate(some @ weight.t(), theirs, with_gradient=False)[0]
-            for some, theirs in chunks
-        )
+        total = torch.zeros((), device=hidden.device)
+        for some_hidden, some_targets in self.split(hidden, targets):
+            loss, _ = self.differentiate(some_hidden @ weight.t(), some_targets)
+            total += loss
+        return total
 
-    def differentiate(
-        self, logits: Tensor, targets: Tensor, *, with_gradient: bool, first_id: int = 0
-    ) -> tuple[Tensor, Tensor | None]:
+    def split(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the rows of each chunk."""
+        chunk_tokens = self.chunk_tokens or len(tensors[0])
+        return zip(*(tensor.split(chunk_tokens) for tensor in tensors), strict=True)
+
+    def differentiate(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """logits (n, V), targets (n,) -> sum of losses, () fp32, and its gradient with respect to the logits, (n, V).
 
-        Column 0 of the logits is token id `first_id`. Overwrites the logits. Compiled if compile.components has "loss".
+        Overwrites the logits. Compiled if compile.components has "loss".
         """
-        column = (targets - first_id)[:, None]
-        is_here = (column >= 0) & (
-            column < logits.shape[1]
-        )  # False for IGNORE_INDEX, which is negative
+        column = (targets - self.first_id(logits))[:, None]
+        # False for IGNORE_INDEX, which is negative
+        is_here = (column >= 0) & (column < logits.shape[1])
         column = column.where(is_here, 0)
         counted = targets[:, None] != IGNORE_INDEX
 
         values = logits.float()
-        of_target = values.gather(1, column).where(
-            is_here, 0
-        )  # (n, 1), like all tensors below except `values`
+        of_target = values.gather(1, column).where(is_here, 0)  # (n, 1), like those below
         largest = values.amax(1, keepdim=True)
         values.sub_(largest).exp_()
         log_total = largest + values.sum(1, keepdim=True).log()
         log_total, of_target = self.combine(log_total, of_target)
         of_total, slope = self.weigh_total(log_total)
         loss = (of_total - of_target).where(counted, 0).sum()
-        if not with_gradient:
-            return loss, None
 
         values.mul_((largest - log_total).exp() * counted * slope)  # probabilities
         at_target = values.gather(1, column) - is_here.float()
         return loss, values.to(logits.dtype).scatter_(1, column, at_target.to(logits.dtype))
+
+    def first_id(self, logits: Tensor) -> int:
+        """Return the token id of the first column of the logits. A subclass has a shard of the vocabulary."""
+        return 0
 
     def combine(self, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-sum-exp and target logit over the full vocabulary. Subclasses reduce over vocabulary shards."""
@@ -138,15 +127,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, loss: ChunkedLoss) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(
-            weight, dtype=torch.float32
-        )  # a sum over many chunks is too inexact in bf16
-        n = loss.chunk_tokens or len(hidden)
-        pieces = (tensor.split(n) for tensor in (hidden, targets, grad_hidden))
-        for some_hidden, some_targets, some_grad_hidden in zip(*pieces, strict=True):
-            some_loss, grad_logits = loss.differentiate(
-                some_hidden @ weight.t(), some_targets, with_gradient=True
-            )
+        # A sum over many chunks is too inexact in bf16.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        chunks = loss.split(hidden, targets, grad_hidden)
+        for some_hidden, some_targets, some_grad_hidden in chunks:
+            logits = some_hidden @ weight.t()
+            some_loss, grad_logits = loss.differentiate(logits, some_targets)
+            del logits
             total += some_loss
             torch.mm(grad_logits, weight, out=some_grad_hidden)
             add_product(grad_weight, grad_logits.t(), some_hidden)

@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchtitan_lite.model.inner_attention import InnerAttention
+
 # Without cuDNN, because it takes 0.4 s to plan each new text length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class CachedAttention(nn.Module):
+class CachedAttention(InnerAttention):
     """Causal attention from the tokens being read to themselves and to all cached tokens."""
 
     def __init__(self):

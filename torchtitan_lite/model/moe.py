@@ -94,10 +94,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (B, S, D) -> weights (B, S, K) fp32 and routes (B, S, K) int64."""
-        return self.route(x, self.weight)
-
-    def route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x.float(), weight.float())  # (B, S, E)
+        logits = F.linear(x.float(), self.weight.float())  # (B, S, E)
         if self.args.router_scores == "softmax":
             scores = probabilities = logits.softmax(-1)
         else:
@@ -166,23 +163,9 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (R, D), sorted by expert; counts (E,) int64, the number of rows per expert -> (R, D)."""
-        return self.compute(
-            rows,
-            counts,
-            self.w1,
-            self.w2,
-            self.w3,
-        )
-
-    def compute(
-        self,
-        rows: Tensor,
-        counts: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor,
-    ) -> Tensor:
-        """Apply the experts with these matrices."""
+        w1 = self.w1
+        w2 = self.w2
+        w3 = self.w3
         if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
             w1 = ZeroIdleGradient.apply(w1, counts)
             w2 = ZeroIdleGradient.apply(w2, counts)
@@ -241,10 +224,7 @@ def count_routes(routes: Tensor, n_experts: int) -> Tensor:
 
 def invert(order: Tensor) -> Tensor:
     """Return the inverse of a permutation (R,)."""
-    inverse = torch.empty_like(order)
-    index = torch.arange(len(order), device=order.device)
-    inverse[order] = index
-    return inverse
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class TakeRows(torch.autograd.Function):

@@ -29,60 +29,56 @@ from torch.utils.checkpoint import (
 from torchtitan_lite.config.schema import ActivationCheckpoint
 from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
-# Outputs worth saving: expensive to compute, or received from other ranks. Looked up by name, because torch builds have
-# different attention kernels.
-KEPT_OPS = {
-    getattr(
-        getattr(namespace, name), "default", getattr(namespace, name)
-    )  # higher-order operators have no overloads
-    for namespace, name in [
-        (torch.ops.aten, "mm"),
-        (torch.ops.aten, "_scaled_mm"),
-        (torch.ops.aten, "_scaled_dot_product_flash_attention"),
-        (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
-        (torch.ops.aten, "_scaled_dot_product_efficient_attention"),
-        (torch.ops.aten, "_scaled_dot_product_cudnn_attention"),
-        (torch.ops.aten, "_grouped_mm"),
-        (torch.ops.aten, "amax"),  # float8 scales: tiny, but recompute would read the full tensor
-        (
-            torch.ops.aten,
-            "topk",
-        ),  # routes of an MoE layer: small, and recompute must not choose different ones
-        (torch.ops.higher_order, "flex_attention"),  # inside a compiled block
-        (
-            torch.ops.higher_order,
-            "inductor_compiled_code",
-        ),  # separately compiled flex attention in an eager block
-        (torch.ops._c10d_functional, "reduce_scatter_tensor"),
-        (torch.ops._c10d_functional, "all_to_all_single"),
-    ]
-    if hasattr(namespace, name)
-}.union(CONTEXT_ATTENTION)
+EXPENSIVE_OPS = {  # outputs worth saving: expensive to compute, or received from other ranks
+    torch.ops.aten: [
+        "mm",
+        "_scaled_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_grouped_mm",
+        "amax",  # float8 scales: tiny, but recompute would read the full tensor
+        "topk",  # routes of an MoE layer: small, and recompute must not choose different ones
+    ],
+    torch.ops.higher_order: [
+        "flex_attention",  # inside a compiled block
+        "inductor_compiled_code",  # separately compiled flex attention in an eager block
+    ],
+    torch.ops._c10d_functional: ["reduce_scatter_tensor", "all_to_all_single"],
+}
+
+
+def find_ops(names_by_namespace: dict[object, list[str]]) -> set[object]:
+    """Return the operators that this build of torch has, and context parallel's."""
+    ops = set(CONTEXT_ATTENTION)
+    for namespace, names in names_by_namespace.items():
+        for name in names:
+            if hasattr(namespace, name):
+                op = getattr(namespace, name)
+                ops.add(getattr(op, "default", op))  # higher-order operators have no overloads
+    return ops
+
+
+KEPT_OPS = find_ops(EXPENSIVE_OPS)
 
 
 def set_memory_budget(section: ActivationCheckpoint) -> None:
     """Set the partitioner's memory budget for the whole process, because torch has no option per compile call."""
-    partitioner_config.activation_memory_budget = (
-        section.memory_budget if section.mode == "memory_budget" else 1.0
-    )
+    budget = section.memory_budget if section.mode == "memory_budget" else 1.0
+    partitioner_config.activation_memory_budget = budget
     if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
         # torch 2.13 refuses to plan for objects of unknown size. In a block, only TP's process groups are such objects,
         # and they hold no tensors.
         partitioner_config.unsafe_treat_script_objects_as_zero_size = True
 
 
-def apply_recompute(
-    module: nn.Module, *, keep_expensive_ops: bool, method: str = "forward"
-) -> None:
+def apply_recompute(module: nn.Module, method: str, *, keep_expensive_ops: bool) -> None:
     """Make backward recompute a method of a block or of one of its modules: all of it, or only its cheap ops."""
-    forward = getattr(module, method)
+    options = {}
     if keep_expensive_ops:
-        recomputing = recomputed(
-            forward, context_fn=partial(create_selective_checkpoint_contexts, choose_policy)
-        )
-    else:
-        recomputing = recomputed(forward)
-    setattr(module, method, recomputing)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, choose_policy)
+    setattr(module, method, recomputed(getattr(module, method), **options))
 
 
 def recomputed(forward: Callable, **options) -> Callable:
@@ -98,4 +94,6 @@ def recomputed(forward: Callable, **options) -> Callable:
 
 
 def choose_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    if op in KEPT_OPS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

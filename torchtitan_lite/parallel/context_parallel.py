@@ -22,8 +22,6 @@ Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783, and arXiv:231
 Effect: replaces `attention.inner` of each block, which has no parameters; FQNs do not change.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +32,7 @@ from torchtitan_lite.model.attention import (
     attend_within_documents,
     plan_documents,
 )
+from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.parallel.exchange import Gather, list_ranks
 from torchtitan_lite.parallel.ring_attention import context_attention
 
@@ -71,15 +70,14 @@ def apply_context_parallel(
 ) -> None:
     """Replace the attention of each block with attention that fetches keys and values over cp.
 
-    `attention` is model.attention; `method` is context_parallel_rotate_method. Raises KeyError for a pair without a row
-    in CONTEXT_ATTENTIONS; config/checks.py refuses such a pair before launch (`under_cp` in config/choices.py).
+    `attention` is model.attention; `method` is context_parallel_rotate_method. config/checks.py refuses a pair that is
+    not served before launch (`under_cp` in config/choices.py).
     """
-    build = CONTEXT_ATTENTIONS[attention, method]
     for block in part.layers.values():
-        block.attention.inner = build(mesh)
+        block.attention.inner = CONTEXT_ATTENTIONS[attention](mesh, method)
 
 
-class CausalContext(nn.Module):
+class CausalContext(InnerAttention):
     """Causal attention: every token attends to all earlier tokens, on every rank."""
 
     def __init__(self, mesh: DeviceMesh, method: str):
@@ -94,15 +92,15 @@ class CausalContext(nn.Module):
         return out
 
 
-class DocumentContext(nn.Module):
+class DocumentContext(InnerAttention):
     """Document attention: every token attends to its document up to itself, on every rank."""
 
-    def __init__(self, mesh: DeviceMesh):
+    def __init__(self, mesh: DeviceMesh, method: str):
         super().__init__()
+        assert method == "allgather", "the ring has no masks"
         self.ranks = list_ranks(mesh)
 
     def plan(self, doc_ids: Tensor) -> Tensor | BlockMask:
-        """See DocumentAttention.plan."""
         positions = self.positions(doc_ids.shape[1], doc_ids.device)
         return plan_documents(doc_ids, *positions)
 
@@ -139,9 +137,4 @@ class DocumentContext(nn.Module):
         return queries, keys.flatten()
 
 
-# (model.attention, context_parallel_rotate_method) -> builds the attention module from the cp mesh
-CONTEXT_ATTENTIONS = {
-    ("causal", "allgather"): partial(CausalContext, method="allgather"),
-    ("causal", "ring"): partial(CausalContext, method="ring"),
-    ("document", "allgather"): DocumentContext,
-}
+CONTEXT_ATTENTIONS = {"causal": CausalContext, "document": DocumentContext}  # model.attention

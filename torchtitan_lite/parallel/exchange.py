@@ -4,7 +4,6 @@
     Gather             S[:S/2]      S[S/2:]    -> S   all-gather        reduce-scatter          before attention,
                                                                                                 feed-forward and head
     Scatter            part of sum  the other  -> S/2 reduce-scatter    all-gather              after wo, w2, embedding
-    GatherVocabulary   V[:V/2]      V[V/2:]    -> V   all-gather        none: the local shard   logits without a loss
     over cp
     Gather             its pieces   the others -> S   all-gather        reduce-scatter          keys and values of
                                                                                                 document attention
@@ -44,7 +43,8 @@ def all_gather(own: Tensor, ranks: Ranks, dim: int) -> Tensor:
         gathered = collectives.all_gather_into_tensor.default(
             own.contiguous(), ranks.n, ranks.group_name
         )
-        return torch.cat(collectives.wait_tensor.default(gathered).chunk(ranks.n), dim)
+        stacked = collectives.wait_tensor.default(gathered)
+        return torch.cat(stacked.chunk(ranks.n), dim)
 
 
 def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -83,7 +83,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, own: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
+        ctx.ranks = ranks
+        ctx.dim = dim
         return all_gather(own, ranks, dim)
 
     @staticmethod
@@ -96,7 +97,8 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, partial_sum: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
+        ctx.ranks = ranks
+        ctx.dim = dim
         return reduce_scatter(partial_sum, ranks, dim)
 
     @staticmethod
@@ -104,28 +106,16 @@ class Scatter(torch.autograd.Function):
         return all_gather(grad, ctx.ranks, ctx.dim), None, None
 
 
-class GatherVocabulary(torch.autograd.Function):
-    """All-gathers logits, (B, S, V/tp) -> (B, S, V). The gradient is the same on every rank."""
-
-    @staticmethod
-    def forward(ctx, own: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return all_gather(own, ranks, dim=2)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.ranks.n, dim=2)[ctx.ranks.own], None
-
-
 class ExchangeRows(torch.autograd.Function):
     """Exchanges rows with all ranks, (sum of sent, D) -> (sum of received, D), in rank order."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, received: list[int], sent: list[int], ranks: Ranks) -> Tensor:
-        ctx.back = sent, received
+        ctx.received = received
+        ctx.sent = sent
         ctx.ranks = ranks
         return all_to_all(rows, ranks, received, sent)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(grad, ctx.ranks, *ctx.back), None, None, None
+        return all_to_all(grad, ctx.ranks, ctx.sent, ctx.received), None, None, None

@@ -36,32 +36,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
-from torchtitan_lite.model.moe import Experts, Router, invert, list_moes, take_rows
+from torchtitan_lite.model.moe import Experts, invert, list_moes, take_rows
 from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, list_ranks
+from torchtitan_lite.parallel.local_parameters import shard_parameters
 
 
 def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the experts of `part` (on meta) over `mesh` (ep, of any size), and exchange rows around them."""
+    """Shard the experts of `part` (on meta) over `mesh` (ep), and exchange rows around them."""
+    ranks = list_ranks(mesh)
     for _, moe in list_moes(part):
-        router, experts = moe.router, moe.experts
-        if mesh.size() > 1:
-            for module, placement in ((router, Replicate()), (experts, Shard(0))):
-                for name, weight in list(module.named_parameters()):
-                    own = distribute_tensor(weight, mesh, [placement], src_data_rank=None)
-                    module.register_parameter(name, nn.Parameter(own))
-            experts.forward = partial(compute_elsewhere, experts, list_ranks(mesh))
-        router.forward = partial(route_own_tokens, router)
-
-
-def route_own_tokens(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Replacement for Router.forward: x (B, S/tp, D)."""
-    weight = router.weight
-    if isinstance(weight, DTensor):
-        # The gradient covers only this rank's tokens. It is a partial sum, which FSDP all-reduces over ep.
-        weight = weight.to_local(grad_placements=[Partial()])
-    return router.route(x, weight)
+        # The router's gradient covers only this rank's tokens. It is a partial sum, which FSDP all-reduces over ep.
+        shard_parameters(moe.router, mesh, {"weight": Replicate()})
+        shard_parameters(moe.experts, mesh, dict.fromkeys(("w1", "w2", "w3"), Shard(0)))
+        moe.experts.forward = partial(compute_elsewhere, moe.experts, ranks)
 
 
 def share_sequences(part: nn.Module, groups: list[dist.ProcessGroup]) -> None:
@@ -82,32 +71,26 @@ def share_sequences(part: nn.Module, groups: list[dist.ProcessGroup]) -> None:
 
 def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tensor) -> Tensor:
     """Replacement for Experts.forward: rows (R, D) sorted by expert -> (R, D), computed on the experts' ranks."""
-    # Rows arriving from each rank, per local expert: (ep, E/ep).
-    theirs = all_to_all(counts, ranks).unflatten(0, (ranks.n, -1))
-    sent, received = read_splits(counts.unflatten(0, (ranks.n, -1)), theirs)
-    arrived = ExchangeRows.apply(
-        rows, received, sent, ranks
-    )  # by rank, and from each rank by expert
-    order = order_by_expert(theirs, sum(received))
+    by_rank = counts.unflatten(
+        0, (ranks.n, -1)
+    )  # rows to send to each rank, per expert there: (ep, E/ep)
+    arriving = all_to_all(counts, ranks).view_as(by_rank)  # rows from each rank, per local expert
+    sent, received = read_splits(by_rank, arriving)
+    arrived = ExchangeRows.apply(rows, received, sent, ranks)  # sorted by rank, then by expert
+    order = order_by_expert(arriving, sum(received))
     place = invert(order)
-    weights = [local_experts(weight) for weight in (experts.w1, experts.w2, experts.w3)]
-    results = experts.compute(take_rows(arrived, order, place, 1), theirs.sum(0), *weights)
+    results = type(experts).forward(experts, take_rows(arrived, order, place, 1), arriving.sum(0))
     return ExchangeRows.apply(take_rows(results, place, order, 1), sent, received, ranks)
 
 
-def order_by_expert(theirs: Tensor, n_rows: int) -> Tensor:
-    """Return the order (n_rows,) that sorts received rows by expert. `theirs` (ep, E/ep): rows by source, expert."""
-    n_ranks, n_experts = theirs.shape
-    of_runs = torch.arange(n_experts, device=theirs.device).repeat(n_ranks)
-    return of_runs.repeat_interleave(theirs.flatten(), output_size=n_rows).argsort(stable=True)
+def order_by_expert(arriving: Tensor, n_rows: int) -> Tensor:
+    """Return the order (n_rows,) that sorts received rows by expert. `arriving` (ep, E/ep): rows by source, expert."""
+    n_ranks, n_experts = arriving.shape
+    experts = torch.arange(n_experts, device=arriving.device).repeat(n_ranks)
+    expert_of_row = experts.repeat_interleave(arriving.flatten(), output_size=n_rows)
+    return expert_of_row.argsort(stable=True)
 
 
-def read_splits(ours: Tensor, theirs: Tensor) -> tuple[list[int], list[int]]:
+def read_splits(leaving: Tensor, arriving: Tensor) -> list[list[int]]:
     """Return the number of rows to send to and to receive from each ep rank. The host waits for the device here."""
-    sent, received = torch.stack([ours.sum(1), theirs.sum(1)]).tolist()
-    return sent, received
-
-
-def local_experts(weight: Tensor) -> Tensor:
-    """Return all experts of this ep rank. FSDP has gathered them."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    return torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()

@@ -16,51 +16,37 @@ Sources: TorchTitan arXiv:2410.06511; FSDP2's extension hooks, torch.distributed
 Effect: linear layers of the plan become Float8Linear; FQNs, parameters and checkpoints do not change.
 """
 
-from collections.abc import Callable
 from math import ceil, inf
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from torchtitan_lite.config.block import FLOAT8_BLOCK, list_linears, plan_float8
-from torchtitan_lite.config.schema import Compile, Float8
+from torchtitan_lite.config.block import list_linears, plan_float8
+from torchtitan_lite.config.schema import Float8
 from torchtitan_lite.model.float8_linear import (
     E4M3,
+    Float8GatheredWeight,
     Float8Linear,
-    Float8MatmulFunction,
     cast,
     choose_scale,
-)
-
-aten = torch.ops.aten
-
-VIEWS = (
-    aten.detach.default,
-    aten.alias.default,
-    aten.view.default,
-    aten.as_strided.default,
 )
 
 
 def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     """Replace the linear layers that plan_float8 selects with float8 layers (on meta)."""
     listed = list_linears(part.model_args)
-    linears = {}
     sizes = {}
     for fqn, module in part.named_modules():
         if type(module) is nn.Linear and fqn in listed:
-            linears[fqn] = module
             sizes[fqn] = listed[fqn]
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
-        linear = linears[fqn]
+        linear = part.get_submodule(fqn)
         with torch.device(linear.weight.device):
-            float8_linear = ParallelFloat8Linear(
+            float8_linear = Float8Linear(
                 linear.in_features,
                 linear.out_features,
                 recipe_name=section.recipe_name,
@@ -70,56 +56,23 @@ def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
         part.set_submodule(fqn, float8_linear)
 
 
-class ParallelFloat8Linear(Float8Linear):
-    """A Float8Linear whose weight may be a tp shard, gathered in float8, or both."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., K) -> (..., N). TP replaces this method and multiplies by the local shard (tensor_parallel.py)."""
-        return self.multiply(x, self.weight, self.bias)
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        data8 = None
-        scale = None
-        if isinstance(weight, Float8GatheredWeight):
-            data8 = weight.data8
-            scale = weight.scale
-        product = Float8MatmulFunction.apply(
-            x,
-            weight,
-            data8,
-            scale,
-            self.recipe_name,
-            self.emulate,
-        )
-        return product if bias is None else product + bias
-
-
 # ---------------------------------------------------------------- weights gathered in float8
 
 
-def gather_in_float8(
-    parts: list[nn.Module],
-    section: Float8,
-    compile_section: Compile,
-) -> list["Float8AllGatherHook"]:
+def gather_in_float8(parts: list[nn.Module], section: Float8) -> list["Float8AllGatherHook"]:
     """Make FSDP gather the weights of `parts` (allocated) in float8, if enabled. Return hooks with precomputed scales.
 
     A rank without FSDP (the only rank of its stage) gathers nothing, so its weights do not change.
     """
     if not section.enable_fsdp_float8_all_gather:
         return []
-    cast_shard = cast
-    if compile_section.enable:  # one kernel instead of three
-        cast_shard = torch.compile(cast, backend=compile_section.backend, fullgraph=True)
     hooks = []
     for module in nn.ModuleList(parts).modules():
-        if isinstance(module, ParallelFloat8Linear) and isinstance(module.weight, DTensor):
-            shard = (
-                module.weight._local_tensor
-            )  # not a view: FSDP2 looks for the two hooks on this very tensor
-            hook = Float8AllGatherHook(shard, cast_shard)
-            shard.fsdp_pre_all_gather = hook.pre_all_gather
-            shard.fsdp_post_all_gather = hook.post_all_gather
+        if isinstance(module, Float8Linear) and isinstance(module.weight, DTensor):
+            # Not a view: FSDP2 looks for the two hooks on this very tensor.
+            hook = Float8AllGatherHook(module.weight._local_tensor)
+            hook.shard.fsdp_pre_all_gather = hook.pre_all_gather
+            hook.shard.fsdp_post_all_gather = hook.post_all_gather
             hooks.append(hook)
     return hooks if section.precompute_float8_dynamic_scale_for_fsdp else []
 
@@ -142,10 +95,8 @@ class Float8AllGatherHook:
     It is not a tensor subclass, because the optimizer and checkpoints would have to support that.
     """
 
-    def __init__(self, shard: Tensor, cast_shard: Callable[..., Tensor]):
-        """`cast_shard` is `cast`, compiled or not."""
+    def __init__(self, shard: Tensor):
         self.shard = shard
-        self.cast_shard = cast_shard
         self.scale: Tensor | None = None  # scale of the full weight, if precomputed
 
     def pre_all_gather(
@@ -160,17 +111,9 @@ class Float8AllGatherHook:
         scale = self.scale
         if scale is None:
             amax = find_amax(self.shard)
-            dist.all_reduce(
-                amax,
-                dist.ReduceOp.MAX,
-                group=mesh.get_group(),
-            )
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
             scale = choose_scale(amax, E4M3)
-        # The view tells compiled code that the length is a multiple of 16, so it loads 16 bytes at a time.
-        data8 = self.cast_shard(self.shard.view(-1, FLOAT8_BLOCK), scale, E4M3)
-        data = data8.view_as(self.shard).view(
-            torch.uint8
-        )  # no backend supports float8 in an all-gather
+        data = cast(self.shard, scale, E4M3).view(torch.uint8)  # no backend gathers float8
         n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer
         data = F.pad(data, (0, 0, 0, n_rows - len(data)))
         return (data,), (scale,)
@@ -186,9 +129,8 @@ class Float8AllGatherHook:
         """FSDP2 hook after the all-gather. Returns the full weight. `out`: result of an earlier gather, to reuse."""
         (data,) = gathered
         (scale,) = metadata
-        if (
-            scale.is_cuda
-        ):  # allocated on the all-gather's copy-in stream, read on the current stream
+        if scale.is_cuda:
+            # Allocated on the all-gather's copy-in stream, read on the current stream.
             scale.record_stream(torch.cuda.current_stream())
         if out is None:
             data8 = data.view(E4M3)
@@ -201,51 +143,3 @@ class Float8AllGatherHook:
 def find_amax(shard: Tensor) -> Tensor:
     """Return the largest magnitude, () fp32; zero if the rank has no rows. Allocates no copy, unlike abs().amax()."""
     return torch.linalg.vector_norm(shard, inf) if len(shard) else shard.new_zeros(())
-
-
-class Float8GatheredWeight(Tensor):
-    """A gathered float8 weight that FSDP and autograd see as `dtype`, which is also the dtype of its gradient."""
-
-    @staticmethod
-    def __new__(cls, data8: Tensor, scale: Tensor, dtype: torch.dtype):
-        return Tensor._make_wrapper_subclass(
-            cls,
-            data8.shape,
-            strides=data8.stride(),
-            dtype=dtype,
-            device=data8.device,
-            requires_grad=False,
-        )
-
-    def __init__(self, data8: Tensor, scale: Tensor, dtype: torch.dtype):
-        self.data8 = data8
-        self.scale = scale
-
-    def to_dtype(self) -> Tensor:
-        """Return the values in `dtype`, as a plain tensor."""
-        return (self.data8.float() / self.scale).to(self.dtype)
-
-    def __tensor_flatten__(self):
-        return ["data8", "scale"], self.dtype
-
-    @staticmethod
-    def __tensor_unflatten__(inner, dtype, size, stride):
-        return Float8GatheredWeight(inner["data8"], inner["scale"], dtype)
-
-    def __repr__(self):
-        return f"Float8GatheredWeight({tuple(self.shape)}, {self.dtype})"
-
-    @classmethod
-    def __torch_dispatch__(cls, op, types, args, kwargs=None):
-        kwargs = kwargs or {}
-        if op in VIEWS:
-            weight, *others = args
-            data8 = op(weight.data8, *others, **kwargs)
-            view = Float8GatheredWeight(data8, weight.scale, weight.dtype)
-            return return_and_correct_aliasing(op, args, kwargs, view)
-        # Any other operator, such as zeros_like for a gradient, gets the values in `dtype`.
-        inputs = args, kwargs
-        args, kwargs = pytree.tree_map_only(
-            Float8GatheredWeight, Float8GatheredWeight.to_dtype, inputs
-        )
-        return op(*args, **kwargs)

@@ -56,14 +56,20 @@ from torchtitan_lite.model.moe import MoE, list_moes
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     """List the groups of modules that are gathered together, in forward order."""
-    first = [part.tok_embeddings] if part.tok_embeddings is not None else []
-    last = [part.norm, part.output] if part.output is not None else []
-    blocks = [[block] for block in part.layers.values()]
-    if (
-        first and last and part.model_args.tie_embeddings
-    ):  # a shared matrix can be in only one group
-        return [*blocks, first + last]
-    return [group for group in ([first] + blocks + [last]) if group]
+    groups = [[block] for block in part.layers.values()]
+    first = []
+    last = []
+    if part.tok_embeddings is not None:
+        first = [part.tok_embeddings]
+    if part.output is not None:
+        last = [part.norm, part.output]
+    if first and last and part.model_args.tie_embeddings:
+        return [*groups, first + last]  # a shared matrix can be in only one group
+    if first:
+        groups.insert(0, first)
+    if last:
+        groups.append(last)
+    return groups
 
 
 def apply_fsdp(
@@ -87,9 +93,10 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    offload_policy = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-    )
+    offload_policy = OffloadPolicy()
+    if offload:
+        offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    reshard = zero_stage == 3
     shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
     moes = [moe for _, moe in list_moes(part)]
     for moe in moes:
@@ -98,31 +105,28 @@ def apply_fsdp(
         shard(
             moe,
             mesh=expert_mesh,
-            reshard_after_forward=zero_stage == 3,
+            reshard_after_forward=reshard,
             shard_placement_fn=lambda weight, dim=dim: Shard(dim if weight.dim() == 3 else 0),
         )
-    shard = partial(shard, mesh=mesh)
     groups = plan_fsdp_groups(part)
     for group in groups:
         # The head's backward directly follows its forward: freeing it in between would gather it twice in a row.
-        reshard = zero_stage == 3 and part.output not in group
-        shard(group, reshard_after_forward=reshard)
-    if [part.tok_embeddings] in groups:  # not tied to the head
-        part.tok_embeddings.set_unshard_in_backward(
-            False
-        )  # the backward of an embedding reads no weight
-    shard(part, reshard_after_forward=zero_stage == 3)
+        shard(group, mesh=mesh, reshard_after_forward=reshard and part.output not in group)
+    if [part.tok_embeddings] in groups:  # not tied to the head: its backward reads no weight
+        part.tok_embeddings.set_unshard_in_backward(False)
+    shard(part, mesh=mesh, reshard_after_forward=reshard)
     if moes:
         plan_prefetch(list(part.layers.values()))
-    for module in part.modules():
-        of_module = expert_mesh if module in moes else mesh
-        if (
-            isinstance(module, FSDPModule) and of_module.size() > 1
-        ):  # with one rank, FSDP would only copy the gradient
+    for module in list_fsdp_modules(part):
+        own_mesh = expert_mesh if module in moes else mesh
+        if own_mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
+            # A plain sum. With gloo the second call is the only way to a factor of 1.
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(
-                True
-            )  # a plain sum; with gloo the only way to a factor of 1
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:
+    return [module for module in part.modules() if isinstance(module, FSDPModule)]
 
 
 def plan_prefetch(blocks: list[nn.Module]) -> None:
@@ -131,15 +135,12 @@ def plan_prefetch(blocks: list[nn.Module]) -> None:
     By default, torch gathers a group when the host reaches it, but the host waits in the middle of each MoE layer
     (expert_parallel.py). Only the timing of the gathers changes.
     """
-    groups = [
-        [block, block.feed_forward] if isinstance(block.feed_forward, MoE) else [block]
-        for block in blocks
-    ]
-    for before, (block, *moe), after in zip([[], *groups], groups, [*groups[1:], []], strict=False):
-        if moe or after:
-            block.set_modules_to_forward_prefetch([*moe, *after[:1]])
-        if moe or before:
-            block.set_modules_to_backward_prefetch([*moe, *before])
+    before: list[nn.Module] = []
+    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+        moe = [block.feed_forward] if isinstance(block.feed_forward, MoE) else []
+        block.set_modules_to_forward_prefetch([*moe, after] if after else moe)
+        block.set_modules_to_backward_prefetch([*moe, *before])
+        before = [block, *moe]
 
 
 def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:
@@ -148,20 +149,8 @@ def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> No
         return  # a single rank: nothing is sharded
     part.set_reshard_after_backward(is_last or zero_stage == 3)
     part.set_requires_gradient_sync(is_last or zero_stage > 1)
-    part.set_requires_all_reduce(
-        is_last
-    )  # over replicas once per step, even if shards are reduced every time
-
-
-def require_split_backward(part: nn.Module) -> None:
-    """Raise RuntimeError if this torch cannot add the gradients of a split backward in the dtype of the reduction."""
-    names = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")
-    for parameter in list_fsdp_parameters(part):
-        if not all(hasattr(parameter, name) for name in names):
-            raise RuntimeError(
-                f"torch {torch.__version__} would add the weight gradients of a split backward in the compute dtype. "
-                "Use a schedule that does not split the backward, such as Interleaved1F1B"
-            )
+    # Over replicas once per step, even if shards are reduced every time.
+    part.set_requires_all_reduce(is_last)
 
 
 def accumulate_weight_gradients(part: nn.Module) -> None:
@@ -178,10 +167,8 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
 def list_fsdp_parameters(part: nn.Module) -> list:
     """Return FSDP's own objects for the parameters of `part`, none if it is not sharded. torch has no public name."""
     parameters = []
-    for module in part.modules():
-        group = (
-            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        )
+    for module in list_fsdp_modules(part):
+        group = module._get_fsdp_state()._fsdp_param_group
         if group is not None:  # a root has none if all parameters are in other groups
             parameters += group.fsdp_params
     return parameters
@@ -195,6 +182,5 @@ def free_gathered(part: nn.Module) -> None:
     if isinstance(part, FSDPModule) and hasattr(part, "reset_iter_state"):
         part.reset_iter_state()
         return
-    for module in part.modules():  # an older torch, which does prefetch that group
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in list_fsdp_modules(part):  # an older torch, which does prefetch that group
+        module.reshard()

@@ -29,10 +29,9 @@ from torchtitan_lite.parallel.float8 import apply_float8
 from torchtitan_lite.parallel.fsdp import apply_fsdp
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.tensor_parallel import (
+    apply_chunked_loss,
     apply_tensor_parallel,
-    build_chunked_loss,
     enable_async_tensor_parallel,
-    plan_tensor_parallel,
 )
 from torchtitan_lite.parallel.zero_plus_plus import apply_zero_plus_plus
 
@@ -42,30 +41,28 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     if config.model.uses_float8:  # 0
         apply_float8(part, config.quantize.linear.float8, layout.tp)
     if layout.tp > 1:  # 1
-        apply_tensor_parallel(part, mesh.tp, plan_tensor_parallel(part))
+        apply_tensor_parallel(part, mesh.tp)
     if layout.cp > 1:  # 2
         method = config.parallelism.context_parallel_rotate_method
         apply_context_parallel(part, mesh.cp, attention=config.model.attention, method=method)
-    if part.output is not None and (config.training.loss_chunk_tokens or layout.tp > 1):  # 3
-        shard_loss = not config.parallelism.disable_loss_parallel
-        chunk_tokens = config.training.loss_chunk_tokens
-        part.output.chunked_loss = build_chunked_loss(
-            part.output, chunk_tokens, mesh.tp, shard_loss=shard_loss
-        )
+    if part.output is not None:  # 3
+        apply_chunked_loss(part.output, config.training.loss_chunk_tokens, mesh.tp)
     if layout.ep:  # 4
-        apply_expert_parallel(part, mesh.ep)
+        if layout.ep > 1:
+            apply_expert_parallel(part, mesh.ep)
         share_sequences(part, [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1])
     recompute_and_compile(part, config, mesh)  # 5
-    casts = config.training.mixed_precision_param != "float32"
-    if layout.dp * layout.cp * layout.tp > 1 or casts or config.training.enable_cpu_offload:  # 6
-        # Otherwise FSDP has nothing to do, and its hooks alone would cost 5 % on a CPU.
+    training = config.training
+    casts = training.mixed_precision_param != "float32"
+    # On a single rank in fp32 FSDP has nothing to do.
+    if layout.dp * layout.cp * layout.tp > 1 or casts or training.enable_cpu_offload:  # 6
         apply_fsdp(
             part,
             mesh.fsdp_mesh,
-            param_dtype=getattr(torch, config.training.mixed_precision_param),
-            reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
+            param_dtype=getattr(torch, training.mixed_precision_param),
+            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             zero_stage=layout.zero_stage,
-            offload=config.training.enable_cpu_offload,
+            offload=training.enable_cpu_offload,
             expert_mesh=mesh.expert_fsdp_mesh,
             ep=layout.ep,
         )
@@ -78,46 +75,40 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
     """Apply recompute and torch.compile to the methods of each block, and compile the loss."""
     recompute = plan_recompute(config.activation_checkpoint, [int(layer) for layer in part.layers])
     set_memory_budget(config.activation_checkpoint)
-    options = (
-        enable_async_tensor_parallel(mesh.tp)
-        if config.parallelism.enable_async_tensor_parallel
-        else None
-    )
+    options = None
+    if config.parallelism.enable_async_tensor_parallel:
+        options = enable_async_tensor_parallel(mesh.tp)
     components = config.compile.components if config.compile.enable else []
+    backend = config.compile.backend
     for layer, block in part.layers.items():
-        recomputed = compiled = [(block, "forward")]
-        if isinstance(block.feed_forward, MoE):
+        recomputed = [(block, "forward")]
+        compiled = recomputed
+        moe = block.feed_forward
+        if isinstance(moe, MoE):
             # An MoE block is recomputed and compiled in pieces: FSDP's hooks for the experts run in the middle of it,
             # and the number of rows per expert is only known there.
-            dense = [(block, "attend")] + [(block.shared_experts, "forward")] * (
-                block.shared_experts is not None
-            )
-            recomputed = [*dense, (block.feed_forward, "forward")]
-            compiled = [
-                *dense,
-                (block.feed_forward, "combine"),
-                (block.feed_forward.experts, "activate"),
-            ]
-        for module, method in recomputed if recompute[int(layer)] == "op" else []:
-            apply_recompute(module, method=method, keep_expensive_ops=True)
-        for module, method in compiled if "model" in components else []:
-            compile_method(module, method, config.compile.backend, options)
+            dense = [(block, "attend")]
+            if block.shared_experts is not None:
+                dense.append((block.shared_experts, "forward"))
+            recomputed = [*dense, (moe, "forward")]
+            compiled = [*dense, (moe, "combine"), (moe.experts, "activate")]
+        if recompute[int(layer)] == "op":
+            for module, method in recomputed:
+                apply_recompute(module, method, keep_expensive_ops=True)
+        if "model" in components:
+            for module, method in compiled:
+                compile_method(module, method, backend, options)
         if recompute[int(layer)] == "full":
-            apply_recompute(block, keep_expensive_ops=False)
-    if (
-        part.output is not None and "loss" in components
-    ):  # only the loss of given logits, not the head's matmuls
-        if part.output.chunked_loss is not None:
-            compile_method(part.output.chunked_loss, "differentiate", config.compile.backend)
-        else:
-            compile_method(part.output, "sum_token_losses", config.compile.backend)
+            apply_recompute(block, "forward", keep_expensive_ops=False)
+    if part.output is not None and "loss" in components:
+        # Only the loss of given logits, not the head's matmuls.
+        compile_method(part.output.chunked_loss, "differentiate", backend)
 
 
 def compile_method(
     module: nn.Module, method: str, backend: str, options: dict[str, bool] | None = None
 ) -> None:
     """Compile a method without graph breaks. All blocks are alike, so they share one compilation."""
-    compiled = torch.compile(
-        getattr(module, method), backend=backend, fullgraph=True, options=options
-    )
+    eager = getattr(module, method)
+    compiled = torch.compile(eager, backend=backend, fullgraph=True, options=options)
     setattr(module, method, compiled)

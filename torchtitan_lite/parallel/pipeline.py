@@ -31,10 +31,9 @@ from torch.distributed.pipelining.schedules import (
 from torch.profiler import record_function
 
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schedule import splits_backward
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.model.moe import list_moes
-from torchtitan_lite.parallel.fsdp import accumulate_weight_gradients, require_split_backward
+from torchtitan_lite.parallel.fsdp import accumulate_weight_gradients
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
@@ -68,18 +67,19 @@ def build_schedule(
 
     The last stage calls `loss_fn(output, target)` for each microbatch. Gradients are summed over microbatches.
     """
-    if splits_backward(section):
-        for part in parts:
-            require_split_backward(part)
     indices = layout.stages_of(mesh.get_local_rank())
     stages = [
         Stage(part, index, len(layout.stages), device, group=mesh.get_group())
         for part, index in zip(parts, indices, strict=True)
     ]
-    options = {"n_microbatches": layout.n_microbatches, "loss_fn": loss_fn, "scale_grads": False}
     schedule_class = get_schedule_class(section.pipeline_parallel_schedule)
     one_stage = issubclass(schedule_class, PipelineScheduleSingle)
-    return schedule_class(stages[0] if one_stage else stages, **options)
+    return schedule_class(
+        stages[0] if one_stage else stages,
+        n_microbatches=layout.n_microbatches,
+        loss_fn=loss_fn,
+        scale_grads=False,
+    )
 
 
 class Stage(PipelineStage):
@@ -95,9 +95,8 @@ class Stage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args, full_backward: bool = True, **kwargs):
-        kind = (
-            "B" if full_backward else "I"
-        )  # I and W: halves of a split backward, for inputs and for weights
+        # I and W: halves of a split backward, for inputs and for weights
+        kind = "B" if full_backward else "I"
         with record_function(f"pp {kind}{bwd_chunk_id} stage {self.stage_index}"):
             return super().backward_one_chunk(
                 bwd_chunk_id, *args, full_backward=full_backward, **kwargs

@@ -93,7 +93,6 @@ def start_process(
     prepare_process(config, dump_folder, place.world_size)
     start_process_group(device, config, place, store)
     host = make_host_group("host", timeout_s)
-    check_equal_gpus(device, host)
     saver = host
     if config.checkpoint.enable:
         saver = make_host_group("saver", timeout_s)
@@ -108,14 +107,12 @@ def end_process(groups: Groups) -> None:
 def prepare_process(config: Config, dump_folder: Path, world_size: int) -> None:
     """Apply process-wide settings: determinism, folders of compiled code and NCCL traces, limit of open files."""
     if config.debug.deterministic:  # weights and data depend only on the seed in any case
+        # cuBLAS needs a fixed workspace for determinism.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         warn_only = config.debug.deterministic_warn_only
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS needs a fixed workspace for determinism
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = (
-            False  # for debugging: it writes every new tensor twice
-        )
+        # For debugging: it would write every new tensor twice.
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
     # Keep inductor's compiled code for the next run, unless the user has set another folder. Importing torch sets the
     # variable to torch's default.
@@ -201,24 +198,6 @@ def warn_of_loopback() -> None:
         logger.warning(
             f"gloo resolves {host} to {address} and gives this address to the other hosts, which cannot reach it. "
             "Set GLOO_SOCKET_IFNAME to the interface that connects the hosts, such as eth0"
-        )
-
-
-def check_equal_gpus(device: torch.device, host_group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError if ranks have different GPUs, because the same seed would give different weights.
-
-    CUDA's random numbers depend on the number of multiprocessors. Collective.
-    """
-    if device.type == "cpu":
-        return
-    names = [""] * dist.get_world_size()
-    dist.all_gather_object(names, torch.cuda.get_device_name(device), group=host_group)
-    if len(set(names)) > 1:
-        kinds = ", ".join(
-            f"{name} from rank {names.index(name)} on" for name in dict.fromkeys(names)
-        )
-        raise RuntimeError(
-            f"different GPU models draw different weights from the same seed: {kinds}. Use one model"
         )
 
 

@@ -15,8 +15,9 @@ pairs. The parts are merged by their log-sum-exp, lse (attention_kernels.py).
                                                             their keys one step behind
 
 For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring` P is 1/n of this, so the
-totals are equal. A rank saves only local tensors for backward: query, key, value, out and lse.
-While a layer computes, `allgather` stores the keys, values and gradients of all ranks; `ring` stores two ranks'.
+totals are equal. Either way a rank attends to the ranks one by one, itself first, while the others' keys arrive.
+A rank saves only local tensors for backward: query, key, value, out and lse. While a layer computes, `allgather`
+stores the keys, values and gradients of all ranks; `ring` stores two ranks'.
 
 Legend: B batch, S full sequence over n ranks, H query heads, K key/value heads, E head dim, C = S/(2n) one piece.
 Sources: arXiv:2310.01889.
@@ -28,21 +29,103 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchtitan_lite.parallel.attention_kernels import (
-    Attention,
-    choose_kernel,
-    merge_into,
-)
-from torchtitan_lite.parallel.exchange import Ranks
+from torchtitan_lite.parallel.attention_kernels import Attention, choose_kernel, merge_into
+from torchtitan_lite.parallel.exchange import Ranks, collectives
 
-collectives = torch.ops._c10d_functional  # asynchronous: overlap with compute until wait_tensor
-
-ALL = slice(None)
+# The collectives are asynchronous: they overlap with compute until wait_tensor.
 
 Gradients = tuple[Tensor, Tensor]  # of query; of key and value, stacked
-Saved = tuple[Tensor, ...]  # grad_out, query, out, lse of this rank
 
-# ---------------------------------------------------------------- forward
+# ---------------------------------------------------------------- keys and values of all ranks
+
+
+class GatheredKeys:
+    """allgather: the keys and values of all ranks at once, and their gradients."""
+
+    def __init__(self, key_value: Tensor, ranks: Ranks):
+        """key_value (2, B, K, 2C, E): of this rank."""
+        self.key_value = key_value
+        self.ranks = ranks
+        self.grads: Tensor | None = None  # (n, 2, B, K, 2C, E) fp32
+
+    def fetch(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rank and its keys and values, for all ranks, first this one."""
+        n = self.ranks.n
+        gathered = collectives.all_gather_into_tensor(self.key_value, n, self.ranks.group_name)
+        yield self.ranks.own, self.key_value
+        gathered = collectives.wait_tensor(gathered).view(n, *self.key_value.shape)
+        for source in range(n):
+            if source != self.ranks.own:
+                yield source, gathered[source]
+
+    def add_gradient(self, source: int, keys: slice, grad: Tensor) -> None:
+        """Add to the gradient of these keys of a rank, the one that `fetch` yielded last."""
+        if self.grads is None:
+            self.grads = grad.new_zeros(self.ranks.n, *self.key_value.shape)
+        self.grads[source, :, :, :, keys] += grad
+
+    def sum_gradients(self) -> Tensor:
+        """Return the gradient of this rank's keys and values, summed over all ranks."""
+        summed = collectives.reduce_scatter_tensor(
+            self.grads.flatten(0, 1), "sum", self.ranks.n, self.ranks.group_name
+        )
+        return collectives.wait_tensor(summed)
+
+
+class PassedKeys:
+    """ring: keys and values of one rank at a time. Gradients follow their keys, one step behind."""
+
+    def __init__(self, key_value: Tensor, ranks: Ranks):
+        self.key_value = key_value
+        self.ranks = ranks
+        self.arriving: Tensor | None = None  # gradients from the previous rank
+
+    def fetch(self) -> Iterator[tuple[int, Tensor]]:
+        key_value = self.key_value
+        for step in range(self.ranks.n):
+            is_last = step == self.ranks.n - 1
+            if not is_last:
+                arriving = pass_on(key_value, self.ranks)
+            yield (self.ranks.own - step) % self.ranks.n, key_value
+            if not is_last:
+                key_value = collectives.wait_tensor(arriving).view_as(key_value)
+
+    def add_gradient(self, source: int, keys: slice, grad: Tensor) -> None:
+        if self.arriving is None:
+            grads = grad
+        else:
+            grads = collectives.wait_tensor(self.arriving).view(self.key_value.shape)
+            grads[:, :, :, keys] += grad
+        self.arriving = pass_on(grads, self.ranks)
+
+    def sum_gradients(self) -> Tensor:
+        return collectives.wait_tensor(self.arriving).view(self.key_value.shape)
+
+
+METHODS = {"allgather": GatheredKeys, "ring": PassedKeys}  # context_parallel_rotate_method
+
+
+def pass_on(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Send to the next rank and receive from the previous rank, P bytes each. Wait for the flat result before use."""
+    sent = [0] * ranks.n
+    received = [0] * ranks.n
+    sent[(ranks.own + 1) % ranks.n] = tensor.numel()
+    received[ranks.own - 1] = tensor.numel()
+    return collectives.all_to_all_single(tensor.flatten(), received, sent, ranks.group_name)
+
+
+def find_visible(rank: int, source: int, half: int) -> tuple[slice, slice]:
+    """Return the slice of this rank's queries that attend to keys of `source`, and the slice of these keys."""
+    queries = slice(None)
+    keys = slice(None)
+    if source < rank:
+        keys = slice(0, half)
+    if source > rank:
+        queries = slice(half, None)
+    return queries, keys
+
+
+# ---------------------------------------------------------------- attention
 
 
 def attend(
@@ -58,109 +141,19 @@ def attend(
 
     The memory order of out is (B, 2C, H, E), as the output projection reads it. Collective.
     """
-    key_value = torch.stack((key, value))
-    ranks = Ranks(rank, n_ranks, group)
-    forward, _ = METHODS[method]
-    out, lse = forward(query, key_value, ranks)
+    kernel = choose_kernel(query)
+    all_keys = METHODS[method](torch.stack((key, value)), Ranks(rank, n_ranks, group))
+    for source, key_value in all_keys.fetch():
+        queries, keys = find_visible(rank, source, query.shape[2] // 2)
+        visible = key_value[:, :, :, keys]
+        part_out, part_lse = kernel.attend(query[:, :, queries], *visible, source == rank)
+        if source == rank:
+            out = part_out.float()
+            lse = part_lse.float()
+        else:
+            merge_into(out[:, :, queries], lse[:, :, queries], part_out, part_lse.float())
     tokens_first = out.to(query.dtype).transpose(1, 2).contiguous()
     return tokens_first.transpose(1, 2), lse.contiguous()
-
-
-def attend_gathered(query: Tensor, key_value: Tensor, ranks: Ranks) -> Attention:
-    half = query.shape[2] // 2
-    gathered = collectives.all_gather_into_tensor(
-        key_value,
-        ranks.n,
-        ranks.group_name,
-    )
-    out, lse = attend_part(query, key_value, causal=True)  # overlaps with the all-gather
-    gathered = collectives.wait_tensor(gathered).view(
-        ranks.n, *key_value.shape
-    )  # (n, 2, B, K, 2C, E)
-    for queries, sources, keys in visible_of_others(ranks, half):
-        visible = gathered[sources, :, :, :, keys]
-        merge_part(out, lse, query, queries, join(visible))
-    return out, lse
-
-
-def attend_around_ring(query: Tensor, key_value: Tensor, ranks: Ranks) -> Attention:
-    half = query.shape[2] // 2
-    arriving = pass_on(key_value, ranks)
-    out, lse = attend_part(query, key_value, causal=True)
-    for step in range(1, ranks.n):
-        key_value = collectives.wait_tensor(arriving).view_as(key_value)
-        if step < ranks.n - 1:
-            arriving = pass_on(key_value, ranks)  # overlaps with this part
-        source = (ranks.own - step) % ranks.n
-        queries, keys = visible_of_one(ranks.own, source, half)
-        merge_part(
-            out,
-            lse,
-            query,
-            queries,
-            key_value[:, :, :, keys],
-        )
-    return out, lse
-
-
-def attend_part(query: Tensor, key_value: Tensor, *, causal: bool = False) -> Attention:
-    """Attend to some of the keys. Return out (B, H, queries, E) and lse (B, H, queries), both fp32."""
-    out, lse = choose_kernel(query).attend(query, *key_value, causal)
-    return out.float(), lse.float()
-
-
-def merge_part(
-    out: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    queries: slice,
-    key_value: Tensor,
-) -> None:
-    """Attend from some queries to more keys, and merge the result into (out, lse) in place."""
-    part_out, part_lse = attend_part(query[:, :, queries], key_value)
-    merge_into(
-        out[:, :, queries],
-        lse[:, :, queries],
-        part_out,
-        part_lse,
-    )
-
-
-def visible_of_others(ranks: Ranks, half: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield (queries, ranks, keys): these queries of this rank attend to these keys of each of these ranks."""
-    if ranks.own > 0:
-        yield ALL, slice(0, ranks.own), slice(0, half)
-    if ranks.own < ranks.n - 1:
-        yield slice(half, None), slice(ranks.own + 1, ranks.n), ALL
-
-
-def visible_of_one(rank: int, source: int, half: int) -> tuple[slice, slice]:
-    """Return the slice of this rank's queries that attend to keys of `source`, and the slice of these keys."""
-    if source < rank:
-        return ALL, slice(0, half)
-    return slice(half, None), ALL
-
-
-def join(visible: Tensor) -> Tensor:
-    """(ranks, 2, B, K, L, E) -> (2, B, K, ranks * L, E). Without a mask, the order of the keys does not matter."""
-    return visible.movedim(0, 3).flatten(3, 4)
-
-
-def pass_on(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Send to the next rank and receive from the previous rank, P bytes each. Wait for the flat result before use."""
-    sent = [0] * ranks.n
-    received = [0] * ranks.n
-    sent[(ranks.own + 1) % ranks.n] = tensor.numel()
-    received[ranks.own - 1] = tensor.numel()
-    return collectives.all_to_all_single(
-        tensor.flatten(),
-        received,
-        sent,
-        ranks.group_name,
-    )
-
-
-# ---------------------------------------------------------------- backward
 
 
 def attend_backward(
@@ -176,92 +169,29 @@ def attend_backward(
     n_ranks: int,
 ) -> Gradients:
     """Return the gradients of this rank's query, and of its key and value, stacked (2, B, K, 2C, E). Collective."""
-    saved = grad_out, query, out, lse
-    key_value = torch.stack((key, value))
-    ranks = Ranks(rank, n_ranks, group)
-    _, backward = METHODS[method]
-    grad_query, grads = backward(saved, key_value, ranks)
+    kernel = choose_kernel(query)
+    all_keys = METHODS[method](torch.stack((key, value)), Ranks(rank, n_ranks, group))
+    for source, key_value in all_keys.fetch():
+        queries, keys = find_visible(rank, source, query.shape[2] // 2)
+        part_grad_query, *part_grads = kernel.attend_backward(
+            grad_out[:, :, queries],
+            query[:, :, queries],
+            *key_value[:, :, :, keys],
+            out[:, :, queries],
+            lse[:, :, queries].contiguous(),
+            source == rank,
+        )
+        if source == rank:
+            grad_query = part_grad_query.float()
+        else:
+            grad_query[:, :, queries] += part_grad_query
+        all_keys.add_gradient(source, keys, torch.stack(part_grads).float())
+    grads = all_keys.sum_gradients()
     # Kernels choose the strides of their results. Copy to the strides that register_fake promised torch.compile.
     return torch.empty_like(query).copy_(grad_query), grads.to(key.dtype).contiguous()
 
 
-def attend_gathered_backward(saved: Saved, key_value: Tensor, ranks: Ranks) -> Gradients:
-    half = key_value.shape[3] // 2
-    gathered = collectives.all_gather_into_tensor(
-        key_value,
-        ranks.n,
-        ranks.group_name,
-    )
-    grad_query, local_grads = attend_part_backward(saved, key_value, ALL, causal=True)
-    grads = grad_query.new_zeros((ranks.n, *key_value.shape))
-    grads[ranks.own] = local_grads
-    gathered = collectives.wait_tensor(gathered).view_as(grads)
-    for queries, sources, keys in visible_of_others(ranks, half):
-        visible = gathered[sources, :, :, :, keys]
-        grad_queries, grad_keys = attend_part_backward(saved, join(visible), queries)
-        grad_query[:, :, queries] += grad_queries
-        by_rank = grad_keys.unflatten(3, (len(visible), -1))
-        grads[sources, :, :, :, keys] += by_rank.movedim(3, 0)
-    local_grads = collectives.reduce_scatter_tensor(
-        grads.flatten(0, 1),
-        "sum",
-        ranks.n,
-        ranks.group_name,
-    )
-    return grad_query, collectives.wait_tensor(local_grads)
-
-
-def attend_around_ring_backward(saved: Saved, key_value: Tensor, ranks: Ranks) -> Gradients:
-    half = key_value.shape[3] // 2
-    arriving = pass_on(key_value, ranks)
-    grad_query, grads = attend_part_backward(saved, key_value, ALL, causal=True)
-    for step in range(1, ranks.n):
-        grads_arriving = pass_on(grads, ranks)
-        key_value = collectives.wait_tensor(arriving).view_as(key_value)
-        if step < ranks.n - 1:
-            arriving = pass_on(key_value, ranks)
-        source = (ranks.own - step) % ranks.n
-        queries, keys = visible_of_one(ranks.own, source, half)
-        grad_queries, grad_keys = attend_part_backward(
-            saved,
-            key_value[:, :, :, keys],
-            queries,
-        )
-        grad_query[:, :, queries] += grad_queries
-        grads = collectives.wait_tensor(grads_arriving).view_as(
-            grads
-        )  # gradients of the current keys and values
-        grads[:, :, :, keys] += grad_keys
-    home = pass_on(grads, ranks)
-    return grad_query, collectives.wait_tensor(home).view_as(grads)
-
-
-def attend_part_backward(
-    saved: Saved,
-    key_value: Tensor,
-    queries: slice,
-    causal: bool = False,
-) -> Gradients:
-    """Return a part's contribution to the gradients, fp32: for its queries, and for its keys and values (stacked)."""
-    grad_out, query, out, lse = [tensor[:, :, queries] for tensor in saved]
-    kernel = choose_kernel(query)
-    grad_query, *grads = kernel.attend_backward(
-        grad_out,
-        query,
-        *key_value,
-        out,
-        lse.contiguous(),
-        causal,
-    )
-    return grad_query.float(), torch.stack(grads).float()
-
-
 # ---------------------------------------------------------------- the torch operator
-
-METHODS = {  # context_parallel_rotate_method -> forward, backward
-    "allgather": (attend_gathered, attend_gathered_backward),
-    "ring": (attend_around_ring, attend_around_ring_backward),
-}
 
 # torch.compile does not trace into the operator. Per-op recompute saves the operator's output, so it does not fetch
 # keys again. A dispatch mode (such as a counter of bytes or FLOPs) can look inside by calling IMPLEMENTATIONS[op].

@@ -44,20 +44,20 @@ Effect: FSDP calls these collectives. Parameters, FQNs and checkpoints do not ch
 """
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.model.moe import MoE
+from torchtitan_lite.parallel.fsdp import list_fsdp_modules
 
-all_gather = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)  # renamed in torch 2.13
+# Renamed in torch 2.13.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Nodes(NamedTuple):
@@ -84,30 +84,27 @@ def apply_zero_plus_plus(
 
     Secondary shards are kept only of groups that backward gathers again: blocks and their experts.
     """
-    blocks = {*part.layers.values(), *(block.feed_forward for block in part.layers.values())}
-    for module in part.modules() if uses else ():
-        if not isinstance(module, FSDPModule):
-            continue
-        if not hasattr(module, "set_custom_all_gather") or not hasattr(
-            module, "set_custom_reduce_scatter"
-        ):
-            raise RuntimeError(
-                f"torch {torch.__version__} cannot replace FSDP's collectives, which ZeRO++ needs"
-            )
+    if not uses:
+        return
+    gathered_again = set()
+    for block in part.layers.values():
+        gathered_again.update((block, block.feed_forward))
+    for module in list_fsdp_modules(part):
         group = module._get_fsdp_state()._fsdp_param_group
         if group is None:  # the root: all parameters are in other groups
             continue
-        packing = Packing(
-            [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
-        )
-        of_group = expert_nodes if isinstance(module, MoE) else nodes
-        keeps = "hpz" in uses and of_group.far is not None and module in blocks
-        if keeps or "qwz" in uses:
-            module.set_custom_all_gather(
-                Gather(packing if "qwz" in uses else None, of_group.near if keeps else None)
-            )
+        sizes = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
+        packing = Packing(sizes)
+        own_nodes = expert_nodes if isinstance(module, MoE) else nodes
+        near = None
+        if "hpz" in uses and own_nodes.far is not None and module in gathered_again:
+            near = own_nodes.near
+        if "qwz" in uses:
+            module.set_custom_all_gather(AllGather(packing, near))
+        elif near is not None:
+            module.set_custom_all_gather(AllGather(None, near))
         if "qgz" in uses:
-            module.set_custom_reduce_scatter(ReduceScatter(packing, of_group))
+            module.set_custom_reduce_scatter(ReduceScatter(packing, own_nodes))
 
 
 class Packing:
@@ -115,53 +112,48 @@ class Packing:
 
     def __init__(self, sizes: list[int]):
         """`sizes`: number of elements in a rank's shard of each parameter, with FSDP's padding."""
-        self.sizes, self.n_blocks = sizes, [-(-size // INT8_BLOCK) for size in sizes]
+        self.sizes = sizes
+        self.n_blocks = [ceil(size / INT8_BLOCK) for size in sizes]
         self.padded = [n * INT8_BLOCK for n in self.n_blocks]
 
     def pack(self, rows: Tensor) -> Tensor:
         """Round rows (..., elements of a shard) to blocks (..., bytes)."""
-        blocks = rows.new_zeros((*rows.shape[:-1], sum(self.padded)), dtype=torch.float32)
-        for own, padded in zip(
-            rows.split(self.sizes, -1), blocks.split(self.padded, -1), strict=True
-        ):
-            padded[..., : own.shape[-1]] = own
-        blocks = blocks.unflatten(-1, (-1, INT8_BLOCK))
+        padded = rows.new_zeros((*rows.shape[:-1], sum(self.padded)), dtype=torch.float32)
+        shards = rows.split(self.sizes, -1)
+        for shard, blocks in zip(shards, padded.split(self.padded, -1), strict=True):
+            blocks[..., : shard.shape[-1]] = shard
+        blocks = padded.unflatten(-1, (-1, INT8_BLOCK))
         scales = torch.linalg.vector_norm(blocks, torch.inf, -1, keepdim=True) / 127
         blocks.div_(scales.masked_fill(scales == 0, 1.0)).round_()
-        return torch.cat(
-            [blocks.to(torch.int8).flatten(-2), scales.flatten(-2).view(torch.int8)], -1
-        )
+        integers = blocks.to(torch.int8).flatten(-2)
+        return torch.cat([integers, scales.flatten(-2).view(torch.int8)], -1)
 
     def unpack(self, packed: Tensor, rows: Tensor) -> None:
         """Write the numbers in `packed` (..., bytes) to rows (..., elements of a shard), whose dtype may be any."""
-        integers, scales = packed.split([sum(self.padded), 4 * sum(self.n_blocks)], -1)
-        integers, scales = (
-            integers.split(self.padded, -1),
-            scales.view(torch.float32).split(self.n_blocks, -1),
-        )
-        for own, integer, scale in zip(rows.split(self.sizes, -1), integers, scales, strict=True):
-            n_rest = own.shape[-1] % INT8_BLOCK
-            n_whole = own.shape[-1] - n_rest
-            whole = own[..., :n_whole].unflatten(-1, (-1, INT8_BLOCK))
-            whole_blocks = integer[..., :n_whole].unflatten(-1, (-1, INT8_BLOCK))
-            torch.mul(
-                whole_blocks, scale[..., : n_whole // INT8_BLOCK, None], out=whole
-            )  # needs no temporary tensor
-            if n_rest:
-                torch.mul(
-                    integer[..., n_whole:][..., :n_rest], scale[..., -1:], out=own[..., n_whole:]
-                )
+        n_bytes = sum(self.padded)
+        integers = packed[..., :n_bytes].split(self.padded, -1)
+        scales = packed[..., n_bytes:].view(torch.float32).split(self.n_blocks, -1)
+        shards = rows.split(self.sizes, -1)
+        for shard, integer, scale in zip(shards, integers, scales, strict=True):
+            n_whole = shard.shape[-1] // INT8_BLOCK
+            end = n_whole * INT8_BLOCK
+            whole = shard[..., :end].unflatten(-1, (-1, INT8_BLOCK))
+            blocks = integer.unflatten(-1, (-1, INT8_BLOCK))
+            # With `out`, the products need no temporary tensor.
+            torch.mul(blocks[..., :n_whole, :], scale[..., :n_whole, None], out=whole)
+            rest = shard[..., end:]  # the last block is padded
+            torch.mul(integer[..., end : shard.shape[-1]], scale[..., n_whole:], out=rest)
 
 
-class Gather:
+class AllGather:
     """The all-gather of an FSDP group, called by FSDP."""
 
     def __init__(self, packing: Packing | None, near: dist.ProcessGroup | None):
         """`packing`: how to round (qwZ). `near`: the ranks that keep secondary shards (hpZ)."""
-        self.packing, self.near = packing, near
-        self.secondary: Tensor | None = (
-            None  # this rank's part of what its node keeps, packed if weights are rounded
-        )
+        self.packing = packing
+        self.near = near
+        # This rank's part of what its node keeps, packed if weights are rounded.
+        self.secondary: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -178,29 +170,36 @@ class Gather:
         Weights change after a backward and before the next forward. So every forward makes a new secondary shard, even
         if no backward has used the last one, and only backward reads it.
         """
+        own = input_tensor
+        ranks = group
         is_backward = torch._C._current_graph_task_id() != -1
-        if is_backward and self.secondary is not None:
-            own, ranks, self.secondary = self.secondary, self.near, None
-        else:
-            own, ranks = (
-                input_tensor if self.packing is None else self.packing.pack(input_tensor),
-                group,
-            )
-        whole = output_tensor if self.packing is None else own.new_empty(ranks.size() * own.numel())
-        all_gather(whole, own, group=ranks)
-        if self.near is not None and ranks is group:
-            self.secondary = whole.chunk(self.near.size())[self.near.rank()].clone()
+        uses_secondary = is_backward and self.secondary is not None
+        if uses_secondary:
+            own = self.secondary
+            ranks = self.near
+            self.secondary = None
+        elif self.packing is not None:
+            own = self.packing.pack(input_tensor)
+        gathered = output_tensor
         if self.packing is not None:
-            self.packing.unpack(whole.view(group.size(), -1), output_tensor.view(group.size(), -1))
+            gathered = own.new_empty(ranks.size() * own.numel())
+        all_gather(gathered, own, group=ranks)
+        if self.near is not None and not uses_secondary:
+            chunks = gathered.chunk(self.near.size())
+            self.secondary = chunks[self.near.rank()].clone()
+        if self.packing is not None:
+            shards = output_tensor.view(group.size(), -1)
+            self.packing.unpack(gathered.view(group.size(), -1), shards)
 
 
 class ReduceScatter:
     """The reduce-scatter of an FSDP group by all-to-alls (qgZ), called by FSDP."""
 
     def __init__(self, packing: Packing, nodes: Nodes):
-        self.packing, self.nodes = packing, nodes
+        self.packing = packing
+        self.nodes = nodes
 
-    allocate = Gather.allocate
+    allocate = AllGather.allocate
 
     def __call__(
         self,
@@ -211,13 +210,12 @@ class ReduceScatter:
         async_op: bool = False,
     ):
         """Write the sum of the ranks' gradients of this shard to `output_tensor`. `op` is a sum (fsdp.py)."""
-        rows = input_tensor.view(
-            -1, self.nodes.near.size(), output_tensor.numel()
-        )  # (node, place in it, shard)
-        rows = self.exchange(rows.transpose(0, 1), self.nodes.near)
-        output_tensor.copy_(
-            rows[0] if self.nodes.far is None else self.exchange(rows, self.nodes.far)
-        )
+        shape = (-1, self.nodes.near.size(), output_tensor.numel())  # node, place in it, shard
+        rows = input_tensor.view(shape).transpose(0, 1)
+        rows = self.exchange(rows, self.nodes.near)
+        if self.nodes.far is not None:
+            rows = self.exchange(rows, self.nodes.far)[None]
+        output_tensor.copy_(rows[0])
 
     def exchange(self, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Send rows[i] to rank i of the group, and return the sum of the rows that arrive."""

@@ -464,8 +464,8 @@ def make_drill_parser() -> ArgumentParser:
     description = """
 Which faults does a run survive, and how fast? Injects faults into runs of this config, and prints a score card.
 
-Each fault gets a run of its own, with snapshots in memory, one restart, and a rank and step drawn from the seed. Every
-run that is done is kept in --out: the same command continues where it stopped."""
+Each fault gets a run of its own in --out, with snapshots in memory, restarts, and a rank and a step drawn from the
+seed."""
     parser = make_parser("drill", description, "Exit status: 0 survived all, 1 not, 2 wrong input.")
     add = parser.add_argument
     add(

@@ -16,7 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint import folders
+from torchtitan_lite.checkpoint.format import (
+    CheckpointError,
+    commit,
+    create_unfinished,
+    discard,
+    name_unfinished,
+    write_file,
+)
 from torchtitan_lite.checkpoint.hugging_face import find_unit, to_their_order
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
@@ -30,7 +37,7 @@ from torchtitan_lite.checkpoint.hugging_face_folder import (
     list_tensors,
     name_theirs,
 )
-from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.checkpoint.save import write_tensors
 from torchtitan_lite.config.block import count_parameters, list_expert_biases
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -49,7 +56,7 @@ MOST_FILE_BYTES = 5 * 10**9  # as in transformers
 def main(options: argparse.Namespace) -> int:
     started_s = time.monotonic()
     out = options.out.absolute()  # "." too has a name then
-    for path in (out, folders.name_unfinished(out)):
+    for path in (out, name_unfinished(out)):
         if path.exists():
             raise SourceError(f"{path} already exists, and is never overwritten. Name a new folder")
     source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
@@ -119,7 +126,7 @@ def write_folder(
     cut = cut_into_files(n_bytes, MOST_FILE_BYTES)
     names = [f"model-{number:05}-of-{len(cut):05}.safetensors" for number in range(1, len(cut) + 1)]
     names = names if len(cut) > 1 else [SINGLE_FILE]
-    unfinished, file_of = folders.create_unfinished(out), {}
+    unfinished, file_of = create_unfinished(out), {}
     try:
         for name, fqns in zip(names, cut, strict=True):
             theirs = {}
@@ -129,17 +136,17 @@ def write_folder(
                     tensor = to_their_order(tensor, unit)
                 matrices = [matrix.t() for matrix in tensor] if tensor.dim() == 3 else [tensor]
                 theirs |= zip(name_theirs(fqn, model_args), matrices, strict=True)
-            folders.write_tensors(unfinished / name, theirs, {})
+            write_tensors(unfinished / name, theirs, {})
             file_of |= dict.fromkeys(theirs, name)
         if len(cut) > 1:
             contents[INDEX] = encode(
                 {"metadata": {"total_size": sum(n_bytes.values())}, "weight_map": file_of}
             )
         for name, content in contents.items():
-            folders.write_file(unfinished / name, content)
-        folders.commit(out)
+            write_file(unfinished / name, content)
+        commit(out)
     except BaseException:
-        folders.discard(out)
+        discard(out)
         raise
 
 

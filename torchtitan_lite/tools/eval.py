@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint.manifest import CheckpointError
+from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.schema import Training
@@ -22,13 +22,12 @@ from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, read_split
 from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.model.head import ChunkedLoss
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
 from torchtitan_lite.tools.model_source import ModelSource, build_model, open_source
-from torchtitan_lite.validation import describe_loss, sum_losses
+from torchtitan_lite.validation import describe_loss, sum_nats
 
 BATCH_TOKENS = 8192  # tokens per batch, and per window unless --seq-len is larger
 CHUNK_TOKENS = 1024  # number of tokens whose logits are in memory at once
@@ -52,7 +51,7 @@ def evaluate(options: Namespace) -> dict[str, object]:
         n_rows = max(1, BATCH_TOKENS // seq_len)
         windows = ValidationBatches(reader, global_batch_size=n_rows)
         model = build_model(source, device)
-        model.output.chunked_loss = ChunkedLoss(CHUNK_TOKENS, model.output.weigh_total)
+        model.output.chunked_loss.chunk_tokens = CHUNK_TOKENS
 
         @torch.inference_mode()
         def compute_loss(batch: Batch) -> Tensor:
@@ -65,7 +64,7 @@ def evaluate(options: Namespace) -> dict[str, object]:
 
         batches = prefetch(windows, range(n_rows), steps=range(windows.n_batches), device=device)
         bytes_of_tokens = torch.tensor(source.tokenizer.bytes_of_tokens(), device=device)
-        nats, counts = sum_losses(batches, compute_loss, bytes_of_tokens)
+        nats, counts = sum_nats(batches, compute_loss, bytes_of_tokens)
     if not math.isfinite(nats.item()):
         raise CheckpointError(
             f"{source.path}: the loss is {nats.item()}. The weights are damaged or diverged."

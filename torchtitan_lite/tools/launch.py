@@ -32,7 +32,7 @@ from pathlib import Path
 from types import ModuleType
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.checkpoint.manifest import find_steps
+from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.components.shutdown import (
     COPIES_ARRIVE_WITHIN_S,
     SIGNALS,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lite.build import find_model_class
+from torchtitan_lite.checkpoint.format import MANIFEST, find_steps, parse_model_args
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import (
     CONFIG,
@@ -25,8 +26,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     read_published,
 )
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_model_args
-from torchtitan_lite.checkpoint.storage import OpenCheckpoint, open_checkpoint
+from torchtitan_lite.checkpoint.load import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.messages import ConfigError, UserError

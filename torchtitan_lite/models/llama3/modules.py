@@ -59,10 +59,10 @@ class Llama3(nn.Module):
         """
         hidden = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         rotation = rotary_angles(positions, self.model_args)
-        inner = next((block.attention.inner for block in self.layers.values()), None)
-        if doc_ids is not None and hasattr(inner, "plan"):  # document attention
-            doc_ids = inner.plan(doc_ids)  # once for all layers
-        for block in self.layers.values():
+        blocks = list(self.layers.values())
+        if doc_ids is not None and blocks:
+            doc_ids = blocks[0].attention.inner.plan(doc_ids)  # once for all layers
+        for block in blocks:
             hidden = block(hidden, rotation, doc_ids)
         if self.output is None:
             return hidden

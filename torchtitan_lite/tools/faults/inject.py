@@ -2,15 +2,15 @@
 
     drill  ->  launcher with a fault in its environment  ->  rank: replace_step below, then train.py
 
-On the chosen rank, the fault happens just before the chosen step; kill, within
-0.2 s after that; kill_saving, after the step. A mark, a file with the time, keeps a restarted rank from a second fault.
+On the chosen rank, the fault happens just before the chosen step; kill, within 0.2 s after that; kill_saving, after the
+step. A mark, an empty file, tells the time of the fault, and keeps a restarted rank from a second one.
 """
 
+import itertools
 import os
-import pkgutil
+import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
 import torch
@@ -67,29 +67,27 @@ def flip_weight(fault: Fault, run: Run) -> None:
 
 def choose_weight(fault: Fault, run: Run) -> torch.Tensor:
     """Return the local shard of a weight, flat. Prefers weights that several ranks hold copies of."""
-    parameters = [
-        parameter for parameter in run.parameters.values() if local_tensor(parameter).numel()
-    ]
-    copied = [parameter for parameter in parameters if count_copies(parameter) > 1] or parameters
+    own = [parameter for parameter in run.parameters.values() if local_tensor(parameter).numel()]
+    copied = [parameter for parameter in own if count_copies(parameter) > 1]
+    if not copied:
+        copied = own
     return local_tensor(copied[fault.seed % len(copied)]).detach().view(-1)
 
 
 def flip_snapshot(fault: Fault, run: Run) -> None:
-    flip_file_and_die(
-        fault, list(Path(run.config.checkpoint.local_folder).glob("*/*/step-*/rank-*"))
-    )
+    flip_newest_and_die(fault, Path(run.config.checkpoint.local_folder))
 
 
 def flip_checkpoint(fault: Fault, run: Run) -> None:
-    """Damage the newest checkpoint, and hide all snapshots."""
-    for path in Path(run.config.checkpoint.local_folder).glob("*/*/step-*"):
-        path.rename(path.with_suffix(".tmp"))
-    flip_file_and_die(fault, list(Path(fault.folder).glob("checkpoint/step-*/rank-*")))
+    """Damage the newest checkpoint, and delete all snapshots."""
+    for snapshots in Path(run.config.checkpoint.local_folder).iterdir():
+        shutil.rmtree(snapshots)
+    flip_newest_and_die(fault, Path(fault.folder))
 
 
-def flip_file_and_die(fault: Fault, files: list[Path]) -> None:
-    """Flip a bit in the newest file, and end the rank."""
-    newest = max(files, key=os.path.getmtime)
+def flip_newest_and_die(fault: Fault, folder: Path) -> None:
+    """Flip a bit in the newest file of a checkpoint or snapshot, and end the rank."""
+    newest = max(folder.rglob("step-*/rank-*"), key=os.path.getmtime)
     content = bytearray(newest.read_bytes())
     content[-1 - fault.seed % 1000] ^= 1 << fault.seed % 8
     newest.write_bytes(content)
@@ -98,16 +96,15 @@ def flip_file_and_die(fault: Fault, files: list[Path]) -> None:
 
 def replace_step(fault: Fault) -> None:
     """Make train.py call the fault on its rank, before its step."""
-    original, mark, n_steps = train.train_step, Path(fault.folder, MARK), 0
+    original = train.train_step
+    mark = Path(fault.folder, MARK)
+    steps = itertools.count(1)
 
     def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
-        nonlocal n_steps
-        n_steps += 1
-        if fault.rank == dist.get_rank() and n_steps == fault.step and not mark.exists():
-            mark.write_text(str(time.time()))
-            pkgutil.resolve_name(fault.kind if ":" in fault.kind else f"{__name__}:{fault.kind}")(
-                fault, run
-            )
+        is_due = next(steps) == fault.step and fault.rank == dist.get_rank()
+        if is_due and not mark.exists():
+            mark.touch()
+            globals()[fault.kind](fault, run)
         return original(run, batch, stop_signal)
 
     train.train_step = train_step

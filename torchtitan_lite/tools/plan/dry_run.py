@@ -1,6 +1,6 @@
 """Run step.py as one rank of a world of any size, in one process: a fake process group, and tensors without storage.
 
-    plan --dry-run, explain   ->   dry_run(planned, pp_rank)   ->   start_run, train_step under a Meter
+    plan --dry-run, explain   ->   dry_run(planned, pp_rank)   ->   build_run, train_step under a Meter
 
 A dry run calls the same functions as training, with the same arguments, so it tests the closed form: the collectives
 are equal, and memory is within a few percent. Collectives return at once and tensors have no storage (fake_world.py),
@@ -86,7 +86,7 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> DryRun:
         stack.enter_context(patch.object(build, "initialize_weights", lambda *args: None))
         stack.enter_context(fake_world.fake_tensors())
         stack.enter_context(meter.watching())
-        run = build.start_run(parts, config, layout, mesh, CPU)
+        run = build.build_run(config, model_args, layout, mesh, CPU, parts=parts)
         meter.sites.name_modules(parts)
         make_optimizer_state(run)  # a second step would find it
         meter.restart()

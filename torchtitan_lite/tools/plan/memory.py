@@ -159,12 +159,12 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
 def estimate_loss(w: Workload) -> float:
     """Return the bytes that the loss holds at its peak.
 
-    Without chunks and tp, backward holds three fp32 tensors (T, V): log-softmax and two gradients; one if compiled.
-    Otherwise it holds the fp32 gradient of the weight, plus the larger of two sums: a chunk's logits in both dtypes and
-    their gradient, or the gradient of the logits and the chunk's contribution to the weight's gradient.
+    It holds the fp32 gradient of the weight, plus the larger of two sums: a chunk's logits in both dtypes and
+    their gradient, or the gradient of the logits and the chunk's contribution to the weight's gradient. A trainer that
+    keeps all logits holds three fp32 tensors (T, V): log-softmax and two gradients; one if compiled.
     """
     width, vocab_size = w.compute_bytes, w.args.vocab_size
-    if w.keeps_logits or (w.layout.tp == 1 and not w.loss_chunk_tokens):
+    if w.keeps_logits:
         return (4 if w.compiles_loss else 12) * w.n_tokens * vocab_size / w.layout.tp
     weight = vocab_size * w.args.dim / w.layout.tp
     chunk_tokens = min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)

@@ -50,7 +50,6 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         attention="triton" if config.model.attention == "document" else "cudnn",
         moment_bytes=count_moment_bytes(config.optimizer),
         updates_matrices=OPTIMIZERS[config.optimizer.name].updates_matrices,
-        shards_loss=not config.parallelism.disable_loss_parallel,
         loss_chunk_tokens=choose_chunk_tokens(config.training, "cuda"),
         compiled=config.compile.compiles_blocks,
         compiles_loss=config.compile.enable and "loss" in config.compile.components,

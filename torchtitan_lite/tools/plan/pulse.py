@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.components.shutdown import SIGNALS
 from torchtitan_lite.config.block import count_parameters
-from torchtitan_lite.config.layout import MESH_DIMS
+from torchtitan_lite.config.degrees import MESH_DIMS
 from torchtitan_lite.config.machine import FROM_LAUNCHER, detect_machine
 from torchtitan_lite.config.memory_bound import MASTER_BYTES, count_moment_bytes
 from torchtitan_lite.faults.copies import compute_checksum

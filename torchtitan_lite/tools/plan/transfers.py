@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
-from torchtitan_lite.config.layout import MESH_DIMS
+from torchtitan_lite.config.degrees import MESH_DIMS
 from torchtitan_lite.tools.plan.orders import Order
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 

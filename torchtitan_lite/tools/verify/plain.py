@@ -34,6 +34,7 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX, Head
+from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.model.moe import MoE, list_moes
 from torchtitan_lite.parallel.initial_weights import fill_tensor, initialize_weights
 
@@ -167,7 +168,7 @@ def init_leveled(full: Tensor, entry: Parameter, generator: torch.Generator) -> 
         full.mul_(max(1.0, 50 / math.sqrt(dim)))
 
 
-class PlainDocuments(nn.Module):
+class PlainDocuments(InnerAttention):
     """Causal attention within documents, with an explicit mask."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
@@ -258,7 +259,10 @@ class PlainModel:
         logits, targets = self.logits(batch).flatten(0, 1), batch.targets.flatten()
         if not has_own_loss(self.model):
             return F.cross_entropy(logits.double(), targets)
-        return self.model.output.sum_token_losses(logits, targets) / (targets != IGNORE_INDEX).sum()
+        counted = targets != IGNORE_INDEX
+        of_total, _ = self.model.output.weigh_total(logits.logsumexp(-1))
+        of_target = logits.gather(1, targets.where(counted, 0)[:, None])[:, 0]
+        return (of_total - of_target)[counted].mean()
 
     def measure_rounding(
         self, exact: "PlainModel", batch: Batch, gradients: dict[str, Tensor]
@@ -302,7 +306,7 @@ class PlainModel:
 
 def has_own_loss(model: nn.Module) -> bool:
     """Whether the head of a model computes another loss than the cross entropy in model/head.py."""
-    return type(model.output).sum_token_losses is not Head.sum_token_losses
+    return type(model.output).weigh_total is not Head.weigh_total
 
 
 def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:

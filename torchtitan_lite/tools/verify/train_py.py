@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.checkpoint.storage import open_checkpoint
+from torchtitan_lite.checkpoint.load import open_checkpoint
 from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs

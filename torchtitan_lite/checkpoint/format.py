@@ -1,0 +1,223 @@
+"""The format of a checkpoint folder: manifest, names and hashes, and how the folder becomes complete. Needs no torch.
+
+    step-20.tmp/                  being written or deleted; the next save removes all folders that end in .tmp
+    step-20/                      renamed from step-20.tmp/ when everything in it is on disk; never written to again
+        rank-00000.safetensors    the shards that rank 0 wrote, under the names of their tensors
+        rank-00001.safetensors    ...
+        manifest.json             step, fingerprint (must match on resume), run (for people), and for each tensor
+                                  dtype, shape and chunks
+        checksums                 SHA-256 of each file above; `sha256sum --check checksums` lists changed files
+    step-10.damaged/              renamed, not deleted, so its step can be saved again
+
+At any time, a folder without .tmp is a complete checkpoint. No file contains code, and pickles are never opened. The
+manifest is trusted if its hash matches. Exports to Hugging Face folders are written and committed in the same way.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan_lite.config import files
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+CHECKSUMS = "checksums"
+FORMAT = 3
+UNFINISHED = ".tmp"  # suffix of a folder that is being written or deleted
+
+
+class CheckpointError(UserError):
+    """Raised if a checkpoint cannot be used or written."""
+
+    status = 1
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Raised if a checkpoint has changed since it was saved. The message names the file."""
+
+
+class Chunk(NamedTuple):
+    """One stored slice of a tensor."""
+
+    file: str
+    offsets: tuple[int, ...]  # index of the first element in the full tensor
+    sizes: tuple[int, ...]
+
+
+class TensorRecord(NamedTuple):
+    dtype: str  # torch's name: "float32"
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    fingerprint: dict[str, object]  # must match on resume: data, tokenizer, batch size, model_args
+    run: dict[
+        str, object
+    ]  # for people: config, layout, date; for exports: the published config.json
+    tensors: dict[str, TensorRecord]
+    format: int = FORMAT
+
+
+# ---------------------------------------------------------------- read
+
+
+def find_steps(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in `folder`, ascending. Does not check them."""
+    steps = []
+    for path in folder.glob(f"step-*/{MANIFEST}"):
+        number = path.parent.name.removeprefix("step-")
+        if number.isdecimal():
+            steps.append(int(number))
+    return sorted(steps)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of the checkpoint `folder`, and check that every file exists and can be opened.
+
+    Raises DamagedCheckpoint if a file is missing or has changed, and CheckpointError if this process cannot read it.
+    """
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+        checksums = read_checksums(folder)
+        for name in checksums:
+            (folder / name).open("rb").close()
+    except FileNotFoundError as error:
+        if path.exists():
+            raise DamagedCheckpoint(f"{error.filename} is missing") from None
+        raise CheckpointError(f"{folder} is not a checkpoint: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from None
+    if hashlib.sha256(content).hexdigest() != checksums.get(MANIFEST):
+        raise DamagedCheckpoint(f"{path} has changed since it was written: see {CHECKSUMS}")
+    raw = json.loads(content)
+    if raw["format"] != FORMAT:
+        supported = f"but this version reads format {FORMAT}"
+        raise CheckpointError(f"{folder} has format {raw['format']}, {supported}")
+    tensors = {}
+    for name, (dtype, shape, stored) in raw["tensors"].items():
+        chunks = [Chunk(file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in stored]
+        tensors[name] = TensorRecord(dtype, tuple(shape), tuple(chunks))
+    raw["tensors"] = tensors
+    return Manifest(**raw)
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """Return file name -> hash. Raises OSError."""
+    checksums = {}
+    for line in (folder / CHECKSUMS).read_text(errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        checksums[name] = digest
+    return checksums
+
+
+def find_damage(folder: Path, names: list[str]) -> list[str]:
+    """Hash these files. Return one sentence for each file that has changed."""
+    checksums = read_checksums(folder)
+    return files.find_damage({folder / name: checksums[name] for name in names})
+
+
+def parse_model_args(manifest: Manifest) -> ModelArgs:
+    """Return the ModelArgs in the fingerprint. Raises KeyError or TypeError if they are missing."""
+    model_args = dict(manifest.fingerprint["shape"])
+    for name, kind in (("rope_scaling", RopeScaling), ("moe", MoEArgs)):
+        if model_args[name] is not None:
+            model_args[name] = kind(**model_args[name])
+    return ModelArgs(**model_args)
+
+
+# ---------------------------------------------------------------- write
+
+
+@contextmanager
+def explain_write_error(path: Path) -> Iterator[None]:
+    """Turn any error while writing `path` into a CheckpointError with the system's reason, such as a full disk."""
+    try:
+        yield
+    except Exception as error:  # safetensors has its own exception class
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+
+def name_unfinished(final: Path) -> Path:
+    return final.with_name(final.name + UNFINISHED)
+
+
+def create_unfinished(final: Path) -> Path:
+    """Create the temporary folder for `final`. Raises CheckpointError if it or `final` exists."""
+    unfinished = name_unfinished(final)
+    for path in (final, unfinished):
+        if path.exists():
+            raise CheckpointError(f"{path} already exists, and is never overwritten")
+    with explain_write_error(unfinished):
+        unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def write_file(path: Path, content: bytes) -> str:
+    """Write a file, flush it to disk, and return its hash. Raises CheckpointError."""
+    with explain_write_error(path), open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(content).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest, hashes: Mapping[str, str]) -> None:
+    """Write the manifest and the checksums. `hashes`: name of each other file -> its hash."""
+    content = json.dumps(vars(manifest)).encode()
+    hashes = {**hashes, MANIFEST: write_file(folder / MANIFEST, content)}
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(hashes.items())]
+    write_file(folder / CHECKSUMS, "".join(lines).encode())
+
+
+def commit(final: Path) -> None:
+    """Rename the unfinished folder to `final`. Its files must be on disk."""
+    unfinished = name_unfinished(final)
+    with explain_write_error(final):
+        files.sync_folder(unfinished)
+        unfinished.rename(final)
+        files.sync_folder(final.parent)
+
+
+def discard(final: Path) -> None:
+    """Delete the failed save of `final`. If this fails too, the next save of the run deletes it."""
+    shutil.rmtree(name_unfinished(final), ignore_errors=True)
+
+
+def remove_partial(folder: Path) -> None:
+    """Delete unfinished saves and deletions. Only the run that has locked the dump folder may call this."""
+    for partial in folder.glob(f"step-*{UNFINISHED}"):
+        shutil.rmtree(partial)
+
+
+def prune(folder: Path, *, keep_latest_k: int, keep_every_m: int) -> None:
+    """Keep the newest k checkpoints (0: all), and every checkpoint whose step is a multiple of m. Delete the others."""
+    if keep_latest_k == 0:
+        return
+    for step in find_steps(folder)[:-keep_latest_k]:
+        if keep_every_m == 0 or step % keep_every_m != 0:
+            path = folder / f"step-{step}"
+            shutil.rmtree(path.rename(name_unfinished(path)))
+
+
+def quarantine(damaged: list[Path]) -> None:
+    """Rename damaged checkpoints. Their steps can then be saved again."""
+    for final in damaged:
+        aside = final.with_name(f"{final.name}.damaged")
+        n_earlier = len(list(final.parent.glob(f"{aside.name}*")))
+        if n_earlier:
+            aside = final.with_name(f"{aside.name}-{n_earlier + 1}")
+        logger.error(f"{final} was renamed to {final.rename(aside)}; its steps are trained again")

@@ -1,0 +1,87 @@
+"""Protect a run, as one context manager: save checkpoints and snapshots, watch for hangs, compare copies."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan_lite.build import Run
+from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
+from torchtitan_lite.config.reader import Prepared
+from torchtitan_lite.faults.copies import compare_copies
+from torchtitan_lite.faults.hang_watch import HangWatch
+from torchtitan_lite.faults.snapshots import Snapshots
+from torchtitan_lite.faults.start import start_from
+from torchtitan_lite.parallel.process_groups import Groups, Place
+
+
+class Guards:
+    """Call `resume`, then make the steps inside `watching`: each begins with `begin`, and ends with `end` and `save`.
+
+    All methods except `begin` are collective over all ranks.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        plan: Prepared,
+        place: Place,
+        groups: Groups,
+        fingerprint: dict[str, object],
+    ):
+        self.run = run
+        self.dump_folder = plan.dump_folder
+        self.restarts = place.restarts
+        self.groups = groups
+        published = plan.weights.published if plan.weights else {}
+        self.saving = {
+            "optimizer": run.optimizer,
+            "fingerprint": fingerprint,
+            "run": describe_run(run.config, run.layout.degrees, published),
+            "device": run.device,
+        }
+        self.snapshots = Snapshots(
+            plan.dump_folder, run.config.checkpoint, place, groups.host, **self.saving
+        )
+
+    def resume(self) -> int:
+        """Load the state that the run starts from. Return its step; 0: initial weights."""
+        restarted = self.restarts > 0
+        return start_from(self.run, self.snapshots, self.groups.host, restarted=restarted)
+
+    @contextmanager
+    def watching(self, record: Callable[..., None]) -> Iterator[None]:
+        """Watch the steps inside. Leaving waits for the save in flight. `record`: as in CheckpointSaver."""
+        section = self.run.config.checkpoint
+        self.saver = CheckpointSaver(
+            self.dump_folder / section.folder,
+            section,
+            group=self.groups.saver,
+            record=record,
+            **self.saving,
+        )
+        self.hangs = HangWatch(
+            self.dump_folder, self.run.config.comm, self.run.mesh, self.restarts, self.groups.host
+        )
+        with self.saver, self.snapshots, self.hangs:
+            yield
+
+    def begin(self, step: int) -> None:
+        self.hangs.begin(step)
+
+    def end(self, step: int) -> None:
+        """Note that a step has ended. Compare copies if they are due; raises UserError if they differ."""
+        self.hangs.end()
+        every = self.run.config.debug.compare_copies_every
+        if every and step % every == 0:
+            compare_copies(self.run, self.groups.host)
+
+    def save(self, step: int, *, is_stopped: bool) -> None:
+        """Save a checkpoint and a snapshot if they are due, in this order: the last step deletes all snapshots."""
+        n_steps = self.run.config.training.steps
+        for saver in (self.saver, self.snapshots):
+            saver.after_step(step, self.run.saved, n_steps=n_steps, is_stopped=is_stopped)
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint of this run; None if there is none."""
+        return self.saver.newest
