@@ -136,7 +136,7 @@ def test_the_plan_in_the_docstring_of_tensor_parallel_is_the_plan():
     plan = tensor_parallel.plan_tensor_parallel(
         build_on_meta(Config(), resolve_model(Model(n_layers=1)))
     )
-    written, row = {}, r"^ {4}(\S+(?:, w.)*) +((?:Split|Copied|Gathered|Colwise|Rowwise)\w+)"
+    written, row = {}, r"^ {4}(\S+(?:, w.)*) +((?:Split|Local|Gathered|Colwise|Rowwise)\w+)"
     for names, style in re.findall(row, tensor_parallel.__doc__, re.MULTILINE):
         first, *others = names.split(", ")
         fqns = [first, *(f"{first.rpartition('.')[0]}.{other}" for other in others)]
