@@ -209,17 +209,8 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def count_routes(routes: Tensor, n_experts: int) -> Tensor:
     """Count the routes to each expert, per sequence: (B, S, K) -> (B, E) int64."""
-    n_sequences = len(routes)
-    offset = n_experts * torch.arange(n_sequences, device=routes.device)
-    index = routes + offset[:, None, None]
-    counts = torch.zeros(
-        n_sequences * n_experts,
-        dtype=torch.int64,
-        device=routes.device,
-    )
-    ones = torch.ones_like(index)
-    counts.scatter_add_(0, index.flatten(), ones.flatten())
-    return counts.view(-1, n_experts)
+    experts = torch.arange(n_experts, device=routes.device)
+    return (routes[..., None] == experts).sum((1, 2))
 
 
 def invert(order: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ def attend_backward(
             *key_value[:, :, :, keys],
             out[:, :, queries],
             lse[:, :, queries].contiguous(),
-            source == rank,
+            causal=source == rank,
         )
         if source == rank:
             grad_query = part_grad_query.float()
