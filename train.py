@@ -14,6 +14,7 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
+from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import start_logging
@@ -96,12 +97,9 @@ def main(args: list[str], stop: StopRequest) -> int:
     run = build_run(config, model_args, layout, mesh, device)
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
-    saving = {
-        "optimizer": run.optimizer,
-        "fingerprint": data.fingerprint,
-        "run": describe_run(config, layout.degrees, plan.weights.published if plan.weights else {}),
-        "device": device,
-    }
+    published = plan.weights.published if plan.weights else {}
+    manifest = Manifest(0, data.fingerprint, describe_run(config, layout.degrees, published))
+    saving = {"optimizer": run.optimizer, "manifest": manifest, "device": device}
     snapshots = Snapshots(dump_folder, config.checkpoint, place, groups.host, **saving)
     resumed_step = start_from(run, snapshots, groups.host, restarted=place.restarts > 0)
 
