@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import (
+    LENGTH,
     list_families,
     make_config,
     read_model_args,
@@ -183,8 +184,11 @@ def test_each_flavor_is_described_by_its_config(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert list_tensors(read_model_args(tmp_path)) == list_tensors(OUR_FLAVORS[name])
     published = config | {"dtype": "float32"}  # two spellings, and no length
-    changed = make_config(OUR_FLAVORS[name], dtype="bfloat16", context=99, published=published)
-    assert changed == config | {"dtype": "bfloat16"}
+    for length, longer in (({}, {}), ({LENGTH: 16}, {LENGTH: 99}), ({LENGTH: 200}, {LENGTH: 200})):
+        changed = make_config(
+            OUR_FLAVORS[name], dtype="bfloat16", context=99, published=published | length
+        )
+        assert changed == config | {"dtype": "bfloat16"} | longer
 
 
 def test_transformers_reads_the_tokenizer_of_llama_3s_format_and_gives_our_ids(tmp_path):

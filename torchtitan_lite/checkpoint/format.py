@@ -20,7 +20,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +67,7 @@ class Manifest:
     run: dict[
         str, object
     ]  # for people: config, layout, date; for exports: the published config.json
-    tensors: dict[str, TensorRecord]
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
     format: int = FORMAT
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.build import Run
+from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
 from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.faults.copies import compare_copies
@@ -33,12 +34,9 @@ class Guards:
         self.restarts = place.restarts
         self.groups = groups
         published = plan.weights.published if plan.weights else {}
-        self.saving = {
-            "optimizer": run.optimizer,
-            "fingerprint": fingerprint,
-            "run": describe_run(run.config, run.layout.degrees, published),
-            "device": run.device,
-        }
+        about = describe_run(run.config, run.layout.degrees, published)
+        manifest = Manifest(0, fingerprint, about)
+        self.saving = {"optimizer": run.optimizer, "manifest": manifest, "device": run.device}
         self.snapshots = Snapshots(
             plan.dump_folder, run.config.checkpoint, place, groups.host, **self.saving
         )

@@ -84,7 +84,7 @@ def check_snapshot(run: Run, snapshots: Snapshots, path: Path) -> None:
     notices = check_continued(problems, run.config, weights, documents={})
     if problems:
         raise ConfigError(problems)
-    if json.dumps(weights.manifest.fingerprint) != json.dumps(snapshots.fingerprint):
+    if json.dumps(weights.manifest.fingerprint) != json.dumps(snapshots.manifest.fingerprint):
         why = f"{path} was saved with another model, tokenizer, or other documents"
         raise CheckpointError(f"{why}: use the same, or start another run in a job.dump_folder")
     for notice in notices:
