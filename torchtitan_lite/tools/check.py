@@ -142,10 +142,10 @@ def format_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
-def describe_keys(section: str) -> str:
-    """Return the schema.py lines of the sections whose names start with `section`, or of all sections if none does."""
+def describe_keys(sections: list[str]) -> str:
+    """Return the schema.py lines of the sections whose names start so, or of all sections if none does."""
     texts = []
-    for name in [name for name in SECTIONS if name.startswith(section)] or SECTIONS:
+    for name in [name for name in SECTIONS if name.startswith(tuple(sections))] or SECTIONS:
         source = inspect.getsource(type(get_value(Config(), name)))
         fields, _, _ = source.partition(":\n")[2].partition("\n\n")
         texts.append(f"[{name}]\n{inspect.cleandoc(fields)}")
