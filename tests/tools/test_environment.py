@@ -102,7 +102,10 @@ def test_requirements_are_read_as_toml_has_them_and_the_tested_versions_meet_the
     project = load_toml(REPOSITORY / "pyproject.toml")["project"]
     requirements, extras = (
         [
-            *environment.read_requirements("dependencies"), *environment.read_requirements("wandb"), *environment.read_requirements("test")],
+            *environment.read_requirements("dependencies"),
+            *environment.read_requirements("wandb"),
+            *environment.read_requirements("test"),
+        ],
         project["optional-dependencies"],
     )
     assert requirements == project["dependencies"] + extras["wandb"] + extras["test"]
