@@ -160,7 +160,7 @@ def test_a_venv_is_made_once_and_only_what_it_lacks_is_added(checkout, tmp_path)
         == (0, checkout.python)
     )
     assert checkout.calls() == ["venv", f"{install} alpha>=1,<2"]
-    assert checkout.run("--extra", "test").stdout == checkout.python
+    assert checkout.run("test").stdout == checkout.python
     assert checkout.calls()[3:] == [f"{install} beta"]
 
 

@@ -8,7 +8,6 @@ and so can transformers. Only one file is in memory at a time. OUT is complete o
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -44,18 +43,15 @@ BESIDE_TOKENIZER = (
     GENERATION_CONFIG,
 )
 MOST_FILE_BYTES = 5 * 10**9  # as in transformers
-REPORT = (
-    "{out}: {parameters:,} parameters from {source}, {bytes:,} bytes in {files} files, {seconds} s"
-)
+REPORT = "{out}: {parameters:,} parameters from {source}, {bytes:,} bytes in {files} files"
 
 
 def main(options: argparse.Namespace) -> int:
-    started_s = time.monotonic()
     out = options.out.absolute()  # "." too has a name then
     for path in (out, folders.name_unfinished(out)):
         if path.exists():
             raise SourceError(f"{path} already exists, and is never overwritten. Name a new folder")
-    source = open_source(options.source, options.tokenizer, verify=not options.no_verify)
+    source = open_source(options)
     convert(source, out, options.dtype)
     sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
     report = {
@@ -64,7 +60,6 @@ def main(options: argparse.Namespace) -> int:
         "parameters": count_parameters(source.model_args),
         "files": len(sizes),
         "bytes": sum(sizes),
-        "seconds": round(time.monotonic() - started_s, 3),
     }
     print(json.dumps(report) if options.json else REPORT.format(**report))
     return 0
@@ -79,7 +74,7 @@ def convert(source: ModelSource, out: Path, dtype: str | None) -> None:
         raise SourceError(f"{source.path} {why}.")
     why = explain_unwritable(model_args, source.attention)
     for fqn in list_expert_biases(model_args):
-        if checkpoint.read(f"model.{fqn}").any():
+        if not why and checkpoint.read(f"model.{fqn}").any():
             why = f"{fqn} is not zero, and Hugging Face formats have no expert bias. Train with "
             why += "training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
     if why:

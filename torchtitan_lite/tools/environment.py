@@ -1,4 +1,4 @@
-"""Print the path of a Python that has the required packages: `python3 -m torchtitan_lite.tools.environment`.
+"""Print the path of a Python that has the required packages: `python3 -m torchtitan_lite.tools.environment [EXTRA]`.
 
     if this Python has the packages in pyproject.toml    this Python
     otherwise                                            .venv/bin/python, created with the versions in constraints.txt
@@ -7,7 +7,6 @@ run_train.sh and tests/run.sh run it first; `python -m torchtitan_lite` calls co
 stderr. Exit status: 0, or 1 with the reason.
 """
 
-import argparse
 import fcntl
 import os
 import re
@@ -27,26 +26,18 @@ VENV = REPOSITORY / ".venv"
 INSTALLED = VENV / "installed.txt"  # requirements that pip installed; written when pip succeeds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--extra", default="", help="also require the packages of this extra")
-    print(find_python(parser.parse_args().extra))
-
-
 def continue_with_packages() -> None:
     """If this Python lacks packages, run the same command in a Python that has them, instead of this process."""
-    python = find_python()
+    python = find_python([])
     if python != sys.executable:
         os.execv(python, [python, *sys.orig_argv[1:]])
 
 
-def find_python(extra: str = "") -> str:
+def find_python(extras: list[str]) -> str:
     """Return the path of a Python that has the packages. Create .venv if there is none."""
-    requirements = read_requirements("dependencies")
-    if extra:
-        requirements += read_requirements(extra)
+    requirements = []
+    for name in ("dependencies", *extras):
+        requirements += read_requirements(name)
     if all(map(is_met, requirements)):
         return sys.executable
     if IS_INSTALLED:
@@ -107,4 +98,4 @@ def run(command: list, remedy: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    print(find_python(sys.argv[1:]))

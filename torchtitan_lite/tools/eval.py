@@ -16,7 +16,6 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS
-from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, read_split
@@ -24,7 +23,6 @@ from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefet
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import ChunkedLoss
-from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
@@ -45,8 +43,7 @@ def main(options: Namespace) -> int:
     """Print the report. Raises CheckpointError if the loss is NaN or infinite."""
     if options.data is None:
         raise SourceError("eval needs a text: set --data to a file, a folder or a corpus.")
-    device = choose_device(0, detect_machine().device_type)
-    source = open_source(options.source, options.tokenizer, verify=not options.no_verify)
+    source = open_source(options)
     seq_len = options.seq_len or min(source.context or BATCH_TOKENS, BATCH_TOKENS)
     restart_positions = ATTENTIONS[source.attention].uses_documents
     n_rows = max(1, BATCH_TOKENS // seq_len)
@@ -54,7 +51,8 @@ def main(options: Namespace) -> int:
         corpus = open_text(options.data, source.tokenizer, Path(folder) / "corpus")
         reader = SampleReader([corpus], seq_len, source.model_args.vocab_size, restart_positions)
         windows = ValidationBatches(reader, global_batch_size=n_rows)
-        model = build_model(source, device)
+        model = build_model(source)
+        device = model.output.weight.device
         model.output.chunked_loss = ChunkedLoss(CHUNK_TOKENS, model.output.weigh_total)
 
         @torch.inference_mode()

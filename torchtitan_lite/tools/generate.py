@@ -10,7 +10,6 @@ Source: top-p arXiv:1904.09751. Legend: V vocabulary.
 import codecs
 import json
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,18 +21,15 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.manifest import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
-from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.kv_cache import CachedModel
-from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
 
 
 def main(options: Namespace) -> int:
     """Generate and print all samples. Raises SourceError for wrong input before loading the weights."""
-    device = choose_device(0, detect_machine().device_type)
-    source = open_source(options.source, options.tokenizer, verify=not options.no_verify)
+    source = open_source(options)
     if not ATTENTIONS.get(source.attention, AttentionRow()).is_plain:
         why = f'model/kv_cache.py does not support model.attention = "{source.attention}" (config/choices.py: is_plain)'
         raise SourceError(f"{source.path}: {why}.")
@@ -51,8 +47,8 @@ def main(options: Namespace) -> int:
         prompt_tokens = encode_prompt(prompt, messages, source.tokenizer, chat)
         n_new_tokens = count_new_tokens(prompt_tokens, source, options)
         if model is None:
-            print(f"{source.path} on {device.type}", file=sys.stderr)
-            model = CachedModel(build_model(source, device))
+            print(f"loading {source.path}", file=sys.stderr)
+            model = CachedModel(build_model(source))
         model.rewind(0)  # a template can write earlier turns in another way
         logits = model.read(prompt_tokens)  # once for all samples
         samples = []
@@ -61,7 +57,6 @@ def main(options: Namespace) -> int:
                 show(f"--- sample {len(samples) + 1} of {options.n}, seed {seed} ---\n")
             if not chat:
                 show(prompt)
-            started_s = time.monotonic()
             model.rewind(len(prompt_tokens))
             tokens = generate(model, logits, options, seed, source.tokenizer)
             taken = take(islice(tokens, n_new_tokens), source.tokenizer, end_ids, show)
@@ -69,8 +64,7 @@ def main(options: Namespace) -> int:
             stopped = "end_of_document"
             if len(taken) == n_new_tokens:
                 stopped = "context" if n_new_tokens < options.max_new_tokens else "max_new_tokens"
-            seconds = time.monotonic() - started_s
-            print(f"[{len(taken)} tokens, {seconds:.1f} s, {stopped}]", file=sys.stderr)
+            print(f"[{len(taken)} tokens, {stopped}]", file=sys.stderr)
             text = source.tokenizer.decode(taken)
             samples.append({"seed": seed, "text": text, "tokens": taken, "stopped": stopped})
         messages.append({"role": "assistant", "content": text})

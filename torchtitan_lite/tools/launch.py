@@ -152,9 +152,12 @@ def run_ranks(
             statuses = torchrun.elastic_launch(config, work)(args, folder)
         except errors.ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            if failure.exitcode not in STOPPED and not (received and failure.exitcode < 0):
+            status = failure.exitcode
+            if received and status < 0:  # a rank that did not listen
+                status = 128 + received[0]
+            if status not in STOPPED:
                 return 1, f"rank {rank} {describe_failure(failure)}"
-            statuses = {0: failure.exitcode if failure.exitcode in STOPPED else 128 + received[0]}
+            statuses = {0: status}
         except Exception as error:  # hosts cannot connect, or a port is in use
             return 1, f"torchrun failed: {type(error).__name__}: {error}"
     except KeyboardInterrupt:
@@ -181,9 +184,7 @@ def start_fork_server() -> None:
 def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder: Path) -> object:
     """Return torchrun's settings for this host, from the environment variables."""
     shown = {int(rank) for rank in os.environ.get("LOG_RANK", "0").split(",")}
-    hidden = dict.fromkeys(range(n_local), torchrun.Std.ERR)  # their stderr goes to files
-    for rank in shown:
-        hidden.pop(rank, None)
+    hidden = set(range(n_local)) - shown
     address = "127.0.0.1:0"  # port 0: any free port
     local_address = "127.0.0.1"
     if n_hosts > 1:
@@ -196,7 +197,7 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
         max_nodes=n_hosts,
         nproc_per_node=n_local,
         logs_specs=torchrun.DefaultLogsSpecs(
-            str(folder), redirects=hidden, local_ranks_filter=shown
+            str(folder), redirects=dict.fromkeys(hidden, torchrun.Std.ERR), local_ranks_filter=shown
         ),
         run_id="torchtitan_lite",
         role="rank",

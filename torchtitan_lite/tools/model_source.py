@@ -5,6 +5,7 @@ checkpoint/, outputs/debug/     the newest checkpoint in this folder
 config.json, *.safetensors      a Hugging Face folder with config.json and a tokenizer
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from torchtitan_lite.checkpoint.manifest import MANIFEST, find_steps, parse_mode
 from torchtitan_lite.checkpoint.storage import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.block import list_expert_biases
+from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.parallel.process_groups import choose_device
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # bfloat16 is slower on a CPU
 
@@ -52,8 +55,9 @@ class ModelSource:
     checkpoint: OpenCheckpoint | None  # None: a Hugging Face folder
 
 
-def open_source(path: Path, tokenizer: str | None, *, verify: bool) -> ModelSource:
-    """Open `path`. Raises SourceError if there is no model, CheckpointError or HuggingFaceError if it is bad."""
+def open_source(options: Namespace) -> ModelSource:
+    """Open options.source. Raises SourceError if there is no model, or the error of a bad checkpoint or folder."""
+    path = options.source
     checkpoint = None
     attention = "causal"
     assets = path.absolute()
@@ -63,7 +67,7 @@ def open_source(path: Path, tokenizer: str | None, *, verify: bool) -> ModelSour
         published = read_published(path)
     else:
         path = find_checkpoint(path)
-        checkpoint = open_checkpoint(path, verify=verify)
+        checkpoint = open_checkpoint(path, verify=not options.no_verify)
         manifest = checkpoint.manifest
         model_args = parse_model_args(manifest)
         config = manifest.run["config"]
@@ -71,11 +75,15 @@ def open_source(path: Path, tokenizer: str | None, *, verify: bool) -> ModelSour
         attention = config["model"]["attention"]
         assets = config["model"]["hf_assets_path"]
         n_trained = config["training"]["seq_len"]
-    found = load_named_tokenizer(tokenizer or assets, path)
+    found = load_named_tokenizer(options.tokenizer or assets, path)
     why = ""
     if found.eos_id >= model_args.vocab_size:
         why = f"its model has {model_args.vocab_size} rows, but the end token of {found.path} is {found.eos_id}"
-    elif checkpoint and not tokenizer and manifest.fingerprint["tokenizer"] != found.fingerprint:
+    elif (
+        checkpoint
+        and not options.tokenizer
+        and manifest.fingerprint["tokenizer"] != found.fingerprint
+    ):
         why = f"{assets} is not the tokenizer that it was trained with"
     if why:
         raise SourceError(
@@ -132,8 +140,9 @@ def load_named_tokenizer(assets: str | Path, path: Path) -> Tokenizer:
 
 
 @torch.no_grad()
-def build_model(source: ModelSource, device: torch.device) -> nn.Module:
-    """Build the model on `device` and load its weights."""
+def build_model(source: ModelSource) -> nn.Module:
+    """Build the model on a GPU if there is one, else on the CPU, and load its weights."""
+    device = choose_device(0, detect_machine().device_type)
     model_args = source.model_args
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=source.attention)
