@@ -68,17 +68,6 @@ def test_logits_with_a_cache_are_those_without(name, pieces):
         assert (logits - expected[start - 1]).abs().max() < 2e-5
 
 
-def test_rewound_cache_reads_on_as_if_nothing_had_followed():
-    model = sharpen(build_ours(PLAIN))
-    tokens = draw_tokens(40)
-    expected = read_without_cache(model, tokens)[-1]
-    cached = CachedModel(model)
-    cached.read(tokens[:30] + draw_tokens(50)[40:])
-    cached.rewind(30)
-    cached.read(tokens[30:39])
-    assert (cached.read(tokens[39:]) - expected).abs().max() < 2e-5
-
-
 def test_model_trained_with_document_attention_generates_as_inside_one_document():
     model = Llama3(PLAIN, attention="document")
     model.load_state_dict(sharpen(build_ours(PLAIN)).state_dict())

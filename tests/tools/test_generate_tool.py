@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import flip_bit, write_tensors
+from checkpoints import write_tensors
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -125,16 +125,6 @@ def test_greedy_text_is_that_of_transformers_on_the_exported_model(
         )
 
 
-def test_limits_on_what_is_drawn_reach_the_model(checkpoint, generate):
-    arguments = ("--prompt", PROMPT, "--max-new-tokens", 9, "--temperature")
-    (greedy,) = generate(checkpoint, *arguments, 0)["samples"]
-    for limits in (("--top-k", 1), ("--top-p", 0)):
-        assert (
-            generate(checkpoint, *arguments, 2, *limits)["samples"][0]["tokens"] == greedy["tokens"]
-        )
-    assert generate(checkpoint, *arguments, 2)["samples"][0]["tokens"] != greedy["tokens"]
-
-
 def test_samples_go_to_standard_output_and_each_depends_on_its_own_seed(
     checkpoint, generate, capsys
 ):
@@ -221,26 +211,29 @@ def test_without_chat_a_line_says_that_special_names_are_text(export, capsys):
 def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_at_once(
     export, tokenizer, monkeypatch, capsys
 ):
-    lines = iter(["Hi", "no <|eot_id|> names", "and then?"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or end_input())
+    lines = ["and then?", "no <|eot_id|> names", "Hi"]
+
+    def read_line(prompt: str) -> str:
+        if not lines:
+            raise EOFError
+        return lines.pop()
+
+    monkeypatch.setattr("builtins.input", read_line)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     arguments = ["generate", str(export), "--max-new-tokens", "5", "--temperature", "0", "--chat"]
     assert main(arguments) == 0
     printed = capsys.readouterr()
     assert "<|eot_id|> would become" in printed.err
     first, second = printed.out.split("\n", 1)
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "and then?"},
+    ]
     chat = read_chat_format(tokenizer)
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
-    text, _ = chat.write(
-        {"messages": [*messages, {"role": "user", "content": "and then?"}]},
-        add_generation_prompt=True,
-    )
+    text, _ = chat.write({"messages": messages}, add_generation_prompt=True)
     assert main([*arguments, "--prompt", text]) == 0
     assert capsys.readouterr().out == second
-
-
-def end_input() -> str:
-    raise EOFError
 
 
 # ---------------------------------------------------------------- what is refused
@@ -271,13 +264,7 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
         assert named in printed.err
 
 
-def test_damaged_weights_end_with_status_1(trained, generate, tmp_path, capsys):
-    path = save(tmp_path / "step-40", trained.state_dict())
-    (file,) = path.glob("*.safetensors")
-    flip_bit(file)
-    assert main(["generate", str(path), "--prompt", "a"]) == 1
-    assert str(file) in capsys.readouterr().err
-    generate(path, "--prompt", "a", "--max-new-tokens", 1, "--no-verify")
+def test_weights_that_diverged_end_with_status_1(trained, tmp_path, capsys):
     nan = {"norm.weight": torch.full((128,), torch.nan)}
     path = save(tmp_path / "step-41", trained.state_dict() | nan)
     assert main(["generate", str(path), "--prompt", "a"]) == 1
