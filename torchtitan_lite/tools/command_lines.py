@@ -24,8 +24,7 @@ class Option(NamedTuple):
 
     name: str
     help: str
-    type: Callable | None = None  # None: a flag
-    metavar: str | None = None
+    type: Callable | None = None  # its name is the metavar; None: a flag
     default: object = None
     nargs: str | None = None
     action: str = "store"
@@ -71,12 +70,14 @@ def parse_command(name: str, args: list[str]) -> Namespace:
 def add_option(parser: ArgumentParser, option: Option) -> None:
     if option.type:
         fields = option._asdict()
-        parser.add_argument(fields.pop("name"), **fields)
+        name = fields.pop("name")
+        word = option.type.__name__ if name.startswith("-") else name
+        parser.add_argument(name, metavar=word.upper(), **fields)
     else:
         parser.add_argument(option.name, action="store_true", help=option.help)
 
 
-def positive(text: str) -> int:
+def count(text: str) -> int:
     """Parse a positive integer; used as the type of an argument."""
     if (number := parse_whole(text)) < 1:
         raise ValueError
@@ -91,7 +92,7 @@ def share(text: str) -> float:
     return number
 
 
-def path_text(text: str) -> str:
+def file(text: str) -> str:
     """Expand ~ and $VAR; used as the type of an argument."""
     try:
         return expand_path(text)
@@ -101,7 +102,7 @@ def path_text(text: str) -> str:
 
 def path(text: str) -> Path:
     """Return a path with ~ and $VAR expanded; used as the type of an argument."""
-    return Path(path_text(text))
+    return Path(file(text))
 
 
 def words(text: str) -> list[str]:
@@ -111,13 +112,11 @@ def words(text: str) -> list[str]:
 
 JSON = Option("--json", "print for programs")
 GPU = Option("--gpu", "GPU type, a row of tools/plan/cluster.py (%(default)s)", str, default="h100")
-GPUS = Option("--gpus", "default: the product of the degrees", positive, "N")
-SEED = Option("--seed", "equal seeds give equal results (%(default)s)", int, "N", 0)
-SOURCE = Option(
-    "source", "checkpoint, run (its newest checkpoint), or Hugging Face folder", path, "SOURCE"
-)
+GPUS = Option("--gpus", "default: the product of the degrees", count)
+SEED = Option("--seed", "equal seeds give equal results (%(default)s)", int, 0)
+SOURCE = Option("source", "checkpoint, run (its newest checkpoint), or Hugging Face folder", path)
 OPENING = (  # options of every tool that opens a model
-    Option("--tokenizer", "default: the tokenizer of SOURCE", path_text, "FOLDER"),
+    Option("--tokenizer", "default: the tokenizer of the source", file),
     Option("--no-verify", "do not check the checksums of a checkpoint"),
     JSON,
 )
@@ -143,11 +142,11 @@ degrees, else 2) on each of NNODES hosts like this one. With --gpus, check memor
         True,
         (
             [
-                Option("--ranks", "check a run of N ranks elsewhere", positive, "N"),
-                Option("--gpus", "check a run on N GPUs elsewhere", positive, "N"),
+                Option("--ranks", "check a run of this many ranks elsewhere", count),
+                Option("--gpus", "check a run on this many GPUs elsewhere", count),
             ],
             GPU,
-            Option("--keys", "print all keys, or those of a section", str, "SECTION", nargs="*"),
+            Option("--keys", "print all keys, or those of a section", str, nargs="*"),
         ),
     ),
     "prepare": Tool(
@@ -167,36 +166,32 @@ documents are skipped and counted. OUT is complete or does not exist.""",
         False,
         (
             JSON,
-            Option("inputs", "in the order of the corpus", path, "FILE_OR_FOLDER", nargs="*"),
-            Option("--out", "folder of the new corpus", path, "FOLDER"),
+            Option("inputs", "in the order of the corpus", path, nargs="*"),
+            Option("--out", "folder of the new corpus", path),
             [
                 Option(
                     "--tokenizer",
                     "folder or file of the tokenizer, or bytes (%(default)s)",
-                    path_text,
-                    "FOLDER",
+                    file,
                     "assets/tokenizer",
                 ),
                 Option(
                     "--train-tokenizer",
-                    "train a byte-level BPE of N entries on the files instead, in OUT/tokenizer (extra `hf`)",
-                    positive,
-                    "N",
+                    "train a byte-level BPE with this many entries on the files, in OUT/tokenizer (extra `hf`)",
+                    count,
                     0,
                 ),
             ],
             [
                 Option(
                     "--validation-share",
-                    "fraction of the documents, 0 <= X < 1 (0.01, at least one); last part of a single one (0.1)",
+                    "fraction of the documents, 0 <= share < 1 (0.01, at least one); last part of a single one (0.1)",
                     share,
-                    "X",
                 ),
                 Option(
                     "--validation",
                     "files or folders with all validation documents, instead of a share",
                     path,
-                    "FILE",
                     [],
                     "+",
                     "extend",
@@ -206,13 +201,11 @@ documents are skipped and counted. OUT is complete or does not exist.""",
                 "--text-column",
                 "field of a JSON object, or column of a table, with the text (text)",
                 str,
-                "NAME",
             ),
             Option(
                 "--encoding",
                 "encoding of files without a byte order mark, such as cp1252 (%(default)s)",
                 str,
-                "NAME",
                 "utf-8",
             ),
             Option(
@@ -221,33 +214,34 @@ documents are skipped and counted. OUT is complete or does not exist.""",
             ),
             Option("--only-last-turn", "with --chat: only the last answer has targets"),
             Option(
-                "--suffix", "also read *.X files, one document each", str, ".X", [], action="append"
+                "--suffix",
+                "also read files with this suffix, one document each",
+                str,
+                [],
+                action="append",
             ),
             Option(
                 "--skip-bad",
                 "print and count bad rows and texts instead of stopping at the first one",
             ),
-            Option("--processes", "(%(default)s)", positive, "N", os.cpu_count()),
+            Option("--processes", "(%(default)s)", count, os.cpu_count()),
             Option(
                 "--dataset",
                 "prepare this corpus for training.dataset; reads --tokenizer",
                 str,
-                "NAME",
             ),
             Option(
                 "--dataset-path",
                 "the downloaded files, as in training.dataset_path",
-                path_text,
-                "PATH",
+                file,
                 "",
             ),
             Option(
                 "--cache-folder",
                 "default: the default of training.cache_folder",
-                path_text,
-                "FOLDER",
+                file,
             ),
-            Option("--check", "only compare a corpus with its manifest", path, "FOLDER"),
+            Option("--check", "only compare a corpus with its manifest", path),
         ),
     ),
     "verify": Tool(
@@ -265,15 +259,13 @@ another layout; bfloat16 and float8 if the run uses them. If the layout needs mo
                 "--ranks",
                 "maximum number of processes, up to 16 (%(default)s)",
                 int,
-                "N",
                 8,
                 choices=range(1, 17),
             ),
             Option(
                 "--timeout",
                 "stop a trial if its ranks are silent for this long (%(default)s)",
-                positive,
-                "SECONDS",
+                count,
                 300,
             ),
         ),
@@ -293,16 +285,11 @@ error.""",
                 "--mtbf-hours",
                 "mean hours between failures; prints how often to save",
                 float,
-                "H",
             ),
-            Option(
-                "--restart-s", "... seconds that a restart takes (%(default)s)", float, "S", 600
-            ),
-            Option(
-                "--save-stall-s", "... seconds that a save stalls (%(default)s)", float, "S", 10
-            ),
+            Option("--restart-s", "... seconds that a restart takes (%(default)s)", float, 600),
+            Option("--save-stall-s", "... seconds that a save stalls (%(default)s)", float, 10),
             Option("--search", "rank all layouts of this model on these GPUs"),
-            Option("--toml", "with --search: write the best layout as a config", path, "FILE"),
+            Option("--toml", "with --search: write the best layout as a config", path),
             Option(
                 "--dry-run",
                 "also run step.py on tensors without storage, once per kind of rank, and compare",
@@ -325,15 +312,13 @@ This is recorded while step.py runs as one rank of the layout, on tensors withou
             GPUS,
             Option(
                 "--device",
-                "device of the run (%(default)s)",
+                "device of the run, cuda or cpu (%(default)s)",
                 str,
                 default="cuda",
                 choices=("cuda", "cpu"),
             ),
             Option("--token", "follow a token forward through all pipeline stages instead"),
-            Option(
-                "--rank", "with --token: the rank that reads the token (%(default)s)", int, "R", 0
-            ),
+            Option("--rank", "with --token: the rank that reads the token (%(default)s)", int, 0),
         ),
     ),
     "convert": Tool(
@@ -346,13 +331,13 @@ Only one file is in memory at a time. OUT is complete or does not exist.""",
         (
             Option(
                 "--dtype",
-                "dtype of all weights; default: as in SOURCE",
+                "float32, bfloat16 or float16; default: as in the source",
                 str,
                 choices=("float32", "bfloat16", "float16"),
             ),
             SOURCE._replace(help="checkpoint, or run (its newest checkpoint)"),
             *OPENING,
-            Option("out", "the new folder", path, "OUT"),
+            Option("out", "the new folder", path),
         ),
     ),
     "generate": Tool(
@@ -369,27 +354,23 @@ answer is printed. On a terminal, without --prompt, it is a conversation.""",
         (
             SOURCE,
             *OPENING,
-            Option("--prompt", "default: standard input", str, "TEXT"),
+            Option("--prompt", "default: standard input", str),
             Option("--chat", "answer a user; needs the extra `chat`"),
-            Option("--max-new-tokens", "(%(default)s)", positive, "N", 256),
-            Option("--n", "number of samples (%(default)s)", positive, "N", 1),
-            Option(
-                "--temperature", "0: always the most likely token (%(default)s)", float, "T", 0.8
-            ),
-            Option("--top-k", "draw from the K most likely tokens; 0: from all", int, "K", 0),
+            Option("--max-new-tokens", "(%(default)s)", count, 256),
+            Option("--n", "number of samples (%(default)s)", count, 1),
+            Option("--temperature", "0: always the most likely token (%(default)s)", float, 0.8),
+            Option("--top-k", "draw from this many most likely tokens; 0: from all", int, 0),
             Option(
                 "--top-p",
-                "draw from the most likely tokens of total probability P",
+                "draw from the most likely tokens of this total probability",
                 float,
-                "P",
                 1.0,
             ),
             SEED,
             Option(
                 "--context",
                 "maximum tokens of prompt and text; default: as trained",
-                positive,
-                "N",
+                count,
             ),
         ),
     ),
@@ -397,7 +378,7 @@ answer is printed. On a terminal, without --prompt, it is a conversation.""",
         "eval",
         """How well does a model predict a text: nats per token, perplexity, bits per byte?
 
-SOURCE is the same as for `generate`. The text is cut into windows that do not overlap. Every token counts once, except
+The text is cut into windows that do not overlap. Every token counts once, except
 the first of a document. Bits per byte compare models with different tokenizers. Runs on one GPU or the CPU.""",
         SUCCESS,
         False,
@@ -407,14 +388,12 @@ the first of a document. Bits per byte compare models with different tokenizers.
             Option(
                 "--data",
                 "text file, folder of texts, prepared corpus (its validation split), or python_stdlib",
-                path_text,
-                "DATA",
+                file,
             ),
             Option(
                 "--seq-len",
                 "tokens per window; default: as trained, at most 8192",
-                positive,
-                "N",
+                count,
             ),
         ),
     ),
@@ -427,8 +406,8 @@ folder: metrics.jsonl, config.toml, traces/.""",
         SUCCESS,
         False,
         (
-            Option("runs", "folder of a run, such as outputs/debug", path, "FOLDER", nargs="+"),
-            Option("--out", "default: report.html in the first folder", path, "FILE"),
+            Option("runs", "folder of a run, such as outputs/debug", path, nargs="+"),
+            Option("--out", "default: report.html in the first folder", path),
         ),
     ),
     "bench": Tool(
@@ -444,11 +423,10 @@ folder: metrics.jsonl, config.toml, traces/.""",
                 "module",
                 "step or gpu",
                 "bench.{}".format,
-                "NAME",
                 choices=("bench.step", "bench.gpu"),
             ),
-            Option("--rounds", "number of turns per contender (%(default)s)", positive, "N", 5),
-            Option("--steps", "steps per turn (%(default)s)", positive, "N", 5),
+            Option("--rounds", "number of turns per contender (%(default)s)", count, 5),
+            Option("--steps", "steps per turn (%(default)s)", count, 5),
             JSON,
         ),
     ),
@@ -467,7 +445,7 @@ Start it on every host with the environment of the run, or TOOL=pulse ./run_trai
 The launcher prints the same paragraph when a step takes longer than comm.hang_seconds.""",
         "0 a rank is named, 1 unknown, 2 wrong input",
         False,
-        (Option("folder", "dump folder of a run", path, "FOLDER"),),
+        (Option("folder", "dump folder of a run", path),),
     ),
     "drill": Tool(
         "faults.drill",
@@ -479,10 +457,10 @@ run that is done is kept in --out: the same command continues where it stopped."
         True,
         (
             JSON,
-            Option("--faults", "default: all of tools/faults/drill.py", words, "KIND,..."),
+            Option("--faults", "default: all of tools/faults/drill.py", words),
             SEED,
-            Option("--times", "runs of each kind (%(default)s)", positive, "N", 1),
-            Option("--out", "(%(default)s)", path, "FOLDER", Path("outputs/drill")),
+            Option("--times", "runs of each kind (%(default)s)", count, 1),
+            Option("--out", "(%(default)s)", path, Path("outputs/drill")),
         ),
     ),
 }
