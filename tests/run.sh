@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
-python=$("${PYTHON:-python3}" -m torchtitan_lite.tools.environment --extra test)
+python=$("${PYTHON:-python3}" -m torchtitan_lite.tools.environment test)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/outputs/cache/inductor} # compiled once, not per run
 

@@ -20,7 +20,7 @@ def main(args: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help"):
         print("python -m torchtitan_lite TOOL ...    (TOOL --help lists its options)\n")
         for name, tool in TOOLS.items():
-            print(f"  {name:10} {tool.make_parser().description.splitlines()[0]}")
+            print(f"  {name:10} {tool.description.splitlines()[0]}")
         return 0
     name, *rest = args
     if name not in TOOLS:

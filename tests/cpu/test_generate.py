@@ -1,5 +1,7 @@
 """Generation against transformers: logits with a cache, limits on what is drawn, greedy tokens."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 from test_model import FLAVORS, build_ours
@@ -10,12 +12,16 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.models.llama3.modules import Llama3
-from torchtitan_lite.tools.generate import Sampling, choose_token, limit
+from torchtitan_lite.tools.generate import choose_token, limit
 
 PLAIN = FLAVORS["Llama 3"]
+
+
+def sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> Namespace:
+    """The options of `generate` for choosing a token."""
+    return Namespace(temperature=temperature, top_k=top_k, top_p=top_p)
 
 
 def sharpen(model: Llama3) -> Llama3:
@@ -27,10 +33,9 @@ def sharpen(model: Llama3) -> Llama3:
     return model
 
 
-def draw_tokens(n_tokens: int, model_args: ModelArgs = PLAIN) -> list[int]:
-    return torch.randint(
-        model_args.vocab_size, (n_tokens,), generator=torch.Generator().manual_seed(5)
-    ).tolist()
+def draw_tokens(n_tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(PLAIN.vocab_size, (n_tokens,), generator=generator).tolist()
 
 
 @torch.no_grad()
@@ -45,7 +50,6 @@ def read_without_cache(model: Llama3, tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "pieces"),
     [
-        ("Llama 3", [1] * 90),
         ("Llama 3.1, scaled RoPE", [60] + [1] * 30),
         ("Llama 3.2, tied", [40, 30, 1, 19]),
         ("head dim of its own", [90]),
@@ -56,22 +60,12 @@ def test_logits_with_a_cache_are_those_without(name, pieces):
     model = sharpen(build_ours(FLAVORS[name]))
     tokens = draw_tokens(90)
     expected = read_without_cache(model, tokens)
-    cached, start = CachedModel(model), 0
+    cached = CachedModel(model)
+    start = 0
     for n_tokens in pieces:
         logits = cached.read(tokens[start : start + n_tokens])
         start += n_tokens
         assert (logits - expected[start - 1]).abs().max() < 2e-5
-
-
-def test_rewound_cache_reads_on_as_if_nothing_had_followed():
-    model = sharpen(build_ours(PLAIN))
-    tokens = draw_tokens(40)
-    expected = read_without_cache(model, tokens)[-1]
-    cached = CachedModel(model)
-    cached.read(tokens[:30] + draw_tokens(50)[40:])
-    cached.rewind(30)
-    cached.read(tokens[30:39])
-    assert (cached.read(tokens[39:]) - expected).abs().max() < 2e-5
 
 
 def test_model_trained_with_document_attention_generates_as_inside_one_document():
@@ -92,10 +86,8 @@ def test_model_trained_with_document_attention_generates_as_inside_one_document(
 def test_a_step_computes_one_token_and_the_head_only_the_last_one():
     model = build_ours(PLAIN)
     seen = []
-    model.layers["0"].feed_forward.register_forward_hook(
-        lambda module, args, out: seen.append(out.shape[1])
-    )
-    model.output.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    for module in (model.layers["0"].feed_forward, model.output):
+        module.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
     cached = CachedModel(model)
     cached.read([1, 2, 3, 4, 5])
     cached.read([6])
@@ -116,7 +108,7 @@ def test_limits_are_those_of_transformers(temperature, top_k, top_p):
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    ours = torch.stack([limit(row, Sampling(temperature, top_k, top_p)) for row in logits])
+    ours = torch.stack([limit(row, sampling(temperature, top_k, top_p)) for row in logits])
     assert torch.equal(ours.isfinite(), expected.isfinite())
     assert torch.allclose(ours.softmax(1).float(), expected.softmax(1), atol=1e-6)
 
@@ -125,10 +117,10 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 3.0])
     usable = torch.tensor([True, True, True, True, False])
     generator = torch.Generator().manual_seed(3)
-    drawn = [choose_token(logits, Sampling(0.5, top_k=3), generator, usable) for _ in range(4000)]
-    weights = (
-        2 * torch.tensor([0.0, 1.0, 2.0])
-    ).exp()  # of tokens 0, 1 and 2: the likeliest three that are usable
+    options = sampling(0.5, top_k=3)
+    drawn = [choose_token(logits, options, generator, usable) for _ in range(4000)]
+    # of tokens 0, 1 and 2: the likeliest three that are usable
+    weights = (2 * torch.tensor([0.0, 1.0, 2.0])).exp()
     frequency = torch.bincount(torch.tensor(drawn), minlength=5) / 4000
     assert frequency[3:].sum() == 0
     assert torch.allclose(
@@ -137,13 +129,12 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
 
 
 def test_coldest_temperatures_and_least_probabilities_leave_the_most_likely_token():
-    logits, usable = torch.tensor([4.0, 9.0, 8.999, 7.0]), torch.ones(4, dtype=torch.bool)
-    for sampling in (Sampling(0), Sampling(1e-300), Sampling(1, top_k=1), Sampling(1e4, top_p=0)):
-        generator = torch.Generator().manual_seed(0)
-        assert {choose_token(logits, sampling, generator, usable) for _ in range(20)} == {1}
-    assert (
-        choose_token(logits, Sampling(0), generator, torch.tensor([True, False, True, True])) == 2
-    )
-    assert (
-        limit(torch.zeros(4), Sampling(top_p=0.5)).isfinite().sum() == 2
-    )  # the fewest that hold half
+    logits = torch.tensor([4.0, 9.0, 8.999, 7.0])
+    usable = torch.ones(4, dtype=torch.bool)
+    generator = torch.Generator().manual_seed(0)
+    for options in (sampling(0), sampling(1e-300), sampling(1, top_k=1), sampling(1e4, top_p=0)):
+        assert {choose_token(logits, options, generator, usable) for _ in range(20)} == {1}
+    usable[1] = False
+    assert choose_token(logits, sampling(0), generator, usable) == 2
+    # the fewest that hold half
+    assert limit(torch.zeros(4), sampling(1, top_p=0.5)).isfinite().sum() == 2

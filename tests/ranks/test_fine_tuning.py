@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -176,7 +177,8 @@ def load_equal(
     checkpoint: Path, exported: Path, before: dict[str, torch.Tensor]
 ) -> PreTrainedModel:
     """Return transformers' model of an export. It has our logits, and no weight is as it was `before`."""
-    ours = build_model(open_source(checkpoint, tokenizer=None, verify=True), torch.device("cpu"))
+    options = Namespace(source=checkpoint, tokenizer=None, no_verify=False)
+    ours = build_model(open_source(options)).cpu()
     theirs = AutoModelForCausalLM.from_pretrained(exported)
     after = theirs.state_dict()
     assert theirs.dtype == torch.float32 and after.keys() == before.keys()

@@ -3,7 +3,9 @@
 import json
 from argparse import Namespace
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,29 +15,25 @@ from torchtitan_lite import __main__ as door
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.schema import Compile, Config, Model, Training
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.bench import gpu, step
+from torchtitan_lite.tools.verify.reduction import override
 
-TINY = Model(
-    flavor="debug",
-    dim=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    ffn_dim=64,
-    vocab_size=128,
-)
-TRAINING = Training(
-    local_batch_size=2,
-    seq_len=16,
-    mixed_precision_param="float32",
-)
-TINY_CONFIG = replace(
+TINY_CONFIG = override(
     step.STEP_CONFIG,
-    model=TINY,
-    training=TRAINING,
-    compile=Compile(backend="eager"),  # inductor takes half a minute and a C++ compiler
+    {
+        "model.dim": 32,
+        "model.n_layers": 2,
+        "model.n_heads": 4,
+        "model.n_kv_heads": 2,
+        "model.ffn_dim": 64,
+        "model.vocab_size": 128,
+        "training.local_batch_size": 2,
+        "training.seq_len": 16,
+        "compile.backend": "eager",  # inductor takes half a minute and a C++ compiler
+    },
 )
+ONCE = Namespace(json=False, rounds=1, steps=1)
 
 
 # ---------------------------------------------------------------- step
@@ -43,8 +41,13 @@ TINY_CONFIG = replace(
 
 def test_contenders_take_turns_and_another_one_is_first_each_round():
     calls = []
-    contenders = {name: lambda name=name: calls.append(name) for name in "ab"}
-    rounds = step.measure_rounds(contenders, n_rounds=2, n_steps=3)
+
+    def make_step(name: str) -> torch.Tensor:
+        calls.append(name)
+        return torch.tensor(1.0)
+
+    contenders = {name: partial(make_step, name) for name in "ab"}
+    rounds = step.measure_rounds(contenders, Namespace(rounds=2, steps=3))
     assert "".join(calls) == "aaabbb" + "bbbaaa"
     for times_s in rounds:
         assert times_s.keys() == {"a", "b"}
@@ -65,12 +68,7 @@ def test_step_compares_all_contenders(capsys):
     assert step.main(Namespace(json=True, rounds=2, steps=1), TINY_CONFIG) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ratios"].keys() == step.RATIO_OF.keys()
-    assert report["tokens_per_s"].keys() == {
-        "trainer",
-        "bare_loop",
-        "transformers",
-        "compiled",
-    }
+    assert report["tokens_per_s"].keys() == {"trainer", "bare_loop", "transformers", "compiled"}
     assert not dist.is_initialized()
 
 
@@ -84,11 +82,14 @@ def test_step_compares_the_rest_without_transformers_and_a_compiler(monkeypatch,
         "find_missing_compiler",
         lambda device_type: [("no C++ compiler", "Install one")],
     )
-    assert step.main(Namespace(json=False, rounds=1, steps=1), TINY_CONFIG) == 0
+    assert step.main(ONCE, TINY_CONFIG) == 0
     printed = capsys.readouterr()
     assert "transformers" in printed.err
-    [line] = printed.out.splitlines()
-    assert line.startswith("bare_loop")
+    assert [line.split()[0] for line in printed.out.splitlines()] == [
+        "trainer",
+        "bare_loop",
+        "bare_loop",
+    ]
 
 
 def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, capsys):
@@ -97,24 +98,15 @@ def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, ca
         return optim.build_optimizer(faster, *args)
 
     monkeypatch.setattr("torchtitan_lite.build.build_optimizer", build_optimizer)
-    assert step.main(Namespace(json=True, rounds=1, steps=1), TINY_CONFIG) == 1
+    assert step.main(ONCE, TINY_CONFIG) == 1
     assert capsys.readouterr().out == ""
 
 
 # ---------------------------------------------------------------- gpu
 
 
-def make_configs(size: str) -> list[Config]:
-    fixed = gpu.set_keys(Config(), gpu.LONG | {"model.flavor": size})
-    configs = []
-    for plan in gpu.PLANS:
-        keys = dict(zip(gpu.PLAN_KEYS, plan, strict=True))
-        configs.append(gpu.set_keys(fixed, keys))
-    return configs
-
-
 class FakePool:
-    """In place of a process for each question: notes the config, and raises or answers."""
+    """In place of a process for each measurement: notes the config, and raises or answers."""
 
     def __init__(self, error: Exception, n_failures: int):
         self.error = error
@@ -122,49 +114,37 @@ class FakePool:
         self.tried: list[Config] = []
 
     def __call__(self, *args):
-        return self
+        return nullcontext(self)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *args):
-        pass
-
-    def submit(self, question, config: Config, argument):
+    def submit(self, measure, config: Config, *args):
         self.tried.append(config)
         return self
 
     def result(self) -> dict:
         if len(self.tried) <= self.n_failures:
             raise self.error
-        return {"answer": 42}
+        return {"mfu_full": 0.5}
 
 
-def try_plans(monkeypatch, size: str, gib: float, pool: FakePool) -> dict:
+def measure(monkeypatch, size: str, gib: float, pool: FakePool) -> dict:
     """Return the answer of `bench gpu` for a model, on a GPU with this memory."""
     machine = Machine("cuda", 1, int(gib * 2**30), "a GPU")
     monkeypatch.setattr(gpu, "detect_machine", lambda: machine)
     monkeypatch.setattr(gpu, "ProcessPoolExecutor", pool)
-    return gpu.try_configs(gpu.measure_training, make_configs(size), "trace")
+    return gpu.measure_first_that_fits(gpu.LONG | {"model.flavor": size}, "trace", ONCE)
 
 
 @pytest.mark.parametrize(
     ("size", "gib", "expected"),
     [
-        ("8B", 140.4, ("bfloat16", "selective", 2)),
-        ("3B", 79.6, ("float32", "none", 1)),
-        ("1B", 79.6, ("float32", "none", 4)),
+        ("8B", 140.4, {"plan": ("bfloat16", "selective", 2), "mfu_full": 0.5}),
+        ("3B", 79.6, {"plan": ("float32", "none", 1), "mfu_full": 0.5}),
+        ("1B", 79.6, {"plan": ("float32", "none", 4), "mfu_full": 0.5}),
+        ("8B", 80, {"absent": "needs 108 GiB; 76 GiB are usable here"}),
     ],
 )
 def test_a_size_is_trained_with_the_first_plan_that_fits(size, gib, expected, monkeypatch):
-    pool = FakePool(RuntimeError(), 0)
-    assert try_plans(monkeypatch, size, gib, pool) == {"answer": 42}
-    assert tuple(gpu.get_value(pool.tried[0], key) for key in gpu.PLAN_KEYS) == expected
-
-
-def test_8b_on_80_gb_says_what_it_needs(monkeypatch):
-    answer = try_plans(monkeypatch, "8B", 80, FakePool(RuntimeError(), 0))
-    assert "including 60 for weights and moments" in answer["absent"]
+    assert measure(monkeypatch, size, gib, FakePool(RuntimeError(), 0)) == expected
 
 
 @pytest.mark.parametrize(
@@ -174,29 +154,23 @@ def test_8b_on_80_gb_says_what_it_needs(monkeypatch):
         (BrokenProcessPool("it died"), 1),
     ],
 )
-def test_after_an_out_of_memory_error_a_plan_with_fewer_bytes_is_tried(error, n_tried, monkeypatch):
+def test_after_an_out_of_memory_error_the_next_plan_is_tried(error, n_tried, monkeypatch):
     pool = FakePool(error, 2)
-    answer = try_plans(monkeypatch, "1B", 200, pool)
+    answer = measure(monkeypatch, "1B", 200, pool)
     assert len(pool.tried) == n_tried
     assert ("failed" in answer) == (n_tried == 1)
-    n_bytes = [gpu.plan_memory(config).live for config in pool.tried]
-    assert n_bytes == sorted(set(n_bytes), reverse=True)
 
 
-def test_without_a_gpu_nothing_is_asked(capsys, monkeypatch):
+def test_without_a_gpu_nothing_is_measured(capsys, monkeypatch):
     monkeypatch.setattr(gpu, "detect_machine", lambda: Machine("cpu", 1, 2**40, "x86_64 CPU"))
     assert door.main(["bench", "gpu"]) == 2
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_the_questions_are_answered_on_a_cpu_too(tmp_path):
-    config = gpu.set_keys(TINY_CONFIG, {"training.mixed_precision_param": "bfloat16"})
+def test_a_measurement_works_on_a_cpu_too(tmp_path):
     trace = tmp_path / "trace.json.gz"
-    answer = gpu.measure_training(config, trace)
+    answer = gpu.measure_training(TINY_CONFIG, trace, ONCE)
     assert json.dumps(answer)
-    assert answer["losses"][-1] < answer["losses"][0]
+    assert answer["tokens_per_s_per_rank"] > 0
     assert answer["mfu_full"] is None
     assert trace.stat().st_size > 0
-    answer = gpu.try_configs(gpu.compare_runs, [config], tmp_path)  # in a process of its own
-    assert answer["errors"] == {"async": 0.0, "resumed": 0.0, "offload": 0.0}
-    assert answer["save_blocked_s"].keys() == {"disabled", "async_with_pinned_mem"}

@@ -82,20 +82,17 @@ def desk(tmp_path_factory) -> Path:
     desk = tmp_path_factory.mktemp("desk")
     (desk / "run_train.sh").symlink_to(REPOSITORY / "run_train.sh")
     (desk / "texts").mkdir()
-    lines = [
-        line
-        for path in CHAPTERS
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if len(line) > 40
-    ]
+    lines = []
+    for path in CHAPTERS:
+        lines += path.read_text(encoding="utf-8").split("\n\n")
     for number, line in enumerate(lines):  # enough documents that a hash holds one of a hundred out
         (desk / "texts" / f"{number}.md").write_text(line + "\n", encoding="utf-8")
     with gzip.open(desk / "notes.jsonl.gz", "wt") as notes:
-        notes.writelines(json.dumps({"text": line}) + "\n" for line in lines)
+        for line in lines:
+            print(json.dumps({"text": line}), file=notes)
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4, as always."}]
-    (desk / "talks.jsonl").write_text(
-        "".join(json.dumps({"messages": turns * n}) + "\n" for n in range(1, 99))
-    )
+    talk = json.dumps({"messages": turns}) + "\n"
+    (desk / "talks.jsonl").write_text(talk * 99)
     parquet = desk / "fineweb-edu/sample/10BT/000_00000.parquet"
     parquet.parent.mkdir(parents=True)
     pyarrow.parquet.write_table(pyarrow.table({"text": lines}), parquet)
@@ -111,10 +108,10 @@ def desk(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", list_shown(), ids=shorten)
 def test_a_command_that_is_shown_runs(desk, command):
-    more = next(
-        (more for part, more in MORE.items() if part in command),
-        TWO_STEPS if "run_train" in command else "",
-    )
+    more = TWO_STEPS if "run_train" in command else ""
+    for part, arguments in MORE.items():
+        if part in command:
+            more = arguments
     words = shlex.split(f"{command} {more}")
     variables = {"PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}
     while "=" in words[0]:
@@ -126,5 +123,5 @@ def test_a_command_that_is_shown_runs(desk, command):
     done = subprocess.run(
         words, cwd=desk, env=os.environ | variables, capture_output=True, text=True, timeout=900
     )
-    expected = 2 if any(part in command for part in REFUSED) else 0
-    assert done.returncode == expected, done.stdout[-2000:] + done.stderr[-3000:]
+    is_refused = any(part in command for part in REFUSED)
+    assert done.returncode == 2 * is_refused, done.stdout[-2000:] + done.stderr[-3000:]

@@ -68,24 +68,18 @@ ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per se
 @pytest.mark.parametrize("name", ENDINGS)
 def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
     action, numbers, status, last_line = ENDINGS[name]
-    end = (
-        "return wait(stop)" if numbers else "time.sleep(60)"
-    )  # torchrun's SIGTERM ends a rank before its first step
+    # torchrun's SIGTERM ends a rank before its first step
+    end = "return wait(stop)" if numbers else "time.sleep(60)"
     (tmp_path / "repository").mkdir()
     (tmp_path / "repository" / "train.py").write_text(f"{TRAIN}    {action}\n    {end}\n")
     (tmp_path / "train.py").write_text("1 / 0  # a program of the user's")
     temporary = Path(tempfile.mkdtemp())  # tmp_path is too long for the socket of multiprocessing
     keys = [*warm_start.write_letters(tmp_path / "letters"), "--validation.no_enable"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(REPOSITORY),
-        "NGPU": "2",
-        "TMPDIR": str(temporary),
-    }
+    variables = {"PYTHONPATH": str(REPOSITORY), "NGPU": "2", "TMPDIR": str(temporary)}
     copies_arrive_within_s = "5.0" if "copies" in name else "0.5"
     command = [sys.executable, "-c", LAUNCH, *keys, copies_arrive_within_s]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, env=environment, cwd=tmp_path, **streams)
+    process = subprocess.Popen(command, env=os.environ | variables, cwd=tmp_path, **streams)
     output = read_until(process, "ready") if numbers else ""
     for number in numbers:
         process.send_signal(number)
@@ -126,11 +120,10 @@ def test_workers_end_with_a_tool_that_is_killed(tmp_path):
         [sys.executable, script], stdout=subprocess.PIPE, env=environment, start_new_session=True
     )
     try:
-        assert all(int(tool.stdout.readline()) for _ in range(2))
+        for _ in range(2):
+            assert int(tool.stdout.readline())
         tool.kill()
-        tool.communicate(
-            timeout=60
-        )  # the pipe ends when nobody holds it any more: neither tool nor worker
+        tool.communicate(timeout=60)  # the pipe ends when neither tool nor worker holds it
     finally:
         with suppress(ProcessLookupError):
             os.killpg(tool.pid, signal.SIGKILL)

@@ -21,6 +21,11 @@ SHIPPED = ["train.py", "run_train.sh", "pyproject.toml", "assets/tokenizer/token
 SHIPPED += [f"configs/{path.name}" for path in (REPOSITORY / "configs").glob("*.toml")]
 
 
+def pip(*args: object, **options: object) -> None:
+    command = [sys.executable, "-m", "pip", *args, "--no-index", "--no-deps", "-q"]
+    subprocess.run(command, check=True, **options)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("built")
@@ -29,19 +34,7 @@ def wheel(tmp_path_factory) -> Path:
         ".*", "__pycache__", "outputs", "tests", "build", "*.egg-info"
     )
     shutil.copytree(REPOSITORY, source, ignore=left_out)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-index",
-        "--no-deps",
-        "--no-build-isolation",
-        "-q",
-        ".",
-    ]
-    done = subprocess.run([*command, "-w", folder], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    pip("wheel", "--no-build-isolation", ".", "-w", folder, cwd=source)
     (made,) = folder.glob("*.whl")
     return made
 
@@ -50,20 +43,7 @@ def wheel(tmp_path_factory) -> Path:
 def site(wheel) -> Path:
     """The folder that pip installs the wheel into, with `bin`, as a PYTHONPATH."""
     folder = wheel.parent / "site"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-index",
-        "--no-deps",
-        "-q",
-        "--target",
-        folder,
-        wheel,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    pip("install", "--target", folder, wheel)
     return folder
 
 
@@ -97,27 +77,23 @@ def test_without_packages_a_tool_prints_help_and_then_says_what_is_missing_and_m
 ):
     command = [sys.executable, "-S", "-m", "torchtitan_lite", "generate", "nowhere"]
     variables = os.environ | {"PYTHONPATH": str(site)}
-    for more, status, named in ((["--help"], 0, "usage:"), ([], 1, "torch>=")):
-        answer = subprocess.run(
-            [*command, *more], cwd=tmp_path, env=variables, capture_output=True, text=True
-        )
-        assert answer.returncode == status and named in answer.stdout + answer.stderr
+    options = {"cwd": tmp_path, "env": variables, "capture_output": True, "text": True}
+    answer = subprocess.run([*command, "--help"], **options)
+    assert answer.returncode == 0 and "usage:" in answer.stdout
+    answer = subprocess.run(command, **options)
+    assert answer.returncode == 1 and "torch>=" in answer.stderr
     assert not (site / "torchtitan_lite" / "shipped" / ".venv").exists()
 
 
 @pytest.mark.slow
 def test_an_installed_package_trains_in_any_folder_and_writes_there_only(site, tmp_path):
-    before = sorted(path for path in site.rglob("*") if "__pycache__" not in path.parts)
-    answer = run(
-        site,
-        tmp_path,
-        "train",
-        "--config",
-        "debug",
-        "--training.steps",
-        "1",
-        "--validation.no_enable",
-    )
+    before = list_files(site)
+    args = "train --config debug --training.steps 1 --validation.no_enable"
+    answer = run(site, tmp_path, *args.split())
     assert answer.returncode == 0, answer.stderr
     assert (tmp_path / "outputs" / "debug" / "metrics.jsonl").is_file()
-    assert sorted(path for path in site.rglob("*") if "__pycache__" not in path.parts) == before
+    assert list_files(site) == before
+
+
+def list_files(site: Path) -> list[Path]:
+    return sorted(path for path in site.rglob("*") if "__pycache__" not in path.parts)

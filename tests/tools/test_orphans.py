@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,55 +18,42 @@ from torchtitan_lite import REPOSITORY
 def list_processes(dump_folder: Path) -> list[int]:
     """Return the pids of a run: its launcher, fork server and ranks."""
     mark = f"{MARK}={dump_folder}".encode()
-    return [
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/environ")
-        if mark in read_environment(path)
-    ]
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # the process has ended, or belongs to another user
+            if mark in path.read_bytes().split(b"\0"):
+                pids.append(int(path.parent.name))
+    return pids
 
 
-def read_environment(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().split(b"\0")
-    except OSError:  # the process has ended, or belongs to another user
-        return []
+def launch_bare(folder: Path, keys: list[str]) -> subprocess.Popen:
+    """Start train.py with torchrun, without our launcher."""
+    command = f"{sys.executable} -m torch.distributed.run --nproc-per-node=2 train.py"
+    return subprocess.Popen(
+        [*command.split(), *keys, f"--job.dump_folder={folder}"],
+        cwd=REPOSITORY,
+        env={**os.environ, MARK: str(folder), "GLOO_SOCKET_IFNAME": "lo"},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("start", ["run_train.sh", "a bare torchrun"])
 def test_no_rank_lives_on_after_torchrun_was_killed(tmp_path, start):
     folder = tmp_path / "run"
-    keys = [
-        *warm_start.write_letters(tmp_path / "letters"),
-        "--training.steps=5000",
-        "--checkpoint.no_enable",
-    ]
+    keys = [*warm_start.write_letters(tmp_path / "letters"), "--training.steps=5000"]
+    keys += ["--checkpoint.no_enable", "--validation.no_enable"]
     if start == "run_train.sh":
-        process = warm_start.launch(folder, tmp_path, *keys, "--validation.no_enable", n_ranks=2)
+        process = warm_start.launch(folder, tmp_path, *keys, n_ranks=2)
     else:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node=2",
-            "train.py",
-            *keys,
-        ]
-        command += [f"--job.dump_folder={folder}", "--validation.no_enable"]
-        environment = {
-            **os.environ,
-            MARK: str(folder),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, start_new_session=True, **streams
-        )
+        process = launch_bare(folder, keys)
     try:
         read_until(process, "step +3/")
-        assert len(list_processes(folder)) >= 3
-        ranks = set(list_processes(folder)) - {process.pid}
-        os.kill(max(ranks), signal.SIGSTOP)
+        pids = list_processes(folder)
+        assert len(pids) >= 3
+        os.kill(max(pids), signal.SIGSTOP)  # a rank
         process.kill()
         process.wait()
         deadline_s = time.monotonic() + 10

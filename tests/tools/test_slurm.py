@@ -8,23 +8,28 @@ from pathlib import Path
 
 import pytest
 import warm_start
-from warm_start import finish, list_differences, read_until
+from warm_start import finish, read_losses, read_until
 
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.config.reader import REPOSITORY
 
 SCRIPT = REPOSITORY / "assets" / "slurm" / "train.sbatch"
-STEPS, RANKS = 40, 2
+STEPS = 40
 KEYS = [
     f"--training.steps={STEPS}",
     "--training.global_batch_size=4",
     "--training.local_batch_size=2",
-]
-KEYS += [
     "--checkpoint.interval=1000",
     "--validation.no_enable",
-    "--job.overwrite",
-]  # as debug.toml has it
+    "--job.overwrite",  # as debug.toml has it
+]
+RUN = """#!/bin/bash
+trap 'kill $!; exit $STATUS' TERM
+sleep 100 &
+echo ready
+((STATUS != 2)) || kill $$
+wait
+"""
 
 STUBS = {
     # Two tasks on this host. As Slurm's own, it is no way to pass SIGTERM on.
@@ -84,10 +89,8 @@ class Cluster:
 
     def start(self, *keys: str, **variables: str) -> subprocess.Popen:
         command = ["bash", str(SCRIPT), "--config", "debug", *keys]
-        environment = self.variables | variables
-        return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=self.variables | variables, **streams)
 
     def calls(self) -> str:
         return self.calls_file.read_text()
@@ -98,27 +101,12 @@ def cluster(tmp_path):
     return Cluster(tmp_path)
 
 
-@pytest.fixture
-def unbroken(pool, tmp_path):
-    """Dump folder of a run that nothing disturbs, and its keys."""
-    folder = tmp_path / "unbroken"
-    keys = [
-        *KEYS,
-        *warm_start.write_letters(tmp_path / "letters"),
-        f"--training.cache_folder={tmp_path / 'cache'}",
-    ]
-    assert pool.run(warm_start.start, RANKS, [*keys, f"--job.dump_folder={folder}"]) == [0] * RANKS
-    return folder, keys
-
-
-def test_a_job_before_its_limit_saves_is_queued_again_and_ends_bit_equal_to_the_unbroken_run(
-    cluster, unbroken, tmp_path
-):
+def test_a_job_before_its_limit_saves_is_queued_again_and_resumes(cluster, tmp_path):
     folder = tmp_path / "job"
-    keys = [*unbroken[1], f"--job.dump_folder={folder}"]
+    keys = [*KEYS, *warm_start.write_letters(tmp_path / "letters"), f"--job.dump_folder={folder}"]
     job = cluster.start(*keys)
     read_until(job, r"step +3/")
-    job.send_signal(signal.SIGTERM)  # as --signal=B:TERM does: to the script alone
+    job.send_signal(signal.SIGUSR1)  # as --signal=B:USR1 does: to the script alone
     output = finish(job, status=143)
     called, cancelled, requeued = cluster.calls().splitlines()
     assert called.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1")
@@ -131,20 +119,33 @@ def test_a_job_before_its_limit_saves_is_queued_again_and_ends_bit_equal_to_the_
     output = finish(job)
     assert f"resumed from the checkpoint {folder / 'checkpoint' / f'step-{saved}'}" in output
     assert cluster.calls().count("scontrol") == 1, "a run that has ended is not queued again"
-    assert list_differences(folder, unbroken[0], STEPS) == []
+    assert list(read_losses(folder)) == [*range(1, STEPS + 1)]
 
 
-def test_on_one_node_the_signal_goes_to_the_launcher_and_a_refusal_is_not_queued_again(
-    cluster, tmp_path
+@pytest.mark.parametrize(
+    ("received", "status", "calls"),
+    [
+        (signal.SIGUSR1, 143, "scontrol requeue 34567\n"),
+        (signal.SIGUSR1, 1, ""),  # the save failed
+        (signal.SIGTERM, 143, ""),  # scancel, or an operator
+        (0, 2, ""),  # refused by check
+    ],
+)
+def test_on_one_node_the_launcher_gets_the_signal_and_only_the_limit_queues_the_job_again(
+    cluster, tmp_path, received, status, calls
 ):
-    (tmp_path / "run_train.sh").write_text(
-        "#!/bin/bash\nsleep 100 &\ntrap 'kill $!; exit 143' TERM\necho ready\nwait\n"
-    )
+    (tmp_path / "run_train.sh").write_text(RUN)
     (tmp_path / "run_train.sh").chmod(0o755)
-    one_node = {"REPOSITORY": str(tmp_path), "SLURM_JOB_NUM_NODES": "1"}
-    job = cluster.start(**one_node)
+    variables = {"REPOSITORY": str(tmp_path), "SLURM_JOB_NUM_NODES": "1", "STATUS": str(status)}
+    job = cluster.start(**variables)
     read_until(job, "ready")
-    job.send_signal(signal.SIGTERM)
-    assert job.wait() == 143 and cluster.calls() == "scontrol requeue 34567\n"
-    (tmp_path / "run_train.sh").write_text("#!/bin/bash\nexit 2\n")
-    assert cluster.start(**one_node).wait() == 2 and cluster.calls().count("requeue") == 1
+    job.send_signal(received)
+    assert job.wait() == status
+    assert cluster.calls() == calls
+
+
+def test_outside_the_checkout_the_status_is_a_number(cluster, tmp_path):
+    job = cluster.start(REPOSITORY=str(tmp_path), SLURM_JOB_NUM_NODES="1")
+    output = finish(job, status=127)
+    assert "run_train.sh: No such file" in output
+    assert "numeric argument" not in output

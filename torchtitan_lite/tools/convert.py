@@ -8,7 +8,6 @@ and so can transformers. Only one file is in memory at a time. OUT is complete o
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -51,52 +50,51 @@ BESIDE_TOKENIZER = (
     GENERATION_CONFIG,
 )
 MOST_FILE_BYTES = 5 * 10**9  # as in transformers
+REPORT = "{out}: {parameters:,} parameters from {source}, {bytes:,} bytes in {files} files"
 
 
 def main(options: argparse.Namespace) -> int:
-    started_s = time.monotonic()
     out = options.out.absolute()  # "." too has a name then
     for path in (out, name_unfinished(out)):
         if path.exists():
             raise SourceError(f"{path} already exists, and is never overwritten. Name a new folder")
-    source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
+    source = open_source(options)
     convert(source, out, options.dtype)
     sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
-    numbers = {
+    report = {
         "source": str(source.path),
         "out": str(options.out),
         "parameters": count_parameters(source.model_args),
         "files": len(sizes),
         "bytes": sum(sizes),
-        "seconds": round(time.monotonic() - started_s, 3),
     }
-    text = "{out}: {parameters:,} parameters from {source}, {bytes:,} bytes in {files} files, {seconds} s"
-    print(json.dumps(numbers) if options.json else text.format(**numbers))
+    print(json.dumps(report) if options.json else REPORT.format(**report))
     return 0
 
 
 def convert(source: ModelSource, out: Path, dtype: str | None) -> None:
     """Write the folder `out`. dtype None: keep the dtype of the checkpoint. Raises SourceError or CheckpointError."""
-    model_args, checkpoint = source.model_args, source.checkpoint
+    model_args = source.model_args
+    checkpoint = source.checkpoint
     if checkpoint is None:
-        raise SourceError(
-            f"{source.path} is already a Hugging Face folder: train, generate and eval can read it"
-        )
-    if why := explain_unwritable(model_args, source.attention):
-        raise SourceError(f"{source.path} cannot be converted: {why}")
-    if moved := [
-        fqn for fqn in list_expert_biases(model_args) if checkpoint.read(f"model.{fqn}").any()
-    ]:
-        why = f"{moved[0]} is not zero, and Hugging Face formats have no expert bias"
-        remedy = "Train with training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
-        raise SourceError(f"{source.path} cannot be converted: {why}. {remedy}.")
-    dtype = dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
-    about = {
-        "tokenizer": source.tokenizer,
-        "context": source.context,
-        "published": source.published,
-    }
-    write_folder(out, model_args, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"), **about)
+        why = "is already a Hugging Face folder: train, generate and eval can read it"
+        raise SourceError(f"{source.path} {why}.")
+    why = explain_unwritable(model_args, source.attention)
+    for fqn in list_expert_biases(model_args):
+        if not why and checkpoint.read(f"model.{fqn}").any():
+            why = f"{fqn} is not zero, and Hugging Face formats have no expert bias. Train with "
+            why += "training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
+    if why:
+        raise SourceError(f"{source.path} cannot be converted: {why}.")
+    write_folder(
+        out,
+        model_args,
+        dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype,
+        lambda fqn: checkpoint.read(f"model.{fqn}"),
+        tokenizer=source.tokenizer,
+        context=source.context,
+        published=source.published,
+    )
 
 
 def write_folder(
@@ -114,36 +112,46 @@ def write_folder(
     For `context` and `published` see ModelSource.
     """
     published = published or {}
-    about = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "context": context}
-    config = make_config(model_args, dtype=dtype, published=published.get(CONFIG), **about)
-    contents = list_tokenizer_files(tokenizer) | {CONFIG: encode(config)}
-    if GENERATION_CONFIG in published:
-        contents[GENERATION_CONFIG] = encode(published[GENERATION_CONFIG])
+    contents = dict(published)  # file name -> content
+    contents[CONFIG] = make_config(
+        model_args,
+        dtype=dtype,
+        published=published.get(CONFIG),
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        context=context,
+    )
     torch_dtype = getattr(torch, dtype)
-    n_bytes = {
-        fqn: prod(shape) * torch_dtype.itemsize for fqn, shape in list_tensors(model_args).items()
-    }
-    cut = cut_into_files(n_bytes, MOST_FILE_BYTES)
-    names = [f"model-{number:05}-of-{len(cut):05}.safetensors" for number in range(1, len(cut) + 1)]
-    names = names if len(cut) > 1 else [SINGLE_FILE]
-    unfinished, file_of = create_unfinished(out), {}
+    n_bytes = {}
+    for fqn, shape in list_tensors(model_args).items():
+        n_bytes[fqn] = prod(shape) * torch_dtype.itemsize
+    files = cut_into_files(n_bytes, MOST_FILE_BYTES)
+    file_of = {}
+    unfinished = create_unfinished(out)
     try:
-        for name, fqns in zip(names, cut, strict=True):
-            theirs = {}
+        for number, fqns in enumerate(files, 1):
+            name = f"model-{number:05}-of-{len(files):05}.safetensors"
+            if len(files) == 1:
+                name = SINGLE_FILE
+            tensors = {}
             for fqn in fqns:
                 tensor = to_finite(fqn, read(fqn), torch_dtype)
-                if (unit := find_unit(fqn, model_args)) > 1:
+                unit = find_unit(fqn, model_args)
+                if unit > 1:
                     tensor = to_their_order(tensor, unit)
                 matrices = [matrix.t() for matrix in tensor] if tensor.dim() == 3 else [tensor]
-                theirs |= zip(name_theirs(fqn, model_args), matrices, strict=True)
-            write_tensors(unfinished / name, theirs, {})
-            file_of |= dict.fromkeys(theirs, name)
-        if len(cut) > 1:
-            contents[INDEX] = encode(
-                {"metadata": {"total_size": sum(n_bytes.values())}, "weight_map": file_of}
-            )
+                tensors |= zip(name_theirs(fqn, model_args), matrices, strict=True)
+            write_tensors(unfinished / name, tensors, {})
+            file_of |= dict.fromkeys(tensors, name)
+        if len(files) > 1:
+            contents[INDEX] = {
+                "metadata": {"total_size": sum(n_bytes.values())},
+                "weight_map": file_of,
+            }
+        copy_tokenizer(tokenizer, unfinished, contents)
         for name, content in contents.items():
-            write_file(unfinished / name, content)
+            text = json.dumps(content, indent=2) + "\n"
+            write_file(unfinished / name, text.encode())
         commit(out)
     except BaseException:
         discard(out)
@@ -152,14 +160,14 @@ def write_folder(
 
 def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[str]]:
     """Distribute tensors (name -> bytes) over files of at most `most_file_bytes`. A larger tensor gets its own file."""
-    files: list[list[str]] = []
-    filled = 0  # bytes in the last file
+    files = []
+    free_bytes = 0  # in the last file
     for name, size in n_bytes.items():
-        if not files or filled + size > most_file_bytes:
+        if size > free_bytes:
             files.append([])
-            filled = 0
+            free_bytes = most_file_bytes
         files[-1].append(name)
-        filled += size
+        free_bytes -= size
     return files
 
 
@@ -173,29 +181,26 @@ def to_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
-def list_tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return name -> content for the tokenizer files that transformers reads. Plain bytes have none."""
+def copy_tokenizer(tokenizer: Tokenizer, out: Path, contents: dict[str, dict]) -> None:
+    """Copy the tokenizer files that transformers reads, or add one to `contents`. Plain bytes have none."""
     path = tokenizer.path
+    names = [path.name]
     if path.suffix == ".json":
-        beside = map(path.with_name, (path.name, *BESIDE_TOKENIZER))
-        return {each.name: each.read_bytes() for each in beside if each.is_file()}
-    if not path.is_file():
-        return {}
-    flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
-    added = {
-        str(id): {"content": name, "special": True, **flags}
-        for name, id in tokenizer.special.items()
-    }
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|end_of_text|>",
-        "add_bos_token": True,
-        "clean_up_tokenization_spaces": False,
-        "added_tokens_decoder": added,
-    }
-    return {path.name: path.read_bytes(), TOKENIZER_CONFIG: encode(config)}
-
-
-def encode(value: dict) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
+        names += BESIDE_TOKENIZER
+    elif path.is_file():
+        flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
+        added = {}
+        for name, id in tokenizer.special.items():
+            added[str(id)] = {"content": name, "special": True, **flags}
+        contents[TOKENIZER_CONFIG] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": "<|end_of_text|>",
+            "add_bos_token": True,
+            "clean_up_tokenization_spaces": False,
+            "added_tokens_decoder": added,
+        }
+    for name in names:
+        file = path.with_name(name)
+        if file.is_file() and name not in contents:
+            write_file(out / name, file.read_bytes())

@@ -1,4 +1,4 @@
-"""Print the path of a Python that has the required packages: `python3 -m torchtitan_lite.tools.environment`.
+"""Print the path of a Python that has the required packages: `python3 -m torchtitan_lite.tools.environment [EXTRA]`.
 
     if this Python has the packages in pyproject.toml    this Python
     otherwise                                            .venv/bin/python, created with the versions in constraints.txt
@@ -7,7 +7,6 @@ run_train.sh and tests/run.sh run it first; `python -m torchtitan_lite` calls co
 stderr. Exit status: 0, or 1 with the reason.
 """
 
-import argparse
 import fcntl
 import os
 import re
@@ -24,19 +23,7 @@ except ImportError:
     Requirement = Version = None
 
 VENV = REPOSITORY / ".venv"
-INSTALLED = (
-    VENV / "installed.txt"
-)  # requirements that pip installed, one per line; written when pip succeeds
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--extra", action="append", default=[], help="also require the packages of this extra"
-    )
-    print(find_python(parser.parse_args().extra))
+INSTALLED = VENV / "installed.txt"  # requirements that pip installed; written when pip succeeds
 
 
 def continue_with_packages() -> None:
@@ -48,32 +35,29 @@ def continue_with_packages() -> None:
 
 def find_python(extras: list[str]) -> str:
     """Return the path of a Python that has the packages. Create .venv if there is none."""
-    requirements = read_requirements(extras)
+    requirements = []
+    for name in ("dependencies", *extras):
+        requirements += read_requirements(name)
     if all(map(is_met, requirements)):
         return sys.executable
     if IS_INSTALLED:
-        sys.exit(
-            f"{sys.executable} lacks packages. Install them into its environment: {', '.join(requirements)}."
-        )
+        names = ", ".join(requirements)
+        sys.exit(f"{sys.executable} lacks packages. Install them into its environment: {names}.")
     with open(REPOSITORY / ".venv.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits until the first one has finished
-        installed = INSTALLED.read_text(encoding="utf-8").splitlines() if INSTALLED.exists() else []
-        if missing := [requirement for requirement in requirements if requirement not in installed]:
+        installed = INSTALLED.read_text().splitlines() if INSTALLED.exists() else []
+        missing = [requirement for requirement in requirements if requirement not in installed]
+        if missing:
             set_up(missing)
-            INSTALLED.write_text("\n".join(installed + missing), encoding="utf-8")
+            INSTALLED.write_text("\n".join(installed + missing))
     return str(VENV / "bin" / "python")
 
 
-def read_requirements(extras: list[str]) -> list[str]:
-    """Return the strings in `dependencies = [...]` and `EXTRA = [...]`. Python 3.10 has no TOML parser."""
-    pyproject = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
-    requirements = []
-    for name in ["dependencies", *extras]:
-        array = re.search(rf"^{name} = \[\n(.*?)^\]", pyproject, re.MULTILINE | re.DOTALL)
-        requirements += [
-            text for _, text in re.findall(r"""^\s*(["'])(.*?)\1""", array[1], re.MULTILINE)
-        ]
-    return requirements
+def read_requirements(name: str) -> list[str]:
+    """Return the strings in `NAME = [...]` of pyproject.toml. Python 3.10 has no TOML parser."""
+    pyproject = (REPOSITORY / "pyproject.toml").read_text()
+    array = re.search(rf"^{name} = \[\n(.*?)^\]", pyproject, re.MULTILINE | re.DOTALL)
+    return re.findall(r"""^\s*(?:"|\')(.*?)(?:"|\'),""", array[1], re.MULTILINE)
 
 
 def is_met(text: str) -> bool:
@@ -83,10 +67,10 @@ def is_met(text: str) -> bool:
     requirement = Requirement(text)
     if requirement.marker and not requirement.marker.evaluate():
         return True
-    try:  # 2.13.0+cpu and NVIDIA's 2.13.0a0+nv26 count as 2.13.0
-        return requirement.specifier.contains(
-            Version(metadata.version(requirement.name)).base_version
-        )
+    try:
+        version = Version(metadata.version(requirement.name))
+        # 2.13.0+cpu and NVIDIA's 2.13.0a0+nv26 count as 2.13.0
+        return requirement.specifier.contains(version.base_version)
     except metadata.PackageNotFoundError:
         return False
 
@@ -95,23 +79,23 @@ def set_up(requirements: list[str]) -> None:
     """Create .venv if necessary, and install the requirements with pip. Exits with the reason on failure."""
     about = f"Setting up {VENV} once, as ./run_train.sh does: {', '.join(requirements)}. It takes a minute or more."
     print(about, file=sys.stderr, flush=True)
-    # If this Python has torch, that build fits the machine's GPUs, so .venv also uses the packages of this Python.
-    shared = ["--system-site-packages"] * any(
-        is_met(text) for text in requirements if text.startswith("torch>")
+    create = [sys.executable, "-m", "venv", VENV]
+    if any(is_met(text) for text in requirements if text.startswith("torch>")):
+        # That build of torch fits the machine's GPUs, so .venv also uses the packages of this Python.
+        create.insert(3, "--system-site-packages")
+    run(create, "On Debian and Ubuntu: apt install python3-venv.")
+    install = [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
+    run(
+        [*install, "-c", REPOSITORY / "constraints.txt", *requirements], "See its last lines above."
     )
-    pip = [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
-    for command, remedy in (
-        (
-            [sys.executable, "-m", "venv", *shared, VENV],
-            "On Debian and Ubuntu: apt install python3-venv.",
-        ),
-        ([*pip, "-c", REPOSITORY / "constraints.txt", *requirements], "See its last lines above."),
-    ):
-        if subprocess.run(command, stdout=sys.stderr).returncode != 0:
-            sys.exit(
-                f"`{' '.join(map(str, command[:4]))}` failed. {remedy} The next start tries again."
-            )
+
+
+def run(command: list, remedy: str) -> None:
+    if subprocess.run(command, stdout=sys.stderr).returncode != 0:
+        sys.exit(
+            f"`{' '.join(map(str, command[:4]))}` failed. {remedy} The next start tries again."
+        )
 
 
 if __name__ == "__main__":
-    main()
+    print(find_python(sys.argv[1:]))

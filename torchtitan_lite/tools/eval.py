@@ -16,42 +16,44 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS
-from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, read_split
 from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch
+from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.parallel.process_groups import choose_device
+from torchtitan_lite.model.head import ChunkedLoss
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
-from torchtitan_lite.tools.model_source import ModelSource, build_model, open_source
+from torchtitan_lite.tools.model_source import SourceError, build_model, open_source
 from torchtitan_lite.validation import describe_loss, sum_nats
 
 BATCH_TOKENS = 8192  # tokens per batch, and per window unless --seq-len is larger
 CHUNK_TOKENS = 1024  # number of tokens whose logits are in memory at once
+REPORT = """{source} on {data}, {device}, windows of {seq_len} tokens
+  loss           {loss:.5f}
+  perplexity     {perplexity:.5g}
+  bits per byte  {bits_per_byte:.4f}
+  tokens         {tokens:,}
+  bytes          {bytes:,}"""
 
 
 def main(options: Namespace) -> int:
-    report = evaluate(options)
-    print(json.dumps(report) if options.json else describe(report))
-    return 0
-
-
-def evaluate(options: Namespace) -> dict[str, object]:
-    """Return the report. Raises CheckpointError if the loss is NaN or infinite."""
-    device = choose_device(0, detect_machine().device_type)
-    source = open_source(options.source, tokenizer=options.tokenizer, verify=not options.no_verify)
+    """Print the report. Raises CheckpointError if the loss is NaN or infinite."""
+    if options.data is None:
+        raise SourceError("eval needs a text: set --data to a file, a folder or a corpus.")
+    source = open_source(options)
     seq_len = options.seq_len or min(source.context or BATCH_TOKENS, BATCH_TOKENS)
+    restart_positions = ATTENTIONS[source.attention].uses_documents
+    n_rows = max(1, BATCH_TOKENS // seq_len)
     with TemporaryDirectory(prefix="eval-") as folder:
-        corpus = open_text(options.data, source, Path(folder))
-        restart_positions = ATTENTIONS[source.attention].uses_documents
+        corpus = open_text(options.data, source.tokenizer, Path(folder) / "corpus")
         reader = SampleReader([corpus], seq_len, source.model_args.vocab_size, restart_positions)
-        n_rows = max(1, BATCH_TOKENS // seq_len)
         windows = ValidationBatches(reader, global_batch_size=n_rows)
-        model = build_model(source, device)
-        model.output.chunked_loss.chunk_tokens = CHUNK_TOKENS
+        model = build_model(source)
+        device = model.output.weight.device
+        model.output.chunked_loss = ChunkedLoss(CHUNK_TOKENS, model.output.weigh_total)
 
         @torch.inference_mode()
         def compute_loss(batch: Batch) -> Tensor:
@@ -65,62 +67,43 @@ def evaluate(options: Namespace) -> dict[str, object]:
         batches = prefetch(windows, range(n_rows), steps=range(windows.n_batches), device=device)
         bytes_of_tokens = torch.tensor(source.tokenizer.bytes_of_tokens(), device=device)
         nats, counts = sum_nats(batches, compute_loss, bytes_of_tokens)
-    if not math.isfinite(nats.item()):
-        raise CheckpointError(
-            f"{source.path}: the loss is {nats.item()}. The weights are damaged or diverged."
-        )
+    if not math.isfinite(nats):
+        why = f"the loss is {nats.item()}. The weights are damaged or diverged"
+        raise CheckpointError(f"{source.path}: {why}.")
     n_tokens, n_bytes = counts.tolist()
-    about = {
+    report = {
         "source": str(source.path),
         "data": options.data,
         "device": device.type,
         "seq_len": seq_len,
+        **describe_loss(nats, counts),
+        "tokens": n_tokens,
+        "bytes": n_bytes,
     }
-    return {**about, **describe_loss(nats, counts), "tokens": n_tokens, "bytes": n_bytes}
+    print(json.dumps(report) if options.json else REPORT.format(**report))
+    return 0
 
 
-def open_text(data: str, source: ModelSource, folder: Path) -> Corpus:
-    """Open the validation split of a corpus, or prepare a text in `folder` and open all of it.
+def open_text(data: str, tokenizer: Tokenizer, out: Path) -> Corpus:
+    """Open the validation split of a corpus, or prepare a text in `out` and open all of it.
 
     Raises CorpusError, PreparationError.
     """
     cache_folder = Path(Training.cache_folder)
+    split = "validation"
     if data in DATASETS:
-        prepare_dataset(data, source.tokenizer, cache_folder)
+        prepare_dataset(data, tokenizer, cache_folder)
     elif (Path(data) / MANIFEST).is_file():
-        read_split(Path(data), "validation", source.tokenizer)
+        read_split(Path(data), split, tokenizer)
     else:
-        prepare_text(data, source, folder / "corpus")
-        return open_corpus(str(folder / "corpus"), source.tokenizer, cache_folder)
-    return open_corpus(data, source.tokenizer, cache_folder, split="validation")
-
-
-def prepare_text(data: str, source: ModelSource, out: Path) -> None:
-    """Prepare all documents of a file or folder, and print how many files were left out. Raises PreparationError."""
-    settings = PrepareSettings(str(source.tokenizer.path), validation_share=0.0)
-    try:
-        files, skipped = find_files([Path(data)])
-        prepare(files, out, settings)
-    except PreparationError as error:
-        remedy = (
-            "Options named here belong to `prepare`: prepare the text first, then name its folder"
-        )
-        raise PreparationError(f"{error}. {remedy}") from None
-    for reason, n_files in skipped.items():
-        print(f"{n_files} {reason}", file=sys.stderr)
-
-
-def describe(report: dict[str, object]) -> str:
-    """Return the report for people."""
-    formats = {
-        "loss": ".5f",
-        "perplexity": ".5g",
-        "bits_per_byte": ".4f",
-        "tokens": ",",
-        "bytes": ",",
-    }
-    title = f"{report['source']} on {report['data']}, {report['device']}, windows of {report['seq_len']} tokens"
-    lines = [
-        f"  {name.replace('_', ' '):14} {report[name]:{form}}" for name, form in formats.items()
-    ]
-    return "\n".join([title, *lines])
+        try:
+            files, skipped = find_files([Path(data)])
+            prepare(files, out, PrepareSettings(str(tokenizer.path), validation_share=0.0))
+        except PreparationError as error:
+            remedy = "Options named here belong to `prepare`: prepare the text first, then name its folder"
+            raise PreparationError(f"{error}. {remedy}") from None
+        for reason, n_files in skipped.items():
+            print(n_files, reason, file=sys.stderr)
+        data = str(out)
+        split = "train"
+    return open_corpus(data, tokenizer, cache_folder, split=split)

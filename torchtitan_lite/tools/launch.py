@@ -40,11 +40,11 @@ from torchtitan_lite.components.shutdown import (
     describe_newest,
 )
 from torchtitan_lite.config.machine import FROM_LAUNCHER
-from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.preflight import Prepared
 from torchtitan_lite.tools.check import check, choose_host, describe
 from torchtitan_lite.tools.corpora.named import prepare_datasets
+from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.faults import hang
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that a signal stopped
@@ -52,39 +52,41 @@ STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit s
 
 
 def main(options: Namespace, work: Callable[[list[str], Path], int] | None = None) -> int:
-    """Train. Return the exit status. `work`: what each rank calls instead of `run_rank`."""
+    """Train. Return the exit status. `work`: what each rank calls instead of `run_rank`. Raises UserError."""
     args = options.config_args
+    is_first = is_first_host()
     try:
         machine, n_ranks, n_hosts = choose_host()
         prepared = check(args, machine, n_ranks, n_hosts)
-        if is_first_host():
+        if is_first:
             print(prepared.finished or describe(prepared, machine), file=sys.stderr, flush=True)
         if prepared.finished:
-            return export_last_checkpoint(prepared) if is_first_host() else 0
+            return export_last_checkpoint(prepared) if is_first else 0
         prepare_datasets(prepared.config, prepared.tokenizer)
-    except (UserError, OSError) as error:
+    except PreparationError as error:
+        remedy = "Options named here belong to `prepare`: prepare the corpus with it, then start this run"
+        raise PreparationError(f"{error}. {remedy}") from None
+    except OSError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
-        return 1 if isinstance(error, OSError) else 2
+        return 1
     os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
-    if is_first_host():
-        watching = threading.Thread(
-            target=hang.watch, args=(prepared.dump_folder / HANG,), name="hangs", daemon=True
-        )
-        watching.start()
+    if is_first:
+        folder = prepared.dump_folder / HANG
+        threading.Thread(target=hang.watch, args=(folder,), name="hangs", daemon=True).start()
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     n_local = prepared.layout.world_size // n_hosts
     status, reason = run_ranks(work or run_rank, args, n_local, n_hosts, folder)
-    checkpoints = prepared.dump_folder / prepared.config.checkpoint.folder
-    if status == 1 and prepared.config.checkpoint.enable and (steps := find_steps(checkpoints)):
-        newest = checkpoints / f"step-{steps[-1]}"
-        reason += f"; {describe_newest(newest, prepared.config, args, os.environ.get('NGPU'))}"
-    if status == 0 and is_first_host():
+    if status == 1 and prepared.config.checkpoint.enable:
+        checkpoints = prepared.dump_folder / prepared.config.checkpoint.folder
+        for step in find_steps(checkpoints)[-1:]:
+            newest = checkpoints / f"step-{step}"
+            n_each = os.environ.get("NGPU")
+            reason += f"; {describe_newest(newest, prepared.config, args, n_each)}"
+    if status == 0 and is_first:
         status = export_last_checkpoint(prepared)
-    for number in SIGNALS:
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # another copy of the signal must not change the exit status
-    if status == 1 and any(path.stat().st_size for path in folder.rglob("stderr.log")):
+    for number in SIGNALS:  # another copy of the signal must not change the exit status
+        signal.signal(number, signal.SIG_IGN)
+    if status == 1 and list(folder.rglob("stderr.log")):
         print(f"The stderr of the other ranks is in {folder}.", file=sys.stderr)
     else:
         shutil.rmtree(folder)
@@ -98,14 +100,12 @@ def export_last_checkpoint(prepared: Prepared) -> int:
     section = prepared.config.checkpoint
     step = max(prepared.config.training.steps, prepared.resumed_step)
     last = prepared.dump_folder / section.folder / f"step-{step}"
-    out = Path(f"{last}-hf")
-    if not (section.enable and section.last_save_in_hf) or out.exists():
+    out = f"{last}-hf"
+    if not (section.enable and section.last_save_in_hf) or os.path.exists(out):
         return 0
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there are no ranks to forward it to
-    options = ["--dtype", section.export_dtype]
-    return subprocess.call(
-        [sys.executable, "-m", "torchtitan_lite", "convert", str(last), str(out), *options]
-    )
+    convert = [sys.executable, "-m", "torchtitan_lite", "convert", last, out]
+    return subprocess.call([*convert, "--dtype", section.export_dtype])
 
 
 def is_first_host() -> bool:
@@ -116,7 +116,7 @@ def run_ranks(
     work: Callable, args: list[str], n_local: int, n_hosts: int, folder: Path
 ) -> tuple[int, str]:
     """Call `work(args, folder)` on each rank of this host. Return the exit status, and the reason if it is not 0."""
-    received: list[signal.Signals] = []
+    received: list[int] = []
     received_at_s = 0.0  # time of the first signal
 
     def pass_on(number: int, frame: object) -> None:
@@ -125,10 +125,9 @@ def run_ranks(
         if received and now_s - received_at_s <= COPIES_ARRIVE_WITHIN_S:
             return
         received_at_s = received_at_s or now_s
-        received.append(signal.Signals(number))
-        (folder / STOP_FILE).write_text(
-            str(128 + number)
-        )  # for ranks that start later, for example after a failure
+        received.append(number)
+        # For ranks that start later, for example after a failure.
+        (folder / STOP_FILE).write_text(str(128 + number))
         ranks = multiprocessing.active_children()
         if not ranks:
             raise KeyboardInterrupt  # the launcher is still waiting for other hosts
@@ -147,17 +146,18 @@ def run_ranks(
         torchrun = importlib.import_module("torch.distributed.run")
         errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
         config = make_launch_config(torchrun, n_local, n_hosts, folder)
-        if config.max_restarts == 0:
-            logging.disable(
-                logging.ERROR
-            )  # hide torchrun's long failure report; our last line is shorter
+        if config.max_restarts == 0:  # hide torchrun's long failure report
+            logging.disable(logging.ERROR)
         try:
             statuses = torchrun.elastic_launch(config, work)(args, folder)
         except errors.ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            if failure.exitcode not in STOPPED and not (received and failure.exitcode < 0):
+            status = failure.exitcode
+            if received and status < 0:  # a rank that did not listen
+                status = 128 + received[0]
+            if status not in STOPPED:
                 return 1, f"rank {rank} {describe_failure(failure)}"
-            statuses = {0: failure.exitcode if failure.exitcode in STOPPED else 128 + received[0]}
+            statuses = {0: status}
         except Exception as error:  # hosts cannot connect, or a port is in use
             return 1, f"torchrun failed: {type(error).__name__}: {error}"
     except KeyboardInterrupt:
@@ -174,10 +174,8 @@ def start_fork_server() -> None:
     multiprocessing.set_forkserver_preload(["train", "torchtitan_lite.tools.fork_server"])
     resource_tracker.ensure_running()  # starting it later would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    folder = os.getcwd()
-    os.chdir(
-        REPOSITORY
-    )  # the server imports train.py from here; the user's folder may have another train.py
+    folder = os.getcwd()  # the user's folder may have another train.py
+    os.chdir(REPOSITORY)
     forkserver.ensure_running()
     os.chdir(folder)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -186,22 +184,20 @@ def start_fork_server() -> None:
 def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder: Path) -> object:
     """Return torchrun's settings for this host, from the environment variables."""
     shown = {int(rank) for rank in os.environ.get("LOG_RANK", "0").split(",")}
-    hidden = dict.fromkeys(
-        set(range(n_local)) - shown, torchrun.Std.ERR
-    )  # their stderr goes to files
-    address, local_address = "127.0.0.1:0", "127.0.0.1"  # port 0: any free port
+    hidden = set(range(n_local)) - shown
+    address = "127.0.0.1:0"  # port 0: any free port
+    local_address = "127.0.0.1"
     if n_hosts > 1:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29500')}"
         local_address = os.environ.get("PET_LOCAL_ADDR")
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
-            "1"  # torchrun makes a new store after each restart
-        )
+        # torchrun makes a new store after each restart
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return torchrun.LaunchConfig(
         min_nodes=n_hosts,
         max_nodes=n_hosts,
         nproc_per_node=n_local,
         logs_specs=torchrun.DefaultLogsSpecs(
-            str(folder), redirects=hidden, local_ranks_filter=shown
+            str(folder), redirects=dict.fromkeys(hidden, torchrun.Std.ERR), local_ranks_filter=shown
         ),
         run_id="torchtitan_lite",
         role="rank",
@@ -231,21 +227,21 @@ def run_rank(args: list[str], folder: Path) -> int:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if is_failed else signal.SIG_IGN)
     if is_failed:
-        time.sleep(
-            1
-        )  # torchrun reports the first rank to exit: let the rank that caused the failure exit first
+        # torchrun reports the first rank to exit: let the rank that caused the failure exit first.
+        time.sleep(1)
         sys.exit(status)
     return status
 
 
 def describe_failure(failure: object) -> str:
     """Describe how a rank failed. `failure` is torchrun's ProcessFailure."""
+    if failure.exitcode == -signal.SIGKILL:
+        return "was killed by SIGKILL, as Linux does when memory runs out"
     if failure.exitcode < 0:
-        by_kernel = (
-            ", as Linux does when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
-        )
-        return f"was killed by {failure.signal_name()}{by_kernel}"
+        return f"was killed by {failure.signal_name()}"
     if Path(failure.error_file).exists():  # an exception
         message = failure.error_file_data["message"]
-        return f"failed: {(message['message'] if isinstance(message, dict) else message).splitlines()[0]}"
+        if isinstance(message, dict):
+            message = message["message"]
+        return f"failed: {message.splitlines()[0]}"
     return f"exited with status {failure.exitcode}"

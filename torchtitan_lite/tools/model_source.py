@@ -5,15 +5,13 @@ checkpoint/, outputs/debug/     the newest checkpoint in this folder
 config.json, *.safetensors      a Hugging Face folder with config.json and a tokenizer
 """
 
-import sys
-from collections.abc import Callable
+from argparse import Namespace
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtitan_lite.build import find_model_class
 from torchtitan_lite.checkpoint.format import MANIFEST, find_steps, parse_model_args
@@ -29,10 +27,12 @@ from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.load import OpenCheckpoint, open_checkpoint
 from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.block import list_expert_biases
+from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.parallel.process_groups import choose_device
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # bfloat16 is slower on a CPU
 
@@ -51,35 +51,59 @@ class ModelSource:
     tokenizer: Tokenizer
     end_ids: frozenset[int]  # end tokens: a text ends at any of them
     context: int | None  # length of the training sequences in tokens, if known
-    published: dict[
-        str, dict[str, Any]
-    ]  # config.json and generation_config.json that came with the weights, if any
-    fill: Callable[
-        [dict[str, Tensor]], None
-    ]  # reads weights and expert biases into these tensors (FQN -> tensor)
+    published: dict[str, dict[str, Any]]  # file name -> content that came with the weights, if any
     checkpoint: OpenCheckpoint | None  # None: a Hugging Face folder
 
 
-def open_source(path: Path, *, tokenizer: str | None, verify: bool) -> ModelSource:
-    """Open `path`. Raises SourceError if there is no model, CheckpointError or HuggingFaceError if it is bad."""
+def open_source(options: Namespace) -> ModelSource:
+    """Open options.source. Raises SourceError if there is no model, or the error of a bad checkpoint or folder."""
+    path = options.source
+    checkpoint = None
+    attention = "causal"
+    assets = path.absolute()
+    n_trained = 0
     if (path / CONFIG).is_file():
-        source = describe_hugging_face(path, tokenizer)
+        model_args = open_folder(path).model_args
+        published = read_published(path)
     else:
-        source = describe_checkpoint(
-            open_checkpoint(find_checkpoint(path), verify=verify), tokenizer
-        )
-    n_rows, n_ids = source.model_args.vocab_size, source.tokenizer.vocab_size
-    if source.tokenizer.eos_id >= n_rows:
-        why = f"the end token of {source.tokenizer.path} has the id {source.tokenizer.eos_id}"
+        path = find_checkpoint(path)
+        checkpoint = open_checkpoint(path, verify=not options.no_verify)
+        manifest = checkpoint.manifest
+        model_args = parse_model_args(manifest)
+        config = manifest.run["config"]
+        published = manifest.run.get(IN_MANIFEST, {})
+        attention = config["model"]["attention"]
+        assets = config["model"]["hf_assets_path"]
+        n_trained = config["training"]["seq_len"]
+    found = load_named_tokenizer(options.tokenizer or assets, path)
+    why = ""
+    if found.eos_id >= model_args.vocab_size:
+        why = f"its model has {model_args.vocab_size} rows, but the end token of {found.path} is {found.eos_id}"
+    elif (
+        checkpoint
+        and not options.tokenizer
+        and manifest.fingerprint["tokenizer"] != found.fingerprint
+    ):
+        why = f"{assets} is not the tokenizer that it was trained with"
+    if why:
         raise SourceError(
-            f"{path}: its model has {n_rows} rows, but {why}. Name the right one with --tokenizer."
+            f"{path}: {why}. Name the right one with --tokenizer, which is not checked."
         )
-    if n_ids > n_rows:
-        print(
-            f"{source.tokenizer.path} has {n_ids} ids, but the model has {n_rows} rows",
-            file=sys.stderr,
-        )
-    return source
+    beside = published
+    if not published and found.path.is_file():  # the tokenizer's folder may name more end tokens
+        beside = read_published(found.path.parent)
+    # Fine-tuning on short sequences keeps the original context length.
+    n_published = published.get(CONFIG, {}).get(LENGTH) or 0
+    return ModelSource(
+        path=path,
+        model_args=model_args,
+        attention=attention,
+        tokenizer=found,
+        end_ids=read_end_ids(beside) | {found.eos_id},
+        context=max(n_trained, n_published) or None,
+        published=published,
+        checkpoint=checkpoint,
+    )
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -91,92 +115,34 @@ def find_checkpoint(path: Path) -> Path:
             return folder / f"step-{steps[-1]}"
     if why := explain_hub_name(path):
         raise SourceError(f"{why}. Then name that folder.")
-    why = (
-        "has neither a checkpoint nor a Hugging Face model" if path.is_dir() else "is not a folder"
-    )
-    runs = sorted(
-        str(folder.parent) for folder in Path("outputs").glob("*/checkpoint") if find_steps(folder)
-    )
-    remedy = (
-        f"Existing runs: {', '.join(runs[:5])}"
-        if runs
-        else "A run with --checkpoint.enable saves checkpoints"
-    )
-    raise SourceError(f"{path} {why}. {remedy}. Or name a folder with {CONFIG}.")
-
-
-def describe_checkpoint(checkpoint: OpenCheckpoint, tokenizer: str | None) -> ModelSource:
-    path, manifest = checkpoint.folder, checkpoint.manifest
-    config, published = manifest.run.get("config", {}), manifest.run.get(IN_MANIFEST, {})
-    section, model_args = config.get("model", {}), parse_model_args(manifest)
-    found = load_named_tokenizer(tokenizer or section["hf_assets_path"], path)
-    if not tokenizer and manifest.fingerprint["tokenizer"] != found.fingerprint:
-        why = f"{section['hf_assets_path']} is not the tokenizer that it was trained with"
-        raise SourceError(
-            f"{path}: {why}. Name the right one with --tokenizer, which is not checked."
-        )
-    # The tokenizer's folder may name more end tokens.
-    beside = published or (read_published(found.path.parent) if found.path.is_file() else {})
-    trained, length = (
-        config.get("training", {}).get("seq_len", 0),
-        published.get(CONFIG, {}).get(LENGTH) or 0,
-    )
-
-    def fill(tensors: dict[str, Tensor]) -> None:
-        for fqn, tensor in tensors.items():
-            tensor.copy_(checkpoint.read(f"model.{fqn}"))
-
-    return ModelSource(
-        path=path,
-        model_args=model_args,
-        attention=section.get("attention", "causal"),
-        tokenizer=found,
-        end_ids=read_end_ids(beside) | {found.eos_id},
-        context=max(trained, length)
-        or None,  # fine-tuning on short sequences keeps the original context length
-        published=published,
-        fill=fill,
-        checkpoint=checkpoint,
-    )
-
-
-def describe_hugging_face(path: Path, tokenizer: str | None) -> ModelSource:
-    folder, published = open_folder(path), read_published(path)
-    found = load_named_tokenizer(tokenizer or str(path.absolute()), path)
-    return ModelSource(
-        path=path,
-        model_args=folder.model_args,
-        attention="causal",
-        tokenizer=found,
-        end_ids=read_end_ids(published) | {found.eos_id},
-        context=published[CONFIG].get(LENGTH),
-        published=published,
-        fill=partial(load_weights, folder),
-        checkpoint=None,
-    )
+    remedy = f"Name one, a run that saved one (--checkpoint.enable), or a folder with {CONFIG}"
+    raise SourceError(f"{path} is no folder with a checkpoint. {remedy}.")
 
 
 def read_end_ids(published: dict[str, dict[str, Any]]) -> frozenset[int]:
     """Return the end tokens: eos_token_id in generation_config.json, else in config.json, else none."""
-    values = [published.get(name, {}).get("eos_token_id") for name in (GENERATION_CONFIG, CONFIG)]
-    value = next((value for value in values if value not in (None, [])), [])
-    return frozenset(value if isinstance(value, list) else [value])
+    for name in (GENERATION_CONFIG, CONFIG):
+        value = published.get(name, {}).get("eos_token_id")
+        if isinstance(value, int):
+            return frozenset([value])
+        if value:
+            return frozenset(value)
+    return frozenset()
 
 
-def load_named_tokenizer(assets: str, path: Path) -> Tokenizer:
+def load_named_tokenizer(assets: str | Path, path: Path) -> Tokenizer:
     """Load the tokenizer `assets` for the model in `path`. Raises SourceError if there is none."""
     try:
         return load_tokenizer(assets)
     except ConfigError as error:
-        why = error.problems[0].why
-        raise SourceError(
-            f"{path}: its tokenizer cannot be loaded: {why}. Name it with --tokenizer FOLDER."
-        ) from None
+        why = f"its tokenizer cannot be loaded: {error.problems[0].why}"
+        raise SourceError(f"{path}: {why}. Name it with --tokenizer FOLDER.") from None
 
 
 @torch.no_grad()
-def build_model(source: ModelSource, device: torch.device) -> nn.Module:
-    """Build the model on `device` and load its weights."""
+def build_model(source: ModelSource) -> nn.Module:
+    """Build the model on a GPU if there is one, else on the CPU, and load its weights."""
+    device = choose_device(0, detect_machine().device_type)
     model_args = source.model_args
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=source.attention)
@@ -185,6 +151,12 @@ def build_model(source: ModelSource, device: torch.device) -> nn.Module:
         moe.router.reset(device)
     if model_args.tie_embeddings:  # to_empty made two tensors out of the shared one
         model.output.weight = model.tok_embeddings.weight
-    biases = {fqn: model.get_buffer(fqn) for fqn in list_expert_biases(model_args)}
-    source.fill(dict(model.named_parameters()) | biases)
+    tensors = dict(model.named_parameters())
+    for fqn in list_expert_biases(model_args):
+        tensors[fqn] = model.get_buffer(fqn)
+    if source.checkpoint is None:
+        load_weights(open_folder(source.path), tensors)
+        return model
+    for fqn, tensor in tensors.items():
+        tensor.copy_(source.checkpoint.read(f"model.{fqn}"))
     return model

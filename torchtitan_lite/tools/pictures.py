@@ -40,10 +40,6 @@ def thin(points: Points) -> Points:
     return sorted(kept)
 
 
-def format_tick(tick: float) -> str:
-    return f"{tick:,.0f}" if tick >= 1000 else f"{tick:.4g}"
-
-
 def draw_curves(curves: list[Curve], marks: list[tuple[int, str, str]], *, from_zero: bool) -> str:
     """Draw curves over steps. `marks` are ticks below them: (step, color, title)."""
     all_points = [point for *_, points in curves for point in points]
@@ -66,11 +62,11 @@ def draw_curves(curves: list[Curve], marks: list[tuple[int, str, str]], *, from_
         y = down(tick)
         shapes.append(f'<line x1="{LEFT}%" x2="{LEFT + WIDTH}%" y1="{y:.1f}" y2="{y:.1f}"/>')
         shapes.append(
-            f'<text x="{LEFT - 1.5}%" y="{y + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>'
+            f'<text x="{LEFT - 1.5}%" y="{y + 4:.1f}" text-anchor="end">{tick:,.7g}</text>'
         )
     for tick in choose_ticks(first, last):
         place = f'x="{across(tick):.2f}%" y="{PLOT_HEIGHT + 22}" text-anchor="middle"'
-        shapes.append(f"<text {place}>{format_tick(tick)}</text>")
+        shapes.append(f"<text {place}>{tick:,.7g}</text>")
     for step, color, title in marks:
         place = f'x1="{across(step):.2f}%" x2="{across(step):.2f}%" y1="{PLOT_HEIGHT + 1}" y2="{PLOT_HEIGHT + 9}"'
         shapes.append(
@@ -96,16 +92,15 @@ def draw_curves(curves: list[Curve], marks: list[tuple[int, str, str]], *, from_
     return f'<svg height="{PLOT_HEIGHT + 28}">{"".join(shapes)}</svg>'
 
 
-def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float, left: float = LEFT) -> str:
+def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float) -> str:
     """Draw rows of boxes over an axis from 0 to `length`. A row is (label, height in pixels, boxes)."""
     shapes = []
     y = 0
-    full_width = 100 - left
     for label, height, boxes in rows:
         shapes.append(f'<text y="{y + height / 2 + 4}">{escape(label)}</text>')
         for start, end, color, title, text in boxes:
-            x = left + full_width * start / length
-            width = full_width * (end - start) / length
+            x = LEFT + WIDTH * start / length
+            width = WIDTH * (end - start) / length
             inside = ""
             if width > 1:
                 inside = f'<text x="3" y="{height / 2 + 4}">{escape(text)}</text>'

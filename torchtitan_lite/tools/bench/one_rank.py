@@ -21,8 +21,7 @@ from torchtitan_lite.step import train_step
 def one_rank() -> Iterator[torch.device]:
     """Context manager: a process group with this process only. Yields its device."""
     device = choose_device(0, detect_machine().device_type)
-    backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield device
     finally:

@@ -12,7 +12,6 @@ compiled and bare_loop must have the same losses.
 
 import gc
 import json
-import logging
 import sys
 import time
 from argparse import Namespace
@@ -30,31 +29,29 @@ from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import find_missing_compiler
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.schema import (
-    ActivationCheckpoint,
-    Config,
-    LRScheduler,
-    Model,
-    Training,
-    with_value,
-)
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.bench.one_rank import build_alone, make_step, one_rank
+from torchtitan_lite.tools.verify.reduction import override
 
 # As in the bare loop: float32 (on CUDA too) and a constant learning rate.
-STEP_CONFIG = Config(
-    model=Model(
-        flavor="debug",
-        dim=256,
-        n_layers=8,
-        n_heads=8,
-        n_kv_heads=4,
-        ffn_dim=704,
-        vocab_size=2304,
-    ),
-    lr_scheduler=LRScheduler(warmup_steps=0, decay_ratio=0.0),
-    training=Training(local_batch_size=8, seq_len=256, mixed_precision_param="float32"),
-    activation_checkpoint=ActivationCheckpoint(mode="none"),
+STEP_CONFIG = override(
+    Config(),
+    {
+        "model.flavor": "debug",
+        "model.dim": 256,
+        "model.n_layers": 8,
+        "model.n_heads": 8,
+        "model.n_kv_heads": 4,
+        "model.ffn_dim": 704,
+        "model.vocab_size": 2304,
+        "lr_scheduler.warmup_steps": 0,
+        "lr_scheduler.decay_ratio": 0.0,
+        "training.local_batch_size": 8,
+        "training.seq_len": 256,
+        "training.mixed_precision_param": "float32",
+        "activation_checkpoint.mode": "none",
+    },
 )
 RATIO_OF = {  # ratio -> (contender, reference); if the ratio is above 1, the contender is faster
     "bare_loop": ("trainer", "bare_loop"),
@@ -72,31 +69,22 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
         losses = {name: torch.stack([step(), step()]) for name, step in contenders.items()}
         for name in losses.keys() & {"trainer", "compiled"}:
             if not torch.allclose(losses[name], losses["bare_loop"], rtol=1e-5, atol=0):
-                print(
-                    f"the losses of {name} and bare_loop differ: {losses}",
-                    file=sys.stderr,
-                )
+                print(f"the losses of {name} and bare_loop differ: {losses}", file=sys.stderr)
                 return 1
-        rounds = measure_rounds(contenders, n_rounds=options.rounds, n_steps=options.steps)
-    n_tokens = config.training.local_batch_size * config.training.seq_len
+        rounds = measure_rounds(contenders, options)
+    tokens_per_step = config.training.local_batch_size * config.training.seq_len
     speeds = {}
     for name in contenders:
-        speeds[name] = n_tokens / median(times_s[name] for times_s in rounds)
+        speeds[name] = tokens_per_step / median(times_s[name] for times_s in rounds)
     ratios = compare_rounds(rounds)
+    medians = {ratio: median(values) for ratio, values in ratios.items()}
     if options.json:
-        report = {
-            "bench": "step",
-            "torch": torch.__version__,
-            "ratios": {ratio: median(values) for ratio, values in ratios.items()},
-            "tokens_per_s": speeds,
-        }
-        print(json.dumps(report))
+        print(json.dumps({"ratios": medians, "tokens_per_s": speeds}))
         return 0
+    for name, speed in speeds.items():
+        print(f"{name:20}{speed:.0f} tokens/s")
     for ratio, values in ratios.items():
-        compared = " / ".join(f"{name} {speeds[name]:.0f}" for name in RATIO_OF[ratio])
-        print(
-            f"{ratio:20}{median(values):.3f} ({min(values):.3f} - {max(values):.3f})  tokens/s: {compared}"
-        )
+        print(f"{ratio:20}{medians[ratio]:.3f} ({min(values):.3f} - {max(values):.3f})")
     return 0
 
 
@@ -111,11 +99,6 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
         "trainer": partial(make_step, run, batch),
         "bare_loop": write_loop(model, compute_logits, batch.targets, config),
     }
-    for name in (
-        "torchao",
-        "torch.utils._pytree",
-    ):  # transformers imports torchao if installed, which warns
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         transformers = import_extra("transformers", "test")
         fields = make_config(model_args, dtype="float32", bos_id=None, eos_id=None)
@@ -129,7 +112,7 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
     except UserError as error:
         print(error, file=sys.stderr)
     if not find_missing_compiler(device.type):
-        compiled, _ = build_alone(with_value(config, "compile.enable", True), device)
+        compiled, _ = build_alone(override(config, {"compile.enable": True}), device)
         contenders["compiled"] = partial(make_step, compiled, batch)
     return contenders
 
@@ -163,26 +146,19 @@ def write_loop(
     return step
 
 
-def measure_rounds(
-    contenders: dict[str, Callable],
-    *,
-    n_rounds: int,
-    n_steps: int,
-) -> list[dict]:
+def measure_rounds(contenders: dict[str, Callable], options: Namespace) -> list[dict]:
     """Return the seconds per step of each contender, for each round. Each round starts with a different contender."""
-    wait_for_device = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     names = list(contenders)
     rounds = []
-    for _ in range(n_rounds):
+    for _ in range(options.rounds):
         times_s = {}
         for name in names:
             gc.collect()  # now, not during the turn
-            wait_for_device()
             start_s = time.perf_counter()
-            for _ in range(n_steps):
-                contenders[name]()
-            wait_for_device()  # kernels run asynchronously
-            times_s[name] = (time.perf_counter() - start_s) / n_steps
+            for _ in range(options.steps):
+                loss = contenders[name]()
+            loss.item()  # kernels run asynchronously
+            times_s[name] = (time.perf_counter() - start_s) / options.steps
         rounds.append(times_s)
         names.append(names.pop(0))
     return rounds

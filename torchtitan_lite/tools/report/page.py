@@ -1,36 +1,21 @@
-"""Write the page: summary, curves, experts, traces, measurements next to the forecast, and the mesh."""
+"""Write the page: summary, curves, experts, traces, and measurements next to the forecast."""
 
 import argparse
-import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from html import escape
-from itertools import product
 
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_curves, draw_rows, thin
-from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
-from torchtitan_lite.tools.plan.explain import (
-    describe_step,
-    draw_mesh,
-    elide,
-    format_parameters,
-)
-from torchtitan_lite.tools.plan.planned_run import group_pp_ranks
-from torchtitan_lite.tools.plan.timeline import draw_timeline, plan_order
-from torchtitan_lite.tools.plan.transfers import estimate_traffic
+from torchtitan_lite.tools.plan.timeline import draw_timeline
 from torchtitan_lite.tools.report.runs import Run, describe_run
-from torchtitan_lite.tools.report.traces import Trace
 from torchtitan_lite.tools.tables import format_bytes
 
-FEW = 8  # maximum number of microbatches of a dry run
-MOST_DEPTH = 10  # maximum depth of nested calls
-MARKS = {
+MARKS = {  # kind of record -> color
     "start": "var(--run2)",
     "save": "var(--pale)",
     "stop": "var(--tp)",
-}  # kind of record -> color
+}
 PLOTS = {  # title -> field, field of the dashed curve, whether the axis starts at 0
     "Loss": ("loss", "val_loss", False),
     "Gradient norm": ("grad_norm", "", True),
@@ -62,14 +47,15 @@ polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
 
 
 def main(options: argparse.Namespace) -> int:
-    try:
-        runs = [Run(folder, f"var(--run{at % 4})") for at, folder in enumerate(options.runs)]
-        page = write_page(runs)
-    except (UserError, OSError) as error:
-        print(f"report cannot read this run: {error}", file=sys.stderr)
-        return 2
+    """Write the page. Raises UserError if a folder has no run."""
+    runs = []
+    for at, folder in enumerate(options.runs):
+        try:
+            runs.append(Run(folder, f"var(--run{at % 4})"))
+        except OSError as error:
+            raise UserError(f"report cannot read this run: {error}") from None
     out = options.out or options.runs[0] / "report.html"
-    out.write_text(page, encoding="utf-8")
+    out.write_text(write_page(runs), encoding="utf-8")
     print(f"open {out} in a browser")
     return 0
 
@@ -78,8 +64,7 @@ def write_page(runs: list[Run]) -> str:
     title = escape(" and ".join(run.name for run in runs))
     parts = [f"<h1>{title}</h1>"]
     for run in runs:
-        if len(runs) > 1:
-            parts.append(f'<h3 style="color: {run.color}">{escape(run.name)}</h3>')
+        parts.append(f'<h3 style="color: {run.color}">{escape(run.name)}</h3>')
         for sentence in describe_run(run):
             parts.append(f"<p>{escape(sentence)}</p>")
     about = "Source: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red)."
@@ -87,12 +72,10 @@ def write_page(runs: list[Run]) -> str:
     parts += draw_plots(runs)
     parts.append("</div>")
     for run in runs:
-        if len(runs) > 1:
-            parts.append(f'<h2 style="color: {run.color}">{escape(run.name)}</h2>')
+        parts.append(f'<h2 style="color: {run.color}">{escape(run.name)}</h2>')
         parts += draw_experts(run)
         parts += draw_traces(run)
-        parts += compare(run)
-        parts += describe_mesh(run)
+        parts.append(compare(run))
     head = f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><meta charset="utf-8">{head}<body>{"".join(parts)}</body></html>\n'
 
@@ -104,13 +87,15 @@ def draw_plots(runs: list[Run]) -> Iterator[str]:
             if kind_color := MARKS.get(record["kind"]):
                 marks.append((record["step"], kind_color, f"{run.name}: {record['kind']}"))
     for title, (field, dashed_field, from_zero) in PLOTS.items():
-        lines = (field, "none", ""), (dashed_field, "4 4", f"╌ {dashed_field} ")
         curves = []
         values = ""
-        for run, (name, dashes, label) in product(runs, lines):
-            if points := run.list_values(name):
-                curves.append((f"{run.name}, {name}", run.color, dashes, points))
-                values += f' <span style="color: {run.color}">{label}{points[-1][1]:,.4g}</span>'
+        for run in runs:
+            for name, dashes in ((field, "none"), (dashed_field, "4 4")):
+                points = run.list_values(name)
+                if points:
+                    curves.append((f"{run.name}, {name}", run.color, dashes, points))
+                    last = f"{name} {points[-1][1]:,.4g}"
+                    values += f' <span style="color: {run.color}">{last}</span>'
         if curves:
             yield f"<figure><b>{title}</b>{values}{draw_curves(curves, marks, from_zero=from_zero)}</figure>"
 
@@ -134,37 +119,13 @@ def draw_experts(run: Run) -> Iterator[str]:
     yield f"<h3>Experts</h3><p><i>{about}</i></p>{draw_rows(rows, len(rows[0][2]))}"
 
 
-def describe_mesh(run: Run) -> Iterator[str]:
-    layout = run.planned.layout
-    ranks_per_stage = layout.strides["pp"]
-    yield f"<h3>Mesh: {layout}</h3><pre>{draw_mesh(layout.degrees)}\n\n{escape(describe_step(run.planned))}</pre>"
-    one_microbatch = shorten(run.planned, 1)
-    for pp_rank in group_pp_ranks(run.planned):
-        first = pp_rank * ranks_per_stage
-        ranks = elide(range(first, first + ranks_per_stage))
-        parameters = dry_run(one_microbatch, pp_rank).parameters
-        slices = format_parameters(parameters, ranks)
-        summary = f"<summary>Slices on pp rank {pp_rank}, as in explain</summary>"
-        yield f"<details>{summary}<pre>{escape(slices)}</pre></details>"
-
-
-def compare(run: Run) -> Iterator[str]:
-    """Draw a table of measurements and forecast. Bytes come from traces of NCCL, or from a dry run."""
-    planned = run.planned
+def compare(run: Run) -> str:
+    """Draw a table of measurements and forecast."""
     forecast = run.forecast
-    source = "NCCL"
-    moved = run.traces[0].moved if run.traces else {}
-    if not moved:
-        source = "dry run"
-        planned = shorten(planned, FEW)
-        moved = dry_run(planned).traffic
-    order = plan_order(planned.config.parallelism, planned.layout)
-    closed_form = estimate_traffic(planned.workload, 0, order)
-    on_cpu = planned.device_type == "cpu"
     peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
     bubble = f"{run.pipeline.bubble:.1%}" if run.pipeline else "not traced"
     rows = [
-        ("", "measured", f"forecast, {'one core per rank' if on_cpu else run.gpu}"),
+        ("", "measured", f"forecast, {run.gpu}"),
         (
             "step (median)",
             f"{run.find_median('step_time_s'):.3g} s",
@@ -176,29 +137,18 @@ def compare(run: Run) -> Iterator[str]:
             f"{forecast.tokens_per_s_per_gpu:,.0f}",
         ),
         (
-            f"memory of rank 0{', with Python' if on_cpu else ''}",
+            "memory of rank 0 (on a CPU with Python)",
             format_bytes(peak_bytes),
             format_bytes(run.memory[0].live),
         ),
         ("bubble of the pipeline (traces)", bubble, f"{forecast.bubble:.1%}"),
-        (
-            f"bytes of rank 0 in {planned.layout.n_microbatches} microbatches:",
-            source,
-            "",
-        ),
     ]
-    for key in dict.fromkeys([*moved, *closed_form]):
-        axis, operation = key
-        row = [f"{operation} over {axis}"]
-        for traffic in (moved, closed_form):
-            row.append(format_bytes(traffic[key].n_bytes) if key in traffic else "-")
-        rows.append(row)
-    body = "".join(f"<tr><td>{'<td>'.join(map(escape, row))}" for row in rows)
-    yield f"<h3>Measurements and forecast</h3><div class=wide><table>{body}</table></div>"
+    body = "".join(f"<tr><td>{'<td>'.join(row)}" for row in rows)
+    return f"<h3>Measurements and forecast</h3><div class=wide><table>{body}</table></div>"
 
 
 def draw_traces(run: Run) -> Iterator[str]:
-    """Draw the time of a step by activity, the measured and the planned pipeline, and the calls of the slowest rank."""
+    """Draw the time of a step by activity, and the measured and the planned pipeline."""
     if not run.traces:
         yield "<p><i>There are no traces. Record them with --profiling.enable_profiling.</i></p>"
         return
@@ -208,22 +158,15 @@ def draw_traces(run: Run) -> Iterator[str]:
         rows.append((f"rank {trace.rank}", ROW_HEIGHT, draw_parts(trace.parts, step_s)))
         rows.append(("", 4, draw_parts(trace.hidden, step_s)))
     slowest = max(run.traces, key=lambda trace: trace.parts["computing"])
-    part = max(slowest.parts, key=slowest.parts.get)
-    share = f"{slowest.parts[part] / step_s:.0%}"
     about = (
-        f"Rank {slowest.rank} computes longest. The largest part of its step is {part}: {share}."
+        f"Rank {slowest.rank} computes longest. Source: traces. Thin bars are hidden communication."
     )
-    yield "<h3>Where the time of a step goes</h3><p><i>Source: traces. Thin bars are hidden communication.</i></p>"
-    yield f"<p>{about}</p>{draw_rows(rows, step_s)}"
+    yield f"<h3>Where the time of a step goes</h3><p><i>{about}</i></p>{draw_rows(rows, step_s)}"
     if run.pipeline:
-        timelines = {
-            "measured in traces": run.pipeline,
-            "planned": run.forecast.timeline,
-        }
+        timelines = {"measured in traces": run.pipeline, "planned": run.forecast.timeline}
         for about, timeline in timelines.items():
             title = f"Pipeline, {about}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}"
             yield f"<h3>{title}</h3>{draw_timeline(timeline)}"
-    yield f"<h3>Calls of rank {slowest.rank}</h3>{draw_calls(slowest, step_s)}"
 
 
 def draw_parts(parts: dict, step_s: float) -> list:
@@ -233,31 +176,8 @@ def draw_parts(parts: dict, step_s: float) -> list:
     for part, seconds in parts.items():
         start = end
         end += seconds
-        text = f"{part.removeprefix('exposed ')} {seconds / step_s:.0%}"
-        boxes.append((start, end, color(part), f"{part}: {seconds:.4f} s", text))
+        axis = part.removeprefix("exposed ").removeprefix("hidden ")
+        color = f"var(--{axis.split()[0]}, var(--various))"  # of the first dim
+        text = f"{axis} {seconds / step_s:.0%}"
+        boxes.append((start, end, color, f"{part}: {seconds:.4f} s", text))
     return boxes
-
-
-def draw_calls(trace: Trace, step_s: float) -> str:
-    """Draw the calls of a rank over one step, with callers above. Calls inside communication have its color."""
-    boxes = defaultdict(list)  # by depth
-    callers = []  # (end, axis)
-    for start, end, name, axis in trace.calls:
-        while callers and callers[-1][0] <= start:
-            callers.pop()
-        if callers:
-            axis = callers[-1][1] or axis
-        depth = len(callers)
-        callers.append((end, axis))
-        if end - start > step_s / 800 and depth < MOST_DEPTH:
-            title = f"{name} {axis}: {end - start:.4f} s"
-            boxes[depth].append((start, end, color(axis or "computing"), title, name))
-    rows = [("", ROW_HEIGHT, boxes[depth]) for depth in sorted(boxes)]
-    return draw_rows(rows, step_s, left=0)
-
-
-def color(part: str) -> str:
-    """Return the color of a part of a step, or of the first dim of an axis."""
-    return (
-        f"var(--{part.removeprefix('exposed ').removeprefix('hidden ').split()[0]}, var(--various))"
-    )

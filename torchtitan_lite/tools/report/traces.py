@@ -1,11 +1,11 @@
-"""Read torch's traces of one step: the time of each rank by activity, its calls, and the measured pipeline.
+"""Read torch's traces of one step: the time of each rank by activity, and the measured pipeline.
 
     computing    kernels of a GPU, or operators in the main thread of a CPU
     exposed      communication that does not overlap with computing
     hidden       communication that overlaps with computing; NCCL only, because a CPU's main thread does one at a time
     waiting      the rest: the host runs Python, or another rank is late
 
-NCCL records the group and the bytes of each call. gloo does not: there, the axis is derived from the caller.
+NCCL records the group of each call. gloo does not: there, the axis is derived from the caller.
 """
 
 import json
@@ -17,20 +17,10 @@ from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.tools.plan.actions import Action
-from torchtitan_lite.tools.plan.meter import OPERATIONS
 from torchtitan_lite.tools.plan.timeline import Event, Timeline
-from torchtitan_lite.tools.plan.transfers import Moved, fraction_moved, sum_moved
 
 MOST_RANKS = 16  # maximum number of traces that are read, evenly spaced
 DIMS = "pp|dp_replicate|dp_shard|efsdp|ep|cp|tp"
-ITEM_BYTES = {  # others: 1
-    "Double": 8,
-    "Long": 8,
-    "Float": 4,
-    "Int": 4,
-    "BFloat16": 2,
-    "Half": 2,
-}
 IGNORED = ("PythonDispatchMode", "gloo:send")
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
@@ -41,23 +31,17 @@ class Trace(NamedTuple):
     rank: int
     parts: dict[str, float]  # "computing", "exposed AXIS", "waiting"; they add up to the step
     hidden: dict[str, float]  # by axis
-    calls: list[tuple]  # start and end within the step, name, axis or ""
-    actions: dict[
-        Action, tuple
-    ]  # action of the pipeline -> start and end, by the clock of the host
-    moved: dict[tuple, Moved]  # (axis, operation) -> calls and bytes of NCCL; empty for gloo
+    actions: dict[Action, tuple]  # of the pipeline -> start and end, by the clock of the host
 
 
 def read_traces(folder: Path, layout: Layout) -> list[Trace]:
     """Read the traces of the newest step. Return an empty list if there are none."""
-    newest = max(
-        folder.glob("step-*"),
-        key=lambda path: int(path.name.removeprefix("step-")),
-        default=folder,
-    )
-    ranks = [int(path.stem.removeprefix("rank-")) for path in newest.glob("rank-*.json")]
-    stride = max(1, ceil(len(ranks) / MOST_RANKS))
-    return [read_trace(newest, rank, layout) for rank in sorted(ranks)[::stride]]
+    steps = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    if not steps:
+        return []
+    ranks = [int(path.stem.removeprefix("rank-")) for path in steps[-1].glob("rank-*.json")]
+    stride = ceil(len(ranks) / MOST_RANKS)
+    return [read_trace(steps[-1], rank, layout) for rank in sorted(ranks)[::stride]]
 
 
 def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
@@ -77,30 +61,23 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
         used.append("ep")
     spans = defaultdict(list)  # by axis
     received = []
-    sent = []
-    calls = []
     actions = {}
     for event in events:
         name = event["name"]
         start, end = find_span(event)
         if not step_start <= start < step_end or name in IGNORED:
             continue
-        if name == "record_param_comms":
-            sent.append(read_call(event["args"], axes))
         is_shown = event["cat"] in ON_GPU if on_gpu else event["tid"] == step["tid"]
         if not is_shown:
             continue
-        if (
-            name == "gloo:recv"
-        ):  # lasts until the bytes have arrived, and may overlap with computing
+        if name == "gloo:recv":  # lasts until the bytes arrive, and may overlap with computing
             received.append((start, end))
             continue
         axis = find_axis(event, used, axes)
-        name = name.removeprefix("autograd::engine::evaluate_function: ")
-        calls.append((start - step_start, end - step_start, name, axis))
         if axis or "annotation" not in event["cat"]:
             spans[axis].append((start, end))
-        if found := re.match(r"pp ([FBIW])(\d+) stage (\d+)", name):
+        found = re.match(r"pp ([FBIW])(\d+) stage (\d+)", name)
+        if found:
             kind, microbatch, stage = found.groups()
             action = Action(int(stage), kind, int(microbatch))
             first, last = actions.get(action, (start, end))
@@ -108,14 +85,7 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
                 first = start
             actions[action] = first, max(last, end)
     parts, hidden = divide_step(spans, received, step_end - step_start, on_gpu)
-    return Trace(
-        rank,
-        parts,
-        hidden,
-        calls,
-        actions,
-        sum_moved(sent),
-    )
+    return Trace(rank, parts, hidden, actions)
 
 
 def find_span(event: dict) -> tuple[float, float]:
@@ -155,16 +125,6 @@ def measure(spans: list) -> float:
         total += max(0.0, end - max(start, covered))
         covered = max(covered, end)
     return total
-
-
-def read_call(args: dict, axes: dict) -> tuple:
-    """Return (axis, operation), 1, and the bytes that the rank moves in an NCCL call."""
-    name = args["Collective name"].replace("_", "")
-    operation = next((operation for part, operation in OPERATIONS.items() if part in name), name)
-    axis = axes[args["Process Group Name"]]
-    n_items = max(args["In msg nelems"], args["Out msg nelems"])
-    n_bytes = n_items * ITEM_BYTES.get(args["dtype"], 1)
-    return (axis, operation), 1, n_bytes * fraction_moved(operation, args["Group size"])
 
 
 def find_axis(event: dict, used: list[str], axes: dict) -> str:
