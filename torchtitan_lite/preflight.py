@@ -166,17 +166,14 @@ def adapt_to_weights(run: Prepared) -> None:
     if context < training.seq_len and "training.seq_len" not in run.chosen:
         run.change("training.seq_len", context, "the context length of the weights")
     if weights.model_args.moe and "training.expert_bias_rate" not in run.chosen:
-        rate = 0.0
-        why = "because Hugging Face formats have no expert bias"
+        rate = 0.0  # Hugging Face formats have no expert bias
         if weights.manifest:
             rate = weights.manifest.run["config"]["training"]["expert_bias_rate"]
-            why = f"as in the run that saved {weights.path}"
         if rate != training.expert_bias_rate:
-            run.change("training.expert_bias_rate", rate, why)
-    lr = run.config.optimizer.lr
-    if lr > HIGHEST_LR:
-        advice = "is high for trained weights; finetune.toml uses 1e-5"
-        run.notices.append(f"optimizer.lr = {lr:g} {advice}")
+            run.change("training.expert_bias_rate", rate, f"as for the weights in {weights.path}")
+    if run.config.optimizer.lr > HIGHEST_LR:
+        high = f"optimizer.lr = {run.config.optimizer.lr:g} is high for trained weights"
+        run.notices.append(f"{high}; finetune.toml uses 1e-5")
 
 
 def adapt_to_cpu(run: Prepared) -> None:
