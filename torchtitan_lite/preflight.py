@@ -53,9 +53,9 @@ SOURCES = (
     "checkpoint.load_step",
     "job.dump_folder",
 )
-# On a CPU, unless the user sets them or a step is as small. A step of one such sequence on each of two ranks takes a
-# 135M model about a minute on two cores.
-CPU_TOKENS = 2048  # per step
+# On a CPU, unless the user sets them, or a step has few tokens. A step of a 135M model then takes less than two minutes
+# on two cores (November 2026).
+CPU_TOKENS = 2048  # of a step that needs no other defaults
 CPU_DEFAULTS = {
     "training.seq_len": 512,
     "training.local_batch_size": 1,
