@@ -262,7 +262,7 @@ NOTED = f"""
 {FLOAT8} --quantize.linear.float8.filter_fqns=output,wx | 'wx' is in the name of no linear layer
 --model.hf_assets_path=model | set checkpoint.initial_load_path=model
 --training.local_batch_size=6 | (training.local_batch_size allows 6)
---config own.toml | a CPU gets sequences of 512 tokens
+--config own.toml | on a CPU, training has sequences of at most 512 tokens
 --config own.toml | 2 sequences of 512 tokens make 1,024 per step
 --config own.toml --training.seq_len=1024 --training.local_batch_size=3 | 6 sequences of 1024 tokens
 --config own.toml {CP}=3 | training.seq_len is 510

@@ -94,7 +94,7 @@ def check_layout(
         why = "FSDP has a single shard, so no weight is gathered"
         problems.refuse(ZERO_PLUS_PLUS, why, "Leave this key out")
     n_ranks = layout.fsdp * layout.tp  # of a pipeline stage
-    is_split = layout.fsdp_near > 1 or layout.efsdp_near > 1
+    is_split = layout.fsdp_near > 1 or (layout.ep and layout.efsdp_near > 1)
     spans_nodes = n_ranks > section.zero_plus_plus_node_size
     if "hpz" in section.zero_plus_plus and spans_nodes and not is_split:
         why = "nodes of this size do not have two or more ranks of an FSDP group each, so hpZ has nothing to keep"
