@@ -137,12 +137,13 @@ class Packing:
         for shard, integer, scale in zip(shards, integers, scales, strict=True):
             n_whole = shard.shape[-1] // INT8_BLOCK
             end = n_whole * INT8_BLOCK
-            whole = shard[..., :end].unflatten(-1, (-1, INT8_BLOCK))
-            blocks = integer.unflatten(-1, (-1, INT8_BLOCK))
             # With `out`, the products need no temporary tensor.
-            torch.mul(blocks[..., :n_whole, :], scale[..., :n_whole, None], out=whole)
+            whole = shard[..., :end].unflatten(-1, (-1, INT8_BLOCK))
+            blocks = integer[..., :end].unflatten(-1, (-1, INT8_BLOCK))
+            torch.mul(blocks, scale[..., :n_whole, None], out=whole)
             rest = shard[..., end:]  # the last block is padded
-            torch.mul(integer[..., end : shard.shape[-1]], scale[..., n_whole:], out=rest)
+            n_rest = rest.shape[-1]
+            torch.mul(integer[..., end : end + n_rest], scale[..., n_whole:], out=rest)
 
 
 class AllGather:
