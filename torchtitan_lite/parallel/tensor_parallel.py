@@ -11,7 +11,7 @@
     feed_forward.w1, w3      ColwiseLinear  (F/tp, D)    Shard(0)    (B, S, F/tp)
     feed_forward.w2          RowwiseLinear  (D, F/tp)    Shard(1)    (B, S/tp, D)     reduce-scatter of partial sums
     norm                     LocalModule    (D,)         Replicate   (B, S/tp, D)
-    output                   SplitHead      (V/tp, D)    Shard(0)    logits or loss   all-gather of the sequence
+    output                   SplitHead      (V/tp, D)    Shard(0)    loss ()          all-gather of the sequence
 
 "Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits input features.
 
