@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.moe import list_moes
-from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
@@ -190,15 +189,6 @@ def test_positions_decide_the_rotation_not_the_place_in_the_row():
     stretched = ours(tokens, positions=torch.arange(20)[None] * 2)
     assert torch.allclose(from_zero, shifted, atol=1e-4)
     assert not torch.allclose(from_zero, stretched, atol=1e-2)
-
-
-def test_rotary_angles_stay_exact_at_position_8191_under_bfloat16():
-    angles = rotary_angles(torch.tensor([[8191]]), PLAIN)
-    assert angles.dtype == torch.float32
-    fastest = torch.tensor(
-        8191.0, dtype=torch.float64
-    )  # the first pair turns by one radian per position
-    assert angles[0, 0, 0, 0, 0].item() == pytest.approx(fastest.cos().item(), abs=1e-5)
 
 
 def test_initial_weights_depend_on_seed_and_name_only():
