@@ -90,17 +90,17 @@ def test_in_bfloat16_a_token_that_is_almost_certain_still_has_a_gradient():
 
 def test_logits_of_any_size_neither_overflow_nor_vanish():
     head, hidden, targets = make_case()
-    hidden *= torch.tensor([1e-4, 1.0, 1e4])[
-        :, None, None
-    ]  # logits up to 1e5; exp(89) is more than fp32 holds
-    for value, truth in zip(
-        run_head(head, hidden, targets, 7), compute_in_float64(head, hidden, targets), strict=True
-    ):
+    sizes = torch.tensor([1e-4, 1.0, 1e4])  # logits up to 1e5; exp(89) is more than fp32 holds
+    hidden *= sizes[:, None, None]
+    found = run_head(head, hidden, targets, 7)
+    for value, truth in zip(found, compute_in_float64(head, hidden, targets), strict=True):
         assert compare.relative_error(value, truth) < 1e-6
     far = torch.tensor([[-1e4], [1.0], [1e4]])  # of two tp ranks: the same log of a sum twice
+    loss = ShardedLoss(head.weigh_total, 0, Ranks(0, 2, "tp"))
     with patch.object(tensor_parallel, "all_gather", lambda own, ranks, dim: torch.cat([own, own])):
-        log_total, _ = ShardedLoss(head.weigh_total, 0, Ranks(0, 2, "tp")).combine(far, far)
-    assert compare.relative_error(log_total, far.double() + math.log(2)) < 1e-6
+        log_total, _ = loss.combine(far, far)
+    expected = far.double() + math.log(2)
+    assert compare.relative_error(log_total, expected) < 1e-6
 
 
 def test_without_a_counted_target_loss_and_gradients_are_zero():

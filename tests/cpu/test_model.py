@@ -120,14 +120,14 @@ def test_logits_and_gradients_are_those_of_transformers(name):
     ours = build_ours(args)
     theirs = build_theirs(args, ours)
     generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(
-        args.vocab_size, (2, 300), generator=generator
-    )  # longer than original_length
-    targets = torch.randint(args.vocab_size, (2, 300), generator=generator)
+    shape = (2, 300)  # longer than original_length
+    tokens = torch.randint(args.vocab_size, shape, generator=generator)
+    targets = torch.randint(args.vocab_size, shape, generator=generator)
     targets[0, :100] = IGNORE_INDEX
     positions = torch.arange(300).expand(2, -1)
 
-    logits, their_logits = ours(tokens, positions=positions), theirs(tokens).logits
+    logits = ours(tokens, positions=positions)
+    their_logits = theirs(tokens).logits
     assert (logits - their_logits).abs().max() < 2e-5
 
     loss_sum = ours(tokens, positions=positions, targets=targets)

@@ -94,22 +94,30 @@ class ChunkedLoss(nn.Module):
         """
         column = (targets - self.first_id(logits))[:, None]
         # False for IGNORE_INDEX, which is negative
-        is_here = (column >= 0) & (column < logits.shape[1])
+        vocab_size = logits.shape[1]
+        is_here = (column >= 0) & (column < vocab_size)
         column = column.where(is_here, 0)
         counted = targets[:, None] != IGNORE_INDEX
 
         values = logits.float()
-        of_target = values.gather(1, column).where(is_here, 0)  # (n, 1), like those below
+        of_target = values.gather(1, column)  # (n, 1), like those below
+        of_target = of_target.where(is_here, 0)
         largest = values.amax(1, keepdim=True)
-        values.sub_(largest).exp_()
-        log_total = largest + values.sum(1, keepdim=True).log()
+        values.sub_(largest)
+        values.exp_()
+        total = values.sum(1, keepdim=True)
+        log_total = largest + total.log()
         log_total, of_target = self.combine(log_total, of_target)
         of_total, slope = self.weigh_total(log_total)
-        loss = (of_total - of_target).where(counted, 0).sum()
+        token_losses = of_total - of_target
+        loss = token_losses.where(counted, 0).sum()
 
-        values.mul_((largest - log_total).exp() * counted * slope)  # probabilities
+        normalizer = (largest - log_total).exp()
+        values.mul_(normalizer * counted * slope)  # probabilities
         at_target = values.gather(1, column) - is_here.float()
-        return loss, values.to(logits.dtype).scatter_(1, column, at_target.to(logits.dtype))
+        gradient = values.to(logits.dtype)
+        gradient.scatter_(1, column, at_target.to(gradient.dtype))
+        return loss, gradient
 
     def first_id(self, logits: Tensor) -> int:
         """Return the token id of the first column of the logits. A subclass has a shard of the vocabulary."""
