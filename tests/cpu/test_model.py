@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -142,6 +143,11 @@ def test_logits_and_gradients_are_those_of_transformers(name):
         assert difference < 1e-5, f"gradient of {name} is off by {difference:.1e}"
 
 
+def keep(seen: dict, key: object, part: slice, module, inputs, output) -> None:
+    """Forward hook."""
+    seen[key] = output[part]
+
+
 @pytest.mark.parametrize("name", MOES)
 def test_routes_and_their_weights_are_those_of_transformers(name):
     args = FLAVORS[name]
@@ -153,14 +159,15 @@ def test_routes_and_their_weights_are_those_of_transformers(name):
         for n, block in enumerate(theirs.model.layers)
         if hasattr(block.mlp, "gate")
     }
-    for side, routers in (("ours", {n: m.router for n, m in list_moes(ours)}), ("theirs", gates)):
-        for layer, router in routers.items():
-            router.register_forward_hook(
-                lambda router, inputs, output, key=(side, layer): seen.update({key: output[-2:]})
-            )
+    router_of = {n: moe.router for n, moe in list_moes(ours)}
+    for layer, gate in gates.items():
+        keep_ours = partial(keep, seen, ("ours", layer), slice(0, 2))
+        keep_theirs = partial(keep, seen, ("theirs", layer), slice(-2, None))
+        router_of[layer].register_forward_hook(keep_ours)
+        gate.register_forward_hook(keep_theirs)
     with torch.no_grad():
         ours(tokens, positions=torch.arange(300).expand(2, -1)), theirs(tokens)
-    assert len(gates) == len(list(list_moes(ours))) and len(seen) == 2 * len(gates)
+    assert gates.keys() == router_of.keys() and len(seen) == 2 * len(gates)
     for layer in gates:
         (weights, routes), (their_weights, their_routes) = (
             seen["ours", layer],
