@@ -30,7 +30,7 @@ OFFLOAD = {
 BUDGET = {MODE: "memory_budget", "activation_checkpoint.memory_budget": 0.3, **COMPILED}
 CHUNK = "training.loss_chunk_tokens"
 # By default all 256 tokens of the table's batch are one chunk. 24 make several, of which the last is smaller.
-CHUNKS, WHOLE_LOGITS = {CHUNK: 24}, {CHUNK: 0}
+CHUNKS = {CHUNK: 24}
 ADAMW = {
     "optimizer.name": "AdamW",
     "optimizer.implementation": "fused",
@@ -74,10 +74,6 @@ def accumulate(local_batch_size: int) -> dict[str, object]:
     return {"training.local_batch_size": local_batch_size, "training.global_batch_size": 8}
 
 
-# A split backward and recompute, which is the default, exclude each other.
-PLAIN_FOR = {
-    name: {MODE: "none"} if schedule.splits_backward else {} for name, schedule in SCHEDULES.items()
-}
 RECOMPUTE = {
     "no": {MODE: "none"},
     "full": {MODE: "full"},
@@ -93,35 +89,132 @@ class Row:
     overrides: dict[str, object] = field(default_factory=dict)
 
 
+def add_schedules(rows: dict[str, Row], name: str, schedules, keys: dict, world_size: int) -> None:
+    """Add a row for each schedule. A split backward and recompute, which is the default, exclude each other."""
+    for schedule in schedules:
+        own = {**keys, SCHEDULE: schedule}
+        if SCHEDULES[schedule].splits_backward:
+            own[MODE] = "none"
+        rows[f"{name}{schedule}"] = Row(world_size, own)
+
+
 # Each axis alone, and a cover of the pairs of axes.
 FAST = {
     "one rank": Row(1),
     "dp2": Row(2),
     "dp4": Row(4),
-    "hsdp2x2": Row(4, {REPLICATE: 2}),
     "ddp2": Row(2, {REPLICATE: 2}),
     "hsdp2x2 accumulation 2": Row(4, {REPLICATE: 2, **accumulate(1), **TWO_LAYERS}),
     "accumulation 2": Row(1, accumulate(4)),
-    **{
-        f"dp2 accumulation 4 ZeRO-{stage}": Row(2, {ZERO: stage, **ACCUMULATION_4})
-        for stage in (1, 2, 3)
-    },
-    "ddp2 accumulation 4 ZeRO-3": Row(2, {REPLICATE: 2, ZERO: 3, **ACCUMULATION_4, **TWO_LAYERS}),
+    "dp2 accumulation 4 ZeRO-1": Row(2, {ZERO: 1, **ACCUMULATION_4}),
+    "dp2 accumulation 4 ZeRO-2": Row(2, {ZERO: 2, **ACCUMULATION_4}),
+    "dp2 accumulation 4 ZeRO-3": Row(2, {ZERO: 3, **ACCUMULATION_4}),
     "tp2": Row(2, {TP: 2}),
     "tp4": Row(4, {TP: 4, **TWO_LAYERS}),
     "dp2 x tp2": Row(4, {TP: 2, **TWO_LAYERS}),
-    "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2, **TWO_LAYERS}),
     "dp2 tied": Row(2, TIED),
     "tp2 tied": Row(2, {TP: 2, **TIED}),
     # pipelines
-    **{f"pp2 {name}": Row(2, {PP: 2, SCHEDULE: name, **PLAIN_FOR[name]}) for name in SCHEDULES},
     "pp4 1F1B": Row(4, {PP: 4}),
-    "pp4 ZBVZeroBubble": Row(
-        4, {PP: 4, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 8}
-    ),
     "pp2 uneven": Row(2, {PP: 2, "parallelism.pipeline_parallel_first_stage_less_layers": 3}),
     "pp2 Interleaved1F1B, embedding and head alone": Row(
         2, {PP: 2, SCHEDULE: "Interleaved1F1B", **TWO_LAYERS}
+    ),
+    "pp2 x dp2 resharded": Row(4, {PP: 2, RESHARD: "always", **TWO_LAYERS}),
+    "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **TWO_LAYERS}),
+    "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TWO_LAYERS}),
+    # tied embeddings: the first and the last stage hold the matrix
+    "pp4 tied": Row(4, {PP: 4, **TIED}),
+    "pp2 x dp2 tied, resharded": Row(4, {PP: 2, RESHARD: "always", **TIED, **TWO_LAYERS}),
+    "pp2 x tp2 tied": Row(4, {PP: 2, TP: 2, **TIED, **TWO_LAYERS}),
+    "pp2 tied, Muon": Row(2, {PP: 2, **TIED, "optimizer.name": "Muon", **TWO_LAYERS}),
+    "pp2 tied, offloaded": Row(2, {PP: 2, **TIED, **OFFLOAD, **TWO_LAYERS}),
+    # biases
+    "one rank, Qwen2": Row(1, BIASES),
+    "tp2, Qwen2": Row(2, {TP: 2, **BIASES, **TWO_LAYERS}),
+    "pp2 x tp2, Qwen2 compile": Row(4, {PP: 2, TP: 2, **BIASES, **COMPILED, **TWO_LAYERS}),
+    "cp2, Qwen2 tied": Row(2, {CP: 2, **BIASES, **TIED, **TWO_LAYERS}),
+    # recompute, compile, offload
+    "full recompute": Row(1, {MODE: "full"}),
+    "pp2 GPipe, every-second-layer recompute": Row(
+        2, {PP: 2, SCHEDULE: "GPipe", **RECOMPUTE["every-second-layer"]}
+    ),
+    "pp2 Interleaved1F1B, full recompute": Row(
+        2, {PP: 2, SCHEDULE: "Interleaved1F1B", MODE: "full"}
+    ),
+    "dp2 x tp2 compile": Row(4, {TP: 2, **COMPILED, **TWO_LAYERS}),
+    "tp2 compile, budget": Row(2, {TP: 2, **BUDGET, **TWO_LAYERS}),
+    "dp2 offloaded, accumulation 2": Row(
+        2, {**OFFLOAD, "training.local_batch_size": 2, **TWO_LAYERS}
+    ),
+    "pp2 x tp2 offloaded": Row(4, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
+    # the loss
+    "tp2, many chunks": Row(2, {TP: 2, **CHUNKS, **TWO_LAYERS}),
+    "dp2 tied, many chunks": Row(2, {**TIED, **CHUNKS, **TWO_LAYERS}),
+    "pp2 compile, many chunks": Row(2, {PP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
+    "pp2 x tp2 ZBVZeroBubble, many chunks": Row(
+        4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **CHUNKS}
+    ),
+    # long sequences, documents
+    "cp2 allgather": Row(2, {CP: 2}),
+    "cp2 ring, full recompute": Row(2, {CP: 2, **RING, MODE: "full", **TWO_LAYERS}),
+    "cp4 ring": Row(4, {CP: 4, **RING}),
+    "cp4 x tp2 allgather": Row(8, {CP: 4, TP: 2, **TWO_LAYERS}),
+    "dp2 x cp2 accumulation 4": Row(4, {CP: 2, **ACCUMULATION_4, **TWO_LAYERS}),
+    "pp2 x cp2 ring": Row(4, {CP: 2, PP: 2, **RING, **TWO_LAYERS}),
+    "cp2 x tp2 ring compile, full recompute": Row(
+        4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **TWO_LAYERS}
+    ),
+    "one rank documents": Row(1, {**DOCUMENTS, **TWO_LAYERS}),
+    "cp4 documents": Row(4, {CP: 4, **DOCUMENTS, **TWO_LAYERS}),
+    "pp2 x cp2 documents": Row(4, {PP: 2, CP: 2, **DOCUMENTS, **TWO_LAYERS}),
+}
+add_schedules(FAST, "pp2 ", SCHEDULES, {PP: 2}, 2)
+add_schedules(FAST, "pp2 tied, ", ("Interleaved1F1B", "DualPipeV"), {PP: 2, **TIED}, 2)
+
+# Of MoE layers: on how many ranks, ep, and what else.
+EXPERT_LAYOUTS = {
+    "one rank, no recompute": Row(1, {MODE: "none"}),
+    "one rank, full recompute": Row(1, {MODE: "full"}),
+    "one rank, 3 experts of 8": Row(1, {"flavor.top_k": 3, "flavor.normalize_top_k": False}),
+    "dp2": Row(2),
+    "dp2, matrices shared": Row(2, FIVE_EXPERTS),
+    "tp2": Row(2, {TP: 2}),
+    "pp2": Row(2, {PP: 2}),
+    "pp2 ZBVZeroBubble": Row(
+        2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}
+    ),
+    "dp2, ep2": Row(2, {EP: 2}),
+    "tp2, ep2": Row(2, {TP: 2, EP: 2}),
+    "cp2 ring, ep2": Row(2, {CP: 2, EP: 2, **RING}),
+    "dp2, ep2, full recompute": Row(2, {EP: 2, MODE: "full"}),
+    "dp2, ep2, compile": Row(2, {EP: 2, **COMPILED}),
+    "dp2, ep2, accumulation 4 ZeRO-1": Row(2, {EP: 2, ZERO: 1, **ACCUMULATION_4}),
+    "dp2, ep2, accumulation 4 ZeRO-2": Row(2, {EP: 2, ZERO: 2, **ACCUMULATION_4}),
+    "hsdp2x2, ep2": Row(4, {REPLICATE: 2, EP: 2}),
+    "dp2 x tp2, ep4": Row(4, {TP: 2, EP: 4}),
+    "dp2 x cp2, ep4": Row(4, {CP: 2, EP: 4}),
+    "pp2 x dp2 x tp2, ep4": Row(8, {PP: 2, TP: 2, EP: 4}),
+    "tp2, ep2, shared experts": Row(2, {TP: 2, EP: 2, **SHARED}),
+    "cp2, ep2, shared experts": Row(2, {CP: 2, EP: 2, **SHARED}),
+    "pp2, shared experts": Row(2, {PP: 2, **SHARED}),
+}
+for name, row in EXPERT_LAYOUTS.items():
+    FAST[f"experts, {name}"] = Row(row.world_size, {**MOE, **row.overrides})
+
+# Slow: every schedule on four stages, and three axes. test_drawn_layouts.py draws the pairs that are not here.
+CROSSES = {
+    "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2, **TWO_LAYERS}),
+    "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING, **TWO_LAYERS}),
+    "dp2 x cp4": Row(8, {CP: 4, **TWO_LAYERS}),
+    "pp2 x cp4 ring": Row(8, {PP: 2, CP: 4, **RING, **TWO_LAYERS}),
+    "pp2 x cp2 x tp2": Row(8, {PP: 2, CP: 2, TP: 2, **TWO_LAYERS}),
+    "pp2 x cp2 x tp2 documents": Row(8, {PP: 2, CP: 2, TP: 2, **DOCUMENTS, **TWO_LAYERS}),
+    "cp2 compile": Row(2, {CP: 2, **COMPILED, **TWO_LAYERS}),
+    "cp2 compile documents": Row(2, {CP: 2, **COMPILED, **DOCUMENTS, **TWO_LAYERS}),
+    "dp2 x tp2 compile, full recompute": Row(4, {TP: 2, **COMPILED, MODE: "full", **TWO_LAYERS}),
+    "pp2 x cp2 ring ZBVZeroBubble": Row(
+        4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", MODE: "none"}
     ),
     "pp2 x dp2 x tp2 ZBVZeroBubble, embedding and head alone": Row(
         8,
@@ -133,153 +226,11 @@ FAST = {
             "parallelism.module_fqns_per_model_part": ENDS_ALONE,
         },
     ),
-    "pp2 accumulation 2": Row(2, {PP: 2, **accumulate(4)}),
-    # tied embeddings: the first and the last stage hold the matrix
-    **{
-        f"pp2 tied, {name}": Row(2, {PP: 2, SCHEDULE: name, **TIED, **PLAIN_FOR[name]})
-        for name in SCHEDULES
-    },
-    "pp4 tied": Row(4, {PP: 4, **TIED}),
-    "pp2 x dp2 tied, resharded": Row(4, {PP: 2, RESHARD: "always", **TIED, **TWO_LAYERS}),
-    "pp2 x ddp2 x tp2 tied": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TIED, **TWO_LAYERS}),
     "pp2 x dp2 x tp2 tied, ZBVZeroBubble": Row(
         8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **TIED, "model.n_layers": 4}
     ),
-    "pp2 tied, Muon": Row(2, {PP: 2, **TIED, "optimizer.name": "Muon", **TWO_LAYERS}),
-    "pp2 tied, offloaded": Row(2, {PP: 2, **TIED, **OFFLOAD, **TWO_LAYERS}),
-    # biases
-    "one rank, Qwen2": Row(1, BIASES),
-    "dp2, Qwen2": Row(2, {**BIASES, **TWO_LAYERS}),
-    "tp2, Qwen2": Row(2, {TP: 2, **BIASES, **TWO_LAYERS}),
-    "pp2 x tp2, Qwen2 compile": Row(4, {PP: 2, TP: 2, **BIASES, **COMPILED, **TWO_LAYERS}),
-    "cp2, Qwen2 tied": Row(2, {CP: 2, **BIASES, **TIED, **TWO_LAYERS}),
-    "pp2 x dp2": Row(4, {PP: 2, **TWO_LAYERS}),
-    "pp2 x dp2 resharded": Row(4, {PP: 2, RESHARD: "always", **TWO_LAYERS}),
-    "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **TWO_LAYERS}),
-    "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TWO_LAYERS}),
-    # recompute, compile, offload
-    "no recompute": Row(1, {MODE: "none"}),
-    "full recompute": Row(1, {MODE: "full"}),
-    "pp2 GPipe, every-second-layer recompute": Row(
-        2, {PP: 2, SCHEDULE: "GPipe", **RECOMPUTE["every-second-layer"]}
-    ),
-    "pp2 Interleaved1F1B, full recompute": Row(
-        2, {PP: 2, SCHEDULE: "Interleaved1F1B", MODE: "full"}
-    ),
-    "pp2 DualPipeV, no recompute": Row(2, {PP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
-    "pp2 x tp2 every second layer": Row(
-        4, {PP: 2, TP: 2, **RECOMPUTE["every-second-layer"], **TWO_LAYERS}
-    ),
-    "dp2 x tp2 compile": Row(4, {TP: 2, **COMPILED, **TWO_LAYERS}),
-    "tp2 compile, budget": Row(2, {TP: 2, **BUDGET, **TWO_LAYERS}),
-    "dp2 offloaded, accumulation 2": Row(
-        2, {**OFFLOAD, "training.local_batch_size": 2, **TWO_LAYERS}
-    ),
-    "pp2 x tp2 offloaded": Row(4, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
-    # the loss
-    "tp2, plain loss": Row(2, {TP: 2, **WHOLE_LOGITS, **TWO_LAYERS}),
-    "tp2, many chunks": Row(2, {TP: 2, **CHUNKS, **TWO_LAYERS}),
-    "dp2 tied, many chunks": Row(2, {**TIED, **CHUNKS, **TWO_LAYERS}),
-    "compile, plain loss": Row(1, {**COMPILED, **WHOLE_LOGITS, **TWO_LAYERS}),
-    "pp2, plain loss": Row(2, {PP: 2, **WHOLE_LOGITS, **TWO_LAYERS}),
-    "pp2 compile, many chunks": Row(2, {PP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
-    "pp2 InterleavedZeroBubble, many chunks": Row(
-        2, {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "none", **CHUNKS}
-    ),
-    "pp2 x tp2 ZBVZeroBubble, many chunks": Row(
-        4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **CHUNKS}
-    ),
-    # long sequences, documents
-    "cp2 allgather": Row(2, {CP: 2}),
-    "cp2 ring, full recompute": Row(2, {CP: 2, **RING, MODE: "full", **TWO_LAYERS}),
-    "cp4 ring": Row(4, {CP: 4, **RING}),
-    "cp4 x tp2 allgather": Row(8, {CP: 4, TP: 2, **TWO_LAYERS}),
-    "dp2 x cp2 accumulation 4": Row(4, {CP: 2, **ACCUMULATION_4, **TWO_LAYERS}),
-    "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING, **TWO_LAYERS}),
-    "pp2 x cp2 ring": Row(4, {CP: 2, PP: 2, **RING, **TWO_LAYERS}),
-    "cp2 x tp2 ring compile, full recompute": Row(
-        4, {CP: 2, TP: 2, **RING, MODE: "full", **COMPILED, **TWO_LAYERS}
-    ),
-    **{
-        f"{name} documents": Row(world_size, {**degrees, **DOCUMENTS, **TWO_LAYERS})
-        for name, world_size, degrees in (
-            ("one rank", 1, {}),
-            ("tp2", 2, {TP: 2}),
-            ("pp2", 2, {PP: 2}),
-            ("cp4", 4, {CP: 4}),
-            ("pp2 x cp2", 4, {PP: 2, CP: 2}),
-        )
-    },
-}
-
-# Of MoE layers: on how many ranks, ep, and what else.
-EXPERT_LAYOUTS = {
-    "one rank": Row(1),
-    **{f"one rank, {name} recompute": Row(1, keys) for name, keys in RECOMPUTE.items()},
-    "one rank, 3 experts of 8": Row(1, {"flavor.top_k": 3, "flavor.normalize_top_k": False}),
-    "dp2": Row(2),
-    "dp2, matrices shared": Row(2, FIVE_EXPERTS),
-    "tp2": Row(2, {TP: 2}),
-    "cp2": Row(2, {CP: 2}),
-    "pp2": Row(2, {PP: 2}),
-    "pp2 ZBVZeroBubble": Row(
-        2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}
-    ),
-    "dp2, ep2": Row(2, {EP: 2}),
-    "tp2, ep2": Row(2, {TP: 2, EP: 2}),
-    "cp2 ring, ep2": Row(2, {CP: 2, EP: 2, **RING}),
-    "dp2, ep2, full recompute": Row(2, {EP: 2, MODE: "full"}),
-    "dp2, ep2, compile": Row(2, {EP: 2, **COMPILED}),
-    "dp2, ep2, documents": Row(2, {EP: 2, **DOCUMENTS}),
-    **{
-        f"dp2, ep2, accumulation 4 ZeRO-{stage}": Row(2, {EP: 2, ZERO: stage, **ACCUMULATION_4})
-        for stage in (1, 2, 3)
-    },
-    "dp4, ep2": Row(4, {EP: 2}),
-    "hsdp2x2, ep2": Row(4, {REPLICATE: 2, EP: 2}),
-    "dp2 x tp2, ep4": Row(4, {TP: 2, EP: 4}),
-    "dp2 x cp2, ep4": Row(4, {CP: 2, EP: 4}),
-    "pp2 x dp2, ep2": Row(4, {PP: 2, EP: 2}),
-    "pp2 x dp2 x tp2, ep4": Row(8, {PP: 2, TP: 2, EP: 4}),
-    "tp2, ep2, shared experts": Row(2, {TP: 2, EP: 2, **SHARED}),
-    "cp2, ep2, shared experts": Row(2, {CP: 2, EP: 2, **SHARED}),
-    "pp2, shared experts": Row(2, {PP: 2, **SHARED}),
-}
-FAST |= {
-    f"experts, {name}": Row(row.world_size, {**MOE, **row.overrides})
-    for name, row in EXPERT_LAYOUTS.items()
-}
-
-# Slow: every schedule on four stages, and three axes. test_drawn_layouts.py draws the pairs that are not here.
-CROSSES = {
-    **{
-        f"pp4 {name}": Row(4, {PP: 4, SCHEDULE: name, "model.n_layers": 8, **PLAIN_FOR[name]})
-        for name in SCHEDULES
-    },
-    **{
-        f"{name} {method}": Row(world_size, {**degrees, **rotation, **TWO_LAYERS})
-        for method, rotation in ROTATIONS.items()
-        for name, world_size, degrees in (
-            ("cp2 x tp2", 4, {CP: 2, TP: 2}),
-            ("dp2 x cp4", 8, {CP: 4}),
-            ("pp2 x cp4", 8, {CP: 4, PP: 2}),
-            ("pp2 x cp2 x tp2", 8, {CP: 2, PP: 2, TP: 2}),
-            ("cp2 compile", 2, {CP: 2, **COMPILED}),
-        )
-    },
-    "dp2 x tp2, all parameters in one operation": Row(
-        4, {TP: 2, "optimizer.implementation": "foreach", **TWO_LAYERS}
-    ),
-    "dp2 x tp2 compile, full recompute": Row(4, {TP: 2, **COMPILED, MODE: "full", **TWO_LAYERS}),
-    "pp2 x cp2 ring ZBVZeroBubble": Row(
-        4, {PP: 2, CP: 2, **RING, SCHEDULE: "ZBVZeroBubble", MODE: "none"}
-    ),
+    "pp2 x ddp2 x tp2 tied": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TIED, **TWO_LAYERS}),
     "pp2 x dp2 x tp2 DualPipeV": Row(8, {PP: 2, TP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
-    "pp2 x dp2 x tp2 offloaded": Row(8, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
-    "tp2 compile, many chunks": Row(2, {TP: 2, **COMPILED, **CHUNKS, **TWO_LAYERS}),
-    "cp2 compile documents": Row(2, {CP: 2, **COMPILED, **DOCUMENTS, **TWO_LAYERS}),
-    "pp2 x cp2 x tp2 documents": Row(8, {PP: 2, CP: 2, TP: 2, **DOCUMENTS, **TWO_LAYERS}),
-    "experts, dp8, ep8": Row(8, {**MOE, EP: 8}),
     "experts, dp2, ep2, offloaded": Row(2, {**MOE, EP: 2, **OFFLOAD}),
     "experts, dp2, ep2, compile, budget": Row(2, {**MOE, EP: 2, **BUDGET}),
     "experts, dp2, ep2, 12 layers, accumulation 4": Row(
@@ -291,13 +242,10 @@ CROSSES = {
     "experts, pp2 x dp2 x tp2, ep4, DualPipeV": Row(
         8, {**MOE, PP: 2, TP: 2, EP: 4, SCHEDULE: "DualPipeV", MODE: "none", "model.n_layers": 4}
     ),
-    **{
-        f"experts, pp2 x dp2, ep2, {name}": Row(
-            4, {**MOE, PP: 2, EP: 2, SCHEDULE: name, "model.n_layers": 4, **PLAIN_FOR[name]}
-        )
-        for name in ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble")
-    },
 }
+add_schedules(CROSSES, "pp4 ", SCHEDULES, {PP: 4, "model.n_layers": 8}, 4)
+add_schedules(CROSSES, "pp2 tied, ", SCHEDULES, {PP: 2, **TIED}, 2)
+CROSSES = {name: row for name, row in CROSSES.items() if name not in FAST}
 LAYOUTS = {**CROSSES, **FAST}
 
 BFLOAT16_LAYOUTS = {
@@ -313,10 +261,8 @@ BFLOAT16_LAYOUTS = {
 FLOAT8 = {"model.converters": ["float8"]}
 GATHER = {**FLOAT8, "quantize.linear.float8.enable_fsdp_float8_all_gather": True}
 PRECOMPUTE = {**GATHER, "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True}
-ROWWISE, ROWWISE_HP = (
-    {**FLOAT8, "quantize.linear.float8.recipe_name": name}
-    for name in ("rowwise", "rowwise_with_gw_hp")
-)
+ROWWISE = {**FLOAT8, "quantize.linear.float8.recipe_name": "rowwise"}
+ROWWISE_HP = {**FLOAT8, "quantize.linear.float8.recipe_name": "rowwise_with_gw_hp"}
 FLOAT8_LAYOUTS = {
     "tp2": Row(2, {TP: 2, **FLOAT8}),
     "dp2": Row(2, FLOAT8),

@@ -212,20 +212,8 @@ def attend_in_parts(query, key, value, grad_out) -> list[torch.Tensor]:
     lse = lse.float()
     merge_into(out, lse, *kernel.attend(query, *early, False))
     saved = out.to(query.dtype), lse
-    grads = kernel.attend_backward(
-        grad_out,
-        query,
-        *late,
-        *saved,
-        True,
-    )
-    early_grads = kernel.attend_backward(
-        grad_out,
-        query,
-        *early,
-        *saved,
-        False,
-    )
+    grads = kernel.attend_backward(grad_out, query, *late, *saved, causal=True)
+    early_grads = kernel.attend_backward(grad_out, query, *early, *saved, causal=False)
     grad_key = torch.cat((early_grads[1], grads[1]), 2)
     grad_value = torch.cat((early_grads[2], grads[2]), 2)
     return [saved[0], early_grads[0] + grads[0], grad_key, grad_value]
@@ -265,7 +253,7 @@ def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(name
     out, lse = kernel.attend(query, key, value, False)
     assert out.shape == query.shape
     assert lse.shape == query.shape[:-1]
-    grads = kernel.attend_backward(grad_out[:, :, :17], query, key, value, out, lse, False)
+    grads = kernel.attend_backward(grad_out[:, :, :17], query, key, value, out, lse, causal=False)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
 
 

@@ -1,35 +1,35 @@
 """Mistakes that one process and every layout would share, or that only large sizes show: `verify` cannot see them."""
 
+import copy
+
 import compare
 import pytest
 import torch
-import torch.nn.functional as F
 import warm_start
 from layouts import TP
 from made_corpora import write_corpus
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
-from torchtitan_lite.model.head import ChunkedLoss
-from torchtitan_lite.model.moe import Router
-from torchtitan_lite.models.llama3.table import FLAVORS
+from torchtitan_lite.model.head import Head
 from torchtitan_lite.parallel.initial_weights import copy_local_shard
+from torchtitan_lite.parallel.tensor_parallel import RowwiseLinear
 from torchtitan_lite.step import train_step
 
 
 def test_each_shard_of_a_large_vocabulary_finds_its_own_targets():
-    logits, targets = torch.randn(3, 2**17), torch.tensor([5, 2**16 + 5, 2**17 - 1])
-    expected = F.cross_entropy(logits, targets, reduction="none")
-    for first_id in (0, 2**16):
-        shard = logits[:, first_id : first_id + 2**16]
-        loss = ChunkedLoss(0)
-        loss.combine = lambda log_total, of_target: (torch.zeros_like(log_total), of_target)
-        found, _ = loss.differentiate(
-            shard.clone(), targets, with_gradient=False, first_id=first_id
-        )
-        is_here = (targets >= first_id) & (targets < first_id + 2**16)
-        right = -(logits.gather(1, targets[:, None])[:, 0] * is_here).sum()
+    logits = torch.randn(3, 2**17)
+    targets = torch.tensor([5, 2**16 + 5, 2**17 - 1])
+    of_target = logits.gather(1, targets[:, None])[:, 0]
+    head = Head(1, 1)
+    # Without the other rank: minus the logits of the targets in this shard.
+    head.combine = lambda log_total, found: (torch.zeros_like(log_total), found)
+    for own, shard in enumerate(logits.chunk(2, dim=1)):
+        head.first_id = lambda logits, own=own: own * logits.shape[1]
+        found, _ = head.differentiate(shard.clone(), targets)
+        is_here = targets // 2**16 == own
+        right = -of_target[is_here].sum()
         assert found.item() == pytest.approx(right.item(), rel=1e-5)
-    whole, _ = ChunkedLoss(0).differentiate(logits.clone(), targets, with_gradient=False)
-    assert whole.item() == pytest.approx(expected.sum().item(), rel=1e-5)
 
 
 def test_a_large_initial_weight_is_copied_to_its_end():
@@ -39,18 +39,28 @@ def test_a_large_initial_weight_is_copied_to_its_end():
     assert torch.equal(parameter, full)
 
 
-def test_a_router_computes_in_float32_whatever_its_tokens_and_weights_are(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        Router, "choose", lambda router, scores: seen.append(scores) or scores.topk(2).indices
-    )
-    router = Router(16, FLAVORS["debug_moe"].moe)
-    router.weight = torch.nn.Parameter(torch.randn(8, 16).bfloat16())
-    router.reset(torch.device("cpu"))
-    x = torch.randn(2, 3, 16).bfloat16()
-    weights, _ = router(x)
-    assert weights.dtype == seen[0].dtype == torch.float32
-    assert torch.equal(seen[0], F.linear(x.float(), router.weight.float()).softmax(-1))
+def compare_rowwise_bias(rank: int, world_size: int) -> float:
+    """Worker: return the largest difference of a rowwise layer's output and gradients from those of one rank."""
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(8, 6)
+    x = torch.randn(2, 4, 8)
+    grad = torch.randn(2, 4, 6)
+    mesh = init_device_mesh("cpu", (world_size,))
+    linear = parallelize_module(copy.deepcopy(plain), mesh, RowwiseLinear())
+    out = linear(x.chunk(world_size, -1)[rank])
+    out.backward(grad.chunk(world_size, 1)[rank])
+    expected = plain(x)
+    expected.backward(grad)
+    pairs = [
+        (out, expected.chunk(world_size, 1)[rank]),
+        (linear._parameters["weight"].grad.full_tensor(), plain.weight.grad),
+        (linear._parameters["bias"].grad.full_tensor(), plain.bias.grad),
+    ]
+    return max((one - other).abs().max().item() for one, other in pairs)
+
+
+def test_a_bias_of_a_rowwise_layer_is_added_once_under_tp(pool):
+    assert max(pool.run(compare_rowwise_bias, 2)) < 1e-5
 
 
 def count_wrong_norms(rank: int, world_size: int) -> list[float]:

@@ -41,13 +41,12 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
-        weights, routes = self.router(x)
+        weights, routes, counts = self.router(x)
         n_copies = routes.shape[-1]
         order = routes.flatten().argsort(
             stable=True
         )  # (R,): rows by expert; row r is copy r % K of token r // K
         place = invert(order)
-        counts = count_routes(routes, self.router.n_experts)
         tokens = x.flatten(0, 1)
         rows = take_rows(tokens, order // n_copies, place, n_copies)
         rows = self.experts(rows, counts.sum(0))
@@ -92,8 +91,8 @@ class Router(nn.Module):
             device=device,
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (B, S, D) -> weights (B, S, K) fp32 and routes (B, S, K) int64."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, S, D) -> weights (B, S, K) fp32, routes (B, S, K) int64, and routes per expert (B, E) int64."""
         logits = F.linear(x.float(), self.weight.float())  # (B, S, E)
         if self.args.router_scores == "softmax":
             scores = probabilities = logits.softmax(-1)
@@ -111,7 +110,7 @@ class Router(nn.Module):
         self.last_load = torch.cat([counts.sum(0), entropy[None]])
         if self.balance_loss:
             weights = AuxiliaryGradient.apply(weights, probabilities, counts, self)
-        return weights, routes
+        return weights, routes, counts
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the K best experts for each token: (B, S, E) -> (B, S, K). The bias affects only this choice."""
@@ -209,17 +208,8 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def count_routes(routes: Tensor, n_experts: int) -> Tensor:
     """Count the routes to each expert, per sequence: (B, S, K) -> (B, E) int64."""
-    n_sequences = len(routes)
-    offset = n_experts * torch.arange(n_sequences, device=routes.device)
-    index = routes + offset[:, None, None]
-    counts = torch.zeros(
-        n_sequences * n_experts,
-        dtype=torch.int64,
-        device=routes.device,
-    )
-    ones = torch.ones_like(index)
-    counts.scatter_add_(0, index.flatten(), ones.flatten())
-    return counts.view(-1, n_experts)
+    experts = torch.arange(n_experts, device=routes.device)
+    return (routes[..., None] == experts).sum((1, 2))
 
 
 def invert(order: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key, value
 
 @dataclass(frozen=True)
 class Kernel:
-    """Forward and backward of one kernel. The functions have the arguments of attend_cpu and attend_cpu_backward."""
+    """Forward and backward of one kernel, with the arguments of attend_cpu and attend_cpu_backward."""
 
     attend: Callable[..., Attention]
     attend_backward: Callable[..., Gradients]
@@ -53,9 +53,8 @@ def choose_kernel(query: Tensor) -> Kernel:
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the attention to more keys into (out, lse), both fp32, in place."""
-    weight = torch.sigmoid(
-        part_lse - lse
-    )  # weight of these keys in the softmax over all; cannot overflow
+    # Weight of these keys in the softmax over all keys. It cannot overflow.
+    weight = torch.sigmoid(part_lse - lse)
     out.lerp_(part_out.float(), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
@@ -64,62 +63,26 @@ def attend_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Atten
     return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
 
 
-def attend_cpu_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-) -> Gradients:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out,
-        query,
-        key,
-        value,
-        out,
-        lse,
-        0.0,
-        causal,
-    )
+def attend_cpu_backward(*inputs: Tensor, causal: bool) -> Gradients:
+    """`inputs`, here and below: grad_out, query, key, value, out, lse."""
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, causal)
 
 
 def attend_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Attention:
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        query,
-        key,
-        value,
-        None,
-        True,
-        0.0,
-        causal,
+        query, key, value, None, True, 0.0, causal
     )
     return out, lse.flatten(2)  # (B, H, S, 1)
 
 
-def attend_cudnn_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-) -> Gradients:
+def attend_cudnn_backward(*inputs: Tensor, causal: bool) -> Gradients:
+    *others, lse = inputs
     return aten._scaled_dot_product_cudnn_attention_backward(
-        grad_out,
-        query,
-        key,
-        value,
-        out,
+        *others,
         lse[..., None],
-        *no_random_state(query),
+        *no_random_state(lse),
         None,  # no bias
-        None,  # no cumulative lengths, because all sequences of a batch have the same length
-        None,
-        query.shape[2],
-        key.shape[2],
+        *describe_lengths(inputs),
         0.0,
         causal,
     )
@@ -130,35 +93,25 @@ def attend_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Att
     return out, lse
 
 
-def attend_flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-) -> Gradients:
+def attend_flash_backward(*inputs: Tensor, causal: bool) -> Gradients:
     return aten._scaled_dot_product_flash_attention_backward(
-        grad_out,
-        query,
-        key,
-        value,
-        out,
-        lse,
-        None,  # no cumulative lengths, because all sequences of a batch have the same length
-        None,
-        query.shape[2],
-        key.shape[2],
+        *inputs,
+        *describe_lengths(inputs),
         0.0,
         causal,
-        *no_random_state(query),
+        *no_random_state(inputs[0]),
     )
 
 
-def no_random_state(query: Tensor) -> tuple[Tensor, Tensor]:
+def describe_lengths(inputs: tuple[Tensor, ...]) -> tuple[None, None, int, int]:
+    """Return the lengths of queries and keys, without cumulative lengths: all sequences of a batch have the same."""
+    _, query, key, *_ = inputs
+    return None, None, query.shape[2], key.shape[2]
+
+
+def no_random_state(like: Tensor) -> tuple[Tensor, Tensor]:
     """Return an empty seed and offset, because there is no dropout."""
-    empty = torch.empty((), dtype=torch.int64, device=query.device)
+    empty = torch.empty((), dtype=torch.int64, device=like.device)
     return empty, empty
 
 

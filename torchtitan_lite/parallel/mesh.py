@@ -35,20 +35,18 @@ class Mesh:
     """The world mesh and its sub-meshes. Each has the process groups of this rank."""
 
     world: DeviceMesh  # (pp, dp_replicate, dp_shard, cp, tp)
-    fsdp_mesh: (
-        DeviceMesh  # for fully_shard: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
-    )
+    # For fully_shard: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
+    fsdp_mesh: DeviceMesh
     dp_cp_mesh: DeviceMesh  # 1-D: ranks with different tokens, dp_replicate x dp_shard x cp
     loss_mesh: DeviceMesh  # 1-D: ranks whose losses are summed, pp x dp x cp (all except tp)
     fsdp_nodes: Nodes | None  # for zero_plus_plus.py: the ranks of fsdp_mesh's last dim, by node
+    # For tied_embeddings.py: the ranks of the first and the last stage
+    ends: dist.ProcessGroup | None = None
     # None if the model has no experts:
     expert_fsdp_mesh: DeviceMesh | None = (
-        None  # for fully_shard of experts: (efsdp) or (dp_replicate, efsdp)
+        None  # for their fully_shard: (efsdp) or (dp_replicate, efsdp)
     )
     ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer
-    ends: dist.ProcessGroup | None = (
-        None  # for tied_embeddings.py: the ranks of the first and the last stage
-    )
     expert_fsdp_nodes: Nodes | None = None  # the ranks of expert_fsdp_mesh's last dim, by node
 
     # Cached, because indexing a mesh creates a new object each time, which takes 0.15 ms.
@@ -87,12 +85,15 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     )
     world = make_mesh(device_type, layout.degrees, one_rank)
     shard = join_dims(world, "dp_shard", "cp")
+    # FSDP shards over a 1-D mesh. With a second dim in front it also replicates, which adds an all-reduce.
+    fsdp_mesh = shard
+    replicated: tuple[str, ...] = ()
+    if layout.dp_replicate > 1:
+        replicated = ("dp_replicate",)
+        fsdp_mesh = DeviceMesh._concatenate([world["dp_replicate"], shard])
     mesh = Mesh(
         world=world,
-        # FSDP shards over a 1-D mesh. With a second dim in front it also replicates, which adds an all-reduce.
-        fsdp_mesh=DeviceMesh._concatenate([world["dp_replicate"], shard])
-        if layout.dp_replicate > 1
-        else shard,
+        fsdp_mesh=fsdp_mesh,
         dp_cp_mesh=join_dims(world, "dp_replicate", "dp_shard", "cp"),
         loss_mesh=join_dims(world, "pp", "dp_replicate", "dp_shard", "cp"),
         fsdp_nodes=split_by_node(shard, "fsdp", layout.fsdp_near),
@@ -107,12 +108,11 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         "ep": layout.ep,
     }
     experts = make_mesh(device_type, degrees, one_rank, new=("efsdp", "ep"))
-    shard = experts["efsdp"]
     return replace(
         mesh,
-        expert_fsdp_mesh=experts["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else shard,
+        expert_fsdp_mesh=experts[replicated + ("efsdp",)],
         ep=experts["ep"],
-        expert_fsdp_nodes=split_by_node(shard, "efsdp", layout.efsdp_near),
+        expert_fsdp_nodes=split_by_node(experts["efsdp"], "efsdp", layout.efsdp_near),
     )
 
 

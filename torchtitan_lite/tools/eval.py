@@ -51,7 +51,7 @@ def evaluate(options: Namespace) -> dict[str, object]:
         n_rows = max(1, BATCH_TOKENS // seq_len)
         windows = ValidationBatches(reader, global_batch_size=n_rows)
         model = build_model(source, device)
-        model.output.chunked_loss.chunk_tokens = CHUNK_TOKENS
+        model.output.chunk_tokens = CHUNK_TOKENS
 
         @torch.inference_mode()
         def compute_loss(batch: Batch) -> Tensor:

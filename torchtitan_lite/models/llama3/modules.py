@@ -31,14 +31,11 @@ class Llama3(nn.Module):
         self.model_args = model_args
         self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
         # A dict keyed by layer number: on a stage with layers 3 and 4, their FQNs still say 3 and 4.
-        self.layers = nn.ModuleDict(
-            {
-                str(layer): TransformerBlock(
-                    model_args, ATTENTION_MODULES[attention](), is_moe=model_args.is_moe(layer)
-                )
-                for layer in range(model_args.n_layers)
-            }
-        )
+        self.layers = nn.ModuleDict()
+        for layer in range(model_args.n_layers):
+            inner = ATTENTION_MODULES[attention]()
+            block = TransformerBlock(model_args, inner, is_moe=model_args.is_moe(layer))
+            self.layers[str(layer)] = block
         self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.output = Head(model_args.dim, model_args.vocab_size)
         if model_args.tie_embeddings:
@@ -75,18 +72,15 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.attention = Attention(model_args, inner_attention)
         self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
-        self.shared_experts = (
-            None  # a feed-forward for every token, in addition to its routed experts
-        )
+        self.feed_forward = FeedForward(model_args.dim, model_args.ffn_dim)
+        # A feed-forward for every token, in addition to its routed experts
+        self.shared_experts = None
         if is_moe:
             moe = model_args.moe
             self.feed_forward = MoE(model_args.dim, moe)
             if moe.n_shared_experts:
-                self.shared_experts = FeedForward(
-                    model_args.dim, moe.n_shared_experts * moe.expert_ffn_dim
-                )
-        else:
-            self.feed_forward = FeedForward(model_args.dim, model_args.ffn_dim)
+                ffn_dim = moe.n_shared_experts * moe.expert_ffn_dim
+                self.shared_experts = FeedForward(model_args.dim, ffn_dim)
 
     def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D). doc_ids: (B, S), or the result of the attention's `plan`."""
@@ -105,39 +99,38 @@ class Attention(nn.Module):
 
     def __init__(self, model_args: ModelArgs, inner: nn.Module):
         super().__init__()
-        self.head_dim = model_args.head_dim
-        self.wq = nn.Linear(
-            model_args.dim, model_args.n_heads * model_args.head_dim, bias=model_args.qkv_bias
-        )
-        self.wk = nn.Linear(
-            model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=model_args.qkv_bias
-        )
-        self.wv = nn.Linear(
-            model_args.dim, model_args.n_kv_heads * model_args.head_dim, bias=model_args.qkv_bias
-        )
-        self.wo = nn.Linear(model_args.n_heads * model_args.head_dim, model_args.dim, bias=False)
-        self.q_norm = (
-            nn.RMSNorm(model_args.head_dim, eps=model_args.norm_eps) if model_args.qk_norm else None
-        )
-        self.k_norm = (
-            nn.RMSNorm(model_args.head_dim, eps=model_args.norm_eps) if model_args.qk_norm else None
-        )
+        dim = model_args.dim
+        head_dim = model_args.head_dim
+        kv_dim = model_args.n_kv_heads * head_dim
+        bias = model_args.qkv_bias
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, model_args.n_heads * head_dim, bias=bias)
+        self.wk = nn.Linear(dim, kv_dim, bias=bias)
+        self.wv = nn.Linear(dim, kv_dim, bias=bias)
+        self.wo = nn.Linear(model_args.n_heads * head_dim, dim, bias=False)
+        self.q_norm = None
+        self.k_norm = None
+        if model_args.qk_norm:
+            self.q_norm = nn.RMSNorm(head_dim, eps=model_args.norm_eps)
+            self.k_norm = nn.RMSNorm(head_dim, eps=model_args.norm_eps)
         self.inner = inner
 
     def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         # The number of heads follows from the projections (-1), so TP can split the heads without changes here.
-        query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H or K, E)
-            for projection in (self.wq, self.wk, self.wv)
-        )
+        shape = (-1, self.head_dim)
+        query = self.wq(x).unflatten(-1, shape)  # (B, S, H, E)
+        key = self.wk(x).unflatten(-1, shape)  # (B, S, K, E)
+        value = self.wv(x).unflatten(-1, shape)
         if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, rotation), rotate(key, rotation)
-        heads = self.inner(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), doc_ids
-        )  # (B, H, S, E)
-        return self.wo(heads.transpose(1, 2).flatten(2))
+            query = self.q_norm(query)
+            key = self.k_norm(key)
+        query = rotate(query, rotation).transpose(1, 2)
+        key = rotate(key, rotation).transpose(1, 2)
+        value = value.transpose(1, 2)
+        heads = self.inner(query, key, value, doc_ids)  # (B, H, S, E)
+        heads = heads.transpose(1, 2)
+        return self.wo(heads.flatten(2))
 
 
 class FeedForward(nn.Module):
