@@ -124,10 +124,12 @@ def read_checksums(folder: Path) -> dict[str, str]:
     return checksums
 
 
-def find_damage(folder: Path, names: list[str]) -> list[str]:
-    """Hash these files. Return one sentence for each file that has changed."""
+def require_undamaged(folder: Path, part: int = 0, n_parts: int = 1) -> None:
+    """Hash one of `n_parts` of the files. Raises DamagedCheckpoint with those that have changed."""
     checksums = read_checksums(folder)
-    return files.find_damage({folder / name: checksums[name] for name in names})
+    names = sorted(checksums)[part::n_parts]
+    if damage := files.find_damage({folder / name: checksums[name] for name in names}):
+        raise DamagedCheckpoint("; ".join(damage))
 
 
 def parse_model_args(manifest: Manifest) -> ModelArgs:
