@@ -55,7 +55,7 @@ def make_saver(
     folder: str | Path, section: Checkpoint, optimizer: Optimizer | None = None
 ) -> CheckpointSaver:
     optimizer = optimizer or torch.optim.SGD([torch.zeros(1)])
-    options = {"fingerprint": FINGERPRINT, "run": {}, "device": torch.device("cpu")}
+    options = {"manifest": Manifest(0, FINGERPRINT, {}), "device": torch.device("cpu")}
     return CheckpointSaver(
         Path(folder), section, optimizer, group=dist.new_group(backend="gloo"), **options
     )
@@ -65,12 +65,9 @@ def make_snapshots(
     folder: str | Path, section: Checkpoint, run: build.Run, n_hosts: int = 1
 ) -> Snapshots:
     place = Place(dist.get_rank(), dist.get_world_size(), 0, n_hosts, 0)
-    options = {
-        "optimizer": run.optimizer,
-        "fingerprint": {"shape": asdict(run.parts[0].model_args)},
-        "run": describe_run(run.config, {}, {}),
-        "device": run.device,
-    }
+    fingerprint = {"shape": asdict(run.parts[0].model_args)}
+    manifest = Manifest(0, fingerprint, describe_run(run.config, {}, {}))
+    options = {"optimizer": run.optimizer, "manifest": manifest, "device": run.device}
     return Snapshots(Path(folder), section, place, dist.group.WORLD, **options)
 
 

@@ -116,23 +116,6 @@ def test_a_damaged_file_is_refused_by_its_name(folder, group, name):
     assert_damaged(folder / "step-8", group, str(folder / "step-8" / file))
 
 
-def fall_back(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, torch.Tensor]]:
-    """Worker: return the step that was loaded, and its tensors."""
-    tensors, group = make_tensors(0), dist.group.WORLD
-    found = [loading.Saved(step, Path(folder, f"step-{step}"), group) for step in (4, 8)]
-    return loading.load_newest(found, tensors, verify=True, group=group).step, tensors
-
-
-def test_all_ranks_load_the_newest_undamaged_checkpoint(pool, folder, group, caplog):
-    flip_bit(folder / "step-8" / SECOND)
-    for step, tensors in [*pool.run(fall_back, 3, str(folder)), fall_back(0, 1, str(folder))]:
-        assert step == 4 and all(
-            torch.equal(tensors[name], tensor) for name, tensor in make_tensors(4).items()
-        )
-    assert "DAMAGED CHECKPOINT" in caplog.text and str(folder / "step-8" / SECOND) in caplog.text
-    assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-8"]
-
-
 def test_a_damaged_checkpoint_is_renamed_and_never_replaced(folder):
     for earlier in ("step-8.damaged", "step-8.damaged-2"):
         (folder / earlier).mkdir()

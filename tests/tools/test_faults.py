@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -18,25 +17,26 @@ import torch
 import torch.distributed as dist
 import warm_start
 from checkpoints import flip_bit, list_differing, make_saver, make_snapshots, train, whole_state
-from layouts import MOE, PP, REPLICATE, TP
+from layouts import MOE, PP, REPLICATE, TP, TWO_LAYERS
 
 from torchtitan_lite import REPOSITORY
+from torchtitan_lite.__main__ import main
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.config.schema import Checkpoint, Comm
 from torchtitan_lite.faults import start as start_module
 from torchtitan_lite.faults.copies import compare_copies
 from torchtitan_lite.faults.flight_recorder import find_deviation, summarize
+from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.parallel.tied_embeddings import TiedMatrix
 from torchtitan_lite.tools.check import check
 from torchtitan_lite.tools.faults.hang import explain
 from torchtitan_lite.tools.plan.pulse import VARIABLES, judge
-from torchtitan_lite.tools.verify.ranks import RankPool
 
 SHARD = "parallelism.data_parallel_shard_degree"
 
@@ -262,42 +262,27 @@ def test_a_step_that_calls_something_else_than_the_last_one_is_noticed():
     assert "[[5]]" in find_deviation([*last, {**now[0], "sizes": [[5]]}], (0, 4), 10)
 
 
-def dump_recorder(rank: int, world_size: int, folder: str) -> None:
-    """Worker: rank 0 calls twice and rank 1 once; then each writes its flight recorder, as NCCL does on a time-out."""
-    group = dist.new_group(backend="gloo", group_desc="mesh_tp")
-    dist.all_reduce(torch.ones(2), group=group)
-    work = dist.all_reduce(torch.ones(2), group=group, async_op=True) if rank == 0 else None
-    is_recorded = False  # completed calls are marked by another thread
-    while not is_recorded:
-        dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
-        is_recorded = [entry["retired"] for entry in dump["entries"]].count(False) == (rank == 0)
-    dump["pg_config"] = {
-        "1": {"name": group.group_name, "desc": "mesh_tp", "ranks": "[0, 1]"}
-    }  # gloo leaves it empty
-    (Path(folder) / f"rank_{rank}").write_bytes(pickle.dumps(dump))
-    dist.barrier()
-    if rank == 1:
-        dist.all_reduce(torch.ones(2), group=group)
-    else:
-        work.wait()
+def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, capsys):
+    assert main(["hang", str(tmp_path)]) == 2 and "no rank-*.json" in capsys.readouterr().err
+    folder = tmp_path / "hang" / "restart-0"
+    folder.mkdir(parents=True)
+    file = make_file(0, "T", {"calls": WAITS})
+    (folder / "rank-00000.json").write_text(json.dumps(file))
+    assert main(["hang", str(tmp_path)]) == 0
+    assert "rank 1 (tp 1) is missing from call 7" in capsys.readouterr().out
 
 
-def test_the_tool_hang_reads_dumps_of_a_flight_recorder_without_executing_code(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
-    from_ranks = tmp_path / "comm_traces"
-    from_ranks.mkdir()
-    with RankPool() as pool:  # of processes with that variable
-        pool.run(dump_recorder, 2, str(from_ranks))
-    command = [sys.executable, "-m", "torchtitan_lite", "hang", str(tmp_path)]
-    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert answer.returncode == 0 and "rank 1" in answer.stdout and "call 2" in answer.stdout, (
-        answer
-    )
-    (from_ranks / "rank_0").write_bytes(pickle.dumps(os.getcwd))
-    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert answer.returncode != 0 and "TypeError" in answer.stderr
+def open_watch(rank: int, world_size: int, folder: str) -> None:
+    run = compare.build_table_run(world_size, {})
+    HangWatch(Path(folder), Comm(), run.mesh, 0, dist.group.WORLD)
+
+
+def test_a_start_on_fewer_ranks_removes_the_hang_files_of_the_earlier_start(pool, tmp_path):
+    earlier = tmp_path / "hang" / "restart-0" / "rank-00007.json"
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
+    pool.run(open_watch, 2, str(tmp_path))
+    assert not earlier.exists()
 
 
 # ---------------------------------------------------------------- silent damage
@@ -316,7 +301,7 @@ def flip_each_tensor(
     rank: int, world_size: int, overrides: dict
 ) -> tuple[list[str], dict[str, str]]:
     """Worker: flip one bit of each tensor in a checkpoint on rank 1. Return those with a copy, and what is said."""
-    run = compare.build_table_run(world_size, overrides)
+    run = compare.build_table_run(world_size, overrides | TWO_LAYERS)
     train(run, range(1))
     tensors = name_tensors(run.saved, run.optimizer)
     shards = {name: compare.local(tensor) for name, tensor in tensors.items()}
@@ -535,7 +520,7 @@ def test_snapshots_belong_to_one_dump_folder_and_go_when_the_run_ends(pool, tmp_
 
 CHANGED = {
     "nothing": ({}, 2),
-    "noted": ({"optimizer.lr": 0.5, "training.max_norm": 7.0}, 2),
+    "noted": ({"optimizer.lr": 0.25, "training.max_norm": 7.0}, 2),
     "refused": ({"debug.seed": 9}, "debug.seed = 9: "),
     "last step": ({"training.steps": 2}, "is already at step 2"),
     "another layout": ({SHARD: 2, TP: 2}, 0),

@@ -72,7 +72,7 @@ OFFSETS = "saved_offsets"
 class CheckpointSaver:
     """Saves to `folder` according to [checkpoint]. A context manager: leaving it waits for the save in flight.
 
-    `fingerprint` must match when a run resumes; `run` is for people. `group` has all ranks, uses gloo, and is only for
+    `manifest` gives the fingerprint and the description of the run. `group` has all ranks, uses gloo, and is only for
     this saver, because two threads that share a group can deadlock. After a step that saves, `record` is called with
     "save", the step, the path and the seconds. faults/snapshots.py has a subclass.
     """
@@ -86,8 +86,7 @@ class CheckpointSaver:
         section: Checkpoint,
         optimizer: Optimizer,
         *,
-        fingerprint: dict[str, object],
-        run: dict[str, object],
+        manifest: Manifest,
         group: dist.ProcessGroup,
         device: torch.device,
         record: Callable[..., None] | None = None,
@@ -95,11 +94,9 @@ class CheckpointSaver:
         self.folder = folder
         self.section = section
         self.optimizer = optimizer
-        self.fingerprint = fingerprint
-        self.run = run
+        self.manifest = manifest
         self.group = group
         self.record = record
-        self.n_kept = {"keep_latest_k": section.keep_latest_k, "keep_every_m": section.keep_every_m}
         self.in_flight: Future | None = None
         self.stager = None
         self.thread = None
@@ -174,8 +171,7 @@ class CheckpointSaver:
             tensors = tensors.result()
         final = self.folder / f"step-{step}"
         rank = self.group.rank()
-        manifest = Manifest(step, self.fingerprint, self.run, {})
-        writer = StorageWriter(final, manifest, rank)
+        writer = StorageWriter(final, replace(self.manifest, step=step), rank)
         planner = self.planner(flatten_state_dict=False)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
@@ -187,7 +183,7 @@ class CheckpointSaver:
         if rank == 0:
             logger.log(self.log_level, f"saved checkpoint {final}")
             try:
-                prune(self.folder, **self.n_kept)
+                prune(self.folder, self.section)
             except OSError as error:  # the new checkpoint is saved anyway
                 logger.error(f"an old checkpoint cannot be deleted: {error}")
         # Wait here while rank 0 deletes, not in the next step with its shorter time-out.
@@ -210,10 +206,7 @@ class CheckpointSaver:
 
 
 class StorageWriter(dcp.HuggingFaceStorageWriter):
-    """Writes the shards that DCP planned for this rank. Rank 0 also creates the folder and commits it.
-
-    `manifest` has no tensors yet.
-    """
+    """Writes the shards that DCP planned for this rank. Rank 0 also creates the folder and commits it."""
 
     def __init__(self, final: Path, manifest: Manifest, rank: int):
         super().__init__(str(name_unfinished(final)), save_distributed=True)
@@ -267,8 +260,8 @@ class StorageWriter(dcp.HuggingFaceStorageWriter):
                 chunks.append(Chunk(file, tuple(box.offsets), tuple(box.sizes)))
             dtype = str(saved.properties.dtype).removeprefix("torch.")
             tensors[name] = TensorRecord(dtype, tuple(saved.size), tuple(chunks))
-        manifest = replace(self.manifest, tensors=tensors)
-        write_manifest(name_unfinished(self.final), manifest, hashes)
+        unfinished = name_unfinished(self.final)
+        write_manifest(unfinished, replace(self.manifest, tensors=tensors), hashes)
         commit(self.final)
 
 

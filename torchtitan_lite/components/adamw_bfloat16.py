@@ -44,9 +44,8 @@ class AdamWBFloat16(AdamW):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             # Largest first, because inductor tunes the kernel for all sizes on the second size that it sees.
-            parameters = sorted(
-                (p for p in group["params"] if p.grad is not None), key=Tensor.numel, reverse=True
-            )
+            parameters = [p for p in group["params"] if p.grad is not None]
+            parameters.sort(key=Tensor.numel, reverse=True)
             keys = {key: group[key] for key in ("weight_decay", "eps", "amsgrad", "maximize")}
             keys["beta1"], keys["beta2"] = group["betas"]
             for parameter in parameters:
@@ -79,26 +78,24 @@ class AdamWBFloat16(AdamW):
             rows = [tensor.view(shape) for tensor in tensors]
             lr = torch.full_like(n_steps, lr)  # every new value of a Python number would recompile
             self.compiled_update(*rows, n_steps, lr, self.grad_scale, self.found_inf, keys)
-        else:
-            self.update_fused(*tensors, n_steps, lr, keys)
-
-    def update_fused(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        first: Tensor,
-        second: Tensor,
-        n_steps: Tensor,
-        lr: float,
-        keys: dict,
-    ) -> None:
-        moments = [first.float(), second.float()]
-        lists = [weight], [gradient], *([moment] for moment in moments), [], [n_steps.clone()]
+            return
+        weight, gradient, *moments = tensors
+        precise = [moment.float() for moment in moments]
         adamw(
-            *lists, fused=True, grad_scale=self.grad_scale, found_inf=self.found_inf, lr=lr, **keys
+            [weight],
+            [gradient],
+            precise[:1],
+            precise[1:],
+            [],
+            [n_steps.clone()],
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            lr=lr,
+            **keys,
         )
-        first.copy_(moments[0])
-        second.copy_(moments[1])
+        for moment, updated in zip(moments, precise, strict=True):
+            moment.copy_(updated)
 
 
 def update_unless(

@@ -10,15 +10,12 @@ IN_THREADS = ("host", "saver", "snapshot")
 VARYING = "all_to_all"  # experts: sizes differ between ranks and steps
 
 
-def list_calls(
-    dump: dict, ranks: dict[str, list[int]], main_thread: int | None = None
-) -> list[dict]:
+def list_calls(dump: dict, ranks: dict[str, list[int]], main_thread: int) -> list[dict]:
     """Return the calls in a dump, except those of checkpoint threads. `ranks` has the ranks of a group by its name."""
     calls = []
     for entry in dump.get("entries", []):
         name, description = entry["process_group"]
-        is_beside = int(entry.get("thread_id", -1)) != main_thread
-        if description in IN_THREADS and is_beside:
+        if description in IN_THREADS and int(entry["thread_id"]) != main_thread:
             continue
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
         call = {

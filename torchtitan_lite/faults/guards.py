@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.build import Run
+from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
 from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.faults.copies import compare_copies
@@ -33,10 +34,10 @@ class Guards:
         self.restarts = place.restarts
         self.groups = groups
         published = plan.weights.published if plan.weights else {}
+        described = describe_run(run.config, run.layout.degrees, published)
         self.saving = {
             "optimizer": run.optimizer,
-            "fingerprint": fingerprint,
-            "run": describe_run(run.config, run.layout.degrees, published),
+            "manifest": Manifest(0, fingerprint, described),
             "device": run.device,
         }
         self.snapshots = Snapshots(

@@ -51,7 +51,10 @@ class HangWatch:
         self.file = self.folder / f"rank-{self.rank:05}.json"
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier start
-        used = {dim: at for dim, at in mesh.coordinates().items() if mesh.world[dim].size() > 1}
+        used = {}
+        for dim, coordinate in mesh.coordinates().items():
+            if mesh.world[dim].size() > 1:
+                used[dim] = coordinate
         own = (socket.gethostname(), os.getpid(), describe_rank(self.rank, used))
         self.ranks: list[tuple[str, int, str]] = [own] * group.size()  # host, process, name
         dist.all_gather_object(self.ranks, own, group=group)
@@ -64,20 +67,20 @@ class HangWatch:
     def begin(self, step: int) -> None:
         """Note that a step begins."""
         self.step = step
-        self.phase = "step"
-        self.began_s = time.monotonic()
         self.began_ns = time.time_ns()
+        self.began_s = time.monotonic()
+        self.limit_s = self.choose_limit_s()
 
     def end(self) -> None:
-        """Note that the step has ended. Validation, saves and logs follow."""
+        """Note that the step has ended. Validation, saves and logs follow, and may take longer than a step."""
         self.durations_s.append(time.monotonic() - self.began_s)
         self.last_step_ns = (self.began_ns, time.time_ns())
-        self.phase = "after"
+        self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         self.began_s = time.monotonic()
 
-    def limit_s(self) -> float:
-        """Return the seconds after which this is a hang. The first step, and saves and validation, may take longer."""
-        if not self.durations_s or self.phase != "step":
+    def choose_limit_s(self) -> float:
+        """Return the seconds after which a step is a hang. The first step may take longer."""
+        if not self.durations_s:
             return SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         if self.section.hang_seconds > 0:
             return self.section.hang_seconds
@@ -95,7 +98,7 @@ class HangWatch:
 
     def watch(self) -> None:
         while not self.leaving.wait(1.0):
-            is_late = time.monotonic() - self.began_s > self.limit_s()
+            is_late = time.monotonic() - self.began_s > self.limit_s
             if is_late and not self.file.exists():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 unfinished = self.file.with_suffix(".tmp")
@@ -118,9 +121,6 @@ class HangWatch:
             if name == own_host:
                 host[rank] = (pid, read_state(pid), described)
         calls = read_recorder(main_thread)
-        deviation = ""
-        if self.phase == "step":
-            deviation = find_deviation(calls, self.last_step_ns, self.began_ns)
         waits_for = find_wait_in_pipeline(frames)
         senders = {"fwd_recv": self.rank - self.stage_size, "bwd_recv": self.rank + self.stage_size}
         return {
@@ -131,7 +131,7 @@ class HangWatch:
             "host": host,
             "stack": stack,
             "groups": summarize(calls),
-            "deviation": deviation,
+            "deviation": find_deviation(calls, self.last_step_ns, self.began_ns),
             "waits_for": waits_for,
             "sender": senders.get(waits_for),
         }

@@ -450,7 +450,7 @@ Start it on every host with the environment of the run, or TOOL=pulse ./run_trai
 
 def make_hang_parser() -> ArgumentParser:
     description = """
-Which rank makes the others wait? Reads what hanging ranks wrote, or NCCL's flight-recorder dumps.
+Which rank makes the others wait? Reads what hanging ranks wrote.
 
 The launcher prints the same paragraph when a step takes longer than comm.hang_seconds."""
     parser = make_parser(

@@ -30,6 +30,7 @@ from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from torchtitan_lite.build import Run
+from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.load import Saved, restore
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
@@ -243,8 +244,7 @@ def compare_runs(config: Config, folder: Path) -> dict:
             with CheckpointSaver(
                 path,
                 optimizer=run.optimizer,
-                fingerprint={},
-                run={},
+                manifest=Manifest(0, {}, {}),
                 device=device,
                 section=section,
                 group=group,

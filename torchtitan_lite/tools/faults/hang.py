@@ -1,7 +1,7 @@
 """Say which rank makes the others wait: during a run, or afterwards from the files that hanging ranks wrote.
 
     FOLDER/hang/restart-N/rank-00003.json    faults/hang_watch.py
-    FOLDER/comm_traces/rank_3                NCCL's flight recorder, on a time-out; has no stack and no process state
+    FOLDER/comm_traces/rank_3                NCCL's flight recorder, on a time-out: read it with torch's `torchfrtrace`
 
     ranks        files with     a collective that has not completed, or a wait in the pipeline: they wait
     0 1 2 . 4    no file        stopped, ended, or busy without releasing the GIL: /proc on its host tells which
@@ -13,15 +13,12 @@ unknown.
 
 import json
 import os
-import pickle
 import sys
 import time
 from argparse import Namespace
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-
-from torchtitan_lite.faults.flight_recorder import list_calls, summarize
 
 LOOK_EVERY_S = 1.0
 WAIT_FOR_RANKS_S = 2.0
@@ -39,15 +36,10 @@ DISK = ("fsync", "write", "read", "sync_folder", "hash_file")  # functions
 
 def main(options: Namespace) -> int:
     folders = {path.parent for path in options.folder.rglob("restart-*/rank-*.json")}
-    if folders:
-        files = read_files(max(folders, key=os.path.getmtime))
-    else:
-        files = read_dumps(options.folder)
-    if not files:
-        missing = "has no files of hanging ranks: no rank-*.json and no rank_N"
-        print(f"{options.folder} {missing}", file=sys.stderr)
+    if not folders:
+        print(f"{options.folder} has no files of hanging ranks: no rank-*.json", file=sys.stderr)
         return 2
-    culprits, text = explain(files)
+    culprits, text = explain(read_files(max(folders, key=os.path.getmtime)))
     print(text)
     return 0 if culprits else 1
 
@@ -72,37 +64,6 @@ def read_files(folder: Path) -> dict[int, dict]:
     for path in sorted(folder.glob("rank-*.json")):
         file = json.loads(path.read_text())
         files[file["rank"]] = file
-    return files
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Reads pickles of plain values. Code in a pickle is never imported: it ends in a TypeError."""
-
-    find_class = None
-
-
-def read_dumps(folder: Path) -> dict[int, dict]:
-    """Return NCCL's dumps by rank, in the form of hang_watch.py."""
-    files = {}
-    for path in sorted(folder.rglob("rank_*")):
-        rank = int(path.name.removeprefix("rank_"))
-        with open(path, "rb") as file:
-            dump = PlainUnpickler(file).load()
-        ranks = {}
-        for row in dump["pg_config"].values():
-            ranks[row["name"]] = json.loads(row["ranks"])
-        files[rank] = {
-            "rank": rank,
-            "world_size": max([rank, *sum(ranks.values(), [])]) + 1,
-            "step": "unknown",
-            "seconds": 0,
-            "host": {str(rank): ("unknown", "", f"rank {rank}")},
-            "stack": ["an unknown place, because dumps have no stack"],
-            "groups": summarize(list_calls(dump, ranks)),
-            "deviation": "",
-            "waits_for": "",
-            "sender": None,
-        }
     return files
 
 
