@@ -117,7 +117,7 @@ def main(args: list[str], stop: StopRequest) -> int:
             # all ranks, after the first step only: a barrier, then shorter time-outs
             log.after_step(step, result, validation)
             is_stopped = stop_signal > 0 and step < last
-            # all ranks, if due: gather of the plans of all ranks, broadcast of the whole plan, barrier after the commit
+            # all ranks, if due: rank 0 gathers lists of shards, and scatters who writes which; then a barrier
             guards.save(step, is_stopped=is_stopped)
             if is_stopped:
                 ngpu = os.environ.get("NGPU")

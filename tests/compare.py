@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -114,14 +113,8 @@ def ranks_inside(pool, context: Callable[[], AbstractContextManager]) -> RunRank
     return run_ranks
 
 
-def all_ranks_agree(rank: int, world_size: int, value: object) -> bool:
-    """Worker: whether every rank was given the same value. Used to test the pool itself."""
-    values: list = [None] * world_size
-    dist.all_gather_object(values, value)
-    return all(one == values[0] for one in values)
-
-
-def fail_on(rank: int, world_size: int, failing_rank: int) -> None:
+def fail_on(rank: int, world_size: int, failing_rank: int) -> int:
     """Worker: dies without a word on one rank."""
     if rank == failing_rank:
         os._exit(3)
+    return rank

@@ -28,7 +28,8 @@ def write_forks(folder: Path) -> None:
         ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     for name in listed.stdout.splitlines():
-        if not name.startswith(("tests/", "assets/benchmarks/")) and (REPOSITORY / name).exists():
+        is_needed = not name.startswith(("tests/", "assets/benchmarks/"))
+        if is_needed and (REPOSITORY / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / name, folder / name)
     for fork in FORKS.values():
@@ -40,8 +41,9 @@ def write_forks(folder: Path) -> None:
         for name, rows in fork.rows.items():
             lines = (folder / name).read_text().splitlines()
             for opening, row in rows:
-                (at,) = [number for number, line in enumerate(lines) if line.startswith(opening)]
-                lines.insert(at + 1, row)
+                opened = [line.startswith(opening) for line in lines]
+                assert opened.count(True) == 1
+                lines.insert(opened.index(True) + 1, row)
             (folder / name).write_text("\n".join(lines) + "\n")
 
 

@@ -231,8 +231,6 @@ CROSSES = {
     ),
     "pp2 x ddp2 x tp2 tied": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TIED, **TWO_LAYERS}),
     "pp2 x dp2 x tp2 DualPipeV": Row(8, {PP: 2, TP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
-    "pp2 x dp2 x tp2 offloaded": Row(8, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
-    "experts, dp8, ep8": Row(8, {**MOE, EP: 8}),
     "experts, dp2, ep2, offloaded": Row(2, {**MOE, EP: 2, **OFFLOAD}),
     "experts, dp2, ep2, compile, budget": Row(2, {**MOE, EP: 2, **BUDGET}),
     "experts, dp2, ep2, 12 layers, accumulation 4": Row(

@@ -128,7 +128,7 @@ def count_head_peak_bytes(
     with fake_tensors(), meter.watching():
         head = Head(dim, vocab_size)
         head.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
-        head.chunked_loss.chunk_tokens = chunk_tokens
+        head.chunk_tokens = chunk_tokens
         hidden = torch.empty(1, n_tokens, dim, dtype=dtype, requires_grad=True)
         targets = torch.zeros(1, n_tokens, dtype=torch.int64)
         meter.restart()

@@ -53,14 +53,13 @@ SOURCES = (
     "checkpoint.load_step",
     "job.dump_folder",
 )
-# On a CPU, unless the user sets them or a step is as small. A step of one such sequence on each of two ranks takes a
-# 135M model about a minute on two cores.
-CPU_TOKENS = 2048  # per step
-CPU_DEFAULTS = {
-    "training.seq_len": 512,
-    "training.local_batch_size": 1,
-    "training.global_batch_size": -1,
-}
+# On a CPU, a step of more tokens than this gets shorter sequences and smaller batches, unless the user sets them. Then
+# a step of a 135M model takes less than two minutes on two cores (November 2026).
+CPU_TOKENS = 2048
+CPU_SEQ_LEN = 512
+# Sections that the rules of check_run and check_machine read; the layout depends on the first three
+LAYOUT_SECTIONS = {"model", "training", "parallelism"}
+RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compile", "profiling"}
 
 
 def preflight(
@@ -81,13 +80,13 @@ def preflight(
     unread = [problem.key for problem in run.problems]
     if "job.config_file" in unread:  # no key of that file is known
         raise ConfigError(run.problems)
-    if not unread:
+    sections = {key.partition(".")[0] for key in unread}
+    if not sections & RULED_SECTIONS:
         run.problems += check_run(run.config) + check_machine(run.config, machine)
     run.problems += check_files(run.config, restarted)
     if not set(SOURCES) & set(unread):
         open_tokenizer(run)
-        sections = {key.partition(".")[0] for key in unread}
-        if not sections & {"model", "training", "parallelism"}:
+        if not sections & LAYOUT_SECTIONS:
             plan(run, args, machine, n_ranks, n_hosts)
     run.problems += check_data(run.config, run.tokenizer)
     section = run.config.checkpoint
@@ -166,31 +165,36 @@ def adapt_to_weights(run: Prepared) -> None:
     if context < training.seq_len and "training.seq_len" not in run.chosen:
         run.change("training.seq_len", context, "the context length of the weights")
     if weights.model_args.moe and "training.expert_bias_rate" not in run.chosen:
-        rate = 0.0
-        why = "because Hugging Face formats have no expert bias"
+        rate = 0.0  # Hugging Face formats have no expert bias
         if weights.manifest:
             rate = weights.manifest.run["config"]["training"]["expert_bias_rate"]
-            why = f"as in the run that saved {weights.path}"
         if rate != training.expert_bias_rate:
-            run.change("training.expert_bias_rate", rate, why)
-    lr = run.config.optimizer.lr
-    if lr > HIGHEST_LR:
-        advice = "is high for trained weights; finetune.toml uses 1e-5"
-        run.notices.append(f"optimizer.lr = {lr:g} {advice}")
+            run.change("training.expert_bias_rate", rate, f"as for the weights in {weights.path}")
+    if run.config.optimizer.lr > HIGHEST_LR:
+        high = f"optimizer.lr = {run.config.optimizer.lr:g} is high for trained weights"
+        run.notices.append(f"{high}; finetune.toml uses 1e-5")
 
 
 def adapt_to_cpu(run: Prepared) -> None:
     """Use short sequences and small batches if a step has too many tokens for a CPU."""
     training = run.config.training
-    n_sequences = max(training.local_batch_size, training.global_batch_size)
+    n_sequences = training.global_batch_size
+    if n_sequences == -1:
+        n_sequences = training.local_batch_size  # of each rank
     is_pipeline = run.config.parallelism.pipeline_parallel_degree > 1
     if is_pipeline or n_sequences * training.seq_len <= CPU_TOKENS:
         return
-    for key, value in CPU_DEFAULTS.items():
-        if key not in run.chosen:
-            run.config = with_value(run.config, key, value)
-    small = "sequences of 512 tokens, and one of them per rank and step"
-    run.notices.append(f"unless you set {', '.join(CPU_DEFAULTS)}, a CPU gets {small}")
+    if "training.seq_len" not in run.chosen and training.seq_len > CPU_SEQ_LEN:
+        training = replace(training, seq_len=CPU_SEQ_LEN)
+    if "training.local_batch_size" not in run.chosen:
+        training = replace(training, local_batch_size=1)
+        if "training.global_batch_size" not in run.chosen:
+            training = replace(training, global_batch_size=-1)
+    run.config = replace(run.config, training=training)
+    small = f"sequences of at most {CPU_SEQ_LEN} tokens, and one of them per rank and step"
+    run.notices.append(
+        f"on a CPU, training has {small}, unless you set training.seq_len and batch sizes"
+    )
 
 
 # ---------------------------------------------------------------- checking

@@ -13,7 +13,7 @@ from measure_memory import count_head_peak_bytes
 from torchtitan_lite.model.head import IGNORE_INDEX, Head
 from torchtitan_lite.parallel import tensor_parallel
 from torchtitan_lite.parallel.exchange import Ranks
-from torchtitan_lite.parallel.tensor_parallel import ShardedLoss
+from torchtitan_lite.parallel.tensor_parallel import combine_shards
 
 ROWS, SEQ_LEN, DIM, VOCAB = 3, 20, 16, 50
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -34,7 +34,7 @@ def make_case(dtype: torch.dtype = torch.float32) -> tuple[Head, torch.Tensor, t
 
 def run_head(head: Head, hidden: torch.Tensor, targets: torch.Tensor, chunk_tokens: int) -> Tensors:
     """Loss per 7 tokens, gradients of hidden states and weight. chunk_tokens 0: one chunk."""
-    head.chunked_loss.chunk_tokens = chunk_tokens
+    head.chunk_tokens = chunk_tokens
     head.weight.grad, hidden = None, hidden.clone().requires_grad_()
     loss = head(hidden, targets) / 7
     loss.backward()
@@ -90,17 +90,16 @@ def test_in_bfloat16_a_token_that_is_almost_certain_still_has_a_gradient():
 
 def test_logits_of_any_size_neither_overflow_nor_vanish():
     head, hidden, targets = make_case()
-    hidden *= torch.tensor([1e-4, 1.0, 1e4])[
-        :, None, None
-    ]  # logits up to 1e5; exp(89) is more than fp32 holds
-    for value, truth in zip(
-        run_head(head, hidden, targets, 7), compute_in_float64(head, hidden, targets), strict=True
-    ):
+    sizes = torch.tensor([1e-4, 1.0, 1e4])  # logits up to 1e5; exp(89) is more than fp32 holds
+    hidden *= sizes[:, None, None]
+    found = run_head(head, hidden, targets, 7)
+    for value, truth in zip(found, compute_in_float64(head, hidden, targets), strict=True):
         assert compare.relative_error(value, truth) < 1e-6
     far = torch.tensor([[-1e4], [1.0], [1e4]])  # of two tp ranks: the same log of a sum twice
     with patch.object(tensor_parallel, "all_gather", lambda own, ranks, dim: torch.cat([own, own])):
-        log_total, _ = ShardedLoss(head.weigh_total, 0, Ranks(0, 2, "tp")).combine(far, far)
-    assert compare.relative_error(log_total, far.double() + math.log(2)) < 1e-6
+        log_total, _ = combine_shards(Ranks(0, 2, "tp"), far, far)
+    expected = far.double() + math.log(2)
+    assert compare.relative_error(log_total, expected) < 1e-6
 
 
 def test_without_a_counted_target_loss_and_gradients_are_zero():
@@ -112,7 +111,7 @@ def test_without_a_counted_target_loss_and_gradients_are_zero():
 def test_a_second_backward_gives_the_same_gradient():
     # A schedule that splits its backward asks for gradients of inputs and of weights one after the other.
     head, hidden, targets = make_case()
-    head.chunked_loss.chunk_tokens = 7
+    head.chunk_tokens = 7
     loss = head(hidden.requires_grad_(), targets)
     (first,) = torch.autograd.grad(loss / 7, hidden, retain_graph=True)
     second, of_weight = torch.autograd.grad(loss / 7, (hidden, head.weight))

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.moe import list_moes
-from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
@@ -121,14 +121,14 @@ def test_logits_and_gradients_are_those_of_transformers(name):
     ours = build_ours(args)
     theirs = build_theirs(args, ours)
     generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(
-        args.vocab_size, (2, 300), generator=generator
-    )  # longer than original_length
-    targets = torch.randint(args.vocab_size, (2, 300), generator=generator)
+    shape = (2, 300)  # longer than original_length
+    tokens = torch.randint(args.vocab_size, shape, generator=generator)
+    targets = torch.randint(args.vocab_size, shape, generator=generator)
     targets[0, :100] = IGNORE_INDEX
     positions = torch.arange(300).expand(2, -1)
 
-    logits, their_logits = ours(tokens, positions=positions), theirs(tokens).logits
+    logits = ours(tokens, positions=positions)
+    their_logits = theirs(tokens).logits
     assert (logits - their_logits).abs().max() < 2e-5
 
     loss_sum = ours(tokens, positions=positions, targets=targets)
@@ -143,6 +143,11 @@ def test_logits_and_gradients_are_those_of_transformers(name):
         assert difference < 1e-5, f"gradient of {name} is off by {difference:.1e}"
 
 
+def keep(seen: dict, key: object, part: slice, module, inputs, output) -> None:
+    """Forward hook."""
+    seen[key] = output[part]
+
+
 @pytest.mark.parametrize("name", MOES)
 def test_routes_and_their_weights_are_those_of_transformers(name):
     args = FLAVORS[name]
@@ -154,14 +159,15 @@ def test_routes_and_their_weights_are_those_of_transformers(name):
         for n, block in enumerate(theirs.model.layers)
         if hasattr(block.mlp, "gate")
     }
-    for side, routers in (("ours", {n: m.router for n, m in list_moes(ours)}), ("theirs", gates)):
-        for layer, router in routers.items():
-            router.register_forward_hook(
-                lambda router, inputs, output, key=(side, layer): seen.update({key: output[-2:]})
-            )
+    router_of = {n: moe.router for n, moe in list_moes(ours)}
+    for layer, gate in gates.items():
+        keep_ours = partial(keep, seen, ("ours", layer), slice(0, 2))
+        keep_theirs = partial(keep, seen, ("theirs", layer), slice(-2, None))
+        router_of[layer].register_forward_hook(keep_ours)
+        gate.register_forward_hook(keep_theirs)
     with torch.no_grad():
         ours(tokens, positions=torch.arange(300).expand(2, -1)), theirs(tokens)
-    assert len(gates) == len(list(list_moes(ours))) and len(seen) == 2 * len(gates)
+    assert gates.keys() == router_of.keys() and len(seen) == 2 * len(gates)
     for layer in gates:
         (weights, routes), (their_weights, their_routes) = (
             seen["ours", layer],
@@ -190,15 +196,6 @@ def test_positions_decide_the_rotation_not_the_place_in_the_row():
     stretched = ours(tokens, positions=torch.arange(20)[None] * 2)
     assert torch.allclose(from_zero, shifted, atol=1e-4)
     assert not torch.allclose(from_zero, stretched, atol=1e-2)
-
-
-def test_rotary_angles_stay_exact_at_position_8191_under_bfloat16():
-    angles = rotary_angles(torch.tensor([[8191]]), PLAIN)
-    assert angles.dtype == torch.float32
-    fastest = torch.tensor(
-        8191.0, dtype=torch.float64
-    )  # the first pair turns by one radian per position
-    assert angles[0, 0, 0, 0, 0].item() == pytest.approx(fastest.cos().item(), abs=1e-5)
 
 
 def test_initial_weights_depend_on_seed_and_name_only():

@@ -90,32 +90,25 @@ def test_rope_and_sizes_of_a_run_are_those_of_the_weights_that_it_starts_from_or
     assert prepare("--checkpoint.last_save_in_hf").model_args.dim == 128
 
 
-@pytest.mark.parametrize(
-    ("args", "key", "named"),
-    [
-        ([OURS, "--model.n_layers=2"], "model.flavor", "n_layers 2 instead of 1"),
-        (
-            [HF, "--model.flavor=debug", "--model.vocab_size=2400"],
-            "model.flavor",
-            "dim 128 instead of 16",
-        ),
-        ([f"--{PATH}=cut"], PATH, "model.safetensors"),
-        ([f"--{PATH}=nowhere"], PATH, "nowhere"),
-        ([f"--{PATH}=outputs/debug/step-9", "--job.overwrite"], PATH, "job.overwrite"),
-        (
-            [HF, f"--{ASSETS}=other"],
-            ASSETS,
-            "Leave it out",
-        ),  # another tokenizer than the one of the weights
-        ([OURS, f"--{ASSETS}=assets/tokenizer"], ASSETS, "Leave it out"),
-        ([OURS, f"--{ASSETS}=bytes"], ASSETS, "Leave it out"),
-    ],
-)
-def test_weights_that_do_not_fit_are_one_problem(args, key, named):
+UNFIT = f"""
+{OURS} --model.n_layers=2                         | model.flavor | n_layers 2 instead of 1
+{HF} --model.flavor=debug --model.vocab_size=2400 | model.flavor | dim 128 instead of 16
+--{PATH}=cut                                      | {PATH}       | model.safetensors
+--{PATH}=nowhere                                  | {PATH}       | nowhere
+--{PATH}=outputs/debug/step-9 --job.overwrite     | {PATH}       | job.overwrite
+{HF} --{ASSETS}=other                             | {ASSETS}     | Leave it out
+{OURS} --{ASSETS}=assets/tokenizer                | {ASSETS}     | Leave it out
+{OURS} --{ASSETS}=bytes                           | {ASSETS}     | Leave it out
+"""
+
+
+@pytest.mark.parametrize("line", UNFIT.strip().splitlines())
+def test_weights_that_do_not_fit_are_one_problem(line):
+    args, key, named = map(str.strip, line.split("|"))
     shutil.copytree("hf", "cut")
     os.truncate("cut/model.safetensors", os.path.getsize("cut/model.safetensors") - 1)
     shutil.copytree("step-9", "outputs/debug/step-9")
-    problem = find_one_problem([*RUN, *args])
+    problem = find_one_problem([*RUN, *args.split()])
     assert problem.key == key and named in str(problem)
 
 

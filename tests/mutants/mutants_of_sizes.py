@@ -120,7 +120,7 @@ def documents_numbered_in_a_byte(original, query, key, value, doc_ids, **places)
     Row(1, {**LONG, CHUNK: 512}),
     "module output",
     "output",
-    at=(head.ChunkedLoss, "differentiate"),
+    at=(head.Head, "differentiate"),
     trial="deep",
 )
 def loss_of_the_first_eight_chunks(original, loss, logits, targets):

@@ -153,8 +153,10 @@ def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(po
     (tmp_path / "step-2").mkdir()  # not a checkpoint, and not overwritten
     with pytest.raises(RankFailure, match="step-2 already exists"):
         pool.run(save_small, 1, str(tmp_path), 2, KEEP_ALL)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "step-2", *others}
-    assert list((tmp_path / "step-2").iterdir()) == [] and find_steps(tmp_path) == [1]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step-1", "step-2", *others}
+    assert list((tmp_path / "step-2").iterdir()) == []
+    assert find_steps(tmp_path) == [1]
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_a_death_while_deleting_leaves_no_half_checkpoint_under_a_good_name(tmp_
     with monkeypatch.context() as patched:
         patched.setattr(folders.shutil, "rmtree", die)
         with pytest.raises(Death):
-            folders.prune(tmp_path, keep_latest_k=1, keep_every_m=0)
+            folders.prune(tmp_path, Checkpoint(keep_latest_k=1))
     assert find_steps(tmp_path) == [2] and (tmp_path / "step-1.tmp").exists()
     folders.remove_partial(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]

@@ -45,17 +45,15 @@ def list_compiled_by_step(
 
 
 COMPILED_RUNS = {  # name -> ranks, keys
-    "chunks of two sizes": (1, {MODE: "full", **CHUNKS}),
     "accumulation": (1, {"training.local_batch_size": 2, "training.global_batch_size": 8}),
-    "tp2": (2, {TP: 2, **CHUNKS}),
+    "tp2, chunks of two sizes": (2, {TP: 2, **CHUNKS}),
     "pp2": (2, {PP: 2, MODE: "none", **CHUNKS}),
 }
-SLOW = ["chunks of two sizes", "pp2"]  # tp2 has chunks of two sizes too
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in COMPILED_RUNS],
+    [pytest.param("pp2", marks=pytest.mark.slow), "accumulation", "tp2, chunks of two sizes"],
 )
 def test_nothing_is_compiled_after_the_second_step(pool, name):
     world_size, keys = COMPILED_RUNS[name]

@@ -181,13 +181,15 @@ def load_equal(
     ours = build_model(open_source(options)).cpu()
     theirs = AutoModelForCausalLM.from_pretrained(exported)
     after = theirs.state_dict()
-    assert theirs.dtype == torch.float32 and after.keys() == before.keys()
-    assert all((after[name] - before[name]).abs().max() > 1e-4 for name in after)
-    tokens = torch.randint(
-        theirs.config.vocab_size, (2, 200), generator=torch.Generator().manual_seed(3)
-    )
+    assert theirs.dtype == torch.float32
+    assert after.keys() == before.keys()
+    for name in after:
+        assert (after[name] - before[name]).abs().max() > 1e-4
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(theirs.config.vocab_size, (2, 200), generator=generator)
+    positions = torch.arange(200).expand(2, -1)
     with torch.no_grad():
-        difference = theirs(tokens).logits - ours(tokens, positions=torch.arange(200).expand(2, -1))
+        difference = theirs(tokens).logits - ours(tokens, positions=positions)
     assert difference.abs().max() < 5e-6
     return theirs
 

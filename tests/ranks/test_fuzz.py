@@ -25,21 +25,7 @@ N_RUNS = int(os.environ.get("FUZZ_RUNS", 4))
 LAPTOP = replace(detect_machine(), memory_bytes_per_device=2 * GIB)
 NUMBERS = [-1, 0, 1, 2, 3, 4, 7, 8, 16, 64, 100, 1000]
 FRACTIONS = [-0.1, 0.0, 1e-5, 0.1, 0.5, 0.999, 1.0, 1.5]
-TEXTS = [
-    "",
-    "a",
-    "debug",
-    "debug_moe",
-    "bytes",
-    "1",
-    "none",
-    "true",
-    "layers.0",
-    "a,b",
-    "[1]",
-    '"',
-    "python_stdlib",
-]
+TEXTS = ["", *'a debug debug_moe bytes 1 none true layers.0 a,b [1] " python_stdlib'.split()]
 PATHS = [key for key in KEYS if "folder" in key or "path" in key or key.endswith("config_file")]
 
 SMALL = """

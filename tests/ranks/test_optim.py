@@ -84,9 +84,10 @@ class AdamWByHand:
             gradient = weight.grad.double()
             first = o.beta1 * first + (1 - o.beta1) * gradient
             second = o.beta2 * second + (1 - o.beta2) * gradient**2
-            unbiased = first / (1 - o.beta1**self.n_steps), second / (1 - o.beta2**self.n_steps)
+            direction = first / (1 - o.beta1**self.n_steps)
+            scale = (second / (1 - o.beta2**self.n_steps)).sqrt() + o.eps
             shrunk = weight.double() * (1 - o.lr * o.weight_decay)
-            weight.copy_(shrunk - o.lr * unbiased[0] / (unbiased[1].sqrt() + o.eps))
+            weight.copy_(shrunk - o.lr * direction / scale)
             # Through fp32, as on the device: rounding twice differs from rounding once in one number of some thousands.
             self.moments[weight] = [
                 moment.float().bfloat16().double() for moment in (first, second)
@@ -146,14 +147,16 @@ def test_optimizer_on_shards_equals_torchs_on_whole_tensors(pool, name, implemen
 
 def measure_large_gradient(rank: int, world_size: int, n_numbers: int) -> float:
     """Worker: the measured norm of a gradient over all ranks, relative to the true one."""
-    own, true = [], 0.0
+    own = []
+    true = 0.0
     for n in range(8):
-        piece = torch.randn(n_numbers // 8, generator=torch.Generator().manual_seed(n))
+        generator = torch.Generator().manual_seed(n)
+        piece = torch.randn(n_numbers // 8, generator=generator)
         true += piece.double().square().sum().item()
-        own += [piece] * (n * world_size // 8 == rank)
-    gradient = DTensor.from_local(
-        torch.cat(own), init_device_mesh("cpu", (world_size,)), [Shard(0)]
-    )
+        if n * world_size // 8 == rank:
+            own.append(piece)
+    mesh = init_device_mesh("cpu", (world_size,))
+    gradient = DTensor.from_local(torch.cat(own), mesh, [Shard(0)])
     norm, _ = measure_grad_norm([SimpleNamespace(grad=gradient)], 0)
     return norm.item() / math.sqrt(true)
 

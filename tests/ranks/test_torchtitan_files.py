@@ -19,29 +19,14 @@ from torchtitan_lite.tools.corpora.named import prepare_dataset
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
 EIGHT_H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3", is_here=False)
 
-# File -> flavor, dataset, batch, sequence, steps, lr, warm-up, tp, recompute, its option, compile | hosts that fit it
-FILES = {
-    "debug_model": (
-        ("debugmodel", "c4_test", 8, 2048, 10, 8e-4, 2, 1, "selective", "2", "false"),
-        1,
-    ),
-    "llama3_8b": (("8B", "c4", 1, 8192, 1000, 3e-4, 200, 1, "selective", "op", "false"), 1),
-    "llama3_70b": (("70B", "c4", 8, 8192, 1000, 1.5e-4, 200, 8, "full", "op", "false"), 32),
-    "llama3_405b": (("405B", "c4", 2, 8192, 3000, 8e-5, 600, 8, "full", "op", "true"), 16),
+NAMES = "flavor dataset batch seq_len steps lr warmup tp recompute option compile".split()
+FILES = {  # file -> its values, in the order of NAMES
+    "debug_model": "debugmodel c4_test 8 2048 10 8e-4 2 1 selective 2 false".split(),
+    "llama3_8b": "8B c4 1 8192 1000 3e-4 200 1 selective op false".split(),
+    "llama3_70b": "70B c4 8 8192 1000 1.5e-4 200 8 full op false".split(),
+    "llama3_405b": "405B c4 2 8192 3000 8e-5 600 8 full op true".split(),
 }
-NAMES = (
-    "flavor",
-    "dataset",
-    "batch",
-    "seq_len",
-    "steps",
-    "lr",
-    "warmup",
-    "tp",
-    "recompute",
-    "option",
-    "compile",
-)
+N_HOSTS = {"debug_model": 1, "llama3_8b": 1, "llama3_70b": 32, "llama3_405b": 16}
 VERSIONS = [
     "v0.1.0",
     "v0.2.0",
@@ -99,26 +84,24 @@ validation = {%(validation)s = false, dataset = "c4_validation", freq = 500, ste
 
 def write_toml(folder: Path, version: str, file: str) -> list[str]:
     """Write one of their files; return the arguments that read it."""
-    values = dict(zip(NAMES, FILES[file][0], strict=True))
-    is_debug, is_first = values["flavor"] == "debugmodel", version == "v0.1.0"
+    values = dict(zip(NAMES, FILES[file], strict=True))
+    is_debug = values["flavor"] == "debugmodel"
+    is_first = version == "v0.1.0"
     if is_first:
-        tokenizer = (
-            "tests/assets/test_tiktoken.model"
-            if is_debug
-            else "assets/tokenizer/original/tokenizer.model"
-        )
-        converters = ', converters = "float8"' if file == "llama3_405b" else ""
+        tokenizer = "assets/tokenizer/original/tokenizer.model"
+        if is_debug:
+            tokenizer = "tests/assets/test_tiktoken.model"
     else:
-        tokenizer = (
-            "tests/assets/tokenizer" if is_debug else f"assets/hf/Llama-3.1-{values['flavor']}"
-        )
-        converters = ', converters = ["float8"]' if file == "llama3_405b" else ""
-    values |= {
-        "tokenizer": f"./{tokenizer}",
-        "converters": converters,
-        "job": ", print_args = false, use_for_integration_test = true" if is_debug else "",
-        "validation": "enabled" if version == "v0.2.0" else "enable",
-    }
+        tokenizer = f"assets/hf/Llama-3.1-{values['flavor']}"
+        if is_debug:
+            tokenizer = "tests/assets/tokenizer"
+    values["tokenizer"] = f"./{tokenizer}"
+    values["converters"] = ""
+    if file == "llama3_405b":
+        value = '"float8"' if is_first else '["float8"]'
+        values["converters"] = f", converters = {value}"
+    values["job"] = ", print_args = false, use_for_integration_test = true" if is_debug else ""
+    values["validation"] = "enabled" if version == "v0.2.0" else "enable"
     path = folder / f"{file}.toml"
     path.write_text((COMMON + (V01 if is_first else V02)) % values)
     return ["--config", str(path)]
@@ -168,30 +151,29 @@ def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
 ):
     monkeypatch.chdir(tmp_path)
     args = write_toml(tmp_path, version, file)
-    flavor, dataset = FILES[file][0][:2]
-    missing = find_problems(
-        args, machine=EIGHT_H100, n_ranks=8 * FILES[file][1], n_hosts=FILES[file][1]
-    )
+    flavor, dataset, *_ = FILES[file]
+    place = {
+        "machine": EIGHT_H100,
+        "n_ranks": 8 * N_HOSTS[file],
+        "n_hosts": N_HOSTS[file],
+    }
+    missing = find_problems(args, **place)
     named = "./" + str(read_config(args).config.model.hf_assets_path).removeprefix("./")
     assert missing == [
         ("model.hf_assets_path", named),
         ("training.dataset", dataset),
     ]  # and nothing else, at once
     args += [f"--training.dataset_path={c4}", f"--model.hf_assets_path={tokenizer}"]
-    prepared = preflight(
-        args, machine=EIGHT_H100, n_ranks=8 * FILES[file][1], n_hosts=FILES[file][1]
-    )
+    prepared = preflight(args, **place)
     assert prepared.model_args == FLAVORS[flavor] and prepared.tokenizer.vocab_size == 2048
     on_a_laptop = [("model.flavor", flavor)] if flavor != "debugmodel" else []  # it is too large
     args += ["--parallelism.no_enable_async_tensor_parallel"]  # which needs a GPU
     assert find_problems(args, n_ranks=prepared.layout.world_size) == on_a_laptop
 
 
-@pytest.mark.parametrize(
-    ("version", "file"), [(v, f) for v, f in SHIPPED if FILES[f][0][0] == "debugmodel"]
-)
-def test_the_files_of_the_debug_model_train_two_steps(pool, tmp_path, c4, tokenizer, version, file):
-    args = write_toml(tmp_path, version, file)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_files_of_the_debug_model_train_two_steps(pool, tmp_path, c4, tokenizer, version):
+    args = write_toml(tmp_path, version, "debug_model")
     file = f"{c4}/en/c4-train.00000-of-01024.json.gz"
     args += [f"--training.dataset_path={file}", f"--model.hf_assets_path={tokenizer}"]
     args += [

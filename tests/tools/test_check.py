@@ -238,60 +238,41 @@ def test_a_remedy_names_the_bound(args, n_ranks, numbers):
     ] == numbers
 
 
-@pytest.mark.parametrize(
-    ("args", "n_ranks", "said"),
-    [
-        (
-            "--training.global_batch_size=6",
-            4,
-            "4 data-parallel ranks cannot have equal shares of 6 sequences. Use 4 or 8",
-        ),
-        (f"--model.vocab_size=50257 {TP}=2", 2, "or 50258 here"),
-        (
-            "--model.hf_assets_path=Qwen/Qwen3-8B",
-            2,
-            "nothing is downloaded. Run: hf download Qwen/Qwen3-8B --local-dir",
-        ),
-        (
-            "--checkpoint.initial_load_path=hf://a/b",
-            2,
-            "nothing is downloaded. Run: hf download a/b --local-dir a/b",
-        ),
-        ("--config finetune", 2, "the environment variable $MODEL_FOLDER is not set"),
-        ("--training.dataset=data/mine", 2, "prepare FILES --out data/mine"),
-        ("--training.dataset=assets", 2, "prepare assets --out NEW_FOLDER"),
-        ("--training.dataset=empty", 2, "the function of empty lists no files"),
-    ],
-)
-def test_a_refusal_names_what_the_user_wrote_and_what_works(args, n_ranks, said, monkeypatch):
+SAID = f"""
+--training.global_batch_size=6 | 4 data-parallel ranks cannot have equal shares of 6 sequences. Use 4 or 8
+--model.vocab_size=50257 {TP}=2 | or 50258 here
+--model.hf_assets_path=Qwen/Qwen3-8B | nothing is downloaded. Run: hf download Qwen/Qwen3-8B --local-dir
+--checkpoint.initial_load_path=hf://a/b | nothing is downloaded. Run: hf download a/b --local-dir a/b
+--config finetune | the environment variable $MODEL_FOLDER is not set
+--training.dataset=data/mine | prepare FILES --out data/mine
+--training.dataset=assets | prepare assets --out NEW_FOLDER
+--training.dataset=empty | the function of empty lists no files
+"""
+
+
+@pytest.mark.parametrize("line", SAID.strip().splitlines())
+def test_a_refusal_names_what_the_user_wrote_and_what_works(line, monkeypatch):
+    args, said = line.split(" | ")
     monkeypatch.setitem(DATASETS, "empty", lambda path: [])
-    assert said in str(find_one_problem(args, n_ranks=n_ranks, machine=H100_ELSEWHERE))
+    assert said in str(find_one_problem(args, n_ranks=4, machine=H100_ELSEWHERE))
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (
-            "--training.steps=4 --lr_scheduler.warmup_steps=5",
-            "the learning rate only reaches 80% of optimizer.lr",
-        ),
-        (
-            f"{FLOAT8} --quantize.linear.float8.filter_fqns=output,wx",
-            "'wx' is in the name of no linear layer",
-        ),
-        ("--model.hf_assets_path=model", "set checkpoint.initial_load_path=model"),
-        ("--training.local_batch_size=6", "(training.local_batch_size allows 6)"),
-        ("--config own.toml", "a CPU gets sequences of 512 tokens"),
-        ("--config own.toml", "2 sequences of 512 tokens make 1,024 per step"),
-        (
-            "--config own.toml --training.seq_len=1024 --training.local_batch_size=3",
-            "6 sequences of 1024 tokens",
-        ),
-        (f"--config own.toml {CP}=3", "training.seq_len is 510"),
-        ("--config own.toml --training.steps=7", "per step, "),  # a time, roughly
-    ],
-)
-def test_check_says_what_a_user_did_not_ask_for(args, said, empty_folder, capsys):
+NOTED = f"""
+--training.steps=4 --lr_scheduler.warmup_steps=5 | the learning rate only reaches 80% of optimizer.lr
+{FLOAT8} --quantize.linear.float8.filter_fqns=output,wx | 'wx' is in the name of no linear layer
+--model.hf_assets_path=model | set checkpoint.initial_load_path=model
+--training.local_batch_size=6 | (training.local_batch_size allows 6)
+--config own.toml | on a CPU, training has sequences of at most 512 tokens
+--config own.toml | 2 sequences of 512 tokens make 1,024 per step
+--config own.toml --training.seq_len=1024 --training.local_batch_size=3 | 6 sequences of 1024 tokens
+--config own.toml {CP}=3 | training.seq_len is 510
+--config own.toml --training.steps=7 | per step,
+"""  # the last one: a time, roughly
+
+
+@pytest.mark.parametrize("line", NOTED.strip().splitlines())
+def test_check_says_what_a_user_did_not_ask_for(line, empty_folder, capsys):
+    args, said = line.split(" | ")
     write_tokenizer(empty_folder / "model")
     for name in ("config.json", "model.safetensors"):
         (empty_folder / "model" / name).touch()
@@ -303,48 +284,43 @@ def test_check_says_what_a_user_did_not_ask_for(args, said, empty_folder, capsys
 # ---------------------------------------------------------------- ranks and places
 
 
-@pytest.mark.parametrize(
-    ("args", "environment", "machine", "answer"),
-    [
-        ("", {}, LAPTOP, 2),
-        (f"--{P}data_parallel_shard_degree 1", {}, LAPTOP, 1),
-        (f"{CP}=4", {}, LAPTOP, 4),
-        ("--config debug_3d", {}, LAPTOP, 8),
-        ("--config debug_moe_3d", {}, LAPTOP, 8),
-        ("--training.global_batch_size=-1", {"NNODES": "4"}, EIGHT_H100, 32),
-        ("", {"NGPU": "4"}, EIGHT_H100, 4),
-        (f"{TP}=2", {"NGPU": "4", "NNODES": "2"}, LAPTOP, 8),
-        ("", {"NGPU": "two"}, LAPTOP, ["NGPU"]),
-        ("--config debug_3d", {"NNODES": "3"}, LAPTOP, ["NNODES"]),
-        ("", {"NGPU": "16"}, EIGHT_H100, ["NGPU"]),
-        ("--config llama3_70b --ranks 64", {}, LAPTOP, 64),
-        ("--config llama3_70b --gpus 64", {}, LAPTOP, 64),
-        ("--config llama3_70b --gpus 8 --gpu a100-80", {}, LAPTOP, ["model.flavor"]),
-        ("--gpus 8 --gpu h900", {}, LAPTOP, ["--gpu"]),
-        (
-            f"--compile.enable --{ASYNC_TP} {TP}=2 --gpus 2",
-            {"CC": "none"},
-            LAPTOP,
-            2,
-        ),  # compilers here do not matter
-        (f"--compile.enable --{ASYNC_TP} {TP}=2 --ranks 2", {}, LAPTOP, [ASYNC_TP]),
-    ],
-)
-def test_check_answers_for_this_host_and_for_a_run_elsewhere(
-    args, environment, machine, answer, monkeypatch, capsys
-):
-    monkeypatch.setattr(check, "detect_machine", lambda: machine)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+# arguments | variables | machine if it is not LAPTOP | number of ranks, or the key of the problem
+ANSWERS = """
+                                                    |                | | 2
+--parallelism.data_parallel_shard_degree 1          |                | | 1
+--parallelism.context_parallel_degree=4             |                | | 4
+--config debug_3d                                   |                | | 8
+--config debug_moe_3d                               |                | | 8
+--training.global_batch_size=-1                     | NNODES=4       | EIGHT_H100 | 32
+                                                    | NGPU=4         | EIGHT_H100 | 4
+--parallelism.tensor_parallel_degree=2              | NGPU=4 NNODES=2 | | 8
+                                                    | NGPU=two       | | NGPU
+--config debug_3d                                   | NNODES=3       | | NNODES
+                                                    | NGPU=16        | EIGHT_H100 | NGPU
+--config llama3_70b --ranks 64                      |                | | 64
+--config llama3_70b --gpus 64                       |                | | 64
+--config llama3_70b --gpus 8 --gpu a100-80          |                | | model.flavor
+--gpus 8 --gpu h900                                 |                | | --gpu
+ASYNC --gpus 2                                      | CC=none        | | 2
+ASYNC --ranks 2                                     |                | | parallelism.enable_async_tensor_parallel
+"""  # compilers here do not matter for GPUs elsewhere
+
+
+@pytest.mark.parametrize("line", ANSWERS.strip("\n").splitlines())
+def test_check_answers_for_this_host_and_for_a_run_elsewhere(line, monkeypatch, capsys):
+    args, variables, machine, answer = map(str.strip, line.split("|"))
+    monkeypatch.setattr(check, "detect_machine", lambda: globals()[machine or "LAPTOP"])
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    args = args.replace("ASYNC", f"--compile.enable --{ASYNC_TP} {TP}=2")
     status = main(["check", *args.split()])
     out, err = capsys.readouterr()
-    if isinstance(answer, list):
-        assert status == 2 and re.findall(r"^  \d+\. (\S+) = ", err, re.MULTILINE) == answer, err
-    else:
-        assert (
-            status == 0 and f"mesh    {f'{answer} ranks: ' if answer > 1 else 'one rank'}" in out
-        ), out
+    if answer.isdecimal():
+        mesh = "one rank" if answer == "1" else f"{answer} ranks: "
+        assert status == 0 and f"mesh    {mesh}" in out
         assert ("memory  not checked" in out) == ("--ranks" in args)
+    else:
+        assert status == 2 and re.findall(r"^  \d+\. (\S+) = ", err, re.MULTILINE) == [answer]
 
 
 # ---------------------------------------------------------------- memory

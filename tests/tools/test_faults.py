@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import warm_start
 from checkpoints import flip_bit, list_differing, make_saver, make_snapshots, train, whole_state
-from layouts import MOE, PP, REPLICATE, TP
+from layouts import MOE, PP, REPLICATE, TP, TWO_LAYERS
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -301,7 +301,7 @@ def flip_each_tensor(
     rank: int, world_size: int, overrides: dict
 ) -> tuple[list[str], dict[str, str]]:
     """Worker: flip one bit of each tensor in a checkpoint on rank 1. Return those with a copy, and what is said."""
-    run = compare.build_table_run(world_size, overrides)
+    run = compare.build_table_run(world_size, overrides | TWO_LAYERS)
     train(run, range(1))
     tensors = name_tensors(run.saved, run.optimizer)
     shards = {name: compare.local(tensor) for name, tensor in tensors.items()}

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from torchtitan_lite.config import files
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.config.schema import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +125,12 @@ def read_checksums(folder: Path) -> dict[str, str]:
     return checksums
 
 
-def find_damage(folder: Path, names: list[str]) -> list[str]:
-    """Hash these files. Return one sentence for each file that has changed."""
+def require_undamaged(folder: Path, part: int = 0, n_parts: int = 1) -> None:
+    """Hash one of `n_parts` of the files. Raises DamagedCheckpoint with those that have changed."""
     checksums = read_checksums(folder)
-    return files.find_damage({folder / name: checksums[name] for name in names})
+    names = sorted(checksums)[part::n_parts]
+    if damage := files.find_damage({folder / name: checksums[name] for name in names}):
+        raise DamagedCheckpoint("; ".join(damage))
 
 
 def parse_model_args(manifest: Manifest) -> ModelArgs:
@@ -203,12 +206,12 @@ def remove_partial(folder: Path) -> None:
         shutil.rmtree(partial)
 
 
-def prune(folder: Path, *, keep_latest_k: int, keep_every_m: int) -> None:
-    """Keep the newest k checkpoints (0: all), and every checkpoint whose step is a multiple of m. Delete the others."""
-    if keep_latest_k == 0:
+def prune(folder: Path, section: Checkpoint) -> None:
+    """Keep the newest keep_latest_k checkpoints (0: all), and those of every keep_every_m-th step. Delete others."""
+    if section.keep_latest_k == 0:
         return
-    for step in find_steps(folder)[:-keep_latest_k]:
-        if keep_every_m == 0 or step % keep_every_m != 0:
+    for step in find_steps(folder)[: -section.keep_latest_k]:
+        if section.keep_every_m == 0 or step % section.keep_every_m != 0:
             path = folder / f"step-{step}"
             shutil.rmtree(path.rename(name_unfinished(path)))
 

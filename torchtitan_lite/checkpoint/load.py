@@ -26,9 +26,8 @@ from torchtitan_lite.checkpoint.format import (
     CheckpointError,
     DamagedCheckpoint,
     Manifest,
-    find_damage,
-    read_checksums,
     read_manifest,
+    require_undamaged,
 )
 from torchtitan_lite.checkpoint.save import name_tensors, name_weights
 from torchtitan_lite.config.schema import Checkpoint
@@ -103,14 +102,8 @@ def open_checkpoint(folder: Path, *, verify: bool = True) -> OpenCheckpoint:
     """
     checkpoint = OpenCheckpoint(folder)
     if verify:
-        require_undamaged(folder, list(read_checksums(folder)))
+        require_undamaged(folder)
     return checkpoint
-
-
-def require_undamaged(folder: Path, names: list[str]) -> None:
-    """Hash these files. Raises DamagedCheckpoint if one has changed."""
-    if damage := find_damage(folder, names):
-        raise DamagedCheckpoint("; ".join(damage))
 
 
 def require_tensors(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> None:
@@ -136,8 +129,7 @@ def load_checkpoint(
     checkpoint = OpenCheckpoint(path)
     require_tensors(checkpoint, tensors)
     if verify:
-        names = sorted(read_checksums(path))
-        require_undamaged(path, names[group.rank() :: group.size()])
+        require_undamaged(path, group.rank(), group.size())
     for name, tensor in tensors.items():
         checkpoint.read_shard(name, tensor)
     return checkpoint.manifest

@@ -97,7 +97,6 @@ class CheckpointSaver:
         self.manifest = manifest
         self.group = group
         self.record = record
-        self.n_kept = {"keep_latest_k": section.keep_latest_k, "keep_every_m": section.keep_every_m}
         self.in_flight: Future | None = None
         self.stager = None
         self.thread = None
@@ -184,7 +183,7 @@ class CheckpointSaver:
         if rank == 0:
             logger.log(self.log_level, f"saved checkpoint {final}")
             try:
-                prune(self.folder, **self.n_kept)
+                prune(self.folder, self.section)
             except OSError as error:  # the new checkpoint is saved anyway
                 logger.error(f"an old checkpoint cannot be deleted: {error}")
         # Wait here while rank 0 deletes, not in the next step with its shorter time-out.

@@ -14,7 +14,6 @@ order, so the earliest fault is the origin. Stages run first to last in forward,
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,24 +25,6 @@ from torch.utils._pytree import tree_leaves
 from torchtitan_lite.components.log import describe_rank
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The first tensor of a rank that was not finite although the inputs of its module were."""
-
-    order: tuple  # earlier origins are smaller
-    name: str  # of the tensor
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Findings of one rank about the step."""
-
-    rank: str  # with its mesh coordinates
-    bad_weight: str | None  # FQN of the first parameter that was not finite before the step
-    origin: Origin | None
-    bad_gradient: str | None  # FQN of the first parameter whose gradient was not finite
-
-
 def find_non_finite(
     parts: list[nn.Module],
     coordinates: dict[str, int],
@@ -51,7 +32,7 @@ def find_non_finite(
 ) -> str:
     """Return one sentence that names the rank and module of the first NaN or infinity. Collective.
 
-    `parts` have the gradients of the step; `repeat` computes them again.
+    `parts` have the gradients of the step; `repeat` computes them again. Every rank has a finding; the first counts.
     """
     weights = {}
     for part in parts:
@@ -61,9 +42,20 @@ def find_non_finite(
     bad_gradient = find_bad(gradients)
     origin = repeat_with_hooks(parts, coordinates["pp"], repeat)
     rank = describe_rank(dist.get_rank(), coordinates)
+    if bad_weight:
+        finding = (-1,), f"the weight {bad_weight} on {rank} was not finite before the step"
+    elif origin:
+        order, name = origin
+        finding = order, f"{rank} was first: {name}"
+    elif bad_gradient:
+        why = "inputs and outputs of modules are finite"
+        finding = (2,), f"the gradient of {bad_gradient} on {rank}; {why}"
+    else:
+        finding = (3,), "every gradient is finite, but their norm overflows fp32"
     findings = [None] * dist.get_world_size()
-    dist.all_gather_object(findings, Finding(rank, bad_weight, origin, bad_gradient))
-    return name_culprit(findings)
+    dist.all_gather_object(findings, finding)
+    _, culprit = min(findings)
+    return culprit
 
 
 def find_bad(tensors: dict[str, Tensor | None]) -> str | None:
@@ -73,9 +65,14 @@ def find_bad(tensors: dict[str, Tensor | None]) -> str | None:
             return fqn
 
 
-def repeat_with_hooks(parts: list[nn.Module], pp_rank: int, repeat: Callable) -> Origin | None:
-    """Call `repeat` with hooks. Return where the first NaN or infinity appeared on this rank."""
-    origins: list[Origin] = []
+def repeat_with_hooks(
+    parts: list[nn.Module], pp_rank: int, repeat: Callable
+) -> tuple[tuple, str] | None:
+    """Call `repeat` with hooks. Return when and where the first NaN or infinity appeared on this rank.
+
+    The first of two origins has the smaller order.
+    """
+    origins: list[tuple[tuple, str]] = []
     calls = itertools.count()
 
     def check_forward(fqn, module, args, kwargs, output) -> None:
@@ -83,7 +80,7 @@ def repeat_with_hooks(parts: list[nn.Module], pp_rank: int, repeat: Callable) ->
         name = fqn or "the model"
         inputs = args, kwargs
         if not origins and not is_finite(output) and is_finite(inputs):
-            origins.append(Origin((0, pp_rank, call), f"the output of {name}"))
+            origins.append(((0, pp_rank, call), f"the output of {name}"))
         is_right = [True]  # False if the gradient of the output is not finite
         for tensor in list_differentiable(output):
             tensor.register_hook(partial(check_output_gradient, is_right))
@@ -96,7 +93,7 @@ def repeat_with_hooks(parts: list[nn.Module], pp_rank: int, repeat: Callable) ->
     def check_input_gradient(is_right: list[bool], name: str, gradient: Tensor) -> None:
         call = next(calls)
         if not origins and is_right[0] and not is_finite(gradient):
-            origins.append(Origin((1, -pp_rank, call), f"the gradient of the input of {name}"))
+            origins.append(((1, -pp_rank, call), f"the gradient of the input of {name}"))
 
     handles = []
     for part in parts:
@@ -123,20 +120,3 @@ def is_finite(tree: object) -> bool:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
             return False
     return True
-
-
-def name_culprit(findings: list[Finding]) -> str:
-    """Combine the findings of all ranks into one sentence."""
-    for finding in findings:
-        if finding.bad_weight:
-            return (
-                f"the weight {finding.bad_weight} on {finding.rank} was not finite before the step"
-            )
-    with_origin = [finding for finding in findings if finding.origin]
-    if with_origin:
-        first = min(with_origin, key=lambda finding: finding.origin.order)
-        return f"{first.rank} was first: {first.origin.name}"
-    for finding in findings:
-        if finding.bad_gradient:
-            return f"the gradient of {finding.bad_gradient} on {finding.rank}; inputs and outputs of modules are finite"
-    return "every gradient is finite, but their norm overflows fp32"

@@ -6,6 +6,7 @@ Sources: AdamW arXiv:1711.05101; warm-up, stable, decay (WSD) arXiv:2404.06395.
 import itertools
 import math
 import signal
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -49,14 +50,17 @@ def build_optimizer(
     if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
         return AdamWBFloat16(parameters.values(), **list_keys(section), fused=True)
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
-    fused = section.implementation == "fused" and OPTIMIZERS[section.name].has_fused_kernel
+    has_fused_kernel = OPTIMIZERS[section.name].has_fused_kernel
+    fused = section.implementation == "fused" and has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
+    compute_dtype = getattr(torch, dtype)
     # One parameter group per mesh, because torch's kernels need all DTensors on one mesh. Experts have another mesh.
     groups: dict[object, dict] = {}
     for fqn, parameter in parameters.items():
         mesh = getattr(parameter, "device_mesh", None)
-        group = groups.setdefault(mesh, {"params": [], "compute_dtype": getattr(torch, dtype)})
-        group["params"].append((fqn, parameter))
+        if mesh not in groups:
+            groups[mesh] = {"params": [], "compute_dtype": compute_dtype}
+        groups[mesh]["params"].append((fqn, parameter))
     kernels = {"fused": fused, "foreach": foreach}
     return BUILDERS[section.name](list(groups.values()), section, kernels)
 
@@ -73,13 +77,16 @@ def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[T
     Returns the norm, () fp32, and the signal that stops all ranks, () int64: 0 for none; SIGTERM wins.
     """
     # Work on local shards: planning a DTensor operation costs more than summing a small tensor.
-    by_copies: dict[int, list[Tensor]] = {}
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        if parameter.grad is not None:
-            shards = by_copies.setdefault(count_copies(parameter.grad), [])
-            shards.append(local_tensor(parameter.grad))
+        gradient = parameter.grad
+        if gradient is not None:
+            n_copies = count_copies(gradient)
+            by_copies[n_copies].append(local_tensor(gradient))
     # If n ranks hold the same shard (a norm weight under tp), each counts 1/n of it, so the sum counts it once.
-    squares = sum(sum_squares(shards) / n_copies for n_copies, shards in by_copies.items())
+    squares = 0
+    for n_copies, shards in by_copies.items():
+        squares = squares + sum_squares(shards) / n_copies
     # Fill the flags on the device, because a copy from the host would wait for the device.
     is_sigint = squares.new_full((), stop_signal == signal.SIGINT)
     is_sigterm = squares.new_full((), stop_signal == signal.SIGTERM)

@@ -94,7 +94,7 @@ def check_layout(
         why = "FSDP has a single shard, so no weight is gathered"
         problems.refuse(ZERO_PLUS_PLUS, why, "Leave this key out")
     n_ranks = layout.fsdp * layout.tp  # of a pipeline stage
-    is_split = layout.fsdp_near > 1 or layout.efsdp_near > 1
+    is_split = layout.fsdp_near > 1 or (layout.ep and layout.efsdp_near > 1)
     spans_nodes = n_ranks > section.zero_plus_plus_node_size
     if "hpz" in section.zero_plus_plus and spans_nodes and not is_split:
         why = "nodes of this size do not have two or more ranks of an FSDP group each, so hpZ has nothing to keep"
@@ -252,9 +252,11 @@ def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list
     """
     problems = Problems(config, model_args)
     section = config.parallelism
-    in_pipeline = section.pipeline_parallel_degree > 1
-    if "hpz" in section.zero_plus_plus and (in_pipeline or zero_stage < 3):
-        why = "hpZ keeps what a forward gathers, which needs zero_stage = 3 and no pipeline"
+    if "hpz" in section.zero_plus_plus and section.pipeline_parallel_degree > 1:
+        why = "in a pipeline, a forward may use weights that a backward gathered, so there is nothing to keep"
+        problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz"')
+    elif "hpz" in section.zero_plus_plus and zero_stage < 3:
+        why = f"with zero_stage = {zero_stage}, parameters stay gathered, and backward gathers nothing"
         problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz", or set parallelism.zero_stage = 3')
     if splits_backward(section):
         otherwise = "or use Interleaved1F1B"

@@ -51,7 +51,10 @@ class HangWatch:
         self.file = self.folder / f"rank-{self.rank:05}.json"
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier start
-        used = {dim: at for dim, at in mesh.coordinates().items() if mesh.world[dim].size() > 1}
+        used = {}
+        for dim, coordinate in mesh.coordinates().items():
+            if mesh.world[dim].size() > 1:
+                used[dim] = coordinate
         own = (socket.gethostname(), os.getpid(), describe_rank(self.rank, used))
         self.ranks: list[tuple[str, int, str]] = [own] * group.size()  # host, process, name
         dist.all_gather_object(self.ranks, own, group=group)

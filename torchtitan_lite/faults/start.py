@@ -110,7 +110,8 @@ def load_initial(
     if (path / CONFIG).is_file():
         raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
     else:
-        saved = Saved(read_manifest(path).step, path, group)
+        manifest = raise_on_all_ranks(group, lambda: read_manifest(path))
+        saved = Saved(manifest.step, path, group)
         if not section.initial_load_model_only:
             of_run = (parameters, optimizer, lr_scheduler)
             return restore([saved], *of_run, section=section, group=group).step

@@ -10,13 +10,12 @@ stores all logits, but computes the projection and the loss for one chunk of tok
 
 Backward only scales the gradient of a sum of losses, so forward computes this gradient while it has the logits.
 torch's cross entropy would store several tensors of N x V values, 4 GiB each in fp32 for 8,192 tokens of Llama 3. This
-loss stores n x V values and grad_weight. With TP, subclasses in parallel/tensor_parallel.py compute it from a sharded
-vocabulary.
+loss stores n x V values and grad_weight. With TP, parallel/tensor_parallel.py combines the shards of a vocabulary.
 
 Legend: B batch, S sequence, N = B*S tokens, n tokens of a chunk, D model dim, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +25,17 @@ from torch.autograd.function import once_differentiable
 IGNORE_INDEX = -100  # a target that counts neither in the loss nor in the number of tokens
 
 
+def count_valid_tokens(targets: Tensor) -> Tensor:
+    """Count the valid targets, () int64 on the device of `targets`."""
+    return torch.count_nonzero(targets != IGNORE_INDEX)
+
+
 class Head(nn.Linear):
-    """The output projection, `output.weight` (V, D), and the loss."""
+    """The output projection, `output.weight` (V, D), and the loss: the summed cross entropy in fp32."""
 
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
-        self.chunked_loss = ChunkedLoss(self.weigh_total)
+        self.chunk_tokens = 0  # tokens of a chunk; 0: all tokens form one chunk
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """hidden (B, S, D) -> logits (B, S, V); with targets (B, S) -> the sum of token losses, () fp32.
@@ -39,39 +43,9 @@ class Head(nn.Linear):
         The loss is a sum, because ranks and microbatches have different numbers of counted tokens: a mean of means
         would weigh tokens unequally. `step.py` divides by the counted tokens of the global batch.
         """
+        weight = self.weight
         if targets is None:
-            return F.linear(hidden, self.weight)
-        return self.chunked_loss(hidden, self.weight, targets)
-
-    def weigh_total(self, log_total: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the part of a token's loss that depends on the log-sum-exp of its logits, and its derivative.
-
-        The loss is this part minus the logit of the target: here the cross entropy. A model with another loss, such as
-        the z-loss, has a subclass that overrides this method.
-        """
-        return log_total, 1.0
-
-
-def count_valid_tokens(targets: Tensor) -> Tensor:
-    """Count the valid targets, () int64 on the device of `targets`."""
-    return torch.count_nonzero(targets != IGNORE_INDEX)
-
-
-class ChunkedLoss(nn.Module):
-    """Summed cross entropy of all valid tokens, in fp32."""
-
-    def __init__(self, weigh_total: Callable, chunk_tokens: int = 0, ranks: object = None):
-        """`weigh_total`: the method of the head. With `chunk_tokens` = 0, all tokens form one chunk.
-
-        `ranks`: for subclasses that have a shard of the vocabulary.
-        """
-        super().__init__()
-        self.weigh_total = weigh_total
-        self.chunk_tokens = chunk_tokens
-        self.ranks = ranks
-
-    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """hidden (B, S, D), weight (V, D), targets (B, S) int64 with IGNORE_INDEX -> () fp32."""
+            return F.linear(hidden, weight)
         hidden = hidden.flatten(0, 1)
         targets = targets.flatten()
         if torch.is_grad_enabled():
@@ -81,6 +55,14 @@ class ChunkedLoss(nn.Module):
             loss, _ = self.differentiate(some_hidden @ weight.t(), some_targets)
             total += loss
         return total
+
+    def weigh_total(self, log_total: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return the part of a token's loss that depends on the log-sum-exp of its logits, and its derivative.
+
+        The loss is this part minus the logit of the target: here the cross entropy. A model with another loss, such as
+        the z-loss, has a subclass that overrides this method.
+        """
+        return log_total, 1.0
 
     def split(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield the rows of each chunk."""
@@ -94,29 +76,37 @@ class ChunkedLoss(nn.Module):
         """
         column = (targets - self.first_id(logits))[:, None]
         # False for IGNORE_INDEX, which is negative
-        is_here = (column >= 0) & (column < logits.shape[1])
+        vocab_size = logits.shape[1]
+        is_here = (column >= 0) & (column < vocab_size)
         column = column.where(is_here, 0)
         counted = targets[:, None] != IGNORE_INDEX
 
         values = logits.float()
-        of_target = values.gather(1, column).where(is_here, 0)  # (n, 1), like those below
+        of_target = values.gather(1, column)  # (n, 1), like those below
+        of_target = of_target.where(is_here, 0)
         largest = values.amax(1, keepdim=True)
-        values.sub_(largest).exp_()
-        log_total = largest + values.sum(1, keepdim=True).log()
+        values.sub_(largest)
+        values.exp_()
+        total = values.sum(1, keepdim=True)
+        log_total = largest + total.log()
         log_total, of_target = self.combine(log_total, of_target)
         of_total, slope = self.weigh_total(log_total)
-        loss = (of_total - of_target).where(counted, 0).sum()
+        token_losses = of_total - of_target
+        loss = token_losses.where(counted, 0).sum()
 
-        values.mul_((largest - log_total).exp() * counted * slope)  # probabilities
+        normalizer = (largest - log_total).exp()
+        values.mul_(normalizer * counted * slope)  # probabilities
         at_target = values.gather(1, column) - is_here.float()
-        return loss, values.to(logits.dtype).scatter_(1, column, at_target.to(logits.dtype))
+        gradient = values.to(logits.dtype)
+        gradient.scatter_(1, column, at_target.to(gradient.dtype))
+        return loss, gradient
 
     def first_id(self, logits: Tensor) -> int:
-        """Return the token id of the first column of the logits. A subclass has a shard of the vocabulary."""
+        """Return the token id of the first column of the logits. TP replaces this method."""
         return 0
 
     def combine(self, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-sum-exp and target logit over the full vocabulary. Subclasses reduce over vocabulary shards."""
+        """Return log-sum-exp and target logit over the full vocabulary. TP reduces over vocabulary shards."""
         return log_total, of_target
 
 
@@ -124,15 +114,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """The loop over all chunks, as one autograd function."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, loss: ChunkedLoss) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
         # A sum over many chunks is too inexact in bf16.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        chunks = loss.split(hidden, targets, grad_hidden)
+        chunks = head.split(hidden, targets, grad_hidden)
         for some_hidden, some_targets, some_grad_hidden in chunks:
             logits = some_hidden @ weight.t()
-            some_loss, grad_logits = loss.differentiate(logits, some_targets)
+            some_loss, grad_logits = head.differentiate(logits, some_targets)
             del logits
             total += some_loss
             torch.mm(grad_logits, weight, out=some_grad_hidden)

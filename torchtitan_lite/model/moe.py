@@ -41,13 +41,12 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
-        weights, routes = self.router(x)
+        weights, routes, counts = self.router(x)
         n_copies = routes.shape[-1]
         order = routes.flatten().argsort(
             stable=True
         )  # (R,): rows by expert; row r is copy r % K of token r // K
         place = invert(order)
-        counts = count_routes(routes, self.router.n_experts)
         tokens = x.flatten(0, 1)
         rows = take_rows(tokens, order // n_copies, place, n_copies)
         rows = self.experts(rows, counts.sum(0))
@@ -92,8 +91,8 @@ class Router(nn.Module):
             device=device,
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (B, S, D) -> weights (B, S, K) fp32 and routes (B, S, K) int64."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, S, D) -> weights (B, S, K) fp32, routes (B, S, K) int64, and routes per expert (B, E) int64."""
         logits = F.linear(x.float(), self.weight.float())  # (B, S, E)
         if self.args.router_scores == "softmax":
             scores = probabilities = logits.softmax(-1)
@@ -111,7 +110,7 @@ class Router(nn.Module):
         self.last_load = torch.cat([counts.sum(0), entropy[None]])
         if self.balance_loss:
             weights = AuxiliaryGradient.apply(weights, probabilities, counts, self)
-        return weights, routes
+        return weights, routes, counts
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the K best experts for each token: (B, S, E) -> (B, S, K). The bias affects only this choice."""

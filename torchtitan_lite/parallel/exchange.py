@@ -57,16 +57,12 @@ def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
         return collectives.wait_tensor.default(summed)
 
 
-def all_to_all(
-    rows: Tensor, ranks: Ranks, received: list[int] | None = None, sent: list[int] | None = None
-) -> Tensor:
+def all_to_all(rows: Tensor, ranks: Ranks, received: list[int], sent: list[int]) -> Tensor:
     """Send rows to each rank, and return the received rows in rank order. Collective; not differentiable.
 
-    `received`, `sent`: number of rows from and to each rank; None: equal numbers.
+    `received`, `sent`: number of rows from and to each rank.
     """
     with below_autograd():
-        if sent is None:
-            received = sent = [len(rows) // ranks.n] * ranks.n
         arrived = collectives.all_to_all_single.default(
             rows.contiguous(), received, sent, ranks.group_name
         )

@@ -38,13 +38,12 @@ from torchtitan_lite.model.float8_linear import (
 
 def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     """Replace the linear layers that plan_float8 selects with float8 layers (on meta)."""
-    listed = list_linears(part.model_args)
-    sizes = {}
-    for fqn, module in part.named_modules():
-        if type(module) is nn.Linear and fqn in listed:
-            sizes[fqn] = listed[fqn]
+    modules = dict(part.named_modules())
+    sizes = list_linears(part.model_args)
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
-        linear = part.get_submodule(fqn)
+        linear = modules.get(fqn)
+        if type(linear) is not nn.Linear:  # None: it is on another stage
+            continue
         with torch.device(linear.weight.device):
             float8_linear = Float8Linear(
                 linear.in_features,

@@ -3,7 +3,7 @@
     on meta   0. float8                swaps classes of linear layers, so it comes before code that checks classes
               1. tensor parallel       finds modules by FQN and replaces their parameters
               2. context parallel      replaces attention.inner, which has no parameters
-              3. chunked loss          replaces output.chunked_loss, also without parameters; 1 to 4 can be reordered
+              3. chunks of the loss    sets a number; 1 to 4 can be reordered
               4. expert parallel       keeps this rank's experts; 5 and 6 must see the modules that 1 to 4 replaced
               5. recompute, compile    per op: recompute inside compile, where the partitioner follows its policy; full:
                                        outside, because inside it fails under TP ("tensors_saved ... DeviceMesh")
@@ -29,7 +29,6 @@ from torchtitan_lite.parallel.float8 import apply_float8
 from torchtitan_lite.parallel.fsdp import apply_fsdp
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.tensor_parallel import (
-    apply_chunked_loss,
     apply_tensor_parallel,
     enable_async_tensor_parallel,
 )
@@ -46,7 +45,7 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         method = config.parallelism.context_parallel_rotate_method
         apply_context_parallel(part, mesh.cp, attention=config.model.attention, method=method)
     if part.output is not None:  # 3
-        apply_chunked_loss(part.output, config.training.loss_chunk_tokens, mesh.tp)
+        part.output.chunk_tokens = config.training.loss_chunk_tokens
     if layout.ep:  # 4
         if layout.ep > 1:
             apply_expert_parallel(part, mesh.ep)
@@ -102,7 +101,7 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
             apply_recompute(block, "forward", keep_expensive_ops=False)
     if part.output is not None and "loss" in components:
         # Only the loss of given logits, not the head's matmuls.
-        compile_method(part.output.chunked_loss, "differentiate", backend)
+        compile_method(part.output, "differentiate", backend)
 
 
 def compile_method(

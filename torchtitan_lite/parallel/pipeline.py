@@ -69,7 +69,7 @@ def build_schedule(
     """
     indices = layout.stages_of(mesh.get_local_rank())
     stages = [
-        Stage(part, index, len(layout.stages), device, group=mesh.get_group())
+        PatchedStage(part, index, len(layout.stages), device, group=mesh.get_group())
         for part, index in zip(parts, indices, strict=True)
     ]
     schedule_class = get_schedule_class(section.pipeline_parallel_schedule)
@@ -82,7 +82,7 @@ def build_schedule(
     )
 
 
-class Stage(PipelineStage):
+class PatchedStage(PipelineStage):
     """A PipelineStage that names its actions in traces, and fixes three faults of torch 2.13.
 
     split backward    weight gradients were summed in the compute dtype (fsdp.py)

@@ -142,12 +142,16 @@ def attend(
     The memory order of out is (B, 2C, H, E), as the output projection reads it. Collective.
     """
     kernel = choose_kernel(query)
-    all_keys = METHODS[method](torch.stack((key, value)), Ranks(rank, n_ranks, group))
+    half = query.shape[2] // 2
+    own = torch.stack((key, value))
+    all_keys = METHODS[method](own, Ranks(rank, n_ranks, group))
     for source, key_value in all_keys.fetch():
-        queries, keys = find_visible(rank, source, query.shape[2] // 2)
+        queries, keys = find_visible(rank, source, half)
         visible = key_value[:, :, :, keys]
-        part_out, part_lse = kernel.attend(query[:, :, queries], *visible, source == rank)
-        if source == rank:
+        some_queries = query[:, :, queries]
+        is_own = source == rank
+        part_out, part_lse = kernel.attend(some_queries, *visible, is_own)
+        if is_own:
             out = part_out.float()
             lse = part_lse.float()
         else:
@@ -170,9 +174,11 @@ def attend_backward(
 ) -> Gradients:
     """Return the gradients of this rank's query, and of its key and value, stacked (2, B, K, 2C, E). Collective."""
     kernel = choose_kernel(query)
-    all_keys = METHODS[method](torch.stack((key, value)), Ranks(rank, n_ranks, group))
+    half = query.shape[2] // 2
+    own = torch.stack((key, value))
+    all_keys = METHODS[method](own, Ranks(rank, n_ranks, group))
     for source, key_value in all_keys.fetch():
-        queries, keys = find_visible(rank, source, query.shape[2] // 2)
+        queries, keys = find_visible(rank, source, half)
         part_grad_query, *part_grads = kernel.attend_backward(
             grad_out[:, :, queries],
             query[:, :, queries],

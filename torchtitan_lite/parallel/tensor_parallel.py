@@ -11,7 +11,7 @@
     feed_forward.w1, w3      ColwiseLinear  (F/tp, D)    Shard(0)    (B, S, F/tp)
     feed_forward.w2          RowwiseLinear  (D, F/tp)    Shard(1)    (B, S/tp, D)     reduce-scatter of partial sums
     norm                     LocalModule    (D,)         Replicate   (B, S/tp, D)
-    output                   SplitHead      (V/tp, D)    Shard(0)    logits or loss   all-gather of the sequence
+    output                   SplitHead      (V/tp, D)    Shard(0)    loss ()          all-gather of the sequence
 
 "Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits input features.
 
@@ -54,7 +54,6 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_block, list_ends, list_gathered
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.model.head import ChunkedLoss, Head
 from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.parallel.exchange import Gather, Ranks, Scatter, all_gather, list_ranks
 from torchtitan_lite.parallel.local_parameters import local_tensor, shard_parameters
@@ -177,12 +176,29 @@ class SplitEmbedding(LocalStyle):
 
 
 class SplitHead(LocalStyle):
-    """hidden (B, S/tp, D), targets (B, S) -> the sum of token losses, () fp32. The same on every rank."""
+    """hidden (B, S/tp, D), targets (B, S) -> the sum of token losses, () fp32. The same on every rank.
+
+    Each rank uses its rows of the weight, so its gradient of hidden is a partial sum.
+    """
 
     placements = {"weight": Shard(0)}
 
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks = list_ranks(device_mesh)
+        module.first_id = lambda logits: ranks.own * logits.shape[1]  # shards have equal sizes
+        module.combine = partial(combine_shards, ranks)
+        return super()._apply(module, device_mesh)
+
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, targets: Tensor) -> Tensor:
         return super().compute(module, ranks, Gather.apply(x, ranks, 1), targets)
+
+
+def combine_shards(ranks: Ranks, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
+    """Replacement for Head.combine: reduce over vocabulary shards. All-gathers two numbers per token."""
+    both = torch.stack((log_total, of_target))
+    of_ranks = all_gather(both[None], ranks, dim=0)  # (tp, 2, n, 1)
+    log_totals, of_targets = of_ranks.unbind(1)
+    return log_totals.logsumexp(0), of_targets.sum(0)
 
 
 STYLES = {  # (kind, split) of a row in the table of a model; check_table (config/checks.py) knows the same pairs
@@ -195,24 +211,3 @@ STYLES = {  # (kind, split) of a row in the table of a model; check_table (confi
     ("norm", "colwise"): ColwiseLinear,
     ("embedding", "vocabulary"): SplitEmbedding,
 }
-
-# ---------------------------------------------------------------- loss with a sharded vocabulary
-
-
-def apply_chunked_loss(head: Head, chunk_tokens: int, mesh: DeviceMesh) -> None:
-    """Give the head the loss of this rank of `mesh` (tp, of any size). `chunk_tokens` 0: one chunk of all tokens."""
-    kind = ShardedLoss if mesh.size() > 1 else ChunkedLoss
-    head.chunked_loss = kind(head.weigh_total, chunk_tokens, list_ranks(mesh))
-
-
-class ShardedLoss(ChunkedLoss):
-    """Logits stay sharded. Each rank uses its rows of the weight, so grad_hidden is a partial sum."""
-
-    def first_id(self, logits: Tensor) -> int:
-        return self.ranks.own * logits.shape[1]  # vocabulary shards have equal sizes
-
-    def combine(self, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
-        both = torch.stack((log_total, of_target))
-        of_ranks = all_gather(both[None], self.ranks, dim=0)  # (tp, 2, n, 1)
-        log_totals, of_targets = of_ranks.unbind(1)
-        return log_totals.logsumexp(0), of_targets.sum(0)

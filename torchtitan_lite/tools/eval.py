@@ -22,7 +22,6 @@ from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, read_split
 from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.model.head import ChunkedLoss
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
@@ -53,7 +52,7 @@ def main(options: Namespace) -> int:
         windows = ValidationBatches(reader, global_batch_size=n_rows)
         model = build_model(source)
         device = model.output.weight.device
-        model.output.chunked_loss = ChunkedLoss(CHUNK_TOKENS, model.output.weigh_total)
+        model.output.chunk_tokens = CHUNK_TOKENS
 
         @torch.inference_mode()
         def compute_loss(batch: Batch) -> Tensor:

@@ -127,8 +127,10 @@ class Attention(nn.Module):
             key = self.k_norm(key)
         query = rotate(query, rotation).transpose(1, 2)
         key = rotate(key, rotation).transpose(1, 2)
-        heads = self.inner(query, key, value.transpose(1, 2), doc_ids)  # (B, H, S, E)
-        return self.wo(heads.transpose(1, 2).flatten(2))
+        value = value.transpose(1, 2)
+        heads = self.inner(query, key, value, doc_ids)  # (B, H, S, E)
+        heads = heads.transpose(1, 2)
+        return self.wo(heads.flatten(2))
 
 
 class FeedForward(nn.Module):

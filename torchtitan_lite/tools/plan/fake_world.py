@@ -91,12 +91,12 @@ def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iter
     with (
         # 1F1B refuses fewer microbatches than stages, although it runs with fewer.
         patch.object(Schedule1F1B, "__init__", PipelineScheduleSingle.__init__),
-        patch.object(pipeline, "Stage", partial(StaticStage, hidden=hidden)),
+        patch.object(pipeline, "PatchedStage", partial(StaticStage, hidden=hidden)),
     ):
         yield
 
 
-class StaticStage(pipeline.Stage):
+class StaticStage(pipeline.PatchedStage):
     """A stage whose input and output shapes are passed to the constructor."""
 
     def __init__(self, part, index, n_stages, device, *, group, hidden: Tensor):
