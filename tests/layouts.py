@@ -232,7 +232,6 @@ CROSSES = {
     "pp2 x ddp2 x tp2 tied": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TIED, **TWO_LAYERS}),
     "pp2 x dp2 x tp2 DualPipeV": Row(8, {PP: 2, TP: 2, SCHEDULE: "DualPipeV", MODE: "none"}),
     "experts, dp2, ep2, offloaded": Row(2, {**MOE, EP: 2, **OFFLOAD}),
-    "experts, dp2, ep2, compile, budget": Row(2, {**MOE, EP: 2, **BUDGET}),
     "experts, dp2, ep2, 12 layers, accumulation 4": Row(
         2, {**MOE, EP: 2, **ACCUMULATION_4, "model.n_layers": 12}
     ),

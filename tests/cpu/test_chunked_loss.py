@@ -93,13 +93,18 @@ def test_logits_of_any_size_neither_overflow_nor_vanish():
     sizes = torch.tensor([1e-4, 1.0, 1e4])  # logits up to 1e5; exp(89) is more than fp32 holds
     hidden *= sizes[:, None, None]
     found = run_head(head, hidden, targets, 7)
-    for value, truth in zip(found, compute_in_float64(head, hidden, targets), strict=True):
+    expected = compute_in_float64(head, hidden, targets)
+    for value, truth in zip(found, expected, strict=True):
         assert compare.relative_error(value, truth) < 1e-6
-    far = torch.tensor([[-1e4], [1.0], [1e4]])  # of two tp ranks: the same log of a sum twice
+
+
+def test_totals_of_two_shards_of_any_size_are_combined():
+    total = torch.tensor([[-1e4], [1.0], [1e4]])
+    ranks = Ranks(0, 2, "tp")
     with patch.object(tensor_parallel, "all_gather", lambda own, ranks, dim: torch.cat([own, own])):
-        log_total, _ = combine_shards(Ranks(0, 2, "tp"), far, far)
-    expected = far.double() + math.log(2)
-    assert compare.relative_error(log_total, expected) < 1e-6
+        combined, _ = combine_shards(ranks, total, total)
+    expected = total.double() + math.log(2)  # the same log of a sum twice
+    assert compare.relative_error(combined, expected) < 1e-6
 
 
 def test_without_a_counted_target_loss_and_gradients_are_zero():

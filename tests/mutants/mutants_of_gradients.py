@@ -221,11 +221,11 @@ def refused_combination_run(original, *args):
     Row(2, {TP: 2, **CHUNKS}),
     "module output",
     "output",
-    at=(tensor_parallel.ShardedLoss, "combine"),
+    at=(tensor_parallel, "combine_shards"),
 )
-def softmax_over_a_share_of_the_vocabulary(original, loss, log_total, of_target):
+def softmax_over_a_share_of_the_vocabulary(original, ranks, log_total, of_target):
     """Each tensor-parallel rank normalises over its own tokens of the vocabulary only."""
-    return log_total, original(loss, log_total, of_target)[1]
+    return log_total, original(ranks, log_total, of_target)[1]
 
 
 @mutant(

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_lite.model.inner_attention import InnerAttention
 
-# Without cuDNN, because it takes 0.4 s to plan each new text length.
+# Without cuDNN, because it makes a plan for each new text length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

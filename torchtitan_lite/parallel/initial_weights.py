@@ -46,7 +46,7 @@ def initialize_weights(
 def fill_tensor(full: Tensor, entry: Parameter, generator: torch.Generator) -> None:
     """Fill the full tensor of one parameter: a constant in norms, 0 in biases, else normal values.
 
-    They are clamped at three standard deviations, because `trunc_normal_` is five times slower.
+    They are clamped at three standard deviations, because `trunc_normal_` is slower.
     """
     start = entry.row.start
     if entry.is_bias:

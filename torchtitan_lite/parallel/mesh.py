@@ -49,7 +49,7 @@ class Mesh:
     ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer
     expert_fsdp_nodes: Nodes | None = None  # the ranks of expert_fsdp_mesh's last dim, by node
 
-    # Cached, because indexing a mesh creates a new object each time, which takes 0.15 ms.
+    # Cached, because indexing a mesh creates a new object each time.
 
     @cached_property
     def pp(self) -> DeviceMesh:
