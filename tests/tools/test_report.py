@@ -28,6 +28,7 @@ FIELDS = (
 )
 KEYS = [
     "--model.flavor=debug_moe",
+    "--model.n_layers=2",
     "--model.hf_assets_path=bytes",
     "--model.vocab_size=264",
     "--training.seq_len=32",
@@ -52,7 +53,8 @@ def folder(pool, tmp_path_factory):
     folder = parent / "a run"
     corpus = warm_start.write_letters(parent / "corpus")[-3]
     keys = [*KEYS, corpus, f"--job.dump_folder={folder}"]
-    assert pool.run(warm_start.start, 4, keys, 3) == [143] * 4
+    untraced = [*keys, "--profiling.no_enable_profiling"]
+    assert pool.run(warm_start.start, 4, untraced, 3) == [143] * 4
     assert pool.run(warm_start.start, 4, keys) == [0] * 4
     return folder
 
