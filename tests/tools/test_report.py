@@ -100,6 +100,7 @@ def test_the_load_of_experts_is_that_of_the_records(page, folder):
 def test_words_come_first(page, folder, run):
     what, how, end, _, command_line = describe_run(run)
     losses = warm_start.read_losses(folder)
+    assert "from random weights" in what
     assert "by 4 ranks (pp2 x tp2, ep2)" in what
     assert "6 of 6 steps, 768 tokens" in how
     assert "in 2 starts" in how
