@@ -89,15 +89,17 @@ def measure(model, window_size: int) -> dict[str, float]:
 def test_a_text_has_the_loss_of_transformers_on_the_same_windows(
     evaluate, checkpoint, texts, tmp_path, capsys
 ):
-    assert main(["convert", str(checkpoint), str(tmp_path / "llama")]) == 0
+    export = tmp_path / "llama"
+    assert main(["convert", str(checkpoint), str(export)]) == 0
     capsys.readouterr()
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
+    theirs = LlamaForCausalLM.from_pretrained(export, dtype=torch.float32)
     expected = measure(lambda ids: theirs(ids).logits, WINDOW)
-    for source in (checkpoint, tmp_path / "llama"):
-        found = evaluate(source, "--data", texts, "--seq-len", WINDOW)
+    options = ["--data", str(texts), "--seq-len", str(WINDOW)]
+    for source in (checkpoint, export):
+        found = evaluate(source, *options)
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert evaluate(checkpoint, "--data", texts)["seq_len"] == 128  # as it was trained
-    assert main(["eval", str(checkpoint), "--data", str(texts), "--seq-len", str(WINDOW)]) == 0
+    assert main(["eval", str(checkpoint), *options]) == 0
     shown = capsys.readouterr().out.split()
     assert f"{expected['perplexity']:.5g}" in shown
     assert f"{expected['bytes']:,}" in shown

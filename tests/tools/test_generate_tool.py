@@ -150,9 +150,13 @@ def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config
     checkpoint, export, tokenizer, generate, tmp_path
 ):
     n_tokens = len(tokenizer.encode(PROMPT, bos=True))
-    for arguments, n_new in (((), 128 - n_tokens), (("--context", n_tokens + 3), 3)):
+    for arguments, n_new in (
+        ((), 128 - n_tokens),
+        (("--context", n_tokens + 3), 3),
+    ):
         (sample,) = generate(checkpoint, *GREEDY, "--max-new-tokens", 1000, *arguments)["samples"]
-        assert len(sample["tokens"]) == n_new and sample["stopped"] == "context"
+        assert len(sample["tokens"]) == n_new
+        assert sample["stopped"] == "context"
     (unbroken,) = generate(checkpoint, *GREEDY, "--max-new-tokens", 40)["samples"]
     tokens = unbroken["tokens"]
     at = 6

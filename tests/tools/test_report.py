@@ -28,6 +28,7 @@ FIELDS = (
 )
 KEYS = [
     "--model.flavor=debug_moe",
+    "--model.n_layers=2",
     "--model.hf_assets_path=bytes",
     "--model.vocab_size=264",
     "--training.seq_len=32",
@@ -52,7 +53,8 @@ def folder(pool, tmp_path_factory):
     folder = parent / "a run"
     corpus = warm_start.write_letters(parent / "corpus")[-3]
     keys = [*KEYS, corpus, f"--job.dump_folder={folder}"]
-    assert pool.run(warm_start.start, 4, keys, 3) == [143] * 4
+    untraced = [*keys, "--profiling.no_enable_profiling"]
+    assert pool.run(warm_start.start, 4, untraced, 3) == [143] * 4
     assert pool.run(warm_start.start, 4, keys) == [0] * 4
     return folder
 
@@ -98,6 +100,7 @@ def test_the_load_of_experts_is_that_of_the_records(page, folder):
 def test_words_come_first(page, folder, run):
     what, how, end, _, command_line = describe_run(run)
     losses = warm_start.read_losses(folder)
+    assert "from random weights" in what
     assert "by 4 ranks (pp2 x tp2, ep2)" in what
     assert "6 of 6 steps, 768 tokens" in how
     assert "in 2 starts" in how

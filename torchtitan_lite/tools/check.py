@@ -48,12 +48,9 @@ def choose_host() -> tuple[Machine, int | None, int]:
     n_gpus = machine.n_devices
     if machine.device_type == "cuda" and n_each > n_gpus:  # every rank needs its own GPU
         remedy = f"Use NGPU={n_gpus} on NNODES={ceil(n_each * n_hosts / n_gpus)} hosts"
-        raise refuse("NGPU", n_each, f"this host has {n_gpus} GPUs", remedy)
+        why = f"this host has {n_gpus} GPUs"
+        raise ConfigError([Problem("NGPU", n_each, why, remedy)])
     return machine, n_each * n_hosts, n_hosts
-
-
-def refuse(name: str, value: object, why: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(name, value, why, remedy)])
 
 
 def read_count(name: str) -> int | None:
@@ -63,7 +60,7 @@ def read_count(name: str) -> int | None:
         return None
     if not text.isdecimal() or int(text) == 0:
         why = "it is not a positive integer"
-        raise refuse(name, text, why, "Set it to a number, such as 2")
+        raise ConfigError([Problem(name, text, why, "Set it to a number, such as 2")])
     return int(text)
 
 
@@ -72,7 +69,8 @@ def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts
     prepared = preflight(config_args, machine=machine, n_ranks=n_ranks, n_hosts=n_hosts)
     if prepared.layout.world_size % n_hosts:
         why = f"it does not divide the world size {prepared.layout.world_size}"
-        raise refuse("NNODES", n_hosts, why, "Set NGPU to the number of ranks per host")
+        remedy = "Set NGPU to the number of ranks per host"
+        raise ConfigError([Problem("NNODES", n_hosts, why, remedy)])
     return prepared
 
 

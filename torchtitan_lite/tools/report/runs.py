@@ -94,7 +94,8 @@ def describe_run(run: Run) -> list[str]:
         command += f" --training.steps={2 * n_steps} --lr_scheduler.total_steps={2 * n_steps}"
     return [
         f"{config.job.description or 'A language model'}: {model_args.name}, {count_parameters(model_args):,} "
-        f"parameters, trained on {' and '.join(config.training.dataset)} by {plural(layout.world_size, 'rank')} "
+        f"parameters, from {run.records[0].get('weights', 'unknown weights')}, "
+        f"trained on {' and '.join(config.training.dataset)} by {plural(layout.world_size, 'rank')} "
         f"({layout}) on {run.device}.",
         results,
         f"End of the run: {reason.partition('; newest')[0]}.",
