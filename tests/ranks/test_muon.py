@@ -114,8 +114,12 @@ def test_weights_and_state_are_those_of_one_process(pool, tmp_path, name):
 # ---------------------------------------------------------------- plan, explain, check
 
 
+FAST = ("dp2 x tp2", "debug_moe_3d", "shared experts")
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in LAYOUTS if name not in ("one rank", "dp2, ZeRO 2")]
+    "name",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
 )
 def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
     world_size, keys = LAYOUTS[name]
