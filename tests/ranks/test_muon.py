@@ -117,10 +117,15 @@ def test_weights_and_state_are_those_of_one_process(pool, tmp_path, name):
 FAST = ("dp2 x tp2", "debug_moe_3d", "shared experts")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
-)
+CLOSED_FORMS = []
+for layout in LAYOUTS:
+    if layout in FAST:
+        CLOSED_FORMS.append(layout)
+    elif layout != "one rank":  # which sends nothing
+        CLOSED_FORMS.append(pytest.param(layout, marks=pytest.mark.slow))
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
     world_size, keys = LAYOUTS[name]
     keys = {**MODEL, **MUON, **keys, "training.mixed_precision_param": "bfloat16"}
