@@ -44,7 +44,7 @@ from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.reader import ConfigReading, dump_config_toml, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, with_value
-from torchtitan_lite.data.corpus_folder import check_data, find_largest_id, fingerprint_documents
+from torchtitan_lite.data.corpus_folder import check_data, fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files, list_earlier
@@ -404,16 +404,19 @@ def compare_vocabularies(
     weights: Weights | None,
     notices: list[str],
 ) -> None:
-    """Check a tokenizer with more ids than the model has rows: no document may use the others."""
+    """Check a tokenizer with more ids than the model has rows: no text may use the others.
+
+    Conversations have special tokens. A batch with an id above the rows is refused when it is read.
+    """
     assets, n_rows = problems.config.model.hf_assets_path, model_args.vocab_size
-    largest_id, corpus = find_largest_id(problems.config, tokenizer)
+    largest_id = tokenizer.largest_text_id
     if largest_id < n_rows:
         more = f"{tokenizer.vocab_size} ids, but the model has {n_rows} rows"
-        notices.append(f"the tokenizer {assets} has {more}. No document uses the other ids")
+        notices.append(f"the tokenizer {assets} has {more}. No text uses the other ids")
         return
-    why = f"{corpus} may use the id {largest_id} ({tokenizer.decode([largest_id])!r}) of the tokenizer {assets}"
+    why = f"a text may use the id {largest_id} ({tokenizer.decode([largest_id])!r}) of the tokenizer {assets}"
     remedy = f"Set model.vocab_size to {tokenizer.vocab_size} or more, or choose another model.hf_assets_path"
     if weights:
         enlarge = f"enlarge the model with resize_token_embeddings({tokenizer.vocab_size}) of transformers"
-        remedy = f"Prepare the corpus without the documents that use it, or {enlarge}"
+        remedy = f"Use the tokenizer of the model, or {enlarge}"
     problems.append(Problem("model.vocab_size", n_rows, why, remedy))

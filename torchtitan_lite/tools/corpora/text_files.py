@@ -90,9 +90,8 @@ def decode(content: bytes, encoding: str) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         place = f"byte {error.start} (line {line}) is 0x{content[error.start]:02x}"
-        raise ValueError(
-            f"it is not {encoding}: {place}. Name its encoding: --encoding cp1252"
-        ) from None
+        remedy = "Name its encoding to `prepare`: --encoding cp1252"
+        raise ValueError(f"it is not {encoding}: {place}. {remedy}") from None
     if "\0" in text:
         why = "a binary file, or UTF-16 without a byte order mark: --encoding utf-16-le"
         raise ValueError(f"it is not a text: character {text.index(chr(0))} is NUL ({why})")
