@@ -360,7 +360,7 @@ def test_published_templates_give_the_text_and_the_masks_of_transformers(make_fo
             if has_marks:
                 wrong = [
                     id
-                    for id, *masks in zip(ids, targets, right["assistant_masks"])
+                    for id, *masks in zip(ids, targets, right["assistant_masks"], strict=True)
                     if len({*masks}) > 1
                 ]
                 # transformers marks only the first token of a character

@@ -235,6 +235,8 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
         if not theirs.chat_template and LLAMA_3_NAMES <= tokenizer.special.keys():
             theirs.chat_template = LLAMA_3
             name = "the format of Llama 3, because the tokenizer has no chat template"
+        if not theirs.chat_template:
+            raise ValueError("there is none")
         for tools in (None, []):
             template = theirs.get_chat_template(tools=tools)
             compiled = templates._compile_jinja_template(template)
