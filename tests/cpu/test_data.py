@@ -325,16 +325,3 @@ def test_draws_of_a_rare_source_go_through_its_epochs():
         assert [part.tolist() for part in alone] == [
             whole[step : step + 3].tolist() for whole in (sources, samples)
         ]
-
-
-def test_with_weights_every_source_has_epochs_and_an_order_of_its_own():
-    n_samples = [101, 900, 900]
-    chosen = choose(Sampler(n_samples, weights=[1, 2, 2], seed=5), torch.arange(2 * N_DRAWS))
-    own = [[sample for source, sample in chosen if source == wanted] for wanted in range(3)]
-    for samples, n in zip(own, n_samples, strict=True):
-        assert len(samples) > 2 * n
-        assert all(
-            sorted(samples[at : at + n]) == [*range(n)] for at in range(0, len(samples) - n + 1, n)
-        )
-        assert samples[:n] != samples[n : 2 * n]
-    assert sum(one == other for one, other in zip(own[1][:900], own[2][:900], strict=True)) < 10

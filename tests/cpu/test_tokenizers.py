@@ -1,7 +1,6 @@
 """Tokenizers: Llama 3's file against tiktoken set up by hand, tokenizer.json against Hugging Face's own library."""
 
 import base64
-import io
 import json
 import random
 import re
@@ -266,17 +265,17 @@ def test_eos_without_a_name_is_the_id_that_ends_a_text_in_transformers(name, tmp
 
 
 def test_a_unigram_tokenizer_is_read_and_its_unknown_tokens_are_counted(tmp_path, capsys):
-    unigram = HuggingFace(
-        models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("▁a", -1.0), ("▁", -2.0), ("b", -3.0)], 0)
-    )
+    scores = {"<unk>": 0.0, "</s>": 0.0, "▁a": -1.0, "▁": -2.0, "b": -3.0}
+    unigram = HuggingFace(models.Unigram(list(scores.items()), 0))
     unigram.pre_tokenizer = pre_tokenizers.Metaspace()
     unigram.decoder = decoders.Metaspace()
     tokenizer = load_tokenizer(write(tmp_path, unigram, "</s>"))
     assert tokenizer.encode("a bc") == unigram.encode("a bc").ids
     assert tokenizer.decode([2, 3, 4]) == " a b"
-    (tmp_path / "a.txt").write_text("a bc a bc")
-    arguments = [str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path), "--processes", "1"]
-    assert main(["prepare", *arguments, "--out", str(tmp_path / "out")]) == 0
+    text = tmp_path / "a.txt"
+    text.write_text("a bc a bc")
+    arguments = ["--tokenizer", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["prepare", str(text), "--processes", "1", *arguments]) == 0
     assert "2 unknown tokens" in capsys.readouterr().out
 
 
@@ -334,38 +333,6 @@ def test_what_is_no_tokenizer_is_refused_by_key_and_path(case, tmp_path):
     ) as error:
         load_tokenizer(tmp_path)
     assert re.search(why, str(error.value))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_transformers_writes_the_tokenizer_json_of_a_sentencepiece_model_as_the_error_says(
-    kind, tmp_path
-):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    trainer, lines, model = (
-        sentencepiece.SentencePieceTrainer,
-        iter(SOURCE.splitlines()),
-        io.BytesIO(),
-    )
-    trainer.train(
-        sentence_iterator=lines,
-        model_writer=model,
-        vocab_size=400,
-        model_type=kind,
-        byte_fallback=True,
-    )
-    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
-    names = {
-        "tokenizer_class": {"bpe": "LlamaTokenizer", "unigram": "T5Tokenizer"}[kind],
-        "eos_token": "</s>",
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
-    with pytest.raises(ConfigError, match="SentencePiece"):
-        load_tokenizer(tmp_path)
-    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
-    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
-    for text in TEXTS[:-1]:
-        assert tokenizer.encode(text) == oracle.encode(text, add_special_tokens=False)
 
 
 def test_entries_above_the_rows_of_a_model_are_accepted_unless_a_text_uses_them(

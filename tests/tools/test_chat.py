@@ -111,12 +111,6 @@ TEMPLATES = {
         None,
         None,
     ),
-    "today": (
-        "{{ strftime_now('%d %b %Y') }}" + CHATML,
-        [" é, é 😀<|im_end|>"],
-        None,
-        "has no attribute 'content'",
-    ),
 }
 
 
@@ -173,6 +167,14 @@ def test_ids_are_those_of_transformers_and_targets_the_answers_in_the_text(kind,
         assert turns == expected
     trained = [id for id, is_target in zip(ids, targets, strict=True) if is_target]
     assert oracle.decode(trained) == "".join(turns)
+
+
+def test_the_date_of_a_template_is_fixed_and_named(make_folder, tmp_path, capsys):
+    folder = make_folder("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    assert prepare(tmp_path / "in.jsonl", [{"messages": EXCHANGE}], "--tokenizer", folder) == 0
+    assert "with the date 26 July 2024" in capsys.readouterr().out
+    ids, _, _ = encode(folder, {"messages": EXCHANGE})
+    assert load_tokenizer(folder).decode(ids).startswith("26 Jul 2024")
 
 
 def test_a_greeting_is_an_answer(make_folder):
@@ -407,21 +409,6 @@ def test_what_is_no_template_is_a_sentence(template, make_folder, tmp_path, caps
     )
     error = capsys.readouterr().err
     assert "template" in error and "Traceback" not in error
-
-
-def test_templates_in_files_and_named_templates_are_chosen_as_transformers_does(make_folder):
-    named = [
-        {"name": "default", "template": CHATML},
-        {"name": "tool_use", "template": "{{ bos_token }}tools" + CHATML},
-    ]
-    folder = make_folder(named)
-    oracle = AutoTokenizer.from_pretrained(folder)
-    for row in ({"messages": EXCHANGE}, {"messages": EXCHANGE, "tools": TOOLS}):
-        right = oracle.apply_chat_template(EXCHANGE, tools=row.get("tools"), return_dict=True)
-        assert encode(folder, row)[0] == right["input_ids"]
-    (folder / "chat_template.jinja").write_text("file" + CHATML)
-    right = AutoTokenizer.from_pretrained(folder).apply_chat_template(EXCHANGE, return_dict=True)
-    assert encode(folder, {"messages": EXCHANGE})[0] == right["input_ids"]
 
 
 def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):

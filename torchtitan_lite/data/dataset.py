@@ -124,8 +124,10 @@ class Sampler:
         samples = torch.empty_like(draws)
         for source in sources.unique().tolist():
             own = sources == source
-            turns = self._count_draws(int(draws[0]), source) + torch.arange(int(own.sum()))
-            samples[own] = self._permute(turns, self.n_samples[source], name=f"source {source}")
+            n_earlier = self._count_draws(int(draws[0]), source)
+            turns = n_earlier + torch.arange(int(own.sum()))
+            n_samples = self.n_samples[source]
+            samples[own] = self._permute(turns, n_samples, name=f"source {source}")
         return sources, samples
 
     def _count_draws(self, n_draws: int, source: int) -> int:

@@ -160,7 +160,8 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, chat: ChatFormat | None) ->
 def encode_messages(messages: list[dict], chat: ChatFormat) -> list[int]:
     """Return the tokens of a conversation that asks for an answer. Raises SourceError."""
     try:
-        text, _ = chat.write({"messages": messages}, add_generation_prompt=True)
+        row = {"messages": list(map(chat.convert, messages))}
+        text, _ = chat.write(row, add_generation_prompt=True)
     except ValueError as error:
         raise SourceError(f"The conversation cannot be written: {error}.") from None
     tokens, _ = chat.tokenizer.encode_special(chat.tokenizer.normalize(text))

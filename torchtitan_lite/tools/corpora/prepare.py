@@ -135,7 +135,7 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
 def read_texts(files: list[Path], settings: PrepareSettings) -> Iterator[str]:
     """Yield the texts of all files, without bad rows. Raises PreparationError."""
     for row in read_rows(files, settings):
-        with suppress(ValueError, RecursionError):
+        with suppress(*BAD_ROW):
             yield read_text(settings, row)
 
 
