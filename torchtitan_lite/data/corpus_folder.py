@@ -252,9 +252,8 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
                 read_split(Path(name), split, tokenizer)
         except CorpusError as error:
             problem = Problem(key, name, error.why, error.remedy)
-            problems += [problem] * (
-                problem not in problems
-            )  # both splits of a corpus may have the same problem
+            if problem not in problems:  # both splits of a corpus may have the same problem
+                problems.append(problem)
     if not training.dataset:
         remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"
         problems.append(Problem("training.dataset", [], "it names no corpus", remedy))

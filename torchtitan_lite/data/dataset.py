@@ -231,11 +231,8 @@ class SampleStream:
         for corpus, share, n in zip(
             self.reader.corpora, self.sampler.shares, self.reader.n_samples, strict=True
         ):
-            n_draws = n_steps * self.global_batch_size * share
-            amount = f"{n_draws / n:.3g} epochs"
-            if n_draws < 1:
-                amount += ": less than one sample, most likely none"
-            corpora.append(f"{corpus.name} ({corpus.n_tokens:,} tokens, {amount})")
+            n_epochs = n_steps * self.global_batch_size * share / n
+            corpora.append(f"{corpus.name} ({corpus.n_tokens:,} tokens, {n_epochs:.3g} epochs)")
         tokens_per_step = self.global_batch_size * self.reader.seq_len
         steps = f"{n_steps:,} steps of {tokens_per_step:,} tokens are {n_steps * tokens_per_step:,}"
         return f"{steps}, from {', '.join(corpora)}"
