@@ -14,6 +14,7 @@ from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus_folder import DATASETS, CorpusManifest, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.preflight import SHIPPED
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import BAD_ROWS, PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files, is_text
@@ -113,8 +114,9 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
     if list(Path(tokenizer).glob("*.safetensors")):
         words += ["--config", "finetune", "--checkpoint.initial_load_path", tokenizer]
     else:
-        n_rows = ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64
-        words += ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)]
+        if tokenizer != SHIPPED:
+            n_rows = ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64
+            words += ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)]
         words += ["--job.dump_folder", f"outputs/{options.out.name}"]
     if "validation" not in manifest.splits:
         words.append("--validation.no_enable")
