@@ -67,4 +67,6 @@ def convert_gguf(file: Path, folder: Path) -> None:
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]}
     content["post_processor"] = None
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    model.hf_quantizer = None  # the weights are plain by now
+    model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained(folder)

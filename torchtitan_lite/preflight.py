@@ -37,7 +37,7 @@ from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import AUTO
 from torchtitan_lite.config.reader import Prepared, dump_config_toml, flatten_table, read_config
 from torchtitan_lite.config.schema import Parallelism, with_value
-from torchtitan_lite.data.corpus_folder import check_data, find_largest_id, fingerprint_documents
+from torchtitan_lite.data.corpus_folder import check_data, fingerprint_documents
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import find_tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files, list_earlier
@@ -265,23 +265,26 @@ def check_model_files(run: Prepared) -> None:
 
 
 def check_vocabulary(run: Prepared) -> None:
-    """Check whether the tokenizer has more ids than the model has rows: no document may use the others."""
+    """Check whether the tokenizer has more ids than the model has rows: no text may use the others.
+
+    Conversations have special tokens. A batch with an id above the rows is refused when it is read.
+    """
     assets = run.config.model.hf_assets_path
     n_ids = run.tokenizer.vocab_size
     n_rows = run.model_args.vocab_size
+    largest_id = run.tokenizer.largest_text_id
     if n_ids <= n_rows:
         return
-    largest_id, corpus = find_largest_id(run.config, run.tokenizer)
     if largest_id < n_rows:
         more = f"{n_ids} ids, but the model has {n_rows} rows"
-        run.notices.append(f"the tokenizer {assets} has {more}. No document uses the other ids")
+        run.notices.append(f"the tokenizer {assets} has {more}. No text uses the other ids")
         return
     token = run.tokenizer.decode([largest_id])
-    why = f"{corpus} may use the id {largest_id} ({token!r}) of the tokenizer {assets}"
+    why = f"a text may use the id {largest_id} ({token!r}) of the tokenizer {assets}"
     remedy = f"Set model.vocab_size to {n_ids} or more, or choose another model.hf_assets_path"
     if run.weights:
         enlarge = f"enlarge the model with resize_token_embeddings({n_ids}) of transformers"
-        remedy = f"Prepare the corpus without the documents that use it, or {enlarge}"
+        remedy = f"Use the tokenizer of the model, or {enlarge}"
     run.problems.append(Problem("model.vocab_size", n_rows, why, remedy))
 
 

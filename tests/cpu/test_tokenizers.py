@@ -1,7 +1,6 @@
 """Tokenizers: Llama 3's file against tiktoken set up by hand, tokenizer.json against Hugging Face's own library."""
 
 import base64
-import io
 import json
 import random
 import re
@@ -242,6 +241,7 @@ EOS_FILES = {  # where people's folders name EOS -> the files beside tokenizer.j
     "special_tokens_map.json": {"special_tokens_map": {"eos_token": {"content": "</s>"}}},
     "both": {"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}},
 }
+EOS_IDS = {"generation_config": {"eos_token_id": [2, 1]}, "config": {"eos_token_id": 2}}
 
 
 @pytest.mark.parametrize("place", EOS_FILES)
@@ -257,15 +257,26 @@ def test_eos_and_more_tokens_are_found_where_transformers_finds_them(place, tmp_
     assert tokenizer.eos_id not in tokenizer.encode(text)
 
 
-def test_a_unigram_tokenizer_is_read(tmp_path):
-    unigram = HuggingFace(
-        models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("▁a", -1.0), ("▁", -2.0), ("b", -3.0)], 0)
-    )
+@pytest.mark.parametrize("name", EOS_IDS)
+def test_eos_without_a_name_is_the_id_that_ends_a_text_in_transformers(name, tmp_path):
+    make_sentencepiece().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / f"{name}.json").write_text(json.dumps(EOS_IDS[name]))
+    assert load_tokenizer(tmp_path).eos_id == 2
+
+
+def test_a_unigram_tokenizer_is_read_and_its_unknown_tokens_are_counted(tmp_path, capsys):
+    scores = {"<unk>": 0.0, "</s>": 0.0, "▁a": -1.0, "▁": -2.0, "b": -3.0}
+    unigram = HuggingFace(models.Unigram(list(scores.items()), 0))
     unigram.pre_tokenizer = pre_tokenizers.Metaspace()
     unigram.decoder = decoders.Metaspace()
     tokenizer = load_tokenizer(write(tmp_path, unigram, "</s>"))
     assert tokenizer.encode("a bc") == unigram.encode("a bc").ids
     assert tokenizer.decode([2, 3, 4]) == " a b"
+    text = tmp_path / "a.txt"
+    text.write_text("a bc a bc")
+    arguments = ["--tokenizer", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["prepare", str(text), "--processes", "1", *arguments]) == 0
+    assert "2 unknown tokens" in capsys.readouterr().out
 
 
 def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_the_size_that_was_asked_for(
@@ -324,62 +335,27 @@ def test_what_is_no_tokenizer_is_refused_by_key_and_path(case, tmp_path):
     assert re.search(why, str(error.value))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_transformers_writes_the_tokenizer_json_of_a_sentencepiece_model_as_the_error_says(
-    kind, tmp_path
-):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    trainer, lines, model = (
-        sentencepiece.SentencePieceTrainer,
-        iter(SOURCE.splitlines()),
-        io.BytesIO(),
-    )
-    trainer.train(
-        sentence_iterator=lines,
-        model_writer=model,
-        vocab_size=400,
-        model_type=kind,
-        byte_fallback=True,
-    )
-    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
-    names = {
-        "tokenizer_class": {"bpe": "LlamaTokenizer", "unigram": "T5Tokenizer"}[kind],
-        "eos_token": "</s>",
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
-    with pytest.raises(ConfigError, match="SentencePiece"):
-        load_tokenizer(tmp_path)
-    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
-    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
-    for text in TEXTS[:-1]:
-        assert tokenizer.encode(text) == oracle.encode(text, add_special_tokens=False)
-
-
 def test_entries_above_the_rows_of_a_model_are_accepted_unless_a_text_uses_them(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     file = publish(Path("llama"), CASES["tied, published in bfloat16"]) / "tokenizer.json"
     oracle = HuggingFace.from_file(str(file))
-    oracle.add_special_tokens(["[PAD]"])
-    oracle.add_tokens(["[NEW]"])
-    oracle.save(str(file))
-    capsys.readouterr()
-    cases = [("[PAD]", 0, "No document uses"), ("[NEW]", 2, r"'\[NEW\]'.*resize_token_embeddings")]
-    for number, (name, status, words) in enumerate(cases):
-        Path(f"{number}.txt").write_text(f"def {name} read " * 9)
+    run = ["check", "--config=finetune", "--checkpoint.initial_load_path=llama"]
+    cases = [
+        (oracle.add_special_tokens, "[PAD]", 0, "No text uses"),
+        (oracle.add_tokens, "[NEW]", 2, r"'\[NEW\]'.*resize_token_embeddings"),
+    ]
+    for add, name, status, words in cases:
+        add([name])
+        oracle.save(str(file))
+        Path("a.txt").write_text(f"def {name} read " * 9)
         options = ["--tokenizer", "llama", "--processes", "1"]
-        assert main(["prepare", f"{number}.txt", "--out", f"out{number}", *options]) == 0
-        run = [
-            "--config=finetune",
-            "--checkpoint.initial_load_path=llama",
-            f"--training.dataset=out{number}",
-        ]
-        assert main(["check", *run]) == status
+        corpus = f"out{status}"
+        assert main(["prepare", "a.txt", "--out", corpus, *options]) == 0
+        capsys.readouterr()
+        assert main([*run, f"--training.dataset={corpus}"]) == status
         assert re.search(words, "".join(capsys.readouterr()))
-        assert main(["eval", "llama", "--data", f"{number}.txt", "--seq-len", "16"]) == status
-        assert (
-            main(["generate", "llama", "--prompt", f"def {name}", "--max-new-tokens", "2"])
-            == status
-        )
+        assert main(["eval", "llama", "--data", "a.txt", "--seq-len", "16"]) == status
+        prompt = ["--prompt", f"def {name}", "--max-new-tokens", "2"]
+        assert main(["generate", "llama", *prompt]) == status

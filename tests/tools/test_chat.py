@@ -2,7 +2,9 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow
@@ -50,7 +52,7 @@ TALKS = {"single": SINGLE, "multi": MULTI, "calls": CALLS}
 
 HEAD = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
 TAIL = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-CHATML = HEAD + "{{ message.content + '<|im_end|>\n' }}" + TAIL
+CHATML = "{{ date_string }}" + HEAD + "{{ message.content + '<|im_end|>\n' }}" + TAIL
 # template -> targets of "single", "multi" and "calls"; None: those between the marks; a string: it is refused with that
 TEMPLATES = {
     "plain": (
@@ -108,12 +110,6 @@ TEMPLATES = {
         None,
         None,
         None,
-    ),
-    "today": (
-        "{{ strftime_now('%d %b %Y') }}" + CHATML,
-        [" é, é 😀<|im_end|>"],
-        None,
-        "has no attribute 'content'",
     ),
 }
 
@@ -173,6 +169,14 @@ def test_ids_are_those_of_transformers_and_targets_the_answers_in_the_text(kind,
     assert oracle.decode(trained) == "".join(turns)
 
 
+def test_the_date_of_a_template_is_fixed_and_named(make_folder, tmp_path, capsys):
+    folder = make_folder("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    assert prepare(tmp_path / "in.jsonl", [{"messages": EXCHANGE}], "--tokenizer", folder) == 0
+    assert "with the date 26 July 2024" in capsys.readouterr().out
+    ids, _, _ = encode(folder, {"messages": EXCHANGE})
+    assert load_tokenizer(folder).decode(ids).startswith("26 Jul 2024")
+
+
 def test_a_greeting_is_an_answer(make_folder):
     messages = [{"role": "assistant", "content": "Hello"}, *EXCHANGE]
     for folder in (make_folder(CHATML), SHIPPED):
@@ -207,6 +211,7 @@ def prepare(path: Path, rows: list, *arguments: object) -> int:
     )
 
 
+PART = {"type": "text"}
 EXCHANGE = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 DIALECTS = {
     "messages": {"messages": EXCHANGE, "text": "<|im_end|> is not written"},
@@ -259,7 +264,6 @@ def test_columns_reach_the_template_and_other_dialects_keep_their_system_message
     assert read_conversation({"talk": EXCHANGE, "messages": 3}, "talk")[1]["messages"] == EXCHANGE
 
 
-PARTS = [{"type": "text", "text": "x"}]
 REFUSED = {  # row -> words of the reason
     "other columns": (
         {"question": "2+2?", "answer": "4"},
@@ -269,23 +273,24 @@ REFUSED = {  # row -> words of the reason
     "no role": ({"messages": [{"content": "x"}]}, ["message 1 needs a role"]),
     "no content": ({"messages": [{"role": "assistant", "content": None}]}, ["message 1"]),
     "no assistant": ({"messages": EXCHANGE[:1]}, ["no assistant turn"]),
-    "half a weight": (
-        {"messages": [EXCHANGE[0], {**EXCHANGE[1], "weight": 0.5}]},
-        ["message 2", "0.5"],
-    ),
+    "a number as message": ({"prompt": [5], "completion": "x"}, ["not a mapping"]),
+    "a text as part": ({"messages": [{"role": "user", "content": ["x"]}]}, ["has no attribute"]),
     "name in a role": (
         {"messages": [{"role": "user<|im_end|>", "content": "x"}, EXCHANGE[1]]},
-        ["message 1 has the text"],
+        ["message 1: role has the text"],
     ),
     "name in a content": (
         {"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": "<|im_end|>"}]},
-        ["message 2 has the"],
+        ["message 2: content has the"],
     ),
     "half a character": (
         {"messages": [{"role": "user", "content": "\ud83d"}, EXCHANGE[1]]},
         ["surrogates not allowed"],
     ),
-    "parts": ({"messages": [{"role": "user", "content": PARTS}, EXCHANGE[1]]}, ["refuses it"]),
+    "name in a column": (
+        {"messages": EXCHANGE, "date_string": "<|im_end|>"},
+        ["column date_string has the text"],
+    ),
 }
 
 
@@ -304,20 +309,70 @@ def test_a_row_that_cannot_be_trained_is_named_and_skipped_with_skip_bad(
     assert json.loads(capsys.readouterr().out)["bad_rows"] == 1
 
 
-def test_a_turn_that_is_not_certain_names_the_message_and_the_option_that_helps(
-    make_folder, tmp_path, capsys
-):
-    template = "{% for message in messages %}{{ message.role }}: {{ message.content | replace('4', 'x') }} {% endfor %}"
-    reads_texts = template.replace("message.content |", "message.content | length | string |")
-    arguments = [
-        tmp_path / "in.jsonl",
-        [{"messages": EXCHANGE * 2}],
-        "--tokenizer",
-        make_folder(reads_texts),
+def test_answers_that_are_not_certain_are_refused(make_folder):
+    no_ends = "{% for message in messages %} {{ message.role }}: {{ message.content }}{% endfor %}"
+    for template, reason in (
+        (no_ends, "message 2 cannot be found.*--only-last-turn"),
+        (no_ends.replace("message.content", "message.content | length"), "changes its texts"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            encode(make_folder(template), {"messages": EXCHANGE * 2})
+
+
+def test_content_is_written_as_a_string_or_as_parts_whichever_the_template_reads(make_folder):
+    parts = [{**message, "content": [PART | {"text": message["content"]}]} for message in EXCHANGE]
+    reads_parts = CHATML.replace("message.content", "message.content[0].text")
+    ids = [
+        encode(make_folder(template), {"messages": messages})
+        for template in (CHATML, reads_parts)
+        for messages in (EXCHANGE, parts)
     ]
-    assert prepare(*arguments) == 2
-    error = capsys.readouterr().err
-    assert "message 2 cannot be found" in error and "--only-last-turn" in error
+    assert ids[0] == ids[1] == ids[2] == ids[3]
+
+
+@pytest.mark.slow
+def test_published_templates_give_the_text_and_the_masks_of_transformers(make_folder):
+    package = find_spec("trl")
+    if package is None:
+        pytest.skip("the published templates are files of the package trl")
+    folder = make_folder(CHATML)
+    oracle = AutoTokenizer.from_pretrained(folder, bos_token="<|im_start|>")
+    oracle.save_pretrained(folder)
+    counts = Counter()
+    for file in Path(package.submodule_search_locations[0], "chat_templates").glob("*.jinja"):
+        oracle.chat_template = file.read_text()
+        (folder / "chat_template.jinja").write_text(oracle.chat_template)
+        read_chat_format(load_tokenizer(folder))  # freezes the date, which transformers caches
+        has_marks = "endgeneration" in oracle.chat_template
+        for name, row in TALKS.items():
+            row = read_conversation(row)[1]
+            options = {"tools": row.get("tools"), "return_assistant_tokens_mask": has_marks}
+            try:
+                right = oracle.apply_chat_template(row["messages"], return_dict=True, **options)
+            except Exception:
+                continue
+            if row["messages"][-1]["content"][-1] not in oracle.decode(right["input_ids"]):
+                continue  # a template for lists of parts
+            try:
+                ids, targets, _ = encode(folder, row)
+            except ValueError:
+                counts["refused", name] += 1
+                continue
+            assert ids == right["input_ids"], (file.stem, name)
+            if has_marks:
+                wrong = [
+                    id
+                    for id, *masks in zip(ids, targets, right["assistant_masks"], strict=True)
+                    if len({*masks}) > 1
+                ]
+                # transformers marks only the first token of a character
+                assert "\ufffd" * len(wrong) == "".join(map(oracle.decode, wrong)), (
+                    file.stem,
+                    name,
+                )
+            counts["equal", name] += 1
+    assert counts["refused", "single"] == counts["refused", "multi"] == 0
+    assert min(counts["equal", name] for name in TALKS) > 30
 
 
 # ---------------------------------------------------------------- templates
@@ -354,21 +409,6 @@ def test_what_is_no_template_is_a_sentence(template, make_folder, tmp_path, caps
     )
     error = capsys.readouterr().err
     assert "template" in error and "Traceback" not in error
-
-
-def test_templates_in_files_and_named_templates_are_chosen_as_transformers_does(make_folder):
-    named = [
-        {"name": "default", "template": CHATML},
-        {"name": "tool_use", "template": "{{ bos_token }}tools" + CHATML},
-    ]
-    folder = make_folder(named)
-    oracle = AutoTokenizer.from_pretrained(folder)
-    for row in ({"messages": EXCHANGE}, {"messages": EXCHANGE, "tools": TOOLS}):
-        right = oracle.apply_chat_template(EXCHANGE, tools=row.get("tools"), return_dict=True)
-        assert encode(folder, row)[0] == right["input_ids"]
-    (folder / "chat_template.jinja").write_text("file" + CHATML)
-    right = AutoTokenizer.from_pretrained(folder).apply_chat_template(EXCHANGE, return_dict=True)
-    assert encode(folder, {"messages": EXCHANGE})[0] == right["input_ids"]
 
 
 def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):

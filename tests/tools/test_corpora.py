@@ -187,8 +187,11 @@ def test_bad_rows_are_printed_and_counted_with_skip_bad_and_the_corpus_is_checke
     assert prepare_here(*args, "a.jsonl/out") == 1
     assert main(["prepare", "--check", "out"]) == 0
     flip_bit(Path("out/train.tokens"))
+    Path("out/train.documents").write_bytes(b"")  # half a copy
     assert main(["prepare", "--check", "out"]) == 1
-    assert "train.tokens" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "train.tokens" in error and "train.documents" in error
+    assert main(["prepare", "--check", "nowhere"]) == 2
 
 
 ROWS = ["grüße,\n“one”", "two\ttabs", "three"]

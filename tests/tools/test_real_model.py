@@ -67,15 +67,24 @@ def test_ids_and_the_loss_of_a_text_are_those_of_transformers(folder, theirs, tm
     assert report["loss"] == pytest.approx(cross_entropy(logits, tokens[1:]).item(), rel=1e-6)
 
 
-def test_the_likeliest_text_is_that_of_transformers(folder, theirs, capsys):
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_the_likeliest_text_is_that_of_transformers(is_chat, folder, theirs, capsys):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[: 1 if is_chat else None]:
         options = ["--prompt", prompt, "--temperature=0", "--max-new-tokens=24", "--json"]
+        ids = tokenizer(prompt).input_ids
+        if is_chat:
+            options.append("--chat")
+            talk = [{"role": "user", "content": prompt}]
+            ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
         assert main(["generate", str(folder), *options]) == 0
-        (sample,) = json.loads(capsys.readouterr().out)["samples"]
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        expected = theirs.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :]
-        assert sample["tokens"] == expected.tolist()
+        report = json.loads(capsys.readouterr().out)
+        assert report["prompt_tokens"] == ids
+        found = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=24)
+        expected = found[0, len(ids) :].tolist()
+        if is_chat:
+            expected = [id for id in expected if id != tokenizer.eos_token_id]
+        assert report["samples"][0]["tokens"] == expected
 
 
 # ---------------------------------------------------------------- fine-tuning

@@ -53,7 +53,6 @@ class Split:
     n_targets: int  # conversations: number of the assistant's tokens
     n_text_bytes: int  # in UTF-8
     sha256: dict[str, str]  # suffix of a file -> hash
-    largest_id: int | None = None  # of its tokens; None: written by an older version
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,8 @@ def dump_manifest(manifest: CorpusManifest) -> str:
     return json.dumps(asdict(manifest), indent=1) + "\n"
 
 
-def read_manifest(folder: Path) -> CorpusManifest:
-    """Read the manifest and compare it with the size of every file. Raises CorpusError."""
+def read_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusManifest:
+    """Read the manifest, and compare the size of every file with it. Raises CorpusError."""
     path = folder / MANIFEST
     name = shlex.quote(str(folder))
     if not folder.exists():
@@ -102,14 +101,15 @@ def read_manifest(folder: Path) -> CorpusManifest:
         found = file.take("format", int)
         if found != FORMAT:
             raise ValueError(f"its format is {found}, but this version reads {FORMAT}")
-        splits = {
-            name: Split(**split) for name, split in file.take("splits", dict[str, dict]).items()
-        }
+        splits = {}
+        for name, split in file.take("splits", dict[str, dict]).items():
+            split.pop("largest_id", None)  # of an older version
+            splits[name] = Split(**split)
         manifest = CorpusManifest(**{**file, "splits": splits})
         sizes = manifest.list_sizes()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorpusError(f"{folder} is not a prepared corpus: {MANIFEST}: {error}") from None
-    for name, n_bytes in sizes.items():
+    for name, n_bytes in sizes.items() if check_sizes else ():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != n_bytes:
             raise CorpusError(
@@ -261,9 +261,8 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
                 read_split(Path(name), split, tokenizer)
         except CorpusError as error:
             problem = Problem(key, name, error.why, error.remedy)
-            problems += [problem] * (
-                problem not in problems
-            )  # both splits of a corpus may have the same problem
+            if problem not in problems:  # both splits of a corpus may have the same problem
+                problems.append(problem)
     if not training.dataset:
         remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"
         problems.append(Problem("training.dataset", [], "it names no corpus", remedy))
@@ -280,33 +279,14 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
     return problems
 
 
-def find_largest_id(config: Config, tokenizer: Tokenizer) -> tuple[int, str]:
-    """Return the largest token id in the corpora of a run, and the corpus that has it.
-
-    A corpus whose ids are unknown, because it is not prepared yet, counts as plain text with every token.
-    """
-    found = [(0, "")]
-    for _, name, split, dataset_path in list_corpora(config):
-        largest_id = tokenizer.largest_text_id
-        with suppress(CorpusError):
-            folder = find_corpus(name, tokenizer, Path(config.training.cache_folder), dataset_path)
-            largest_id = read_split(folder, split, tokenizer).splits[split].largest_id or largest_id
-        found.append((largest_id, name))
-    return max(found)
-
-
 def check_prepared(config: Config, tokenizer: Tokenizer) -> None:
     """Raise CorpusError if a named corpus is not prepared on this host. The launcher prepares it; ranks only read."""
     folder = config.training.cache_folder
     for name, path in sorted(list_named(config)):
-        if not (find_corpus(name, tokenizer, Path(folder), path) / MANIFEST).is_file():
-            given = {
-                "dataset": name,
-                "dataset-path": path,
-                "tokenizer": str(tokenizer.path),
-                "cache-folder": folder,
-            }
-            options = shlex.join(f"--{option}={value}" for option, value in given.items() if value)
-            raise CorpusError(
-                f"{name} is not prepared here", f"Run: python -m torchtitan_lite prepare {options}"
-            )
+        if (find_corpus(name, tokenizer, Path(folder), path) / MANIFEST).is_file():
+            continue
+        words = ["--dataset", name, "--tokenizer", str(tokenizer.path), "--cache-folder", folder]
+        if path:
+            words += ["--dataset-path", path]
+        command = f"python -m torchtitan_lite prepare {shlex.join(words)}"
+        raise CorpusError(f"{name} is not prepared here", f"Run: {command}")

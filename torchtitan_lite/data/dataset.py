@@ -35,10 +35,9 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 
-# used with training.dataset_weights
-DRAWS_PER_ROUND = 10_000
-STEPS_OF_A_DRAW = 2**32  # shares of a round are exact up to this part of a draw
-GOLDEN_RATIO = 2654435769  # times STEPS_OF_A_DRAW, modulo 1
+# Used with training.dataset_weights. Shares are exact up to 2**-32.
+UNIT = 2**32
+GOLDEN_RATIO = 2654435769  # times UNIT, modulo 1
 
 
 @dataclass(frozen=True)
@@ -98,81 +97,44 @@ class Sampler:
     """Chooses the order in which a run draws samples from its sources. The order depends only on the seed.
 
     Without weights, all sources form a single list of samples, and an epoch has every sample once. With weights, each
-    source has its own epochs. A round of 10,000 draws has the exact share of each source, rounded up or down, and is
-    shuffled:
-
-        share 0.25      2,500 draws in every round
-        share 0.00004   0.4 draws: one in two of five rounds, none in the others
-
-    After any number of rounds, the number of draws from a source is within about 3 of its exact share.
+    source has its own epochs, and an interval of [0, 1) as long as its share. Draw d is from the source whose interval
+    contains (offset + d * golden ratio) modulo 1. These numbers fill [0, 1) evenly, so after any number of draws, a
+    source has its exact share of them within about 3. The seed determines the offset.
     """
 
     def __init__(self, n_samples: Sequence[int], *, weights: Sequence[float] = (), seed: int):
         """`n_samples`: number per source. `weights`: one per source; they need not sum to 1."""
         self.n_samples = list(n_samples)
         self.seed = seed
+        amounts = list(map(Fraction, weights or n_samples))
+        self.shares = [float(amount / sum(amounts)) for amount in amounts]
+        self.ends = []  # of the intervals, in units of 1 / UNIT
         if weights:
-            self.shares = [weight / sum(weights) for weight in weights]
-            # Where each source ends in a round, in units of 1 / STEPS_OF_A_DRAW of a draw.
-            *ends, total = accumulate(Fraction(weight) for weight in weights)
-            unit = DRAWS_PER_ROUND * STEPS_OF_A_DRAW
-            self.ends = [round(end / total * unit) for end in [*ends, total]]
-            self.places = feistel_permute(
-                torch.arange(DRAWS_PER_ROUND), DRAWS_PER_ROUND, key=f"{seed} round"
-            )
-            digest = hashlib.blake2b(f"{seed} offset".encode(), digest_size=4).digest()
-            self.offset = int.from_bytes(digest, "big")
-        else:
-            self.shares = [n / sum(n_samples) for n in n_samples]
-            self.ends = []
+            self.ends = [round(end / sum(amounts) * UNIT) for end in accumulate(amounts)]
+        digest = hashlib.blake2b(f"{seed} offset".encode(), digest_size=4).digest()
+        self.offset = int.from_bytes(digest, "big")
 
     def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the source and the sample for each draw; all (n,) int64."""
+        """Return the source and the sample for each of these consecutive draws; all (n,) int64."""
         if not self.ends:
-            return locate_in_parts(
-                self._permute(draws, sum(self.n_samples), name="all"), self.n_samples
-            )
-        sources = torch.empty_like(draws)
-        turns = torch.empty_like(draws)  # earlier draws from the same source in the run
-        rounds = draws // DRAWS_PER_ROUND
-        for number in rounds.unique().tolist():
-            is_inside = rounds == number
-            sources_of_round, turns_of_round = self._deal(number)
-            in_round = draws[is_inside] % DRAWS_PER_ROUND
-            sources[is_inside] = sources_of_round[in_round]
-            turns[is_inside] = turns_of_round[in_round]
+            permuted = self._permute(draws, sum(self.n_samples), name="all")
+            return locate_in_parts(permuted, self.n_samples)
+        numbers = (self.offset + draws * GOLDEN_RATIO) % UNIT
+        sources = torch.searchsorted(torch.tensor(self.ends), numbers, right=True)
         samples = torch.empty_like(draws)
         for source in sources.unique().tolist():
             own = sources == source
-            samples[own] = self._permute(
-                turns[own], self.n_samples[source], name=f"source {source}"
-            )
+            n_earlier = self._count_draws(int(draws[0]), source)
+            turns = n_earlier + torch.arange(int(own.sum()))
+            n_samples = self.n_samples[source]
+            samples[own] = self._permute(turns, n_samples, name=f"source {source}")
         return sources, samples
 
-    def _deal(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return the source of each draw in a round, and the number of earlier draws in the run from that source."""
-        before = self._count_draws(number)
-        after = self._count_draws(number + 1)
-        counts = [end - start for start, end in zip(before, after, strict=True)]
-        sources, _ = locate_in_parts(self.places, counts)
-        turns = torch.empty_like(sources)
-        for source, count in enumerate(counts):
-            turns[sources == source] = torch.arange(before[source], before[source] + count)
-        return sources, turns
-
-    def _count_draws(self, n_rounds: int) -> list[int]:
-        """Return the number of draws from each source in the first rounds.
-
-        In round r, a source ends at its exact end minus offset(r), rounded up. The offsets are multiples of the golden
-        ratio modulo 1, which fill [0, 1) evenly. So every count is the exact share on average.
-        """
-        unit = STEPS_OF_A_DRAW
-        passed = sum_floors(n_rounds, unit, GOLDEN_RATIO, self.offset)
-        ends = [
-            passed - sum_floors(n_rounds, unit, GOLDEN_RATIO, self.offset - end)
-            for end in self.ends
-        ]
-        return [end - start for start, end in pairwise([0, *ends])]
+    def _count_draws(self, n_draws: int, source: int) -> int:
+        """Return how many of the first draws are from this source."""
+        start, end = [0, *self.ends][source : source + 2]
+        below_start = sum_floors(n_draws, UNIT, GOLDEN_RATIO, self.offset - start)
+        return below_start - sum_floors(n_draws, UNIT, GOLDEN_RATIO, self.offset - end)
 
     def _permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
         """For each draw d, apply permutation number d // n to d % n."""
@@ -269,11 +231,8 @@ class SampleStream:
         for corpus, share, n in zip(
             self.reader.corpora, self.sampler.shares, self.reader.n_samples, strict=True
         ):
-            n_draws = n_steps * self.global_batch_size * share
-            amount = f"{n_draws / n:.3g} epochs"
-            if n_draws < 1:
-                amount += ": less than one sample, most likely none"
-            corpora.append(f"{corpus.name} ({corpus.n_tokens:,} tokens, {amount})")
+            n_epochs = n_steps * self.global_batch_size * share / n
+            corpora.append(f"{corpus.name} ({corpus.n_tokens:,} tokens, {n_epochs:.3g} epochs)")
         tokens_per_step = self.global_batch_size * self.reader.seq_len
         steps = f"{n_steps:,} steps of {tokens_per_step:,} tokens are {n_steps * tokens_per_step:,}"
         return f"{steps}, from {', '.join(corpora)}"

@@ -19,7 +19,6 @@ If a text contains the name of a special token, it is encoded as plain text, so 
 import hashlib
 import json
 import unicodedata
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -37,7 +36,7 @@ from torchtitan_lite.data.vocabulary import (
     SPECIAL_TOKENS,
     BytePairs,
     find_bos,
-    find_eos_name,
+    find_eos,
     list_configured_tokens,
     parse_tokenizer_model,
     read_byte_level_bpe,
@@ -71,10 +70,11 @@ class Tokenizer:
     eos_id: int  # last token of every document
     special: dict[str, int]  # name -> id of special tokens, which never come from plain text
     bytes_of_id: dict[int, bytes]  # id -> text of the token; for a special token, its name
-    encode_text: Callable[[str], array]  # uint32
+    encode_text: Callable[[str], list[int]]
     # Recognizes special tokens. Also returns the index after each token's last character in the normalized text.
     encode_special: Callable[[str], tuple[list[int], list[int]]]
     normalize: Callable[[str], str] = str  # normalization that encode_special applies to a text
+    unknown_id: int | None = None  # stands for text that no other token can write
 
     @cached_property
     def vocab_size(self) -> int:
@@ -175,14 +175,15 @@ def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callabl
     encoding = tiktoken.Encoding(
         "torchtitan_lite", pat_str=pairs.pattern, mergeable_ranks=pairs.ranks, special_tokens=added
     )
-    # Avoids the list of integers that Encoding.encode builds, which saves a quarter of the time.
-    fill_buffer = encoding._core_bpe.encode_to_tiktoken_buffer
 
-    def encode_text(text: str) -> array:
-        text, ids = compose(text) if pairs.nfc else text, array("I")
+    def encode_text(text: str) -> list[int]:
+        text = compose(text) if pairs.nfc else text
+        ids = []
         for start in range(0, len(text), MAX_CHARACTERS):
-            ids.frombytes(
-                bytes(fill_buffer(text[start : start + MAX_CHARACTERS], pairs.found_in_text))
+            ids += encoding.encode(
+                text[start : start + MAX_CHARACTERS],
+                allowed_special=pairs.found_in_text,
+                disallowed_special=(),
             )
         return ids
 
@@ -205,7 +206,6 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     if isinstance(vocab, list):  # Unigram: tokens and scores, in the order of the ids
         vocab = {token: id for id, (token, _) in enumerate(vocab)}
     config = read_json(path.with_name(CONFIG), may_be_missing=True)
-    eos = find_eos_name(path.parent, config)
     added = file.take("added_tokens", list[dict], [])
     configured = list_configured_tokens(config, {token["content"] for token in added})
     if configured:
@@ -215,9 +215,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     added_ids = {token["content"]: token["id"] for token in added}
     ids = vocab | added_ids
     bos_id = ids.get(find_bos(file))
-    if eos not in ids:
-        raise ValueError(f"it has no entry {eos!r}, which is the eos_token in the same folder")
-    eos_id = ids[eos]
+    eos_id = find_eos(path.parent, config, ids)
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("decoder"))
     bytes_of_id = {
         id: spell_token(token, is_byte_level=is_byte_level) for token, id in vocab.items()
@@ -236,6 +234,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
         encode_text=encode_text,
         encode_special=encode_special,
         normalize=compose if pairs and pairs.nfc else str,
+        unknown_id=model.get("unk_id", ids.get(model.get("unk_token"))),
     )
 
 
@@ -246,8 +245,8 @@ def encode_by_package(content: bytes) -> tuple[Callable, Callable]:
     package.no_padding()
     package.encode_special_tokens = True  # treats names of special tokens as plain text
 
-    def encode_text(text: str) -> array:
-        return array("I", package.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+    def encode_text(text: str) -> list[int]:
+        return package.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_special(text: str) -> tuple[list[int], list[int]]:
         package.encode_special_tokens = False

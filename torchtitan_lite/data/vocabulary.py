@@ -155,16 +155,28 @@ def list_configured_tokens(config: JsonObject, known: set[str]) -> list[dict]:
     return tokens
 
 
-def find_eos_name(folder: Path, config: JsonObject) -> str:
-    """Return eos_token. As in transformers, special_tokens_map.json comes first, unless tokenizer_config.json has
-    added_tokens_decoder. Raises ValueError."""
+def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
+    """Return the id of eos_token. As in transformers, special_tokens_map.json comes first, unless tokenizer_config.json
+    has added_tokens_decoder. Without a name, it is the id that ends a text in transformers' `generate`.
+
+    Raises ValueError.
+    """
     files = [read_json(folder / SPECIAL_MAP, may_be_missing=True), config]
     if "added_tokens_decoder" in config:
         files.reverse()
     for file in files:
         eos = file.take("eos_token", str | dict, None)
+        if isinstance(eos, dict):
+            eos = eos.take("content", str)
+        if eos in ids:
+            return ids[eos]
         if eos:
-            return eos.take("content", str) if isinstance(eos, dict) else eos
+            raise ValueError(f"it has no entry {eos!r}, which is the eos_token in the same folder")
+    for name in ("generation_config.json", "config.json"):
+        file = read_json(folder / name, may_be_missing=True)
+        eos_ids = file.take("eos_token_id", int | list[int], [])
+        if eos_ids != []:
+            return eos_ids[0] if isinstance(eos_ids, list) else eos_ids
     raise ValueError(
         f"{CONFIG} and {SPECIAL_MAP} in the same folder have no eos_token, which ends a document"
     )

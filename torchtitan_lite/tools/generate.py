@@ -114,7 +114,8 @@ def encode_prompt(
             print(named[0], about, file=sys.stderr)
         else:
             try:
-                text, _ = chat.write({"messages": messages}, add_generation_prompt=True)
+                row = {"messages": [chat.convert(message) for message in messages]}
+                text, _ = chat.write(row, add_generation_prompt=True)
             except ValueError as error:
                 raise SourceError(f"The conversation cannot be written: {error}.") from None
         tokens, _ = tokenizer.encode_special(tokenizer.normalize(text))

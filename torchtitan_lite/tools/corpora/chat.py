@@ -6,7 +6,7 @@
     <|start_header_id|>assistant<|end_header_id|>\\n\\n4<|eot_id|>
                                                      ^^^^^^^^^^^ targets
 
-transformers (the extra `chat`) runs the chat template in the tokenizer's folder, so the text equals the text of its
+transformers (the extra `chat`) reads the tokenizer's folder and runs its chat template, so the text equals the text of
 `apply_chat_template`. Targets are the text between the template's {% generation %} marks. turns.py finds them if a
 template has no marks.
 
@@ -14,31 +14,30 @@ A corpus depends only on its files: a template that asks for today's date gets D
 """
 
 import json
+import os
 import re
 import sys
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchtitan_lite.config.files import JsonObject, import_extra, read_json
+from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.data.vocabulary import CONFIG
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.corpora.turns import (
     MARK,
+    NAME,
+    NAMES,
     find_start,
-    find_turn,
+    find_stop,
     get_mark,
-    has_text,
     mark_messages,
 )
 
 ASSISTANT = "assistant"
-GENERATION = "endgeneration"
 DATE = datetime(2024, 7, 26)  # the default date of Llama 3.1's own template
 LLAMA_3_NAMES = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}
 LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
@@ -47,16 +46,17 @@ LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
     "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+SIGN = get_mark(0)
+OTHER = {"role": ASSISTANT, "content": SIGN}
 
 
 @dataclass(frozen=True)
 class ChatFormat:
     """Writes a conversation as text, and finds the assistant's turns in it."""
 
-    templates: dict[str, str]  # name -> template: "default", and perhaps "tool_use" and others
-    variables: dict[str, str]  # special tokens by their names in a template, such as bos_token
     tokenizer: Tokenizer
-    transformers: ModuleType  # its functions for chat templates
+    theirs: Any  # transformers' tokenizer, which has the chat templates and names of special tokens
+    templates: ModuleType  # transformers' functions for chat templates
     name: str  # for the summary
 
     @cached_property
@@ -65,67 +65,64 @@ class ChatFormat:
         return re.compile("|".join(map(re.escape, names)) or "(?!)")  # (?!) matches nothing
 
     @cached_property
-    def ends(self) -> list[str]:
-        """End tokens: after the last answer of a conversation, and after another answer."""
-        name = (
-            self.special_name.pattern + r"|<[^<>\s]+>"
-        )  # some names are plain text to this tokenizer
-        ends = []
-        for content in (
-            "x",
-            [{"type": "text", "text": "x"}],
-        ):  # some templates write only lists of parts
-            question = {"role": "user", "content": content}
-            answer = {"role": ASSISTANT, "content": content}
-            last = self.write_after([question, answer])
-            prompting = self.write_after([question, answer], add_generation_prompt=True)
-            earlier = self.write_after([question, answer, question])
-            if last != prompting:  # names without a space between them end an answer together
-                ends += re.findall(f"(?:{name})+", last)[:1]
-            ends += re.findall(name, last)[:1]
-            ends += re.findall(name, earlier)[:1]
-        return ends
+    def content_type(self) -> type | None:
+        """The only type of content that the template writes: str, or list of parts. None: both or neither."""
+        written = []
+        for content in (SIGN, [{"type": "text", "text": SIGN}]):
+            if SIGN in self.try_write({"messages": [{"role": "user", "content": content}]}):
+                written.append(type(content))
+        return written[0] if len(written) == 1 else None
 
-    def write_after(self, messages: list[dict], **options: bool) -> str:
-        """Return the text between the answer of a small conversation and the next text, or ""."""
-        pieces = MARK.split(self.try_write({"messages": mark_messages(messages)}, **options))
-        return pieces[2] if len(pieces) > len(messages) else ""
+    def convert(self, message: dict) -> dict:
+        """Return a message with its text in the type of content that the template writes."""
+        content = message.get("content")
+        if isinstance(content, str) and self.content_type is list:
+            content = [{"type": "text", "text": content}]
+        elif isinstance(content, list) and self.content_type is str:
+            texts = [part.get("text") for part in content]
+            content = content if None in texts else "".join(texts)
+        return message if content is None else {**message, "content": content}
+
+    @cached_property
+    def end(self) -> str:
+        """The names that end an answer, such as "<|im_end|>"; "" if answers end with the next header."""
+        question = self.convert({"role": "user", "content": SIGN})
+        row = {"messages": [question, {**question, "role": ASSISTANT}]}
+        text = self.try_write(row)
+        always_asks = text == self.try_write(row, add_generation_prompt=True)
+        names = NAME if always_asks else NAMES
+        found = names.match(text.rpartition(SIGN)[2].lstrip())
+        return found.group() if found else ""
 
     @property
     def end_ids(self) -> set[int]:
         """The special token that ends an answer, if there is one."""
-        ids, _ = self.tokenizer.encode_special("".join(self.ends[:1]))
+        ids, _ = self.tokenizer.encode_special(self.end)
         return {*ids[-1:]} & {*self.tokenizer.special.values()}
 
     def write(
         self, row: dict[str, Any], *, add_generation_prompt: bool = False
-    ) -> tuple[str, list[range]]:
+    ) -> tuple[str, list[range] | None]:
         """Return the text of a conversation, and the ranges of its {% generation %} marks, as transformers does.
 
-        Raises ValueError if the template refuses the conversation.
+        None: the template has no such marks. Raises ValueError if the template refuses the conversation.
         """
-        template = self.choose_template(row)
-        variables = self.variables | row
+        template = self.theirs.get_chat_template(tools=row.get("tools"))
+        variables = self.theirs.special_tokens_map | row
         messages = variables.pop("messages")
+        has_marks = "endgeneration" in template
         try:
-            (text,), marked = self.transformers.render_jinja_template(
+            (text,), places = self.templates.render_jinja_template(
                 [messages],
                 chat_template=template,
-                return_assistant_tokens_mask=GENERATION in template,
+                return_assistant_tokens_mask=has_marks,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
         except Exception as error:  # a template is a program, which can raise anything
-            raise ValueError(
-                f"the chat template refuses it: {type(error).__name__}: {error}"
-            ) from None
-        return text, [range(*place) for place in marked[0]] if marked else []
-
-    def choose_template(self, row: dict[str, Any]) -> str:
-        """Return the template for a conversation, which transformers chooses in the same way."""
-        return self.templates[
-            "tool_use" if "tools" in row and "tool_use" in self.templates else "default"
-        ]
+            why = f"the chat template refuses it: {type(error).__name__}: {error}"
+            raise ValueError(why) from None
+        return text, [range(*place) for place in places[0]] if has_marks else None
 
     def try_write(self, row: dict[str, Any], **options: bool) -> str:
         """Return the text of a conversation, or "" if the template refuses it."""
@@ -142,84 +139,70 @@ class ChatFormat:
         `row` has `messages`, and variables of the template. Raises ValueError with the reason.
         """
         row = json.loads(self.tokenizer.normalize(json.dumps(row, ensure_ascii=False, default=str)))
-        messages = row["messages"]
-        answers = [
-            number for number, message in enumerate(messages) if message["role"] == ASSISTANT
-        ]
-        trained = answers[-1:] if only_last_turn else answers
-        trained = [number for number in trained if messages[number].get("weight", 1)]
-        if not trained:
-            raise ValueError("it has no assistant turn to train on, so it has no targets")
-        text, marked = self.write(row)
+        messages = [self.convert(message) for message in row["messages"]]
+        row["messages"] = messages
+        text, _ = self.write(row)
         self.refuse_special_names(row, text)
-        if GENERATION not in self.choose_template(row):
-            return text, self.find_turns(row, text, trained)
-        if trained != answers:
-            turns = self.find_turns(row, text, trained)
-            marked = [each for each in marked if any(set(each) & set(turn) for turn in turns)]
-        if not any(marked):
-            raise ValueError(
-                "the {% generation %} marks of the chat template are around none of its answers"
-            )
-        return text, marked
+        marked = {**row, "messages": mark_messages(messages)}
+        whole, turns = self.write(marked)
+        if MARK.sub("", whole) != text:
+            raise ValueError("the chat template changes its texts, so no answer can be found")
+        answers = {n for n, message in enumerate(messages) if message["role"] == ASSISTANT}
+        trained = {max(answers)} if only_last_turn and answers else answers
+        trained = {number for number in trained if messages[number].get("weight", 1)}
+        for number in trained:
+            if marked["messages"][number] != messages[number] and get_mark(number) not in whole:
+                raise ValueError(f"the chat template leaves out the text of message {number + 1}")
+        if turns is None:
+            turns = [self.find_turn(marked, whole, number) for number in sorted(trained)]
+        else:
+            others = {get_mark(number) for number in answers - trained}
+            turns = [turn for turn in turns if others.isdisjoint(whole[turn.start : turn.stop])]
+        if not any(turns):
+            raise ValueError("it has no assistant turn to train on, so it has no targets")
+        places = []
+        for turn in turns:
+            start = len(MARK.sub("", whole[: turn.start]))
+            length = len(MARK.sub("", whole[turn.start : turn.stop]))
+            places.append(range(start, start + length))
+        return text, places
 
-    def find_turns(self, row: dict[str, Any], text: str, numbers: list[int]) -> list[range]:
-        """Return the characters of these answers. Raises ValueError if they cannot be found with certainty."""
-        marked = {**row, "messages": mark_messages(row["messages"])}
-        whole = self.try_write(marked)
-        has_marks = whole != text and MARK.sub("", whole) == text
-        if not has_marks:  # the template reads or changes the texts
-            marked = row
-            whole = text
-        last = len(row["messages"]) - 1
-        for number, message in enumerate(row["messages"]):
-            is_list = isinstance(message.get("content"), list)
-            is_needed = is_list or (has_marks and number in numbers)
-            if is_needed and has_text(message) and get_mark(number) not in whole:
-                why = f"the chat template leaves out the text of message {number + 1}"
-                raise ValueError(f"{why} (a list of parts may have to be a string)")
-        turns = []
-        for number in numbers:
-            turn = None
-            if has_marks or number == last:
-                turn = self.find_answer(marked, whole, number)
-            if not turn:
-                why = f"message {number + 1} cannot be found with certainty in the text of the chat template"
-                raise ValueError(f"{why}; --only-last-turn trains the last answer alone")
-            turns.append(turn)
-        return turns
-
-    def find_answer(self, marked: dict[str, Any], whole: str, number: int) -> range | None:
-        """Return the characters of an answer in the marked text `whole`, counted without marks."""
-        asked = {**marked, "messages": marked["messages"][:number]}
-        prompt = self.try_write(asked, add_generation_prompt=True)
-        start = find_start(whole, prompt, self.try_write(asked), number)
-        if start is None and number == 0:  # a greeting, which no prompt asks for
-            start = self.find_greeting(whole)
-        if start is None:
-            return None
-        return find_turn(whole, start, number, self.ends)
-
-    def find_greeting(self, whole: str) -> int | None:
-        """Return the index at which an answer begins that is the first message of a conversation."""
-        question = {"messages": [{"role": "user", "content": "x"}]}
-        prompt = self.try_write(question, add_generation_prompt=True)
-        header = prompt.removeprefix(self.try_write(question))
-        before, found, _ = whole.partition(get_mark(0))[0].partition(header or prompt)
-        return len(before + found) if found else None
+    def find_turn(self, marked: dict[str, Any], whole: str, number: int) -> range:
+        """Return the characters of an answer in the marked text `whole`. Raises ValueError if that is not certain."""
+        messages = marked["messages"]
+        asked = {**marked, "messages": messages[:number]}
+        answered = self.try_write({**marked, "messages": messages[: number + 1]})
+        if number:
+            prompt = self.try_write(asked, add_generation_prompt=True)
+            start = find_start(whole, prompt, self.try_write(asked), number)
+        else:  # a greeting, which no prompt asks for
+            other = self.try_write({**marked, "messages": [self.convert(OTHER), *messages[1:]]})
+            start = len(os.path.commonprefix([whole, other]))
+        stop = None
+        if start is not None:
+            stop = find_stop(whole, start, answered, number, self.end)
+        if stop is None:
+            why = f"message {number + 1} cannot be found with certainty in the text of the chat template"
+            raise ValueError(f"{why}; --only-last-turn trains the last answer alone")
+        return range(start, stop)
 
     def refuse_special_names(self, row: dict[str, Any], text: str) -> None:
         """Raise ValueError if a text of the row would become special tokens of the document."""
-        without = self.special_name.sub("", json.dumps(row, ensure_ascii=False))
-        if self.try_write(json.loads(without)) == text:
-            return
-        places = {f"message {number}": message for number, message in enumerate(row["messages"], 1)}
-        for place, value in (places | row).items():
-            found = self.special_name.search(json.dumps(value, ensure_ascii=False))
-            if found:
-                raise ValueError(
-                    f"{place} has the text {found.group()!r}, which would become a special token"
-                )
+        parts = [("column", row)]
+        for number, message in enumerate(row["messages"], 1):
+            parts.append((f"message {number}:", message))
+        for place, part in parts:
+            for key, value in part.items():
+                content = json.dumps(value, ensure_ascii=False)
+                found = self.special_name.search(content)
+                if key == "messages" or not found:
+                    continue
+                part[key] = json.loads(self.special_name.sub("", content))
+                is_written = self.try_write(row) != text
+                part[key] = value
+                if is_written:
+                    why = f"{place} {key} has the text {found.group()!r}"
+                    raise ValueError(f"{why}, which would become a special token")
 
 
 def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
@@ -233,56 +216,36 @@ def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
     return targets
 
 
-# ---------------------------------------------------------------- the tokenizer's folder
-
-
 def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     """Return the chat format in the tokenizer's folder, or Llama 3's. Raises UserError."""
     if sys.version_info < (3, 11):
         raise PreparationError(
             "conversations need Python 3.11 or newer, because transformers 5 does"
         )
-    folder = tokenizer.path.parent
     import_extra("jinja2", "chat")
-    transformers = import_extra("transformers.utils.chat_template_utils", "chat")
-    config = read_json(folder / CONFIG, may_be_missing=True)
+    transformers = import_extra("transformers", "chat")
+    templates = import_extra("transformers.utils.chat_template_utils", "chat")
+    folder = tokenizer.path.parent
     name = "the tokenizer's chat template"
-    templates = read_templates(folder, config)
-    if not templates and LLAMA_3_NAMES <= tokenizer.special.keys():
-        name = "the format of Llama 3, because the tokenizer has no chat template"
-        templates = {"default": LLAMA_3}
-    remedy = "Put chat_template.jinja of its model there, or name another --tokenizer"
-    if "default" not in templates:
-        raise PreparationError(f"{folder} has no chat template named default. {remedy}")
     try:
-        for template in templates.values():
-            compiled = transformers._compile_jinja_template(template)
-            compiled.environment.globals["strftime_now"] = (
-                DATE.strftime
-            )  # a corpus does not depend on today's date
-    except Exception as error:  # of jinja2
+        if tokenizer.path.suffix == ".json":
+            theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        else:
+            theirs = transformers.PreTrainedTokenizerBase()
+        if not theirs.chat_template and LLAMA_3_NAMES <= tokenizer.special.keys():
+            theirs.chat_template = LLAMA_3
+            name = "the format of Llama 3, because the tokenizer has no chat template"
+        if not theirs.chat_template:
+            raise ValueError("there is none")
+        for tools in (None, []):
+            template = theirs.get_chat_template(tools=tools)
+            compiled = templates._compile_jinja_template(template)
+            compiled.environment.globals["strftime_now"] = DATE.strftime
+    except Exception as error:  # of jinja2 and transformers
+        remedy = "Put chat_template.jinja of its model there, or name another --tokenizer"
         raise PreparationError(
-            f"the chat template in {folder} cannot be used: {error}. {remedy}"
+            f"{folder} has no chat template that can be used: {error}. {remedy}"
         ) from None
-    names = read_json(folder / "special_tokens_map.json", may_be_missing=True)
-    variables = {}
-    for key, token in (names | config).items():
-        if isinstance(token, dict):
-            token = token.get("content")
-        if key.endswith("_token") and isinstance(token, str):
-            variables[key] = token
-    return ChatFormat(templates, variables, tokenizer, transformers, name)
-
-
-def read_templates(folder: Path, config: JsonObject) -> dict[str, str]:
-    """Return the chat templates of a folder by name: its files, else those of tokenizer_config.json."""
-    files = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
-    files["default"] = folder / "chat_template.jinja"
-    if files["default"].is_file():
-        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    template = config.take("chat_template", str | dict | list[dict], {})
-    if isinstance(template, str):
-        return {"default": template}
-    if isinstance(template, list):
-        return {entry.take("name", str): entry.take("template", str) for entry in template}
-    return {name: template.take(name, str) for name in template}
+    if "strftime_now" in template:
+        name += f", with the date {DATE:%d %B %Y}"
+    return ChatFormat(tokenizer, theirs, templates, name)

@@ -39,29 +39,29 @@ def main(options: argparse.Namespace) -> int:
 def prepare_named(options: argparse.Namespace) -> str:
     """Prepare a corpus of DATASETS, and return its folder."""
     if options.inputs or options.out or options.validation or options.train_tokenizer:
-        raise PreparationError(
-            "--dataset prepares a corpus of this name alone. Leave out other inputs and --out"
-        )
+        raise PreparationError("--dataset takes no other inputs, and no --out")
     if options.dataset not in DATASETS:
-        raise PreparationError(
-            f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}"
-        )
-    tokenizer = load_tokenizer(options.tokenizer)
-    cache_folder = Path(options.cache_folder or Training.cache_folder)
-    return str(prepare_dataset(options.dataset, tokenizer, cache_folder, options.dataset_path))
+        why = f"There is no corpus named {options.dataset!r}"
+        raise PreparationError(f"{why}. Use {', '.join(DATASETS)}")
+    folder = prepare_dataset(
+        options.dataset,
+        load_tokenizer(options.tokenizer),
+        Path(options.cache_folder or Training.cache_folder),
+        options.dataset_path,
+        skip_bad=options.skip_bad,
+    )
+    return str(folder)
 
 
 def run(options: argparse.Namespace) -> str:
     """Prepare the corpus, and return the output."""
-    if not (options.inputs and options.out):
-        raise PreparationError(
-            "Name the input files and the output folder: prepare texts/ --out data/mine"
-        )
+    if not options.inputs or not options.out:
+        why = "Name the input files and the output folder"
+        raise PreparationError(f"{why}: prepare texts/ --out data/mine")
     if options.train_tokenizer and options.chat:
-        raise PreparationError(
-            "--train-tokenizer makes a tokenizer without a chat template. Leave out --chat"
-        )
-    files, skipped = find_files([*options.validation, *options.inputs], options.suffix)
+        why = "--train-tokenizer makes a tokenizer without a chat template"
+        raise PreparationError(f"{why}. Leave out --chat")
+    files, counts = find_files([*options.validation, *options.inputs], options.suffix)
     validation_files = []
     if options.validation:
         validation_files, _ = find_files(options.validation, options.suffix)
@@ -83,16 +83,11 @@ def run(options: argparse.Namespace) -> str:
         encoding=options.encoding,
         train_tokenizer=options.train_tokenizer,
     )
-    manifest, counts = prepare(files, options.out, settings, n_processes=options.processes)
-    counts += skipped
+    manifest, outcomes = prepare(files, options.out, settings, n_processes=options.processes)
+    counts += outcomes
     if options.json:
-        numbers = {
-            "folder": str(options.out),
-            "files": len(files),
-            "bad_rows": counts[BAD_ROWS],
-            "counts": counts,
-        }
-        return json.dumps(numbers | asdict(manifest))
+        report = {"folder": str(options.out), "files": len(files), "bad_rows": counts[BAD_ROWS]}
+        return json.dumps(report | {"counts": counts} | asdict(manifest))
     lines = [f"{options.out} is complete, from {len(files):,} files:", *describe(manifest, counts)]
     return "\n".join([*lines, f"Train on it: {suggest_command(options, manifest)}"])
 
@@ -114,18 +109,15 @@ def describe(manifest: CorpusManifest, counts: Counter[str]) -> list[str]:
 
 def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> str:
     """Return a command that trains on the corpus: weights in the tokenizer's folder if any, else the debug model."""
-    words = ["./run_train.sh", "--training.dataset", str(options.out)]
     tokenizer = str(options.out / "tokenizer") if options.train_tokenizer else options.tokenizer
+    words = ["./run_train.sh", "--training.dataset", str(options.out)]
     if list(Path(tokenizer).glob("*.safetensors")):
-        words[1:1] = ["--config", "finetune", "--checkpoint.initial_load_path", tokenizer]
+        words += ["--config", "finetune", "--checkpoint.initial_load_path", tokenizer]
     else:
         if tokenizer != SHIPPED:
             n_rows = ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64
             words += ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)]
-        words += [
-            "--job.dump_folder",
-            f"outputs/{options.out.name}",
-        ]  # outputs/debug may have a run on another corpus
+        words += ["--job.dump_folder", f"outputs/{options.out.name}"]
     if "validation" not in manifest.splits:
         words.append("--validation.no_enable")
     return shlex.join(words)
@@ -133,8 +125,9 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
 
 def check(folder: Path) -> int:
     """Compare a corpus with its manifest. Print damaged files and return 1 if there are any."""
+    manifest = read_manifest(folder, check_sizes=False)
     hashes = {}
-    for name, split in read_manifest(folder).splits.items():
+    for name, split in manifest.splits.items():
         for suffix, expected in split.sha256.items():
             hashes[folder / f"{name}.{suffix}"] = expected
     problems = find_damage(hashes)

@@ -37,23 +37,21 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict[st
     if not isinstance(row, dict):
         raise ValueError(f"it is not an object with columns: {row!r:.60}")
     row = drop_nulls(row)
+    names = list(DIALECTS)
     if column in row:
         row["conversations"] = row.pop(column)
-    names = ["conversations"] if column else DIALECTS
+        names = ["conversations"]
     found = [name for name in names if row.keys() >= DIALECTS[name]]
-    if not found:
+    if not found or (column and names != ["conversations"]):
         known = "messages, conversations, prompt/completion, instruction/output"
         raise ValueError(
             f"it has the columns {', '.join(row)}, but conversations have {known} (or set --text-column)"
         )
-    dialect = found[0]
-    messages = read_messages(dialect, row)
-    if isinstance(
-        row.get("tools"), str
-    ):  # JSON, as in data sets whose tools have different parameters
+    messages = [read_message(turn, n) for n, turn in enumerate(take_turns(found[0], row), 1)]
+    if isinstance(row.get("tools"), str):  # JSON, as in data sets with tools of many forms
         row["tools"] = json.loads(row["tools"])
     options = row.pop("chat_template_kwargs", {})
-    return dialect, {**row, **options, "messages": messages}
+    return found[0], {**row, **options, "messages": messages}
 
 
 def drop_nulls(value: Any) -> Any:
@@ -65,8 +63,8 @@ def drop_nulls(value: Any) -> Any:
     return value
 
 
-def read_messages(dialect: str, row: dict[str, Any]) -> list[dict]:
-    """Take the columns of the conversation from a row, and return its messages."""
+def take_turns(dialect: str, row: dict[str, Any]) -> list:
+    """Remove the columns of the conversation from a row, and return its turns. Raises ValueError."""
     if dialect == "Alpaca":
         parts = [row.pop("instruction"), row.pop("input", "")]
         row["prompt"] = "\n\n".join(str(part) for part in parts if part)
@@ -75,14 +73,13 @@ def read_messages(dialect: str, row: dict[str, Any]) -> list[dict]:
         turns = row.pop(dialect)
     else:
         prompt = list_turns(row.pop("prompt"), "user")
-        turns = [{**turn, "weight": 0} for turn in prompt] + list_turns(
-            row.pop("completion"), "assistant"
-        )
-    if not isinstance(turns, list) or not turns:
+        completion = list_turns(row.pop("completion"), "assistant")
+        turns = [{**turn, "weight": 0} for turn in prompt] + completion
+    if not isinstance(turns, list):
         raise ValueError(f"its conversation is not a list of messages: {turns!r:.60}")
     if dialect != "messages" and "system" in row:
-        turns = list_turns(row.pop("system"), "system") + turns
-    return [read_message(turn, number) for number, turn in enumerate(turns, 1)]
+        return list_turns(row.pop("system"), "system") + turns
+    return turns
 
 
 def list_turns(value: Any, role: str) -> list:
@@ -96,17 +93,10 @@ def read_message(turn: Any, number: int) -> dict:
         role = message.pop("from")
         message["role"] = ROLES.get(role, role)
         message["content"] = message.pop("value", "")
+    has_role = isinstance(message.get("role"), str)
     has_text = isinstance(message.get("content", ""), str | list)
-    if (
-        not isinstance(message.get("role"), str)
-        or not has_text
-        or message.keys() <= {"role", "weight"}
-    ):
+    if not has_role or not has_text or message.keys() <= {"role", "weight"}:
         raise ValueError(
             f"message {number} needs a role, and a content or tool calls: {turn!r:.60}"
-        )
-    if message.get("weight", 1) not in (0, 1):
-        raise ValueError(
-            f"message {number} has the weight {message['weight']!r}; only 0 and 1 can be trained"
         )
     return message

@@ -30,7 +30,12 @@ def prepare_datasets(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def prepare_dataset(
-    name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str = ""
+    name: str,
+    tokenizer: Tokenizer,
+    cache_folder: Path,
+    dataset_path: str = "",
+    *,
+    skip_bad: bool = False,
 ) -> Path:
     """Return the folder of a named corpus, and prepare it if it does not exist. Raises like prepare_datasets."""
     folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
@@ -38,13 +43,13 @@ def prepare_dataset(
         return folder
     files = DATASETS[name](dataset_path)
     n_bytes = sum(path.stat().st_size for path in files)
-    print(
-        f"Encoding {name} ({n_bytes / 1e6:,.1f} MB) once, to {folder}", file=sys.stderr, flush=True
-    )
+    size = f"{n_bytes / 1e6:,.1f} MB"
+    print(f"Encoding {name} ({size}) once, to {folder}", file=sys.stderr, flush=True)
     share = 0.0 if name in VALIDATION_ONLY else VALIDATION_SHARE
+    settings = PrepareSettings(str(tokenizer.path), share, skip_bad=skip_bad)
     n_processes = os.cpu_count() if n_bytes > MANY_BYTES else 1
     try:
-        prepare(files, folder, PrepareSettings(str(tokenizer.path), share), n_processes=n_processes)
+        prepare(files, folder, settings, n_processes=n_processes)
     except (OSError, PreparationError):
         if not (folder / MANIFEST).exists():  # another process was not first
             raise

@@ -46,6 +46,9 @@ CHUNK_ROWS = 32  # sent to a worker at once
 GROUP_ROWS = 128  # submitted at once, per worker
 UINT16_IDS = 2**16
 BAD_ROWS = "bad rows left out"
+UNKNOWN = "unknown tokens, for text outside the vocabulary"
+# Raised for a row that is not what it should be
+BAD_ROW = (ValueError, TypeError, AttributeError, RecursionError)
 
 
 class MissingField(ValueError):
@@ -58,9 +61,7 @@ class PrepareSettings:
 
     assets: str  # the tokenizer: an argument for load_tokenizer
     validation_share: float = 0.01  # of the documents
-    tail: float = (
-        0.0  # last part of each text that validates; for a single text, instead of validation_share
-    )
+    tail: float = 0.0  # last part of a single text, which validates instead
     validation_files: frozenset[Path] = frozenset()  # all documents of these files validate
     column: str | None = (
         None  # of the text or the messages; None: "text", or by the dialect of the conversations
@@ -82,6 +83,7 @@ class Document:
     tokens: array | tuple = ()  # none: the row was left out
     n_text_bytes: int = 0  # in UTF-8
     targets: bytes = b""  # conversations: 1 for each token of the assistant
+    n_unknown: int = 0  # tokens that stand for text outside the vocabulary
 
 
 def prepare(
@@ -137,7 +139,7 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
 def read_texts(files: list[Path], settings: PrepareSettings) -> Iterator[str]:
     """Yield the texts of all files, without bad rows. Raises PreparationError."""
     for row in read_rows(files, settings):
-        with suppress(ValueError, RecursionError):
+        with suppress(*BAD_ROW):
             yield read_text(settings, row)
 
 
@@ -173,6 +175,7 @@ def write_documents(
     last = None
     for document in documents:
         counts[document.outcome] += 1
+        counts[UNKNOWN] += document.n_unknown
         if not document.tokens:
             continue
         if last:
@@ -184,6 +187,7 @@ def write_documents(
             writer = validation if train.files else train
         writer.write(last)
     del counts[""]
+    counts = +counts  # without zeros
     return {name: writer.finish() for name, writer in writers.items() if writer.files}, counts
 
 
@@ -195,24 +199,21 @@ class SplitWriter:
         self.path = path
         self.files = {}
         self.totals = Counter()
-        self.largest_id = 0
 
     def write(self, document: Document) -> None:
         start = self.totals["n_tokens"].to_bytes(8, "little")
         contents = {"tokens": document.tokens, "documents": start, "targets": document.targets}
         for suffix, content in contents.items():
-            if not content:
-                continue
-            if suffix not in self.files:
+            if content and suffix not in self.files:
                 self.files[suffix] = open(f"{self.path}.{suffix}", "wb")
-            self.files[suffix].write(content)
+            if content:
+                self.files[suffix].write(content)
         self.totals.update(
             n_documents=1,
             n_tokens=len(document.tokens),
             n_targets=sum(document.targets),
             n_text_bytes=document.n_text_bytes,
         )
-        self.largest_id = max(self.largest_id, max(document.tokens))
 
     def finish(self) -> Split:
         """Flush the files to disk, and return their description."""
@@ -222,7 +223,7 @@ class SplitWriter:
             os.fsync(file.fileno())
             file.close()
             hashes[suffix] = hash_file(Path(file.name))
-        return Split(**self.totals, sha256=hashes, largest_id=self.largest_id)
+        return Split(**self.totals, sha256=hashes)
 
 
 # ---------------------------------------------------------------- worker processes
@@ -252,22 +253,26 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
                 return Document("empty documents left out")
             ids = tokenizer.encode(text, bos=True, eos=True)
         n_bytes = len(text.encode())  # refuses half a surrogate pair, which tiktoken would replace
-    except (ValueError, RecursionError) as error:
-        problem = (
-            f"{row.path}: {error}"
-            if is_text(row.path)
-            else f"{row.path}, row {row.number}: {error}"
-        )
+    except BAD_ROW as error:
+        place = "" if is_text(row.path) else f", row {row.number}"
+        problem = f"{row.path}{place}: {error}"
         if settings.skip_bad:
             print(problem, file=sys.stderr)
             return Document(BAD_ROWS)
-        remedy = "Fix it, or skip such documents with --skip-bad"
+        remedy = "Fix it, or give `prepare` the option --skip-bad"
         if isinstance(error, MissingField):
             remedy = "Name another field with --text-column NAME. For conversations, add --chat"
         raise PreparationError(f"{problem}. {remedy}") from None
     typecode = "H" if tokenizer.vocab_size <= UINT16_IDS else "I"
-    tokens = array(typecode, ids)
-    return Document(outcome, choose_split(settings, row, text), tokens, n_bytes, targets)
+    n_unknown = ids.count(tokenizer.unknown_id)
+    return Document(
+        outcome,
+        choose_split(settings, row, text),
+        array(typecode, ids),
+        n_bytes,
+        targets,
+        n_unknown,
+    )
 
 
 def read_text(settings: PrepareSettings, row: Row) -> str:

@@ -90,9 +90,8 @@ def decode(content: bytes, encoding: str) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         place = f"byte {error.start} (line {line}) is 0x{content[error.start]:02x}"
-        raise ValueError(
-            f"it is not {encoding}: {place}. Name its encoding: --encoding cp1252"
-        ) from None
+        remedy = "Name its encoding to `prepare`: --encoding cp1252"
+        raise ValueError(f"it is not {encoding}: {place}. {remedy}") from None
     if "\0" in text:
         why = "a binary file, or UTF-16 without a byte order mark: --encoding utf-16-le"
         raise ValueError(f"it is not a text: character {text.index(chr(0))} is NUL ({why})")
@@ -131,12 +130,6 @@ def find_files(
     suffixes = ROW_SUFFIXES | TEXT_SUFFIXES
     suffixes |= {get_kind(Path("x." + suffix.lstrip("*."))) for suffix in more_suffixes}
     named = set(inputs)
-    for path in named:
-        if not path.exists():
-            raise PreparationError(f"{path} does not exist")
-        if path.is_file() and get_kind(path) not in suffixes:
-            remedy = f"Unpack an archive. Rename a text to .txt, or give prepare the option --suffix {get_kind(path)!r}"
-            raise PreparationError(f"{path} has an unknown suffix. {remedy}")
     files = []
     skipped = Counter()
     seen = set()
@@ -144,20 +137,29 @@ def find_files(
     while pending:
         path = pending.popleft()
         resolved = path.resolve()
+        reason = ""
         if resolved in seen:
-            skipped["files or folders reached twice"] += 1
+            reason = "files or folders reached twice"
         elif path.name.startswith(".") and path not in named:
-            skipped["hidden files or folders left out"] += 1
+            reason = "hidden files or folders left out"
         elif path.is_dir():
-            seen.add(resolved)
             pending.extendleft(sorted(path.iterdir(), reverse=True))
         elif not path.exists():
-            skipped["dead links left out"] += 1
+            if path in named:
+                raise PreparationError(f"{path} does not exist")
+            reason = "dead links left out"
         elif get_kind(path) not in suffixes:
-            skipped[f"files of unknown suffix {path.suffix.lower()!r} left out"] += 1
+            if path in named:
+                remedy = "Unpack an archive. Rename a text to .txt, or give `prepare` the option --suffix"
+                kind = get_kind(path)
+                raise PreparationError(f"{path} has an unknown suffix. {remedy} {kind!r}")
+            reason = f"files of unknown suffix {path.suffix.lower()!r} left out"
+        else:
+            files.append(path)
+        if reason:
+            skipped[reason] += 1
         else:
             seen.add(resolved)
-            files.append(path)
     if not files:
         raise PreparationError(f"there are no files to read; skipped: {dict(skipped) or 'none'}")
     return files, skipped

@@ -1,12 +1,13 @@
-"""Find the assistant's turns in the text that a chat template has written for a conversation.
+"""Mark the texts of a conversation, and find the assistant's turns in the text that a chat template writes for it.
 
-    whole     ...2+2?*<|im_end|>\\n<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n4*<|im_end|>\\n
+    whole     ...2+2?*<|im_end|>\\n<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n4*<|im_end|>\\n<|im_start|>user...
     prompt    ...2+2?*<|im_end|>\\n<|im_start|>assistant\\n
+    answered  ...2+2?*<|im_end|>\\n<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n4*<|im_end|>\\n
                                                          ^^^^^^^^^^^^^^^^^^^^^^^^^^ ^^^^^^^^^^turn
 
 A private-use character, the mark (*), follows each text of each message. The prompt is the text that asks the model
-for this answer. A turn begins at the first difference from the prompt. It ends with the first end token after the
-answer's last mark, without the line end after it.
+for this answer, and `answered` is the text of the conversation up to this answer. A turn begins at the first difference
+from the prompt. After its last mark, it continues as in `answered`, up to the last name in angle brackets.
 """
 
 import os
@@ -15,6 +16,8 @@ from typing import Any
 
 FIRST = 0x100000  # the mark of message 0
 MARK = re.compile(f"[{chr(FIRST)}-\U0010ffff]")
+NAME = re.compile(r"<[^<>\s]+>")  # of a special token, which may be plain text to this tokenizer
+NAMES = re.compile(f"(?:{NAME.pattern})+")
 UNMARKED = {"role", "type", "name", "id", "tool_call_id"}  # a template may compare or repeat these
 
 
@@ -38,43 +41,47 @@ def mark_messages(messages: list[dict]) -> list[dict]:
     return [mark(message, get_mark(number)) for number, message in enumerate(messages)]
 
 
-def has_text(message: dict) -> bool:
-    return mark(message, "x") != message
-
-
 def find_start(whole: str, prompt: str, without: str, number: int) -> int | None:
-    """Return the index in `whole` at which an answer begins; None if it is not certain.
+    """Return the index in `whole` at which the answer in message `number` begins; None if it is not certain.
 
     `without`: the prompt without the text that asks for an answer. All three have marks. The answer may leave out the
     last names of the prompt, such as <think> if it has no thoughts.
     """
-    if not prompt:
-        return None
     before = 0
     for found in MARK.finditer(whole):
-        if found.group() < get_mark(number):
-            before = found.end()
-    prompt = MARK.split(prompt)[-1]
-    without = MARK.split(without)[-1]
-    shared = os.path.commonprefix([prompt, whole[before:]])
-    rest = prompt[len(shared) :]
-    if rest and not rest.startswith("<"):
-        shared = "<".join(shared.split("<")[:-1])  # whole names
-    if rest and len(shared) <= len(without):
+        if found.group() >= get_mark(number):
+            break
+        before = found.end()
+    expected = MARK.split(prompt)[-1]
+    shared = os.path.commonprefix([expected, whole[before:]])
+    if shared != expected:
+        if expected[len(shared)] != "<":
+            shared = shared.rpartition("<")[0]  # whole names
+        if len(shared) <= len(MARK.split(without)[-1]):
+            return None
+    return before + len(shared) if prompt else None
+
+
+def find_stop(whole: str, start: int, answered: str, number: int, end: str) -> int | None:
+    """Return the index in `whole` after the answer that begins at `start` and its end token; None if it is not certain.
+
+    `end`: the usual end token; "" if answers end with the next header.
+    """
+    own = get_mark(number)
+    stop = max(start, whole.rfind(own) + 1)
+    if set(MARK.findall(whole[start:stop])) - {own}:
         return None
-    return before + len(shared)
-
-
-def find_turn(whole: str, start: int, number: int, ends: list[str]) -> range | None:
-    """Return the characters from `start` to the end token, counted without marks. The last answer may have none."""
-    last_mark = whole.rfind(get_mark(number))
-    stop = max(start, last_mark + 1)
     after = MARK.split(whole[stop:])[0]
-    end = re.search("|".join(map(re.escape, ends)), after)
-    length = end.end() if end else 0
-    if after.strip() and not length:
-        return None
-    stop += length
-    before = MARK.sub("", whole[:start])
-    turn = MARK.sub("", whole[start:stop])
-    return range(len(before), len(before) + len(turn))
+    if not after.strip():
+        return stop
+    if end and after.lstrip().startswith(end):
+        return stop + after.index(end) + len(end)
+    # A tool call continues after its last mark, as it does in the text that ends with this answer.
+    shared = os.path.commonprefix([after, answered.rpartition(own)[2]])
+    length = 0
+    for found in NAME.finditer(shared):
+        length = found.end()
+    following = re.compile(rf"\s*{NAME.pattern}").match(after, length)
+    if following and not (length and end):
+        length = following.end()
+    return stop + length if length else None
