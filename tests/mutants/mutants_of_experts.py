@@ -5,7 +5,7 @@ from unittest.mock import patch
 import torch
 from layouts import FAST
 from mutant_table import mutant
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import ExpertBalance
@@ -33,10 +33,15 @@ def is_of_experts(tensor) -> bool:
     return isinstance(tensor, DTensor) and tensor.dim() == 3
 
 
-@mutant(TP2, "gradients", "layers.1.feed_forward.router.weight")
-def router_gradient_of_own_tokens():
+@mutant(
+    TP2,
+    "gradients",
+    "layers.1.feed_forward.router.weight",
+    at=(local_parameters, "find_gradient_placements"),
+)
+def router_gradient_of_own_tokens(original, parameter):
     """Each tensor-parallel rank has a router's gradient of its slice of the sequence, and nobody adds them."""
-    return patch.object(local_parameters, "Partial", Replicate)
+    return parameter.placements if parameter.dim() == 2 else original(parameter)
 
 
 @mutant(
