@@ -7,7 +7,7 @@ With p pp ranks, v stages per rank and m microbatches, the bubble is (p-1)/(v*m+
 takes 2F and sends take no time. The often quoted (p-1)/m is idle time over *ideal* time.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -63,23 +63,34 @@ def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float 
     return Timeline([Event(*each) for each in run_on_paper(order, seconds_of, send_s)], len(order))
 
 
-def count_in_flight(row: list[Action]) -> Counter[tuple[int, str]]:
-    """Return the microbatches in flight at the peak: (stage, last action of the microbatch, F or I) -> number.
+def count_in_flight(row: list[Action]) -> dict[frozenset[int], Counter[tuple[int, str]]]:
+    """Return stages that have gradients -> the most microbatches in flight meanwhile.
 
-    After F, a microbatch holds the activations for its backward. Between I and W, it holds WAITING times as many bytes.
+    These are by (stage, last action of the microbatch, F or I). After F, a microbatch holds the activations for its
+    backward. Between I and W, it holds WAITING times as many bytes. A stage reduces its gradients after the last W.
     """
+    to_come = Counter(action.stage for action in row if action.kind in "BW")
     held: Counter[tuple[int, str]] = Counter()
-    peak, n_held, most = held, 0.0, 0.0
-    for action in row:
-        if action.kind != "F":
-            held[action.stage, "I" if action.kind == "W" else "F"] -= 1
-            n_held -= WAITING if action.kind == "W" else 1
-        if action.kind in "FI":
-            held[action.stage, action.kind] += 1
-            n_held += WAITING if action.kind == "I" else 1
-        if n_held > most:
-            peak, most = held.copy(), n_held
-    return peak
+    n_held = 0.0
+    most: dict[frozenset[int], float] = {}
+    peaks = {}
+    with_gradients: frozenset[int] = frozenset()
+    for stage, kind, _ in row:
+        if kind != "F":
+            held[stage, "I" if kind == "W" else "F"] -= 1
+            n_held -= WAITING if kind == "W" else 1
+        if kind in "FI":
+            held[stage, kind] += 1
+            n_held += WAITING if kind == "I" else 1
+        if kind in "BW":
+            to_come[stage] -= 1
+            with_gradients |= {stage}
+        if n_held > most.get(with_gradients, -1.0):
+            most[with_gradients] = n_held
+            peaks[with_gradients] = held.copy()
+        if not to_come[stage]:
+            with_gradients -= {stage}
+    return peaks
 
 
 def list_samples(
@@ -102,13 +113,14 @@ def list_samples(
 @lru_cache(maxsize=4096)
 def extrapolate_in_flight(
     schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int
-) -> list[Counter]:
+) -> list[dict[frozenset[int], Counter]]:
     """Return the result of count_in_flight for each pp rank, extrapolated from short orders."""
-    total: list[Counter] = [Counter() for _ in range(pp)]
+    total = [defaultdict(Counter) for _ in range(pp)]
     for order, weight in list_samples(schedule, pp, n_microbatches, n_stages_per_rank):
         for in_flight, row in zip(total, order, strict=True):
-            for key, count in count_in_flight(row).items():
-                in_flight[key] += count * weight
+            for with_gradients, held in count_in_flight(row).items():
+                for key, count in held.items():
+                    in_flight[with_gradients][key] += count * weight
     return total
 
 
