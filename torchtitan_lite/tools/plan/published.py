@@ -207,17 +207,13 @@ def fit(rows: list[Row]) -> dict[str, float]:
     units = torch.eye(len(PRIORS), dtype=DOUBLE)
     pull = STIFFNESS * units
     logs = priors
-    for _ in range(4):
+    for _ in range(6):
         errors = miss_times(dense, logs)
         moved = [miss_times(dense, logs + MOVE * unit) for unit in units]
         slopes = (torch.stack(moved, dim=1) - errors[:, None]) / MOVE
-        move = torch.zeros_like(logs)
-        for _ in range(20):
-            sizes = (1e-3 + (errors + slopes @ move) ** 2).sqrt()
-            weighted = slopes.T * (weights / sizes)
-            force = pull @ (priors - logs) - weighted @ errors
-            move = torch.linalg.solve(weighted @ slopes + pull, force)
-        logs = logs + move.clamp(-0.3, 0.3)
+        weighted = slopes.T * (weights / (1e-3 + errors**2).sqrt())
+        force = pull @ (priors - logs) - weighted @ errors
+        logs = logs + torch.linalg.solve(weighted @ slopes + pull, force)
     constants = name_constants(logs)
     with_memory = [row for row in rows if row.gib]
     for name, has_tp in (("reserve_factor", False), ("tp_reserve_factor", True)):

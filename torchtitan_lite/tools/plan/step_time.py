@@ -265,10 +265,10 @@ class StepTime:
         w = self.workload
         gather = 0.0
         again = 0.0
-        if w.layout.zero_stage == 3 and not w.is_whole:
+        if w.layout.zero_stage == 3:
             gather = self.shard_time(kind.groups)
             again = self.shard_time(kind.groups, near="hpz" in w.zero_plus_plus)
-        if w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches and not w.is_whole:
+        if w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches:
             again += self.shard_time(kind.groups, reduces=True)
         dims = SHARD_DIMS["fsdp"]
         return self.expose(dims, gather, forward), self.expose(dims, again, backward)
@@ -339,8 +339,6 @@ class StepTime:
     @cached_property
     def once_s(self) -> float:
         """Seconds of FSDP's collectives that are exposed once per step, on the worst rank."""
-        if self.workload.is_whole:
-            return 0.0
         return max(map(self.wait_once, range(self.workload.layout.pp)))
 
     def wait_once(self, pp_rank: int) -> float:

@@ -196,8 +196,6 @@ class Traffic:
     def add_sharding(self, stage: Stage, n_gathers: int) -> None:
         """Add the calls of FSDP (fsdp.py). `n_gathers`: how often a stage is gathered if ZeRO 3 does not free it."""
         w = self.workload
-        if w.is_whole:
-            return
         n_head_gathers = n_gathers
         n_embedding_gathers = n_gathers
         if self.layout.zero_stage == 3:

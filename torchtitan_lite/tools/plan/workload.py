@@ -94,18 +94,21 @@ class LayerKind:
     matrices: list[Matrix]  # of a layer, if Muon updates them
 
     def __post_init__(self):
-        self.colwise = [row for row in self.block if row.split == "colwise"]  # tp gathers inputs
-        self.rowwise = [row for row in self.block if row.split == "rowwise"]  # ... scatters outputs
-        all_norms = [row for row in self.block if row.kind == "norm"]
-        self.norms = [row for row in all_norms if row.split == "sequence"]
+        by_split = defaultdict(list)
+        for row in self.block:
+            by_split[row.split].append(row)
+        self.colwise = by_split["colwise"]  # tp gathers their input
+        self.rowwise = by_split["rowwise"]  # tp scatters their output
+        self.norms = [row for row in by_split["sequence"] if row.kind == "norm"]
         # The closed forms know matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
         known = {row.name for row in self.colwise + self.rowwise + self.norms}
         known |= {"attention.q_norm", "attention.k_norm"}
-        linears = [row for row in self.block if row.kind == "linear"]
-        self.untimed = [row.name for row in linears + all_norms if row.name not in known]
+        others = [row.name for row in self.block if row.kind in ("linear", "norm")]
+        self.untimed = [name for name in others if name not in known]
         self.n_gathers = len(list_gathered(self.block))  # one for wq, wk, wv
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
-        self.is_gated = self.is_moe or any(row.name.endswith("w3") for row in self.block)
+        has_gate = any(row.name.endswith("w3") for row in self.block)
+        self.is_gated = self.is_moe or has_gate
         # Full recompute stops before a rowwise matmul at the end of a block, because backward does not need its output.
         # Backward needs the outputs of experts, because routing weights multiply them.
         self.ends_in_rowwise = self.block[-1].kind == "linear"
@@ -166,13 +169,16 @@ class Workload:
         layout = self.layout
         self.tokens_per_step = layout.global_batch_size * self.seq_len
         self.compute_bytes = 4 if self.compute_dtype == "float32" else 2
-        self.n_tokens = layout.microbatch_size * self.seq_len // layout.cp  # T
-        self.n_rows = self.n_tokens // layout.tp * args.moe.top_k if args.moe else 0  # R
+        row_tokens = layout.microbatch_size * self.seq_len
+        self.n_tokens = row_tokens // layout.cp  # T
+        self.n_rows = 0  # R
+        if args.moe:
+            self.n_rows = self.n_tokens // layout.tp * args.moe.top_k
         # Hidden states of a microbatch, (B, S/cp, D), before tp shards them
         self.hidden_bytes = self.n_tokens * args.dim * self.compute_bytes
         # Keys and values of a microbatch on all cp ranks: 2 x (B, K/tp, S, E)
         width = 2 * args.n_kv_heads * args.head_dim // layout.tp
-        self.keys_values_bytes = layout.microbatch_size * self.seq_len * width * self.compute_bytes
+        self.keys_values_bytes = row_tokens * width * self.compute_bytes
         # Ranks that share parameters, gradients and optimizer state of a stage
         self.n_shards = layout.dp_shard * layout.cp
         # A stage on a single rank in fp32 runs without FSDP (parallelize.py).
