@@ -11,12 +11,12 @@ from layouts import PP, TP
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.layout import plan_layout
-from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.plan.bars import find_most_taken
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
-from torchtitan_lite.tools.plan.cluster import CLUSTERS, find_cluster
+from torchtitan_lite.tools.plan.cluster import CLUSTERS
 from torchtitan_lite.tools.plan.command import format_duration
 from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast, list_memory
+from torchtitan_lite.tools.plan.orders import Order
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks, warn_of_groups
 from torchtitan_lite.tools.plan.step_time import StepTime
@@ -48,9 +48,12 @@ def read(name: str, n_gpus: int, **keys) -> PlannedRun:
     return plan_run(["--config", name, *args], n_gpus, "cuda")
 
 
-def predict(planned: PlannedRun, cluster=H100) -> Forecast:
-    order = plan_order(planned.config.parallelism, planned.layout)
-    return forecast(StepTime(planned.workload, cluster), [(order, 1)])
+def order_of(planned: PlannedRun) -> Order:
+    return plan_order(planned.config.parallelism, planned.layout)
+
+
+def predict(planned: PlannedRun) -> Forecast:
+    return forecast(StepTime(planned.workload, H100), [(order_of(planned), 1)])
 
 
 DEGREES = {
@@ -133,7 +136,7 @@ def test_wrong_input_ends_with_status_2_and_its_key(capsys, args, key):
 
 
 def remarks_of(planned: PlannedRun) -> list[str]:
-    memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
+    memory = list_memory(planned.workload, order_of(planned))
     return list_remarks(
         planned,
         predict(planned),
@@ -171,9 +174,8 @@ def test_groups_over_nodes_get_a_degree_that_stays_inside():
     assert "expert_parallel_degree = 8" in warning
 
 
-def test_memory_that_is_left_over_or_missing_is_called_out():
+def test_memory_that_is_left_over_is_called_out():
     assert any("Try --search" in remark for remark in remarks_of(read("llama3_8b", 512)))
-    assert any("does not fit" in remark for remark in remarks_of(read("llama3_70b", 16)))
 
 
 def test_the_interval_of_saves_is_youngs_for_short_stalls_and_the_best_of_all():
@@ -201,11 +203,6 @@ def test_groups_within_a_node_use_its_links_and_others_share_its_network_cards()
     assert (H100.count_nodes(2, 4), H100.count_nodes(2, 8)) == (1, 2)
 
 
-def test_a_gpu_without_a_row_is_refused():
-    with pytest.raises(ConfigError, match="h100, h200, a100-80, b200, h100-96, cpu"):
-        find_cluster("h1000")
-
-
 # ---------------------------------------------------------------- by hand
 
 
@@ -214,9 +211,7 @@ def test_fsdp_moves_what_the_parameters_weigh():
     once in fp32, of which each rank moves 7/8."""
     block, table, norm = 218_112_000, 128_256 * 4096, 4096
     planned = read("llama3_8b", 8)
-    moved = estimate_traffic(
-        planned.workload, 0, plan_order(planned.config.parallelism, planned.layout)
-    )
+    moved = estimate_traffic(planned.workload, 0, order_of(planned))
     gathers, reductions = moved["dp_shard", "all-gather"], moved["dp_shard", "reduce-scatter"]
     assert (gathers.n_calls, gathers.n_bytes) == (
         2 * 32 + 2,
@@ -230,7 +225,6 @@ def test_fsdp_moves_what_the_parameters_weigh():
 
 def test_a_matmul_takes_its_flops_over_the_peak_less_its_edges():
     """w1 of the 8B, one sequence: (8192, 4096) x (4096, 14336), 27.2 waves of tiles on 132 multiprocessors."""
-    model = StepTime(read("llama3_8b", 8).workload, H100)
     waves = 8192 * 14336 / (128 * 256 * 132)
     by_hand = (
         2
@@ -241,9 +235,6 @@ def test_a_matmul_takes_its_flops_over_the_peak_less_its_edges():
         + 5e-6
     )
     assert H100.matmul_time(8192, 14336, 4096, "bfloat16") == pytest.approx(by_hand)
-    assert model.linear_times(8192, 14336, 4096, "bfloat16")[2] == H100.matmul_time(
-        14336, 4096, 8192, "bfloat16"
-    )
 
 
 def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop():
@@ -268,7 +259,7 @@ def test_no_schedule_undercuts_the_bound_by_which_layouts_are_pruned(schedule):
     numbers = layout.pp, layout.n_microbatches, len(layout.stages) // layout.pp
     quick = forecast(model, list_samples(schedule, *numbers))
     assert (quick.bubble, quick.step_time_s) == pytest.approx((result.bubble, result.step_time_s))
-    memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
+    memory = list_memory(planned.workload, order_of(planned))
     assert estimate_peak(planned.workload, schedule) == pytest.approx(
         max(each.live for each in memory)
     )
@@ -319,9 +310,7 @@ def test_llama3_70b_on_64_h100_in_tp4_pp2_dp8():
     planned = read("llama3_70b", 64, **degrees(tp=4, pp=2), local_batch_size=8)
     layout = plan_layout(planned.config, planned.model_args, 64)
     assert (layout.dp, layout.n_microbatches) == (8, 8)
-    for memory in list_memory(
-        planned.workload, plan_order(planned.config.parallelism, planned.layout)
-    ):
+    for memory in list_memory(planned.workload, order_of(planned)):
         assert memory.parameters + memory.optimizer == pytest.approx(12 * 70.55e9 / 64, rel=0.01)
     assert predict(planned).bubble == pytest.approx(1 / 9, abs=0.01)
 
