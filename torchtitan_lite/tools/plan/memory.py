@@ -255,7 +255,7 @@ def list_moments_of_pipeline(
         kept[index] = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
         if stage == EMBEDDING_ALONE:
             kept[index] = w.hidden_bytes / tp  # its output. Other stages keep a receive buffer.
-        elif w.receive_buffers is None:
+        elif kept[index] and w.receive_buffers is None:
             kept[index] += w.n_tokens * w.args.head_dim * ANGLE_BYTES
     moments = []
     for with_gradients, held in in_flight.items():

@@ -235,7 +235,7 @@ def make_bar(rows: list[Row], errors: list[float]) -> Bar:
     """Return the bar of these rows. A source of many rows counts less per row, as in the fit."""
     ratios, order = torch.tensor(errors, dtype=DOUBLE).exp().sort()
     below = weigh(rows)[order].cumsum(0)
-    ends = torch.searchsorted(below, torch.tensor([0.1, 0.9], dtype=DOUBLE))
+    ends = torch.searchsorted(below, torch.tensor([0.1, 0.9], dtype=DOUBLE) - 1e-9)
     low, high = ratios[ends].tolist()
     middle = median((ratios - 1).abs().tolist())
     n_sources = len({row.source for row in rows})
