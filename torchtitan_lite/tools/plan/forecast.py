@@ -4,15 +4,11 @@ from dataclasses import dataclass
 
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.tools.plan.cluster import Cluster
+from torchtitan_lite.tools.plan.in_flight import count_in_flight, extrapolate_in_flight
 from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
 from torchtitan_lite.tools.plan.orders import Order
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.timeline import (
-    Timeline,
-    count_in_flight,
-    extrapolate_in_flight,
-    simulate,
-)
+from torchtitan_lite.tools.plan.timeline import Timeline, simulate
 from torchtitan_lite.tools.plan.workload import Workload
 
 PARTS = {

@@ -271,7 +271,7 @@ def main() -> None:
         family = find_family(row.workload)
         groups[family].append((row, time))
         groups[f"{row.source}, {family}"].append((row, time))
-        if family != "experts":
+        if not row.workload.args.moe:
             groups["dense"].append((row, time))
         if row.gib:
             groups["memory"].append((row, held))

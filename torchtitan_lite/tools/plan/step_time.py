@@ -406,8 +406,9 @@ class StepTime:
         layout = self.workload.layout
         bounds = []
         for rank in range(layout.pp):
-            first, *others = layout.stages_of(rank)
-            fill = sum(phases.forward + phases.backward_input for phases in self.stages[:first])
-            busy = sum(self.stages[index].total for index in (first, *others))
+            indices = layout.stages_of(rank)
+            before = self.stages[: indices[0]]
+            fill = sum(phases.forward + phases.backward_input for phases in before)
+            busy = sum(self.stages[index].total for index in indices)
             bounds.append(fill + layout.n_microbatches * busy)
         return max(bounds) + self.once_s + self.optimizer_s

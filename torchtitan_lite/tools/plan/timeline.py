@@ -7,17 +7,15 @@ With p pp ranks, v stages per rank and m microbatches, the bubble is (p-1)/(v*m+
 takes 2F and sends take no time. The often quoted (p-1)/m is idle time over *ideal* time.
 """
 
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_rows
 from torchtitan_lite.tools.plan.actions import Action, run_on_paper
-from torchtitan_lite.tools.plan.memory import WAITING
 from torchtitan_lite.tools.plan.orders import Order, list_order
 
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
@@ -63,36 +61,6 @@ def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float 
     return Timeline([Event(*each) for each in run_on_paper(order, seconds_of, send_s)], len(order))
 
 
-def count_in_flight(row: list[Action]) -> dict[frozenset[int], Counter[tuple[int, str]]]:
-    """Return stages that have gradients -> the most microbatches in flight meanwhile.
-
-    These are by (stage, last action of the microbatch, F or I). After F, a microbatch holds the activations for its
-    backward. Between I and W, it holds WAITING times as many bytes. A stage reduces its gradients after the last W.
-    """
-    to_come = Counter(action.stage for action in row if action.kind in "BW")
-    held: Counter[tuple[int, str]] = Counter()
-    n_held = 0.0
-    most: dict[frozenset[int], float] = {}
-    peaks = {}
-    with_gradients: frozenset[int] = frozenset()
-    for stage, kind, _ in row:
-        if kind != "F":
-            held[stage, "I" if kind == "W" else "F"] -= 1
-            n_held -= WAITING if kind == "W" else 1
-        if kind in "FI":
-            held[stage, kind] += 1
-            n_held += WAITING if kind == "I" else 1
-        if kind in "BW":
-            to_come[stage] -= 1
-            with_gradients |= {stage}
-        if n_held > most.get(with_gradients, -1.0):
-            most[with_gradients] = n_held
-            peaks[with_gradients] = held.copy()
-        if not to_come[stage]:
-            with_gradients -= {stage}
-    return peaks
-
-
 def list_samples(
     schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int
 ) -> list[tuple[Order, int]]:
@@ -108,20 +76,6 @@ def list_samples(
         short = n_microbatches - n_skipped * size
         lengths = [(short, 1 - n_skipped), (short + size, n_skipped)]
     return [(list_order(schedule, pp, n, n_stages_per_rank), weight) for n, weight in lengths]
-
-
-@lru_cache(maxsize=4096)
-def extrapolate_in_flight(
-    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int
-) -> list[dict[frozenset[int], Counter]]:
-    """Return the result of count_in_flight for each pp rank, extrapolated from short orders."""
-    total = [defaultdict(Counter) for _ in range(pp)]
-    for order, weight in list_samples(schedule, pp, n_microbatches, n_stages_per_rank):
-        for in_flight, row in zip(total, order, strict=True):
-            for with_gradients, held in count_in_flight(row).items():
-                for key, count in held.items():
-                    in_flight[with_gradients][key] += count * weight
-    return total
 
 
 def draw_timeline(timeline: Timeline) -> str:

@@ -16,14 +16,12 @@ With P bytes in the whole tensor and n ranks, an all-gather, reduce-scatter or a
 tests compare the closed form and the dry run to the byte. parallel/ explains why each collective is needed.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from torchtitan_lite.config.layout import MESH_DIMS
-from torchtitan_lite.tools.plan.actions import Action
-from torchtitan_lite.tools.plan.memory import STAGES_GATHERED
+from torchtitan_lite.tools.plan.in_flight import count_gathers
 from torchtitan_lite.tools.plan.orders import Order
 from torchtitan_lite.tools.plan.workload import (
     MASTER_BYTES,
@@ -255,17 +253,3 @@ class Traffic:
         # One of each per neighbor: hidden states one way, gradients the other.
         self.add(("pp",), "send", n_calls, n_bytes)
         self.add(("pp",), "receive", n_calls, n_bytes)
-
-
-def count_gathers(row: list[Action]) -> Counter[int]:
-    """Return stage -> how often torch gathers it, if it always holds the next STAGES_GATHERED stages of the row."""
-    gathers = Counter()
-    later = set()  # the stages that torch holds at the next action
-    ahead = []  # all stages from here on, by their first action
-    for action in reversed(row):
-        ahead = [action.stage, *(stage for stage in ahead if stage != action.stage)]
-        now = set(ahead[:STAGES_GATHERED])
-        gathers.update(later - now)
-        later = now
-    gathers.update(later)
-    return gathers

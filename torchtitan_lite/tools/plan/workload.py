@@ -214,11 +214,9 @@ class Workload:
                 rows //= max(1, layout.ep)
                 n_at_rest = rows * columns // layout.efsdp
                 moe.sizes.append(rows * columns)
-                if self.cuts_experts:
-                    matrix = Matrix((rows, *module.weight[1:]), 1, SHARD_DIMS["efsdp"], n_at_rest)
-                else:
-                    matrix = Matrix((rows // layout.efsdp, *module.weight[1:]), 1, (), n_at_rest)
-                matrices.append(matrix)
+                shards = SHARD_DIMS["efsdp"] if self.cuts_experts else ()
+                n_whole = rows if self.cuts_experts else rows // layout.efsdp
+                matrices.append(Matrix((n_whole, *module.weight[1:]), 1, shards, n_at_rest))
                 continue
             if module.split == "colwise":
                 rows //= layout.tp
