@@ -209,16 +209,19 @@ def fit(rows: list[Row]) -> dict[str, float]:
     logs = priors
     for _ in range(6):
         errors = miss_times(dense, logs)
-        moved = [miss_times(dense, logs + MOVE * unit) for unit in units]
-        slopes = (torch.stack(moved, dim=1) - errors[:, None]) / MOVE
+        slopes = []
+        for unit in units:
+            moved = miss_times(dense, logs + MOVE * unit)
+            slopes.append((moved - errors) / MOVE)
+        slopes = torch.stack(slopes, dim=1)
         weighted = slopes.T * (weights / (1e-3 + errors**2).sqrt())
         force = pull @ (priors - logs) - weighted @ errors
         logs = logs + torch.linalg.solve(weighted @ slopes + pull, force)
     constants = name_constants(logs)
     with_memory = [row for row in rows if row.gib]
     for name, has_tp in (("reserve_factor", False), ("tp_reserve_factor", True)):
-        ratios = [row.reserved_per_live for row in with_memory if (row.tp > 1) == has_tp]
-        constants[name] = median(ratios)
+        alike = [row for row in with_memory if (row.tp > 1) == has_tp]
+        constants[name] = median(row.reserved_per_live for row in alike)
     return constants
 
 

@@ -101,8 +101,9 @@ class LayerKind:
         self.rowwise = by_split["rowwise"]  # tp scatters their output
         self.norms = [row for row in by_split["sequence"] if row.kind == "norm"]
         # The closed forms know matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
-        known = {row.name for row in self.colwise + self.rowwise + self.norms}
-        known |= {"attention.q_norm", "attention.k_norm"}
+        known = {"attention.q_norm", "attention.k_norm"}
+        for row in self.colwise + self.rowwise + self.norms:
+            known.add(row.name)
         others = [row.name for row in self.block if row.kind in ("linear", "norm")]
         self.untimed = [name for name in others if name not in known]
         self.n_gathers = len(list_gathered(self.block))  # one for wq, wk, wv
