@@ -344,8 +344,8 @@ class StepTime:
     def wait_once(self, pp_rank: int) -> float:
         """Return the seconds of FSDP's collectives that one pp rank exposes once per step.
 
-        The first all-gather and the last reduction overlap with nothing. In a pipeline, torch reduces all gradients
-        after the last backward. Gradients of replicas are reduced per block, in the last backward.
+        The first all-gather and the last reduction overlap with nothing. In a pipeline, torch reduces the gradients
+        of a stage after its last backward. Gradients of replicas are reduced per block, in the last backward.
         """
         w = self.workload
         groups = []
