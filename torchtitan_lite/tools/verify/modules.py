@@ -1,96 +1,67 @@
-"""Name the first module whose output differs. Runs when a loss, a count or a gradient is wrong.
+"""Compare the output of every module with one process. If a result is wrong, the first wrong module is the culprit.
 
     reference   output of one process: rows x sequence x width
     one rank    its rows, one microbatch at a time; with cp, an early and a late piece of the sequence; with tp, a slice
                 of the sequence, the heads or the width
 
-Each rank cuts its piece out of the reference and compares, without communication.
+Each rank cuts its piece out of the reference and compares, without communication. Rotary angles are compared in the
+same way: they are an input of each block.
 """
 
+import math
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from torchtitan_lite import step as stepping
+from torchtitan_lite import build
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.tools.verify.plain import PlainModel, PlainStep
-from torchtitan_lite.tools.verify.rank import (
-    Coordinates,
-    Seen,
-    build_small_run,
-    give_weights,
-    local,
-    own_rows,
-    packing_checked,
-    relative_error,
-    settle_ties,
-)
+from torchtitan_lite.tools.verify.measures import Coordinates, Seen, local, relative_error
+
+Right = dict[tuple[str, str], Tensor]  # (measure, module) -> value in one process
 
 
-def watch_plainly(config: Config, plain: PlainStep) -> dict[str, Tensor]:
-    """Run one process, and return the output of each module in forward order. For the head, return token losses."""
-    model, outputs = PlainModel(config), {}
-
-    def note(name: str):
-        return lambda module, args, output: outputs.setdefault(name, output.detach())
-
-    for name, module in model.model.named_modules():
-        if name:
-            module.register_forward_hook(note(name))
-    with torch.no_grad():
-        logits = model.logits(plain.batch)
-    flat = logits.flatten(0, 1), plain.batch.targets.flatten()
-    token_losses = nn.functional.cross_entropy(*flat, reduction="none").view_as(plain.batch.targets)
-    return {
-        name: token_losses if output.shape == logits.shape else output
-        for name, output in outputs.items()
-    }
-
-
-def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Seen:
-    """Worker: run forward and backward of the first step, and compare the output of every module. Collective."""
-    plain, right = torch.load(path, weights_only=False, mmap=True)
-    run = build_small_run(config, world_size)
-    give_weights(run, plain.weights)
-    settle_ties(run, plain)
-    batch = stepping.shard_for_cp(run, own_rows(run, plain.batch))
-    n_tokens = stepping.count_global_tokens(run, batch)
-    if (
-        run.schedule is not None
-    ):  # the first step of a schedule also calls each part once to infer shapes
-        stepping.forward_backward(run, batch, n_tokens)
-    seen, outputs = Seen(run.mesh.coordinates()), defaultdict(list)
-
-    def note(name: str):
-        def keep(module, args, output) -> None:
-            if torch._C._current_graph_task_id() == -1:  # skip the recompute in backward
-                outputs[name].append(local(output).clone())
-
-        return keep
-
+@contextmanager
+def outputs_compared(run: build.Run, right: Right, seen: Seen) -> Iterator[None]:
+    """Context manager: watch the modules in the first step of a run, and compare their outputs at its end."""
+    pieces: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+    hooks = []
     for part in run.parts:
+        blocks = [f"layers.{layer}" for layer in part.layers]
         for name, module in part.named_modules():
-            inside = any(name.startswith(f"layers.{layer}.") for layer in part.layers)
-            if name in right and not (
-                config.compile.enable and inside
-            ):  # a hook would cause a graph break
-                module.register_forward_hook(note(name))
-    with packing_checked(seen, 0):
-        stepping.forward_backward(run, batch, n_tokens)
-    for name in sorted(outputs, key=list(right).index):
-        pieces = outputs[name]
-        n_microbatches = run.layout.n_microbatches
-        if len(pieces) != n_microbatches:
-            seen.note(0, "microbatches", name, abs(len(pieces) - n_microbatches))
-        for number, piece in enumerate(pieces[:n_microbatches]):
-            whole = cut_piece(
-                right[name], piece, seen.coordinates, run.layout, number, config.training.seq_len
-            )
-            error = relative_error(piece, whole) if piece.shape == whole.shape else float("inf")
-            seen.note(0, "module output", name, error)
-    return seen
+            inside = any(name.startswith(f"{block}.") for block in blocks)
+            if run.config.compile.enable and inside:
+                continue  # a hook would cause a graph break
+
+            def keep(module: nn.Module, args: tuple, output: Tensor, name: str = name) -> None:
+                is_recompute = torch._C._current_graph_task_id() != -1
+                if is_recompute:
+                    return
+                if ("module output", name) in right:
+                    pieces["module output", name].append(local(output).clone())
+                if ("rotary angles", name) in right:
+                    pieces["rotary angles", name].append(args[1].clone())
+
+            hooks.append(module.register_forward_hook(keep))
+    yield
+    for hook in hooks:
+        hook.remove()
+    # The first step of a schedule also calls each part once to infer shapes.
+    n_extra = int(run.schedule is not None)
+    for key, found in pieces.items():
+        found = found[n_extra:]
+        n_missing = abs(len(found) - run.layout.n_microbatches)
+        if n_missing:
+            seen.note(0, "microbatches", key[1], n_missing)
+        for number, piece in enumerate(found[: run.layout.n_microbatches]):
+            seq_len = run.config.training.seq_len
+            whole = cut_piece(right[key], piece, seen.coordinates, run.layout, number, seq_len)
+            error = math.inf
+            if piece.shape == whole.shape:
+                error = relative_error(piece, whole)
+            seen.note(0, *key, error)
 
 
 def cut_piece(
@@ -104,14 +75,10 @@ def cut_piece(
     data_rank = at["dp_replicate"] * layout.dp_shard + at["dp_shard"]
     first = data_rank * layout.global_batch_size // layout.dp + number * layout.microbatch_size
     right = whole[first : first + layout.microbatch_size]
-    dim = next((dim for dim in range(1, right.dim()) if right.shape[dim] == seq_len), None)
-    if (
-        layout.cp > 1
-        and dim is not None
-        and not (dim < piece.dim() and piece.shape[dim] == seq_len)
-    ):
-        pieces = right.chunk(2 * layout.cp, dim)
-        right = torch.cat((pieces[at["cp"]], pieces[-1 - at["cp"]]), dim)
+    if layout.cp > 1 and seq_len in right.shape[1:] and seq_len not in piece.shape[1:]:
+        dim = right.shape.index(seq_len, 1)
+        chunks = right.chunk(2 * layout.cp, dim)
+        right = torch.cat((chunks[at["cp"]], chunks[-1 - at["cp"]]), dim)
     if piece.dim() == 0:  # the head with its loss: a sum over the tokens of this piece
         return right.sum()
     for dim in range(min(right.dim(), piece.dim())):
