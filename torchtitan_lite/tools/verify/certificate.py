@@ -1,6 +1,5 @@
 """The verdict of `verify` and what it does not cover: the config of each trial beside the config that verify was given.
 
-    sizes         model, batch and lengths in steps. All trials reduce them
     not covered   keys that no trial ran with the value asked, and keys that had no effect in any trial
     replaced      keys that some trials ran with another value; another trial ran the value asked
 
@@ -12,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from torchtitan_lite.build import build_on_meta
-from torchtitan_lite.config.layout import SIZES as MODEL_SIZES
-from torchtitan_lite.config.layout import Layout, resolve_config, resolve_model
+from torchtitan_lite.config.layout import SIZES, Layout, resolve_config, resolve_model
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.tools.tables import format_table
 from torchtitan_lite.tools.verify.degrees import AUTOMATIC
 from torchtitan_lite.tools.verify.plain import has_own_loss
-from torchtitan_lite.tools.verify.reduction import STAGES_BY_RULE, Reduction
+from torchtitan_lite.tools.verify.reduction import Reduction
 from torchtitan_lite.tools.verify.trial import Trial
 
 Changes = dict[str, tuple[object, object]]  # key -> value asked, value that ran
@@ -28,23 +26,6 @@ OUTSIDE = (
     "the model file and float8 arithmetic, which both sides share; kernels of CUDA and NCCL; real sizes; speed and "
     "memory"
 )
-SIZES = {
-    *(f"model.{name}" for name in MODEL_SIZES),
-    "model.n_experts",
-    "model.top_k",
-    "model.expert_ffn_dim",
-    "training.local_batch_size",
-    "training.global_batch_size",
-    "training.seq_len",
-    "training.loss_chunk_tokens",
-    "training.steps",
-    *STAGES_BY_RULE,
-    "parallelism.pipeline_parallel_microbatch_size",
-    "parallelism.pipeline_parallel_first_stage_less_layers",
-    "parallelism.pipeline_parallel_last_stage_less_layers",
-    "lr_scheduler.warmup_steps",
-    "lr_scheduler.total_steps",
-}
 # Sections that a step reads, and keys in them that it does not. train.py reads all keys.
 OF_A_STEP = (
     "model",
@@ -72,7 +53,7 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
     for trial in trials:
         record = asdict(trial)
         del record["ran"]
-        record["replaced"] = compare_trial(reduction, trial)
+        record["replaced"] = list_replaced(reduction, trial)
         records.append(record)
     return {
         "config": config_name,
@@ -88,39 +69,29 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
 
 
 def find_not_covered(reduction: Reduction, trials: Sequence[Trial]) -> Changes:
-    """Return the keys that no trial ran with the value asked, without sizes."""
+    """Return the keys that no trial ran with the value asked."""
+    asked = list_values(reduction, reduction.real)
     not_covered: Changes = {}
-    for key in KEYS:
-        if key in SIZES:
-            continue
-        found = []
+    for key, value in asked.items():
+        is_of_train_py = key.startswith(OF_TRAIN_PY) or not key.startswith(OF_A_STEP)
+        ran = []
         for trial in trials:
-            if trial.name == "train.py" or is_read_by_a_step(key):
-                found += [compare_configs(reduction, config).get(key) for config in trial.ran]
-        if found and None not in found:
-            not_covered[key] = found[0]
+            if trial.name == "train.py" or not is_of_train_py:
+                ran += [list_values(reduction, config)[key] for config in trial.ran]
+        if ran and value not in ran:
+            not_covered[key] = (value, ran[0])
     return not_covered
 
 
-def is_read_by_a_step(key: str) -> bool:
-    return key.startswith(OF_A_STEP) and not key.startswith(OF_TRAIN_PY)
-
-
-def compare_trial(reduction: Reduction, trial: Trial) -> Changes:
-    """Return every key, sizes too, whose value differs in one of the configs of a trial."""
-    changes: Changes = {}
-    for config in trial.ran:
-        changes = compare_configs(reduction, config) | changes
-    return changes
-
-
-def compare_configs(reduction: Reduction, ran: Config) -> Changes:
+def list_replaced(reduction: Reduction, trial: Trial) -> Changes:
+    """Return every key whose value differs in one of the configs of a trial."""
     asked = list_values(reduction, reduction.real)
-    own = list_values(reduction, ran)
-    changes = {key: (value, own[key]) for key, value in asked.items() if value != own[key]}
-    if not reduction.real.compile.enable:
-        changes.pop("compile.backend", None)  # not read
-    return changes
+    replaced: Changes = {}
+    for config in trial.ran:
+        for key, value in list_values(reduction, config).items():
+            if value != asked[key]:
+                replaced.setdefault(key, (asked[key], value))
+    return replaced
 
 
 def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
@@ -131,8 +102,10 @@ def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
         values[key] = get_value(config, key)
         if values[key] in (AUTOMATIC, "auto", None):
             values[key] = get_value(resolved, key)
+    if not reduction.real.compile.enable:
+        del values["compile.backend"]  # not read
     args = resolve_model(config.model)
-    for name in MODEL_SIZES:
+    for name in SIZES:
         values[f"model.{name}"] = getattr(args, name)
     if args.moe:
         for name, size in vars(args.moe).items():
@@ -178,17 +151,11 @@ def describe(report: dict) -> str:
     for trial in report["trials"]:
         replaced = []
         for key, change in trial["replaced"].items():
-            if key not in SIZES and key not in report["not_covered"]:
+            if key not in report["not_covered"]:
                 replaced.append(format_change(key, change))
         if replaced:
             lines.append(f"another value in trial {trial['name']}: {', '.join(replaced)}")
-    sizes = []
-    for key, change in report["trials"][0]["replaced"].items():
-        if key in SIZES:
-            sizes.append(format_change(key, change))
-    lines += ["", describe_measures(report["trials"]), ""]
-    lines.append(f"sizes in the first trial: {', '.join(sizes)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", describe_measures(report["trials"])])
 
 
 def format_change(key: str, change: tuple[object, object]) -> str:

@@ -22,8 +22,12 @@ from torchtitan_lite.tools.verify.certificate import describe, make_report
 from torchtitan_lite.tools.verify.plain import Inputs
 from torchtitan_lite.tools.verify.precision import try_precision
 from torchtitan_lite.tools.verify.ranks import RankPool
-from torchtitan_lite.tools.verify.reduction import Reduction, reduce_config
-from torchtitan_lite.tools.verify.shapes import deepen, find_far_position
+from torchtitan_lite.tools.verify.reduction import (
+    Reduction,
+    deepen,
+    find_far_position,
+    reduce_config,
+)
 from torchtitan_lite.tools.verify.train_py import try_train
 from torchtitan_lite.tools.verify.trial import RunRanks, Trial, make_trial, try_layout
 

@@ -39,13 +39,13 @@ def count_ranks(section: Parallelism) -> int:
     return n_ranks
 
 
-def choose_degrees(section: Parallelism, max_ranks: int) -> dict[str, int]:
-    """Return the degree of each mesh dim. An automatic dp_shard gets all remaining ranks."""
+def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
+    """Return dp_shard. An automatic one gets all remaining ranks."""
     degrees = plan_degrees(section, 1)
-    if section.data_parallel_shard_degree == AUTOMATIC:
-        unit = find_shard_unit(section)
-        degrees["dp_shard"] = max_ranks // prod(degrees.values()) // unit * unit
-    return degrees
+    if section.data_parallel_shard_degree != AUTOMATIC:
+        return degrees["dp_shard"]
+    unit = find_shard_unit(section)
+    return max_ranks // prod(degrees.values()) // unit * unit
 
 
 def list_smaller(config: Config) -> Iterator[Config]:

@@ -18,50 +18,51 @@ from torch import Tensor, nn
 
 from torchtitan_lite import build
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.tools.verify.measures import Coordinates, Seen, local, relative_error
-
-Right = dict[tuple[str, str], Tensor]  # (measure, module) -> value in one process
+from torchtitan_lite.tools.verify.plain import PlainStep
 
 
 @contextmanager
-def outputs_compared(run: build.Run, right: Right, seen: Seen) -> Iterator[None]:
+def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[None]:
     """Context manager: watch the modules in the first step of a run, and compare their outputs at its end."""
+    angles = rotary_angles(plain.batch.positions, run.parts[0].model_args)
     pieces: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     hooks = []
     for part in run.parts:
-        blocks = [f"layers.{layer}" for layer in part.layers]
         for name, module in part.named_modules():
-            inside = any(name.startswith(f"{block}.") for block in blocks)
-            if run.config.compile.enable and inside:
-                continue  # a hook would cause a graph break
+            is_inside = name.count(".") > 1  # layers.0.attention
+            if name not in plain.outputs or (run.config.compile.enable and is_inside):
+                continue  # a hook in a compiled block would cause a graph break
 
             def keep(module: nn.Module, args: tuple, output: Tensor, name: str = name) -> None:
                 is_recompute = torch._C._current_graph_task_id() != -1
                 if is_recompute:
                     return
-                if ("module output", name) in right:
-                    pieces["module output", name].append(local(output).clone())
-                if ("rotary angles", name) in right:
+                pieces["module output", name].append(local(output).clone())
+                if name.count(".") == 1:
                     pieces["rotary angles", name].append(args[1].clone())
 
             hooks.append(module.register_forward_hook(keep))
     yield
     for hook in hooks:
         hook.remove()
+    layout = run.layout
     # The first step of a schedule also calls each part once to infer shapes.
     n_extra = int(run.schedule is not None)
-    for key, found in pieces.items():
+    for (measure, name), found in pieces.items():
         found = found[n_extra:]
-        n_missing = abs(len(found) - run.layout.n_microbatches)
+        n_missing = abs(len(found) - layout.n_microbatches)
         if n_missing:
-            seen.note(0, "microbatches", key[1], n_missing)
-        for number, piece in enumerate(found[: run.layout.n_microbatches]):
+            seen.note(0, "microbatches", name, n_missing)
+        right = angles if measure == "rotary angles" else plain.outputs[name]
+        for number, piece in enumerate(found[: layout.n_microbatches]):
             seq_len = run.config.training.seq_len
-            whole = cut_piece(right[key], piece, seen.coordinates, run.layout, number, seq_len)
+            whole = cut_piece(right, piece, seen.coordinates, layout, number, seq_len)
             error = math.inf
             if piece.shape == whole.shape:
                 error = relative_error(piece, whole)
-            seen.note(0, *key, error)
+            seen.note(0, measure, name, error)
 
 
 def cut_piece(

@@ -34,7 +34,6 @@ from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX, Head
 from torchtitan_lite.model.moe import MoE, list_moes
-from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.parallel.initial_weights import fill_tensor, initialize_weights
 
 CLIPPED, LEFT = 0.5, 2.0  # max_norm of a step, in units of its gradient norm
@@ -70,11 +69,11 @@ class PlainStep:
     max_norm: float
     spoiled_by: float  # NaN or infinity to write into one gradient; 0: none
     weights: dict[str, Tensor]  # before the step, including expert biases
-    outputs: dict[tuple[str, str], Tensor]  # (measure, module) -> value, in forward order
+    outputs: dict[str, Tensor]  # of each module, in forward order; only in the first step
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
     n_tokens: int
     loss: float
-    gradients: dict[str, Tensor]  # before clipping, in backward order
+    gradients: dict[str, Tensor]  # before clipping
     rounding: dict[str, float]  # FQN of a norm or bias -> relative error of its gradient
     norm: float
     rate: float
@@ -238,12 +237,28 @@ class PlainModel:
         tensors = self.parameters | self.biases
         return {fqn: tensor.detach().clone() for fqn, tensor in tensors.items()}
 
-    def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-        """Return the mean loss over tokens that count, and the gradients in backward order.
+    def backward(
+        self, batch: Batch, outputs: dict[str, Tensor] | None = None
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Return the mean loss over tokens that count, and the gradients.
 
-        The loss is computed here, unless the model has a loss of its own.
+        The loss is computed here, unless the model has a loss of its own. `outputs` receives the output of each module
+        in forward order; for the head, token losses.
         """
+        hooks = []
+        for name, module in self.model.named_modules():
+            if name and outputs is not None:
+
+                def keep(module: nn.Module, args: tuple, output: Tensor, name: str = name) -> None:
+                    outputs[name] = output.detach()
+
+                hooks.append(module.register_forward_hook(keep))
         logits = self.model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
+        for hook in hooks:
+            hook.remove()
+        if outputs is not None:
+            losses = F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none")
+            outputs["output"] = losses.detach()
         logits = logits.flatten(0, 1)
         targets = batch.targets.flatten()
         if has_own_loss(self.model):
@@ -252,36 +267,8 @@ class PlainModel:
         else:
             loss = F.cross_entropy(logits.double(), targets)
         total = loss + sum(experts.auxiliary for experts in self.experts.values())
-        backward_order: list[str] = []
-        hooks = []
-        for fqn, parameter in self.parameters.items():
-            hooks.append(parameter.register_hook(lambda _, fqn=fqn: backward_order.append(fqn)))
-        found = torch.autograd.grad(total, self.parameters.values())
-        for hook in hooks:
-            hook.remove()
-        gradients = dict(zip(self.parameters, found, strict=True))
-        return loss.item(), {fqn: gradients[fqn] for fqn in backward_order}
-
-    @torch.no_grad()
-    def watch(self, batch: Batch) -> dict[tuple[str, str], Tensor]:
-        """Return (measure, module) -> rotary angles or output, in forward order. For the head, return token losses."""
-        outputs: dict[tuple[str, str], Tensor] = {}
-        angles = rotary_angles(batch.positions, self.args)
-        for layer in self.model.layers:
-            outputs["rotary angles", f"layers.{layer}"] = angles
-        hooks = []
-        for name, module in list(self.model.named_modules())[1:]:
-
-            def keep(module: nn.Module, args: tuple, output: Tensor, name: str = name) -> None:
-                outputs.setdefault(("module output", name), output)
-
-            hooks.append(module.register_forward_hook(keep))
-        logits = self.model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
-        for hook in hooks:
-            hook.remove()
-        losses = F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none")
-        outputs["module output", "output"] = losses
-        return outputs
+        gradients = torch.autograd.grad(total, self.parameters.values())
+        return loss.item(), dict(zip(self.parameters, gradients, strict=True))
 
     def measure_rounding(
         self, exact: "PlainModel", batch: Batch, gradients: dict[str, Tensor]
@@ -330,8 +317,8 @@ def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
         clip, spoiled_by = STEPS[number]
         batch = make_batch(config, number, inputs)
         weights = plain.copy_weights()
-        outputs = {} if number else plain.watch(batch)
-        loss, gradients = plain.backward(batch)
+        outputs: dict[str, Tensor] = {}
+        loss, gradients = plain.backward(batch, None if number else outputs)
         ties = {layer: experts.ties for layer, experts in plain.experts.items()}
         loads = {layer: experts.load for layer, experts in plain.experts.items()}
         norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm()

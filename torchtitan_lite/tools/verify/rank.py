@@ -98,7 +98,7 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
             skip = patch.object(stepping, "compute_gradients", lambda *_: torch.zeros(()))
             patches.enter_context(skip)
         if plain.outputs:
-            patches.enter_context(outputs_compared(run, plain.outputs, seen))
+            patches.enter_context(outputs_compared(run, plain, seen))
         if run.float8_weights:
             # Scales are computed from the weights after the optimizer step.
             hook = run.optimizer.register_step_post_hook(
@@ -134,7 +134,7 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
 def compare_gradients(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> None:
     """Compare the gradients, then replace them with those of the plain loop."""
     is_alone = dist.get_world_size() == 1
-    for fqn, parameter in run.parameters.items():
+    for fqn, parameter in reversed(run.parameters.items()):
         right = plain.gradients[fqn]
         if parameter.grad is None:
             seen.note(number, "gradients", fqn, math.inf)
@@ -156,7 +156,7 @@ def compare_gradients(run: build.Run, plain: PlainStep, number: int, seen: Seen)
 def compare_updates(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> None:
     """Compare the optimizer state, the updates of the weights and the replicas after a step. Collective."""
     forgives = run.config.optimizer.moments_dtype == "bfloat16"
-    for fqn, parameter in run.parameters.items():
+    for fqn, parameter in reversed(run.parameters.items()):
         own_state = run.optimizer.state.get(parameter, {})
         for name, of_state in plain.state.items():
             if fqn not in of_state:

@@ -96,45 +96,39 @@ class RankPool:
     def _collect(self, world_size: int, timeout_s: float) -> list:
         results = [None] * world_size
         pending = {self._connections[rank]: rank for rank in range(world_size)}
+        failures: list[RankFailure] = []
         deadline = time.monotonic() + timeout_s
-        failure = None
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                if failure is None:
-                    self.close()
-                    late = ", ".join(map(str, sorted(pending.values())))
-                    raise NoAnswer(
-                        f"no answer within {timeout_s:g} s from rank {late} of {world_size}"
-                    )
                 break
             for connection in ready:
                 rank = pending.pop(connection)
-                succeeded, results[rank] = self._receive(connection, rank)
-                is_killed = not succeeded and (self._processes[rank].exitcode or 0) < 0
-                if not succeeded and (
-                    failure is None or is_killed
-                ):  # if a rank was killed, its peers fail too
-                    failure = f"rank {rank} of {world_size}: {results[rank]}"
-                    kind = NoAnswer if is_killed else RankFailure
-                    deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
-        if failure is not None:
+                try:
+                    succeeded, results[rank] = connection.recv()
+                except EOFError:
+                    failures.append(self._describe_end(rank))
+                else:
+                    if succeeded:
+                        continue
+                    failures.append(RankFailure(f"rank {rank} of {world_size}: {results[rank]}"))
+                deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
+        if pending and not failures:
+            late = ", ".join(map(str, pending.values()))
+            failures.append(NoAnswer(f"no answer within {timeout_s:g} s from rank {late}"))
+        if failures:
             self.close()
-            raise kind(failure)
+            # If a rank was killed, its peers fail too.
+            raise min(failures, key=lambda failure: not isinstance(failure, NoAnswer))
         return results
 
-    def _receive(self, connection: Connection, rank: int) -> tuple[bool, object]:
-        try:
-            return connection.recv()
-        except EOFError:
-            self._processes[rank].join(timeout=5)
-            status = self._processes[rank].exitcode or 0
-            return (
-                False,
-                f"was killed by {signal.Signals(-status).name}"
-                if status < 0
-                else "ended without an answer",
-            )
+    def _describe_end(self, rank: int) -> RankFailure:
+        process = self._processes[rank]
+        process.join(timeout=5)
+        status = process.exitcode or 0
+        if status < 0:
+            return NoAnswer(f"rank {rank} was killed by {signal.Signals(-status).name}")
+        return RankFailure(f"rank {rank} of {len(self._processes)} ended without an answer")
 
 
 def serve(rank: int, connection: Connection) -> None:

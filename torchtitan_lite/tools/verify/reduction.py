@@ -9,16 +9,23 @@
                     rotary scaling, loss parallel
     replaced        sizes, and features that a CPU does not have
 
+                layers        sequence                         microbatches    experts
+    wide        1 or 2 each   about 40                         like real run   8
+    deep        12 or more    280 tokens around position 8,192 12 under pp     20
+
+Rows with documents have 560 tokens. The deep trial finds faults that need depth, length or large counts. It has the
+options of the wide one, except recompute and compile.
+
 The certificate lists every difference from the real config, because these are not certified. No torch here.
 """
 
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import lcm, prod
+from math import lcm
 
 from torchtitan_lite.config.block import FLOAT8_BLOCK, SKIP_SMALL, find_expert_dim
-from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
 from torchtitan_lite.config.layout import Layout, find_row, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -28,7 +35,7 @@ from torchtitan_lite.tools.verify.degrees import (
     AUTOMATIC,
     DEGREES,
     SHARD,
-    choose_degrees,
+    choose_dp_shard,
     count_ranks,
     list_smaller,
 )
@@ -64,25 +71,21 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     real = plan_layout(config, args, n_ranks)
     if n_ranks > max_ranks:
         raise ConfigError([refuse_many_ranks(config, max_ranks)])
-    degrees = choose_degrees(config.parallelism, max_ranks)
+    wide = replace(real, dp_shard=choose_dp_shard(config.parallelism, max_ranks))
     keys = {
         **REPLACED,
-        SHARD: degrees["dp_shard"],
+        SHARD: wide.dp_shard,
         "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
         **reduce_stages(config.parallelism, args.n_layers, real),
+        **reduce_sizes(config, args, wide),
     }
-    option = config.activation_checkpoint.selective_ac_option
-    if option.isdecimal() and int(option) > 2:
-        keys["activation_checkpoint.selective_ac_option"] = "2"
     if config.training.loss_chunk_tokens:
         # A small batch needs a smaller chunk to have several; 0 means no chunks and stays.
         keys["training.loss_chunk_tokens"] = 24
+    keys |= reduce_experts(args, wide, keys["model.dim"], keys["model.n_layers"], N_EXPERTS)
     small = override(config, keys)
-    sizes = reduce_sizes(config, args, degrees)
-    small = override(small, sizes | reduce_experts(args, real.ep, degrees, sizes["model.dim"]))
-    small = keep_moe_layers(small, args)
-    small = override(small, reduce_batch(small, config, real, degrees))
-    layout = plan_layout(small, resolve_model(small.model), prod(degrees.values()))
+    small = override(small, reduce_batch(small, config, real, wide))
+    layout = plan_layout(small, resolve_model(small.model), wide.world_size)
     return Reduction(config, small, layout)
 
 
@@ -125,9 +128,9 @@ def override(config: Config, overrides: dict[str, object]) -> Config:
 # ---------------------------------------------------------------- sizes
 
 
-def reduce_sizes(config: Config, args: ModelArgs, degrees: dict[str, int]) -> dict[str, int]:
+def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, int]:
     """Return model sizes, with a dim of about 64 to 128. tp x dp_shard x cp divides the same sizes as before."""
-    tp = degrees["tp"]
+    tp = layout.tp
     n_kv_heads = tp * min(2, args.n_kv_heads // tp)
     n_heads = n_kv_heads * (args.n_heads // args.n_kv_heads)
     head_dim = min(8 if n_heads <= 32 else 4, args.head_dim)
@@ -136,7 +139,7 @@ def reduce_sizes(config: Config, args: ModelArgs, degrees: dict[str, int]) -> di
         dim += 16  # keep them different, so that code that confuses the two fails
     split = tp
     if config.parallelism.data_parallel_shard_degree != AUTOMATIC:
-        split *= degrees["dp_shard"] * degrees["cp"]
+        split *= layout.dp_shard * layout.cp
     return {
         "model.dim": dim,
         "model.n_heads": n_heads,
@@ -156,44 +159,36 @@ def reduce_size(real: int, wanted: int, tp: int, split: int) -> int:
 
 
 def reduce_experts(
-    args: ModelArgs, ep: int, degrees: dict[str, int], dim: int, n_wanted: int = N_EXPERTS
+    args: ModelArgs, layout: Layout, dim: int, n_layers: int, n_wanted: int
 ) -> dict[str, int]:
     """Return the sizes of an MoE: about `n_wanted` experts, and top_k of the real model, at most N_EXPERTS.
 
-    FSDP shards whole experts if it does so in the real run, and otherwise matrices. Empty for a dense model.
+    FSDP shards whole experts if it does so in the real run, and otherwise matrices. If the real model has both MoE and
+    dense layers, so have the small ones with two or more layers. Empty for a dense model.
     """
     moe = args.moe
     if moe is None:
         return {}
-    tp = degrees["tp"]
-    efsdp = degrees["dp_shard"] * degrees["cp"] * tp // ep
+    ep = layout.ep
+    efsdp = layout.efsdp
     top_k = min(moe.top_k, N_EXPERTS)
     n_experts = round_up(min(moe.n_experts, max(n_wanted, top_k + UNCHOSEN)), ep)
     shares_experts = find_expert_dim(args, ep, efsdp) == 0 or efsdp == 1 or dim % efsdp > 0
     while (n_experts // ep % efsdp == 0) != shares_experts:
         n_experts += ep
+    width = min(moe.expert_ffn_dim, dim // 2)
+    has_dense_layers = n_layers > 1
     return {
         "flavor.n_experts": n_experts,
         "flavor.top_k": top_k,
-        "flavor.expert_ffn_dim": round_up(
-            min(moe.expert_ffn_dim, dim // 2), lcm(ALIGNED, efsdp, tp)
-        ),
+        "flavor.expert_ffn_dim": round_up(width, lcm(ALIGNED, efsdp, layout.tp)),
+        "flavor.n_first_dense_layers": min(moe.n_first_dense_layers, int(has_dense_layers)),
+        "flavor.moe_every": min(moe.moe_every, 1 + int(has_dense_layers)),
     }
 
 
 def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
-
-
-def keep_moe_layers(small: Config, args: ModelArgs) -> Config:
-    """Return the config with both MoE and dense layers (if it has two or more layers) if the real model has both."""
-    if args.moe is None:
-        return small
-    keys = {"flavor.n_first_dense_layers": 0, "flavor.moe_every": 1}
-    if small.model.n_layers > 1:
-        keys["flavor.n_first_dense_layers"] = min(args.moe.n_first_dense_layers, 1)
-        keys["flavor.moe_every"] = min(args.moe.moe_every, 2)
-    return override(small, keys)
 
 
 def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:
@@ -244,24 +239,22 @@ def count_layers(stages: Iterable[Iterable[str]]) -> list[int]:
     return [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
 
 
-def reduce_batch(
-    small: Config, config: Config, real: Layout, degrees: dict[str, int]
-) -> dict[str, object]:
+def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> dict[str, object]:
     """Return a small batch: microbatches keep their relation to the stages, and cp and tp divide the sequence."""
     accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
     n_rows = 2
     n_microbatches = 3 if accumulates else 1
-    if degrees["pp"] > 1:
-        n_rows = min(2, config.parallelism.pipeline_parallel_microbatch_size)
+    if real.pp > 1:
+        n_rows = min(2, real.microbatch_size)
         n_microbatches = reduce_microbatches(small, real)
-    keys = give_batch(small, degrees, n_rows, n_microbatches, 40)
+    keys = give_batch(small, wide, n_rows, n_microbatches, 40)
     if accumulates:
         keys["training.local_batch_size"] = n_rows
     return keys
 
 
 def give_batch(
-    small: Config, degrees: dict[str, int], n_rows: int, n_microbatches: int, least_tokens: int
+    small: Config, layout: Layout, n_rows: int, n_microbatches: int, least_tokens: int
 ) -> dict[str, object]:
     """Return the keys of a batch with `n_rows` per microbatch.
 
@@ -272,19 +265,17 @@ def give_batch(
     sizes = {*vars(args).values(), args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim}
     if args.moe:
         sizes |= set(vars(args.moe).values())
-    pieces = degrees["tp"]
-    if degrees["cp"] > 1:
-        pieces *= 2 * degrees["cp"]
+    pieces = layout.tp
+    if layout.cp > 1:
+        pieces *= 2 * layout.cp
     seq_len = round_up(least_tokens, pieces)
     while seq_len in sizes:
         seq_len += pieces
     return {
         "training.local_batch_size": local_batch_size,
-        "training.global_batch_size": local_batch_size
-        * degrees["dp_replicate"]
-        * degrees["dp_shard"],
+        "training.global_batch_size": local_batch_size * layout.dp,
         "training.seq_len": seq_len,
-        "parallelism.pipeline_parallel_microbatch_size": n_rows if degrees["pp"] > 1 else 1,
+        "parallelism.pipeline_parallel_microbatch_size": n_rows if layout.pp > 1 else 1,
     }
 
 
@@ -305,6 +296,64 @@ def reduce_microbatches(small: Config, real: Layout) -> int:
 
 def can_run(section: Parallelism, n_microbatches: int, n_stages: int) -> bool:
     return not check_microbatches(section, n_microbatches, n_microbatches, n_stages)
+
+
+# ---------------------------------------------------------------- the deep trial
+
+N_LAYERS = 12  # some layer indices have two digits: sorted as text, 10 comes before 2
+N_TOKENS = 280  # per row; twice that with documents of two tokens. Indices do not fit in a byte
+N_MICROBATCHES = 12
+N_DEEP_EXPERTS = 20
+N_CHUNKS = 12  # chunks of the loss per row
+FAR_POSITION = 8192  # rows cross it, unless seq_len or original_length is larger
+DIM = 16
+
+
+def deepen(reduction: Reduction) -> Config:
+    """Return the config of the deep trial: many narrow layers and long rows."""
+    layout = reduction.layout
+    real = reduction.real
+    args = resolve_model(real.model)
+    section = reduction.config.parallelism
+    # Recompute and the compiler would take most of the time. The wide trial finds their faults.
+    keys = {**STAGES_BY_RULE, "compile.enable": False, "activation_checkpoint.mode": "none"}
+    for end in ("first", "last"):
+        name = f"pipeline_parallel_{end}_stage_less_layers"
+        keys[f"parallelism.{name}"] = min(1, getattr(section, name))
+    section = override(reduction.config, keys).parallelism
+    n_stages = len(plan_stages(section, 2**14)[0])
+    n_layers = max(N_LAYERS, n_stages)
+    n_microbatches = 1
+    if layout.pp > 1:
+        n_microbatches = N_MICROBATCHES
+        while not can_run(section, n_microbatches, n_stages):
+            n_microbatches += 1
+    keys |= {
+        "model.n_layers": n_layers,
+        "model.dim": DIM,
+        "model.n_heads": layout.tp * min(2, args.n_heads // args.n_kv_heads),
+        "model.n_kv_heads": layout.tp,
+        "model.head_dim": min(4, args.head_dim),
+        "model.ffn_dim": reduce_size(args.ffn_dim, 24, layout.tp, 1),
+        "model.vocab_size": reduce_size(args.vocab_size, 64, layout.tp, 1),
+        **reduce_experts(args, layout, DIM, n_layers, N_DEEP_EXPERTS),
+    }
+    n_tokens = N_TOKENS
+    if ATTENTIONS[real.model.attention].uses_documents:
+        n_tokens = 2 * N_TOKENS
+    small = override(reduction.config, keys)
+    small = override(small, give_batch(small, layout, 1, n_microbatches, n_tokens))
+    if real.training.loss_chunk_tokens:
+        chunk = -(-small.training.seq_len // layout.cp // N_CHUNKS)
+        small = override(small, {"training.loss_chunk_tokens": chunk})
+    return small
+
+
+def find_far_position(real: Config) -> int:
+    """Return a position larger than all positions of the real run and than the original length of RoPE scaling."""
+    far = max(FAR_POSITION, real.training.seq_len)
+    scaling = resolve_model(real.model).rope_scaling
+    return max(far, scaling.original_length) if scaling else far
 
 
 # ---------------------------------------------------------------- other trials

@@ -95,7 +95,7 @@ def try_layout(
     trial = judge(name, ranks, steps, choose_bound)
     if next(iter(trial.faults), "") in OF_FORWARD:
         bounds = {}
-        for module in [module for _, module in steps[0].outputs]:
+        for module in steps[0].outputs:
             bounds |= {(0, measure, module): bound for measure, bound in OF_MODULES.items()}
         of_modules = find_worst(name, ranks, bounds)
         faults = of_modules.faults | trial.faults
@@ -123,22 +123,19 @@ def judge(
     choose_bound: Callable[[Key], float | None],
 ) -> Trial:
     """Return the worst error of each measure that has a bound. The culprit is the first fault in a step."""
-    fqns = list(steps[0].gradients)  # in backward order
     held = set().union(*(rank.held for rank in ranks))
-    for fqn in fqns:
+    for fqn in steps[0].gradients:
         if fqn not in held:
             ranks[0].note(0, "initial weights", fqn, math.inf)
-    measures = list(BOUNDS)
-
-    def place(key: Key) -> tuple:
-        step, measure, what = key
-        fqn = what.partition(" ")[0]  # "norm.weight (exp_avg)"
-        order = fqns.index(fqn) if fqn in fqns else 0
-        return step, measures.index(measure), order, what
-
-    bounds = {key: choose_bound(key) for rank in ranks for key in rank.errors}
-    judged = [key for key, bound in bounds.items() if bound is not None]
-    return find_worst(name, ranks, {key: bounds[key] for key in sorted(judged, key=place)})
+    order = list(BOUNDS)
+    bounds = {}
+    for rank in reversed(ranks):  # backward begins in the last stage
+        for key in rank.errors:
+            bound = choose_bound(key)
+            if bound is not None:
+                bounds[key] = bound
+    in_order = sorted(bounds, key=lambda key: (key[0], order.index(key[1])))
+    return find_worst(name, ranks, {key: bounds[key] for key in in_order})
 
 
 def find_worst(name: str, ranks: list[Seen], bounds: dict[Key, float]) -> Trial:
@@ -152,9 +149,7 @@ def find_worst(name: str, ranks: list[Seen], bounds: dict[Key, float]) -> Trial:
         if not errors:
             continue
         worst = max(error for _, error in errors)
-        unit = bound or 1e-9
-        known, known_bound = measures.get(kind, (-1.0, 1.0))
-        if worst / unit > known / (known_bound or 1e-9):
+        if worst >= measures.get(kind, (0.0, bound))[0]:
             measures[kind] = (worst, bound)
         if worst > bound and kind not in faults:
             found = blame(kind, what, f"off by {worst:.1e} in step {step + 1}", errors, bound)
