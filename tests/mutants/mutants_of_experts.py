@@ -118,7 +118,7 @@ def loads_of_own_tokens():
 @mutant(
     FAST["experts, pp2"],
     "expert loads",
-    "layers.0.feed_forward.router",
+    "layers.6.feed_forward.router",
     trial="deep",
     at=(ExpertBalance, "update"),
 )

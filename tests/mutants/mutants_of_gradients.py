@@ -112,7 +112,7 @@ def replicas_not_reduced(original, part, mesh, **options):
 @mutant(
     "full recompute",
     "gradients",
-    "layers.1.feed_forward.w2.weight",
+    "layers.1.feed_forward.w3.weight",
     at=(activation_checkpoint, "recomputed"),
 )
 def recompute_forgets_an_input(original, forward, **options):
@@ -137,7 +137,7 @@ def zig_zag_forgotten(original, rank, source, half):
     return (slice(None), slice(None)) if source < rank else original(rank, source, half)
 
 
-@mutant(Row(2, CP2), "module output", "layers.0.attention.inner", at=(step, "shard_for_cp"))
+@mutant(Row(2, CP2), "rotary angles", "layers.0", at=(step, "shard_for_cp"))
 def positions_not_sharded(original, run, batch):
     """Each context-parallel rank counts the positions of its tokens from 0."""
     pieces = original(run, batch)

@@ -28,7 +28,7 @@ def rotary_angles_cast_to_bfloat16(make_policy, **options):
     return make_policy(**{**options, "cast_forward_inputs": True})
 
 
-@mutant("dp2 accumulation 4 ZeRO-1", "gradients", "tok_embeddings.weight", trial="bfloat16")
+@mutant("dp2 accumulation 4 ZeRO-1", "gradients", "output.weight", trial="bfloat16")
 def microbatches_accumulated_in_bfloat16():
     """What one rank's microbatches contribute is added in the compute dtype, and in fp32 only between ranks."""
     return patch.object(FSDPParam, "to_accumulated_grad_if_needed", lambda parameter: None)

@@ -67,8 +67,8 @@ def first_forty_tensors_clipped(original, tensors, scale):
 
 @mutant(
     Row(2, {CP: 2, **LONG}),
-    "module output",
-    "layers.0.attention.inner",
+    "rotary angles",
+    "layers.0",
     at=(step, "shard_for_cp"),
     trial="deep",
 )
@@ -80,8 +80,8 @@ def positions_of_cp_pieces_rounded(original, run, batch):
 
 @mutant(
     Row(2, {CP: 2, "training.seq_len": 65_536}),
-    "module output",
-    "layers.0.attention.inner",
+    "rotary angles",
+    "layers.0",
     at=(step, "shard_for_cp"),
     trial="deep",
 )
@@ -93,8 +93,8 @@ def positions_wrap_at_32768(original, run, batch):
 
 @mutant(
     Row(1, {"flavor.rope_scaling": RopeScaling(factor=8.0), **LONG}),
-    "module output",
-    "layers.0.attention.inner",
+    "rotary angles",
+    "layers.0",
     at=(llama3, "rotary_angles"),
     trial="deep",
 )

@@ -61,7 +61,8 @@ def relative_error(
     """
     own = local(tensor).double()
     right = cut(whole, tensor).double()
-    errors = ((own - right).abs() - roundings * ROUNDING * right.abs()).clamp(min=0)
+    ignored = roundings * ROUNDING * right.abs()
+    errors = ((own - right).abs() - ignored).clamp(min=0)
     if forgives and own.isfinite().all():
         n_ignored = 2 + errors.numel() // 1000
         errors = errors.flatten().sort().values[:-n_ignored]
@@ -69,6 +70,8 @@ def relative_error(
     if wrong == 0:
         return 0.0
     unit = whole if unit is None else unit
-    share = unit.double().norm().item() * math.sqrt(own.numel() / unit.numel())
-    scale = max(share, cut(unit, tensor).double().norm().item())
+    fraction = own.numel() / unit.numel()
+    share = unit.double().norm().item() * math.sqrt(fraction)
+    own_norm = cut(unit, tensor).double().norm().item()
+    scale = max(share, own_norm)
     return wrong / scale if scale else math.inf

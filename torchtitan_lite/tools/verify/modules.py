@@ -74,12 +74,16 @@ def cut_piece(
     is sharded over tp.
     """
     data_rank = at["dp_replicate"] * layout.dp_shard + at["dp_shard"]
-    first = data_rank * layout.global_batch_size // layout.dp + number * layout.microbatch_size
+    n_rows = layout.global_batch_size // layout.dp
+    first = data_rank * n_rows + number * layout.microbatch_size
     right = whole[first : first + layout.microbatch_size]
-    if layout.cp > 1 and seq_len in right.shape[1:] and seq_len not in piece.shape[1:]:
+    is_split = seq_len in right.shape[1:] and seq_len not in piece.shape[1:]
+    if layout.cp > 1 and is_split:
         dim = right.shape.index(seq_len, 1)
         chunks = right.chunk(2 * layout.cp, dim)
-        right = torch.cat((chunks[at["cp"]], chunks[-1 - at["cp"]]), dim)
+        head = chunks[at["cp"]]
+        tail = chunks[-1 - at["cp"]]
+        right = torch.cat((head, tail), dim)
     if piece.dim() == 0:  # the head with its loss: a sum over the tokens of this piece
         return right.sum()
     for dim in range(min(right.dim(), piece.dim())):

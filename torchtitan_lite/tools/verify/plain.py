@@ -139,9 +139,9 @@ def choose_positions(section: LRScheduler) -> list[int]:
     start = max(section.warmup_steps, section.total_steps - round(ratio * section.total_steps))
     last = section.total_steps - 1
     start = min(start, last)
-    third = (last - start) // 3
+    length = last - start
     peak = min(max(0, section.warmup_steps - 1), last)
-    return [0, peak, start + third, start + 2 * third, last]
+    return [0, peak, start + length // 3, start + 2 * length // 3, last]
 
 
 # ---------------------------------------------------------------- the model
@@ -187,28 +187,35 @@ class PlainExperts:
         moe.forward = self.forward
 
     def forward(self, x: Tensor) -> Tensor:
-        router, experts, args = self.moe.router, self.moe.experts, self.moe.router.args
+        router = self.moe.router
+        experts = self.moe.experts
+        n_experts = router.n_experts
+        top_k = router.args.top_k
         logits = x @ router.weight.t()
-        scores = (
-            logits.softmax(-1) if args.router_scores == "softmax" else logits.sigmoid()
-        )  # (B, S, E)
+        scores = logits.sigmoid()  # (B, S, E)
+        if router.args.router_scores == "softmax":
+            scores = logits.softmax(-1)
         ranked = (scores + router.expert_bias).detach().sort(-1, descending=True)
-        routes = ranked.indices[..., : args.top_k] if self.given is None else self.given
+        routes = self.given
+        if routes is None:
+            routes = ranked.indices[..., :top_k]
         self.routes = routes
-        self.ties = scores[:0, 0].detach(), routes[:0, 0]
-        if args.top_k < args.n_experts:
-            is_tie = ranked.values[..., args.top_k - 1] - ranked.values[..., args.top_k] < TIE
-            self.ties = scores[is_tie].detach(), routes[is_tie]
-        chosen = F.one_hot(routes, args.n_experts).sum(-2)  # (B, S, E)
+        last_chosen = ranked.values[..., top_k - 1]
+        first_unchosen = F.pad(ranked.values, (0, 1), value=-math.inf)[..., top_k]
+        is_tie = last_chosen - first_unchosen < TIE
+        self.ties = (scores[is_tie].detach(), routes[is_tie])
+        chosen = F.one_hot(routes, n_experts).sum(-2)  # (B, S, E)
         weights = scores * chosen
-        if args.normalize_top_k:
+        if router.args.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
         tokens = x.flatten(0, 1)[None]  # (1, T, D) times (E, D, F)
-        outputs = (F.silu(tokens @ experts.w1) * (tokens @ experts.w3)) @ experts.w2
+        gate = F.silu(tokens @ experts.w1)
+        outputs = (gate * (tokens @ experts.w3)) @ experts.w2
         self.load = chosen.sum((0, 1))
-        fraction = chosen.float().mean(1) * args.n_experts / args.top_k
+        fraction = chosen.float().mean(1) * n_experts / top_k
         probabilities = scores / scores.sum(-1, keepdim=True)
-        self.auxiliary = self.balance_loss * (fraction * probabilities.mean(1)).sum(-1).mean()
+        per_sequence = (fraction * probabilities.mean(1)).sum(-1)
+        self.auxiliary = self.balance_loss * per_sequence.mean()
         return torch.einsum("etd,te->td", outputs, weights.flatten(0, 1)).view_as(x)
 
 

@@ -14,7 +14,7 @@ plain loop. It is recognized by its scores, so it can be on any rank and in any 
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -88,9 +88,14 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
         error = abs(float(group["lr"]) - plain.rate) / (run.config.optimizer.lr or 1.0)
         seen.note(number, "learning rate", "lr_scheduler", error)
     config = with_value(run.config, "training.max_norm", plain.max_norm)
-    compare = partial(compare_gradients, run, plain, number, seen)
+    measure_grad_norm = stepping.measure_grad_norm
+
+    def compare_and_measure(*args) -> tuple[Tensor, Tensor]:
+        compare_gradients(run, plain, number, seen)
+        return measure_grad_norm(*args)
+
     with ExitStack() as patches:
-        patches.enter_context(called_before_clipping(compare))
+        patches.enter_context(patch.object(stepping, "measure_grad_norm", compare_and_measure))
         patches.enter_context(packing_checked(seen, number))
         patches.enter_context(reductions_noted(seen, number))
         if plain.spoiled_by:
@@ -116,8 +121,9 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
     seen.note(number, "finite flag", "train_step", float(bool(result.finite) != is_finite))
     compare_updates(run, plain, number, seen)
     if run.balance:
-        if is_finite:
-            compare_loads(run, plain, result.expert_loads, number, seen)
+        for layer in run.balance.routers if is_finite else ():
+            error = (result.expert_loads[layer, :-1] - plain.loads[layer]).abs().max().item()
+            seen.note(number, "expert loads", f"layers.{layer}.feed_forward.router", error)
         for fqn, bias in run.balance.biases.items():
             error = (bias - plain.updated[fqn]).abs().max().item()
             seen.note(number, "expert biases", fqn, error)
@@ -176,12 +182,6 @@ def compare_updates(run: build.Run, plain: PlainStep, number: int, seen: Seen) -
         seen.note(number, "copies", str(damage), 1.0)
 
 
-def compare_loads(run: build.Run, plain: PlainStep, loads: Tensor, number: int, seen: Seen) -> None:
-    for layer in run.balance.routers:
-        error = (loads[layer, :-1] - plain.loads[layer]).abs().max().item()
-        seen.note(number, "expert loads", f"layers.{layer}.feed_forward.router", error)
-
-
 @torch.no_grad()
 def give_weights(run: build.Run, weights: dict[str, Tensor]) -> None:
     """Load this rank's slices of the weights, and the expert biases of its layers."""
@@ -208,14 +208,3 @@ def choose_with_ties(
     nearest = distance.min(-1)
     is_tie = nearest.values < SAME_TOKEN
     return torch.where(is_tie[..., None], routes[nearest.indices], choose(scores))
-
-
-def called_before_clipping(call: Callable[[], None]) -> AbstractContextManager:
-    """Context manager: steps inside call `call` when their gradients are complete."""
-    measure = stepping.measure_grad_norm
-
-    def call_and_measure(*args) -> tuple[Tensor, Tensor]:
-        call()
-        return measure(*args)
-
-    return patch.object(stepping, "measure_grad_norm", call_and_measure)

@@ -66,6 +66,12 @@ BOUNDS = {
     "saved tensor": 5e-4,  # rounding grows here too (1.2e-4 seen); a state rounded to bfloat16 is off by 1.4e-3
     "saved bfloat16 tensor": 1e-2,  # a few elements are rounded to a neighbor
 }
+ANY_LAYOUT = {  # values that any other layout can run
+    **STAGES_BY_RULE,
+    "parallelism.pipeline_parallel_schedule": "GPipe",
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    "training.local_batch_size": 1,
+}
 Log = dict[int, dict[str, float]]  # step -> numbers in metrics.jsonl
 
 
@@ -78,15 +84,9 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     alone = put_on_one_rank(config, config.training.global_batch_size)
     checkpoints = Path(config.checkpoint.folder)
     right = run_train(end_after(END, alone, folder / "one process"), 1, run_ranks)
-    keys = {  # any other layout can run these
-        **STAGES_BY_RULE,
-        "parallelism.pipeline_parallel_schedule": "GPipe",
-        "parallelism.pipeline_parallel_microbatch_size": 1,
-        "training.local_batch_size": 1,
-    }
     starts = [
         ("first start", config, range(1, FIRST_END + 1), SAVED),
-        ("resumed start", choose_other_layout(override(config, keys), n_ranks), (3, 4), END),
+        ("resumed start", choose_other_layout(override(config, ANY_LAYOUT), n_ranks), (3, 4), END),
     ]
     seen = Seen({})
     ran = []
@@ -125,16 +125,16 @@ def compare_checkpoints(right_folder: Path, folder: Path, seen: Seen) -> None:
     """Compare every tensor of a checkpoint, weights and optimizer state, with the checkpoint of one process."""
     right = open_checkpoint(right_folder, verify=False)
     own = open_checkpoint(folder, verify=False)
+    saved = own.manifest.tensors
     errors = {}
-    for name in right.manifest.tensors | own.manifest.tensors:
-        record = right.manifest.tensors.get(name)
+    for name, (dtype, shape, _) in right.manifest.tensors.items():
         errors[name] = math.inf
-        if name in own.manifest.tensors and record and own.manifest.tensors[name][:2] == record[:2]:
+        if name in saved and saved[name][:2] == (dtype, shape):
             errors[name] = relative_error(own.read(name), right.read(name))
     # A wrong state makes weights wrong, but less so: the largest error comes first.
     for name in sorted(errors, key=errors.get, reverse=True):
-        is_bfloat16 = "bfloat16" in str(right.manifest.tensors.get(name))
-        measure = "saved bfloat16 tensor" if is_bfloat16 else "saved tensor"
+        dtype = right.manifest.tensors[name][0]
+        measure = "saved bfloat16 tensor" if dtype == "bfloat16" else "saved tensor"
         seen.note(END - 1, measure, name, errors[name])
 
 
