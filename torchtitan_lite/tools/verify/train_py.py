@@ -100,7 +100,8 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
         log = run_train(config, n_ranks, run_ranks)
         compare_logs(right, log, steps, name, seen)
         checkpoint = checkpoints / f"step-{saved}"
-        compare_checkpoints(folder / "one process" / checkpoint, folder / name / checkpoint, seen)
+        right_folder = folder / "one process" / checkpoint
+        compare_checkpoints(right_folder, folder / name / checkpoint, saved, seen)
         ran.append(config)
         bounds = {key: BOUNDS[key[1]] for key in seen.errors}
         trial = replace(find_worst("train.py", [seen], bounds), ran=tuple(ran))
@@ -121,7 +122,7 @@ def compare_logs(right: Log, logged: Log, steps: Iterable[int], name: str, seen:
                 seen.note(step - 1, key, name, math.inf)
 
 
-def compare_checkpoints(right_folder: Path, folder: Path, seen: Seen) -> None:
+def compare_checkpoints(right_folder: Path, folder: Path, step: int, seen: Seen) -> None:
     """Compare every tensor of a checkpoint, weights and optimizer state, with the checkpoint of one process."""
     right = open_checkpoint(right_folder, verify=False)
     own = open_checkpoint(folder, verify=False)
@@ -135,7 +136,7 @@ def compare_checkpoints(right_folder: Path, folder: Path, seen: Seen) -> None:
     for name in sorted(errors, key=errors.get, reverse=True):
         dtype = right.manifest.tensors[name][0]
         measure = "saved bfloat16 tensor" if dtype == "bfloat16" else "saved tensor"
-        seen.note(END - 1, measure, name, errors[name])
+        seen.note(step - 1, measure, name, errors[name])
 
 
 def end_after(step: int, config: Config, folder: Path) -> Config:
