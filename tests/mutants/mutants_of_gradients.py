@@ -1,6 +1,5 @@
 """Mutants that the wide trial sees: norm, loss, gradients, pieces, positions, masks."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -22,7 +21,6 @@ from torchtitan_lite.parallel import (
     exchange,
     fsdp,
     parallelize,
-    pipeline,
     ring_attention,
     tensor_parallel,
 )
@@ -56,28 +54,6 @@ def gradients_averaged_instead_of_summed(original, module, factor):
 def last_microbatch_dropped(original, batch, n):
     """An off-by-one in the accumulation loop."""
     return original(batch, n)[: n - 1] if n > 1 else [batch]
-
-
-@mutant("pp2 GPipe", "gradients", "output.weight")
-def pipeline_divides_by_microbatches():
-    """torch's schedules divide gradients by the number of microbatches by default, which is right for mean
-    losses."""
-    original = pipeline.get_schedule_class
-
-    def scaled(name):
-        schedule_class = original(name)
-        return lambda stage, **options: schedule_class(stage, **{**options, "scale_grads": True})
-
-    @contextmanager
-    def applied():
-        with (
-            patch.object(pipeline, "get_schedule_class", scaled),
-            patch.object(pipeline, "issubclass", create=True) as is_a,
-        ):
-            is_a.side_effect = lambda *args: True
-            yield
-
-    return applied()
 
 
 @mutant("pp2 1F1B", "loss", "sum_losses", at=(step, "sum_losses"), dims=("pp",))
@@ -157,14 +133,6 @@ def documents_lost_after_the_first_stage(
     if part.tok_embeddings is None:
         doc_ids = torch.zeros_like(doc_ids)
     return original(part, x, positions=positions, doc_ids=doc_ids, targets=targets)
-
-
-@mutant("dp2 tied", "gradients", "tok_embeddings.weight", at=(step, "forward_backward"))
-def tied_gradient_counted_twice(original, run, batch, n_tokens):
-    """The shared matrix is listed as embedding and as head, and each adds the whole gradient."""
-    loss = original(run, batch, n_tokens)
-    run.parameters["tok_embeddings.weight"].grad.mul_(2)
-    return loss
 
 
 @mutant("tp2", "updates", "norm.weight", at=(step, "update_weights"), dims=("tp",))

@@ -60,19 +60,6 @@ def weight_halves_added_in_bfloat16_under_tp(accumulate, part):
 
 
 @mutant(
-    Row(2, ZERO_BUBBLE),
-    "gradients",
-    "layers.1.attention_norm.weight",
-    at=(pipeline, "accumulate_weight_gradients"),
-    trial="bfloat16",
-)
-def a_run_of_weight_halves_replaces_the_sum(accumulate, part):
-    """A sum that FSDP already has is overwritten."""
-    for parameter in fsdp.list_fsdp_parameters(part):
-        parameter.to_accumulated_grad_if_needed()
-
-
-@mutant(
     Row(4, {CP: 4, **RING}),
     "module output",
     "layers.0.attention.inner",

@@ -59,12 +59,6 @@ def norm_of_the_first_hundred_tensors(original, tensors):
     return original(tensors[:100])
 
 
-@mutant("tp2", "updates", "output.weight", at=(optim.torch, "_foreach_div_"), trial="deep")
-def first_forty_tensors_clipped(original, tensors, scale):
-    """Gradients are scaled in one call that takes so many tensors at most."""
-    return original(tensors[:40], scale)
-
-
 @mutant(
     Row(2, {CP: 2, **LONG}),
     "rotary angles",
