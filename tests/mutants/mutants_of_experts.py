@@ -17,7 +17,7 @@ SHARED_TP2 = FAST["experts, tp2, ep2, shared experts"]
 # ---------------------------------------------------------------- gradients and their norm
 
 
-@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w2", at=(expert_parallel, "local_experts"))
+@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w3", at=(expert_parallel, "local_experts"))
 def expert_gradients_divided_by_ep(original, weight):
     """Average the gradients of experts over ep, as if the ranks held copies."""
     own = original(weight)

@@ -50,7 +50,7 @@ def gradients_averaged_instead_of_summed(original, module, factor):
     return None
 
 
-@mutant("accumulation 2", "microbatches", "tok_embeddings", at=(step.Batch, "split"))
+@mutant("accumulation 2", "module output", "tok_embeddings", at=(step.Batch, "split"))
 def last_microbatch_dropped(original, batch, n):
     """An off-by-one in the accumulation loop."""
     return original(batch, n)[: n - 1] if n > 1 else [batch]
@@ -177,7 +177,7 @@ def hidden_states_rounded_between_stages(original, part, x, **inputs):
 @mutant(
     Row(4, {PP: 2, SCHEDULE: "DualPipeV", ZERO: 3, MODE: "none"}),
     "gradients",
-    "layers.3.feed_forward.w2.weight",
+    "layers.3.feed_forward.w3.weight",
     at=(layout, "find_refused"),
 )
 def refused_combination_run(original, *args):
@@ -213,7 +213,7 @@ def gradients_of_the_last_chunk_kept(original, total, one, other):
     return total.copy_(one @ other)
 
 
-@mutant(Row(2, CP2), "module output", "tok_embeddings", at=(step, "shard_sequence"))
+@mutant(Row(2, CP2), "rotary angles", "layers.0", at=(step, "shard_sequence"))
 def wrong_zig_zag_pieces(original, whole, mesh):
     """Each context-parallel rank takes one half of a sequence, while attention takes it for head and tail of a zig-
     zag."""

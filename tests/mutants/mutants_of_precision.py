@@ -40,7 +40,7 @@ ZERO_BUBBLE = {PP: 2, SCHEDULE: "InterleavedZeroBubble", MODE: "none"}
 @mutant(
     Row(2, ZERO_BUBBLE),
     "gradients",
-    "layers.1.attention_norm.weight",
+    "layers.1.feed_forward.w3.weight",
     at=(pipeline, "accumulate_weight_gradients"),
     trial="bfloat16",
 )
@@ -78,8 +78,8 @@ AllGatherHook = float8.Float8AllGatherHook
 
 @mutant(
     Row(4, {TP: 2, **GATHER}),
-    "loss",
-    "sum_losses",
+    "gradients",
+    "output.weight",
     at=(AllGatherHook, "post_all_gather"),
     trial="float8",
 )

@@ -76,7 +76,7 @@ def choose_other_layout(config: Config, n_ranks: int) -> Config:
     if args.moe:
         eps = sorted((2, n_ranks, 1), key=lambda ep: ep == asked[EP])
     for ep in eps:
-        for tp in (2, 1):
+        for tp in (gcd(2, n_ranks), 1):
             degrees = dict.fromkeys(DEGREES, 1) | {TP: tp, SHARD: n_ranks // tp, EP: ep}
             other = config
             for key, degree in degrees.items():

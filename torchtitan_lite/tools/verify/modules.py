@@ -47,46 +47,42 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
     yield
     for hook in hooks:
         hook.remove()
-    layout = run.layout
     # The first step of a schedule also calls each part once to infer shapes.
     n_extra = int(run.schedule is not None)
     for (measure, name), found in pieces.items():
-        found = found[n_extra:]
-        n_missing = abs(len(found) - layout.n_microbatches)
-        if n_missing:
-            seen.note(0, "microbatches", name, n_missing)
+        microbatches = found[n_extra:]
         right = angles if measure == "rotary angles" else plain.outputs[name]
-        for number, piece in enumerate(found[: layout.n_microbatches]):
-            seq_len = run.config.training.seq_len
-            whole = cut_piece(right, piece, seen.coordinates, layout, number, seq_len)
-            error = math.inf
-            if piece.shape == whole.shape:
-                error = relative_error(piece, whole)
-            seen.note(0, measure, name, error)
+        if name == "output":  # the head with its loss: a sum over tokens for each microbatch
+            own = torch.stack(microbatches).sum()
+        else:
+            own = torch.cat(microbatches)
+        seq_len = run.config.training.seq_len
+        whole = cut_piece(right, own, seen.coordinates, run.layout, seq_len)
+        error = math.inf
+        if own.shape == whole.shape:
+            error = relative_error(own, whole)
+        seen.note(0, measure, name, error)
 
 
-def cut_piece(
-    whole: Tensor, piece: Tensor, at: Coordinates, layout: Layout, number: int, seq_len: int
-) -> Tensor:
-    """Return the expected value of one rank's `piece` of microbatch `number`.
+def cut_piece(whole: Tensor, own: Tensor, at: Coordinates, layout: Layout, seq_len: int) -> Tensor:
+    """Return the expected value of the output `own` of one rank.
 
-    The sequence dim is recognized by its length, which no other dim has. A dim that is still longer than in the piece
-    is sharded over tp.
+    The sequence dim is recognized by its length, which no other dim has. A dim that is still longer than in `own` is
+    sharded over tp.
     """
     data_rank = at["dp_replicate"] * layout.dp_shard + at["dp_shard"]
     n_rows = layout.global_batch_size // layout.dp
-    first = data_rank * n_rows + number * layout.microbatch_size
-    right = whole[first : first + layout.microbatch_size]
-    is_split = seq_len in right.shape[1:] and seq_len not in piece.shape[1:]
+    right = whole[data_rank * n_rows : (data_rank + 1) * n_rows]
+    is_split = seq_len in right.shape[1:] and seq_len not in own.shape[1:]
     if layout.cp > 1 and is_split:
         dim = right.shape.index(seq_len, 1)
         chunks = right.chunk(2 * layout.cp, dim)
         head = chunks[at["cp"]]
         tail = chunks[-1 - at["cp"]]
         right = torch.cat((head, tail), dim)
-    if piece.dim() == 0:  # the head with its loss: a sum over the tokens of this piece
+    if own.dim() == 0:
         return right.sum()
-    for dim in range(min(right.dim(), piece.dim())):
-        if right.shape[dim] == layout.tp * piece.shape[dim]:
+    for dim in range(right.dim()):
+        if right.shape[dim] == layout.tp * own.shape[dim]:
             right = right.chunk(layout.tp, dim=dim)[at["tp"]]
     return right

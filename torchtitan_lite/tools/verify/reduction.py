@@ -3,7 +3,7 @@
     degrees         exactly as in the config (degrees.py)
     kept relations  query heads per key/value head; one or several key/value heads per tp rank; which sizes tp x
                     dp_shard divides; one or several stages per rank; even or uneven stages; embedding or head alone on
-                    a stage; more, fewer, or the same number of microbatches as stages, and whether it is a multiple;
+                    a stage; more, fewer, or the same number of microbatches as stages;
                     gradient accumulation; whether FSDP shards the number of experts or their matrices; dense layers
     kept as is      optimizer and learning rates, schedule, ZeRO stage, recompute, documents, ring, tied embeddings,
                     rotary scaling, loss parallel
@@ -280,16 +280,9 @@ def give_batch(
 
 
 def reduce_microbatches(small: Config, real: Layout) -> int:
-    """Return a number of microbatches that has the same relation to the number of stages as in the real run."""
+    """Return one more microbatch than stages, or what the real run has if it has fewer."""
     n_stages = len(plan_stages(small.parallelism, small.model.n_layers)[0])
-    n_real_stages = len(real.stages)
-    wanted = n_stages + 1
-    if real.n_microbatches < n_real_stages:
-        wanted = n_stages - 1
-    elif real.n_microbatches == n_real_stages:
-        wanted = n_stages
-    elif real.n_microbatches % n_real_stages == 0:
-        wanted = 2 * n_stages
+    wanted = min(real.n_microbatches, n_stages + 1)
     candidates = [wanted, n_stages, 2 * n_stages]
     return next(n for n in candidates if can_run(small.parallelism, n, n_stages))
 

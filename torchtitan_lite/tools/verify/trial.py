@@ -42,9 +42,11 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "scales": EXACT,
     "sum of microbatches": SUMS,
 }
-# A wrong module can cause an error of these measures. Its output is off by more than rounding.
+# A wrong module can cause an error of these measures.
 OF_FORWARD = ("counted tokens", "loss", "gradients", "expert loads")
-OF_MODULES = {"microbatches": EXACT, "module output": 2e-6}
+OUTPUT = (
+    2e-6  # bound of the output of a module: larger than rounding, smaller than that of gradients
+)
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,8 @@ def try_layout(
 
     trial = judge(name, ranks, steps, choose_bound)
     if next(iter(trial.faults), "") in OF_FORWARD:
-        bounds = {}
-        for module in steps[0].outputs:
-            bounds |= {(0, measure, module): bound for measure, bound in OF_MODULES.items()}
-        of_modules = find_worst(name, ranks, bounds)
+        keys = [(0, "module output", module) for module in steps[0].outputs]
+        of_modules = find_worst(name, ranks, dict.fromkeys(keys, OUTPUT))
         faults = of_modules.faults | trial.faults
         trial = replace(trial, faults=faults, culprit=of_modules.culprit or trial.culprit)
     return replace(trial, ran=(config,))
