@@ -1,7 +1,7 @@
 """Errors of one rank: its slice of a tensor beside the same slice of the plain loop's tensor. Nothing is gathered."""
 
 import math
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from torchtitan_lite.components.adamw_bfloat16 import local_tensor
 ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
 LARGEST = 1e30  # JSON has no infinity
 Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
+Note = Callable[[str, str, float], None]  # measure, name, error
 Key = tuple[int, str, str]  # step, measure, name of a parameter, module or function
 
 
@@ -23,8 +24,7 @@ class Seen:
     coordinates: Coordinates
     errors: dict[Key, float] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)  # FQNs of the rank's parameters
-    # Filled if there is only one rank: step -> {"loss": ..., "gradients": FQN -> tensor}
-    results: dict[int, dict] = field(default_factory=lambda: defaultdict(dict))
+    results: list[dict] = field(default_factory=list)  # of each step, if there is only one rank
 
     def note(self, step: int, measure: str, name: str, error: float) -> None:
         """Record an error, at most LARGEST. Of several errors with the same key, keep the largest."""

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torchtitan_lite import build
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.model.rotary import rotary_angles
-from torchtitan_lite.tools.verify.measures import Coordinates, Seen, local, relative_error
+from torchtitan_lite.tools.verify.measures import Coordinates, Note, local, relative_error
 from torchtitan_lite.tools.verify.plain import PlainStep
 
 
 @contextmanager
-def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[None]:
+def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[None]:
     """Context manager: watch the modules in the first step of a run, and compare their outputs at its end."""
     angles = rotary_angles(plain.batch.positions, run.parts[0].model_args)
     pieces: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
@@ -57,11 +57,11 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
         else:
             own = torch.cat(microbatches)
         seq_len = run.config.training.seq_len
-        whole = cut_piece(right, own, seen.coordinates, run.layout, seq_len)
+        whole = cut_piece(right, own, run.mesh.coordinates(), run.layout, seq_len)
         error = math.inf
         if own.shape == whole.shape:
             error = relative_error(own, whole)
-        seen.note(0, measure, name, error)
+        note(measure, name, error)
 
 
 def cut_piece(whole: Tensor, own: Tensor, at: Coordinates, layout: Layout, seq_len: int) -> Tensor:

@@ -51,7 +51,7 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
     (one,) = run_ranks(compare_steps, 1, alone, str(path))
     is_exact = layout.tp == layout.cp == 1
     if is_exact:
-        rounded = [replace(step, **one.results[number]) for number, step in enumerate(steps)]
+        rounded = [replace(step, **own) for step, own in zip(steps, one.results, strict=True)]
         torch.save(rounded, path)
     ranks = run_ranks(compare_steps, layout.world_size, config, str(path))
 

@@ -34,7 +34,7 @@ from torchtitan_lite.data.dataset import rows_of_rank
 from torchtitan_lite.faults.copies import compare_copies
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.tools.verify.measures import Seen, cut, local, relative_error
+from torchtitan_lite.tools.verify.measures import Note, Seen, cut, local, relative_error
 from torchtitan_lite.tools.verify.modules import outputs_compared
 from torchtitan_lite.tools.verify.plain import PlainStep, init_leveled
 from torchtitan_lite.tools.verify.rounding import (
@@ -71,39 +71,42 @@ def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen
         is_equal = torch.equal(local(parameter), cut(steps[0].weights[fqn], parameter))
         seen.note(0, "initial weights", fqn, float(not is_equal))
     for number, plain in enumerate(steps):
-        compare_step(run, plain, number, seen)
+        result = compare_step(run, plain, partial(seen.note, number))
+        if world_size == 1:
+            seen.results.append(result)
     return seen
 
 
-def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> None:
-    """Run one step and compare everything. Collective."""
-    if number:  # as on resume
+def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, object]:
+    """Run one step and compare everything. Collective. Returns loss and gradients of the rank, if they are finite."""
+    results: dict[str, object] = {}
+    if run.lr_scheduler.last_epoch != plain.position:  # as on resume
         set_step(run.lr_scheduler, plain.position)
     give_weights(run, plain.weights)
     settle_ties(run, plain)
     batch = own_rows(run, plain.batch)
     n_tokens = stepping.count_global_tokens(run, stepping.shard_for_cp(run, batch)).item()
-    seen.note(number, "counted tokens", "count_global_tokens", abs(n_tokens - plain.n_tokens))
+    note("counted tokens", "count_global_tokens", abs(n_tokens - plain.n_tokens))
     for group in run.optimizer.param_groups:
         error = abs(float(group["lr"]) - plain.rate) / (run.config.optimizer.lr or 1.0)
-        seen.note(number, "learning rate", "lr_scheduler", error)
+        note("learning rate", "lr_scheduler", error)
     config = with_value(run.config, "training.max_norm", plain.max_norm)
     measure_grad_norm = stepping.measure_grad_norm
 
     def compare_and_measure(*args) -> tuple[Tensor, Tensor]:
-        compare_gradients(run, plain, number, seen)
+        results["gradients"] = compare_gradients(run, plain, note)
         return measure_grad_norm(*args)
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(stepping, "measure_grad_norm", compare_and_measure))
-        patches.enter_context(packing_checked(seen, number))
-        patches.enter_context(reductions_noted(seen, number))
+        patches.enter_context(packing_checked(note))
+        patches.enter_context(reductions_noted(note))
         if plain.spoiled_by:
             # This step tests the code after the gradients. Its forward and backward would show nothing new.
             skip = patch.object(stepping, "compute_gradients", lambda *_: torch.zeros(()))
             patches.enter_context(skip)
         if plain.outputs:
-            patches.enter_context(outputs_compared(run, plain, seen))
+            patches.enter_context(outputs_compared(run, plain, note))
         if run.float8_weights:
             # Scales are computed from the weights after the optimizer step.
             hook = run.optimizer.register_step_post_hook(
@@ -115,41 +118,41 @@ def compare_step(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> N
     if is_finite:
         loss = result.loss.item()
         norm = result.grad_norm.item()
-        seen.note(number, "loss", "sum_losses", abs(loss - plain.loss) / abs(plain.loss))
-        seen.note(number, "gradient norm", "all gradients", abs(norm - plain.norm) / plain.norm)
-        seen.results[number]["loss"] = loss
-    seen.note(number, "finite flag", "train_step", float(bool(result.finite) != is_finite))
-    compare_updates(run, plain, number, seen)
+        note("loss", "sum_losses", abs(loss - plain.loss) / abs(plain.loss))
+        note("gradient norm", "all gradients", abs(norm - plain.norm) / plain.norm)
+        results["loss"] = loss
+    note("finite flag", "train_step", float(bool(result.finite) != is_finite))
+    compare_updates(run, plain, note)
     if run.balance:
         for layer in run.balance.routers if is_finite else ():
             error = (result.expert_loads[layer, :-1] - plain.loads[layer]).abs().max().item()
-            seen.note(number, "expert loads", f"layers.{layer}.feed_forward.router", error)
+            note("expert loads", f"layers.{layer}.feed_forward.router", error)
         for fqn, bias in run.balance.biases.items():
             error = (bias - plain.updated[fqn]).abs().max().item()
-            seen.note(number, "expert biases", fqn, error)
+            note("expert biases", fqn, error)
     n_steps_off = abs(run.lr_scheduler.last_epoch - plain.position - 1)
-    seen.note(number, "schedule", "lr_scheduler", n_steps_off)
+    note("schedule", "lr_scheduler", n_steps_off)
     if run.float8_weights:
-        compare_scales(run, number, seen)
+        compare_scales(run, note)
     if is_finite and sums_in_bfloat16(run):
         give_weights(run, plain.weights)
-        compare_with_halves(run, plain, batch, number, seen)
+        compare_with_halves(run, plain, batch, note)
+    return results if is_finite else {}
 
 
 @torch.no_grad()
-def compare_gradients(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> None:
-    """Compare the gradients, then replace them with those of the plain loop."""
-    is_alone = dist.get_world_size() == 1
+def compare_gradients(run: build.Run, plain: PlainStep, note: Note) -> dict[str, Tensor]:
+    """Compare the gradients, replace them with those of the plain loop, and return them."""
+    kept = {}
     for fqn, parameter in reversed(run.parameters.items()):
         right = plain.gradients[fqn]
         if parameter.grad is None:
-            seen.note(number, "gradients", fqn, math.inf)
+            note("gradients", fqn, math.inf)
             parameter.grad = torch.zeros_like(parameter)
         own = local(parameter.grad)
         if not plain.spoiled_by:
-            seen.note(number, "gradients", fqn, relative_error(parameter.grad, right))
-            if is_alone:
-                seen.results[number].setdefault("gradients", {})[fqn] = own.clone()
+            note("gradients", fqn, relative_error(parameter.grad, right))
+        kept[fqn] = own.clone()
         own.copy_(cut(right, parameter))
     if plain.spoiled_by and dist.get_rank() == dist.get_world_size() - 1:
         for parameter in run.parameters.values():
@@ -157,9 +160,10 @@ def compare_gradients(run: build.Run, plain: PlainStep, number: int, seen: Seen)
             if own.numel():
                 own.view(-1)[0] = plain.spoiled_by
                 break
+    return kept
 
 
-def compare_updates(run: build.Run, plain: PlainStep, number: int, seen: Seen) -> None:
+def compare_updates(run: build.Run, plain: PlainStep, note: Note) -> None:
     """Compare the optimizer state, the updates of the weights and the replicas after a step. Collective."""
     forgives = run.config.optimizer.moments_dtype == "bfloat16"
     for fqn, parameter in reversed(run.parameters.items()):
@@ -170,16 +174,16 @@ def compare_updates(run: build.Run, plain: PlainStep, number: int, seen: Seen) -
             error = math.inf
             if name in own_state:
                 error = relative_error(own_state[name], of_state[fqn], forgives=forgives)
-            seen.note(number, "state", f"{fqn} ({name})", error)
+            note("state", f"{fqn} ({name})", error)
         right = plain.updated[fqn]
         update = right.double() - plain.weights[fqn].double()
         error = relative_error(parameter, right, update, roundings=4, forgives=forgives)
-        seen.note(number, "updates", fqn, error)
-    seen.note(number, "copies", "weights and state", 0.0)
+        note("updates", fqn, error)
+    note("copies", "weights and state", 0.0)
     try:
         compare_copies(name_tensors(run.saved, run.optimizer), run.mesh, dist.group.WORLD)
     except UserError as damage:
-        seen.note(number, "copies", str(damage), 1.0)
+        note("copies", str(damage), 1.0)
 
 
 @torch.no_grad()

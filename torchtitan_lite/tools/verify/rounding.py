@@ -17,11 +17,11 @@ from torchtitan_lite.model.float8_linear import E4M3, choose_scale
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.parallel.float8 import find_amax
 from torchtitan_lite.parallel.zero_plus_plus import Packing
-from torchtitan_lite.tools.verify.measures import ROUNDING, Seen, relative_error
+from torchtitan_lite.tools.verify.measures import ROUNDING, Note, relative_error
 from torchtitan_lite.tools.verify.plain import PlainStep
 
 
-def packing_checked(seen: Seen, number: int) -> AbstractContextManager:
+def packing_checked(note: Note) -> AbstractContextManager:
     """Context manager: compare what ZeRO++ packs with its bound, then send exact numbers, which hide no other error."""
     pack = Packing.pack
     unpack = Packing.unpack
@@ -38,7 +38,7 @@ def packing_checked(seen: Seen, number: int) -> AbstractContextManager:
                 size = block.float().abs()
                 half_scale = size.amax(-1, keepdim=True) / 254
                 bound = half_scale + 4 * ROUNDING * size + 1e-30
-                seen.note(number, "packing", "zero_plus_plus", (error / bound).max().item())
+                note("packing", "zero_plus_plus", (error / bound).max().item())
         sent = rows.clone(memory_format=torch.contiguous_format).view(torch.int8)
         # A rank must not use its own numbers as they were: others see them rounded.
         rows.fill_(math.nan)
@@ -50,22 +50,22 @@ def packing_checked(seen: Seen, number: int) -> AbstractContextManager:
     return patch.multiple(Packing, pack=check_and_send, unpack=receive)
 
 
-def reductions_noted(seen: Seen, number: int) -> AbstractContextManager:
+def reductions_noted(note: Note) -> AbstractContextManager:
     """Context manager: record whether FSDP reduces gradients in float32."""
     name = "reduce_scatter_tensor"
     if hasattr(dist, "reduce_scatter_single"):  # torch 2.13
         name = "reduce_scatter_single"
     reduce_scatter = getattr(dist, name)
 
-    def note(output: Tensor, input: Tensor, *args, **options) -> object:
+    def reduce(output: Tensor, input: Tensor, *args, **options) -> object:
         is_rounded = input.dtype != torch.float32
-        seen.note(number, "reduced in float32", "FSDP", float(is_rounded))
+        note("reduced in float32", "FSDP", float(is_rounded))
         return reduce_scatter(output, input, *args, **options)
 
-    return patch.object(dist, name, note)
+    return patch.object(dist, name, reduce)
 
 
-def compare_scales(run: build.Run, number: int, seen: Seen) -> None:
+def compare_scales(run: build.Run, note: Note) -> None:
     """Compare the scales for the next step with those of the weights that it will use. Collective."""
     weights = run.float8_weights
     mesh = run.mesh.fsdp_mesh
@@ -73,7 +73,7 @@ def compare_scales(run: build.Run, number: int, seen: Seen) -> None:
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
     scales = torch.stack([weight.scale for weight in weights])
     error = (scales / choose_scale(amax, E4M3) - 1).abs().max()
-    seen.note(number, "scales", "precompute_scales", error.item())
+    note("scales", "precompute_scales", error.item())
 
 
 def sums_in_bfloat16(run: build.Run) -> bool:
@@ -84,9 +84,7 @@ def sums_in_bfloat16(run: build.Run) -> bool:
     return is_bfloat16 and run.layout.n_microbatches > 1 and not is_rounded
 
 
-def compare_with_halves(
-    run: build.Run, plain: PlainStep, batch: Batch, number: int, seen: Seen
-) -> None:
+def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, note: Note) -> None:
     """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective.
 
     This finds a sum that is rounded to bfloat16 on any layout, because the halves round differently.
@@ -108,4 +106,4 @@ def compare_with_halves(
     for fqn, difference in differences.items():
         right = plain.gradients[fqn]
         error = relative_error(difference, torch.zeros_like(right), right)
-        seen.note(number, "sum of microbatches", fqn, error)
+        note("sum of microbatches", fqn, error)

@@ -180,7 +180,7 @@ def start_train(
         patch.dict(MODELS[flavors["debug"].name].flavors, flavors),
         patch.object(initial_weights, "fill_tensor", init_leveled),
         patch.object(Router, "choose", choose_by_bias),
-        packing_checked(Seen({}), 0),
+        packing_checked(lambda *_: None),
         redirect_stdout(log),
         redirect_stderr(log),
     ):
