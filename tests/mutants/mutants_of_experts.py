@@ -73,20 +73,6 @@ def rows_beyond_the_capacity_dropped(original, rows, matrices, ends):
     return original(rows, matrices, ends) * (place < 3 * len(rows) // len(ends))[:, None]
 
 
-@mutant(
-    EP2,
-    "module output",
-    "layers.0.feed_forward",
-    at=(expert_parallel, "invert"),
-    dims=("dp_shard",),
-)
-def one_run_of_results_sent_back_in_another_order(original, order):
-    """The inverse permutation is wrong for one expert and one rank that its rows came from."""
-    place = original(order)
-    n_wrong = len(place) // 16
-    return torch.cat([place[:n_wrong].roll(1), place[n_wrong:]])
-
-
 # ---------------------------------------------------------------- the choice
 
 

@@ -101,18 +101,6 @@ def recompute_forgets_an_input(original, forward, **options):
     return original(drifting, **options)
 
 
-@mutant(
-    Row(2, {**CP2, **RING}),
-    "module output",
-    "layers.0.attention.inner",
-    at=(ring_attention, "visible_of_one"),
-    dims=("cp",),
-)
-def zig_zag_forgotten(original, rank, source, half):
-    """The ring reckons as if all that an earlier rank holds came earlier, while the pieces lie head and tail."""
-    return (slice(None), slice(None)) if source < rank else original(rank, source, half)
-
-
 @mutant(Row(2, CP2), "rotary angles", "layers.0", at=(step, "shard_for_cp"))
 def positions_not_sharded(original, run, batch):
     """Each context-parallel rank counts the positions of its tokens from 0."""

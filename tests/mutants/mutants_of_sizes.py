@@ -60,19 +60,6 @@ def norm_of_the_first_hundred_tensors(original, tensors):
 
 
 @mutant(
-    Row(2, {CP: 2, **LONG}),
-    "rotary angles",
-    "layers.0",
-    at=(step, "shard_for_cp"),
-    trial="deep",
-)
-def positions_of_cp_pieces_rounded(original, run, batch):
-    """Positions go through bf16 on their way to a context-parallel rank."""
-    pieces = original(run, batch)
-    return replace(pieces, positions=pieces.positions.bfloat16().long())
-
-
-@mutant(
     Row(2, {CP: 2, "training.seq_len": 65_536}),
     "rotary angles",
     "layers.0",

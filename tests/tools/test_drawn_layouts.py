@@ -51,25 +51,17 @@ HEADS = {
 }
 OPTIMIZERS = [
     {"optimizer.name": "SGD", "optimizer.implementation": "foreach"},
-    {"optimizer.name": "SGD", "optimizer.implementation": "for-loop"},
     {"optimizer.name": "AdamW", "optimizer.implementation": "fused"},
     {"optimizer.name": "AdamW", "optimizer.implementation": "for-loop"},
-    {
-        "optimizer.name": "AdamW",
-        "optimizer.implementation": "fused",
-        "optimizer.moments_dtype": "bfloat16",
-    },
+    {"optimizer.implementation": "fused", "optimizer.moments_dtype": "bfloat16"},
 ]
+EMULATED = {"model.converters": ["float8"], f"{FLOAT8}.emulate": True}
 PRECISIONS = [
     {"training.mixed_precision_param": "float32"},
     {"training.mixed_precision_param": "bfloat16"},
-    {"model.converters": ["float8"], f"{FLOAT8}.emulate": True},
-    {"model.converters": ["float8"], f"{FLOAT8}.emulate": True, f"{FLOAT8}.recipe_name": "rowwise"},
-    {
-        "model.converters": ["float8"],
-        f"{FLOAT8}.emulate": True,
-        f"{FLOAT8}.enable_fsdp_float8_all_gather": True,
-    },
+    EMULATED,
+    {**EMULATED, f"{FLOAT8}.recipe_name": "rowwise"},
+    {**EMULATED, f"{FLOAT8}.enable_fsdp_float8_all_gather": True},
 ]
 RECOMPUTE = [
     {MODE: "none"},

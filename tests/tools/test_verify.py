@@ -90,12 +90,6 @@ def test_wrong_input_and_too_few_ranks_end_with_2(args, key, capsys):
     assert out == "" and err.startswith("This run cannot start:") and key in err
 
 
-def test_too_many_ranks_are_refused():
-    with pytest.raises(SystemExit) as exit_:
-        main(["verify", "--config", "debug", "--ranks", "17"])
-    assert exit_.value.code == 2
-
-
 # ---------------------------------------------------------------- the verdict
 
 

@@ -58,10 +58,10 @@ def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[N
             own = torch.cat(microbatches)
         seq_len = run.config.training.seq_len
         whole = cut_piece(right, own, run.mesh.coordinates(), run.layout, seq_len)
-        error = math.inf
         if own.shape == whole.shape:
-            error = relative_error(own, whole)
-        note(measure, name, error)
+            note(measure, name, relative_error(own, whole))
+        else:
+            note("module output", name, math.inf)
 
 
 def cut_piece(whole: Tensor, own: Tensor, at: Coordinates, layout: Layout, seq_len: int) -> Tensor:
