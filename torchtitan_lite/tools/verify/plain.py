@@ -274,7 +274,8 @@ class PlainModel:
         else:
             loss = F.cross_entropy(logits.double(), targets)
         total = loss + sum(experts.auxiliary for experts in self.experts.values())
-        gradients = torch.autograd.grad(total, self.parameters.values())
+        found = torch.autograd.grad(total, self.parameters.values())
+        gradients = [gradient.contiguous() for gradient in found]  # as fused kernels expect
         return loss.item(), dict(zip(self.parameters, gradients, strict=True))
 
     def measure_rounding(
