@@ -97,7 +97,8 @@ def test_a_wrong_layout_ends_with_its_first_fault(pool, tmp_path):
     run_ranks = compare.ranks_inside(pool, partial(apply_mutant, "loss_counted_by_every_tp_rank"))
     reduction = reduce()
     trials = make_trials(reduction, run_ranks, tmp_path)
-    report = json.loads(json.dumps(make_report("debug", reduction, trials), default=str))
+    text = json.dumps(make_report("debug", reduction, trials), default=str)
+    report = json.loads(text)
     (trial,) = report["trials"]
     assert (report["verdict"], report["certified"], trial["name"]) == ("wrong", False, "wide")
     assert report["degrees"]["tp"] == 2 and report["not_covered"]["training.seq_len"] == [128, 40]

@@ -68,7 +68,8 @@ def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen
     run = build_small_run(config, world_size)
     seen = Seen(run.mesh.coordinates(), held=set(run.parameters))
     for fqn, parameter in run.parameters.items():
-        is_equal = torch.equal(local(parameter), cut(steps[0].weights[fqn], parameter))
+        right = cut(steps[0].weights[fqn], parameter)
+        is_equal = torch.equal(local(parameter), right)
         seen.note(0, "initial weights", fqn, float(not is_equal))
     for number, plain in enumerate(steps):
         result = compare_step(run, plain, partial(seen.note, number))

@@ -15,10 +15,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -68,7 +66,7 @@ class RankPool:
         self._start(world_size)
         self._n_jobs += 1
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            job = (function, world_size, folder, timeout_s, args, kwargs)
+            job = (function, world_size, folder, args, kwargs)
             for connection in self._connections[:world_size]:
                 connection.send(job)
             return self._collect(world_size, timeout_s)
@@ -137,30 +135,24 @@ def serve(rank: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     # DTensor warns that gathering over two dims takes two steps. Here that does not matter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches workers too, but the parent handles it
+    # Ctrl-C reaches workers too, but the parent handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     while True:
         try:
-            function, world_size, folder, timeout_s, args, kwargs = connection.recv()
+            function, world_size, folder, args, kwargs = connection.recv()
         except EOFError:
             return
         try:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
-            timeout = timedelta(seconds=timeout_s + 60)  # the parent times out first
-            # Groups created later do not inherit this timeout: they would use torch's default of 30 minutes.
-            with patch.object(dist.distributed_c10d, "default_pg_timeout", timeout):
-                dist.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
-                )
-                try:
-                    dist.barrier()  # a rank with an empty job must not leave while others still join
-                    result = function(rank, world_size, *args, **kwargs)
-                finally:
-                    if dist.is_initialized():  # the function may have destroyed the group
-                        dist.destroy_process_group()
-                    forget_groups()
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            try:
+                dist.barrier()  # a rank with an empty job must not leave while others still join
+                result = function(rank, world_size, *args, **kwargs)
+            finally:
+                if dist.is_initialized():  # the function may have destroyed the group
+                    dist.destroy_process_group()
+                forget_groups()
             connection.send((True, result))
         except BaseException:  # a worker must always answer
             connection.send((False, traceback.format_exc()))

@@ -95,14 +95,15 @@ def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, note: No
     if run.balance:
         for router in run.balance.routers.values():
             router.balance_loss = 0.0  # both halves would add it for every row
-    differences = {fqn: 0.0 for fqn in run.parameters}
+    differences = dict.fromkeys(run.parameters, 0.0)
     # The loss of a half is divided by the tokens of the whole batch.
     with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
         for sign, is_counted in ((1, everything), (-1, is_even), (-1, ~is_even)):
             targets = batch.targets.masked_fill(~is_counted[:, None], IGNORE_INDEX)
             stepping.compute_gradients(run, replace(batch, targets=targets))
             for fqn, parameter in run.parameters.items():
-                differences[fqn] = differences[fqn] + sign * parameter.grad
+                signed = sign * parameter.grad
+                differences[fqn] = differences[fqn] + signed
     for fqn, difference in differences.items():
         right = plain.gradients[fqn]
         error = relative_error(difference, torch.zeros_like(right), right)
