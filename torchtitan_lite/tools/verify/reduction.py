@@ -280,9 +280,12 @@ def give_batch(
 
 
 def reduce_microbatches(small: Config, real: Layout) -> int:
-    """Return one more microbatch than stages, or what the real run has if it has fewer."""
+    """Return more microbatches than stages, or the number of the real run if that is smaller.
+
+    The number is even, so that other layouts can resume with the same batch.
+    """
     n_stages = len(plan_stages(small.parallelism, small.model.n_layers)[0])
-    wanted = min(real.n_microbatches, n_stages + 1)
+    wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
     candidates = [wanted, n_stages, 2 * n_stages]
     return next(n for n in candidates if can_run(small.parallelism, n, n_stages))
 
