@@ -69,7 +69,7 @@ class PlainStep:
     max_norm: float
     spoiled_by: float  # NaN or infinity to write into one gradient; 0: none
     weights: dict[str, Tensor]  # before the step, including expert biases
-    outputs: dict[str, Tensor]  # of each module, in forward order; only in the first step
+    outputs: dict[str, Tensor] | None  # of each module, in forward order; only in the first step
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
     n_tokens: int
     loss: float
@@ -325,8 +325,8 @@ def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
         clip, spoiled_by = STEPS[number]
         batch = make_batch(config, number, inputs)
         weights = plain.copy_weights()
-        outputs: dict[str, Tensor] = {}
-        loss, gradients = plain.backward(batch, None if number else outputs)
+        outputs: dict[str, Tensor] | None = None if number else {}
+        loss, gradients = plain.backward(batch, outputs)
         ties = {layer: experts.ties for layer, experts in plain.experts.items()}
         loads = {layer: experts.load for layer, experts in plain.experts.items()}
         norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm()

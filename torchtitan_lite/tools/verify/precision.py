@@ -46,6 +46,7 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
     alone = override(put_on_one_rank(config, layout.microbatch_size), {precompute: False})
     inputs = Inputs(n_steps=n_steps, first_position=FAR, biases_decide=True)
     steps = run_plainly(override(config, {"model.converters": []}), inputs)
+    steps[0] = replace(steps[0], outputs={})
     path = folder / f"{name}.pt"
     torch.save(steps, path)
     (one,) = run_ranks(compare_steps, 1, alone, str(path))

@@ -1,7 +1,7 @@
 """Run one rank of a layout with the build_run and train_step of train.py, and compare each step with the plain loop.
 
     before a step     the rank receives its slices of the plain loop's weights
-    in forward        the outputs of its modules are compared (first step)
+    in forward        its rotary angles are compared (first step); if a result was wrong, all outputs
     before clipping   its gradients are compared, then replaced by the gradients of the plain loop
     after a step      weights, optimizer state, expert loads, expert biases and replicas are compared
 
@@ -106,7 +106,7 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
             # This step tests the code after the gradients. Its forward and backward would show nothing new.
             skip = patch.object(stepping, "compute_gradients", lambda *_: torch.zeros(()))
             patches.enter_context(skip)
-        if plain.outputs:
+        if plain.outputs is not None:
             patches.enter_context(outputs_compared(run, plain, note))
         if run.float8_weights:
             # Scales are computed from the weights after the optimizer step.

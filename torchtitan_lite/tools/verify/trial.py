@@ -84,7 +84,7 @@ def try_layout(
     """Run a reduced config on `world_size` ranks, and compare it with the plain loop."""
     steps = run_plainly(config, inputs)
     path = folder / f"{name}.pt"
-    torch.save(steps, path)
+    torch.save([replace(steps[0], outputs={}), *steps[1:]], path)
     ranks = run_ranks(compare_steps, world_size, config, str(path))
 
     def choose_bound(key: Key) -> float | None:
@@ -96,6 +96,8 @@ def try_layout(
 
     trial = judge(name, ranks, steps, choose_bound)
     if next(iter(trial.faults), "") in OF_FORWARD:
+        torch.save(steps[:1], path)
+        ranks = run_ranks(compare_steps, world_size, config, str(path))
         keys = [(0, "module output", module) for module in steps[0].outputs]
         of_modules = find_worst(name, ranks, dict.fromkeys(keys, OUTPUT))
         faults = of_modules.faults | trial.faults
