@@ -11,7 +11,6 @@ from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import ExpertBalance
 from torchtitan_lite.model import moe
 from torchtitan_lite.parallel import (
-    expert_parallel,
     initial_weights,
     local_parameters,
     parallelize,
@@ -22,7 +21,7 @@ SHARED_TP2 = FAST["experts, tp2, ep2, shared experts"]
 # ---------------------------------------------------------------- gradients and their norm
 
 
-@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w2", at=(local_parameters, "local_tensor"))
+@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w3", at=(local_parameters, "local_tensor"))
 def expert_gradients_divided_by_ep(original, parameter):
     """Average the gradients of experts over ep, as if the ranks held copies."""
     own = original(parameter)
@@ -83,20 +82,6 @@ def rows_beyond_the_capacity_dropped(original, rows, matrices, ends):
     return original(rows, matrices, ends) * (place < 3 * len(rows) // len(ends))[:, None]
 
 
-@mutant(
-    EP2,
-    "module output",
-    "layers.0.feed_forward",
-    at=(expert_parallel, "invert"),
-    dims=("dp_shard",),
-)
-def one_run_of_results_sent_back_in_another_order(original, order):
-    """The inverse permutation is wrong for one expert and one rank that its rows came from."""
-    place = original(order)
-    n_wrong = len(place) // 16
-    return torch.cat([place[:n_wrong].roll(1), place[n_wrong:]])
-
-
 # ---------------------------------------------------------------- the choice
 
 
@@ -128,7 +113,7 @@ def loads_of_own_tokens():
 @mutant(
     FAST["experts, pp2"],
     "expert loads",
-    "layers.0.feed_forward.router",
+    "layers.6.feed_forward.router",
     trial="deep",
     at=(ExpertBalance, "update"),
 )
