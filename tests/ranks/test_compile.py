@@ -110,11 +110,11 @@ def test_a_second_run_finds_what_the_first_has_compiled(tmp_path):
     [
         ("cpu", ["g++", "Python.h"], {}, []),
         ("cpu", ["mine", "Python.h"], {"CXX": "mine"}, []),
-        ("cpu", ["g++", "Python.h"], {"CXX": "mine"}, ["compiler mine"]),
+        ("cpu", ["g++", "Python.h"], {"CXX": "mine"}, ["compiler (mine)"]),
         ("cpu", ["g++"], {}, ["Python.h"]),
         ("cuda", ["gcc", "Python.h"], {}, []),
-        ("cuda", ["g++", "Python.h"], {}, ["compiler gcc or clang"]),
-        ("cuda", ["gcc"], {"CC": "mine"}, ["compiler mine", "Python.h"]),
+        ("cuda", ["g++", "Python.h"], {}, ["compiler (gcc clang)"]),
+        ("cuda", ["gcc"], {"CC": "mine"}, ["compiler (mine)", "Python.h"]),
     ],
 )
 def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
