@@ -32,14 +32,12 @@ def read_torchs_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_
     )
     without_sends = {"_prepare_schedule_with_comms": lambda *args, **kwargs: None}
     table = type("Order", (schedule_class,), without_sends)(stages, n_microbatches).pipeline_order
-    rows = [
-        [action for cell in table[rank] if cell for action in unfold(cell)] for rank in range(pp)
-    ]
-    for (
-        row
-    ) in rows:  # torch 2.13 numbers the forwards of 1F1B's last rank from 1, but runs them from 0
+    rows = []
+    for rank in range(pp):
+        row = [action for cell in table[rank] if cell for action in unfold(cell)]
+        # torch 2.13 numbers the forwards of 1F1B's last rank from 1, but runs them from 0.
         first = min(action.microbatch for action in row if action.kind == "F")
-        row[:] = [a._replace(microbatch=a.microbatch - first) if a.kind == "F" else a for a in row]
+        rows.append([a._replace(microbatch=a.microbatch - first * (a.kind == "F")) for a in row])
     return rows
 
 
@@ -65,15 +63,6 @@ def test_every_order_is_torchs_own_and_runs_to_its_end(schedule):
             assert not find_missing_action(order) and not find_deadlock(order)
             n_compared += 1
     assert n_compared >= 4
-
-
-def test_actions_that_wait_for_one_another_are_a_deadlock():
-    row = {rank: [Action(rank, "F", 0), Action(rank, "B", 0)] for rank in (0, 1)}
-    assert not find_deadlock([row[0], row[1]])
-    assert (
-        find_deadlock([row[0], row[1][::-1]])
-        == "deadlocks: row 1 at 0B0, row 2 at 1B0 wait for one another"
-    )
 
 
 # ---------------------------------------------------------------- on paper
@@ -115,18 +104,11 @@ def test_the_slowest_stage_and_the_way_between_ranks_count():
         list_order("GPipe", 2, 2, 1), lambda action: seconds[action.stage, action.kind], 10.0
     )
     times = {str(event.action): (event.start, event.end) for event in timeline.events}
-    assert (times["1F0"], times["1B0"], times["0B0"], times["0B1"]) == (
-        (11, 13),
-        (15, 22),
-        (32, 35),
-        (39, 42),
-    )
-    start = {
-        str(event.action): event.start for event in run("ZBVZeroBubble", 2, 4, 2, send=5.0).events
-    }
-    assert (start["0F0"], start["1F0"], start["2F0"], start["3F0"]) == (0, 6, 7, 13), (
-        "no send inside of a rank"
-    )
+    by_hand = {"1F0": (11, 13), "1B0": (15, 22), "0B0": (32, 35), "0B1": (39, 42)}
+    assert times | by_hand == times
+    events = run("ZBVZeroBubble", 2, 4, 2, send=5.0).events
+    start = {str(event.action): event.start for event in events}
+    assert start | {"0F0": 0, "1F0": 6, "2F0": 7, "3F0": 13} == start, "no send inside of a rank"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -162,19 +144,21 @@ def test_microbatches_in_flight_are_those_of_the_papers(schedule, v, held):
         ("0F0 0F1 0B0 0B1", "1F0 1B0", "nothing for microbatch 1 of stage 1"),
         ("0F0 0B0 0B0", "1F0 1B0", "BBF for microbatch 0 of stage 0"),
         ("0F0 0I0", "1F0 1B0", "FI for microbatch 0 of stage 0"),
-        ("0F0 1F0", "0B0 1B0", "stage 0 on rows [1, 2]"),
-        ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0", "deadlocks: row 1 at 0B0, row 2 at 1F1"),
+        ("0F0 1F0", "0B0 1B0", "stage 0 on two rows"),
+        (
+            "0F0 0B0 0F1 0B1",
+            "1F1 1B1 1F0 1B0",
+            "deadlocks: row 1 at 0B0, row 2 at 1F1 wait for one another",
+        ),
         ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", ""),
     ],
 )
 def test_a_wrong_order_is_judged_on_paper(first, second, why):
     order = []
     for row in (first, second):
-        order.append(
-            [Action(int(stage), kind, int(microbatch)) for stage, kind, microbatch in row.split()]
-        )
+        order.append([Action(int(stage), kind, int(n)) for stage, kind, n in row.split()])
     fault = find_missing_action(order) or find_deadlock(order)
-    assert fault.startswith(f"has {why}" if why and "deadlocks" not in why else why)
+    assert why in fault and bool(why) == bool(fault)
 
 
 def test_the_picture_has_a_box_for_each_action():

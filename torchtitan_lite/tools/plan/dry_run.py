@@ -32,9 +32,7 @@ from torchtitan_lite.tools.plan.timeline import plan_order
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_moved
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
-CPU = torch.device(
-    "cpu"
-)  # the device of fake tensors, because a CPU build of torch has no CUDA kernels
+CPU = torch.device("cpu")  # of fake tensors, because a CPU build of torch has no CUDA kernels
 
 
 @dataclass(frozen=True)
@@ -65,27 +63,24 @@ def shorten(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
 
 def dry_run(planned: PlannedRun, pp_rank: int = 0) -> DryRun:
     """Run one optimizer step of the first rank of a pipeline stage, with all its microbatches."""
-    config, model_args, layout = (
-        with_value(planned.config, "compile.enable", False),
-        planned.model_args,
-        planned.layout,
-    )
+    config = with_value(planned.config, "compile.enable", False)
+    model_args = planned.model_args
+    layout = planned.layout
     meter = Meter(layout)
-    with (
-        fake_world.fake_group(layout.world_size, rank=pp_rank * layout.strides["pp"]),
-        ExitStack() as stack,
-    ):
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(fake_world.fake_group(layout.world_size, rank=pp_rank * layout.strides["pp"]))
         mesh = build_mesh(layout, CPU.type)
         parts = build.build_parts(config, model_args, layout, mesh)
-        stack.enter_context(fake_world.static_stages(config, model_args, layout))
+        enter(fake_world.static_stages(config, model_args, layout))
         if planned.device_type == "cuda":
-            stack.enter_context(fake_world.gpu_kernels())
+            enter(fake_world.gpu_kernels())
         if model_args.moe:
-            stack.enter_context(fake_world.even_experts(planned.workload))
+            enter(fake_world.even_experts(planned.workload))
         # Initial weights do not matter here, and take as long as a microbatch.
-        stack.enter_context(patch.object(build, "initialize_weights", lambda *args: None))
-        stack.enter_context(fake_world.fake_tensors())
-        stack.enter_context(meter.watching())
+        enter(patch.object(build, "initialize_weights", lambda *args: None))
+        enter(fake_world.fake_tensors())
+        enter(meter.watching())
         run = build.start_run(parts, config, layout, mesh, CPU)
         meter.sites.name_modules(parts)
         make_optimizer_state(run)  # a second step would find it
@@ -109,35 +104,24 @@ def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     plan = make_plan(options)
     print(describe(plan, options))
-    short = shorten(
-        plan.planned, max(3, 2 * plan.planned.layout.pp)
-    )  # first, middle, last; or a full pipeline
+    n_microbatches = max(3, 2 * plan.planned.layout.pp)  # first, middle, last; or a full pipeline
+    short = shorten(plan.planned, n_microbatches)
     order = plan_order(short.config.parallelism, short.layout)
-    memory, rows = list_memory(short.workload, order), [("", "", "closed form", "dry run")]
+    memory = list_memory(short.workload, order)
+    rows = [("", "", "closed form", "dry run")]
     for rank in group_pp_ranks(short):
-        run, closed, name = (
-            dry_run(short, rank),
-            estimate_traffic(short.workload, rank, order),
-            f"  pp rank {rank}",
-        )
-        rows.append(
-            (
-                name,
-                "live memory at the peak",
-                *map(format_bytes, (memory[rank].live, run.peak_bytes)),
-            )
-        )
-        for axis, operation in closed | run.traffic:
-            both = [
-                traffic.get((axis, operation), Moved(0, 0)) for traffic in (closed, run.traffic)
-            ]
-            calls = " and ".join(dict.fromkeys(f"{moved.n_calls:,.0f}" for moved in both))
-            rows.append(
-                (
-                    name,
-                    f"{operation} over {axis}, {calls} calls",
-                    *(format_bytes(m.n_bytes) for m in both),
-                )
-            )
+        name = f"  pp rank {rank}"
+        run = dry_run(short, rank)
+        live = format_bytes(memory[rank].live)
+        rows.append((name, "live memory at the peak", live, format_bytes(run.peak_bytes)))
+        closed = estimate_traffic(short.workload, rank, order)
+        for key in closed | run.traffic:
+            axis, operation = key
+            cells = [describe_moved(traffic.get(key)) for traffic in (closed, run.traffic)]
+            rows.append((name, f"{operation} over {axis}, calls and bytes", *cells))
     print(f"\na step of {short.layout.n_microbatches} microbatches\n{format_table(rows, '<<>>')}")
     return 0 if plan.fits else 1
+
+
+def describe_moved(moved: Moved | None) -> str:
+    return f"{moved.n_calls:,.0f}, {format_bytes(moved.n_bytes)}" if moved else "none"

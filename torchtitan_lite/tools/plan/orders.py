@@ -9,33 +9,33 @@ Sources, arXiv: GPipe 1811.06965; 1F1B 2104.04473; LoopedBFS 2211.05953; zero bu
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import product
 
-from torchtitan_lite.tools.plan.actions import Action
-
-Order = list[list[Action]]  # the actions of each pp rank in one step
+from torchtitan_lite.tools.plan.actions import HALVES, Action, Order
 
 
 @lru_cache(maxsize=1024)
 def list_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> Order:
     """Return the order of a schedule. If pp is 1: forward and backward of each microbatch in turn."""
-    if pp == 1:
-        return [
-            [Action(0, kind, microbatch) for microbatch in range(n_microbatches) for kind in "FB"]
-        ]
-    return [ORDERS[schedule](rank, pp, n_microbatches, n_stages_per_rank) for rank in range(pp)]
+    list_row = ORDERS["1F1B" if pp == 1 else schedule]
+    return [list_row(rank, pp, n_microbatches, n_stages_per_rank) for rank in range(pp)]
+
+
+def run_stages(stages: Sequence[int], kind: str, microbatches: Sequence[int]) -> list[Action]:
+    """Run all microbatches through each stage in turn."""
+    pairs = product(stages, microbatches)
+    return [Action(stage, kind, microbatch) for stage, microbatch in pairs]
 
 
 def fill_and_drain(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
     """GPipe, or LoopedBFS with several stages per rank: all forwards, then all backwards, stage by stage."""
-    stages, microbatches = range(rank, pp * n_stages_per_rank, pp), range(n_microbatches)
+    stages = range(rank, pp * n_stages_per_rank, pp)
+    microbatches = range(n_microbatches)
     # Backward starts with the last microbatch in LoopedBFS, and with the first in GPipe.
-    backwards = microbatches if n_stages_per_rank == 1 else microbatches[::-1]
-    row = [Action(stage, "F", microbatch) for stage in stages for microbatch in microbatches]
-    return row + [
-        Action(stage, "B", microbatch) for stage in reversed(stages) for microbatch in backwards
-    ]
+    backwards = microbatches[::-1] if len(stages) > 1 else microbatches
+    return run_stages(stages, "F", microbatches) + run_stages(stages[::-1], "B", backwards)
 
 
 def interleave(
@@ -53,101 +53,99 @@ def interleave(
     backward is split (InterleavedZeroBubble), each W runs `rank` backwards after its I.
     """
     stages = range(rank, pp * n_stages_per_rank, pp)
-    size = (
-        n_microbatches // max(1, n_microbatches // pp) if n_stages_per_rank > 1 else n_microbatches
-    )
-    rounds = [range(start, start + size) for start in range(0, n_microbatches, size)]
-    forwards = [
-        Action(stage, "F", microbatch) for each in rounds for stage in stages for microbatch in each
-    ]
-    done = [
-        (stage, microbatch) for each in rounds for stage in reversed(stages) for microbatch in each
-    ]
-    backwards = [
-        Action(stage, "I" if splits_backward else "B", microbatch) for stage, microbatch in done
-    ]
-    weights = (
-        [Action(stage, "W", microbatch) for stage, microbatch in done] if splits_backward else []
-    )
-    n_warm_up = min((n_stages_per_rank - 1) * size + hops * (pp - 1 - rank), len(forwards))
+    size = n_microbatches // max(1, n_microbatches // pp)
+    forwards = []
+    backwards = []
+    for start in range(0, n_microbatches, size):
+        one_round = range(n_microbatches)[start : start + size]
+        forwards += run_stages(stages, "F", one_round)
+        backwards += run_stages(stages[::-1], "I" if splits_backward else "B", one_round)
+    n_warm_up = (n_stages_per_rank - 1) * size + hops * (pp - 1 - rank)
     row = forwards[:n_warm_up]
-    for at, backward in enumerate(backwards):
-        row += [*forwards[n_warm_up + at : n_warm_up + at + 1], backward]
-        row += weights[at - rank : at - rank + 1] if at >= rank else []
-    return row + weights[max(0, len(weights) - rank) :]
+    weights: deque[Action] = deque()
+    for at, backward in enumerate(backwards, n_warm_up):
+        row += forwards[at : at + 1]
+        row.append(backward)
+        if splits_backward:
+            weights.append(backward._replace(kind="W"))
+        if len(weights) > rank:
+            row.append(weights.popleft())
+    return [*row, *weights]
+
+
+class VRow:
+    """The row of a rank that holds the stages `first` and `second`, the two arms of a V."""
+
+    def __init__(self, rank: int, pp: int):
+        self.first = rank
+        self.second = 2 * pp - 1 - rank
+        self.actions: list[Action] = []
+        self.count: Counter[tuple[int, str]] = Counter()  # by stage and half
+
+    def add(self, stage: int, kinds: str) -> None:
+        """Append actions of a stage, each on the next microbatch."""
+        for kind in kinds:
+            halves = HALVES[kind]
+            self.actions.append(Action(stage, kind, self.count[stage, halves[0]]))
+            for half in halves:
+                self.count[stage, half] += 1
 
 
 def zero_bubble_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
-    """ZBVZeroBubble: a rank holds stages `rank` and 2*pp - 1 - rank, the two arms of a V."""
-    first, second = rank, 2 * pp - 1 - rank
-    count: Counter[tuple[int, str]] = Counter()
-    row: list[Action] = []
-
-    def add(stage: int, kinds: str, times: int = 1) -> None:
-        for kind in kinds * times:
-            row.append(Action(stage, kind, count[stage, kind]))
-            count[stage, kind] += 1
-
-    n_filling = max(
-        2 * pp - 1, n_microbatches
-    )  # minimum of the pattern; extra microbatches are dropped at the end
-    add(first, "F", 2 * (pp - rank) - 1)
+    """ZBVZeroBubble: forwards fill both arms, then F, I and W alternate, then I runs before the remaining W."""
+    row = VRow(rank, pp)
+    first, second = row.first, row.second
+    # Minimum of the pattern. Extra microbatches are dropped at the end.
+    n_filling = max(2 * pp - 1, n_microbatches)
+    row.add(first, "F" * (2 * (pp - rank) - 1))
     for _ in range(rank):
-        add(second, "F")
-        add(first, "F")
-    add(second, "FIW", pp - rank)
-    while count[second, "F"] < count[first, "F"] or count[first, "F"] < n_filling:
-        add(first, "F" * (count[first, "F"] < n_filling) + "IW")
-        add(second, "FIW")
+        row.add(second, "F")
+        row.add(first, "F")
+    row.add(second, "FIW" * (pp - rank))
+    for _ in range(n_filling - pp):
+        if row.count[first, "F"] < n_filling:
+            row.add(first, "F")
+        row.add(first, "IW")
+        row.add(second, "FIW")
     for _ in range(rank):
-        add(first, "I")
-        add(second, "I")
-    add(first, "IW", pp - rank)
-    for stage in (second, first):
-        add(stage, "W", count[stage, "I"] - count[stage, "W"])
-    return [action for action in row if action.microbatch < n_microbatches]
+        row.add(first, "I")
+        row.add(second, "I")
+    row.add(first, "IW" * (pp - rank))
+    row.add(second, "W" * rank)
+    row.add(first, "W" * rank)
+    return [action for action in row.actions if action.microbatch < n_microbatches]
 
 
 def dual_pipe_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
-    """DualPipeV: a rank holds two arms of a V, as in ZBV. Forwards of one arm alternate with backwards of the other."""
-    first, second = rank, 2 * pp - 1 - rank
-    count: Counter[tuple[int, bool]] = Counter()
-    waiting: deque[tuple[int, int]] = (
-        deque()
-    )  # (stage, microbatch) of gradients of weights to be computed
-    row: list[Action] = []
-
-    def add(*pairs: tuple[int, str], times: int = 1) -> None:
-        for stage, kind in pairs * times:
-            if kind == "W":
-                if waiting:
-                    row.append(Action(waiting[0][0], "W", waiting.popleft()[1]))
-                continue
-            microbatch = count[stage, kind == "F"]
-            row.append(Action(stage, kind, microbatch))
-            count[stage, kind == "F"] += 1
-            waiting.extend([(stage, microbatch)] * (kind == "I"))
-
-    half = (rank + 1) // 2  # the second half of the last backwards is split
-    add((first, "F"), times=2 * (pp - rank - 1))
-    add((first, "F"), (second, "F"), times=rank + 1)
-    add((second, "I"), (second, "W"), (second, "F"), times=pp - rank - 1)
-    add(
-        (first, "F"),
-        (second, "B"),
-        (second, "F"),
-        (first, "B"),
-        times=n_microbatches - 2 * pp + rank + 1,
-    )
-    add((second, "B"), (second, "F"), (first, "B"), times=pp - rank - 1)
-    for at in range(rank + 1):
-        add(
-            (second, "I" if at > half or (at == half and rank % 2) else "B"),
-            (first, "I" if at >= half else "B"),
-        )
-    add((first, "W"), (first, "I"), times=pp - rank - 1)
-    add((first, "W"), times=rank + 1)
-    return row
+    """DualPipeV: forwards of one arm alternate with backwards of the other. The last backwards are split."""
+    row = VRow(rank, pp)
+    first, second = row.first, row.second
+    n_after = pp - rank - 1  # ranks after this one
+    row.add(first, "FF" * n_after)
+    for _ in range(rank + 1):
+        row.add(first, "F")
+        row.add(second, "F")
+    row.add(second, "IWF" * n_after)
+    for _ in range(n_microbatches - pp - n_after):
+        row.add(first, "F")
+        row.add(second, "BF")
+        row.add(first, "B")
+    for _ in range(n_after):
+        row.add(second, "BF")
+        row.add(first, "B")
+    last = [second, first] * (rank + 1)
+    for stage in last[: rank + 1]:
+        row.add(stage, "B")
+    split = last[rank + 1 :]
+    for stage in split:
+        row.add(stage, "I")
+    weights = split + [first] * n_after  # in the order of their I
+    for stage in weights[:n_after]:
+        row.add(stage, "W")
+        row.add(first, "I")
+    for stage in weights[n_after:]:
+        row.add(stage, "W")
+    return row.actions
 
 
 ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch

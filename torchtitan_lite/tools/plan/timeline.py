@@ -11,15 +11,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_rows
-from torchtitan_lite.tools.plan.actions import Action, run_on_paper
+from torchtitan_lite.tools.plan.actions import Action, Event, Order, run_on_paper
 from torchtitan_lite.tools.plan.memory import WAITING
-from torchtitan_lite.tools.plan.orders import Order, list_order
+from torchtitan_lite.tools.plan.orders import list_order
 
+# kind -> change of the number of microbatches in flight, by their last action
+CHANGES = {"F": {"F": 1}, "B": {"F": -1}, "I": {"F": -1, "I": 1}, "W": {"I": -1}}
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
@@ -29,15 +30,6 @@ def plan_order(section: Parallelism, layout: Layout) -> Order:
     return list_order(
         section.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, n_stages_per_rank
     )
-
-
-class Event(NamedTuple):
-    """An action of a simulated step, with its start and end."""
-
-    rank: int  # pp rank
-    start: float  # seconds from the start of the step
-    end: float
-    action: Action
 
 
 @dataclass(frozen=True)
@@ -52,15 +44,15 @@ class Timeline:
         return max(event.end for event in self.events)
 
     @property
-    def bubble(self) -> float:  # idle fraction of the time of all ranks
-        return 1 - sum(event.end - event.start for event in self.events) / (
-            self.end_time * self.n_ranks
-        )
+    def bubble(self) -> float:
+        """Idle fraction of the time of all ranks."""
+        busy_s = sum(event.end - event.start for event in self.events)
+        return 1 - busy_s / (self.end_time * self.n_ranks)
 
 
 def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0) -> Timeline:
     """Simulate an order, which must not deadlock."""
-    return Timeline([Event(*each) for each in run_on_paper(order, seconds_of, send_s)], len(order))
+    return Timeline(run_on_paper(order, seconds_of, send_s), len(order))
 
 
 def count_in_flight(row: list[Action]) -> Counter[tuple[int, str]]:
@@ -69,16 +61,16 @@ def count_in_flight(row: list[Action]) -> Counter[tuple[int, str]]:
     After F, a microbatch holds the activations for its backward. Between I and W, it holds WAITING times as many bytes.
     """
     held: Counter[tuple[int, str]] = Counter()
-    peak, n_held, most = held, 0.0, 0.0
+    peak = held
+    n_held = 0.0
+    most = 0.0
     for action in row:
-        if action.kind != "F":
-            held[action.stage, "I" if action.kind == "W" else "F"] -= 1
-            n_held -= WAITING if action.kind == "W" else 1
-        if action.kind in "FI":
-            held[action.stage, action.kind] += 1
-            n_held += WAITING if action.kind == "I" else 1
+        for last, change in CHANGES[action.kind].items():
+            held[action.stage, last] += change
+            n_held += change * (WAITING if last == "I" else 1)
         if n_held > most:
-            peak, most = held.copy(), n_held
+            peak = held.copy()
+            most = n_held
     return peak
 
 
