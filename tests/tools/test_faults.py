@@ -151,13 +151,14 @@ def test_a_pulse_names_what_is_wrong():
         for key in path:
             record = record[key]
         record[last] = record[last]._replace(seconds=value) if "measured" in path else value
-        assert judge(rows, 4.0)[1] == [said]
+        (found,) = judge(rows, 4.0)[1]
+        assert said in found
     pair = make_rows()[:2]
     pair[1]["checksum"] = 8
     assert len(judge(pair, 4.0)[1]) == 2, "two ranks have no majority"
 
 
-def test_a_pulse_measures_ranks_links_and_disks_of_a_run(tmp_path):
+def test_a_pulse_measures_ranks_and_links_of_a_run(tmp_path):
     variables = {"TOOL": "pulse", "GLOO_SOCKET_IFNAME": "lo"}
     pulse = warm_start.launch(tmp_path / "run", tmp_path, f"--{TP}=2", n_ranks=4, **variables)
     printed = warm_start.finish(pulse, status=None)

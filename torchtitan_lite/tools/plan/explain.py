@@ -147,15 +147,16 @@ def elide(values: Sequence[int]) -> list:
 
 def format_parameters(parameters: dict[str, Tensor], ranks: list[int | str]) -> str:
     """Return a table of the parameter slices on these ranks of a stage. Layers with equal slices share a row."""
-    owners = defaultdict(list)  # layers, by row
+    layers_of = defaultdict(list)  # by row
     for fqn, parameter in parameters.items():
-        owner, name = LAYER.fullmatch(fqn).groups()
+        layer, name = LAYER.fullmatch(fqn).groups()
         slices = [GAP if rank == GAP else describe_slice(parameter, rank) for rank in ranks]
-        row = (owner.partition(".")[0], name, str(list(parameter.shape)), *slices)
-        owners[row].append(owner)
+        kind = layer.partition(".")[0]
+        shape = str(list(parameter.shape))
+        layers_of[kind, name, shape, tuple(slices)].append(layer)
     table = [("", "", *(f"rank {rank}" for rank in ranks))]
-    for (_, name, *cells), layers in owners.items():
-        table.append((f"  {join_layers(layers)}.{name}", *cells))
+    for (_, name, shape, slices), layers in layers_of.items():
+        table.append((f"  {join_layers(layers)}.{name}", shape, *slices))
     return format_table(table)
 
 

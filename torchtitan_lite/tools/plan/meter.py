@@ -53,20 +53,16 @@ class Collective:
 @cache
 def name_operation(func: OpOverload) -> str | None:
     """Return "all-gather" for "c10d::_allgather_base_" or "_c10d_functional::all_gather_into_tensor"; None if local."""
-    name = (
-        func._opname.replace("_", "")
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor")
-        else ""
-    )
+    if func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
+        return None
+    name = func._opname.replace("_", "")
     return next((operation for part, operation in OPERATIONS.items() if part in name), None)
 
 
 def name_axis(layout: Layout, group: dist.ProcessGroup) -> str:
     """Return the mesh dims of a group by its description, e.g. "mesh_dp_shard_cp"; all dims for the default group."""
-    named = re.findall(
-        "e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp",
-        group.group_desc.removeprefix("mesh_"),
-    )
+    dims = "e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp"
+    named = re.findall(dims, group.group_desc.removeprefix("mesh_"))
     return " x ".join(named or [dim for dim, degree in layout.degrees.items() if degree > 1])
 
 
@@ -75,26 +71,22 @@ def find_group(args: tuple) -> dist.ProcessGroup:
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)
-    return dist.distributed_c10d._resolve_process_group(
-        [arg for arg in args if isinstance(arg, str)][-1]
-    )
+    names = [argument for argument in args if isinstance(argument, str)]
+    return dist.distributed_c10d._resolve_process_group(names[-1])
 
 
 def measure(
     operation: str, group: dist.ProcessGroup, args: tuple, result: object
 ) -> tuple[Tensor, float]:
     """Return the whole tensor of a collective (the first, if there are several) and the bytes that this rank moves."""
-    sides = [
-        [leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)
-    ]
-    whole, splits = max(sides, key=lambda side: sum(tensor.numel() for tensor in side)), []
-    if (
-        operation == "all-to-all"
-    ):  # count the input, which c10d takes second; the last list has the rows for each rank
-        whole, splits = (
-            sides[1] or sides[0],
-            next((arg for arg in reversed(args) if isinstance(arg, list)), []),
-        )
+    sides = []
+    for side in (*args, result):
+        sides.append([leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)])
+    whole = max(sides, key=lambda side: sum(tensor.numel() for tensor in side))
+    splits = []
+    if operation == "all-to-all":
+        whole = sides[1] or sides[0]  # the input, which c10d takes second
+        splits = [arg for arg in args if isinstance(arg, list)][-1]  # rows for each rank
     n_bytes = sum(tensor.nbytes for tensor in whole)
     return whole[0], n_bytes * fraction_moved(operation, group.size(), group.rank(), splits)
 
@@ -104,7 +96,8 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, layout: Layout):
         super().__init__()
-        self.layout, self.sites = layout, CallSites()
+        self.layout = layout
+        self.sites = CallSites()
         self.collectives: list[Collective] = []
         self.live_bytes = self.peak_bytes = 0
         self._sizes: dict[int, int] = {}  # address of a live storage -> bytes
@@ -149,15 +142,14 @@ class Meter(TorchDispatchMode):
         """Count the storages of the tensors among these values."""
         for value in values:
             # A weight gathered in float8 is a wrapper subclass, whose storage is empty.
-            if (
-                isinstance(value, Tensor)
-                and value.device.type != "meta"
-                and not is_traceable_wrapper_subclass(value)
-            ):
+            if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+                continue
+            if value.device.type != "meta":
                 self._count(value.untyped_storage())
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, n_bytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        n_bytes = storage.nbytes()
         if key not in self._sizes:
             self._sizes[key] = 0
             weakref.finalize(storage, self._release, key)

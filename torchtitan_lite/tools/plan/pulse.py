@@ -167,26 +167,34 @@ def measure_links(
 
 def judge(rows: list[dict], limit: float) -> tuple[str, list[str]]:
     """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""
-    found = find_wrong(rows)
+    found = find_wrong(rows) + find_differing(rows)
     table = [("", "rate", "median", "slowest", "expected", "the slowest")]
     for what in rows[0]["measured"]:
         measured = [row["measured"][what] for row in rows]
         usual_s = median_low(each.seconds for each in measured)
         slowest = max(measured, key=lambda each: each.seconds)
         times_s = (usual_s, slowest.seconds, slowest.expected_s)
+        times = [f"{1000 * seconds:.3g} ms" for seconds in times_s]
         rate = f"{slowest.work / usual_s:.3g} {slowest.unit}" if slowest.work else ""
-        table.append((what, rate, *(f"{1000 * s:.3g} ms" for s in times_s), slowest.place))
-        for place, seconds in dict(each[:2] for each in measured).items():
-            ratio = seconds / usual_s
-            if slowest.work and ratio > limit:
+        table.append((what, rate, *times, slowest.place))
+        ratio_of = {each.place: each.seconds / usual_s for each in measured if each.work}
+        for place, ratio in ratio_of.items():
+            if ratio > limit:
                 found.append(f"{place} is slow: {what} takes {ratio:.2f} times the median")
+    return format_table(table, "<>>>>"), found
+
+
+def find_differing(rows: list[dict]) -> list[str]:
+    """Return a sentence for each environment variable that is not equal on all hosts."""
     hosts = [row for row in rows if "variables" in row]
-    for name in sorted(set().union(*(row["variables"] for row in hosts))):
+    names = set().union(*(row["variables"] for row in hosts))
+    found = []
+    for name in sorted(names):
         values = {row["variables"].get(name): row["name"] for row in hosts}
         if len(values) > 1:
             places = [f"{value} for {place}" for value, place in values.items()]
             found.append(f"{name} differs: {', '.join(places)}")
-    return format_table(table, "<>>>>"), found
+    return found
 
 
 def find_wrong(rows: list[dict]) -> list[str]:

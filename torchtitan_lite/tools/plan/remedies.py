@@ -18,10 +18,8 @@ LEAST_USED = 0.6  # fraction of the memory
 LEVERS = [  # key, value: from the one that costs least time
     ("training.loss_chunk_tokens", 1024),
     ("parallelism.zero_stage", 3),
-    (
-        "activation_checkpoint.mode",
-        "selective",
-    ),  # op: also gathers the inputs of norms again, whole on every tp rank
+    # op: also gathers the inputs of norms again, whole on every tp rank
+    ("activation_checkpoint.mode", "selective"),
     ("activation_checkpoint.mode", "full"),
     ("parallelism.pipeline_parallel_degree", 4),
     ("parallelism.tensor_parallel_degree", 8),

@@ -188,7 +188,13 @@ class Search:
                     module_fqns_per_model_part=[],
                     **schedule,
                 )
-                yield replace(config, training=training, parallelism=parallelism)
+                # list_candidates replaces the recompute. Some schedules refuse the config's.
+                yield replace(
+                    config,
+                    training=training,
+                    parallelism=parallelism,
+                    activation_checkpoint=RECOMPUTE[0],
+                )
 
     def find_global_batch(self) -> int:
         """Return the sequences per step: global_batch_size, or local_batch_size times dp of the config."""
