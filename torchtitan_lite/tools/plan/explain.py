@@ -150,13 +150,16 @@ def format_parameters(parameters: dict[str, Tensor], ranks: list[int | str]) -> 
     layers_of = defaultdict(list)  # by row
     for fqn, parameter in parameters.items():
         layer, name = LAYER.fullmatch(fqn).groups()
-        slices = [GAP if rank == GAP else describe_slice(parameter, rank) for rank in ranks]
+        slices = []
+        for rank in ranks:
+            slices.append(GAP if rank == GAP else describe_slice(parameter, rank))
         kind = layer.partition(".")[0]
         shape = str(list(parameter.shape))
         layers_of[kind, name, shape, tuple(slices)].append(layer)
     table = [("", "", *(f"rank {rank}" for rank in ranks))]
     for (_, name, shape, slices), layers in layers_of.items():
-        table.append((f"  {join_layers(layers)}.{name}", shape, *slices))
+        name = f"  {join_layers(layers)}.{name}"
+        table.append((name, shape, *slices))
     return format_table(table)
 
 

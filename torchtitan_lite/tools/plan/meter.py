@@ -81,14 +81,17 @@ def measure(
     """Return the whole tensor of a collective (the first, if there are several) and the bytes that this rank moves."""
     sides = []
     for side in (*args, result):
-        sides.append([leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)])
+        tensors = [leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)]
+        sides.append(tensors)
     whole = max(sides, key=lambda side: sum(tensor.numel() for tensor in side))
-    splits = []
+    fraction = fraction_moved(operation, group.size())
     if operation == "all-to-all":
         whole = sides[1] or sides[0]  # the input, which c10d takes second
-        splits = [arg for arg in args if isinstance(arg, list)][-1]  # rows for each rank
+        lists = [arg for arg in args if isinstance(arg, list)]
+        n_rows = lists[-1]  # sent to each rank
+        fraction = fraction_moved(operation, group.size(), group.rank(), n_rows)
     n_bytes = sum(tensor.nbytes for tensor in whole)
-    return whole[0], n_bytes * fraction_moved(operation, group.size(), group.rank(), splits)
+    return whole[0], n_bytes * fraction
 
 
 class Meter(TorchDispatchMode):
