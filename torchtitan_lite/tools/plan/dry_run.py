@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan import fake_world
@@ -54,8 +55,8 @@ class DryRun:
 def shorten(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
     """Return the same run with at most this number of microbatches in a step."""
     layout = planned.layout
-    if planned.config.parallelism.pipeline_parallel_schedule == "DualPipeV":
-        n_microbatches = max(n_microbatches, len(layout.stages))  # torch refuses fewer
+    if SCHEDULES[planned.config.parallelism.pipeline_parallel_schedule].fills_pipeline:
+        n_microbatches = max(n_microbatches, len(layout.stages))
     n = min(n_microbatches, layout.n_microbatches)
     rows = layout.global_batch_size * n // layout.n_microbatches
     return replace(planned, layout=replace(layout, global_batch_size=rows, n_microbatches=n))

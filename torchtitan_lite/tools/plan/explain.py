@@ -4,8 +4,7 @@ import argparse
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import groupby
-from math import prod
+from itertools import groupby, product
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from torchtitan_lite.tools.tables import format_bytes, format_table
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
 FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
 MOST_SHOWN = 8  # ranks or groups; of more, the first two and the last are shown
-GAP = ".."
 ROLES = {  # mesh dim -> work of its ranks in a step
     "pp": "{n} ranks hold successive layers; hidden states move to the next rank, and their gradients back",
     "dp_replicate": "{n} ranks read different sequences, hold the same weights, and all-reduce gradients",
@@ -52,7 +50,6 @@ def explain_step(planned: PlannedRun) -> None:
     """Print the step in words, the mesh, and the parameters and collectives of one rank per kind of stage."""
     layout = planned.layout
     short = shorten(planned, FEW)
-    n_more = layout.n_microbatches - short.layout.n_microbatches
     print(f"{describe_step(planned)}\n\n{draw_mesh(layout.degrees)}")
     if layout.ep:
         of_experts = {dim: getattr(layout, dim) for dim in ("pp", "dp_replicate", "efsdp", "ep")}
@@ -61,8 +58,11 @@ def explain_step(planned: PlannedRun) -> None:
     for pp_rank, alike in group_pp_ranks(planned).items():
         run = dry_run(short, pp_rank)
         ranks = elide(range(pp_rank * n_ranks, (pp_rank + 1) * n_ranks))
-        title = f"pp rank {', '.join(map(str, elide(alike)))}"
-        print_part(title, format_parameters(run.parameters, ranks), run.collectives, n_more)
+        title = f"pp rank {pp_rank} ({len(alike)} alike)"
+        print_part(title, format_parameters(run.parameters, ranks), run.collectives)
+    print(
+        f"\nThe dry run has {short.layout.n_microbatches} of {layout.n_microbatches} microbatches."
+    )
 
 
 def explain_token(planned: PlannedRun, rank: int) -> None:
@@ -96,9 +96,9 @@ def explain_token(planned: PlannedRun, rank: int) -> None:
         before = pp_rank
 
 
-def print_part(title: str, parameters: str, calls: list[Collective], n_more: int = 0) -> None:
+def print_part(title: str, parameters: str, calls: list[Collective]) -> None:
     print(f"\n---- {title}: parameters\n\n{parameters}")
-    print(f"\n---- {title}: collectives of one rank\n\n{format_collectives(calls, n_more)}")
+    print(f"\n---- {title}: collectives of one rank\n\n{format_collectives(calls)}")
 
 
 def describe_step(planned: PlannedRun) -> str:
@@ -125,41 +125,31 @@ def describe_step(planned: PlannedRun) -> str:
 
 def draw_mesh(degrees: dict[str, int]) -> str:
     """List the groups of the innermost dim, each with its place on the other dims."""
-    used = [dim for dim, degree in degrees.items() if degree > 1] or ["tp"]
-    *outer, inner = used
+    *outer, inner = [dim for dim, degree in degrees.items() if degree > 1] or ["tp"]
     n = degrees[inner]
-    sizes = [degrees[dim] for dim in outer]
-    lines = [f"mesh: {inner} in brackets"]
-    for group in elide(range(prod(sizes))):
-        label = GAP
-        if group != GAP:
-            place = torch.unravel_index(torch.tensor(group), sizes)
-            ranks = elide(range(group * n, group * n + n))
-            labels = [f"{dim} {index}  " for dim, index in zip(outer, place, strict=True)]
-            label = f"{''.join(labels)}[{' '.join(map(str, ranks))}]"
-        lines.append(f"  {label}")
-    return "\n".join(lines)
+    sizes = [range(degrees[dim]) for dim in outer]
+    lines = []
+    for group, place in enumerate(product(*sizes)):
+        labels = [f"{dim} {index}  " for dim, index in zip(outer, place, strict=True)]
+        lines.append(f"  {''.join(labels)}ranks {group * n}..{group * n + n - 1}")
+    return "\n".join([f"mesh: {len(lines)} groups of {inner}", *elide(lines)])
 
 
-def elide(values: Sequence[int]) -> list:
-    return list(values) if len(values) <= MOST_SHOWN else [*values[:2], GAP, values[-1]]
+def elide(values: Sequence) -> list:
+    return list(values) if len(values) <= MOST_SHOWN else [*values[:2], values[-1]]
 
 
-def format_parameters(parameters: dict[str, Tensor], ranks: list[int | str]) -> str:
+def format_parameters(parameters: dict[str, Tensor], ranks: list[int]) -> str:
     """Return a table of the parameter slices on these ranks of a stage. Layers with equal slices share a row."""
     layers_of = defaultdict(list)  # by row
     for fqn, parameter in parameters.items():
         layer, name = LAYER.fullmatch(fqn).groups()
-        slices = []
-        for rank in ranks:
-            slices.append(GAP if rank == GAP else describe_slice(parameter, rank))
+        slices = [describe_slice(parameter, rank) for rank in ranks]
         kind = layer.partition(".")[0]
-        shape = str(list(parameter.shape))
-        layers_of[kind, name, shape, tuple(slices)].append(layer)
+        layers_of[kind, name, str(list(parameter.shape)), *slices].append(layer)
     table = [("", "", *(f"rank {rank}" for rank in ranks))]
-    for (_, name, shape, slices), layers in layers_of.items():
-        name = f"  {join_layers(layers)}.{name}"
-        table.append((name, shape, *slices))
+    for (_, name, *cells), layers in layers_of.items():
+        table.append((f"  {join_layers(layers)}.{name}", *cells))
     return format_table(table)
 
 
@@ -187,20 +177,16 @@ def join_layers(owners: list[str]) -> str:
     return owners[0] if len(owners) == 1 else f"{owners[0]}-{owners[-1].removeprefix('layers.')}"
 
 
-def format_collectives(collectives: list[Collective], n_more: int = 0) -> str:
-    """Return a table of the collectives in forward, in backward and between. Repeated passes and layers are merged.
-
-    `n_more`: microbatches that the dry run left out. A pass that repeats is counted for each of them too.
-    """
+def format_collectives(collectives: list[Collective]) -> str:
+    """Return a table of the collectives in forward, in backward and between. Repeated passes and layers are merged."""
     passes = Counter()
     for phase, calls in groupby(collectives, key=find_pass):
         passes[phase, tuple(list_rows(calls))] += 1
     table = [("", "collective", "whole tensor", "bytes of a rank", "module", "line")]
     for (phase, rows), n in passes.items():
-        times = "once" if n == 1 else f"{n + n_more} times"
-        table.append((f"{phase}, {times}", *[""] * 5))
+        table.append((f"{phase}: {n} x", *[""] * 5))
         table += rows
-    return format_table(table) if passes else "none"
+    return format_table(table)
 
 
 def find_pass(call: Collective) -> str:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -84,11 +83,7 @@ def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iter
     shape = (layout.microbatch_size, positions, model_args.dim)
     dtype = getattr(torch, config.training.mixed_precision_param)
     hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-    with (
-        # 1F1B refuses fewer microbatches than stages, although it runs with fewer.
-        patch.object(Schedule1F1B, "__init__", PipelineScheduleSingle.__init__),
-        patch.object(pipeline, "Stage", partial(StaticStage, hidden=hidden)),
-    ):
+    with patch.object(pipeline, "Stage", partial(StaticStage, hidden=hidden)):
         yield
 
 

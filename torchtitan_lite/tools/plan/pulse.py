@@ -1,11 +1,10 @@
 """Test the ranks of a run before it starts: which device is slow or computes wrong, which link is slow?
 
     each rank        the same matmuls of random numbers: seconds, and a checksum that must be equal on all ranks
-    each mesh dim    all-gathers in all of its groups at once: seconds for 8 bytes, and for a large tensor
-    each host        environment variables of NCCL and gloo, which must be equal
+    each mesh dim    the same all-gathers in all of its groups at once: seconds
 
-Rank 0 prints the median and the slowest of each, next to what `plan` expects of this device. A rank, group or host far
-above the median is slow. The checksum of most ranks is right; without a majority, all ranks are suspects.
+Rank 0 prints the median and the slowest of each, next to what `plan` expects of this device. A rank or group far above
+the median is slow. The checksum of most ranks is right; without a majority, all ranks are suspects.
 """
 
 import json
@@ -38,14 +37,13 @@ from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster, find_row
-from torchtitan_lite.tools.tables import format_bytes, format_table
+from torchtitan_lite.tools.tables import format_table
 
 # By device: rows and dtype of the matrices, number of products, bytes of a rank in a large all-gather, and how many
 # times the median is slow. Ranks on CPUs share the cores, so their times differ.
 SIZES = {"cuda": (8192, "bfloat16", 1000, 2**26, 1.1), "cpu": (256, "float32", 300, 2**20, 4.0)}
 N_CALLS = 20
 FOUND = "found"
-VARIABLES = ("NCCL_", "GLOO_")  # prefixes of the environment variables that must be equal
 
 
 class Measured(NamedTuple):
@@ -54,8 +52,8 @@ class Measured(NamedTuple):
     place: str  # "rank 3 on node7", "tp of ranks [0, 1]"
     seconds: float
     expected_s: float
-    work: float = 0.0  # in units; 0: a latency, which is not judged
-    unit: str = ""
+    work: float  # in units
+    unit: str  # "TFLOP", "GB"
 
 
 def main(options: Namespace) -> int:
@@ -85,26 +83,21 @@ def run_rank(args: list[str], folder: Path) -> int:
     mesh = build_mesh(plan.layout, device.type)
     cluster = CLUSTERS[find_row(machine.name)]
     name = f"rank {place.rank} on {socket.gethostname()}"
-    checksum, measured = measure_matmul(name, cluster, device)
-    row = {"name": name, "checksum": checksum, "measured": measured}
+    checksum, of_matmul = measure_matmul(name, cluster, device)
+    measured = {"matmul": of_matmul}
     for dim in (*MESH_DIMS, "ep"):
         if getattr(plan.layout, dim) > 1:
             dist.barrier(groups.host)
             group = mesh.ep if dim == "ep" else mesh.world[dim]
-            measured |= measure_links(dim, group, plan.layout.strides[dim], cluster, device)
-    if place.local_rank == 0:
-        row["variables"] = {key: os.environ[key] for key in os.environ if key.startswith(VARIABLES)}
+            stride = plan.layout.strides[dim]
+            measured[f"all-gather over {dim}"] = measure_link(dim, group, stride, cluster, device)
+    row = {"name": name, "checksum": checksum, "measured": measured}
     rows = [{}] * place.world_size if place.rank == 0 else None
     dist.gather_object(row, rows, group=groups.host)
     if rows:
         text, found = judge(rows, SIZES[device.type][-1])
-        print(
-            f"{plan.config_name} on {plan.layout}",
-            text,
-            *(found or ["nothing found wrong"]),
-            sep="\n",
-            flush=True,
-        )
+        lines = [f"{plan.config_name} on {plan.layout}", text, *(found or ["nothing found wrong"])]
+        print("\n".join(lines), flush=True)
         if found:
             (folder / FOUND).touch()
     end_process(groups)
@@ -123,51 +116,42 @@ def time_each(call: Callable[[], object], n_calls: int, device: torch.device) ->
     return median(times_s)
 
 
-def measure_matmul(
-    place: str, cluster: Cluster, device: torch.device
-) -> tuple[int, dict[str, Measured]]:
-    """Return the sum of the bits of all results, and the time of a matmul."""
+def measure_matmul(place: str, cluster: Cluster, device: torch.device) -> tuple[int, Measured]:
+    """Multiply the same random matrices often. Return a checksum of all results, and the time of a matmul."""
     n, dtype, n_products, *_ = SIZES[device.type]
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, n, n, generator=generator).to(device, getattr(torch, dtype))
     checksums = []
     seconds = time_each(lambda: checksums.append(compute_checksum(a @ b)), n_products, device)
     expected_s = cluster.matmul_time(n, n, n, dtype)
-    measured = Measured(place, seconds, expected_s, 2 * n**3 / 1e12, "TFLOP/s")
-    return sum(map(int, checksums)), {f"matmul of {n} rows": measured}
+    measured = Measured(place, seconds, expected_s, 2 * n**3 / 1e12, "TFLOP")
+    return sum(map(int, checksums)), measured
 
 
-def measure_links(
+def measure_link(
     dim: str, mesh: DeviceMesh, stride: int, cluster: Cluster, device: torch.device
-) -> dict[str, Measured]:
-    """Return the times of a small and of a large all-gather in this rank's group. Collective.
+) -> Measured:
+    """Return the time of an all-gather in this rank's group. Collective.
 
-    Each of n ranks sends P bytes, 8 or those in SIZES, and receives P(n-1).
+    Each of n ranks sends P bytes, those in SIZES, and receives P(n-1).
     """
     ranks = list_ranks(mesh)
-    place = f"{dim} of ranks {mesh.mesh.tolist()}"
-
-    def measure(n_bytes: int) -> tuple[str, float, float]:
-        own = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-
-        def gather() -> None:
-            gathered = collectives.all_gather_into_tensor.default(own, ranks.n, ranks.group_name)
-            collectives.wait_tensor.default(gathered)
-
-        expected_s = cluster.collective_time(stride, ranks.n, n_bytes * ranks.n)
-        return place, time_each(gather, N_CALLS, device), expected_s
-
     n_bytes = SIZES[device.type][3]
+    own = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
+
+    def gather() -> None:
+        gathered = collectives.all_gather_into_tensor.default(own, ranks.n, ranks.group_name)
+        collectives.wait_tensor.default(gathered)
+
+    seconds = time_each(gather, N_CALLS, device)
+    expected_s = cluster.collective_time(stride, ranks.n, n_bytes * ranks.n)
     received = n_bytes * (ranks.n - 1) / GB
-    return {
-        f"{dim}, 8 bytes": Measured(*measure(8)),
-        f"{dim}, {format_bytes(n_bytes)} of each": Measured(*measure(n_bytes), received, "GB/s"),
-    }
+    return Measured(f"{dim} of ranks {mesh.mesh.tolist()}", seconds, expected_s, received, "GB")
 
 
 def judge(rows: list[dict], limit: float) -> tuple[str, list[str]]:
     """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""
-    found = find_wrong(rows) + find_differing(rows)
+    found = find_wrong(rows)
     table = [("", "rate", "median", "slowest", "expected", "the slowest")]
     for what in rows[0]["measured"]:
         measured = [row["measured"][what] for row in rows]
@@ -175,26 +159,13 @@ def judge(rows: list[dict], limit: float) -> tuple[str, list[str]]:
         slowest = max(measured, key=lambda each: each.seconds)
         times_s = (usual_s, slowest.seconds, slowest.expected_s)
         times = [f"{1000 * seconds:.3g} ms" for seconds in times_s]
-        rate = f"{slowest.work / usual_s:.3g} {slowest.unit}" if slowest.work else ""
+        rate = f"{slowest.work / usual_s:.3g} {slowest.unit}/s"
         table.append((what, rate, *times, slowest.place))
-        ratio_of = {each.place: each.seconds / usual_s for each in measured if each.work}
-        for place, ratio in ratio_of.items():
+        for place, seconds in {each.place: each.seconds for each in measured}.items():
+            ratio = seconds / usual_s
             if ratio > limit:
                 found.append(f"{place} is slow: {what} takes {ratio:.2f} times the median")
     return format_table(table, "<>>>>"), found
-
-
-def find_differing(rows: list[dict]) -> list[str]:
-    """Return a sentence for each environment variable that is not equal on all hosts."""
-    hosts = [row for row in rows if "variables" in row]
-    names = set().union(*(row["variables"] for row in hosts))
-    found = []
-    for name in sorted(names):
-        values = {row["variables"].get(name): row["name"] for row in hosts}
-        if len(values) > 1:
-            places = [f"{value} for {place}" for value, place in values.items()]
-            found.append(f"{name} differs: {', '.join(places)}")
-    return found
 
 
 def find_wrong(rows: list[dict]) -> list[str]:

@@ -1,7 +1,7 @@
 """Remarks of `plan` on a layout: settings that waste time or memory, each with a better value."""
 
 from contextlib import suppress
-from math import ceil
+from math import ceil, gcd
 
 from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.machine import GIB
@@ -86,16 +86,15 @@ def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
 
 def warn_of_groups(layout: Layout, cluster: Cluster) -> list[str]:
     """Warn of groups that communicate in every layer and span nodes."""
-    size = cluster.node_size
     warnings = []
     for dim, key, what in (
         ("tp", "tensor_parallel_degree", "communicates several times per layer"),
         ("ep", "expert_parallel_degree", "sends tokens four times per layer"),
     ):
         degree = getattr(layout, dim)
-        if degree > 1 and (size % degree or cluster.count_nodes(1, degree) > 1):
-            inner = max(n for n in range(1, size + 1) if size % n == 0 and degree % n == 0)
+        inner = gcd(degree, cluster.node_size)
+        if inner < degree:
             warnings.append(
-                f"{dim} {degree} {what} across nodes of {size}. Use parallelism.{key} = {inner}"
+                f"{dim} {degree} {what} across nodes of {cluster.node_size}. Use parallelism.{key} = {inner}"
             )
     return warnings

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil
+from math import ceil, inf
 
-from torchtitan_lite.config.checks import find_refused
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import (
     Layout,
@@ -100,15 +99,14 @@ class Search:
         """Return the best layouts, ties first. Raises ConfigError if check accepts no layout or none fits in memory."""
         self.n_accepted = 0
         self.fitting = []
-        leanest = None
+        least_bytes = inf
         for candidate in self.list_candidates():
             self.n_accepted += 1
+            least_bytes = min(least_bytes, candidate.taken_bytes)
             if candidate.taken_bytes <= self.cluster.memory_bytes:
                 self.fitting.append(candidate)
-            elif leanest is None or candidate.taken_bytes < leanest.taken_bytes:
-                leanest = candidate
         if not self.fitting:
-            raise ConfigError([self.describe_failure(leanest)])
+            raise ConfigError([self.describe_failure(least_bytes)])
         self.fitting.sort(key=lambda candidate: candidate.step_time.lower_bound_s)
         best = []
         for candidate in self.fitting:
@@ -121,51 +119,44 @@ class Search:
         ties = [pair for pair in best if pair[1].step_time_s <= tie_s]
         return sorted(ties, key=lambda pair: pair[0].n_dims) + best[len(ties) :]
 
-    def describe_failure(self, leanest: Candidate | None) -> Problem:
-        """Return why no layout fits. `leanest`: the layout that takes least memory, if check accepts any."""
+    def describe_failure(self, least_bytes: float) -> Problem:
+        """Return why no layout fits. `least_bytes`: of the layout that takes least; infinite if check accepts none."""
         why = f"no layout with {self.find_global_batch()} sequences per step passes check"
         remedy = "Use full nodes, and a training.global_batch_size with many divisors"
-        if leanest:
-            why = (
-                f"the smallest layout ({leanest}) needs {leanest.taken_bytes / GIB:.1f} GiB per GPU"
-            )
+        if least_bytes < inf:
+            why = f"the smallest layout needs {least_bytes / GIB:.1f} GiB per GPU"
             remedy = "Use more GPUs, or optimizer moments in bfloat16 (optimizer.moments_dtype)"
         return Problem("--gpus", self.world_size, why, remedy)
 
     def list_candidates(self) -> Iterator[Candidate]:
         """Yield the layouts that `check` accepts."""
-        for proposal in self.list_proposals():
+        for config in self.list_proposals():
             with suppress(ConfigError):
-                layout = plan_layout(proposal, self.model_args, self.world_size)
-                for section in RECOMPUTE:
-                    config = replace(proposal, activation_checkpoint=section)
-                    if not find_refused(config, self.model_args, layout.zero_stage):
-                        yield Candidate(config, self.model_args, layout, self.cluster)
+                layout = plan_layout(config, self.model_args, self.world_size)
+                yield Candidate(config, self.model_args, layout, self.cluster)
 
     def list_proposals(self) -> Iterator[Config]:
-        """Yield every layout to try. Nodes are full, tp stays within a node, dp_shard is all of dp, 64, or 8."""
+        """Yield every layout to try. tp stays within a node; dp_shard is all of dp, 64, or 8."""
         config = self.config
         world_size = self.world_size
-        node_size = self.cluster.node_size
         n_layers = self.model_args.n_layers
         n_experts = self.model_args.moe.n_experts if self.model_args.moe else 1
         global_batch = self.find_global_batch()
-        if world_size > node_size and world_size % node_size:
-            return
         for tp, pp, cp in product(
-            divisors(world_size, node_size),
+            divisors(world_size, self.cluster.node_size),
             divisors(world_size, n_layers),
             divisors(world_size, max(1, config.training.seq_len // LEAST_TOKENS)),
         ):
             dp, rest = divmod(world_size, tp * pp * cp)
             if rest or global_batch % dp:
                 continue
-            for dp_shard, microbatch, schedule, zero_stage, ep in product(
+            for dp_shard, microbatch, (schedule, layers), zero_stage, ep, recompute in product(
                 {n for n in (dp, 64, 8) if dp % n == 0},
                 [n for n in MICROBATCHES if global_batch // dp % n == 0],
                 list_schedules(config.parallelism, pp, n_layers),
                 (1, 3) if pp > 1 else (1, 2, 3),
                 divisors(n_experts, world_size),
+                RECOMPUTE,
             ):
                 if dp_shard * cp * tp % ep:
                     continue
@@ -186,14 +177,14 @@ class Search:
                     fsdp_reshard_after_forward="default",
                     pipeline_parallel_microbatch_size=microbatch if pp > 1 else 1,
                     module_fqns_per_model_part=[],
-                    **schedule,
+                    pipeline_parallel_schedule=schedule,
+                    pipeline_parallel_layers_per_stage=layers,
                 )
-                # list_candidates replaces the recompute. Some schedules refuse the config's.
                 yield replace(
                     config,
                     training=training,
                     parallelism=parallelism,
-                    activation_checkpoint=RECOMPUTE[0],
+                    activation_checkpoint=recompute,
                 )
 
     def find_global_batch(self) -> int:
@@ -202,23 +193,19 @@ class Search:
         return plan_batch(self.config, degrees)["global_batch_size"]
 
 
-def list_schedules(section: Parallelism, pp: int, n_layers: int) -> list[dict[str, object]]:
-    """Return the config keys of every schedule. Schedules with any number of stages are tried with STAGES_PER_RANK."""
+def list_schedules(section: Parallelism, pp: int, n_layers: int) -> list[tuple[str, int | None]]:
+    """Return every schedule with its layers per stage; None: as many stages as the schedule has."""
     if pp == 1:
-        return [{"pipeline_parallel_layers_per_stage": None}]
+        return [(section.pipeline_parallel_schedule, None)]
     weight = n_layers + section.pipeline_parallel_first_stage_less_layers
     weight += section.pipeline_parallel_last_stage_less_layers
-    keys = []
+    pairs = []
     for name, schedule in SCHEDULES.items():
-        key = {"pipeline_parallel_schedule": name, "pipeline_parallel_layers_per_stage": None}
-        if schedule.most_stages_per_rank is not None:
-            keys.append(key)
-            continue
-        for n_stages in (pp * per_rank for per_rank in STAGES_PER_RANK):
-            layers = ceil(weight / n_stages)
-            if ceil(weight / layers) == n_stages:
-                keys.append(key | {"pipeline_parallel_layers_per_stage": layers})
-    return keys
+        layers_per_stage = {None}
+        if schedule.most_stages_per_rank is None:
+            layers_per_stage = {ceil(weight / pp / n_stages) for n_stages in STAGES_PER_RANK}
+        pairs += product([name], layers_per_stage)
+    return pairs
 
 
 def divisors(n: int, most: int) -> list[int]:
@@ -245,44 +232,23 @@ def search_layouts(options: argparse.Namespace) -> str:
     table = [("", "tok/s/GPU", "MFU", "step", "bubble", "GiB", "layout")]
     for number, (candidate, expected) in enumerate(best, 1):
         mark = "=" if expected.step_time_s <= tie_s else ""
-        table.append((f"{mark} {number}", *format_row(candidate, expected)))
-    verdict = judge_own(search, best[0][1], table)
+        row = (
+            f"{mark} {number}",
+            f"{expected.tokens_per_s_per_gpu:,.0f}",
+            f"{expected.mfu_full:.1%}",
+            f"{expected.step_time_s:.2f}s",
+            f"{expected.bubble:.1%}",
+            f"{candidate.taken_bytes / GIB:.1f}",
+            str(candidate),
+        )
+        table.append(row)
     batch = (
         f"{search.find_global_batch():,} sequences of {reading.config.training.seq_len:,} tokens"
     )
     return (
         f"{search.n_accepted:,} layouts on {n_gpus:,} GPUs with {batch} per step pass check; "
         f"{len(search.fitting):,} fit in memory.\n\n{format_table(table, '>>>>>>')}\n"
-        f"= tied, within {TIE - 1:.0%} of the best; fewest mesh dims first\n\n{verdict}"
-    )
-
-
-def format_row(candidate: Candidate, expected: Forecast) -> tuple[str, ...]:
-    return (
-        f"{expected.tokens_per_s_per_gpu:,.0f}",
-        f"{expected.mfu_full:.1%}",
-        f"{expected.step_time_s:.2f}s",
-        f"{expected.bubble:.1%}",
-        f"{candidate.taken_bytes / GIB:.1f}",
-        str(candidate),
-    )
-
-
-def judge_own(search: Search, best: Forecast, table: list[tuple[str, ...]]) -> str:
-    """Append the config's layout to the table, and return why it is slower than number 1."""
-    try:
-        layout = plan_layout(search.config, search.model_args, search.world_size)
-    except ConfigError as error:
-        return f"The layout of the config does not run on {search.world_size:,} GPUs:\n{error}"
-    own = Candidate(search.config, search.model_args, layout, search.cluster)
-    expected = own.forecast()
-    table.append(("own", *format_row(own, expected)))
-    lost_s = {what: expected.parts_s[what] - best.parts_s[what] for what in best.parts_s}
-    worst = max(lost_s, key=lost_s.get)
-    slower = f"{expected.step_time_s / best.step_time_s - 1:+.1%}"
-    return (
-        f"Step time of the config's layout (own) against number 1: {slower}. "
-        f"The largest difference is {worst}: {lost_s[worst]:+.2f} s."
+        f"= tied, within {TIE - 1:.0%} of the best; fewest mesh dims first"
     )
 
 
