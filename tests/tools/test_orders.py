@@ -164,4 +164,4 @@ def test_the_picture_has_a_box_for_each_action():
     boxes = [box for box in root.iter("svg") if box.get("class") == "box"]
     assert len(boxes) == len(timeline.events) == 4 * 8 * 2 * 3
     assert max(float(box.get("x")[:-1]) + float(box.get("width")[:-1]) for box in boxes) <= 100.01
-    assert "backward of weights of microbatch 3, stage 5" in "".join(root.itertext())
+    assert "W3 of stage 5" in "".join(root.itertext())

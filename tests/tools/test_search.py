@@ -1,6 +1,7 @@
 """The search over layouts: complete, sound by the rules of check, ranked by simulated time, and honest when empty."""
 
 import itertools
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -11,8 +12,8 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.tools.plan.cluster import CLUSTERS
-from torchtitan_lite.tools.plan.search import TIE, Candidate, Search
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
+from torchtitan_lite.tools.plan.search import Candidate, list_candidates, rank
 
 H100 = CLUSTERS["h100"]
 
@@ -23,18 +24,18 @@ def read(name: str, arguments: str = "") -> tuple[Config, ModelArgs]:
     return reading.config, resolve_model(reading.config.model)
 
 
-def search_8b() -> Search:
+def list_8b(cluster: Cluster = H100) -> list[Candidate]:
     config, model_args = read("llama3_8b", "--training.global_batch_size 16 --compile.no_enable")
-    return Search(config, model_args, 8, H100)
+    return list(list_candidates(config, model_args, 8, cluster))
 
 
 def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
-    search = search_8b()
-    candidates = list(search.list_candidates())
+    candidates = list_8b(replace(H100, memory_bytes=1e15))
     keys = {(str(c), str(c.config)) for c in candidates}
     assert len(keys) == len(candidates) > 1000
+    _, model_args = read("llama3_8b")
     for candidate in candidates[::101]:
-        layout = plan_layout(candidate.config, search.model_args, 8)
+        layout = plan_layout(candidate.config, model_args, 8)
         assert layout == candidate.layout and layout.global_batch_size == 16
     degrees = {tuple(candidate.layout.degrees.values()) for candidate in candidates}
     meshes = itertools.product((1, 2, 4, 8), [1], *[(1, 2, 4, 8)] * 3)
@@ -48,40 +49,29 @@ def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
 
 def test_a_search_of_experts_has_every_degree_that_divides_them():
     config, model_args = read("debug_moe", "--training.global_batch_size 8")
-    layouts = [each.layout for each in Search(config, model_args, 8, H100).list_candidates()]
+    layouts = [each.layout for each in list_candidates(config, model_args, 8, H100)]
     degrees = {(layout.pp, layout.ep) for layout in layouts}
     assert degrees == {(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)}
 
 
-def test_the_ten_best_are_those_that_simulating_all_would_give_ties_first():
-    search = search_8b()
-    best = search.rank()
-    fitting = [c for c in search.list_candidates() if c.taken_bytes <= H100.memory_bytes]
+def test_the_ten_best_are_those_that_simulating_all_would_give():
+    fitting = list_8b()
+    best = rank(fitting)
     simulated = sorted(each.forecast().step_time_s for each in fitting)
-    times = [expected.step_time_s for _, expected in best]
-    assert sorted(times) == simulated[:10] and 0 < len(fitting) < search.n_accepted
-    n_ties = sum(time <= TIE * simulated[0] for time in times)
-    ties = [candidate.n_dims for candidate, _ in best[:n_ties]]
-    assert ties == sorted(ties) and times[n_ties:] == sorted(times[n_ties:])
+    assert [expected.step_time_s for _, expected in best] == simulated[:10]
     for candidate, expected in best:
         assert candidate.taken_bytes <= 81559 * 2**20
         assert sum(expected.parts_s.values()) == pytest.approx(expected.step_time_s)
         assert all(seconds >= -1e-9 for seconds in expected.parts_s.values())
 
 
-def test_the_report_says_why_the_own_layout_loses_and_the_winner_reads_back(tmp_path, capsys):
+def test_the_report_names_the_winner_which_reads_back(tmp_path, capsys):
     file = tmp_path / "winner.toml"
-    args = (
-        f"plan --search --config llama3_8b --gpus 8 --toml {file} --training.global_batch_size 16 "
-    )
-    args += "--training.local_batch_size 16 --parallelism.pipeline_parallel_degree 4 "
-    args += "--parallelism.tensor_parallel_degree 2 --activation_checkpoint.mode full"
-    assert main(args.split()) == 0
+    args = f"plan --search --config llama3_8b --gpus 8 --toml {file}"
+    assert main([*args.split(), "--training.global_batch_size=16"]) == 0
     printed = capsys.readouterr().out
-    own = "pp4 x tp2, 1F1B, 4 stages, microbatches: 16 x 1, ZeRO 1, recompute full (32)"
-    assert own in printed and "The largest difference is " in printed
     layout = plan_layout(*read(str(file)), 8)
-    winner = next(line for line in printed.splitlines() if line.lstrip().startswith("= 1  "))
+    winner = next(line for line in printed.splitlines() if line.lstrip().startswith("1  "))
     assert f"{layout}, " in winner and winner.partition(str(layout))[2] in file.read_text()
 
 
@@ -89,29 +79,22 @@ def test_the_report_says_why_the_own_layout_loses_and_the_winner_reads_back(tmp_
     ("name", "n_gpus", "batch", "expected"),
     [
         ("llama3_70b", 64, 128, ("dp_shard64", "recompute full")),
-        ("llama3_405b", 512, 128, ("dp_shard128 x tp4",)),
+        ("llama3_405b", 512, 128, ("dp_shard", " x tp4,")),
     ],
 )
 def test_large_models_get_what_practitioners_run(name, n_gpus, batch, expected):
     """70B on 64: FSDP and full recompute. 405B on 512: FSDP with tp inside a node, not FSDP alone."""
-    search = Search(*read(name, f"--training.global_batch_size {batch}"), n_gpus, H100)
-    best = search.rank()
-    assert search.n_accepted > 3_000 and len(best) == 10
+    config, model_args = read(name, f"--training.global_batch_size {batch}")
+    best = rank(list(list_candidates(config, model_args, n_gpus, H100)))
+    assert len(best) == 10
     assert all(words in str(best[0][0]) for words in expected), str(best[0][0])
 
 
-class CommonSearch(Search):
-    """A search among layouts that people run: no cp at 8k tokens, ep inside a node, at most 16 stages of 1F1B ranks."""
-
-    def list_proposals(self):
-        for config in super().list_proposals():
-            section = config.parallelism
-            schedule = section.pipeline_parallel_schedule
-            pp = section.pipeline_parallel_degree
-            is_common = pp == 1 or (pp <= 16 and schedule in ("1F1B", "Interleaved1F1B"))
-            in_node = section.expert_parallel_degree <= self.cluster.node_size
-            if is_common and in_node and section.context_parallel_degree == 1:
-                yield config
+def is_common(candidate: Candidate) -> bool:
+    """Whether people run such layouts: no cp at 8k tokens, ep inside a node, at most 16 stages of 1F1B ranks."""
+    layout = candidate.layout
+    is_simple = candidate.schedule in ("1F1B", "Interleaved1F1B") and layout.pp <= 16
+    return (is_simple or layout.pp == 1) and layout.cp == 1 and layout.ep <= H100.node_size
 
 
 SHIPPED = [
@@ -126,7 +109,8 @@ SHIPPED = [
 def test_a_shipped_layout_is_within_5_percent_of_the_best_that_people_run(name, n_gpus):
     config, model_args = read(name)
     own = Candidate(config, model_args, plan_layout(config, model_args, n_gpus), H100)
-    (_, best), *_ = CommonSearch(config, model_args, n_gpus, H100).rank()
+    fitting = filter(is_common, list_candidates(config, model_args, n_gpus, H100))
+    (_, best), *_ = rank(list(fitting))
     assert own.taken_bytes <= H100.memory_bytes and not config.profiling.enable_profiling
     assert own.forecast().step_time_s <= 1.05 * best.step_time_s
 
@@ -142,8 +126,7 @@ UNEVEN = "--training.seq_len=8191 --training.global_batch_size"
     ("args", "said"),
     [
         (f"debug_3d --gpus 16 {UNEVEN}=7", "training.global_batch_size"),
-        (f"debug_3d --gpus 12 {UNEVEN}=12", "training.global_batch_size"),
-        ("llama3_70b --gpus 8", "the smallest layout"),
+        ("llama3_70b --gpus 8", "fits in memory"),
     ],
 )
 def test_an_empty_search_says_what_to_change(tmp_path, capsys, args, said):

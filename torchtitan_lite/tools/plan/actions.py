@@ -6,6 +6,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -68,12 +69,8 @@ def run_on_paper(
     rows: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0
 ) -> list[Event]:
     """Simulate the schedule until no rank can continue. Sending to another rank takes `send_s` seconds."""
-    rank_of = {}  # by stage
-    for rank, row in enumerate(rows):
-        for action in row:
-            rank_of[action.stage] = rank
-    last_stage = max(rank_of)
-    done_s: dict[tuple[int, str, int], float] = {}
+    last_stage = max(chain(*rows)).stage
+    done: dict[tuple[int, str, int], tuple[float, int]] = {}  # work -> its end and pp rank
     clocks_s = [0.0] * len(rows)
     n_run = [0] * len(rows)
     events: list[Event] = []
@@ -84,14 +81,16 @@ def run_on_paper(
             for action in row[n_run[rank] :]:
                 start_s = clocks_s[rank]
                 needs = list_needs(action, last_stage)
-                if not done_s.keys() >= needs:
+                if not done.keys() >= needs:
                     break
                 for need in needs:
-                    sent_s = send_s if rank_of[need[0]] != rank else 0.0
-                    start_s = max(start_s, done_s[need] + sent_s)
+                    sent_s, sender = done[need]
+                    if sender != rank:
+                        sent_s += send_s
+                    start_s = max(start_s, sent_s)
                 end_s = start_s + seconds_of(action)
                 for half in HALVES[action.kind]:
-                    done_s[action.stage, half, action.microbatch] = end_s
+                    done[action.stage, half, action.microbatch] = end_s, rank
                 clocks_s[rank] = end_s
                 n_run[rank] += 1
                 events.append(Event(rank, start_s, end_s, action))

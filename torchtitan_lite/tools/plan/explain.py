@@ -104,20 +104,15 @@ def print_part(title: str, parameters: str, calls: list[Collective]) -> None:
 def describe_step(planned: PlannedRun) -> str:
     """Describe one optimizer step of this layout in words."""
     layout = planned.layout
-    config = planned.config
     n_rows = layout.global_batch_size
     sizes = layout.degrees | {"ep": layout.ep}
     lines = [
-        f"step: {n_rows} rows of {config.training.seq_len} tokens. Each of {layout.dp} data-parallel ranks reads "
-        f"{n_rows // layout.dp}, in {layout.n_microbatches} microbatches of {layout.microbatch_size}"
+        f"step: {n_rows} rows of {planned.config.training.seq_len} tokens. Each of {layout.dp} data-parallel ranks "
+        f"reads {n_rows // layout.dp}, in {layout.n_microbatches} microbatches of {layout.microbatch_size}"
     ]
     for dim, role in ROLES.items():
         if sizes[dim] > 1:
             lines.append(f"{dim}: {role.format(n=sizes[dim])}")
-    mode = config.activation_checkpoint.mode
-    lines.append(f"recompute: {mode}. Backward recomputes activations that forward did not keep")
-    name = config.optimizer.name
-    lines.append(f"update: ranks all-reduce the gradient norm; {name} updates the local slices")
     if planned.workload.updates_matrices:
         lines.append("each hidden matrix is sent to one rank, orthogonalized, and sent back")
     return "\n".join(f"  {line}" for line in lines)
@@ -144,12 +139,12 @@ def format_parameters(parameters: dict[str, Tensor], ranks: list[int]) -> str:
     layers_of = defaultdict(list)  # by row
     for fqn, parameter in parameters.items():
         layer, name = LAYER.fullmatch(fqn).groups()
-        slices = [describe_slice(parameter, rank) for rank in ranks]
+        slices = tuple(describe_slice(parameter, rank) for rank in ranks)
         kind = layer.partition(".")[0]
-        layers_of[kind, name, str(list(parameter.shape)), *slices].append(layer)
+        layers_of[kind, name, str(list(parameter.shape)), slices].append(layer)
     table = [("", "", *(f"rank {rank}" for rank in ranks))]
-    for (_, name, *cells), layers in layers_of.items():
-        table.append((f"  {join_layers(layers)}.{name}", *cells))
+    for (_, name, shape, slices), layers in layers_of.items():
+        table.append((f"  {join_layers(layers)}.{name}", shape, *slices))
     return format_table(table)
 
 

@@ -10,13 +10,12 @@ Sources, arXiv: GPipe 1811.06965; 1F1B 2104.04473; LoopedBFS 2211.05953; zero bu
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 
 from torchtitan_lite.tools.plan.actions import HALVES, Action, Order
 
 
-@lru_cache(maxsize=1024)
 def list_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> Order:
     """Return the order of a schedule. If pp is 1: forward and backward of each microbatch in turn."""
     list_row = ORDERS["1F1B" if pp == 1 else schedule]
@@ -73,79 +72,57 @@ def interleave(
     return [*row, *weights]
 
 
-class VRow:
-    """The row of a rank that holds the stages `first` and `second`, the two arms of a V."""
-
-    def __init__(self, rank: int, pp: int):
-        self.first = rank
-        self.second = 2 * pp - 1 - rank
-        self.actions: list[Action] = []
-        self.count: Counter[tuple[int, str]] = Counter()  # by stage and half
-
-    def add(self, stage: int, kinds: str) -> None:
-        """Append actions of a stage, each on the next microbatch."""
-        for kind in kinds:
-            halves = HALVES[kind]
-            self.actions.append(Action(stage, kind, self.count[stage, halves[0]]))
-            for half in halves:
-                self.count[stage, half] += 1
+def run_steps(rank: int, pp: int, steps: str) -> list[Action]:
+    """Return the actions of steps such as "aF bI bW": a and b are the arms of a V. Each runs the next microbatch."""
+    stages = {"a": rank, "b": 2 * pp - 1 - rank}
+    n_done: Counter[tuple[str, str]] = Counter()  # by arm and half
+    row = []
+    for arm, kind in steps.split():
+        halves = HALVES[kind]
+        row.append(Action(stages[arm], kind, n_done[arm, halves[0]]))
+        for half in halves:
+            n_done[arm, half] += 1
+    return row
 
 
 def zero_bubble_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
     """ZBVZeroBubble: forwards fill both arms, then F, I and W alternate, then I runs before the remaining W."""
-    row = VRow(rank, pp)
-    first, second = row.first, row.second
+    n_after = pp - rank - 1  # ranks after this one
     # Minimum of the pattern. Extra microbatches are dropped at the end.
     n_filling = max(2 * pp - 1, n_microbatches)
-    row.add(first, "F" * (2 * (pp - rank) - 1))
-    for _ in range(rank):
-        row.add(second, "F")
-        row.add(first, "F")
-    row.add(second, "FIW" * (pp - rank))
-    for _ in range(n_filling - pp):
-        if row.count[first, "F"] < n_filling:
-            row.add(first, "F")
-        row.add(first, "IW")
-        row.add(second, "FIW")
-    for _ in range(rank):
-        row.add(first, "I")
-        row.add(second, "I")
-    row.add(first, "IW" * (pp - rank))
-    row.add(second, "W" * rank)
-    row.add(first, "W" * rank)
-    return [action for action in row.actions if action.microbatch < n_microbatches]
+    steps = "aF " * (2 * n_after + 1)
+    steps += "bF aF " * rank
+    steps += "bF bI bW " * (n_after + 1)
+    steps += "aF aI aW bF bI bW " * (n_filling - pp - n_after)
+    steps += "aI aW bF bI bW " * n_after
+    steps += "aI bI " * rank
+    steps += "aI aW " * (n_after + 1)
+    steps += "bW " * rank
+    steps += "aW " * rank
+    row = run_steps(rank, pp, steps)
+    return [action for action in row if action.microbatch < n_microbatches]
 
 
 def dual_pipe_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
     """DualPipeV: forwards of one arm alternate with backwards of the other. The last backwards are split."""
-    row = VRow(rank, pp)
-    first, second = row.first, row.second
     n_after = pp - rank - 1  # ranks after this one
-    row.add(first, "FF" * n_after)
-    for _ in range(rank + 1):
-        row.add(first, "F")
-        row.add(second, "F")
-    row.add(second, "IWF" * n_after)
-    for _ in range(n_microbatches - pp - n_after):
-        row.add(first, "F")
-        row.add(second, "BF")
-        row.add(first, "B")
-    for _ in range(n_after):
-        row.add(second, "BF")
-        row.add(first, "B")
-    last = [second, first] * (rank + 1)
-    for stage in last[: rank + 1]:
-        row.add(stage, "B")
+    steps = "aF aF " * n_after
+    steps += "aF bF " * (rank + 1)
+    steps += "bI bW bF " * n_after
+    steps += "aF bB bF aB " * (n_microbatches - pp - n_after)
+    steps += "bB bF aB " * n_after
+    last = "ba" * (rank + 1)
+    for arm in last[: rank + 1]:
+        steps += f"{arm}B "
     split = last[rank + 1 :]
-    for stage in split:
-        row.add(stage, "I")
-    weights = split + [first] * n_after  # in the order of their I
-    for stage in weights[:n_after]:
-        row.add(stage, "W")
-        row.add(first, "I")
-    for stage in weights[n_after:]:
-        row.add(stage, "W")
-    return row.actions
+    for arm in split:
+        steps += f"{arm}I "
+    weights = split + "a" * n_after  # in the order of their I
+    for arm in weights[:n_after]:
+        steps += f"{arm}W aI "
+    for arm in weights[n_after:]:
+        steps += f"{arm}W "
+    return run_steps(rank, pp, steps)
 
 
 ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch

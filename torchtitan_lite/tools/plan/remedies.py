@@ -7,14 +7,13 @@ from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import with_value
-from torchtitan_lite.tools.plan.bars import find_most_taken
 from torchtitan_lite.tools.plan.cluster import Cluster
-from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak
-from torchtitan_lite.tools.plan.planned_run import PlannedRun, describe_workload
+from torchtitan_lite.tools.plan.forecast import Forecast
+from torchtitan_lite.tools.plan.planned_run import PlannedRun
+from torchtitan_lite.tools.plan.search import Candidate
 
 MOST_BUBBLE = 0.15
 MOST_WAITING = 0.15  # fraction of a step
-LEAST_USED = 0.6  # fraction of the memory
 LEVERS = [  # key, value: from the one that costs least time
     ("training.loss_chunk_tokens", 1024),
     ("parallelism.zero_stage", 3),
@@ -42,14 +41,11 @@ def list_remarks(planned: PlannedRun, expected: Forecast, taken_bytes: float) ->
         remarks.append(
             f"{waiting:.0%} of a step waits for gathers and reductions over dp. {advice}"
         )
-    sizes = f"{taken_bytes / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB"
     if taken_bytes > cluster.memory_bytes:
+        sizes = f"{taken_bytes / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB"
         levers = list_levers(planned, cluster) or ["more GPUs, or `--search`"]
         advice = f"What helps: {'; '.join(levers)}"
         remarks.append(f"the layout does not fit in memory: it may take {sizes}. {advice}")
-    elif taken_bytes < LEAST_USED * cluster.memory_bytes:
-        advice = "Less recompute, a larger microbatch or a smaller tp may be faster. Try --search"
-        remarks.append(f"the layout uses {sizes}. {advice}")
     return remarks
 
 
@@ -60,11 +56,9 @@ def list_levers(planned: PlannedRun, cluster: Cluster) -> list[str]:
         with suppress(ConfigError):
             config = with_value(planned.config, key, value)
             layout = plan_layout(config, planned.model_args, planned.layout.world_size)
-            workload = describe_workload(config, planned.model_args, layout)
-            live_bytes = estimate_peak(workload, config.parallelism.pipeline_parallel_schedule)
-            taken_bytes = find_most_taken(cluster, live_bytes, layout.tp)
-            if taken_bytes <= cluster.memory_bytes:
-                levers.append(f"{key} = {value} ({taken_bytes / GIB:.1f} GiB)")
+            candidate = Candidate(config, planned.model_args, layout, cluster)
+            if candidate.taken_bytes <= cluster.memory_bytes:
+                levers.append(f"{key} = {value} ({candidate.taken_bytes / GIB:.1f} GiB)")
     return levers
 
 

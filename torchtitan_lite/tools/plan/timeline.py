@@ -21,7 +21,6 @@ from torchtitan_lite.tools.plan.orders import list_order
 
 # kind -> change of the number of microbatches in flight, by their last action
 CHANGES = {"F": {"F": 1}, "B": {"F": -1}, "I": {"F": -1, "I": 1}, "W": {"I": -1}}
-MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
 def plan_order(section: Parallelism, layout: Layout) -> Order:
@@ -108,6 +107,6 @@ def draw_timeline(timeline: Timeline) -> str:
     """Draw one row of actions per pp rank. The CSS variables --F, --B, --I and --W set the colors."""
     rows = [(f"pp {rank}", ROW_HEIGHT, []) for rank in range(timeline.n_ranks)]
     for rank, start, end, (stage, kind, microbatch) in timeline.events:
-        title = f"{MEANINGS[kind]} of microbatch {microbatch}, stage {stage}: {end - start:.4f} s"
+        title = f"{kind}{microbatch} of stage {stage}: {end - start:.4f} s"
         rows[rank][2].append((start, end, f"var(--{kind})", title, f"{kind}{microbatch}"))
     return draw_rows(rows, timeline.end_time)
