@@ -1,4 +1,4 @@
-"""Explain a layout by dry runs of step.py: the step in words, each rank's weights, the line of every collective."""
+"""Explain a layout by dry runs of step.py: the mesh, each rank's weights, the line of every collective."""
 
 import argparse
 import re
@@ -20,14 +20,6 @@ from torchtitan_lite.tools.tables import format_bytes, format_table
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
 FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
 MOST_SHOWN = 8  # ranks or groups; of more, the first two and the last are shown
-ROLES = {  # mesh dim -> work of its ranks in a step
-    "pp": "{n} ranks hold successive layers; hidden states move to the next rank, and their gradients back",
-    "dp_replicate": "{n} ranks read different sequences, hold the same weights, and all-reduce gradients",
-    "dp_shard": "{n} ranks read different sequences, gather the weights of a block, and reduce-scatter gradients",
-    "cp": "{n} ranks hold an early and a late piece of every sequence, and exchange keys and values",
-    "tp": "{n} ranks gather the sequence, compute their heads and columns, and reduce-scatter partial sums",
-    "ep": "{n} ranks hold different experts; tokens are sent to their experts, and results are sent back",
-}
 
 
 def main(options: argparse.Namespace) -> int:
@@ -47,10 +39,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def explain_step(planned: PlannedRun) -> None:
-    """Print the step in words, the mesh, and the parameters and collectives of one rank per kind of stage."""
+    """Print the mesh, and the parameters and collectives of one rank per kind of stage."""
     layout = planned.layout
     short = shorten(planned, FEW)
-    print(f"{describe_step(planned)}\n\n{draw_mesh(layout.degrees)}")
+    print(draw_mesh(layout.degrees))
     if layout.ep:
         of_experts = {dim: getattr(layout, dim) for dim in ("pp", "dp_replicate", "efsdp", "ep")}
         print(f"\nexperts of a layer, on the same ranks\n{draw_mesh(of_experts)}")
@@ -99,23 +91,6 @@ def explain_token(planned: PlannedRun, rank: int) -> None:
 def print_part(title: str, parameters: str, calls: list[Collective]) -> None:
     print(f"\n---- {title}: parameters\n\n{parameters}")
     print(f"\n---- {title}: collectives of one rank\n\n{format_collectives(calls)}")
-
-
-def describe_step(planned: PlannedRun) -> str:
-    """Describe one optimizer step of this layout in words."""
-    layout = planned.layout
-    n_rows = layout.global_batch_size
-    sizes = layout.degrees | {"ep": layout.ep}
-    lines = [
-        f"step: {n_rows} rows of {planned.config.training.seq_len} tokens. Each of {layout.dp} data-parallel ranks "
-        f"reads {n_rows // layout.dp}, in {layout.n_microbatches} microbatches of {layout.microbatch_size}"
-    ]
-    for dim, role in ROLES.items():
-        if sizes[dim] > 1:
-            lines.append(f"{dim}: {role.format(n=sizes[dim])}")
-    if planned.workload.updates_matrices:
-        lines.append("each hidden matrix is sent to one rank, orthogonalized, and sent back")
-    return "\n".join(f"  {line}" for line in lines)
 
 
 def draw_mesh(degrees: dict[str, int]) -> str:

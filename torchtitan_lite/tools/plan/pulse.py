@@ -36,7 +36,7 @@ from torchtitan_lite.parallel.process_groups import end_process, join_job, start
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
-from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster, find_row
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_row
 from torchtitan_lite.tools.tables import format_table
 
 # By device: rows and dtype of the matrices, number of products, bytes of a rank in a large all-gather, and how many
@@ -52,8 +52,6 @@ class Measured(NamedTuple):
     place: str  # "rank 3 on node7", "tp of ranks [0, 1]"
     seconds: float
     expected_s: float
-    work: float  # in units
-    unit: str  # "TFLOP", "GB"
 
 
 def main(options: Namespace) -> int:
@@ -124,17 +122,13 @@ def measure_matmul(place: str, cluster: Cluster, device: torch.device) -> tuple[
     checksums = []
     seconds = time_each(lambda: checksums.append(compute_checksum(a @ b)), n_products, device)
     expected_s = cluster.matmul_time(n, n, n, dtype)
-    measured = Measured(place, seconds, expected_s, 2 * n**3 / 1e12, "TFLOP")
-    return sum(map(int, checksums)), measured
+    return sum(map(int, checksums)), Measured(place, seconds, expected_s)
 
 
 def measure_link(
     dim: str, mesh: DeviceMesh, stride: int, cluster: Cluster, device: torch.device
 ) -> Measured:
-    """Return the time of an all-gather in this rank's group. Collective.
-
-    Each of n ranks sends P bytes, those in SIZES, and receives P(n-1).
-    """
+    """Return the time of an all-gather in this rank's group, of the bytes in SIZES from each rank. Collective."""
     ranks = list_ranks(mesh)
     n_bytes = SIZES[device.type][3]
     own = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
@@ -145,27 +139,25 @@ def measure_link(
 
     seconds = time_each(gather, N_CALLS, device)
     expected_s = cluster.collective_time(stride, ranks.n, n_bytes * ranks.n)
-    received = n_bytes * (ranks.n - 1) / GB
-    return Measured(f"{dim} of ranks {mesh.mesh.tolist()}", seconds, expected_s, received, "GB")
+    return Measured(f"{dim} of ranks {mesh.mesh.tolist()}", seconds, expected_s)
 
 
 def judge(rows: list[dict], limit: float) -> tuple[str, list[str]]:
     """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""
     found = find_wrong(rows)
-    table = [("", "rate", "median", "slowest", "expected", "the slowest")]
+    table = [("", "median", "slowest", "expected", "the slowest")]
     for what in rows[0]["measured"]:
         measured = [row["measured"][what] for row in rows]
         usual_s = median_low(each.seconds for each in measured)
         slowest = max(measured, key=lambda each: each.seconds)
         times_s = (usual_s, slowest.seconds, slowest.expected_s)
         times = [f"{1000 * seconds:.3g} ms" for seconds in times_s]
-        rate = f"{slowest.work / usual_s:.3g} {slowest.unit}/s"
-        table.append((what, rate, *times, slowest.place))
+        table.append((what, *times, slowest.place))
         for place, seconds in {each.place: each.seconds for each in measured}.items():
             ratio = seconds / usual_s
             if ratio > limit:
                 found.append(f"{place} is slow: {what} takes {ratio:.2f} times the median")
-    return format_table(table, "<>>>>"), found
+    return format_table(table, "<>>>"), found
 
 
 def find_wrong(rows: list[dict]) -> list[str]:

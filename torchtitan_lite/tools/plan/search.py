@@ -179,7 +179,7 @@ def rank(fitting: list[Candidate]) -> list[tuple[Candidate, Forecast]]:
         if len(best) == N_BEST and candidate.step_time.lower_bound_s >= best[-1][1].step_time_s:
             break
         best.append((candidate, candidate.forecast()))
-        best.sort(key=lambda pair: (pair[1].step_time_s, pair[0].taken_bytes))
+        best.sort(key=lambda pair: pair[1].step_time_s)
         del best[N_BEST:]
     return best
 
@@ -187,13 +187,12 @@ def rank(fitting: list[Candidate]) -> list[tuple[Candidate, Forecast]]:
 def search_layouts(options: argparse.Namespace) -> str:
     """Search, write the best layout to `--toml`, and return the report. Raises ConfigError if no layout fits."""
     reading = read_run_config(options.config_args)
-    problems = list(reading.problems)
     n_gpus = options.gpus
     if n_gpus is None:
         why = "a search needs the number of GPUs"
-        problems.append(Problem("--gpus", None, why, "For example, use --gpus 64"))
-    if problems:
-        raise ConfigError(problems)
+        reading.problems.append(Problem("--gpus", None, why, "For example, use --gpus 64"))
+    if reading.problems:
+        raise ConfigError(reading.problems)
     model_args = resolve_model(reading.config.model)
     cluster = find_cluster(options.gpu)
     fitting = list(list_candidates(reading.config, model_args, n_gpus, cluster))
@@ -206,7 +205,7 @@ def search_layouts(options: argparse.Namespace) -> str:
         raise ConfigError([Problem("--gpus", n_gpus, why, remedy)])
     best = rank(fitting)
     if options.toml:
-        options.toml.write_text(format_winner(*best[0]), encoding="utf-8")
+        options.toml.write_text(format_winner(best[0][0]), encoding="utf-8")
     table = [("", "tok/s/GPU", "MFU", "step", "bubble", "GiB", "layout")]
     for number, (candidate, expected) in enumerate(best, 1):
         row = (
@@ -226,11 +225,10 @@ def search_layouts(options: argparse.Namespace) -> str:
     )
 
 
-def format_winner(candidate: Candidate, expected: Forecast) -> str:
+def format_winner(candidate: Candidate) -> str:
     """Return the config of the best layout as TOML for `--config`."""
     config = resolve_config(candidate.config, candidate.layout, "cuda")
-    speed = f"{expected.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
     return (
-        f"# Found by plan --search for {candidate.layout.world_size:,} GPUs: {candidate}\n"
-        f"# forecast: {speed}, a step in {expected.step_time_s:.2f} s\n\n{dump_config_toml(config)}"
+        f"# Found by plan --search for {candidate.layout.world_size:,} GPUs: {candidate}\n\n"
+        f"{dump_config_toml(config)}"
     )

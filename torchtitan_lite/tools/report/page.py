@@ -12,7 +12,6 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_curves, draw_rows, thin
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.explain import (
-    describe_step,
     draw_mesh,
     elide,
     format_parameters,
@@ -137,7 +136,7 @@ def draw_experts(run: Run) -> Iterator[str]:
 def describe_mesh(run: Run) -> Iterator[str]:
     layout = run.planned.layout
     ranks_per_stage = layout.strides["pp"]
-    yield f"<h3>Mesh: {layout}</h3><pre>{draw_mesh(layout.degrees)}\n\n{escape(describe_step(run.planned))}</pre>"
+    yield f"<h3>Mesh: {layout}</h3><pre>{draw_mesh(layout.degrees)}</pre>"
     one_microbatch = shorten(run.planned, 1)
     for pp_rank in group_pp_ranks(run.planned):
         first = pp_rank * ranks_per_stage
