@@ -86,9 +86,7 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> DryRun:
         meter.sites.name_modules(parts)
         make_optimizer_state(run)  # a second step would find it
         meter.restart()
-        batch = fake_world.make_batch(layout, config.training.seq_len)
-        meter.note(vars(batch).values())
-        stepping.train_step(run, batch)
+        stepping.train_step(run, fake_world.make_batch(layout, config.training.seq_len))
         return DryRun(meter.peak_bytes, list(meter.collectives), run.parameters)
 
 
@@ -102,7 +100,6 @@ def make_optimizer_state(run: build.Run) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print the plan, then compare the closed form with dry runs of a short step, for one rank per kind of stage."""
-    torch.set_num_threads(1)
     plan = make_plan(options)
     print(describe(plan, options))
     n_microbatches = max(3, 2 * plan.planned.layout.pp)  # first, middle, last; or a full pipeline

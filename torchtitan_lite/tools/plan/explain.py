@@ -23,7 +23,6 @@ MOST_SHOWN = 8  # ranks or groups; of more, the first two and the last are shown
 
 
 def main(options: argparse.Namespace) -> int:
-    torch.set_num_threads(1)
     planned = plan_run(options.config_args, options.gpus, options.device)
     n = planned.layout.world_size
     if not 0 <= options.rank < n:

@@ -7,7 +7,7 @@ A storage counts from the operator that returns it until it is freed, as in an a
 
 import re
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -138,17 +138,13 @@ class Meter(TorchDispatchMode):
             self.collectives.append(
                 Collective(operation, axis, tuple(whole.shape), dtype, n_bytes, site)
             )
-        self.note(tree_leaves(result))
-        return result
-
-    def note(self, values: Iterable[object]) -> None:
-        """Count the storages of the tensors among these values."""
-        for value in values:
+        for value in tree_leaves(result):
             # A weight gathered in float8 is a wrapper subclass, whose storage is empty.
             if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
                 continue
             if value.device.type != "meta":
                 self._count(value.untyped_storage())
+        return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.components.shutdown import SIGNALS
-from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.machine import FROM_LAUNCHER, detect_machine
 from torchtitan_lite.faults.copies import compute_checksum
 from torchtitan_lite.faults.orphans import end_with_parent
@@ -83,12 +82,12 @@ def run_rank(args: list[str], folder: Path) -> int:
     name = f"rank {place.rank} on {socket.gethostname()}"
     checksum, of_matmul = measure_matmul(name, cluster, device)
     measured = {"matmul": of_matmul}
-    for dim in (*MESH_DIMS, "ep"):
-        if getattr(plan.layout, dim) > 1:
+    for dim, degree in plan.layout.degrees.items():
+        if degree > 1:
             dist.barrier(groups.host)
-            group = mesh.ep if dim == "ep" else mesh.world[dim]
             stride = plan.layout.strides[dim]
-            measured[f"all-gather over {dim}"] = measure_link(dim, group, stride, cluster, device)
+            link = measure_link(dim, mesh.world[dim], stride, cluster, device)
+            measured[f"all-gather over {dim}"] = link
     row = {"name": name, "checksum": checksum, "measured": measured}
     rows = [{}] * place.world_size if place.rank == 0 else None
     dist.gather_object(row, rows, group=groups.host)

@@ -204,8 +204,11 @@ def search_layouts(options: argparse.Namespace) -> str:
         )
         raise ConfigError([Problem("--gpus", n_gpus, why, remedy)])
     best = rank(fitting)
+    winner, _ = best[0]
     if options.toml:
-        options.toml.write_text(format_winner(best[0][0]), encoding="utf-8")
+        config = resolve_config(winner.config, winner.layout, "cuda")
+        title = f"# Found by plan --search for {n_gpus:,} GPUs: {winner}"
+        options.toml.write_text(f"{title}\n\n{dump_config_toml(config)}", encoding="utf-8")
     table = [("", "tok/s/GPU", "MFU", "step", "bubble", "GiB", "layout")]
     for number, (candidate, expected) in enumerate(best, 1):
         row = (
@@ -218,17 +221,8 @@ def search_layouts(options: argparse.Namespace) -> str:
             str(candidate),
         )
         table.append(row)
-    batch = f"{best[0][0].layout.global_batch_size:,} x {reading.config.training.seq_len:,} tokens"
+    batch = f"{winner.layout.global_batch_size:,} x {reading.config.training.seq_len:,} tokens"
     return (
         f"{len(fitting):,} layouts fit in the memory of {n_gpus:,} GPUs, with {batch} per step.\n\n"
         f"{format_table(table, '>>>>>>')}"
-    )
-
-
-def format_winner(candidate: Candidate) -> str:
-    """Return the config of the best layout as TOML for `--config`."""
-    config = resolve_config(candidate.config, candidate.layout, "cuda")
-    return (
-        f"# Found by plan --search for {candidate.layout.world_size:,} GPUs: {candidate}\n\n"
-        f"{dump_config_toml(config)}"
     )
