@@ -64,9 +64,7 @@ def test_experts_are_explained_with_their_mesh_slices_and_exchange(capsys):
     args = "--config debug_moe_3d --gpus 16 --parallelism.data_parallel_shard_degree 4 "
     args += "--training.global_batch_size 16 --training.seq_len 32"
     printed = explain(capsys, args)
-    assert (
-        "mesh: 4 groups of ep\n  pp 0  efsdp 0  ranks 0..3\n  pp 0  efsdp 1  ranks 4.." in printed
-    )
+    assert "mesh: 8 groups of tp\n  pp 0  dp_shard 0  ranks 0..1\n" in printed
     (slices,) = re.findall("layers.2-3.feed_forward.experts.w1 .*", printed)
     held = [f"experts {first}..{first}" for first in (0, 2, 4, 6, 1, 3, 5, 7)]
     assert re.split(r"  +", slices)[1:] == ["[8, 128, 96]", *held]

@@ -19,7 +19,7 @@ from torchtitan_lite.tools.plan.remedies import list_remarks
 from torchtitan_lite.tools.plan.search import describe_layout, search_layouts
 from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.timeline import plan_order
-from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
+from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60}  # in seconds
@@ -41,11 +41,8 @@ class Plan:
         self.forecast = forecast(StepTime(workload, cluster), [(order, 1)])
         self.remarks = list_remarks(planned, self.forecast, self.taken_bytes)
         traffics = [estimate_traffic(workload, rank, order) for rank in group_pp_ranks(planned)]
-        self.traffic = max(traffics, key=sum_bytes)  # of the busiest rank
-
-
-def sum_bytes(traffic: dict[tuple[str, str], Moved]) -> float:
-    return sum(moved.n_bytes for moved in traffic.values())
+        # Of the busiest rank
+        self.traffic = max(traffics, key=lambda each: sum(moved.n_bytes for moved in each.values()))
 
 
 def main(options: argparse.Namespace) -> int:
@@ -59,10 +56,9 @@ def main(options: argparse.Namespace) -> int:
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Return the plan for these command-line options. Raises ConfigError."""
-    cluster = find_cluster(options.gpu)
     device_type = "cpu" if options.gpu == "cpu" else "cuda"
     planned = plan_run(options.config_args, options.gpus, device_type)
-    return Plan(planned, options.gpu, cluster)
+    return Plan(planned, options.gpu, find_cluster(options.gpu))
 
 
 def describe(plan: Plan, options: argparse.Namespace) -> str:

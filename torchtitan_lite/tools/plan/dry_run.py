@@ -24,8 +24,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.tools.plan import fake_world
-from torchtitan_lite.tools.plan.command import describe, make_plan
+from torchtitan_lite.tools.plan import command, fake_world
 from torchtitan_lite.tools.plan.forecast import list_memory
 from torchtitan_lite.tools.plan.meter import Collective, Meter
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks
@@ -100,10 +99,9 @@ def make_optimizer_state(run: build.Run) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print the plan, then compare the closed form with dry runs of a short step, for one rank per kind of stage."""
-    plan = make_plan(options)
-    print(describe(plan, options))
-    n_microbatches = max(3, 2 * plan.planned.layout.pp)  # first, middle, last; or a full pipeline
-    short = shorten(plan.planned, n_microbatches)
+    status = command.main(options)
+    planned = command.make_plan(options).planned
+    short = shorten(planned, 2 * planned.layout.pp)
     order = plan_order(short.config.parallelism, short.layout)
     memory = list_memory(short.workload, order)
     rows = [("", "", "closed form", "dry run")]
@@ -118,7 +116,7 @@ def main(options: argparse.Namespace) -> int:
             cells = [describe_moved(traffic.get(key)) for traffic in (closed, run.traffic)]
             rows.append((name, f"{operation} over {axis}, calls and bytes", *cells))
     print(f"\na step of {short.layout.n_microbatches} microbatches\n{format_table(rows, '<<>>')}")
-    return 0 if plan.fits else 1
+    return status
 
 
 def describe_moved(moved: Moved | None) -> str:

@@ -42,9 +42,6 @@ def explain_step(planned: PlannedRun) -> None:
     layout = planned.layout
     short = shorten(planned, FEW)
     print(draw_mesh(layout.degrees))
-    if layout.ep:
-        of_experts = {dim: getattr(layout, dim) for dim in ("pp", "dp_replicate", "efsdp", "ep")}
-        print(f"\nexperts of a layer, on the same ranks\n{draw_mesh(of_experts)}")
     n_ranks = layout.strides["pp"]  # of a stage
     for pp_rank, alike in group_pp_ranks(planned).items():
         run = dry_run(short, pp_rank)

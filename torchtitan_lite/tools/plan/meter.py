@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -50,7 +49,6 @@ class Collective:
     site: CallSite
 
 
-@cache
 def name_operation(func: OpOverload) -> str | None:
     """Return "all-gather" for "c10d::_allgather_base_" or "_c10d_functional::all_gather_into_tensor"; None if local."""
     if func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):

@@ -12,8 +12,7 @@ from torchtitan_lite.tools.plan.forecast import Forecast
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.search import Candidate
 
-MOST_BUBBLE = 0.15
-MOST_WAITING = 0.15  # fraction of a step
+MOST_IDLE = 0.15  # fraction of a step
 LEVERS = [  # key, value: from the one that costs least time
     ("training.loss_chunk_tokens", 1024),
     ("parallelism.zero_stage", 3),
@@ -36,7 +35,7 @@ def list_remarks(planned: PlannedRun, expected: Forecast, taken_bytes: float) ->
         names = ", ".join(sorted(untimed))
         remarks.append(f"the time and memory of {names} are not in this forecast")
     waiting = expected.parts_s["waiting for dp"] / expected.step_time_s
-    if waiting > MOST_WAITING:
+    if waiting > MOST_IDLE:
         advice = "More sequences per rank (training.global_batch_size) or pipeline stages may be faster. Try --search"
         remarks.append(
             f"{waiting:.0%} of a step waits for gathers and reductions over dp. {advice}"
@@ -65,10 +64,10 @@ def list_levers(planned: PlannedRun, cluster: Cluster) -> list[str]:
 def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
     """Suggest more microbatches or stages. The bubble is about h/(v*m + h), h >= p-1: solve for h, then for v*m."""
     layout = planned.layout
-    if bubble <= MOST_BUBBLE:
+    if bubble <= MOST_IDLE:
         return []
     per_rank = len(layout.stages) // layout.pp
-    needed = per_rank * layout.n_microbatches * bubble / (1 - bubble) * (1 / MOST_BUBBLE - 1)
+    needed = per_rank * layout.n_microbatches * bubble / (1 - bubble) * (1 / MOST_IDLE - 1)
     n = ceil(needed / per_rank / layout.pp) * layout.pp
     stages = ceil(needed / layout.n_microbatches)
     batch = n * layout.microbatch_size * layout.dp

@@ -209,13 +209,12 @@ def search_layouts(options: argparse.Namespace) -> str:
         config = resolve_config(winner.config, winner.layout, "cuda")
         title = f"# Found by plan --search for {n_gpus:,} GPUs: {winner}"
         options.toml.write_text(f"{title}\n\n{dump_config_toml(config)}", encoding="utf-8")
-    table = [("", "tok/s/GPU", "MFU", "step", "bubble", "GiB", "layout")]
+    table = [("", "tok/s/GPU", "MFU", "bubble", "GiB", "layout")]
     for number, (candidate, expected) in enumerate(best, 1):
         row = (
             str(number),
             f"{expected.tokens_per_s_per_gpu:,.0f}",
             f"{expected.mfu_full:.1%}",
-            f"{expected.step_time_s:.2f}s",
             f"{expected.bubble:.1%}",
             f"{candidate.taken_bytes / GIB:.1f}",
             str(candidate),
@@ -224,5 +223,5 @@ def search_layouts(options: argparse.Namespace) -> str:
     batch = f"{winner.layout.global_batch_size:,} x {reading.config.training.seq_len:,} tokens"
     return (
         f"{len(fitting):,} layouts fit in the memory of {n_gpus:,} GPUs, with {batch} per step.\n\n"
-        f"{format_table(table, '>>>>>>')}"
+        f"{format_table(table, '>>>>>')}"
     )

@@ -10,7 +10,7 @@ takes 2F and sends take no time. The often quoted (p-1)/m is idle time over *ide
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Parallelism
@@ -38,7 +38,7 @@ class Timeline:
     events: list[Event]
     n_ranks: int
 
-    @cached_property
+    @property
     def end_time(self) -> float:
         return max(event.end for event in self.events)
 
