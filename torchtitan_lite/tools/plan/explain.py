@@ -112,7 +112,8 @@ def format_parameters(parameters: dict[str, Tensor], ranks: list[int]) -> str:
         layer, name = LAYER.fullmatch(fqn).groups()
         slices = tuple(describe_slice(parameter, rank) for rank in ranks)
         kind = layer.partition(".")[0]
-        layers_of[kind, name, str(list(parameter.shape)), slices].append(layer)
+        shape = str(list(parameter.shape))
+        layers_of[kind, name, shape, slices].append(layer)
     table = [("", "", *(f"rank {rank}" for rank in ranks))]
     for (_, name, shape, slices), layers in layers_of.items():
         table.append((f"  {join_layers(layers)}.{name}", shape, *slices))

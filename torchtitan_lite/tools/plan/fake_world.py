@@ -43,11 +43,11 @@ def fake_group(world_size: int, *, rank: int) -> Iterator[None]:
 
 
 class FakeMode(FakeTensorMode):
-    """Fake mode in which .item() and bool() also work: they return 1 or True."""
+    """Fake mode in which .item() and bool() also work: they return 1."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:  # .item(), bool()
-            return True if args[0].dtype is torch.bool else 1
+            return 1
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as on a device; torch's meta function returns another tensor
         return super().__torch_dispatch__(func, types, args, kwargs or {})

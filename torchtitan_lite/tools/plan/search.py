@@ -125,7 +125,7 @@ def list_proposals(
         ):
             training = replace(
                 config.training,
-                local_batch_size=global_batch // dp if pp > 1 else microbatch,
+                local_batch_size=microbatch,
                 global_batch_size=global_batch,
             )
             parallelism = replace(
@@ -138,7 +138,7 @@ def list_proposals(
                 expert_parallel_degree=ep,
                 zero_stage=zero_stage,
                 fsdp_reshard_after_forward="default",
-                pipeline_parallel_microbatch_size=microbatch if pp > 1 else 1,
+                pipeline_parallel_microbatch_size=microbatch,
                 module_fqns_per_model_part=[],
                 pipeline_parallel_schedule=schedule,
                 pipeline_parallel_layers_per_stage=layers,
