@@ -70,19 +70,17 @@ class CallSites:
             elif not line and (file := name_file(code)):
                 line = f"{file}:{frame.f_lineno}"
             frame = frame.f_back
-        if phase == "backward" and node is not None:
-            return self._find_in_forward(node._sequence_nr(), line, module)
         site = CallSite(line, module, phase or outside or "between")
+        if phase == "backward" and node is not None:
+            # The first call site in forward after autograd numbered the node
+            at = bisect_left(self._in_forward, node._sequence_nr() + 1, key=itemgetter(0))
+            if at < len(self._in_forward):
+                _, forward = self._in_forward[at]
+                site = CallSite(line or forward.line, module or forward.module, phase)
         counter = torch.autograd._get_sequence_nr()
         if phase in ("forward", "recompute") and counter > self._in_forward[-1][0]:
             self._in_forward.append((counter, site))
         return site
-
-    def _find_in_forward(self, number: int, line: str, module: str) -> CallSite:
-        """Return the first call site in forward after autograd numbered the node `number`."""
-        at = bisect_left(self._in_forward, number + 1, key=itemgetter(0))
-        forward = self._in_forward[at][1] if at < len(self._in_forward) else CallSite()
-        return CallSite(line or forward.line, module or forward.module, "backward")
 
 
 @cache

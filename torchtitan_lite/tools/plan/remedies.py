@@ -80,14 +80,12 @@ def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
 def warn_of_groups(layout: Layout, cluster: Cluster) -> list[str]:
     """Warn of groups that communicate in every layer and span nodes."""
     warnings = []
-    for dim, key, what in (
-        ("tp", "tensor_parallel_degree", "communicates several times per layer"),
-        ("ep", "expert_parallel_degree", "sends tokens four times per layer"),
-    ):
+    for dim, key in (("tp", "tensor_parallel_degree"), ("ep", "expert_parallel_degree")):
         degree = getattr(layout, dim)
         inner = gcd(degree, cluster.node_size)
         if inner < degree:
             warnings.append(
-                f"{dim} {degree} {what} across nodes of {cluster.node_size}. Use parallelism.{key} = {inner}"
+                f"{dim} {degree} communicates in every layer across nodes of {cluster.node_size}. "
+                f"Use parallelism.{key} = {inner}"
             )
     return warnings

@@ -220,8 +220,7 @@ def search_layouts(options: argparse.Namespace) -> str:
             str(candidate),
         )
         table.append(row)
-    batch = f"{winner.layout.global_batch_size:,} x {reading.config.training.seq_len:,} tokens"
     return (
-        f"{len(fitting):,} layouts fit in the memory of {n_gpus:,} GPUs, with {batch} per step.\n\n"
+        f"{len(fitting):,} layouts fit in the memory of {n_gpus:,} GPUs.\n\n"
         f"{format_table(table, '>>>>>')}"
     )
