@@ -17,7 +17,6 @@ from torchtitan_lite.config.schema import Optimizer
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
 from torchtitan_lite.tools.plan.dry_run import dry_run
-from torchtitan_lite.tools.plan.explain import describe_step
 from torchtitan_lite.tools.plan.forecast import list_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.step_time import StepTime
@@ -152,7 +151,7 @@ def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
         assert moments[0] - moments[1] == 4 * n_hidden
 
 
-def test_plan_of_the_8b_adds_newton_schulz_to_the_step_and_explain_tells_it():
+def test_plan_of_the_8b_adds_newton_schulz_to_the_step():
     """0.67 PFLOP on 8 GPUs, by hand, at 0.65 of the peak less the edges of small matmuls; 2 x 1.4 GiB at 360 GB/s."""
     runs = [
         plan_run(["--config", "llama3_8b", f"--optimizer.name={name}"], 8, "cuda")
@@ -162,7 +161,6 @@ def test_plan_of_the_8b_adds_newton_schulz_to_the_step_and_explain_tells_it():
     assert muon - adamw == pytest.approx(
         0.67e15 / 8 / (989e12 * 0.65) + 2 * 1.42 * 2**30 / 360e9, rel=0.3
     )
-    assert "each hidden matrix is sent to one rank" in describe_step(runs[0])
 
 
 @pytest.mark.parametrize(

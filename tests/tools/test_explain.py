@@ -15,16 +15,8 @@ from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan.explain import describe_slice
 from torchtitan_lite.tools.plan.fake_world import fake_group
 
-SMALL = [
-    "--config",
-    "debug",
-    "--model.n_layers",
-    "2",
-    "--training.seq_len",
-    "32",
-    "--training.global_batch_size=-1",
-]
-TP2 = ["--gpus", "2", "--parallelism.tensor_parallel_degree", "2"]
+SMALL = "--config debug --model.n_layers 2 --training.seq_len 32 --training.global_batch_size=-1"
+TP2 = "--gpus 2 --parallelism.tensor_parallel_degree 2"
 
 
 def cut(full: torch.Tensor, text: str) -> torch.Tensor:
@@ -63,49 +55,29 @@ def test_slices_are_those_that_the_rank_holds(keys, rank):
             assert cut(full, described).equal(own.to_local()), f"{fqn}: {described}"
 
 
-def explain(capsys, *args: str) -> str:
-    assert main(["explain", *args]) == 0
+def explain(capsys, args: str) -> str:
+    assert main(["explain", *args.split()]) == 0
     return capsys.readouterr().out
 
 
 def test_experts_are_explained_with_their_mesh_slices_and_exchange(capsys):
-    args = [
-        "--config",
-        "debug_moe_3d",
-        "--gpus",
-        "16",
-        "--parallelism.data_parallel_shard_degree",
-        "4",
-    ]
-    printed = explain(
-        capsys, *args, "--training.global_batch_size", "16", "--training.seq_len", "32"
-    )
-    assert "ep: 4 ranks hold different experts" in printed
-    mesh = "  pp 0  [0 1 2 3]  [4 5 6 7]\n  pp 1  [8 9 10 11]  [12 13 14 15]"
-    assert f"mesh: ep in brackets, efsdp across\n{mesh}" in printed
-    (slices,) = (
-        line for line in printed.splitlines() if "layers.2-3.feed_forward.experts.w1" in line
-    )
+    args = "--config debug_moe_3d --gpus 16 --parallelism.data_parallel_shard_degree 4 "
+    args += "--training.global_batch_size 16 --training.seq_len 32"
+    printed = explain(capsys, args)
+    assert "mesh: 8 groups of tp\n  pp 0  dp_shard 0  ranks 0..1\n" in printed
+    (slices,) = re.findall("layers.2-3.feed_forward.experts.w1 .*", printed)
     held = [f"experts {first}..{first}" for first in (0, 2, 4, 6, 1, 3, 5, 7)]
-    assert re.split(r"  +", slices)[2:] == ["[8, 128, 96]", *held]
+    assert re.split(r"  +", slices)[1:] == ["[8, 128, 96]", *held]
     # Of 32 rows, 8 stay: 24 are sent, and the results of 24 go back. In bf16, 128 wide.
     exchanged = re.findall(r"all-to-all over ep +(\[.*?\]) (\w+) +(\S+ \S+)", printed)
     assert set(exchanged) == {("[8]", "int64", "48 B"), ("[32, 128]", "bfloat16", "6.0 KiB")}
-    assert "reduce-scatter over efsdp" in printed[printed.index("backward, ") :]
+    assert "reduce-scatter over efsdp" in printed[printed.index("backward: ") :]
 
 
 def test_collectives_are_printed_in_order_and_equal_layers_once(capsys):
-    printed = explain(capsys, *SMALL, *TP2)
-    in_order = [
-        "  step: ",
-        "forward, once",
-        "layers.0-1: each",
-        "backward, once",
-        "layers.1",
-        "between, once",
-    ]
-    places = [printed.index(words) for words in in_order]
-    assert places == sorted(places)
+    printed = explain(capsys, f"{SMALL} {TP2}")
+    in_order = "mesh: .*forward: 1 x.*layers.0-1: each.*backward: 1 x.*layers.1.*between: 1 x"
+    assert re.search(in_order, printed, re.DOTALL)
     layer = printed[printed.index("layers.0-1: each") : printed.index("  output ")]
     assert layer.count("all-gather over tp") == layer.count("reduce-scatter over tp") == 2
     assert layer.count("models/llama3/modules.py:") == 4
@@ -119,29 +91,22 @@ def test_collectives_are_printed_in_order_and_equal_layers_once(capsys):
 def test_a_tokens_way_has_the_rows_slices_and_collectives_of_one_forward(
     capsys, schedule, n, n_received
 ):
-    keys = [
-        f"--parallelism.pipeline_parallel_schedule={schedule}",
-        "--activation_checkpoint.mode=none",
-    ]
-    printed = explain(
-        capsys, "--config", "debug_3d", "--gpus", "8", "--rank", "3", "--token", *keys
-    )
+    args = "--config debug_3d --gpus 8 --rank 3 --token --activation_checkpoint.mode=none"
+    printed = explain(capsys, f"{args} --parallelism.pipeline_parallel_schedule={schedule}")
     assert "It reads rows 4..7 of 8" in printed
     assert re.search(r"output.weight +\[2304, 128\] +rows 1728\.\.2303", printed)
-    moved = Counter(
-        re.findall(r"(all-gather|reduce-scatter|receive) over (\S+)(?: +x\d)? ", printed)
-    )
+    moved = Counter(re.findall(r"(all-gather|reduce-scatter|receive) over (\S+) ", printed))
     assert (moved["all-gather", "tp"], moved["reduce-scatter", "tp"]) == (2 * n + 2, 2 * n + 1)
     assert (moved["all-gather", "dp_shard"], moved["receive", "pp"]) == (n + 2, n_received)
 
 
 @pytest.mark.parametrize(
-    ("args", "printed"),
+    ("args", "said"),
     [
-        (["--config", "llama3_405b", "--gpus", "320", f"--{TP}", "3"], "n_kv_heads"),
-        ([*SMALL, "--token", "--rank", "2", *TP2], "Use 0 to 1"),
+        (f"--config llama3_405b --gpus 320 --{TP} 3", "n_kv_heads"),
+        (f"{SMALL} --token --rank 2 {TP2}", "Use 0 to 1"),
     ],
 )
-def test_wrong_input_ends_with_status_2(capsys, args, printed):
-    assert main(["explain", *args]) == 2
-    assert printed in capsys.readouterr().err
+def test_wrong_input_ends_with_status_2(capsys, args, said):
+    assert main(["explain", *args.split()]) == 2
+    assert said in capsys.readouterr().err

@@ -24,7 +24,6 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.checkpoint.save import name_tensors
-from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Checkpoint, Comm
 from torchtitan_lite.faults import start as start_module
@@ -34,9 +33,8 @@ from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.parallel.tied_embeddings import TiedMatrix
-from torchtitan_lite.tools.check import check
 from torchtitan_lite.tools.faults.hang import explain
-from torchtitan_lite.tools.plan.pulse import VARIABLES, judge
+from torchtitan_lite.tools.plan.pulse import Measured, judge
 
 SHARD = "parallelism.data_parallel_shard_degree"
 
@@ -118,67 +116,52 @@ def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_
 
 # ---------------------------------------------------------------- the pulse
 
-RING = dict.fromkeys(VARIABLES) | {"NCCL_ALGO": "Ring"}
-SLOW_LINK = {"pp": ([2, 6], 1e-4, 9e-3)}
-WRONG = {  # changes to the rows of debug_3d on two hosts of four ranks, and what is said
-    "rank 3 on b computes wrong": {3: {"checksum": 8}},
-    "rank 5 on b is slow: matmul of 256 rows takes 5.00 times the median": {5: {"matmul_s": 5e-3}},
-    "pp of ranks [2, 6] is slow: pp, 1.0 MiB of each": {
-        2: {"axes": SLOW_LINK},
-        6: {"axes": SLOW_LINK},
-    },
-    "tp of ranks [0, 1] spans hosts": {1: {"host": 1}},
-    "rank 4 on b is slow: write 64.0 MiB": {4: {"write_s": 0.9}},
-    "has no room for a checkpoint": {0: {"free_bytes": 10**6}},
-    "NCCL_ALGO differs: None for rank 0 on b, Ring for rank 4 on b": {4: {"variables": RING}},
-}
+WRONG = [  # change to the rows of two hosts of four ranks, what it is set to, what is said
+    (3, ("checksum",), 8, "rank 3 on b computes wrong"),
+    (5, ("measured", "matmul"), 5e-3, "rank 5 on b is slow: matmul takes 5.00 times the median"),
+    (6, ("measured", "pp"), 5e-3, "pp of ranks [2, 6] is slow: pp takes 5.00 times the median"),
+]
 
 
 def make_rows() -> list[dict]:
     rows = []
     for rank in range(8):
-        axes = {
-            "tp": [rank & ~1, rank | 1],
-            "dp_shard": [rank & ~2, rank | 2],
-            "pp": [rank & ~4, rank | 4],
+        name = f"rank {rank} on b"
+        link = f"pp of ranks [{rank & 3}, {rank | 4}]"
+        measured = {
+            what: Measured(place, 1e-3, 1e-3)
+            for what, place in {"matmul": name, "pp": link}.items()
         }
-        row = {"host": rank // 4, "name": f"rank {rank} on b", "matmul_s": 1e-3, "checksum": 7}
-        row["axes"] = {dim: (ranks, 1e-4, 2e-3) for dim, ranks in axes.items()}
-        if rank % 4 == 0:
-            row |= {"write_s": 0.1, "free_bytes": 1e12, "variables": dict.fromkeys(VARIABLES)}
-        rows.append(row)
+        rows.append({"name": name, "checksum": 7, "measured": measured})
     return rows
 
 
 def test_a_pulse_names_what_is_wrong():
-    plan = check(
-        ["--config=debug_3d", "--checkpoint.enable"], Machine("cpu", 1, 2**36, "CPU"), 8, 2
-    )
-    assert judge(make_rows(), plan, "cpu")[1] == []
-    for said, changes in WRONG.items():
+    assert judge(make_rows(), 4.0)[1] == []
+    for rank, (*path, last), value, said in WRONG:
         rows = make_rows()
-        for rank, change in changes.items():
-            rows[rank] |= (
-                change if "axes" not in change else {"axes": rows[rank]["axes"] | change["axes"]}
-            )
-        (found,) = judge(rows, plan, "cpu")[1]
+        record = rows[rank]
+        for key in path:
+            record = record[key]
+        record[last] = record[last]._replace(seconds=value) if "measured" in path else value
+        (found,) = judge(rows, 4.0)[1]
         assert said in found
-    pair = [row | {"axes": {}, "checksum": at} for at, row in enumerate(make_rows()[:2])]
-    assert len(judge(pair, plan, "cpu")[1]) == 2, "two ranks have no majority"
+    pair = make_rows()[:2]
+    pair[1]["checksum"] = 8
+    assert len(judge(pair, 4.0)[1]) == 2, "two ranks have no majority"
 
 
-def test_a_pulse_measures_ranks_links_and_disks_of_a_run(tmp_path):
+def test_a_pulse_measures_ranks_and_links_of_a_run(tmp_path):
     variables = {"TOOL": "pulse", "GLOO_SOCKET_IFNAME": "lo"}
     pulse = warm_start.launch(tmp_path / "run", tmp_path, f"--{TP}=2", n_ranks=4, **variables)
     printed = warm_start.finish(pulse, status=None)
     for start in (
         "debug on dp_shard2 x tp2",
-        "matmul of 256 rows ",
-        "dp_shard, 8 bytes ",
-        "tp, 1.0 MiB of each ",
+        "matmul ",
+        "all-gather over dp_shard ",
+        "all-gather over tp ",
     ):
         assert f"\n{start}" in f"\n{printed}", printed
-    assert "GLOO_SOCKET_IFNAME = lo: network interface for gloo" in printed
     assert ("computes wrong" not in printed) and pulse.returncode == ("is slow" in printed), printed
     assert not (tmp_path / "run").exists()
 

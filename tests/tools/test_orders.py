@@ -31,14 +31,12 @@ def read_torchs_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_
     )
     without_sends = {"_prepare_schedule_with_comms": lambda *args, **kwargs: None}
     table = type("Order", (schedule_class,), without_sends)(stages, n_microbatches).pipeline_order
-    rows = [
-        [action for cell in table[rank] if cell for action in unfold(cell)] for rank in range(pp)
-    ]
-    for (
-        row
-    ) in rows:  # torch 2.13 numbers the forwards of 1F1B's last rank from 1, but runs them from 0
+    rows = []
+    for rank in range(pp):
+        row = [action for cell in table[rank] if cell for action in unfold(cell)]
+        # torch 2.13 numbers the forwards of 1F1B's last rank from 1, but runs them from 0.
         first = min(action.microbatch for action in row if action.kind == "F")
-        row[:] = [a._replace(microbatch=a.microbatch - first) if a.kind == "F" else a for a in row]
+        rows.append([a._replace(microbatch=a.microbatch - first * (a.kind == "F")) for a in row])
     return rows
 
 
@@ -52,10 +50,9 @@ def unfold(cell) -> list[Action]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_order_is_torchs_own_and_runs_to_its_end(schedule):
-    row, n_compared = SCHEDULES[schedule], 0
-    for v in (
-        (1,) if row.most_stages_per_rank == 1 else (2,) if row.most_stages_per_rank == 2 else (2, 3)
-    ):
+    row = SCHEDULES[schedule]
+    n_compared = 0
+    for v in range(row.least_stages_per_rank, (row.most_stages_per_rank or 3) + 1):
         for pp, m in ((2, 2), (2, 6), (3, 7), (4, 4), (4, 8), (4, 12), (4, 16), (8, 24)):
             if row.fills_pipeline and m < pp * v or row.in_rounds and m % max(1, m // pp):
                 continue  # check refuses them, as torch does
@@ -64,15 +61,6 @@ def test_every_order_is_torchs_own_and_runs_to_its_end(schedule):
             assert not find_missing_action(order) and not find_deadlock(order)
             n_compared += 1
     assert n_compared >= 4
-
-
-def test_actions_that_wait_for_one_another_are_a_deadlock():
-    row = {rank: [Action(rank, "F", 0), Action(rank, "B", 0)] for rank in (0, 1)}
-    assert not find_deadlock([row[0], row[1]])
-    assert (
-        find_deadlock([row[0], row[1][::-1]])
-        == "deadlocks: row 1 at 0B0, row 2 at 1B0 wait for one another"
-    )
 
 
 # ---------------------------------------------------------------- on paper
@@ -87,23 +75,21 @@ def run(schedule: str, pp: int, m: int, v: int = 1, send: float = 0.0) -> Timeli
 
 
 @pytest.mark.parametrize(
-    ("schedule", "v", "pp", "m"),
+    ("schedule", "v", "pp", "m", "idle"),
     [
-        ("GPipe", 1, 4, 1),  # idles 75 %, though (P-1)/M, which is often quoted, says 300
-        ("1F1B", 1, 8, 8),
-        ("Interleaved1F1B", 3, 8, 8),
-        ("LoopedBFS", 2, 8, 40),
+        ("GPipe", 1, 4, 1, 9),  # idles 75 %, though (P-1)/M, which is often quoted, says 300
+        ("1F1B", 1, 8, 8, 21),
+        ("Interleaved1F1B", 3, 8, 8, 21),
+        ("LoopedBFS", 2, 8, 40, 21),
+        ("InterleavedZeroBubble", 2, 4, 20, 3),  # one forward per rank
+        ("ZBVZeroBubble", 2, 4, 20, 3),
+        ("DualPipeV", 2, 4, 20, 3),
     ],
 )
-def test_bubbles_are_those_of_the_formula(schedule, v, pp, m):
+def test_bubbles_are_those_of_the_papers(schedule, v, pp, m, idle):
     timeline = run(schedule, pp, m, v)
-    assert timeline.bubble == pytest.approx((pp - 1) / (v * m + pp - 1), abs=5e-5)
-    assert timeline.end_time == 3 * (v * m + pp - 1)
-
-
-@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_backwards_of_weights_fill_all_of_the_bubble_but_one_forward_a_rank(schedule):
-    assert run(schedule, 4, 20, 2).bubble == pytest.approx(3 / (3 * 2 * 20 + 3), abs=5e-5)
+    assert timeline.end_time == 3 * v * m + idle
+    assert timeline.bubble == pytest.approx(idle / timeline.end_time, abs=5e-5)
 
 
 def test_the_slowest_stage_and_the_way_between_ranks_count():
@@ -114,18 +100,11 @@ def test_the_slowest_stage_and_the_way_between_ranks_count():
         list_order("GPipe", 2, 2, 1), lambda action: seconds[action.stage, action.kind], 10.0
     )
     times = {str(event.action): (event.start, event.end) for event in timeline.events}
-    assert (times["1F0"], times["1B0"], times["0B0"], times["0B1"]) == (
-        (11, 13),
-        (15, 22),
-        (32, 35),
-        (39, 42),
-    )
-    start = {
-        str(event.action): event.start for event in run("ZBVZeroBubble", 2, 4, 2, send=5.0).events
-    }
-    assert (start["0F0"], start["1F0"], start["2F0"], start["3F0"]) == (0, 6, 7, 13), (
-        "no send inside of a rank"
-    )
+    by_hand = {"1F0": (11, 13), "1B0": (15, 22), "0B0": (32, 35), "0B1": (39, 42)}
+    assert times | by_hand == times
+    events = run("ZBVZeroBubble", 2, 4, 2, send=5.0).events
+    start = {str(event.action): event.start for event in events}
+    assert start | {"0F0": 0, "1F0": 6, "2F0": 7, "3F0": 13} == start, "no send inside of a rank"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -162,19 +141,21 @@ def test_microbatches_in_flight_are_those_of_the_papers(schedule, v, held):
         ("0F0 0F1 0B0 0B1", "1F0 1B0", "nothing for microbatch 1 of stage 1"),
         ("0F0 0B0 0B0", "1F0 1B0", "BBF for microbatch 0 of stage 0"),
         ("0F0 0I0", "1F0 1B0", "FI for microbatch 0 of stage 0"),
-        ("0F0 1F0", "0B0 1B0", "stage 0 on rows [1, 2]"),
-        ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0", "deadlocks: row 1 at 0B0, row 2 at 1F1"),
+        ("0F0 1F0", "0B0 1B0", "stage 0 on two rows"),
+        (
+            "0F0 0B0 0F1 0B1",
+            "1F1 1B1 1F0 1B0",
+            "deadlocks: row 1 at 0B0, row 2 at 1F1 wait for one another",
+        ),
         ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", ""),
     ],
 )
 def test_a_wrong_order_is_judged_on_paper(first, second, why):
     order = []
     for row in (first, second):
-        order.append(
-            [Action(int(stage), kind, int(microbatch)) for stage, kind, microbatch in row.split()]
-        )
+        order.append([Action(int(stage), kind, int(n)) for stage, kind, n in row.split()])
     fault = find_missing_action(order) or find_deadlock(order)
-    assert fault.startswith(f"has {why}" if why and "deadlocks" not in why else why)
+    assert why in fault and bool(why) == bool(fault)
 
 
 def test_the_picture_has_a_box_for_each_action():
@@ -183,4 +164,4 @@ def test_the_picture_has_a_box_for_each_action():
     boxes = [box for box in root.iter("svg") if box.get("class") == "box"]
     assert len(boxes) == len(timeline.events) == 4 * 8 * 2 * 3
     assert max(float(box.get("x")[:-1]) + float(box.get("width")[:-1]) for box in boxes) <= 100.01
-    assert "backward of weights of microbatch 3, stage 5" in "".join(root.itertext())
+    assert "W3 of stage 5" in "".join(root.itertext())

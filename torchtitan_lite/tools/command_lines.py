@@ -300,7 +300,6 @@ error.""",
         "plan.explain",
         """Show the shards of each rank, and every collective of a step with the line of code that causes it.
 
-    the step      in words
     mesh          coordinates of each rank
     parameters    rows and columns of each weight on each rank
     collectives   in order: operation, mesh dims, shape, bytes that one rank moves, module, line of code

@@ -4,8 +4,9 @@
     1F0 1B0 1F1 1B1         pp rank 1. A rank waits for the inputs of its next action
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -20,70 +21,90 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-def find_missing_action(rows: list[list[Action]]) -> str:
+class Event(NamedTuple):
+    """An action of a simulated step, with its start and end."""
+
+    rank: int  # pp rank
+    start: float  # seconds from the start of the step
+    end: float
+    action: Action
+
+
+Order = list[list[Action]]  # the actions of each pp rank in one step
+HALVES = {"F": "F", "B": "IW", "I": "I", "W": "W"}  # kind -> work that is done after the action
+
+
+def find_missing_action(rows: Order) -> str:
     """Describe a stage and microbatch without exactly F and B, or F, I and W; empty if there is none."""
-    ranks_of, kinds = defaultdict(set), defaultdict(str)
+    rank_of = {}  # by stage
+    kinds = defaultdict(list)  # by stage and microbatch
     for rank, row in enumerate(rows):
         for stage, kind, microbatch in row:
-            ranks_of[stage].add(rank + 1)
-            kinds[stage, microbatch] += kind
-    for stage, ranks in ranks_of.items():
-        if len(ranks) > 1:
-            return f"has stage {stage} on rows {sorted(ranks)}, but a stage belongs to one rank"
-    for stage in range(1 + max(stage for stage, _ in kinds)):
-        for microbatch in range(1 + max(microbatch for _, microbatch in kinds)):
-            found = "".join(sorted(kinds[stage, microbatch]))
+            kinds[stage, microbatch].append(kind)
+            if rank_of.setdefault(stage, rank) != rank:
+                return f"has stage {stage} on two rows, but a stage belongs to one rank"
+    last_stage, _ = max(kinds)
+    n_microbatches = 1 + max(microbatch for _, microbatch in kinds)
+    for stage in range(last_stage + 1):
+        for microbatch in range(n_microbatches):
+            found = "".join(sorted(kinds[stage, microbatch])) or "nothing"
             if found not in ("BF", "FIW"):
                 work = f"microbatch {microbatch} of stage {stage}"
-                return f"has {found or 'nothing'} for {work}, which needs F and B, or F, I and W"
+                return f"has {found} for {work}, which needs F and B, or F, I and W"
     return ""
 
 
-def find_deadlock(rows: list[list[Action]]) -> str:
+def find_deadlock(rows: Order) -> str:
     """Describe the actions that wait for each other; empty if the schedule completes."""
-    n_run = Counter(rank for rank, *_ in run_on_paper(rows, lambda action: 1.0))
-    stuck = [
-        f"row {rank + 1} at {row[n_run[rank]]}"
-        for rank, row in enumerate(rows)
-        if n_run[rank] < len(row)
-    ]
+    has_run = {event.action for event in run_on_paper(rows, lambda action: 1.0)}
+    stuck = []
+    for rank, row in enumerate(rows, 1):
+        waiting = [action for action in row if action not in has_run]
+        if waiting:
+            stuck.append(f"row {rank} at {waiting[0]}")
     return f"deadlocks: {', '.join(stuck)} wait for one another" if stuck else ""
 
 
 def run_on_paper(
-    rows: list[list[Action]], seconds_of: Callable[[Action], float], send: float = 0.0
-) -> Iterator[tuple]:
-    """Simulate the schedule and yield (rank, start, end, action). Sending to another rank takes `send` seconds."""
-    last_stage = max(action.stage for row in rows for action in row)
-    rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
-    done: dict[tuple[int, str, int], float] = {}
-    clocks, next_of, progressed = [0.0] * len(rows), [0] * len(rows), True
-    while progressed:
-        progressed = False
+    rows: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0
+) -> list[Event]:
+    """Simulate the schedule until no rank can continue. Sending to another rank takes `send_s` seconds."""
+    last_stage = max(chain(*rows)).stage
+    done: dict[tuple[int, str, int], tuple[float, int]] = {}  # work -> its end and pp rank
+    clocks_s = [0.0] * len(rows)
+    n_run = [0] * len(rows)
+    events: list[Event] = []
+    n_before = -1
+    while len(events) > n_before:
+        n_before = len(events)
         for rank, row in enumerate(rows):
-            while next_of[rank] < len(row):
-                needs = list_needs(action := row[next_of[rank]], last_stage)
-                if any(need not in done for need in needs):
+            for action in row[n_run[rank] :]:
+                start_s = clocks_s[rank]
+                needs = list_needs(action, last_stage)
+                if not done.keys() >= needs:
                     break
-                start = max(
-                    [
-                        clocks[rank],
-                        *(done[need] + send * (rank_of[need[0]] != rank) for need in needs),
-                    ]
-                )
-                clocks[rank] = start + seconds_of(action)
-                for kind in "IW" if action.kind == "B" else action.kind:  # B does both halves
-                    done[action.stage, kind, action.microbatch] = clocks[rank]
-                yield rank, start, clocks[rank], action
-                next_of[rank] += 1
-                progressed = True
+                for need in needs:
+                    sent_s, sender = done[need]
+                    if sender != rank:
+                        sent_s += send_s
+                    start_s = max(start_s, sent_s)
+                end_s = start_s + seconds_of(action)
+                for half in HALVES[action.kind]:
+                    done[action.stage, half, action.microbatch] = end_s, rank
+                clocks_s[rank] = end_s
+                n_run[rank] += 1
+                events.append(Event(rank, start_s, end_s, action))
+    return events
 
 
-def list_needs(action: Action, last_stage: int) -> list[tuple[int, str, int]]:
+def list_needs(action: Action, last_stage: int) -> set[tuple[int, str, int]]:
     """Return what an action waits for. F: the previous stage. Backward: its F and the next stage. W: its I."""
     stage, kind, microbatch = action
-    if kind == "F":
-        return [(stage - 1, "F", microbatch)] if stage else []
     if kind == "W":
-        return [(stage, "I", microbatch)]
-    return [(stage, "F", microbatch), (stage + 1, "I", microbatch)][: 1 + (stage < last_stage)]
+        return {(stage, "I", microbatch)}
+    if kind == "F":
+        return {(stage - 1, "F", microbatch)} if stage else set()
+    needs = {(stage, "F", microbatch)}
+    if stage < last_stage:
+        needs.add((stage + 1, "I", microbatch))
+    return needs

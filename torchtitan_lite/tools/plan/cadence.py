@@ -16,10 +16,6 @@ from math import exp, sqrt
 def find_interval(mtbf_s: float, save_stall_s: float) -> float:
     """Return the best number of seconds between saves, by Daly's higher-order estimate. `mtbf_s`: of the whole job."""
     ratio = save_stall_s / (2 * mtbf_s)
-    if ratio >= 1:
-        return (
-            mtbf_s  # a save takes longer than the time between interruptions, so no interval helps
-        )
     return sqrt(2 * save_stall_s * mtbf_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_stall_s
 
 

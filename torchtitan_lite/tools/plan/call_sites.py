@@ -13,6 +13,7 @@ import sys
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from types import CodeType
 
@@ -22,15 +23,10 @@ from torch import nn
 from torchtitan_lite import PACKAGE
 
 CALL, ENGINE = nn.Module._call_impl.__code__, torch.autograd.graph._engine_run_backward.__code__
-FSDP = {
-    "unshard": "forward",
-    "post_backward": "backward",
-}  # a pipeline schedule calls these outside of the model
-NO_CALL_SITES = (
-    "parallel/exchange.py",
-    "parallel/tensor_parallel.py",
-    "tools/",
-)  # helpers: their callers are shown
+# A pipeline schedule calls these outside of the model.
+FSDP = {"unshard": "forward", "post_backward": "backward"}
+# Helpers, whose callers are shown
+NO_CALL_SITES = ("parallel/exchange.py", "parallel/tensor_parallel.py", "tools/")
 
 
 @dataclass(frozen=True)
@@ -47,9 +43,8 @@ class CallSites:
 
     def __init__(self):
         self.names: dict[int, str] = {}  # id of a module -> FQN
-        self._in_forward: list[tuple[int, CallSite]] = [
-            (-1, CallSite())
-        ]  # by autograd's sequence number, ascending
+        # By autograd's sequence number, ascending
+        self._in_forward: list[tuple[int, CallSite]] = [(-1, CallSite())]
 
     def name_modules(self, parts: list[nn.Module]) -> None:
         """Register the FQNs of all modules in these model parts."""
@@ -75,18 +70,14 @@ class CallSites:
             elif not line and (file := name_file(code)):
                 line = f"{file}:{frame.f_lineno}"
             frame = frame.f_back
-        if (
-            phase == "backward" and node is not None
-        ):  # the first forward call site after the node was numbered
-            at = bisect_left(
-                self._in_forward, node._sequence_nr() + 1, key=lambda counted: counted[0]
-            )
-            forward = self._in_forward[at][1] if at < len(self._in_forward) else CallSite()
-            return CallSite(line or forward.line, module or forward.module, phase)
-        site, counter = (
-            CallSite(line, module, phase or outside or "between"),
-            torch.autograd._get_sequence_nr(),
-        )
+        site = CallSite(line, module, phase or outside or "between")
+        if phase == "backward" and node is not None:
+            # The first call site in forward after autograd numbered the node
+            at = bisect_left(self._in_forward, node._sequence_nr() + 1, key=itemgetter(0))
+            if at < len(self._in_forward):
+                _, forward = self._in_forward[at]
+                site = CallSite(line or forward.line, module or forward.module, phase)
+        counter = torch.autograd._get_sequence_nr()
         if phase in ("forward", "recompute") and counter > self._in_forward[-1][0]:
             self._in_forward.append((counter, site))
         return site

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.tools.plan import fake_world
-from torchtitan_lite.tools.plan.command import describe, make_plan
+from torchtitan_lite.tools.plan import command, fake_world
 from torchtitan_lite.tools.plan.forecast import list_memory
 from torchtitan_lite.tools.plan.meter import Collective, Meter
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks
@@ -32,9 +32,7 @@ from torchtitan_lite.tools.plan.timeline import plan_order
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_moved
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
-CPU = torch.device(
-    "cpu"
-)  # the device of fake tensors, because a CPU build of torch has no CUDA kernels
+CPU = torch.device("cpu")  # of fake tensors, because a CPU build of torch has no CUDA kernels
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,8 @@ class DryRun:
 def shorten(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
     """Return the same run with at most this number of microbatches in a step."""
     layout = planned.layout
-    if planned.config.parallelism.pipeline_parallel_schedule == "DualPipeV":
-        n_microbatches = max(n_microbatches, len(layout.stages))  # torch refuses fewer
+    if SCHEDULES[planned.config.parallelism.pipeline_parallel_schedule].fills_pipeline:
+        n_microbatches = max(n_microbatches, len(layout.stages))
     n = min(n_microbatches, layout.n_microbatches)
     rows = layout.global_batch_size * n // layout.n_microbatches
     return replace(planned, layout=replace(layout, global_batch_size=rows, n_microbatches=n))
@@ -65,34 +63,29 @@ def shorten(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
 
 def dry_run(planned: PlannedRun, pp_rank: int = 0) -> DryRun:
     """Run one optimizer step of the first rank of a pipeline stage, with all its microbatches."""
-    config, model_args, layout = (
-        with_value(planned.config, "compile.enable", False),
-        planned.model_args,
-        planned.layout,
-    )
+    config = with_value(planned.config, "compile.enable", False)
+    model_args = planned.model_args
+    layout = planned.layout
     meter = Meter(layout)
-    with (
-        fake_world.fake_group(layout.world_size, rank=pp_rank * layout.strides["pp"]),
-        ExitStack() as stack,
-    ):
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(fake_world.fake_group(layout.world_size, rank=pp_rank * layout.strides["pp"]))
         mesh = build_mesh(layout, CPU.type)
         parts = build.build_parts(config, model_args, layout, mesh)
-        stack.enter_context(fake_world.static_stages(config, model_args, layout))
+        enter(fake_world.static_stages(config, model_args, layout))
         if planned.device_type == "cuda":
-            stack.enter_context(fake_world.gpu_kernels())
+            enter(fake_world.gpu_kernels())
         if model_args.moe:
-            stack.enter_context(fake_world.even_experts(planned.workload))
+            enter(fake_world.even_experts(planned.workload))
         # Initial weights do not matter here, and take as long as a microbatch.
-        stack.enter_context(patch.object(build, "initialize_weights", lambda *args: None))
-        stack.enter_context(fake_world.fake_tensors())
-        stack.enter_context(meter.watching())
+        enter(patch.object(build, "initialize_weights", lambda *args: None))
+        enter(fake_world.fake_tensors())
+        enter(meter.watching())
         run = build.build_run(config, model_args, layout, mesh, CPU, parts=parts)
         meter.sites.name_modules(parts)
         make_optimizer_state(run)  # a second step would find it
         meter.restart()
-        batch = fake_world.make_batch(layout, config.training.seq_len)
-        meter.note(vars(batch).values())
-        stepping.train_step(run, batch)
+        stepping.train_step(run, fake_world.make_batch(layout, config.training.seq_len))
         return DryRun(meter.peak_bytes, list(meter.collectives), run.parameters)
 
 
@@ -106,38 +99,25 @@ def make_optimizer_state(run: build.Run) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print the plan, then compare the closed form with dry runs of a short step, for one rank per kind of stage."""
-    torch.set_num_threads(1)
-    plan = make_plan(options)
-    print(describe(plan, options))
-    short = shorten(
-        plan.planned, max(3, 2 * plan.planned.layout.pp)
-    )  # first, middle, last; or a full pipeline
+    status = command.main(options)
+    planned = command.make_plan(options).planned
+    short = shorten(planned, 2 * planned.layout.pp)
     order = plan_order(short.config.parallelism, short.layout)
-    memory, rows = list_memory(short.workload, order), [("", "", "closed form", "dry run")]
+    memory = list_memory(short.workload, order)
+    rows = [("", "", "closed form", "dry run")]
     for rank in group_pp_ranks(short):
-        run, closed, name = (
-            dry_run(short, rank),
-            estimate_traffic(short.workload, rank, order),
-            f"  pp rank {rank}",
-        )
-        rows.append(
-            (
-                name,
-                "live memory at the peak",
-                *map(format_bytes, (memory[rank].live, run.peak_bytes)),
-            )
-        )
-        for axis, operation in closed | run.traffic:
-            both = [
-                traffic.get((axis, operation), Moved(0, 0)) for traffic in (closed, run.traffic)
-            ]
-            calls = " and ".join(dict.fromkeys(f"{moved.n_calls:,.0f}" for moved in both))
-            rows.append(
-                (
-                    name,
-                    f"{operation} over {axis}, {calls} calls",
-                    *(format_bytes(m.n_bytes) for m in both),
-                )
-            )
+        name = f"  pp rank {rank}"
+        run = dry_run(short, rank)
+        live = format_bytes(memory[rank].live)
+        rows.append((name, "live memory at the peak", live, format_bytes(run.peak_bytes)))
+        closed = estimate_traffic(short.workload, rank, order)
+        for key in closed | run.traffic:
+            axis, operation = key
+            cells = [describe_moved(traffic.get(key)) for traffic in (closed, run.traffic)]
+            rows.append((name, f"{operation} over {axis}, calls and bytes", *cells))
     print(f"\na step of {short.layout.n_microbatches} microbatches\n{format_table(rows, '<<>>')}")
-    return 0 if plan.fits else 1
+    return status
+
+
+def describe_moved(moved: Moved | None) -> str:
+    return f"{moved.n_calls:,.0f}, {format_bytes(moved.n_bytes)}" if moved else "none"

@@ -1,11 +1,10 @@
-"""Explain a layout by dry runs of step.py: the step in words, each rank's weights, the line of every collective."""
+"""Explain a layout by dry runs of step.py: the mesh, each rank's weights, the line of every collective."""
 
 import argparse
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from itertools import groupby, product
-from math import prod
 
 import torch
 from torch import Tensor
@@ -20,22 +19,10 @@ from torchtitan_lite.tools.tables import format_bytes, format_table
 
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
 FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
-MOST_SHOWN, GAP = (
-    8,
-    "..",
-)  # ranks or coordinates in a row; a longer row shows the first two, a gap, and the last
-ROLES = {  # mesh dim -> work of its ranks in a step
-    "pp": "{n} ranks hold successive layers; hidden states move to the next rank, and their gradients back",
-    "dp_replicate": "{n} ranks read different sequences, hold the same weights, and all-reduce gradients",
-    "dp_shard": "{n} ranks read different sequences, gather the weights of a block, and reduce-scatter gradients",
-    "cp": "{n} ranks hold an early and a late piece of every sequence, and exchange keys and values",
-    "tp": "{n} ranks gather the sequence, compute their heads and columns, and reduce-scatter partial sums",
-    "ep": "{n} ranks hold different experts; tokens are sent to their experts, and results are sent back",
-}
+MOST_SHOWN = 8  # ranks or groups; of more, the first two and the last are shown
 
 
 def main(options: argparse.Namespace) -> int:
-    torch.set_num_threads(1)
     planned = plan_run(options.config_args, options.gpus, options.device)
     n = planned.layout.world_size
     if not 0 <= options.rank < n:
@@ -51,104 +38,85 @@ def main(options: argparse.Namespace) -> int:
 
 
 def explain_step(planned: PlannedRun) -> None:
-    """Print the step in words, the mesh, and the parameters and collectives of one rank per kind of stage."""
-    layout, short, per_stage = planned.layout, shorten(planned, FEW), planned.layout.strides["pp"]
-    print(f"{describe_step(planned)}\n\n{draw_mesh(layout.degrees)}")
-    if layout.ep:
-        of_experts = {dim: getattr(layout, dim) for dim in ("pp", "dp_replicate", "efsdp", "ep")}
-        print(f"\nexperts of a layer, on the same ranks\n{draw_mesh(of_experts)}")
-    n_more = layout.n_microbatches - short.layout.n_microbatches
+    """Print the mesh, and the parameters and collectives of one rank per kind of stage."""
+    layout = planned.layout
+    short = shorten(planned, FEW)
+    print(draw_mesh(layout.degrees))
+    n_ranks = layout.strides["pp"]  # of a stage
     for pp_rank, alike in group_pp_ranks(planned).items():
-        run, ranks = dry_run(short, pp_rank), range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
-        title = f"pp rank {pp_rank}" + f" and {len(alike) - 1} like it" * (len(alike) > 1)
-        print(f"\n---- {title}: parameters\n\n{format_parameters(run.parameters, elide(ranks))}")
-        print(
-            f"\n---- {title}: collectives of one rank\n\n{format_collectives(run.collectives, n_more)}"
-        )
+        run = dry_run(short, pp_rank)
+        ranks = elide(range(pp_rank * n_ranks, (pp_rank + 1) * n_ranks))
+        title = f"pp rank {pp_rank} ({len(alike)} alike)"
+        print_part(title, format_parameters(run.parameters, ranks), run.collectives)
+    print(
+        f"\nThe dry run has {short.layout.n_microbatches} of {layout.n_microbatches} microbatches."
+    )
 
 
 def explain_token(planned: PlannedRun, rank: int) -> None:
     """Follow the first microbatch of a rank forward through all stages: print weight slices and collectives."""
-    layout, short, per_stage = planned.layout, shorten(planned, FEW), planned.layout.strides["pp"]
+    layout = planned.layout
+    short = shorten(planned, FEW)
     at = {dim: rank // layout.strides[dim] % degree for dim, degree in layout.degrees.items()}
     n_rows = layout.global_batch_size // layout.dp
     first = (at["dp_replicate"] * layout.dp_shard + at["dp_shard"]) * n_rows
-    print(
-        f"rank {rank} has the coordinates {', '.join(f'{dim} {index}' for dim, index in at.items())}."
-    )
-    print(
-        f"It reads rows {first}..{first + n_rows - 1} of {layout.global_batch_size}. Forward of its first microbatch:"
-    )
+    print(f"rank {rank} has the coordinates {', '.join(f'{dim} {at[dim]}' for dim in at)}.")
+    rows = f"rows {first}..{first + n_rows - 1} of {layout.global_batch_size}"
+    print(f"It reads {rows}. Forward of its first microbatch:")
     runs = [dry_run(short, pp_rank) for pp_rank in range(layout.pp)]
-    for stage, (fqns, pp_rank) in enumerate(zip(layout.stages, layout.stage_ranks, strict=True)):
-        run, here = runs[pp_rank], rank % per_stage + pp_rank * per_stage
-        own = tuple(
-            fqn + end for fqn in fqns for end in ".,"
-        )  # FSDP gathers "norm, output" together
-        parameters = {
-            fqn: parameter for fqn, parameter in run.parameters.items() if fqn.startswith(own)
-        }
-        print(f"\n---- stage {stage}: parameters\n\n{format_parameters(parameters, [here])}")
-        arrives = stage > 0 and layout.stage_ranks[stage - 1] != pp_rank
-        calls = [call for call in run.collectives if call.operation == "receive"][:arrives]
+    before = layout.stage_ranks[0]
+    for stage, pp_rank in enumerate(layout.stage_ranks):
+        run = runs[pp_rank]
+        here = rank % layout.strides["pp"] + pp_rank * layout.strides["pp"]
+        # FSDP gathers "norm, output" together.
+        own = tuple(fqn + end for fqn in layout.stages[stage] for end in ".,")
+        parameters = {fqn: run.parameters[fqn] for fqn in run.parameters if fqn.startswith(own)}
+        calls = []
+        if pp_rank != before:
+            calls.append(next(call for call in run.collectives if call.operation == "receive"))
         forward = [call for call in run.collectives if call.site.phase == "forward"]
-        n_calls = Counter(call for call in forward if f"{call.site.module}.".startswith(own))
-        for (
-            call
-        ) in forward:  # all microbatches make the same calls: keep the calls of one microbatch
+        forward = [call for call in forward if f"{call.site.module}.".startswith(own)]
+        n_calls = Counter(forward)
+        for call in forward:  # all microbatches make the same calls: keep those of one
             if calls.count(call) * short.layout.n_microbatches < n_calls[call]:
                 calls.append(call)
-        print(f"\n---- stage {stage}: collectives of rank {here}\n\n{format_collectives(calls)}")
+        print_part(f"stage {stage} on rank {here}", format_parameters(parameters, [here]), calls)
+        before = pp_rank
 
 
-def describe_step(planned: PlannedRun) -> str:
-    """Describe one optimizer step of this layout in words."""
-    layout, config = planned.layout, planned.config
-    rows, sizes = layout.global_batch_size, layout.degrees | {"ep": layout.ep}
-    lines = [
-        f"step: {rows} rows of {config.training.seq_len} tokens. Each of {layout.dp} data-parallel ranks reads "
-        f"{rows // layout.dp}, in {layout.n_microbatches} microbatches of {layout.microbatch_size}",
-        *(f"{dim}: {role.format(n=sizes[dim])}" for dim, role in ROLES.items() if sizes[dim] > 1),
-        f"recompute: {config.activation_checkpoint.mode}. Backward recomputes activations that forward did not keep",
-        f"update: ranks all-reduce the gradient norm; {config.optimizer.name} updates the local slices"
-        + "; each hidden matrix is sent to one rank, orthogonalized, and sent back"
-        * planned.workload.updates_matrices,
-    ]
-    return "\n".join(f"  {line}" for line in lines)
+def print_part(title: str, parameters: str, calls: list[Collective]) -> None:
+    print(f"\n---- {title}: parameters\n\n{parameters}")
+    print(f"\n---- {title}: collectives of one rank\n\n{format_collectives(calls)}")
 
 
 def draw_mesh(degrees: dict[str, int]) -> str:
-    """Draw all ranks. The innermost dim is in brackets, the next one across, and the others down."""
-    used = {dim: degree for dim, degree in degrees.items() if degree > 1} or {"tp": 1}
-    *down, across, inner = used if len(used) > 1 else ["", *used]
-    ranks = torch.arange(prod(used.values())).view(
-        *(used[dim] for dim in down), used.get(across, 1), used[inner]
-    )
-    lines = [f"mesh: {inner} in brackets" + f", {across} across" * bool(across)]
-    for place in product(*(elide(range(used[dim])) for dim in down)):
-        label = "".join(f"{dim} {index}  " for dim, index in zip(down, place, strict=True))
-        groups = [GAP] if GAP in place else elide(ranks[place].tolist())
-        lines.append(
-            f"  {label}"
-            + "  ".join(g if g == GAP else f"[{' '.join(map(str, elide(g)))}]" for g in groups)
-        )
-    return "\n".join(lines)
+    """List the groups of the innermost dim, each with its place on the other dims."""
+    *outer, inner = [dim for dim, degree in degrees.items() if degree > 1] or ["tp"]
+    n = degrees[inner]
+    sizes = [range(degrees[dim]) for dim in outer]
+    lines = []
+    for group, place in enumerate(product(*sizes)):
+        labels = [f"{dim} {index}  " for dim, index in zip(outer, place, strict=True)]
+        lines.append(f"  {''.join(labels)}ranks {group * n}..{group * n + n - 1}")
+    return "\n".join([f"mesh: {len(lines)} groups of {inner}", *elide(lines)])
 
 
 def elide(values: Sequence) -> list:
-    return list(values) if len(values) <= MOST_SHOWN else [*values[:2], GAP, values[-1]]
+    return list(values) if len(values) <= MOST_SHOWN else [*values[:2], values[-1]]
 
 
-def format_parameters(parameters: dict[str, Tensor], ranks: list[int | str]) -> str:
+def format_parameters(parameters: dict[str, Tensor], ranks: list[int]) -> str:
     """Return a table of the parameter slices on these ranks of a stage. Layers with equal slices share a row."""
-    rows: dict[tuple, list[str]] = {}
+    layers_of = defaultdict(list)  # by row
     for fqn, parameter in parameters.items():
-        owner, name = LAYER.fullmatch(fqn).groups()
-        slices = tuple(GAP if rank == GAP else describe_slice(parameter, rank) for rank in ranks)
-        rows.setdefault((owner.partition(".")[0], name, parameter.shape, slices), []).append(owner)
+        layer, name = LAYER.fullmatch(fqn).groups()
+        slices = tuple(describe_slice(parameter, rank) for rank in ranks)
+        kind = layer.partition(".")[0]
+        shape = str(list(parameter.shape))
+        layers_of[kind, name, shape, slices].append(layer)
     table = [("", "", *(f"rank {rank}" for rank in ranks))]
-    for (_, name, shape, slices), owners in rows.items():
-        table.append((f"  {join_layers(owners)}.{name}", str(list(shape)), *slices))
+    for (_, name, shape, slices), layers in layers_of.items():
+        table.append((f"  {join_layers(layers)}.{name}", shape, *slices))
     return format_table(table)
 
 
@@ -156,17 +124,19 @@ def describe_slice(parameter: Tensor, rank: int) -> str:
     """Return the slice of a parameter that a rank holds: "rows 0..31, columns 16..31"."""
     if not isinstance(parameter, DTensor):
         return "all"
-    mesh, whole = parameter.device_mesh, parameter.shape  # the mesh spans all ranks of a stage
-    coordinate = [
-        int(index) for index in torch.unravel_index(torch.tensor(rank % mesh.size()), mesh.shape)
-    ]
+    mesh = parameter.device_mesh  # spans all ranks of a stage
+    coordinate = torch.unravel_index(torch.tensor(rank % mesh.size()), mesh.shape)
     shape, offset = _compute_local_shape_and_global_offset(
-        whole, mesh.shape, coordinate, parameter.placements
+        parameter.shape, mesh.shape, list(map(int, coordinate)), parameter.placements
     )
-    names = {1: ["elements"], 2: ["rows", "columns"], 3: ["experts", "rows", "columns"]}[len(shape)]
-    sizes = zip(names, offset, shape, whole, strict=True)
-    held = [f"{name} {begin}..{begin + n - 1}" for name, begin, n, of in sizes if n < of]
-    return "nothing" if 0 in shape else ", ".join(held) or "all"
+    if 0 in shape:
+        return "nothing"
+    names = ("experts", "rows", "columns")[-len(shape) :] if len(shape) > 1 else ["elements"]
+    held = []
+    for name, begin, n, whole in zip(names, offset, shape, parameter.shape, strict=True):
+        if n < whole:
+            held.append(f"{name} {begin}..{begin + n - 1}")
+    return ", ".join(held) or "all"
 
 
 def join_layers(owners: list[str]) -> str:
@@ -174,32 +144,40 @@ def join_layers(owners: list[str]) -> str:
     return owners[0] if len(owners) == 1 else f"{owners[0]}-{owners[-1].removeprefix('layers.')}"
 
 
-def format_collectives(collectives: list[Collective], n_more: int = 0) -> str:
-    """Return a table of the collectives in forward, in backward and between. Repeated passes and layers are merged.
-
-    `n_more`: microbatches that the dry run left out. A pass that repeats is counted for each of them too.
-    """
-    parts = Counter()
-    for phase, calls in groupby(
-        collectives, key=lambda call: call.site.phase.replace("recompute", "backward")
-    ):
-        by_owner: dict[str, list[tuple]] = {}
-        for call in calls:
-            owner, module = LAYER.fullmatch(call.site.module).groups()
-            tensor = f"{list(call.shape)} {call.dtype}", format_bytes(call.n_bytes)
-            place = module + " again" * (call.site.phase == "recompute"), call.site.line
-            by_owner.setdefault(owner, []).append(
-                (f"{call.operation} over {call.axis}", *tensor, *place)
-            )
-        parts[phase, tuple((owner, tuple(rows)) for owner, rows in by_owner.items())] += 1
+def format_collectives(collectives: list[Collective]) -> str:
+    """Return a table of the collectives in forward, in backward and between. Repeated passes and layers are merged."""
+    passes = Counter()
+    for phase, calls in groupby(collectives, key=find_pass):
+        passes[phase, tuple(list_rows(calls))] += 1
     table = [("", "collective", "whole tensor", "bytes of a rank", "module", "line")]
-    for (phase, by_owner), n in parts.items():
-        table.append((f"{phase}, {'once' if n == 1 else f'{n + n_more} times'}", *[""] * 5))
-        for rows, alike in groupby(by_owner, key=lambda each: each[1]):
-            owners = [owner for owner, _ in alike]
-            name = f"  {join_layers(owners) or 'the step'}" + ": each" * (len(owners) > 1)
-            for (operation, *rest), same in groupby(rows):
-                n_calls = len(list(same))
-                table.append((name, operation + f" x{n_calls}" * (n_calls > 1), *rest))
-                name = ""
-    return format_table(table) if parts else "none"
+    for (phase, rows), n in passes.items():
+        table.append((f"{phase}: {n} x", *[""] * 5))
+        table += rows
+    return format_table(table)
+
+
+def find_pass(call: Collective) -> str:
+    return call.site.phase.replace("recompute", "backward")
+
+
+def list_rows(calls: Iterable[Collective]) -> list[tuple[str, ...]]:
+    """Return the rows of one pass. Successive layers with the same collectives share their rows."""
+    by_owner = defaultdict(list)
+    for call in calls:
+        owner, module = LAYER.fullmatch(call.site.module).groups()
+        if call.site.phase == "recompute":
+            module += " again"
+        tensor = f"{list(call.shape)} {call.dtype}"
+        n_bytes = format_bytes(call.n_bytes)
+        operation = f"{call.operation} over {call.axis}"
+        by_owner[owner].append((operation, tensor, n_bytes, module, call.site.line))
+    table = []
+    for cells, owners in groupby(by_owner, key=by_owner.get):
+        owners = list(owners)
+        name = f"  {join_layers(owners) or 'the step'}"
+        if len(owners) > 1:
+            name += ": each"
+        for row in cells:
+            table.append((name, *row))
+            name = ""
+    return table

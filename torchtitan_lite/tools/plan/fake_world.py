@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -44,11 +43,11 @@ def fake_group(world_size: int, *, rank: int) -> Iterator[None]:
 
 
 class FakeMode(FakeTensorMode):
-    """Fake mode in which .item() and bool() also work: they return 1 or True."""
+    """Fake mode in which .item() and bool() also work: they return 1."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:  # .item(), bool()
-            return True if args[0].dtype is torch.bool else 1
+            return 1
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as on a device; torch's meta function returns another tensor
         return super().__torch_dispatch__(func, types, args, kwargs or {})
@@ -60,9 +59,8 @@ def fake_tensors() -> Iterator[None]:
     infer = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def infer_unseen(*args):
-        with (
-            _disable_current_modes()
-        ):  # DTensor infers shapes with fake tensors of the full shape; do not count them
+        # DTensor infers shapes with fake tensors of the full shape; do not count them.
+        with _disable_current_modes():
             return infer(*args)
 
     with (
@@ -81,18 +79,11 @@ def make_batch(layout: Layout, seq_len: int) -> Batch:
 @contextmanager
 def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iterator[None]:
     """Context manager: pipeline stages know their shapes without communication."""
-    shape = (
-        layout.microbatch_size,
-        config.training.seq_len // layout.cp // layout.tp,
-        model_args.dim,
-    )
+    positions = config.training.seq_len // layout.cp // layout.tp
+    shape = (layout.microbatch_size, positions, model_args.dim)
     dtype = getattr(torch, config.training.mixed_precision_param)
     hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-    with (
-        # 1F1B refuses fewer microbatches than stages, although it runs with fewer.
-        patch.object(Schedule1F1B, "__init__", PipelineScheduleSingle.__init__),
-        patch.object(pipeline, "PatchedStage", partial(StaticStage, hidden=hidden)),
-    ):
+    with patch.object(pipeline, "PatchedStage", partial(StaticStage, hidden=hidden)):
         yield
 
 
@@ -102,7 +93,8 @@ class StaticStage(pipeline.PatchedStage):
     def __init__(self, part, index, n_stages, device, *, group, hidden: Tensor):
         tokens = torch.empty(hidden.shape[:1], dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        received, sent = tokens if index == 0 else hidden, loss if index == n_stages - 1 else hidden
+        received = tokens if index == 0 else hidden
+        sent = loss if index == n_stages - 1 else hidden
         super().__init__(
             part, index, n_stages, device, input_args=received, output_args=sent, group=group
         )
@@ -116,8 +108,9 @@ class StaticStage(pipeline.PatchedStage):
 @contextmanager
 def even_experts(workload: Workload) -> Iterator[None]:
     """Context manager: all ep ranks exchange the same number of rows, because fake routes have no values."""
-    n, ep = workload.n_rows, workload.layout.ep
-    sent, received = [(n + rank) // ep for rank in range(ep)], [n // ep] * ep
+    ep = workload.layout.ep
+    sent = [(workload.n_rows + rank) // ep for rank in range(ep)]
+    received = [workload.n_rows // ep] * ep
     with (
         patch.object(expert_parallel, "read_splits", lambda ours, theirs: (sent, received)),
         patch.object(moe, "multiply_groups", multiply_groups),
@@ -127,24 +120,25 @@ def even_experts(workload: Workload) -> Iterator[None]:
 
 def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Replace grouped_mm: torch's meta function takes bfloat16 only."""
-    return (
-        F.grouped_mm(rows, matrices, offs=ends)
-        if rows.dtype == torch.bfloat16
-        else rows @ matrices[0]
-    )
+    if rows.dtype == torch.bfloat16:
+        return F.grouped_mm(rows, matrices, offs=ends)
+    return rows @ matrices[0]
 
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
     """Context manager: attention without a mask and fused norms, as on CUDA. CPU kernels differ."""
+    attend = "attend_within_documents"
     with (
-        patch.object(attention, "attend_within_documents", attend_without_mask),
-        patch.object(context_parallel, "attend_within_documents", attend_without_mask),
-        patch.object(
-            F, "rms_norm", lambda x, shape, weight=None, eps=None: FusedNorm.apply(x, weight)
-        ),
+        patch.object(attention, attend, attend_without_mask),
+        patch.object(context_parallel, attend, attend_without_mask),
+        patch.object(F, "rms_norm", normalize),
     ):
         yield
+
+
+def normalize(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:
+    return FusedNorm.apply(x, weight)
 
 
 def attend_without_mask(
@@ -159,9 +153,8 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(
-            x, weight, x.sum(-1, dtype=torch.float32)
-        )  # the sum has the size of 1 / rms
+        size_of_rms = x.sum(-1, dtype=torch.float32)
+        ctx.save_for_backward(x, weight, size_of_rms)
         return torch.empty_like(x)
 
     @staticmethod

@@ -7,10 +7,9 @@ A storage counts from the operator that returns it until it is freed, as in an a
 
 import re
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -50,23 +49,18 @@ class Collective:
     site: CallSite
 
 
-@cache
 def name_operation(func: OpOverload) -> str | None:
     """Return "all-gather" for "c10d::_allgather_base_" or "_c10d_functional::all_gather_into_tensor"; None if local."""
-    name = (
-        func._opname.replace("_", "")
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor")
-        else ""
-    )
+    if func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
+        return None
+    name = func._opname.replace("_", "")
     return next((operation for part, operation in OPERATIONS.items() if part in name), None)
 
 
 def name_axis(layout: Layout, group: dist.ProcessGroup) -> str:
     """Return the mesh dims of a group by its description, e.g. "mesh_dp_shard_cp"; all dims for the default group."""
-    named = re.findall(
-        "e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp",
-        group.group_desc.removeprefix("mesh_"),
-    )
+    dims = "e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp"
+    named = re.findall(dims, group.group_desc.removeprefix("mesh_"))
     return " x ".join(named or [dim for dim, degree in layout.degrees.items() if degree > 1])
 
 
@@ -75,28 +69,27 @@ def find_group(args: tuple) -> dist.ProcessGroup:
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)
-    return dist.distributed_c10d._resolve_process_group(
-        [arg for arg in args if isinstance(arg, str)][-1]
-    )
+    names = [argument for argument in args if isinstance(argument, str)]
+    return dist.distributed_c10d._resolve_process_group(names[-1])
 
 
 def measure(
     operation: str, group: dist.ProcessGroup, args: tuple, result: object
 ) -> tuple[Tensor, float]:
     """Return the whole tensor of a collective (the first, if there are several) and the bytes that this rank moves."""
-    sides = [
-        [leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, result)
-    ]
-    whole, splits = max(sides, key=lambda side: sum(tensor.numel() for tensor in side)), []
-    if (
-        operation == "all-to-all"
-    ):  # count the input, which c10d takes second; the last list has the rows for each rank
-        whole, splits = (
-            sides[1] or sides[0],
-            next((arg for arg in reversed(args) if isinstance(arg, list)), []),
-        )
+    sides = []
+    for side in (*args, result):
+        tensors = [leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)]
+        sides.append(tensors)
+    whole = max(sides, key=lambda side: sum(tensor.numel() for tensor in side))
+    fraction = fraction_moved(operation, group.size())
+    if operation == "all-to-all":
+        whole = sides[1] or sides[0]  # the input, which c10d takes second
+        lists = [arg for arg in args if isinstance(arg, list)]
+        n_rows = lists[-1]  # sent to each rank
+        fraction = fraction_moved(operation, group.size(), group.rank(), n_rows)
     n_bytes = sum(tensor.nbytes for tensor in whole)
-    return whole[0], n_bytes * fraction_moved(operation, group.size(), group.rank(), splits)
+    return whole[0], n_bytes * fraction
 
 
 class Meter(TorchDispatchMode):
@@ -104,7 +97,8 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, layout: Layout):
         super().__init__()
-        self.layout, self.sites = layout, CallSites()
+        self.layout = layout
+        self.sites = CallSites()
         self.collectives: list[Collective] = []
         self.live_bytes = self.peak_bytes = 0
         self._sizes: dict[int, int] = {}  # address of a live storage -> bytes
@@ -142,22 +136,17 @@ class Meter(TorchDispatchMode):
             self.collectives.append(
                 Collective(operation, axis, tuple(whole.shape), dtype, n_bytes, site)
             )
-        self.note(tree_leaves(result))
+        for value in tree_leaves(result):
+            # A weight gathered in float8 is a wrapper subclass, whose storage is empty.
+            if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+                continue
+            if value.device.type != "meta":
+                self._count(value.untyped_storage())
         return result
 
-    def note(self, values: Iterable[object]) -> None:
-        """Count the storages of the tensors among these values."""
-        for value in values:
-            # A weight gathered in float8 is a wrapper subclass, whose storage is empty.
-            if (
-                isinstance(value, Tensor)
-                and value.device.type != "meta"
-                and not is_traceable_wrapper_subclass(value)
-            ):
-                self._count(value.untyped_storage())
-
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, n_bytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        n_bytes = storage.nbytes()
         if key not in self._sizes:
             self._sizes[key] = 0
             weakref.finalize(storage, self._release, key)

@@ -9,33 +9,32 @@ Sources, arXiv: GPipe 1811.06965; 1F1B 2104.04473; LoopedBFS 2211.05953; zero bu
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 
-from torchtitan_lite.tools.plan.actions import Action
-
-Order = list[list[Action]]  # the actions of each pp rank in one step
+from torchtitan_lite.tools.plan.actions import HALVES, Action, Order
 
 
-@lru_cache(maxsize=1024)
 def list_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> Order:
     """Return the order of a schedule. If pp is 1: forward and backward of each microbatch in turn."""
-    if pp == 1:
-        return [
-            [Action(0, kind, microbatch) for microbatch in range(n_microbatches) for kind in "FB"]
-        ]
-    return [ORDERS[schedule](rank, pp, n_microbatches, n_stages_per_rank) for rank in range(pp)]
+    list_row = ORDERS["1F1B" if pp == 1 else schedule]
+    return [list_row(rank, pp, n_microbatches, n_stages_per_rank) for rank in range(pp)]
+
+
+def run_stages(stages: Sequence[int], kind: str, microbatches: Sequence[int]) -> list[Action]:
+    """Run all microbatches through each stage in turn."""
+    pairs = product(stages, microbatches)
+    return [Action(stage, kind, microbatch) for stage, microbatch in pairs]
 
 
 def fill_and_drain(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
     """GPipe, or LoopedBFS with several stages per rank: all forwards, then all backwards, stage by stage."""
-    stages, microbatches = range(rank, pp * n_stages_per_rank, pp), range(n_microbatches)
+    stages = range(rank, pp * n_stages_per_rank, pp)
+    microbatches = range(n_microbatches)
     # Backward starts with the last microbatch in LoopedBFS, and with the first in GPipe.
-    backwards = microbatches if n_stages_per_rank == 1 else microbatches[::-1]
-    row = [Action(stage, "F", microbatch) for stage in stages for microbatch in microbatches]
-    return row + [
-        Action(stage, "B", microbatch) for stage in reversed(stages) for microbatch in backwards
-    ]
+    backwards = microbatches[::-1] if len(stages) > 1 else microbatches
+    return run_stages(stages, "F", microbatches) + run_stages(stages[::-1], "B", backwards)
 
 
 def interleave(
@@ -53,101 +52,77 @@ def interleave(
     backward is split (InterleavedZeroBubble), each W runs `rank` backwards after its I.
     """
     stages = range(rank, pp * n_stages_per_rank, pp)
-    size = (
-        n_microbatches // max(1, n_microbatches // pp) if n_stages_per_rank > 1 else n_microbatches
-    )
-    rounds = [range(start, start + size) for start in range(0, n_microbatches, size)]
-    forwards = [
-        Action(stage, "F", microbatch) for each in rounds for stage in stages for microbatch in each
-    ]
-    done = [
-        (stage, microbatch) for each in rounds for stage in reversed(stages) for microbatch in each
-    ]
-    backwards = [
-        Action(stage, "I" if splits_backward else "B", microbatch) for stage, microbatch in done
-    ]
-    weights = (
-        [Action(stage, "W", microbatch) for stage, microbatch in done] if splits_backward else []
-    )
-    n_warm_up = min((n_stages_per_rank - 1) * size + hops * (pp - 1 - rank), len(forwards))
+    size = n_microbatches // max(1, n_microbatches // pp)
+    forwards = []
+    backwards = []
+    for start in range(0, n_microbatches, size):
+        one_round = range(n_microbatches)[start : start + size]
+        forwards += run_stages(stages, "F", one_round)
+        backwards += run_stages(stages[::-1], "I" if splits_backward else "B", one_round)
+    n_warm_up = (n_stages_per_rank - 1) * size + hops * (pp - 1 - rank)
     row = forwards[:n_warm_up]
-    for at, backward in enumerate(backwards):
-        row += [*forwards[n_warm_up + at : n_warm_up + at + 1], backward]
-        row += weights[at - rank : at - rank + 1] if at >= rank else []
-    return row + weights[max(0, len(weights) - rank) :]
+    weights: deque[Action] = deque()
+    for at, backward in enumerate(backwards, n_warm_up):
+        row += forwards[at : at + 1]
+        row.append(backward)
+        if splits_backward:
+            weights.append(backward._replace(kind="W"))
+        if len(weights) > rank:
+            row.append(weights.popleft())
+    return [*row, *weights]
+
+
+def run_steps(rank: int, pp: int, steps: str) -> list[Action]:
+    """Return the actions of steps such as "aF bI bW": a and b are the arms of a V. Each runs the next microbatch."""
+    stages = {"a": rank, "b": 2 * pp - 1 - rank}
+    n_done: Counter[tuple[str, str]] = Counter()  # by arm and half
+    row = []
+    for arm, kind in steps.split():
+        halves = HALVES[kind]
+        row.append(Action(stages[arm], kind, n_done[arm, halves[0]]))
+        for half in halves:
+            n_done[arm, half] += 1
+    return row
 
 
 def zero_bubble_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
-    """ZBVZeroBubble: a rank holds stages `rank` and 2*pp - 1 - rank, the two arms of a V."""
-    first, second = rank, 2 * pp - 1 - rank
-    count: Counter[tuple[int, str]] = Counter()
-    row: list[Action] = []
-
-    def add(stage: int, kinds: str, times: int = 1) -> None:
-        for kind in kinds * times:
-            row.append(Action(stage, kind, count[stage, kind]))
-            count[stage, kind] += 1
-
-    n_filling = max(
-        2 * pp - 1, n_microbatches
-    )  # minimum of the pattern; extra microbatches are dropped at the end
-    add(first, "F", 2 * (pp - rank) - 1)
-    for _ in range(rank):
-        add(second, "F")
-        add(first, "F")
-    add(second, "FIW", pp - rank)
-    while count[second, "F"] < count[first, "F"] or count[first, "F"] < n_filling:
-        add(first, "F" * (count[first, "F"] < n_filling) + "IW")
-        add(second, "FIW")
-    for _ in range(rank):
-        add(first, "I")
-        add(second, "I")
-    add(first, "IW", pp - rank)
-    for stage in (second, first):
-        add(stage, "W", count[stage, "I"] - count[stage, "W"])
+    """ZBVZeroBubble: forwards fill both arms, then F, I and W alternate, then I runs before the remaining W."""
+    n_after = pp - rank - 1  # ranks after this one
+    # Minimum of the pattern. Extra microbatches are dropped at the end.
+    n_filling = max(2 * pp - 1, n_microbatches)
+    steps = "aF " * (2 * n_after + 1)
+    steps += "bF aF " * rank
+    steps += "bF bI bW " * (n_after + 1)
+    steps += "aF aI aW bF bI bW " * (n_filling - pp - n_after)
+    steps += "aI aW bF bI bW " * n_after
+    steps += "aI bI " * rank
+    steps += "aI aW " * (n_after + 1)
+    steps += "bW " * rank
+    steps += "aW " * rank
+    row = run_steps(rank, pp, steps)
     return [action for action in row if action.microbatch < n_microbatches]
 
 
 def dual_pipe_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
-    """DualPipeV: a rank holds two arms of a V, as in ZBV. Forwards of one arm alternate with backwards of the other."""
-    first, second = rank, 2 * pp - 1 - rank
-    count: Counter[tuple[int, bool]] = Counter()
-    waiting: deque[tuple[int, int]] = (
-        deque()
-    )  # (stage, microbatch) of gradients of weights to be computed
-    row: list[Action] = []
-
-    def add(*pairs: tuple[int, str], times: int = 1) -> None:
-        for stage, kind in pairs * times:
-            if kind == "W":
-                if waiting:
-                    row.append(Action(waiting[0][0], "W", waiting.popleft()[1]))
-                continue
-            microbatch = count[stage, kind == "F"]
-            row.append(Action(stage, kind, microbatch))
-            count[stage, kind == "F"] += 1
-            waiting.extend([(stage, microbatch)] * (kind == "I"))
-
-    half = (rank + 1) // 2  # the second half of the last backwards is split
-    add((first, "F"), times=2 * (pp - rank - 1))
-    add((first, "F"), (second, "F"), times=rank + 1)
-    add((second, "I"), (second, "W"), (second, "F"), times=pp - rank - 1)
-    add(
-        (first, "F"),
-        (second, "B"),
-        (second, "F"),
-        (first, "B"),
-        times=n_microbatches - 2 * pp + rank + 1,
-    )
-    add((second, "B"), (second, "F"), (first, "B"), times=pp - rank - 1)
-    for at in range(rank + 1):
-        add(
-            (second, "I" if at > half or (at == half and rank % 2) else "B"),
-            (first, "I" if at >= half else "B"),
-        )
-    add((first, "W"), (first, "I"), times=pp - rank - 1)
-    add((first, "W"), times=rank + 1)
-    return row
+    """DualPipeV: forwards of one arm alternate with backwards of the other. The last backwards are split."""
+    n_after = pp - rank - 1  # ranks after this one
+    steps = "aF aF " * n_after
+    steps += "aF bF " * (rank + 1)
+    steps += "bI bW bF " * n_after
+    steps += "aF bB bF aB " * (n_microbatches - pp - n_after)
+    steps += "bB bF aB " * n_after
+    last = "ba" * (rank + 1)
+    for arm in last[: rank + 1]:
+        steps += f"{arm}B "
+    split = last[rank + 1 :]
+    for arm in split:
+        steps += f"{arm}I "
+    weights = split + "a" * n_after  # in the order of their I
+    for arm in weights[:n_after]:
+        steps += f"{arm}W aI "
+    for arm in weights[n_after:]:
+        steps += f"{arm}W "
+    return run_steps(rank, pp, steps)
 
 
 ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch

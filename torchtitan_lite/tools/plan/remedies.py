@@ -1,27 +1,23 @@
 """Remarks of `plan` on a layout: settings that waste time or memory, each with a better value."""
 
 from contextlib import suppress
-from dataclasses import replace
-from math import ceil
+from math import ceil, gcd
 
 from torchtitan_lite.config.layout import Layout, plan_layout
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.tools.plan.bars import find_most_taken
+from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.tools.plan.cluster import Cluster
-from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak
-from torchtitan_lite.tools.plan.planned_run import PlannedRun, describe_workload
+from torchtitan_lite.tools.plan.forecast import Forecast
+from torchtitan_lite.tools.plan.planned_run import PlannedRun
+from torchtitan_lite.tools.plan.search import Candidate
 
-MOST_BUBBLE = 0.15
-MOST_WAITING = 0.15  # fraction of a step
-LEAST_USED = 0.6  # fraction of the memory
+MOST_IDLE = 0.15  # fraction of a step
 LEVERS = [  # key, value: from the one that costs least time
     ("training.loss_chunk_tokens", 1024),
     ("parallelism.zero_stage", 3),
-    (
-        "activation_checkpoint.mode",
-        "selective",
-    ),  # op: also gathers the inputs of norms again, whole on every tp rank
+    # op: also gathers the inputs of norms again, whole on every tp rank
+    ("activation_checkpoint.mode", "selective"),
     ("activation_checkpoint.mode", "full"),
     ("parallelism.pipeline_parallel_degree", 4),
     ("parallelism.tensor_parallel_degree", 8),
@@ -31,28 +27,24 @@ LEVERS = [  # key, value: from the one that costs least time
 
 def list_remarks(planned: PlannedRun, expected: Forecast, taken_bytes: float) -> list[str]:
     """Return all remarks. `taken_bytes`: memory taken on the fullest GPU."""
-    cluster, waiting = expected.cluster, expected.parts_s["waiting for dp"] / expected.step_time_s
+    cluster = expected.cluster
     remarks = warn_of_bubble(planned, expected.bubble)
     remarks += warn_of_groups(planned.layout, cluster)
-    untimed = {name: None for kind in expected.workload.kinds for name in kind.untimed}
+    untimed = set().union(*(kind.untimed for kind in expected.workload.kinds))
     if untimed:
-        remarks.append(f"the time and memory of {', '.join(untimed)} are not in this forecast")
-    if waiting > MOST_WAITING:
+        names = ", ".join(sorted(untimed))
+        remarks.append(f"the time and memory of {names} are not in this forecast")
+    waiting = expected.parts_s["waiting for dp"] / expected.step_time_s
+    if waiting > MOST_IDLE:
         advice = "More sequences per rank (training.global_batch_size) or pipeline stages may be faster. Try --search"
         remarks.append(
             f"{waiting:.0%} of a step waits for gathers and reductions over dp. {advice}"
         )
     if taken_bytes > cluster.memory_bytes:
         sizes = f"{taken_bytes / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB"
-        advice = "; ".join(list_levers(planned, cluster)) or "more GPUs, or `--search`"
-        remarks.append(
-            f"the layout does not fit in memory: it may take {sizes}. What helps: {advice}"
-        )
-    elif taken_bytes < LEAST_USED * cluster.memory_bytes:
-        used = f"the layout uses {taken_bytes / GIB:.0f} of {cluster.memory_bytes / GIB:.1f} GiB"
-        remarks.append(
-            f"{used}. Less recompute, a larger microbatch or a smaller tp may be faster. Try --search"
-        )
+        levers = list_levers(planned, cluster) or ["more GPUs, or `--search`"]
+        advice = f"What helps: {'; '.join(levers)}"
+        remarks.append(f"the layout does not fit in memory: it may take {sizes}. {advice}")
     return remarks
 
 
@@ -60,31 +52,26 @@ def list_levers(planned: PlannedRun, cluster: Cluster) -> list[str]:
     """Return the settings that make the layout fit, each alone, with the memory that the run may take then."""
     levers = []
     for key, value in LEVERS:
-        section, _, name = key.partition(".")
-        changed = replace(getattr(planned.config, section), **{name: value})
         with suppress(ConfigError):
-            config = replace(planned.config, **{section: changed})
+            config = with_value(planned.config, key, value)
             layout = plan_layout(config, planned.model_args, planned.layout.world_size)
-            workload = describe_workload(config, planned.model_args, layout)
-            live_bytes = estimate_peak(workload, config.parallelism.pipeline_parallel_schedule)
-            taken_bytes = find_most_taken(cluster, live_bytes, layout.tp)
-            if taken_bytes <= cluster.memory_bytes:
-                levers.append(f"{key} = {value} ({taken_bytes / GIB:.1f} GiB)")
+            candidate = Candidate(config, planned.model_args, layout, cluster)
+            if candidate.taken_bytes <= cluster.memory_bytes:
+                levers.append(f"{key} = {value} ({candidate.taken_bytes / GIB:.1f} GiB)")
     return levers
 
 
 def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
     """Suggest more microbatches or stages. The bubble is about h/(v*m + h), h >= p-1: solve for h, then for v*m."""
     layout = planned.layout
-    if bubble <= MOST_BUBBLE:
+    if bubble <= MOST_IDLE:
         return []
     per_rank = len(layout.stages) // layout.pp
-    needed = per_rank * layout.n_microbatches * bubble / (1 - bubble) * (1 / MOST_BUBBLE - 1)
-    n, stages = (
-        ceil(needed / per_rank / layout.pp) * layout.pp,
-        ceil(needed / layout.n_microbatches),
-    )
-    advice = f"Use {n} microbatches (training.global_batch_size = {n * layout.microbatch_size * layout.dp})"
+    needed = per_rank * layout.n_microbatches * bubble / (1 - bubble) * (1 / MOST_IDLE - 1)
+    n = ceil(needed / per_rank / layout.pp) * layout.pp
+    stages = ceil(needed / layout.n_microbatches)
+    batch = n * layout.microbatch_size * layout.dp
+    advice = f"Use {n} microbatches (training.global_batch_size = {batch})"
     if stages * layout.pp <= planned.model_args.n_layers + 2:
         advice += f", or about {stages} stages per rank (Interleaved1F1B, pipeline_parallel_layers_per_stage)"
     return [f"the pipeline is idle for {bubble:.0%} of a step. {advice}"]
@@ -92,15 +79,13 @@ def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
 
 def warn_of_groups(layout: Layout, cluster: Cluster) -> list[str]:
     """Warn of groups that communicate in every layer and span nodes."""
-    size, warnings = cluster.node_size, []
-    for dim, key, what in (
-        ("tp", "tensor_parallel_degree", "communicates several times per layer"),
-        ("ep", "expert_parallel_degree", "sends tokens four times per layer"),
-    ):
+    warnings = []
+    for dim, key in (("tp", "tensor_parallel_degree"), ("ep", "expert_parallel_degree")):
         degree = getattr(layout, dim)
-        if degree > 1 and (size % degree or cluster.count_nodes(1, degree) > 1):
-            inner = max(n for n in range(1, size + 1) if size % n == 0 and degree % n == 0)
+        inner = gcd(degree, cluster.node_size)
+        if inner < degree:
             warnings.append(
-                f"{dim} {degree} {what} across nodes of {size}. Use parallelism.{key} = {inner}"
+                f"{dim} {degree} communicates in every layer across nodes of {cluster.node_size}. "
+                f"Use parallelism.{key} = {inner}"
             )
     return warnings

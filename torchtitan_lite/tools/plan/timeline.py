@@ -1,4 +1,4 @@
-"""Simulate a pipeline schedule: duration of a step, bubble, microbatches in flight, and a picture.
+"""Simulate a pipeline schedule: duration of a step, bubble and a picture.
 
     pp rank 0  F0F1....B0--F2B1--F3B2--..B3--    F forward, B backward, or its halves: I gradients of inputs,
     pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....    W gradients of weights. Dots are idle time: the bubble
@@ -9,16 +9,12 @@ takes 2F and sends take no time. The often quoted (p-1)/m is idle time over *ide
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_rows
-from torchtitan_lite.tools.plan.actions import Action, run_on_paper
-from torchtitan_lite.tools.plan.orders import Order, list_order
-
-MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+from torchtitan_lite.tools.plan.actions import Action, Event, Order, run_on_paper
+from torchtitan_lite.tools.plan.orders import list_order
 
 
 def plan_order(section: Parallelism, layout: Layout) -> Order:
@@ -29,15 +25,6 @@ def plan_order(section: Parallelism, layout: Layout) -> Order:
     )
 
 
-class Event(NamedTuple):
-    """An action of a simulated step, with its start and end."""
-
-    rank: int  # pp rank
-    start: float  # seconds from the start of the step
-    end: float
-    action: Action
-
-
 @dataclass(frozen=True)
 class Timeline:
     """The events of one simulated step."""
@@ -45,20 +32,20 @@ class Timeline:
     events: list[Event]
     n_ranks: int
 
-    @cached_property
+    @property
     def end_time(self) -> float:
         return max(event.end for event in self.events)
 
     @property
-    def bubble(self) -> float:  # idle fraction of the time of all ranks
-        return 1 - sum(event.end - event.start for event in self.events) / (
-            self.end_time * self.n_ranks
-        )
+    def bubble(self) -> float:
+        """Idle fraction of the time of all ranks."""
+        busy_s = sum(event.end - event.start for event in self.events)
+        return 1 - busy_s / (self.end_time * self.n_ranks)
 
 
 def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0) -> Timeline:
     """Simulate an order, which must not deadlock."""
-    return Timeline([Event(*each) for each in run_on_paper(order, seconds_of, send_s)], len(order))
+    return Timeline(run_on_paper(order, seconds_of, send_s), len(order))
 
 
 def list_samples(
@@ -82,6 +69,6 @@ def draw_timeline(timeline: Timeline) -> str:
     """Draw one row of actions per pp rank. The CSS variables --F, --B, --I and --W set the colors."""
     rows = [(f"pp {rank}", ROW_HEIGHT, []) for rank in range(timeline.n_ranks)]
     for rank, start, end, (stage, kind, microbatch) in timeline.events:
-        title = f"{MEANINGS[kind]} of microbatch {microbatch}, stage {stage}: {end - start:.4f} s"
+        title = f"{kind}{microbatch} of stage {stage}: {end - start:.4f} s"
         rows[rank][2].append((start, end, f"var(--{kind})", title, f"{kind}{microbatch}"))
     return draw_rows(rows, timeline.end_time)
