@@ -35,9 +35,8 @@ def main(args: list[str] | None = None) -> int:
     if name == "verify":  # its ranks import torch while it does
         start_fork_server()
     try:
-        module = vars(options).get(
-            "module", TOOLS[name].module
-        )  # an option may select another module
+        # an option may select another module
+        module = vars(options).get("module", TOOLS[name].module)
         return importlib.import_module(f"torchtitan_lite.tools.{module}").main(options)
     except UserError as error:
         print(

@@ -49,9 +49,8 @@ class Run:
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     float8_weights: list[Float8AllGatherHook]  # weights whose scales are precomputed
     balance: ExpertBalance | None = None  # None: the model has no experts
-    tied: TiedMatrix | None = (
-        None  # None: no stage of this rank has a matrix that another stage has
-    )
+    # None: no stage of this rank has a matrix that another stage has
+    tied: TiedMatrix | None = None
 
     @property
     def saved(self) -> dict[str, Tensor]:

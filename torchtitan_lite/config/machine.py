@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 MIB, GIB = 2**20, 2**30
-FROM_LAUNCHER = (
-    "TORCHTITAN_LITE_MACHINE"  # environment variable: the launcher's Machine as JSON, for its ranks
-)
+# environment variable: the launcher's Machine as JSON, for its ranks
+FROM_LAUNCHER = "TORCHTITAN_LITE_MACHINE"
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,8 @@ PEAK_BF16_FLOPS = {
     "L40S": 362e12,  # nvidia.com, L40S datasheet: dense
     "L4": 121e12,  # nvidia.com, L4 datasheet: 242 sparse
 }
-CPU_FLOPS_PER_CORE = (
-    20e9  # in float32 training of a 135M model, on one thread; a rough guess for other CPUs
-)
+# in float32 training of a 135M model, on one thread; a rough guess for other CPUs
+CPU_FLOPS_PER_CORE = 20e9
 
 
 def peak_flops(name: str) -> float | None:

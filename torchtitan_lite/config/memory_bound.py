@@ -18,9 +18,8 @@ from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, Optimizer
 
-USUAL_GPU_BYTES = (
-    40 * GIB
-)  # left for this state on the 80 GB GPU that `plan` assumes; activations take the rest
+# left for this state on the 80 GB GPU that `plan` assumes; activations take the rest
+USUAL_GPU_BYTES = 40 * GIB
 MASTER_BYTES = 4  # a parameter and its gradient are fp32
 
 
@@ -81,9 +80,8 @@ def check_memory(
     remedy = f"Use {n_gpus} such GPUs"
     if not on_gpu:
         command = shlex.join(args)
-        ranks = (
-            " --ranks 16" if world_size > 4 else ""
-        )  # verify has 8, and 2 for an automatic degree
+        # verify has 8, and 2 for an automatic degree
+        ranks = " --ranks 16" if world_size > 4 else ""
         verify = f"`python -m torchtitan_lite verify {command}{ranks}` checks the layout"
         plan = (
             f"`python -m torchtitan_lite plan {command} --gpus {n_gpus}` predicts the run on GPUs"

@@ -25,9 +25,8 @@ class Corpus:
         """`name` is the name in the config. Raises CorpusError."""
         self.name = name
         manifest = read_split(folder, split, tokenizer=None)
-        self.fingerprint = manifest.hash_split(
-            split
-        )  # differs if any token, document or target differs
+        # differs if any token, document or target differs
+        self.fingerprint = manifest.hash_split(split)
         self.tokens = map_file(folder / f"{split}.tokens", getattr(torch, manifest.dtype))
         self.documents = map_file(folder / f"{split}.documents", torch.int64)
         self.targets = (
@@ -61,9 +60,8 @@ class Corpus:
 def map_file(path: Path, dtype: torch.dtype) -> Tensor:
     """Memory-map a file as a tensor. Data is read from disk on use."""
     with open(path, "rb") as file, warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "The given buffer is not writable"
-        )  # we never write to it
+        # we never write to it
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype)
 
 

@@ -163,9 +163,8 @@ def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -
     """Return the files of a downloaded corpus in `dataset_path`, or in `folder` by default. Raises CorpusError."""
     path = Path(dataset_path or folder)
     files = [path] if path.is_file() else sorted(path.rglob(pattern))
-    files = [
-        file for file in files if not file.relative_to(path).parts[:1] == (".cache",)
-    ]  # Hugging Face metadata
+    # Hugging Face metadata
+    files = [file for file in files if not file.relative_to(path).parts[:1] == (".cache",)]
     if not files:
         raise CorpusError(
             f"{path.absolute()} has no {pattern}", f"{advice}, and set training.dataset_path"

@@ -47,9 +47,8 @@ class SampleReader:
     corpora: Sequence[Corpus]
     seq_len: int
     vocab_size: int  # rows of the model's embedding
-    restart_positions: bool = (
-        False  # positions restart at 0 with each document; otherwise with each row
-    )
+    # positions restart at 0 with each document; otherwise with each row
+    restart_positions: bool = False
 
     @property
     def n_samples(self) -> list[int]:
@@ -213,9 +212,8 @@ class SampleStream:
     ):
         self.reader, self.global_batch_size = reader, global_batch_size
         self.sampler = Sampler(reader.n_samples, weights=weights, seed=seed)
-        names = [
-            Path(corpus.name).name for corpus in reader.corpora
-        ]  # a corpus may move to another folder
+        # a corpus may move to another folder
+        names = [Path(corpus.name).name for corpus in reader.corpora]
         # Streams with equal fingerprints have the same samples in the same order. Checkpoints store the fingerprint.
         self.fingerprint = {
             "dataset": names,
@@ -294,9 +292,8 @@ def prefetch(
 
     def load(step: int) -> Batch:
         batch = stream.batch(step, rows)
-        return (
-            batch.pin_memory() if on_cuda else batch
-        )  # only copies from pinned memory are asynchronous
+        # only copies from pinned memory are asynchronous
+        return batch.pin_memory() if on_cuda else batch
 
     # A new thread starts with GPU 0 as its current device. Pinning memory would create a context there for every rank.
     set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_cuda else {}
