@@ -11,7 +11,7 @@ import pytest
 import torch
 from made_corpora import BYTES, write_corpus
 
-from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.corpus_folder import CorpusError
 from torchtitan_lite.data.dataset import (
     Sampler,
@@ -32,7 +32,7 @@ N_DRAWS = 10_000
 
 
 def open_folders(folders: list[Path], *, split: str = "train") -> list:
-    return [open_corpus(str(folder), BYTES, NO_CACHE, split=split) for folder in folders]
+    return [Corpus(str(folder), BYTES, NO_CACHE, split=split) for folder in folders]
 
 
 def list_rows(batch: Batch) -> list[tuple[list[int], ...]]:
@@ -57,9 +57,8 @@ class Case:
         self, global_batch_size: int, *, restart_positions: bool = False
     ) -> SampleStream:
         reader = SampleReader(open_folders(self.folders), self.seq_len, 2**16, restart_positions)
-        return SampleStream(
-            reader, global_batch_size=global_batch_size, weights=self.weights, seed=self.seed
-        )
+        sampler = Sampler(reader.n_samples, weights=self.weights, seed=self.seed)
+        return SampleStream(reader, sampler, global_batch_size)
 
 
 def make_case(folder: Path, seed: int) -> Case:
@@ -162,12 +161,12 @@ def test_a_batch_does_not_depend_on_what_was_read_before_and_microbatches_are_it
 # ---------------------------------------------------------------- rows written out
 
 
-def test_an_id_that_the_model_does_not_know_is_named_with_its_place(tmp_path):
+def test_an_id_that_the_model_does_not_know_is_named_with_its_corpus(tmp_path):
     folder = write_corpus(tmp_path / "made", [[[5, 6, 7]], [[8, 299, 300, 9]]])
     reader = SampleReader(open_folders([folder]), 3, vocab_size=300)
     first, both = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     assert reader.read(first, first).tokens.tolist() == [[5, 6, 7]]
-    with pytest.raises(CorpusError, match=r"token 5 of .*made is 300, .*300.*model.vocab_size"):
+    with pytest.raises(CorpusError, match=r"made: there is an id 300, .*model.vocab_size = 300"):
         reader.read(both, torch.arange(2))
 
 

@@ -29,7 +29,7 @@ def tp_peers_read_other_rows(original, data_rank, dp, n_rows):
     return original(dist.get_rank() % dp, dp, n_rows)
 
 
-@in_first_start("dp2", kind="loss", at=(dataset, "SampleStream"))
+@in_first_start("dp2", kind="loss", at=(dataset, "Sampler"))
 def every_rank_shuffles_with_a_seed_of_its_own(original, *args, seed, **options):
     """Rows of one step come from two orders."""
     return original(*args, seed=seed + dist.get_rank(), **options)

@@ -24,7 +24,7 @@ from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schedule import splits_backward
-from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
+from torchtitan_lite.config.schema import Config, Model, get_value
 
 FLOAT8 = "quantize.linear.float8"
 ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
@@ -115,13 +115,11 @@ def check_batch(problems: Problems, layout: Layout) -> None:
         return n % (layout.dp if is_single else n_local * layout.dp) == 0
 
     if not is_valid(n_sequences):
-        why = f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences"
+        shares = (
+            f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences"
+        )
+        why = f"{shares}, in full microbatches of training.local_batch_size = {n_local}"
         remedy = f"Use {list_nearest(n_sequences, is_valid)}"
-        share, rest = divmod(n_sequences, layout.dp)
-        if not rest:
-            why = f"training.local_batch_size = {n_local} does not divide the share of a rank, {share} sequences"
-            divisor = max(n for n in range(1, n_local + 1) if share % n == 0)
-            remedy += f", or set training.local_batch_size = {divisor}"
         problems.refuse("training.global_batch_size", why, remedy)
     if layout.pp > 1 and n_local % layout.microbatch_size:
         key = "parallelism.pipeline_parallel_microbatch_size"
@@ -134,12 +132,6 @@ def list_nearest(value: int, is_valid: Callable[[int], bool]) -> str:
     below = next((n for n in range(value, 0, -1) if is_valid(n)), None)
     above = next(n for n in count(value + 1) if is_valid(n))
     return f"{below} or {above}" if below else f"{above}"
-
-
-def count_pieces(parallelism: Parallelism) -> int:
-    """Return the number of equal pieces of a sequence: one per cp rank (two if cp > 1), each split by tp."""
-    cp = parallelism.context_parallel_degree
-    return (2 * cp if cp > 1 else 1) * parallelism.tensor_parallel_degree
 
 
 def check_sizes(problems: Problems, layout: Layout) -> None:
@@ -155,7 +147,9 @@ def check_sizes(problems: Problems, layout: Layout) -> None:
             if name == "vocab_size" and is_free:
                 remedy += f", or {size - rest + layout.tp} here; no token uses the added rows"
             problems.refuse(f"model.{name}", why, remedy)
-    pieces = count_pieces(config.parallelism)
+    pieces = layout.tp
+    if layout.cp > 1:
+        pieces *= 2 * layout.cp
     seq_len = config.training.seq_len
     if seq_len % pieces:
         cut = f"tp {layout.tp}; cp {layout.cp} needs 2 x cp pieces"
@@ -252,12 +246,10 @@ def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list
     """
     problems = Problems(config, model_args)
     section = config.parallelism
-    if "hpz" in section.zero_plus_plus and section.pipeline_parallel_degree > 1:
-        why = "in a pipeline, a forward may use weights that a backward gathered, so there is nothing to keep"
+    is_gathered_again = zero_stage == 3 and section.pipeline_parallel_degree == 1
+    if "hpz" in section.zero_plus_plus and not is_gathered_again:
+        why = "hpz keeps the weights that backward gathers, so it needs zero_stage = 3, and no pipeline"
         problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz"')
-    elif "hpz" in section.zero_plus_plus and zero_stage < 3:
-        why = f"with zero_stage = {zero_stage}, parameters stay gathered, and backward gathers nothing"
-        problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz", or set parallelism.zero_stage = 3')
     if splits_backward(section):
         otherwise = "or use Interleaved1F1B"
         if zero_stage == 3:

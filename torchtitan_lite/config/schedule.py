@@ -97,23 +97,22 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
     """Return the stages in module_fqns_per_model_part, and problems if they do not list all modules in order."""
     stages = tuple(map(tuple, parallelism.module_fqns_per_model_part))
     expected = name_modules(range(n_layers), first=True, last=True)
-    whys = []
-    if sum(stages, ()) != expected:
-        whys.append("together the lists must name every module once, in the order of the model")
-    ends = {0: ("tok_embeddings",), len(stages) - 1: ("norm", "output")}
-    for index, stage in enumerate(stages):
-        has_layer = any(fqn.startswith("layers.") for fqn in stage)
-        if not whys and not has_layer and stage != ends.get(index):
-            whys.append(
-                f"stage {index} has no layer, and is neither [tok_embeddings] nor [norm, output]"
-            )
     pp = parallelism.pipeline_parallel_degree
-    if pp == 1 or not can_run(parallelism, len(stages)):
+    without_layers = [("tok_embeddings",), ("norm", "output")]
+    why = ""
+    if sum(stages, ()) != expected:
+        why = "together the lists must name every module once, in the order of the model"
+    elif pp == 1 or not can_run(parallelism, len(stages)):
         name = parallelism.pipeline_parallel_schedule
-        whys.append(f"it lists {len(stages)} stages for {pp} pp ranks under {name}")
-    key = "parallelism.module_fqns_per_model_part"
+        why = f"it lists {len(stages)} stages for {pp} pp ranks under {name}"
+    for stage in stages:
+        has_layer = any(fqn.startswith("layers.") for fqn in stage)
+        if not has_layer and stage not in without_layers:
+            why = f"{stage} has no layer, and is neither [tok_embeddings] nor [norm, output]"
+    if not why:
+        return stages, []
     remedy = f"Divide these among the stages of the schedule: {', '.join(expected)}"
-    return stages, [Problem(key, stages, why, remedy) for why in whys]
+    return stages, [Problem("parallelism.module_fqns_per_model_part", stages, why, remedy)]
 
 
 def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:

@@ -86,8 +86,7 @@ class Training:
     local_batch_size: Positive = 8
     # sequences per step; auto: local_batch_size x data-parallel ranks. Smaller on a CPU unless set
     global_batch_size: PositiveOrAuto = -1
-    # tokens per sequence. Unless set: at most the context length of Hugging Face weights, at most 512 on a CPU, and a
-    # multiple of what tp and cp need
+    # tokens per sequence. Unless set: at most the context length of Hugging Face weights, and at most 512 on a CPU
     seq_len: Positive = 2048
     steps: Positive = 10000
     # gradients are scaled down to this global 2-norm; 0: never
