@@ -204,13 +204,12 @@ def plan(
     """Find model, layout and memory of the run, and resolve its config."""
     section = run.config.parallelism
     n_ranks = n_ranks or choose_n_ranks(section, machine, n_hosts)
-    degrees = plan_degrees(section, n_ranks)
     try:
         run.model_args = resolve_model(run.config.model)
         check_model_files(run)
-        run.memory = bound_memory(run.config, run.model_args, degrees, machine, n_hosts)
+        run.memory = bound_memory(run.config, run.model_args, n_ranks, machine, n_hosts)
         flavor = run.config.model.flavor
-        run.problems += check_memory(run.memory, flavor, args, prod(degrees.values()), machine)
+        run.problems += check_memory(run.memory, flavor, args, n_ranks, machine)
         run.layout = plan_layout(run.config, run.model_args, n_ranks)
         run.config = resolve_config(run.config, run.layout, machine.device_type)
         run.problems += check_context_parallel(run.config, run.model_args, machine)

@@ -72,50 +72,31 @@ def detect_machine() -> Machine:
     answer = os.environ.get(FROM_LAUNCHER)
     if answer:
         return Machine(**json.loads(answer))
-    gpus = select_visible(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = list_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
         return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
-    known = [gpu.memory_bytes for gpu in gpus if gpu.memory_bytes]
+    names, sizes = zip(*gpus, strict=True)
     # FSDP shards evenly, so the smallest GPU is the limit
-    return Machine("cuda", len(gpus), min(known, default=None), gpus[0].name)
+    return Machine("cuda", len(gpus), min(filter(None, sizes), default=None), names[0])
 
 
-@dataclass(frozen=True)
-class Gpu:
-    index: str
-    uuid: str
-    name: str
-    memory_bytes: int | None  # None: not reported by the driver
+def list_gpus(visible: str | None) -> list[tuple[str, int | None]]:
+    """Return the name and the bytes of memory (None: not reported) of each GPU in CUDA_VISIBLE_DEVICES, or of all GPUs.
 
-
-def list_gpus() -> list[Gpu]:
-    """Return all GPUs of this host in the order of nvidia-smi; empty if nvidia-smi is missing or fails."""
-    query = "nvidia-smi --query-gpu=index,uuid,name,memory.total --format=csv,noheader,nounits"
+    Returns no GPU if nvidia-smi is missing, fails, or does not know one of the entries.
+    """
+    if visible == "":
+        return []
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    if visible:
+        command.append(f"--id={visible.replace(' ', '')}")
     gpus = []
     with suppress(OSError, subprocess.SubprocessError, ValueError):
-        answer = subprocess.check_output(
-            query.split(), text=True, timeout=20, stderr=subprocess.DEVNULL
-        )
+        answer = subprocess.check_output(command, text=True, timeout=20, stderr=subprocess.DEVNULL)
         for line in answer.splitlines():
-            index, uuid, name, mib = line.split(", ")
-            gpus.append(Gpu(index, uuid, name, int(mib) * MIB if mib.isdecimal() else None))
+            name, mib = line.split(", ")
+            gpus.append((name, int(mib) * MIB if mib.isdecimal() else None))
     return gpus
-
-
-def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
-    """Return the GPUs in CUDA_VISIBLE_DEVICES, by index or UUID prefix. As in CUDA, an invalid entry ends the list."""
-    if visible is None:
-        return gpus
-    selected = []
-    for name in visible.split(","):
-        name = name.strip()
-        named = [gpu for gpu in gpus if gpu.index == name]
-        if name.startswith("GPU-"):
-            named = [gpu for gpu in gpus if gpu.uuid.startswith(name)]
-        if len(named) != 1:
-            break
-        selected += named
-    return selected
 
 
 def measure_cpu_memory(

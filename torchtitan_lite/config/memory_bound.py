@@ -9,7 +9,7 @@ Each GPU holds one rank. On a host without GPUs, all ranks share the memory. Act
 
 import shlex
 from dataclasses import dataclass
-from math import ceil, log2, prod
+from math import ceil, log2
 
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
@@ -46,12 +46,11 @@ def count_moment_bytes(section: Optimizer) -> int:
 
 
 def bound_memory(
-    config: Config, model_args: ModelArgs, degrees: dict[str, int], machine: Machine, n_hosts: int
+    config: Config, model_args: ModelArgs, world_size: int, machine: Machine, n_hosts: int
 ) -> MemoryBound | None:
     """Return the bound for a GPU, or for a host without GPUs; None if its memory is unknown."""
     if machine.memory_bytes_per_device is None:
         return None
-    world_size = prod(degrees.values())
     on_gpu = machine.device_type == "cuda"
     n_sharing = 1 if on_gpu else ceil(world_size / n_hosts)
     row = OPTIMIZERS[config.optimizer.name]
@@ -63,7 +62,8 @@ def bound_memory(
         state_bytes -= n_matrices * MASTER_BYTES
     if on_gpu and config.training.enable_cpu_offload:
         state_bytes = 0
-    of_rank = ceil(state_bytes * degrees["dp_replicate"] / world_size)
+    n_copies = config.parallelism.data_parallel_replicate_degree
+    of_rank = ceil(state_bytes * n_copies / world_size)
     return MemoryBound(n_sharing * of_rank, machine.memory_bytes_per_device, n_sharing)
 
 
