@@ -222,10 +222,17 @@ def check_model_files(run: Prepared) -> None:
     section = run.config.checkpoint
     if run.tokenizer:
         check_vocabulary(run)
-    unwritable = explain_unwritable(run.model_args, run.config.model.attention)
-    if section.enable and section.last_save_in_hf and unwritable:
-        remedy = "Set it to false, or change [model]"
-        run.refuse("checkpoint.last_save_in_hf", unwritable, remedy)
+    if section.enable and section.last_save_in_hf:
+        key = "checkpoint.last_save_in_hf"
+        unwritable = explain_unwritable(run.model_args, run.config.model.attention)
+        if unwritable:
+            run.refuse(key, unwritable, "Set it to false, or change [model]")
+        if run.model_args.moe and run.config.training.expert_bias_rate:
+            why = (
+                "Hugging Face formats have no expert bias, but training.expert_bias_rate trains one"
+            )
+            remedy = "Set training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
+            run.refuse(key, why, remedy)
     if not run.weights or run.weights.model_args == run.model_args:
         return
     theirs = dict(flatten_table(asdict(run.weights.model_args)))

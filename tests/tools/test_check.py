@@ -242,7 +242,7 @@ SAID = f"""
 --model.vocab_size=50257 {TP}=2 | or 50258 here
 --model.hf_assets_path=Qwen/Qwen3-8B | nothing is downloaded. Run: hf download Qwen/Qwen3-8B --local-dir
 --checkpoint.initial_load_path=hf://a/b | nothing is downloaded. Run: hf download a/b --local-dir a/b
---config finetune | the environment variable $MODEL_FOLDER is not set
+--config finetune | variable $MODEL_FOLDER does not exist
 --training.dataset=data/mine | prepare FILES --out data/mine
 --training.dataset=assets | prepare assets --out NEW_FOLDER
 """

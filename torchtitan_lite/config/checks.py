@@ -18,12 +18,11 @@ from torchtitan_lite.config.block import (
     list_linears,
     plan_float8,
 )
-from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
+from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schedule import splits_backward
 from torchtitan_lite.config.schema import Config, Model, get_value
 
 FLOAT8 = "quantize.linear.float8"
@@ -192,8 +191,7 @@ def check_table(problems: Problems, tp: int) -> None:
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:
-    """Find why the experts cannot be sharded with these degrees, or cannot be exported."""
-    config = problems.config
+    """Find why the experts cannot be sharded with these degrees."""
     moe = problems.model_args.moe
     n_ranks = layout.fsdp * layout.tp
     if n_ranks % layout.ep:
@@ -206,11 +204,6 @@ def check_experts(problems: Problems, layout: Layout) -> None:
         sizes = f"{moe.n_experts} x {problems.model_args.dim} x {moe.expert_ffn_dim}"
         why = f"FSDP cannot shard any dim of {sizes} evenly"
         problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
-    exports = config.checkpoint.enable and config.checkpoint.last_save_in_hf
-    if exports and config.training.expert_bias_rate:
-        why = "Hugging Face formats have no expert bias, but training.expert_bias_rate trains one"
-        remedy = "Set training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
-        problems.refuse("checkpoint.last_save_in_hf", why, remedy)
 
 
 def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
@@ -250,7 +243,8 @@ def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list
     if "hpz" in section.zero_plus_plus and not is_gathered_again:
         why = "hpz keeps the weights that backward gathers, so it needs zero_stage = 3, and no pipeline"
         problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz"')
-    if splits_backward(section):
+    schedule = SCHEDULES[section.pipeline_parallel_schedule]
+    if schedule.splits_backward and section.pipeline_parallel_degree > 1:
         otherwise = "or use Interleaved1F1B"
         if zero_stage == 3:
             why = "it computes weight gradients after FSDP freed the parameters, so gradients are missing or wrong"
