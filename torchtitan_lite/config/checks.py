@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import count
+from math import gcd
 
 from torchtitan_lite.config.block import (
     FLOAT8_BLOCK,
@@ -180,26 +181,25 @@ def check_table(problems: Problems, tp: int) -> None:
             why = f"its table says that {row.name} is a {row.kind} module with split {row.split!r}"
             remedy = f"Use one of these in models/{model_args.name}/table.py: {SERVED}"
             problems.refuse("model.name", why, remedy)
-        elif tp > 1 and row.kind == "norm" and n_features != n_together:
-            why = f"{row.name} has {n_features} features, but with split {row.split!r} a tp rank has only"
-            why += f" {n_together} of them in one place"
-            problems.refuse(TP, why, f"Use 1: no code computes {row.name} across tp ranks")
-        elif row.split in ("colwise", "rowwise") and n_features % tp and not problems:
-            # check_sizes has refused the sizes of [model] by their names
-            why = f"it does not divide the {n_features} features of {row.name}"
-            problems.refuse(TP, why, "Use a degree that divides them")
+            continue
+        is_across_ranks = row.kind == "norm" and n_features != n_together
+        is_uneven = row.split in ("colwise", "rowwise") and n_features % tp > 0
+        # check_sizes has refused the sizes of [model] by their names
+        if tp > 1 and (is_across_ranks or is_uneven) and not problems:
+            why = f"tp ranks cannot share the {n_features} features of {row.name}, whose split is {row.split!r}"
+            problems.refuse(TP, why, "Use 1, or a degree that divides them")
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:
     """Find why the experts cannot be sharded with these degrees."""
     moe = problems.model_args.moe
     n_ranks = layout.fsdp * layout.tp
-    if n_ranks % layout.ep:
-        why = f"it does not divide the {n_ranks} ranks of dp_shard x cp x tp"
-        problems.refuse(EP, why, f"Use a divisor of {n_ranks}")
-    elif moe.n_experts % layout.ep:
-        why = f"it does not divide the {moe.n_experts} experts of a layer, but every ep rank needs the same number"
-        problems.refuse(EP, why, f"Use a divisor of {moe.n_experts}")
+    largest = gcd(n_ranks, moe.n_experts)
+    if largest % layout.ep:
+        both = (
+            f"the {n_ranks} ranks of dp_shard x cp x tp, and the {moe.n_experts} experts of a layer"
+        )
+        problems.refuse(EP, f"it must divide {both}", f"Use a divisor of {largest}")
     elif find_expert_dim(problems.model_args, layout.ep, layout.efsdp) is None:
         sizes = f"{moe.n_experts} x {problems.model_args.dim} x {moe.expert_ffn_dim}"
         why = f"FSDP cannot shard any dim of {sizes} evenly"

@@ -29,12 +29,7 @@ SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 
 def resolve_model(model: Model) -> ModelArgs:
     """Return the model of the flavor, or of the loaded weights, with the sizes in [model]. Raises ConfigError."""
-    flavors = MODELS[model.name].flavors
-    row = model.row or flavors.get(model.flavor)
-    if row is None:
-        why = f"model.name = {model.name!r} has no such flavor"
-        remedy = f"Use one of {', '.join(flavors)}"
-        raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
+    row = find_row(model)
     sizes = {name: getattr(model, name) or getattr(row, name) for name in SIZES}
     if model.head_dim is None and (model.dim or model.n_heads):
         sizes["head_dim"] = sizes["dim"] // sizes["n_heads"]
@@ -43,6 +38,17 @@ def resolve_model(model: Model) -> ModelArgs:
     if problems:
         raise ConfigError(problems)
     return model_args
+
+
+def find_row(model: Model) -> ModelArgs:
+    """Return the model of the loaded weights, or of the flavor. Raises ConfigError."""
+    flavors = MODELS[model.name].flavors
+    row = model.row or flavors.get(model.flavor)
+    if row is None:
+        why = f"model.name = {model.name!r} has no such flavor"
+        remedy = f"Use one of {', '.join(flavors)}"
+        raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
+    return row
 
 
 def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layout:
