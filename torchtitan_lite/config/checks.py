@@ -320,10 +320,11 @@ def check_machine(config: Config, machine: Machine) -> list[Problem]:
     if not machine.is_here:
         return problems
     if config.compile.enable and config.compile.backend == "inductor":
-        otherwise = 'or set compile.backend = "aot_eager" or compile.enable = false'
-        for what, how in find_missing_compiler(machine.device_type):
-            why = f"inductor compiles C or C++, but {what}"
-            problems.refuse("compile.backend", why, f"{how}, {otherwise}")
+        missing = find_missing_compiler(machine.device_type)
+        if missing:
+            why = f"inductor compiles C or C++, but {missing}"
+            remedy = 'Install it (Debian: apt install g++ python3-dev), or use compile.backend = "aot_eager"'
+            problems.refuse("compile.backend", why, remedy)
     if config.metrics.enable_wandb and not find_spec("wandb"):
         remedy = "Run `pip install wandb` (the extra `wandb`), or set the key to false: TensorBoard gets the same"
         problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)

@@ -116,22 +116,16 @@ def measure_cpu_memory(
     return min(limits)
 
 
-def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
-    """Return pairs: a requirement of inductor that this host lacks, and how to install it.
+def find_missing_compiler(device_type: str) -> str:
+    """Return what inductor needs and this host lacks; "" if it lacks nothing.
 
     On a CPU, inductor needs a C++ compiler (CXX, else g++). On CUDA, triton needs a C compiler (CC, else gcc or clang).
     Both need Python's headers.
     """
-    variable, names = "CC", "gcc clang"
-    if device_type == "cpu":
-        variable, names = "CXX", "g++"
-    names = os.environ.get(variable, names)
-    missing = []
+    variable = "CXX" if device_type == "cpu" else "CC"
+    default = "g++" if device_type == "cpu" else "gcc clang"
+    names = os.environ.get(variable, default)
     if not any(map(shutil.which, names.split())):
-        how = f"Install one (apt install g++), set {variable} to another one"
-        missing.append((f"there is no compiler ({names}) here", how))
+        return f"there is no compiler {names} ({variable}) here"
     headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").is_file():
-        how = "Install Python's headers (Debian: apt install python3-dev)"
-        missing.append((f"{headers} has no Python.h", how))
-    return missing
+    return "" if (headers / "Python.h").is_file() else f"{headers} has no Python.h"

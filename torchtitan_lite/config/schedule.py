@@ -102,7 +102,7 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
     for stage in stages:
         has_layer = any(fqn.startswith("layers.") for fqn in stage)
         if not has_layer and stage not in without_layers:
-            why = f"{stage} has no layer, and is neither [tok_embeddings] nor [norm, output]"
+            why = f"{list(stage)} has no layer, and is neither [tok_embeddings] nor [norm, output]"
     if not why:
         return stages, []
     remedy = f"Divide these among the stages of the schedule: {', '.join(expected)}"

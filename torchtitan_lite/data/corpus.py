@@ -50,7 +50,8 @@ class Corpus:
         Three tensors (len(starts), length): int64, bool, bool. After the end of the corpus, a document of zeros starts.
         """
         index = starts[:, None] + torch.arange(length)
-        inside, begins = index < self.n_tokens, index == self.n_tokens
+        inside = index < self.n_tokens
+        begins = index == self.n_tokens
         index.clamp_(max=self.n_tokens - 1)
         tokens = self.tokens[index].long().masked_fill_(~inside, 0)
         # Documents first .. last-1 start in a row. Mark them in all rows at once.
