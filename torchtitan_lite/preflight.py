@@ -24,7 +24,6 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 from torchtitan_lite.checkpoint.starting_weights import PATH, find_initial, find_resumed
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
 from torchtitan_lite.config.checks import (
-    Problems,
     check_context_parallel,
     check_machine,
     check_run,
@@ -82,9 +81,9 @@ def preflight(
     if run.weights and run.weights.manifest and run.layout and run.tokenizer:
         if run.weights.is_resumed or not section.initial_load_model_only:
             documents = fingerprint_documents(run.config, run.tokenizer)
-            continued = Problems(run.config)
-            run.notices += check_continued(continued, run.config, run.weights, documents)
-            run.problems += continued
+            problems, notices = check_continued(run.config, run.weights, documents)
+            run.problems += problems
+            run.notices += notices
     if run.problems:
         raise ConfigError(run.problems)
     add_notices(run, restarted)

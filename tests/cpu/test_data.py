@@ -3,7 +3,6 @@
 import itertools
 import random
 import threading
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -261,26 +260,12 @@ def test_batches_arrive_on_the_gpu(stream):
 # ---------------------------------------------------------------- the order of samples
 
 
-def choose(sampler: Sampler, draws: torch.Tensor) -> list[tuple[int, int]]:
-    return list(zip(*(tensor.tolist() for tensor in sampler.choose(draws)), strict=True))
-
-
 def test_epochs_and_seeds_have_orders_of_their_own():
     n, two_epochs = 40, torch.arange(80)
     first, second = Sampler([n], seed=0).choose(two_epochs)[1].chunk(2)
     other_seed = Sampler([n], seed=1).choose(two_epochs)[1][:n]
     for one, another in ((first, second), (first, other_seed), (second, other_seed)):
         assert (one == another).sum() < 8  # one in a fair permutation
-
-
-def test_any_run_of_draws_takes_its_share_from_each_source():
-    weights = [0.62, 3.1, 1]
-    chosen = choose(Sampler([5000, 300, 100_000], weights=weights, seed=0), torch.arange(30_000))
-    for n in (10_000, 1000):
-        for start in range(0, len(chosen), n):
-            counts = Counter(source for source, _ in chosen[start : start + n])
-            for source, weight in enumerate(weights):
-                assert abs(counts[source] - weight / sum(weights) * n) < 3
 
 
 SHARES = [0.00004, 0.9, 0.000001, 0.0003, 0.00074, 0.098919]

@@ -216,42 +216,30 @@ def test_exactly_what_cannot_run_is_refused_by_its_keys():
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    ("args", "n_ranks", "numbers"),
-    [
-        ("--training.global_batch_size 10", 2, [8, 16]),
-        ("--training.global_batch_size 6", 4, [4, 8]),
-        ("--training.global_batch_size 9", 2, [8, 16]),
-        ("--training.local_batch_size 6 --training.global_batch_size 9", 2, [8, 10]),
-        (f"{CP}=3 --training.seq_len=64", 3, [60, 66]),
-        (f"{TP}=2 --{P}data_parallel_shard_degree=2", 3, [2]),
-        (f"{FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1", 2, [32]),
-        (f"{PP}=8", 8, [6]),  # the first and the last stage need no layer
-        ("--profiling.enable_profiling --profiling.profile_freq=3", 2, [4]),
-    ],
-)
-def test_a_remedy_names_the_bound(args, n_ranks, numbers):
-    remedy = find_one_problem(args, n_ranks=n_ranks, machine=H100_ELSEWHERE).remedy
-    assert [
-        int(number) for number in re.findall(r"\b\d\b|\b\d\d\b", remedy.replace("-1", ""))
-    ] == numbers
-
-
+# arguments | ranks | words of the problem
 SAID = f"""
---training.global_batch_size=6 | 4 data-parallel ranks cannot have equal shares of 6 sequences
---model.vocab_size=50257 {TP}=2 | or 50258 here
---model.hf_assets_path=Qwen/Qwen3-8B | nothing is downloaded. Run: hf download Qwen/Qwen3-8B --local-dir
---checkpoint.initial_load_path=hf://a/b | nothing is downloaded. Run: hf download a/b --local-dir a/b
---config finetune | variable $MODEL_FOLDER does not exist
---training.dataset=data/mine | prepare FILES --out data/mine
---training.dataset=assets | prepare assets --out NEW_FOLDER
+--training.global_batch_size=6 | 4 | 4 data-parallel ranks cannot have equal shares of 6 sequences
+--model.vocab_size=50257 {TP}=2 | 4 | or 50258 here
+--model.hf_assets_path=Qwen/Qwen3-8B | 4 | nothing is downloaded. Run: hf download Qwen/Qwen3-8B --local-dir
+--checkpoint.initial_load_path=hf://a/b | 4 | nothing is downloaded. Run: hf download a/b --local-dir a/b
+--config finetune | 4 | variable $MODEL_FOLDER does not exist
+--training.dataset=data/mine | 4 | prepare FILES --out data/mine
+--training.dataset=assets | 4 | prepare assets --out NEW_FOLDER
+--training.global_batch_size 10 | 2 | Use 8 or 16
+--training.global_batch_size 6 | 4 | Use 4 or 8
+--training.local_batch_size 6 --training.global_batch_size 9 | 2 | Use 8 or 10
+{CP}=3 --training.seq_len=64 | 3 | Use 60 or 66
+{TP}=2 --{P}data_parallel_shard_degree=2 | 3 | Use a multiple of 2 ranks
+{FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1 | 2 | Use a multiple of 32
+{PP}=8 | 8 | Use 6 layers or more
+--profiling.enable_profiling --profiling.profile_freq=3 | 2 | Use 4 or more
 """
 
 
 @pytest.mark.parametrize("line", SAID.strip().splitlines())
 def test_a_refusal_names_what_the_user_wrote_and_what_works(line):
-    args, said = line.split(" | ")
-    assert said in str(find_one_problem(args, n_ranks=4, machine=H100_ELSEWHERE))
+    args, n_ranks, said = line.split(" | ")
+    assert said in str(find_one_problem(args, n_ranks=int(n_ranks), machine=H100_ELSEWHERE))
 
 
 NOTED = f"""
