@@ -6,9 +6,7 @@ at once.
 """
 
 import re
-from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import count
 from math import gcd
 
 from torchtitan_lite.config.block import (
@@ -109,17 +107,15 @@ def check_batch(problems: Problems, layout: Layout) -> None:
     """Find why data-parallel ranks cannot have equal numbers of full microbatches."""
     n_local = problems.config.training.local_batch_size
     n_sequences = layout.global_batch_size
-
-    def is_valid(n: int) -> bool:
-        is_single = layout.pp == 1 and n <= n_local * layout.dp  # one microbatch per rank
-        return n % (layout.dp if is_single else n_local * layout.dp) == 0
-
-    if not is_valid(n_sequences):
+    unit = n_local * layout.dp
+    if layout.pp == 1 and n_sequences < unit:  # one microbatch per rank
+        unit = layout.dp
+    if n_sequences % unit:
         shares = (
             f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences"
         )
         why = f"{shares}, in full microbatches of training.local_batch_size = {n_local}"
-        remedy = f"Use {list_nearest(n_sequences, is_valid)}"
+        remedy = f"Use {list_multiples(n_sequences, unit)}"
         problems.refuse("training.global_batch_size", why, remedy)
     if layout.pp > 1 and n_local % layout.microbatch_size:
         key = "parallelism.pipeline_parallel_microbatch_size"
@@ -127,11 +123,10 @@ def check_batch(problems: Problems, layout: Layout) -> None:
         problems.refuse(key, why, "Use a divisor of it, such as 1")
 
 
-def list_nearest(value: int, is_valid: Callable[[int], bool]) -> str:
-    """Return the nearest valid numbers below and above `value`, as in "4 or 8"."""
-    below = next((n for n in range(value, 0, -1) if is_valid(n)), None)
-    above = next(n for n in count(value + 1) if is_valid(n))
-    return f"{below} or {above}" if below else f"{above}"
+def list_multiples(value: int, unit: int) -> str:
+    """Return the nearest multiples of `unit` below and above `value`, as in "4 or 8"."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
 
 
 def check_sizes(problems: Problems, layout: Layout) -> None:
@@ -154,8 +149,7 @@ def check_sizes(problems: Problems, layout: Layout) -> None:
     if seq_len % pieces:
         cut = f"tp {layout.tp}; cp {layout.cp} needs 2 x cp pieces"
         why = f"it does not divide into {pieces} equal pieces ({cut})"
-        values = list_nearest(seq_len, lambda n: n % pieces == 0)
-        problems.refuse("training.seq_len", why, f"Use {values}")
+        problems.refuse("training.seq_len", why, f"Use {list_multiples(seq_len, pieces)}")
 
 
 SERVED = {  # kind of a module -> splits that parallel/ serves

@@ -71,12 +71,12 @@ class CorpusManifest:
     def list_sizes(self) -> dict[str, int]:
         """Return file name -> size in bytes."""
         widths = {"tokens": WIDTHS[self.dtype], "documents": 8, "targets": 1}
-        return {
-            f"{name}.{suffix}": widths[suffix]
-            * (split.n_documents if suffix == "documents" else split.n_tokens)
-            for name, split in self.splits.items()
-            for suffix in split.sha256
-        }
+        sizes = {}
+        for name, split in self.splits.items():
+            for suffix in split.sha256:
+                n_entries = split.n_documents if suffix == "documents" else split.n_tokens
+                sizes[f"{name}.{suffix}"] = widths[suffix] * n_entries
+        return sizes
 
 
 def dump_manifest(manifest: CorpusManifest) -> str:
