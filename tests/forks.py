@@ -145,7 +145,7 @@ FORKS = {
             ],
             "torchtitan_lite/model/attention.py": [
                 (
-                    "from torch import Tensor, nn",
+                    "from torch import Tensor",
                     "from torchtitan_lite.model.sliding import SlidingAttention",
                 ),
                 ("ATTENTION_MODULES = {", '    "sliding": SlidingAttention,'),

@@ -2,9 +2,8 @@
 
 One thread computes: a kernel's scratch memory grows with the number of threads, and is not planned.
 
-Gloo's own threads may release a tensor last, and torch's profiler sees only what the threads of the step release. So a
-tensor counts as released at the latest when another one gets its address. Memory that was not reused by the peak still
-counts: each step is measured too high, and the least of a few steps is nearest.
+torch's profiler may miss a release by another thread. A tensor counts as released at the latest when another one gets
+its address.
 """
 
 import gc
@@ -41,7 +40,6 @@ MODEL = {  # small, but with activations larger than its weights
     "model.ffn_dim": 352,
     "model.vocab_size": 512,
 }
-STEPS_ON_GLOO = 6
 A_STEP = "a step that is measured"
 
 
@@ -59,31 +57,21 @@ def measure_peak(config: Config, model_args: ModelArgs, layout: Layout, pp_rank:
     """Return the allocator's peak in bytes during a second step, without other ranks."""
     rank = pp_rank * layout.world_size // layout.pp
     with fake_group(layout.world_size, rank=rank), static_stages(config, model_args, layout):
-        return measure_steps(config, model_args, layout, n_steps=1)[0]
+        return measure_step(config, model_args, layout)
 
 
-def measure_on_gloo(
-    rank: int, world_size: int, config: Config, model_args: ModelArgs, layout: Layout
-) -> list[int]:
-    """Worker: return the peak of each of a few steps among real ranks."""
-    return measure_steps(config, model_args, layout, n_steps=STEPS_ON_GLOO)
-
-
-def measure_steps(
-    config: Config, model_args: ModelArgs, layout: Layout, *, n_steps: int
-) -> list[int]:
-    """Return the peak of each step from the second on."""
+def measure_step(config: Config, model_args: ModelArgs, layout: Layout) -> int:
+    """Return the peak of the second step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         mesh = build_mesh(layout, "cpu")
         run = build.build_run(config, model_args, layout, mesh, torch.device("cpu"))
         batch = make_batch(layout, config.training.seq_len)
         with patch.object(Router, "choose", choose_evenly):
             stepping.train_step(run, batch)
-            for _ in range(n_steps):
-                gc.collect()
-                with record_function(A_STEP):
-                    stepping.train_step(run, batch)
-    return list_peaks(recording.profiler.kineto_results.experimental_event_tree())
+            gc.collect()
+            with record_function(A_STEP):
+                stepping.train_step(run, batch)
+    return find_peak(recording.profiler.kineto_results.experimental_event_tree())
 
 
 def choose_evenly(router: Router, scores: torch.Tensor) -> torch.Tensor:
@@ -94,27 +82,29 @@ def choose_evenly(router: Router, scores: torch.Tensor) -> torch.Tensor:
     return (torch.arange(routes.numel()) % router.n_experts).view_as(routes)
 
 
-def list_peaks(events: list) -> list[int]:
-    """Return the peak bytes of each measured step among these events."""
-    moments, to_do = [], list(events)
+def find_peak(events: list) -> int:
+    """Return the peak bytes of the measured step among these events."""
+    moments = []
+    to_do = list(events)
     while to_do:
         event = to_do.pop()
         to_do += event.children
         if event.tag == _EventType.Allocation:
-            moments.append(
-                (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
-            )
+            fields = event.extra_fields
+            moments.append((event.start_time_ns, fields.ptr, fields.alloc_size))
         elif event.name == A_STEP:
             moments.append((event.start_time_ns, None, 0))
-    n_bytes, peaks, sizes = 0, [0], {}  # peaks: before the steps, and of each; sizes: by address
+    n_bytes = 0
+    peak = 0
+    sizes = {}  # by address
     for _, address, size in sorted(moments, key=lambda moment: moment[0]):
         if address is None:
-            peaks.append(0)
+            peak = 0
         n_bytes += max(size, 0) - sizes.pop(address, 0)
         if size > 0:
             sizes[address] = size
-        peaks[-1] = max(n_bytes, peaks[-1])
-    return peaks[1:]
+        peak = max(n_bytes, peak)
+    return peak
 
 
 def count_head_peak_bytes(

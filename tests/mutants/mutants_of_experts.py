@@ -5,13 +5,12 @@ from unittest.mock import patch
 import torch
 from layouts import FAST
 from mutant_table import mutant
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import ExpertBalance
 from torchtitan_lite.model import moe
 from torchtitan_lite.parallel import (
-    expert_parallel,
     initial_weights,
     local_parameters,
     parallelize,
@@ -22,7 +21,7 @@ SHARED_TP2 = FAST["experts, tp2, ep2, shared experts"]
 # ---------------------------------------------------------------- gradients and their norm
 
 
-@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w2", at=(local_parameters, "local_tensor"))
+@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w3", at=(local_parameters, "local_tensor"))
 def expert_gradients_divided_by_ep(original, parameter):
     """Average the gradients of experts over ep, as if the ranks held copies."""
     own = original(parameter)
@@ -33,10 +32,15 @@ def is_of_experts(tensor) -> bool:
     return isinstance(tensor, DTensor) and tensor.dim() == 3
 
 
-@mutant(TP2, "gradients", "layers.1.feed_forward.router.weight")
-def router_gradient_of_own_tokens():
+@mutant(
+    TP2,
+    "gradients",
+    "layers.1.feed_forward.router.weight",
+    at=(local_parameters, "find_gradient_placements"),
+)
+def router_gradient_of_own_tokens(original, parameter):
     """Each tensor-parallel rank has a router's gradient of its slice of the sequence, and nobody adds them."""
-    return patch.object(local_parameters, "Partial", Replicate)
+    return parameter.placements if parameter.dim() == 2 else original(parameter)
 
 
 @mutant(
@@ -78,20 +82,6 @@ def rows_beyond_the_capacity_dropped(original, rows, matrices, ends):
     return original(rows, matrices, ends) * (place < 3 * len(rows) // len(ends))[:, None]
 
 
-@mutant(
-    EP2,
-    "module output",
-    "layers.0.feed_forward",
-    at=(expert_parallel, "invert"),
-    dims=("dp_shard",),
-)
-def one_run_of_results_sent_back_in_another_order(original, order):
-    """The inverse permutation is wrong for one expert and one rank that its rows came from."""
-    place = original(order)
-    n_wrong = len(place) // 16
-    return torch.cat([place[:n_wrong].roll(1), place[n_wrong:]])
-
-
 # ---------------------------------------------------------------- the choice
 
 
@@ -123,7 +113,7 @@ def loads_of_own_tokens():
 @mutant(
     FAST["experts, pp2"],
     "expert loads",
-    "layers.0.feed_forward.router",
+    "layers.6.feed_forward.router",
     trial="deep",
     at=(ExpertBalance, "update"),
 )

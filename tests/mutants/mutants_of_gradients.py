@@ -1,6 +1,5 @@
 """Mutants that the wide trial sees: norm, loss, gradients, pieces, positions, masks."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -22,7 +21,6 @@ from torchtitan_lite.parallel import (
     exchange,
     fsdp,
     parallelize,
-    pipeline,
     ring_attention,
     tensor_parallel,
 )
@@ -52,32 +50,10 @@ def gradients_averaged_instead_of_summed(original, module, factor):
     return None
 
 
-@mutant("accumulation 2", "microbatches", "tok_embeddings", at=(step.Batch, "split"))
+@mutant("accumulation 2", "module output", "tok_embeddings", at=(step.Batch, "split"))
 def last_microbatch_dropped(original, batch, n):
     """An off-by-one in the accumulation loop."""
     return original(batch, n)[: n - 1] if n > 1 else [batch]
-
-
-@mutant("pp2 GPipe", "gradients", "output.weight")
-def pipeline_divides_by_microbatches():
-    """torch's schedules divide gradients by the number of microbatches by default, which is right for mean
-    losses."""
-    original = pipeline.get_schedule_class
-
-    def scaled(name):
-        schedule_class = original(name)
-        return lambda stage, **options: schedule_class(stage, **{**options, "scale_grads": True})
-
-    @contextmanager
-    def applied():
-        with (
-            patch.object(pipeline, "get_schedule_class", scaled),
-            patch.object(pipeline, "issubclass", create=True) as is_a,
-        ):
-            is_a.side_effect = lambda *args: True
-            yield
-
-    return applied()
 
 
 @mutant("pp2 1F1B", "loss", "sum_losses", at=(step, "sum_losses"), dims=("pp",))
@@ -112,7 +88,7 @@ def replicas_not_reduced(original, part, mesh, **options):
 @mutant(
     "full recompute",
     "gradients",
-    "layers.1.feed_forward.w2.weight",
+    "layers.1.feed_forward.w3.weight",
     at=(activation_checkpoint, "recomputed"),
 )
 def recompute_forgets_an_input(original, forward, **options):
@@ -125,19 +101,7 @@ def recompute_forgets_an_input(original, forward, **options):
     return original(drifting, **options)
 
 
-@mutant(
-    Row(2, {**CP2, **RING}),
-    "module output",
-    "layers.0.attention.inner",
-    at=(ring_attention, "find_visible"),
-    dims=("cp",),
-)
-def zig_zag_forgotten(original, rank, source, half):
-    """The ring reckons as if all that an earlier rank holds came earlier, while the pieces lie head and tail."""
-    return (slice(None), slice(None)) if source < rank else original(rank, source, half)
-
-
-@mutant(Row(2, CP2), "module output", "layers.0.attention.inner", at=(step, "shard_for_cp"))
+@mutant(Row(2, CP2), "rotary angles", "layers.0", at=(step, "shard_for_cp"))
 def positions_not_sharded(original, run, batch):
     """Each context-parallel rank counts the positions of its tokens from 0."""
     pieces = original(run, batch)
@@ -157,14 +121,6 @@ def documents_lost_after_the_first_stage(
     if part.tok_embeddings is None:
         doc_ids = torch.zeros_like(doc_ids)
     return original(part, x, positions=positions, doc_ids=doc_ids, targets=targets)
-
-
-@mutant("dp2 tied", "gradients", "tok_embeddings.weight", at=(step, "forward_backward"))
-def tied_gradient_counted_twice(original, run, batch, n_tokens):
-    """The shared matrix is listed as embedding and as head, and each adds the whole gradient."""
-    loss = original(run, batch, n_tokens)
-    run.parameters["tok_embeddings.weight"].grad.mul_(2)
-    return loss
 
 
 @mutant("tp2", "updates", "norm.weight", at=(step, "update_weights"), dims=("tp",))
@@ -209,7 +165,7 @@ def hidden_states_rounded_between_stages(original, part, x, **inputs):
 @mutant(
     Row(4, {PP: 2, SCHEDULE: "DualPipeV", ZERO: 3, MODE: "none"}),
     "gradients",
-    "layers.3.feed_forward.w2.weight",
+    "layers.3.feed_forward.w3.weight",
     at=(layout, "find_refused"),
 )
 def refused_combination_run(original, *args):
@@ -245,7 +201,7 @@ def gradients_of_the_last_chunk_kept(original, total, one, other):
     return total.copy_(one @ other)
 
 
-@mutant(Row(2, CP2), "module output", "tok_embeddings", at=(step, "shard_sequence"))
+@mutant(Row(2, CP2), "rotary angles", "layers.0", at=(step, "shard_sequence"))
 def wrong_zig_zag_pieces(original, whole, mesh):
     """Each context-parallel rank takes one half of a sequence, while attention takes it for head and tail of a zig-
     zag."""

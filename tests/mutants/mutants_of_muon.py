@@ -9,20 +9,20 @@ MUON = {"optimizer.name": "Muon", "optimizer.lr": 0.02}
 SHARDED, TENSOR = Row(2, MUON), Row(2, {TP: 2, **MUON})
 
 
-@mutant(SHARDED, "updates", "layers.1.feed_forward.w2.weight", at=(muon, "orthogonalize"))
+@mutant(SHARDED, "updates", "layers.1.feed_forward.w3.weight", at=(muon, "orthogonalize"))
 def rows_orthogonalized_instead_of_matrices(orthogonalize, slices, matrices, axes, empty):
     """Each rank orthogonalizes its own rows. The update has the right size, and no rank waits."""
     orthogonalize(slices, matrices, [], empty)
 
 
-@mutant(SHARDED, "updates", "layers.1.feed_forward.w2.weight", at=(muon, "newton_schulz"))
+@mutant(SHARDED, "updates", "layers.1.feed_forward.w3.weight", at=(muon, "newton_schulz"))
 def orthogonalized_in_bfloat16(newton_schulz, matrix):
     """Newton-Schulz computes in bf16, whatever the compute dtype. tests/ranks/test_muon.py sees it on one rank too."""
     return newton_schulz(matrix.bfloat16()).to(matrix.dtype)
 
 
 @mutant(
-    Row(4, {TP: 2, **MUON}), "updates", "layers.1.feed_forward.w2.weight", at=(muon, "plan_rounds")
+    Row(4, {TP: 2, **MUON}), "updates", "layers.1.feed_forward.w3.weight", at=(muon, "plan_rounds")
 )
 def halves_of_tp_orthogonalized(plan_rounds, names, parameters):
     """Slices are joined over fsdp only. On each tp rank, an owner has its half of the matrix."""

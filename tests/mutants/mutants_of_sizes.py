@@ -59,29 +59,10 @@ def norm_of_the_first_hundred_tensors(original, tensors):
     return original(tensors[:100])
 
 
-@mutant("tp2", "updates", "output.weight", at=(optim.torch, "_foreach_div_"), trial="deep")
-def first_forty_tensors_clipped(original, tensors, scale):
-    """Gradients are scaled in one call that takes so many tensors at most."""
-    return original(tensors[:40], scale)
-
-
-@mutant(
-    Row(2, {CP: 2, **LONG}),
-    "module output",
-    "layers.0.attention.inner",
-    at=(step, "shard_for_cp"),
-    trial="deep",
-)
-def positions_of_cp_pieces_rounded(original, run, batch):
-    """Positions go through bf16 on their way to a context-parallel rank."""
-    pieces = original(run, batch)
-    return replace(pieces, positions=pieces.positions.bfloat16().long())
-
-
 @mutant(
     Row(2, {CP: 2, "training.seq_len": 65_536}),
-    "module output",
-    "layers.0.attention.inner",
+    "rotary angles",
+    "layers.0",
     at=(step, "shard_for_cp"),
     trial="deep",
 )
@@ -93,8 +74,8 @@ def positions_wrap_at_32768(original, run, batch):
 
 @mutant(
     Row(1, {"flavor.rope_scaling": RopeScaling(factor=8.0), **LONG}),
-    "module output",
-    "layers.0.attention.inner",
+    "rotary angles",
+    "layers.0",
     at=(llama3, "rotary_angles"),
     trial="deep",
 )

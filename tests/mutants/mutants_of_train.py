@@ -29,12 +29,6 @@ def tp_peers_read_other_rows(original, data_rank, dp, n_rows):
     return original(dist.get_rank() % dp, dp, n_rows)
 
 
-@in_first_start("dp2", kind="loss", at=(dataset, "Sampler"))
-def every_rank_shuffles_with_a_seed_of_its_own(original, *args, seed, **options):
-    """Rows of one step come from two orders."""
-    return original(*args, seed=seed + dist.get_rank(), **options)
-
-
 @in_resumed_start("dp2", kind="loss", at=(dataset.RunData, "batches"))
 def data_begins_anew_after_a_resume(original, data, steps):
     """A resumed run reads the first batches again."""
@@ -62,14 +56,6 @@ def moments_forgotten_by_a_resume():
     return put_in_place(
         lambda original, parameters, optimizer: name_weights(parameters), loading, "name_tensors"
     )
-
-
-@in_resumed_start("tp2", kind="loss", at=(saving, "name_tensors"))
-def checkpoints_rounded_to_bfloat16(original, parameters, optimizer):
-    """Weights are saved in half of the space."""
-    return {
-        name: tensor.bfloat16().float() for name, tensor in original(parameters, optimizer).items()
-    }
 
 
 @mutant(

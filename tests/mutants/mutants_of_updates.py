@@ -37,14 +37,6 @@ def small_gradients_are_scaled_up(update_weights, optimizer, grad_norm, max_norm
     return update_weights(optimizer, grad_norm, max_norm)
 
 
-@mutant("dp2", "updates", "output.weight", at=(step, "update_weights"), dims=("dp_shard",))
-def one_rank_clips_only_very_large_gradients(update_weights, optimizer, grad_norm, max_norm):
-    """One rank clips only where the norm is far above the threshold."""
-    if grad_norm < 2.5 * max_norm and dist.get_rank() == 0:
-        max_norm = 2.5 * max_norm
-    return update_weights(optimizer, grad_norm, max_norm)
-
-
 @mutant(
     SHARDED,
     "state",

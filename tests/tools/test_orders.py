@@ -8,12 +8,11 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.tools.plan.actions import Action, find_deadlock, find_missing_action
+from torchtitan_lite.tools.plan.in_flight import count_in_flight, extrapolate_in_flight
 from torchtitan_lite.tools.plan.orders import Order, list_order
 from torchtitan_lite.tools.plan.timeline import (
     Timeline,
-    count_in_flight,
     draw_timeline,
-    extrapolate_in_flight,
     list_samples,
     simulate,
 )
@@ -139,8 +138,8 @@ def test_a_long_schedule_is_known_from_a_short_one(schedule):
     assert len(samples) == 2 and extrapolated == pytest.approx(
         run(schedule, pp, m, v, send=0.25).end_time, rel=1e-6
     )
-    in_flight = [count_in_flight(row).total() for row in list_order(schedule, pp, m, v)]
-    assert [each.total() for each in extrapolate_in_flight(schedule, pp, m, v)] == in_flight
+    in_flight = [count_in_flight(row) for row in list_order(schedule, pp, m, v)]
+    assert extrapolate_in_flight(schedule, pp, m, v) == in_flight
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,8 @@ def test_a_long_schedule_is_known_from_a_short_one(schedule):
     ],
 )
 def test_microbatches_in_flight_are_those_of_the_papers(schedule, v, held):
-    assert [count_in_flight(row).total() for row in list_order(schedule, 4, 8, v)] == held
+    for row, n in zip(list_order(schedule, 4, 8, v), held, strict=True):
+        assert max(each.total() for each in count_in_flight(row).values()) == n
 
 
 # GPipe on two ranks, with one change each

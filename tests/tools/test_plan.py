@@ -11,12 +11,12 @@ from layouts import PP, TP
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.layout import plan_layout
-from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.plan.bars import find_most_taken
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
-from torchtitan_lite.tools.plan.cluster import CLUSTERS, find_cluster
+from torchtitan_lite.tools.plan.cluster import CLUSTERS
 from torchtitan_lite.tools.plan.command import format_duration
 from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast, list_memory
+from torchtitan_lite.tools.plan.orders import Order
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks, warn_of_groups
 from torchtitan_lite.tools.plan.step_time import StepTime
@@ -41,18 +41,6 @@ SECTIONS = {"local_batch_size": "training", "global_batch_size": "training", "se
 SECTIONS |= {"mode": "activation_checkpoint", "enable": "compile"}
 
 
-def read(name: str, n_gpus: int, **keys) -> PlannedRun:
-    """A shipped config on GPUs. Keys: of parallelism, training or activation_checkpoint."""
-    keys.setdefault("global_batch_size", -1)
-    args = [f"--{SECTIONS.get(key, 'parallelism')}.{key}={value}" for key, value in keys.items()]
-    return plan_run(["--config", name, *args], n_gpus, "cuda")
-
-
-def predict(planned: PlannedRun, cluster=H100) -> Forecast:
-    order = plan_order(planned.config.parallelism, planned.layout)
-    return forecast(StepTime(planned.workload, cluster), [(order, 1)])
-
-
 DEGREES = {
     "tp": "tensor_parallel_degree",
     "pp": "pipeline_parallel_degree",
@@ -60,8 +48,21 @@ DEGREES = {
 }
 
 
-def degrees(**sizes: int) -> dict[str, int]:
-    return {DEGREES[dim]: n for dim, n in sizes.items()}
+def read(name: str, n_gpus: int, **keys) -> PlannedRun:
+    """A shipped config on GPUs. Keys: of parallelism, training or activation_checkpoint."""
+    keys.setdefault("global_batch_size", -1)
+    args = ["--config", name]
+    for key, value in keys.items():
+        args.append(f"--{SECTIONS.get(key, 'parallelism')}.{DEGREES.get(key, key)}={value}")
+    return plan_run(args, n_gpus, "cuda")
+
+
+def order_of(planned: PlannedRun) -> Order:
+    return plan_order(planned.config.parallelism, planned.layout)
+
+
+def predict(planned: PlannedRun) -> Forecast:
+    return forecast(StepTime(planned.workload, H100), [(order_of(planned), 1)])
 
 
 # ---------------------------------------------------------------- the tool
@@ -133,7 +134,7 @@ def test_wrong_input_ends_with_status_2_and_its_key(capsys, args, key):
 
 
 def remarks_of(planned: PlannedRun) -> list[str]:
-    memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
+    memory = list_memory(planned.workload, order_of(planned))
     return list_remarks(
         planned,
         predict(planned),
@@ -143,16 +144,14 @@ def remarks_of(planned: PlannedRun) -> list[str]:
 
 def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
     schedule = {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_layers_per_stage": 8}
-    planned = read("llama3_405b", 16384, **degrees(pp=16, tp=8), **schedule, local_batch_size=16)
+    planned = read("llama3_405b", 16384, pp=16, tp=8, **schedule, local_batch_size=16)
     assert (
         predict(planned).bubble > 0.45
     )  # of the step; (p-1)/(m+p-1) = 15/31 of the pipeline alone
     (remark,) = (remark for remark in remarks_of(planned) if "idle" in remark)
     n = int(remark.split("Use ")[1].split(" microbatches")[0])
     assert (
-        predict(
-            read("llama3_405b", 16384, **degrees(pp=16, tp=8), **schedule, local_batch_size=n)
-        ).bubble
+        predict(read("llama3_405b", 16384, pp=16, tp=8, **schedule, local_batch_size=n)).bubble
         <= 0.17
     )  # uneven stages stay
     assert (
@@ -162,18 +161,13 @@ def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
 
 
 def test_groups_over_nodes_get_a_degree_that_stays_inside():
-    layout = read("llama3_70b", 64, **degrees(tp=4)).layout
+    layout = read("llama3_70b", 64, tp=4).layout
     assert not warn_of_groups(layout, H100)
     for node_size in (2, 6):
         (warning,) = warn_of_groups(layout, replace(H100, node_size=node_size))
         assert f"nodes of {node_size}. Use parallelism.tensor_parallel_degree = 2" in warning
     (warning,) = warn_of_groups(read("qwen3_30b_a3b", 64, expert_parallel_degree=32).layout, H100)
     assert "expert_parallel_degree = 8" in warning
-
-
-def test_memory_that_is_left_over_or_missing_is_called_out():
-    assert any("Try --search" in remark for remark in remarks_of(read("llama3_8b", 512)))
-    assert any("does not fit" in remark for remark in remarks_of(read("llama3_70b", 16)))
 
 
 def test_the_interval_of_saves_is_youngs_for_short_stalls_and_the_best_of_all():
@@ -201,11 +195,6 @@ def test_groups_within_a_node_use_its_links_and_others_share_its_network_cards()
     assert (H100.count_nodes(2, 4), H100.count_nodes(2, 8)) == (1, 2)
 
 
-def test_a_gpu_without_a_row_is_refused():
-    with pytest.raises(ConfigError, match="h100, h200, a100-80, b200, h100-96, cpu"):
-        find_cluster("h1000")
-
-
 # ---------------------------------------------------------------- by hand
 
 
@@ -214,9 +203,7 @@ def test_fsdp_moves_what_the_parameters_weigh():
     once in fp32, of which each rank moves 7/8."""
     block, table, norm = 218_112_000, 128_256 * 4096, 4096
     planned = read("llama3_8b", 8)
-    moved = estimate_traffic(
-        planned.workload, 0, plan_order(planned.config.parallelism, planned.layout)
-    )
+    moved = estimate_traffic(planned.workload, 0, order_of(planned))
     gathers, reductions = moved["dp_shard", "all-gather"], moved["dp_shard", "reduce-scatter"]
     assert (gathers.n_calls, gathers.n_bytes) == (
         2 * 32 + 2,
@@ -230,7 +217,6 @@ def test_fsdp_moves_what_the_parameters_weigh():
 
 def test_a_matmul_takes_its_flops_over_the_peak_less_its_edges():
     """w1 of the 8B, one sequence: (8192, 4096) x (4096, 14336), 27.2 waves of tiles on 132 multiprocessors."""
-    model = StepTime(read("llama3_8b", 8).workload, H100)
     waves = 8192 * 14336 / (128 * 256 * 132)
     by_hand = (
         2
@@ -241,13 +227,10 @@ def test_a_matmul_takes_its_flops_over_the_peak_less_its_edges():
         + 5e-6
     )
     assert H100.matmul_time(8192, 14336, 4096, "bfloat16") == pytest.approx(by_hand)
-    assert model.linear_times(8192, 14336, 4096, "bfloat16")[2] == H100.matmul_time(
-        14336, 4096, 8192, "bfloat16"
-    )
 
 
 def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop():
-    model = StepTime(read("llama3_8b", 16, **degrees(tp=2)).workload, H100)
+    model = StepTime(read("llama3_8b", 16, tp=2).workload, H100)
     assert model.collective_time(("tp",), 1e9) == pytest.approx(0.5e9 / 360e9 + 8.4e-6 + 3.4e-6)
     inside, hops = (
         0.92 * 4 * 50e9,
@@ -260,22 +243,29 @@ def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop(
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_no_schedule_undercuts_the_bound_by_which_layouts_are_pruned(schedule):
-    keys = {"pipeline_parallel_schedule": schedule, "zero_stage": 1, "local_batch_size": 16}
-    planned = read("llama3_8b", 8, **degrees(pp=4, tp=2), **keys, mode="none", enable="false")
-    model, result = StepTime(planned.workload, H100), predict(planned)
+    keys = {
+        "pipeline_parallel_schedule": schedule,
+        "zero_stage": 1,
+        "local_batch_size": 16,
+        "mode": "none",
+        "enable": "false",
+    }
+    planned = read("llama3_8b", 8, pp=4, tp=2, **keys)
+    model = StepTime(planned.workload, H100)
+    result = predict(planned)
     assert 0.8 < model.lower_bound_s / result.step_time_s <= 1 + 1e-9
     layout = planned.layout
-    numbers = layout.pp, layout.n_microbatches, len(layout.stages) // layout.pp
-    quick = forecast(model, list_samples(schedule, *numbers))
-    assert (quick.bubble, quick.step_time_s) == pytest.approx((result.bubble, result.step_time_s))
-    memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
-    assert estimate_peak(planned.workload, schedule) == pytest.approx(
-        max(each.live for each in memory)
-    )
+    per_rank = len(layout.stages) // layout.pp
+    samples = list_samples(schedule, layout.pp, layout.n_microbatches, per_rank)
+    quick = forecast(model, samples)
+    assert quick.bubble == pytest.approx(result.bubble)
+    assert quick.step_time_s == pytest.approx(result.step_time_s)
+    most = max(each.live for each in list_memory(planned.workload, order_of(planned)))
+    assert estimate_peak(planned.workload, schedule) == pytest.approx(most)
 
 
 def test_keys_of_the_config_that_make_a_step_faster_are_read():
-    plain = read("llama3_70b", 64, **degrees(tp=8))
+    plain = read("llama3_70b", 64, tp=8)
     faster = {
         "parallelism.enable_async_tensor_parallel": "true",
         "quantize.linear.float8.enable_fsdp_float8_all_gather": "true",
@@ -298,30 +288,29 @@ def test_keys_of_the_config_that_make_a_step_faster_are_read():
 
 def test_llama3_405b_on_16384_h100_and_its_128k_layout():
     """Table 4 of the paper: 400 and 380 TFLOP/s, within the error bar."""
-    schedule = {
+    options = {
         "pipeline_parallel_schedule": "Interleaved1F1B",
         "pipeline_parallel_layers_per_stage": 1,
+        "local_batch_size": 16,
+        "mode": "none",
     }
-    options = {**degrees(pp=16, tp=8), **schedule, "local_batch_size": 16, "mode": "none"}
-    short = predict(read("llama3_405b", 16384, **options))
-    assert short.workload.tokens_per_step == 16 * 2**20
+    short = predict(read("llama3_405b", 16384, pp=16, tp=8, **options))
     assert [stage.n_dense for stage in short.workload.stages] == [0, *[1] * 126, 0]
     assert 15 / (8 * 16 + 15) < short.bubble < 0.15
     assert short.mfu_causal == pytest.approx(0.41, rel=0.18)
-    long = predict(read("llama3_405b", 16384, **{**options, **degrees(cp=16)}, seq_len=131072))
-    assert long.workload.tokens_per_step == 16 * 2**20
+    options["seq_len"] = 131072
+    long = predict(read("llama3_405b", 16384, pp=16, tp=8, cp=16, **options))
+    assert long.workload.tokens_per_step == short.workload.tokens_per_step == 16 * 2**20
     assert long.mfu_causal == pytest.approx(0.38, rel=0.18)
     assert long.parts_s["waiting for cp"] > 0 == short.parts_s["waiting for cp"]
 
 
 def test_llama3_70b_on_64_h100_in_tp4_pp2_dp8():
     """By hand: 12 bytes of 70.55e9 parameters on 64 ranks; 8 microbatches on two stages idle 1/9."""
-    planned = read("llama3_70b", 64, **degrees(tp=4, pp=2), local_batch_size=8)
+    planned = read("llama3_70b", 64, tp=4, pp=2, local_batch_size=8)
     layout = plan_layout(planned.config, planned.model_args, 64)
     assert (layout.dp, layout.n_microbatches) == (8, 8)
-    for memory in list_memory(
-        planned.workload, plan_order(planned.config.parallelism, planned.layout)
-    ):
+    for memory in list_memory(planned.workload, order_of(planned)):
         assert memory.parameters + memory.optimizer == pytest.approx(12 * 70.55e9 / 64, rel=0.01)
     assert predict(planned).bubble == pytest.approx(1 / 9, abs=0.01)
 
@@ -338,7 +327,7 @@ def test_replicas_overlap_and_slow_networks_disturb_less():
 
 
 def test_experts_take_as_long_as_one_dense_matmul_and_a_router_hardly_any_time():
-    planned = read("qwen3_30b_a3b", 64, **degrees(tp=4))
+    planned = read("qwen3_30b_a3b", 64, tp=4)
     model = StepTime(planned.workload, H100)
     block = {module.name.rpartition(".")[2]: module for module in planned.workload.kinds[0].block}
     experts, router = (model.module_times(block[name])[0] for name in ("w1", "router"))
@@ -354,8 +343,8 @@ def test_durations_have_a_unit_that_fits(seconds, words):
 
 
 def test_a_layout_that_is_too_tight_gets_settings_that_fit():
-    planned = read("llama3_70b", 64, **degrees(tp=4, pp=2), local_batch_size=16)
+    planned = read("llama3_70b", 64, tp=4, pp=2, local_batch_size=16)
     (remark,) = (remark for remark in remarks_of(planned) if "does not fit" in remark)
     assert "parallelism.zero_stage = 3" in remark
-    fixed = read("llama3_70b", 64, **degrees(tp=4, pp=2), local_batch_size=16, zero_stage=3)
+    fixed = read("llama3_70b", 64, tp=4, pp=2, local_batch_size=16, zero_stage=3)
     assert not any("does not fit" in remark for remark in remarks_of(fixed))

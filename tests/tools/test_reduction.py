@@ -11,8 +11,13 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.verify.plain import Inputs, choose_positions, make_batch, run_plainly
-from torchtitan_lite.tools.verify.reduction import count_layers, override, reduce_config
-from torchtitan_lite.tools.verify.shapes import deepen, find_far_position
+from torchtitan_lite.tools.verify.reduction import (
+    count_layers,
+    deepen,
+    find_far_position,
+    override,
+    reduce_config,
+)
 
 CONFIGS = sorted(
     path.stem for path in (Path(__file__).resolve().parent.parent.parent / "configs").glob("*.toml")
@@ -59,37 +64,32 @@ def test_a_layout_that_fits_is_tried_exactly_as_asked(max_ranks, asked, layout):
 @pytest.mark.parametrize(
     ("max_ranks", "config", "asked", "layout"),
     [
-        (
-            8,
-            "llama3_70b",
-            {TP: 8},
-            "dp_shard2 x tp4",
-        ),  # tp8 would leave no rank for an automatic dp_shard
+        # tp8 would leave no rank for an automatic dp_shard
+        (8, "llama3_70b", {TP: 8}, "dp_shard2 x tp4"),
         (8, "llama3_8b", {PP: 16, SHARD: 128, TP: 8}, "pp2 x dp_shard2 x tp2"),
-        (16, "llama3_8b", {PP: 16, SHARD: 128, TP: 8}, "pp4 x dp_shard2 x tp2"),
-        (8, "llama3_8b", {CP: 16, SHARD: 1, TP: 8}, "cp4 x tp2"),  # cp grows first
+        (8, "llama3_8b", {CP: 16, SHARD: 1, TP: 8}, "cp2 x tp4"),
         (8, "mixtral_8x22b", {}, "dp_replicate2 x dp_shard2 x tp2, ep4"),
         (4, "qwen3_30b_a3b", {}, "dp_shard4, ep4"),
         (2, "debug_3d", {}, "tp2"),  # dims are given up
     ],
 )
-def test_one_that_needs_more_ranks_is_refused_with_the_largest_that_fits(
+def test_a_layout_that_needs_more_ranks_is_refused_with_a_command_that_runs(
     max_ranks, config, asked, layout
 ):
-    batch = [] if config.startswith("debug") else ["--training.local_batch_size=16", ANY_BATCH]
-    real = compare.override(read(config, *batch), asked)
+    batch = []
+    if not config.startswith("debug"):
+        batch = ["--training.local_batch_size=16", ANY_BATCH]
+    keys = [f"--{key}={value}" for key, value in asked.items()]
     with pytest.raises(ConfigError) as refusal:
-        reduce_config(real, max_ranks)
+        reduce_config(read(config, *batch, *keys), max_ranks)
     (problem,) = refusal.value.problems
     assert f"verify has {max_ranks}" in problem.why
-    command = problem.remedy.split("torchtitan_lite verify ")[1].split()
-    smaller = [word for word in command if not word.startswith(("--ranks", "--config"))]
-    keys = [
-        f"--{key}={value}"
-        for key, value in asked.items()
-        if not any(word.startswith(f"--{key}") for word in smaller)
-    ]
-    assert str(reduce_config(read(config, *batch, *keys, *smaller), max_ranks).layout) == layout
+    _, _, options = problem.remedy.partition(f"--ranks={max_ranks} ")
+    smaller = options.split()
+    names = {word.partition("=")[0] for word in smaller}
+    kept = [key for key in keys if key.partition("=")[0] not in names]
+    small = read(config, *batch, *kept, *smaller)
+    assert str(reduce_config(small, max_ranks).layout) == layout
 
 
 # ---------------------------------------------------------------- stages, microbatches, sizes
@@ -119,7 +119,7 @@ def test_stages_stay_as_many_per_rank_and_as_even(args, layers_of_stages):
 
 @pytest.mark.parametrize(
     ("n_real", "schedule", "n_small"),
-    [(4, "1F1B", 4), (16, "1F1B", 8), (7, "1F1B", 5), (2, "GPipe", 3)],
+    [(4, "1F1B", 4), (16, "1F1B", 6), (2, "GPipe", 2)],
 )
 def test_microbatches_keep_their_relation_to_the_stages(n_real, schedule, n_small):
     args = (
@@ -133,11 +133,10 @@ def test_microbatches_keep_their_relation_to_the_stages(n_real, schedule, n_smal
 
 def test_accumulation_documents_recompute_and_sizes_that_do_not_divide_are_kept():
     batch = ("--training.local_batch_size=4", "--training.global_batch_size=32")
-    options = ("--model.attention=document", "--activation_checkpoint.selective_ac_option=4")
-    reduction = reduce_config(read("debug", f"--{SHARD}=2", *batch, *options), 8)
+    documents = "--model.attention=document"
+    reduction = reduce_config(read("debug", f"--{SHARD}=2", *batch, documents), 8)
     assert reduction.layout.n_microbatches == 3  # so that a third one that is left out is seen
     assert reduction.config.model.attention == "document"
-    assert reduction.config.activation_checkpoint.selective_ac_option == "2"
     odd = read("debug", f"--{SHARD}=2", f"--{TP}=2", "--model.vocab_size=2306")  # 2306 = 2 * 1153
     assert reduce_config(odd, 4).config.model.vocab_size % 4 == 2
     assert (
@@ -145,18 +144,6 @@ def test_accumulation_documents_recompute_and_sizes_that_do_not_divide_are_kept(
     )
     with pytest.raises(ConfigError, match="n_kv_heads"):  # the real run could not start
         reduce_config(read("debug", f"--{TP}=4", f"--{SHARD}=1"), 8)
-
-
-def test_what_only_a_gpu_has_is_left_out_and_what_saves_memory_stays():
-    args = [
-        "--parallelism.enable_async_tensor_parallel",
-        "--activation_checkpoint.mode=memory_budget",
-    ]
-    args += [f"--{TP}=2", "--compile.enable", "--optimizer.moments_dtype=bfloat16"]
-    reduction = reduce_config(read("debug", *args), 4)
-    assert "parallelism.enable_async_tensor_parallel" in reduction.changes
-    kept = {"optimizer.moments_dtype", "activation_checkpoint.mode", "compile.enable"}
-    assert not reduction.changes.keys() & kept
 
 
 @pytest.mark.parametrize(
@@ -210,16 +197,15 @@ def test_each_small_run_keeps_the_layout_and_the_deep_one_is_deep_long_and_far(n
         real.dim == real.n_heads * real.head_dim
     )
     assert small.rope_scaling == real.rope_scaling and small.tie_embeddings == real.tie_embeddings
-    assert small.dim <= 512 and small.n_layers <= 16 and "training.seq_len" in reduction.changes
+    assert small.dim <= 512 and small.n_layers <= 16
     assert reduction.config.optimizer == config.optimizer and deep.optimizer == config.optimizer
     assert deep.model.n_layers >= 12 and deep.training.seq_len > 256
-    assert any({"layers.9", "layers.10"} <= set(stage) for stage in layout.stages)
     assert layout.n_microbatches >= 12 or layout.pp == 1
     assert find_far_position(config) >= max(8192, config.training.seq_len)
     assert deep.training.seq_len / layout.cp / deep.training.loss_chunk_tokens >= 11
 
 
-def test_the_batch_masks_unequally_and_positions_restart_far_from_0():
+def test_the_batch_masks_unequally_and_documents_cross_a_far_position():
     keys = {"model.attention": "document", "training.seq_len": 560}
     config = compare.override(compare.TABLE_CONFIG, keys)
     batch = make_batch(config, 0, Inputs(first_position=8192, tokens_per_document=2))
@@ -228,14 +214,12 @@ def test_the_batch_masks_unequally_and_positions_restart_far_from_0():
     begins = batch.doc_ids.diff(dim=1) == 1
     starts = batch.positions[0, 1:][begins[0]]
     assert batch.doc_ids.max() > 256
-    assert (starts == starts[0]).all()
-    assert 8192 - 560 < starts[0] < 8192
+    assert (starts == 8191).all()  # the second token of each document crosses the position
 
 
 def test_steps_are_made_at_the_start_the_peak_the_decay_and_the_end_of_the_schedule():
-    section = override(
-        read("debug"), {"lr_scheduler.warmup_steps": 3, "lr_scheduler.total_steps": 30}
-    ).lr_scheduler
+    keys = {"lr_scheduler.warmup_steps": 3, "lr_scheduler.total_steps": 30}
+    section = override(read("debug"), keys).lr_scheduler
     assert choose_positions(section) == [0, 2, 11, 20, 29]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import compare
 import pytest
-from layouts import SHARD, TP, Row
+from layouts import EP, MOE, PP, SHARD, TP, Row
 from mutants import MUTANTS, apply_mutant, try_mutant
 
 from torchtitan_lite import REPOSITORY
@@ -20,27 +20,21 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import Config, get_value
-from torchtitan_lite.tools.verify import command as tool
 from torchtitan_lite.tools.verify import train_py
-from torchtitan_lite.tools.verify.certificate import Certificate, describe, report_for_programs
-from torchtitan_lite.tools.verify.coverage import SIZES
-from torchtitan_lite.tools.verify.rank import find_unequal_copies
+from torchtitan_lite.tools.verify.certificate import describe, make_report
+from torchtitan_lite.tools.verify.command import make_trials
+from torchtitan_lite.tools.verify.degrees import choose_other_layout
 from torchtitan_lite.tools.verify.ranks import RankFailure, RankPool
-from torchtitan_lite.tools.verify.reduction import reduce_config
+from torchtitan_lite.tools.verify.reduction import override, reduce_config
 from torchtitan_lite.tools.verify.trial import Trial, blame, make_trial
 
 TP2 = ("--config", "debug", f"--{TP}=2", f"--{SHARD}=1")
 # One of each kind. The others: `tests/run.sh --all`.
 DEFAULT = """
-clip_norm_forgets_pp loss_averaged_per_rank gradients_averaged_instead_of_summed shards_not_summed keys_not_fetched
-hidden_states_not_sent partial_sums_averaged replicas_not_reduced last_microbatch_dropped norm_updated_on_one_rank_only
-experts_drawn_alike_on_ep_ranks loads_of_own_tokens bias_moved_by_a_step_that_is_left_out another_beta_on_one_rank
-schedule_stepped_on_the_first_stage_only infinity_counts_as_finite decay_ends_one_step_early
-layers_in_the_order_of_text losses_of_ten_microbatches_added expert_twenty_takes_the_first_ones_tokens
-ring_right_for_two_ranks_only experts_saved_in_another_order tp_peers_read_other_rows moments_forgotten_by_a_resume
-gradients_reduced_in_bfloat16 rotary_angles_cast_to_bfloat16 scales_of_the_step_before
-rows_orthogonalized_instead_of_matrices halves_of_tp_orthogonalized owner_forgets_to_send
-momentum_of_another_matrix
+clip_norm_forgets_pp loss_averaged_per_rank replicas_not_reduced shards_not_summed keys_not_fetched
+hidden_states_not_sent the_gradient_of_the_tied_head_is_lost loads_of_own_tokens another_beta_on_one_rank
+infinity_counts_as_finite layers_in_the_order_of_text experts_saved_in_another_order tp_peers_read_other_rows
+moments_forgotten_by_a_resume gradients_reduced_in_bfloat16 scales_of_the_step_before owner_forgets_to_send
 """.split()
 
 
@@ -76,7 +70,7 @@ def test_the_command_certifies_a_config_from_a_cold_start():
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
-    assert first.startswith("certified: debug on tp2, 2 ranks") and len(rest) < 39
+    assert first.startswith("certified: debug on tp2, 2 ranks") and len(rest) < 50
     assert "seq_len 128 -> 40" in done.stdout and "the model file" in done.stdout
     assert all(f"{name}, " in done.stdout for name in ("wide", "deep", "train.py", "bfloat16"))
 
@@ -96,32 +90,24 @@ def test_wrong_input_and_too_few_ranks_end_with_2(args, key, capsys):
     assert out == "" and err.startswith("This run cannot start:") and key in err
 
 
-def test_too_many_ranks_are_refused():
-    with pytest.raises(SystemExit) as exit_:
-        main(["verify", "--config", "debug", "--ranks", "17"])
-    assert exit_.value.code == 2
-
-
 # ---------------------------------------------------------------- the verdict
 
 
 def test_a_wrong_layout_ends_with_its_first_fault(pool, tmp_path):
     run_ranks = compare.ranks_inside(pool, partial(apply_mutant, "loss_counted_by_every_tp_rank"))
-    certificate = tool.verify("debug", reduce(), run_ranks, tmp_path)
-    assert certificate.verdict == "wrong" and [trial.name for trial in certificate.trials] == [
-        "wide"
-    ]
-    text = describe(certificate)
-    assert (
-        text.startswith("wrong: debug on tp2") and "first difference: module output: output" in text
-    )
-    report = json.loads(json.dumps(report_for_programs(certificate)))
+    reduction = reduce()
+    trials = make_trials(reduction, run_ranks, tmp_path)
+    text = json.dumps(make_report("debug", reduction, trials), default=str)
+    report = json.loads(text)
     (trial,) = report["trials"]
-    assert (report["certified"], trial["culprit"]["name"]) == (False, "output") and "loss" in trial[
-        "faults"
-    ]
-    assert trial["measures"]["loss"]["error"] > trial["measures"]["loss"]["bound"]
-    assert report["degrees"]["tp"] == 2 and report["replaced"]["training.seq_len"] == [128, 40]
+    assert (report["verdict"], report["certified"], trial["name"]) == ("wrong", False, "wide")
+    assert report["degrees"]["tp"] == 2 and report["not_covered"]["training.seq_len"] == [128, 40]
+    assert trial["culprit"]["name"] == "output" and "loss" in trial["faults"]
+    error, bound = trial["measures"]["loss"]
+    assert error > bound
+    first, second, third, *_ = describe(report).splitlines()
+    assert first.startswith("wrong: debug on tp2") and "trial wide" in second
+    assert "module output: output, off by" in third
 
 
 # ---------------------------------------------------------------- coverage
@@ -156,22 +142,17 @@ def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
     assert reading.problems == []
     configs = defaultdict(list)
     reduction = reduce_config(reading.config, 2)
-    certificate = tool.verify("debug", reduction, record_configs(pool.run, configs), tmp_path)
-    text = describe(certificate)
-    assert certificate.verdict == "certified", text
-    report = json.loads(json.dumps(report_for_programs(certificate), default=str))
-    assert (
-        configs.keys()
-        == {trial["name"] for trial in report["trials"]}
-        == {"wide", "deep", "train.py", "bfloat16"}
-    )
+    trials = make_trials(reduction, record_configs(pool.run, configs), tmp_path)
+    report = make_report("debug", reduction, trials)
+    text = describe(report)
+    assert report["certified"], text
+    assert configs.keys() == {"wide", "deep", "train.py", "bfloat16"}
     for trial in report["trials"]:
         for config in configs[trial["name"]]:
             for key in KEYS:
                 asked, ran = get_value(reading.config, key), get_value(config, key)
                 if asked != ran and asked not in (-1, "auto", None):
-                    assert key in trial["replaced"], (trial["name"], key)
-                    assert key in text or key in SIZES, key
+                    assert key in trial["replaced"] and key in text, (trial["name"], key)
     assert {"compile.backend", "checkpoint.initial_load_path"} <= report["not_covered"].keys()
     assert "parallelism.enable_async_tensor_parallel" in report["not_covered"]
     assert "hpz keeps nothing" in report["without_effect"]["parallelism.zero_plus_plus"]
@@ -212,8 +193,8 @@ def kill(rank: int, world_size: int) -> None:
 def test_ranks_that_hang_or_are_killed_say_nothing_about_the_layout(function, timeout_s, text):
     with RankPool() as own_pool:
         trial = make_trial("wide", partial(own_pool.run, function, 2, timeout_s=timeout_s))
-    certificate = Certificate("debug", reduce(), [trial])
-    assert certificate.verdict == "not finished" and text in describe(certificate).splitlines()[0]
+    report = make_report("debug", reduce(), [trial])
+    assert report["verdict"] == "not finished" and text in describe(report).splitlines()[0]
 
 
 def test_a_rank_that_raises_is_a_fault_with_its_last_line():
@@ -227,19 +208,8 @@ def test_a_rank_that_raises_is_a_fault_with_its_last_line():
 def test_ranks_disagree_along_the_dims_on_which_neighbors_differ():
     at = [{"pp": pp, "tp": tp} for pp in (0, 1) for tp in (0, 1)]
     culprit = blame("loss", "x", "off", list(zip(at, (0.0, 1.0, 0.0, 1.0), strict=True)), 0.5)
-    assert culprit.dims == ["tp"] and "on 2 of 4 ranks, all at tp 1" in culprit.detail
-    assert blame("loss", "x", "off", [(place, 1.0) for place in at], 0.5).dims == []
-
-
-def drift(rank: int, world_size: int) -> set:
-    """Worker: one rank's copies of norm weights move."""
-    run = compare.build_table_run(world_size, {TP: 2, "model.n_layers": 1})
-    compare.local(run.parameters["norm.weight"])[0] += float(rank == 3)
-    return find_unequal_copies(run.parameters)
-
-
-def test_copies_are_compared_along_each_dim_that_has_some(pool):
-    assert ("norm.weight", "tp") in set.union(*pool.run(drift, 4))
+    assert culprit.dims == ("tp",) and "on 2 of the 4 ranks" in culprit.detail
+    assert blame("loss", "x", "off", [(place, 1.0) for place in at], 0.5).dims == ()
 
 
 # ---------------------------------------------------------------- train.py
@@ -248,22 +218,14 @@ def test_copies_are_compared_along_each_dim_that_has_some(pool):
 @pytest.mark.parametrize(
     ("row", "other"),
     [
-        (Row(2), "pp1 dp_replicate1 dp_shard1 cp1 tp2"),
-        (
-            Row(4, {"parallelism.pipeline_parallel_degree": 4}),
-            "pp1 dp_replicate1 dp_shard2 cp1 tp2",
-        ),
+        (Row(2), "tp2"),
+        (Row(4, {PP: 4}), "dp_shard2 x tp2"),
+        (Row(4, {TP: 2}), "dp_shard4"),
+        (Row(8, {**MOE, PP: 2, EP: 2}), "dp_shard4 x tp2, ep8"),
     ],
 )
 def test_a_resume_is_tried_on_another_layout_of_the_same_ranks(tmp_path, row, other):
-    reduction = compare.reduce_row(row)
-    config = train_py.choose_other_layout(train_py.make_config(reduction, tmp_path), reduction)
+    config = train_py.make_config(compare.reduce_row(row), tmp_path)
+    config = choose_other_layout(override(config, train_py.ANY_LAYOUT), row.world_size)
     layout = plan_layout(config, compare.resolve_model(config.model), row.world_size)
-    assert " ".join(f"{dim}{degree}" for dim, degree in layout.degrees.items()) == other
-
-
-def test_a_resume_changes_ep_if_it_can(tmp_path):
-    reading = read_config(["--config", "debug_moe_3d"])
-    reduction = reduce_config(reading.config, 8)
-    config = train_py.choose_other_layout(train_py.make_config(reduction, tmp_path), reduction)
-    assert config.parallelism.expert_parallel_degree not in (1, reduction.layout.ep)
+    assert str(layout) == other

@@ -85,6 +85,16 @@ class Cluster:
     context_bytes: float = 2 * GIB  # memory of CUDA and NCCL, outside of the allocator. Assumed.
     clock: float = 1.0  # relative to other machines with this chip
 
+    @property
+    def links(self) -> float:
+        """Bytes/s of a GPU over the links inside a node."""
+        return self.link_bandwidth * self.link_efficiency
+
+    @property
+    def network(self) -> float:
+        """Bytes/s of a GPU over its network card."""
+        return self.network_bandwidth * self.network_efficiency
+
     def peak(self, dtype: str) -> float:
         """Return the dense FLOP/s of matmuls in `bfloat16`, `float32` or `float8`."""
         return getattr(self, f"peak_{dtype}")
@@ -129,7 +139,7 @@ class Cluster:
 
     def find_share(self, stride: int, n: int) -> float:
         """Return the bandwidth of a collective in such a group over the bandwidth of the links."""
-        return self.find_bandwidth(stride, n) / (self.link_bandwidth * self.link_efficiency)
+        return self.find_bandwidth(stride, n) / self.links
 
     def count_nodes(self, stride: int, n: int) -> int:
         """Return the number of nodes spanned by a group of n ranks that are `stride` ranks apart."""
@@ -141,13 +151,11 @@ class Cluster:
         Between nodes, every rank of a node receives through its own network card and shares the data over the links.
         Bandwidth falls with the number of nodes: 360, 345, 320, 300, 280, 260 GB/s on 4 to 128 nodes (nccl issue 1229).
         """
-        links = self.link_bandwidth * self.link_efficiency
         n_nodes = self.count_nodes(stride, n)
         if n_nodes == 1:
-            return links
-        n_in_node = max(1, min(n, self.node_size // stride))
-        network = self.network_bandwidth * self.network_efficiency * n_in_node
-        return min(links, network) * max(0.3, 1 - 0.055 * max(0.0, log2(n_nodes / 4)))
+            return self.links
+        slowdown = 0.055 * max(0.0, log2(n_nodes / 4))
+        return min(self.links, self.network * n / n_nodes) * max(0.3, 1 - slowdown)
 
     def find_latency(self, stride: int, n: int) -> float:
         """Return the seconds of a collective on zero bytes in such a group."""

@@ -4,15 +4,11 @@ from dataclasses import dataclass
 
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.tools.plan.cluster import Cluster
+from torchtitan_lite.tools.plan.in_flight import count_in_flight, extrapolate_in_flight
 from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
 from torchtitan_lite.tools.plan.orders import Order
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.timeline import (
-    Timeline,
-    count_in_flight,
-    extrapolate_in_flight,
-    simulate,
-)
+from torchtitan_lite.tools.plan.timeline import Timeline, simulate
 from torchtitan_lite.tools.plan.workload import Workload
 
 PARTS = {
@@ -41,26 +37,38 @@ class Forecast:
 
 def forecast(model: StepTime, orders: list[tuple[Order, int]]) -> Forecast:
     """Forecast one step from weighted orders: the whole step with weight 1, or the samples of list_samples."""
-    timelines = [
-        (simulate(order, model.seconds_of, model.send_s), weight) for order, weight in orders
-    ]
-    end_time = sum(weight * timeline.end_time for timeline, weight in timelines)
-    w, layout, busy = model.workload, model.workload.layout, model.busy
-    m, flops = layout.n_microbatches, count_flops_per_token(w.args, w.seq_len)
+    w = model.workload
+    layout = w.layout
+    timelines = []
+    end_time = 0.0
+    for order, weight in orders:
+        timelines.append(simulate(order, model.seconds_of, model.send_s))
+        end_time += weight * timelines[-1].end_time
     step_time_s = end_time + model.once_s + model.optimizer_s
+    n_times = layout.n_microbatches / layout.pp
     parts = {}
     for what, name in PARTS.items():
-        parts[what] = m * sum(getattr(phases, name) for phases in model.stages) / layout.pp
+        parts[what] = n_times * sum(getattr(phases, name) for phases in model.stages)
     parts["waiting for dp"] += model.once_s
-    parts["bubble"] = max(0.0, end_time - m * sum(busy) / layout.pp) * (layout.pp > 1)
+    parts["bubble"] = 0.0
+    if layout.pp > 1:
+        busy = n_times * sum(phases.total for phases in model.stages)
+        parts["bubble"] = max(0.0, end_time - busy)
     parts["optimizer"] = model.optimizer_s
-    parts = {"compute": step_time_s - sum(parts.values()), **parts}
-    bubble = parts["bubble"] / step_time_s
     speed = w.tokens_per_step / step_time_s / layout.world_size
-    mfu = (
-        speed * each / model.cluster.peak(w.compute_dtype) for each in (flops.full, flops.causal)
+    flops = count_flops_per_token(w.args, w.seq_len)
+    mfu_of_one_flop = speed / model.cluster.peak(w.compute_dtype)
+    return Forecast(
+        workload=w,
+        cluster=model.cluster,
+        step_time_s=step_time_s,
+        parts_s={"compute": step_time_s - sum(parts.values()), **parts},
+        bubble=parts["bubble"] / step_time_s,
+        timeline=timelines[0],
+        tokens_per_s_per_gpu=speed,
+        mfu_full=flops.full * mfu_of_one_flop,
+        mfu_causal=flops.causal * mfu_of_one_flop,
     )
-    return Forecast(w, model.cluster, step_time_s, parts, bubble, timelines[0][0], speed, *mfu)
 
 
 def list_memory(workload: Workload, order: Order) -> list[Memory]:
@@ -74,11 +82,7 @@ def estimate_peak(workload: Workload, schedule: str) -> float:
     Only the first pp rank, the second (it may have one layer more) and the last (the logits) can be the fullest.
     """
     layout = workload.layout
-    in_flight = extrapolate_in_flight(
-        schedule, layout.pp, layout.n_microbatches, len(layout.stages) // layout.pp
-    )
-    ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
-    return max(
-        memory.live
-        for memory in estimate_memory(workload, {rank: in_flight[rank] for rank in ranks})
-    )
+    per_rank = len(layout.stages) // layout.pp
+    in_flight = extrapolate_in_flight(schedule, layout.pp, layout.n_microbatches, per_rank)
+    fullest = {rank: in_flight[rank] for rank in {0, min(1, layout.pp - 1), layout.pp - 1}}
+    return max(memory.live for memory in estimate_memory(workload, fullest))

@@ -2,7 +2,8 @@
 
     at rest      parameters, gradients (fp32) and optimizer state of the rank's stages, sharded over tp and
                  dp_shard x cp; experts are sharded over ep and efsdp
-    gathered     full parameters in the compute dtype: two blocks (ZeRO 3), or all blocks (ZeRO 1, 2)
+    gathered     full parameters in the compute dtype: two blocks (ZeRO 3), or all blocks (ZeRO 1, 2;
+                 in a pipeline, those of three stages)
     activations  tensors that forward keeps for backward, by recompute mode, times microbatches in flight
     received     receive buffers of a pipeline; torch allocates them for all microbatches of a step at once
     working      temporary tensors of the block in backward, or the logits and their gradients
@@ -14,7 +15,6 @@ Legend in workload.py.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan_lite.config.block import find_expert_dim
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 
 # Between the two halves of a split backward, a microbatch also holds the gradients of the outputs of norms and linear
@@ -23,6 +23,7 @@ WAITING = 1.6
 
 
 EMBEDDING_ALONE = Stage(0, 0, has_embedding=True, has_head=False)
+ANGLE_BYTES = 3 * 4  # rotary angles per token and element of a head, which each stage keeps
 
 
 @dataclass(frozen=True)
@@ -58,45 +59,34 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
     attention keeps its scores. QK norms keep their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of
     the block. The norm before the experts is in none of the pieces, so its input and output are kept.
     """
-    args, tp = w.args, w.layout.tp
-    heads, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    hidden, of_rowwise = args.dim / tp, args.dim * len(kind.rowwise)
+    args = w.args
+    tp = w.layout.tp
+    heads = args.n_heads * args.head_dim
+    keys = args.n_kv_heads * args.head_dim
+    hidden = args.dim / tp if w.sequence_parallel else args.dim
+    norms = hidden * len(kind.norms)
+    gathered = args.dim * kind.n_gathers if w.sequence_parallel else 0
     of_colwise = sum(module.weight[0] for module in kind.colwise) / tp
-    norms, gathered = (
-        hidden * sum(module.split == "sequence" for module in kind.norms),
-        args.dim * kind.n_gathers,
-    )
-    if not w.sequence_parallel:
-        hidden, norms, gathered = (
-            args.dim,
-            norms * tp,
-            0,
-        )  # norms keep the whole sequence; nothing is gathered
-    widths = [module.weight[1] for module in kind.rowwise]
-    has_silu = kind.is_gated
-    of_products = sum(widths) + sum(widths[1:]) * has_silu
-    elements = {
-        "none": norms + gathered + of_colwise + (of_products + (heads + keys) * args.qk_norm) / tp,
-        "op": hidden
-        + of_colwise
-        + of_rowwise * (1 + (tp > 1) / tp)
-        + heads / tp
-        + 2 * hidden * kind.is_moe,
+    of_rowwise = args.dim * len(kind.rowwise)
+    attended, *products = (module.weight[1] for module in kind.rowwise)
+    activated = sum(products) * (2 if kind.is_gated else 1)
+    normalized = (heads + keys) * args.qk_norm
+    saved = {
+        "none": norms + gathered + of_colwise + (attended + activated + normalized) / tp,
+        "op": hidden + of_colwise + of_rowwise + heads / tp,
         "full": hidden,
         "alternate": hidden + (heads + keys + args.ffn_dim + heads) / tp + args.dim,
     }
-    score_bytes = (
-        5 * w.seq_len * (w.attention == "unfused")
-    )  # softmax, dropout and the dropout mask
-    of_heads = {
-        "full": 0,
-        "none": args.n_heads * (4 + score_bytes)
-        + 4 * (args.n_heads + args.n_kv_heads) * args.qk_norm,
-    }
-    return {
-        mode: n * w.compute_bytes + of_heads.get(mode, 4 * args.n_heads) / tp
-        for mode, n in elements.items()
-    }
+    if tp > 1:
+        saved["op"] += of_rowwise / tp
+    if kind.is_moe:
+        saved["op"] += 2 * hidden
+    kept = {mode: n * w.compute_bytes + 4 * args.n_heads / tp for mode, n in saved.items()}
+    kept["full"] = hidden * w.compute_bytes
+    kept["none"] += 4 * (args.n_heads + args.n_kv_heads) * args.qk_norm / tp
+    if w.attention == "unfused":  # softmax, dropout and the dropout mask
+        kept["none"] += 5 * w.seq_len * args.n_heads / tp
+    return kept
 
 
 def list_kept_by_experts(w: Workload) -> dict[str, float]:
@@ -106,18 +96,22 @@ def list_kept_by_experts(w: Workload) -> dict[str, float]:
             rows sorted by expert, outputs of w1 and w3, output of silu, the product
     op      logits, routes, outputs of the experts' matmuls; with ep > 1, also the rows after each all-to-all
     """
-    args, moe, travels, c = w.args, w.args.moe, w.layout.ep > 1, w.compute_bytes
-    normalized = (
-        4 * (moe.top_k + 1) * moe.normalize_top_k
-    )  # weights before normalization, and their sums
-    routes = (
-        moe.top_k * (4 + 3 * 8) + normalized + 4 * (args.dim + moe.n_experts + moe.top_k * args.dim)
-    )
-    rows = (args.dim + 4 * moe.expert_ffn_dim) * c + 2 * 8 * travels
-    products = (2 * moe.expert_ffn_dim + args.dim + 2 * args.dim * travels) * c
-    op = 4 * moe.n_experts + moe.top_k * (4 + 8 + products)
-    kept = {"none": routes + moe.top_k * rows, "op": op, "alternate": op, "full": 0.0}
-    return {mode: n_bytes / w.layout.tp for mode, n_bytes in kept.items()}
+    args = w.args
+    moe = args.moe
+    c = w.compute_bytes
+    is_sent = w.layout.ep > 1
+    weights = 4 * moe.top_k
+    if moe.normalize_top_k:  # also the weights before normalization, and their sum
+        weights += 4 * (moe.top_k + 1)
+    router = 4 * (args.dim + moe.n_experts) + weights
+    rows = 3 * 8 + 4 * args.dim + (args.dim + 4 * moe.expert_ffn_dim) * c
+    matmuls = (2 * moe.expert_ffn_dim + args.dim) * c
+    if is_sent:
+        rows += 2 * 8
+        matmuls += 2 * args.dim * c
+    none = router + moe.top_k * rows
+    op = 4 * moe.n_experts + moe.top_k * (4 + 8 + matmuls)
+    return {"none": none / w.layout.tp, "op": op / w.layout.tp, "full": 0.0}
 
 
 def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
@@ -127,32 +121,37 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
     when the next MoE is gathered (a buffer, and copies of its slices), and when its own gradients are reduced (in the
     compute dtype and in fp32). By then its activations are freed and, under ZeRO 3, its parameters.
     """
-    args, layout, width, rest = w.args, w.layout, w.compute_bytes, list_kept(w, kind)
+    args = w.args
+    layout = w.layout
+    width = w.compute_bytes
+    rest = list_kept(w, kind)
     if not kind.is_moe:
         again = max(rest["none"] - rest[mode] for mode in kind.recompute)
         temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width
         return kind.average(**rest) * w.n_tokens, (max(0, again) + temporary) * w.n_tokens
 
     experts = list_kept_by_experts(w)
-    weighted = (
-        w.n_rows * args.dim * MASTER_BYTES
-    )  # outputs of the experts in fp32, which the routing weights multiply
+    # Outputs of the experts in fp32, which the routing weights multiply
+    weighted = w.n_rows * args.dim * MASTER_BYTES
     of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
-    exchanged = 5 * w.n_rows * args.dim * width * (layout.ep > 1)
+    exchanged = 5 * w.n_rows * args.dim * width if layout.ep > 1 else 0
     # First the gradients of the weighted rows and of their weights, then those of the experts or of the all-to-alls.
     temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
-    is_cut = (
-        find_expert_dim(args, layout.ep, layout.efsdp) != 0
-    )  # FSDP then concatenates the slices: another copy
-    moments = [kind.parameters[1] * width * (1 + is_cut) * (layout.zero_stage == 3)]
+    gathered = kind.moe.n_parameters * width
+    reduced = kind.moe.n_parameters * MASTER_BYTES
+    moments = []
+    if layout.zero_stage == 3:  # FSDP concatenates slices of experts: another copy
+        moments.append(gathered * (2 if w.cuts_experts else 1))
+    else:
+        reduced += gathered
     for mode in kind.recompute:
-        of_rest, of_moe = rest["none"] - rest[mode], experts["none"] - experts[mode]
+        of_rest = rest["none"] - rest[mode]
+        of_moe = experts["none"] - experts[mode]
         again = max(of_rest, of_moe) if mode == "op" else of_rest + of_moe
         moments.append(again * w.n_tokens + temporary)
         if layout.pp == 1:
-            freed = experts[mode] - of_rest * (mode == "full")
-            n_bytes = MASTER_BYTES + width * (layout.zero_stage < 3)
-            moments.append(kind.parameters[1] * n_bytes - freed * w.n_tokens)
+            freed = experts[mode] - (of_rest if mode == "full" else 0)
+            moments.append(reduced - freed * w.n_tokens)
     return (kind.average(**rest) + kind.average(**experts)) * w.n_tokens, max(moments)
 
 
@@ -178,10 +177,12 @@ def estimate_loss(w: Workload) -> float:
     )
 
 
-InFlight = Mapping[
-    tuple[int, str], float
-]  # (stage, last action of the microbatch: F or I) -> microbatches in flight
+Held = Mapping[tuple[int, str], float]  # (stage, last action of the microbatch: F or I) -> number
+# Stages that have gradients -> microbatches in flight at the peak of that time
+InFlight = Mapping[frozenset[int], Held]
 Layers = list[tuple[LayerKind, float, float]]  # kind, and the two results of estimate_layer
+Moment = tuple[float, float, float, float]  # bytes: gathered, gradients, activations, working
+STAGES_GATHERED = 3  # torch gathers the next three stages of a pp rank, and frees the others
 
 
 def estimate_memory(w: Workload, in_flight: Mapping[int, InFlight]) -> list[Memory]:
@@ -191,92 +192,127 @@ def estimate_memory(w: Workload, in_flight: Mapping[int, InFlight]) -> list[Memo
 
 
 def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight) -> Memory:
-    """Return the peak memory of one pp rank.
-
-    Activations are freed while gradients are allocated. The peak is at the loss, in the first or last block of
-    backward, or when the gradient of the embedding is reduced.
-    """
-    layout, width, table = w.layout, w.compute_bytes, w.vocabulary_parameters
-    stages = {index: w.stages[index] for index in layout.stages_of(pp_rank)}
-    layers = [layer for layer in layers if any(layer[0].count(stage) for stage in stages.values())]
-    has_embedding = any(stage.has_embedding for stage in stages.values())
-    has_head = any(stage.has_head for stage in stages.values())
-    at_rest = sum(map(w.count_at_rest, stages.values()))
-    n_parameters = sum(sum(w.parameters[stage]) for stage in stages.values())
-    copied = (
-        table / w.n_shards if layout.tied and has_head else 0.0
-    )  # the owner of a tied matrix has its moments
-    in_matrices = sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
-    block = max((sum(kind.parameters) for kind, *_ in layers), default=0)
-    working = max((working for *_, working in layers), default=0.0)
-    kept = sum(
-        (WAITING if action == "I" else 1) * each * kind.count(stages[index]) * n
-        for kind, each, _ in layers
-        for (index, action), n in in_flight.items()
-    )
-    # A stage also keeps its output. For a stage with layers this adds nothing: its kept input is a receive buffer.
-    alone = sum(n for (index, _), n in in_flight.items() if stages[index] == EMBEDDING_ALONE)
-    kept += alone * w.hidden_bytes / layout.tp
-    # Hidden states before and after the norm, and their gradient. tp gathers the last two.
-    loss = (
-        estimate_loss(w) + w.hidden_bytes * (3 if layout.tp == 1 else 2 + 2 / layout.tp)
-    ) * has_head
-    # FSDP gathers into a buffer and copies. The head's buffer is freed after its backward, a block's buffer when the
-    # next block is gathered, and the fp32 input of a reduction at the next reduction.
-    is_sharded = not w.is_whole and layout.zero_stage == 3
-    whole = n_parameters * width * (not w.is_whole and layout.zero_stage < 3)
-    head, blocks = table * width * is_sharded, block * width * is_sharded
-    # What hpZ keeps of each block, and what qgZ needs while it reduces a gradient, per element
-    kept_width = (1 if "qwz" in w.zero_plus_plus else width) * ("hpz" in w.zero_plus_plus)
-    near = [(at, n) for at, n in enumerate((layout.fsdp_near, layout.efsdp_near)) if n > 1]
-    kept_parameters = sum(
-        kind.parameters[at] / n * kind.count(w.stages[0]) for kind in w.kinds for at, n in near
-    )
-    packing = (6 + 4 / layout.fsdp_near) * ("qgz" in w.zero_plus_plus)
-    if layout.pp > 1:  # gradients stay unsharded until they are reduced at the end of the step
-        gathered = 2 * blocks + head * (
-            has_head or not layers
-        )  # a stage without layers has the head or the embedding
-        working = max(working, loss, table * width * has_embedding)
-        # Before its first backward, a stage has no gradients. After it, the stage has them, and one microbatch less.
-        fresh = {index for (index, _), n in in_flight.items() if n == layout.n_microbatches}
-        older = sum(
-            sum(w.parameters[stage]) for index, stage in stages.items() if index not in fresh
-        )
-        first = kept / layout.n_microbatches / len(fresh) if fresh else 0.0
-        moments = [
-            (gathered, w.grad_bytes * older, kept, working),
-            (gathered, w.grad_bytes * n_parameters, kept - first, working),
-        ]
+    """Return the peak memory of one pp rank."""
+    layout = w.layout
+    indices = layout.stages_of(pp_rank)
+    stages = [w.stages[index] for index in indices]
+    layers = [layer for layer in layers if any(map(layer[0].count, stages))]
+    at_rest = sum(map(w.count_at_rest, stages))
+    moment_bytes = at_rest * w.moment_bytes
+    moment_bytes -= MASTER_BYTES * sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
+    if layout.tied and any(stage.has_head for stage in stages):  # the first stage has the moments
+        moment_bytes -= w.embedding.n_parameters / w.n_shards * w.moment_bytes
+    if layout.pp > 1:
+        moments = list_moments_of_pipeline(w, layers, indices, in_flight)
     else:
-        summed = MASTER_BYTES * (n_parameters if layout.zero_stage == 1 else at_rest)
-        before = summed if layout.n_microbatches > 1 else 0.0
-        reduced = w.reduce_bytes * (
-            not w.is_whole and (layout.zero_stage > 1 or layout.n_microbatches == 1)
-        )
-        last = max((each for _, each, _ in layers), default=0.0)
-        dense = max((kind.parameters[0] for kind, *_ in layers), default=0)
-        to_come = (
-            0.0 if before else MASTER_BYTES * (dense + table) / w.n_shards
-        )  # after the last block's backward
-        moments = [
-            (2 * head + kept_width * kept_parameters, before, kept, loss),
-            (2 * blocks + kept_width * kept_parameters, before + table * reduced, kept, working),
-            (blocks, summed - to_come + dense * reduced, last, working),
-            (0.0, summed + table * (reduced + packing + width), 0.0, 0.0),
-        ]
+        moments = list_moments(w, layers, stages[0], at_rest)
     gathered, gradients, kept, working = max(moments, key=sum)
+    if layout.zero_stage < 3 and not w.is_whole:
+        sizes = sorted(map(w.count_parameters, stages))
+        if w.receive_buffers is None:  # torch's pipeline
+            sizes = sizes[-STAGES_GATHERED:]
+        gathered += sum(sizes) * w.compute_bytes
     # Receive buffers hold hidden states for all stages except the first, and gradients for all except the last.
-    n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in stages)
+    n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in indices)
+    buffer_bytes = (w.receive_buffers or layout.n_microbatches) * w.hidden_bytes / layout.tp
     return Memory(
         parameters=at_rest * MASTER_BYTES,
         gradients=gradients,
-        optimizer=(at_rest - copied) * w.moment_bytes - in_matrices * MASTER_BYTES,
-        gathered=whole + gathered,
+        optimizer=moment_bytes,
+        gathered=gathered,
         activations=kept,
-        received=n_received
-        * (w.receive_buffers or layout.n_microbatches)
-        * w.hidden_bytes
-        / layout.tp,
+        received=n_received * buffer_bytes,
         working=working,
     )
+
+
+def estimate_head(w: Workload) -> float:
+    """Return the bytes of the head's loss, of hidden states before and after its norm, and of their gradient."""
+    tp = w.layout.tp
+    n_hidden = 3 if tp == 1 else 2 + 2 / tp  # tp gathers the last two
+    return estimate_loss(w) + n_hidden * w.hidden_bytes
+
+
+def list_moments_of_pipeline(
+    w: Workload, layers: Layers, indices: list[int], in_flight: InFlight
+) -> list[Moment]:
+    """List the peaks of a pp rank: one while each set of stages has gradients. A stage reduces them at its end."""
+    tp = w.layout.tp
+    stages = {index: w.stages[index] for index in indices}
+    has_head = any(stage.has_head for stage in stages.values())
+    working = max((working for *_, working in layers), default=0.0)
+    table = w.embedding.n_parameters * w.compute_bytes
+    if has_head:
+        working = max(working, estimate_head(w))
+    if any(stage.has_embedding for stage in stages.values()):
+        working = max(working, table)
+    gathered = 0.0
+    if w.layout.zero_stage == 3 and not w.is_whole:
+        gathered = 2 * find_largest_block(w, layers)
+        if has_head or not layers:  # a stage without layers has the head or the embedding
+            gathered += table
+    kept = {}  # stage -> bytes of a microbatch
+    for index, stage in stages.items():
+        kept[index] = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
+        if stage == EMBEDDING_ALONE:
+            kept[index] = w.hidden_bytes / tp  # its output. Other stages keep a receive buffer.
+        elif kept[index] and w.receive_buffers is None:
+            kept[index] += w.n_tokens * w.args.head_dim * ANGLE_BYTES
+    moments = []
+    for with_gradients, held in in_flight.items():
+        n_gradients = sum(w.count_parameters(stages[index]) for index in with_gradients)
+        n_bytes = 0.0
+        for (index, action), n in held.items():
+            n_bytes += (WAITING if action == "I" else 1) * n * kept[index]
+        moments.append((gathered, w.grad_bytes * n_gradients, n_bytes, working))
+    return moments
+
+
+def find_largest_block(w: Workload, layers: Layers) -> float:
+    """Return the bytes of the largest gathered layer."""
+    sizes = [kind.dense.n_parameters + kind.moe.n_parameters for kind, *_ in layers]
+    return max(sizes, default=0) * w.compute_bytes
+
+
+def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> list[Moment]:
+    """List the moments without a pipeline that can be the peak.
+
+    These are the loss, the last and the first block in backward, and the reduction of the embedding's gradient.
+    Activations are freed while gradients are allocated. FSDP gathers into a buffer and copies. The head's buffer is
+    freed after its backward, a block's buffer when the next block is gathered, and the fp32 input of a reduction at the
+    next reduction.
+    """
+    layout = w.layout
+    width = w.compute_bytes
+    table = w.embedding.n_parameters
+    kept = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
+    last = max(n_bytes for _, n_bytes, _ in layers)
+    working = max(working for *_, working in layers)
+    dense = max(kind.dense.n_parameters for kind, *_ in layers)
+    head = 0.0
+    block = 0.0
+    if layout.zero_stage == 3 and not w.is_whole:
+        head = table * width
+        block = find_largest_block(w, layers)
+    n_gradients = w.count_parameters(stage) if layout.zero_stage == 1 else at_rest
+    gradients = MASTER_BYTES * n_gradients  # after the step
+    before = gradients if layout.n_microbatches > 1 else 0.0
+    to_come = 0.0 if before else MASTER_BYTES * (dense + table) / w.n_shards
+    reduce_bytes = 0
+    if not w.is_whole and (layout.zero_stage > 1 or layout.n_microbatches == 1):
+        reduce_bytes = w.reduce_bytes
+    near = 0.0  # copies inside a node that hpZ keeps of each block
+    if "hpz" in w.zero_plus_plus:
+        for kind in w.kinds:
+            for group, n in kind.groups:
+                n_near = w.count_ranks(group.near)
+                if n_near > 1:
+                    near += group.n_parameters * n / n_near * kind.count(stage)
+        near *= 1 if "qwz" in w.zero_plus_plus else width
+    packing = 6 + 4 / layout.fsdp_near if "qgz" in w.zero_plus_plus else 0.0  # bytes per element
+    return [
+        (2 * head + near, before, kept, estimate_head(w)),
+        (2 * block + near, before + table * reduce_bytes, kept, working),
+        (block, gradients - to_come + dense * reduce_bytes, last, working),
+        (0.0, gradients + table * (reduce_bytes + packing + width), 0.0, 0.0),
+    ]

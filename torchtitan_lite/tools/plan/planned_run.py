@@ -1,6 +1,6 @@
 """Describe a run on other machines: config + number of GPUs -> layout -> Workload."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -103,10 +103,8 @@ def plan_run(
 
 def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
     """Group pp ranks with equal stages: first rank -> all ranks of its group. The first rank uses the most memory."""
-    workload, layout = planned.workload, planned.layout
-    alike: dict[tuple, list[int]] = {}
-    for rank in range(layout.pp):
-        alike.setdefault(
-            tuple(workload.stages[index] for index in layout.stages_of(rank)), []
-        ).append(rank)
+    alike = defaultdict(list)
+    for rank in range(planned.layout.pp):
+        indices = planned.layout.stages_of(rank)
+        alike[tuple(planned.workload.stages[index] for index in indices)].append(rank)
     return {ranks[0]: ranks for ranks in alike.values()}

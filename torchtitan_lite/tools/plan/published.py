@@ -10,9 +10,9 @@ No constant is fitted to rows with experts. A source is the first word of its co
 import csv
 import json
 from collections import Counter, defaultdict
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
-from math import exp, log
+from math import log
 from statistics import median
 
 import torch
@@ -53,45 +53,35 @@ PRIORS = {
 STIFFNESS = 0.02  # pull toward the priors: a constant that no row needs keeps its prior
 MOVE = 0.03  # step of the finite differences, in the logarithm of a constant
 DOUBLE = torch.float64
-MAY_BE_FLOAT8 = ("linear", "experts")
 
 
 def list_gpt_block(args: ModelArgs, moe: MoEArgs | None = None) -> list[ModuleRow]:
     """List the modules of a GPT block: Llama's without the gate."""
-    return [
-        module
-        for module in MODELS["llama3"].list_block(args, moe)
-        if not module.name.endswith("w3")
-    ]
+    block = MODELS["llama3"].list_block(args, moe)
+    return [module for module in block if not module.name.endswith("w3")]
 
 
-GPT = replace(MODELS["llama3"], list_block=list_gpt_block, families={})
+GPT = replace(MODELS["llama3"], list_block=list_gpt_block)
 
 
-@dataclass
 class Row:
-    """One published run."""
+    """One published run. `values`: by column."""
 
-    values: dict[str, object]  # by column
-    workload: Workload
-
-    def __post_init__(self):
-        layout, per_rank = self.workload.layout, self.values["stages_per_rank"]
-        self.numbers = layout.pp, layout.n_microbatches, per_rank
-        self.schedule = "Interleaved1F1B" if per_rank > 1 else "1F1B"
-        self.source = self.values["source"].split()[0]
-        self.is_deepspeed = self.values["engine"] == "deepspeed"
+    def __init__(self, values: dict[str, object]):
+        self.values = values
+        self.workload = describe_row(values)
+        self.source = values["source"].split()[0]
+        self.schedule = "Interleaved1F1B" if values["stages_per_rank"] > 1 else "1F1B"
+        self.is_deepspeed = values["engine"] == "deepspeed"
         # DTensor copies what tp gathers, other engines do not.
-        self.tp = self.workload.layout.tp if self.workload.copies_gathered else 1
-        self.gib = self.values.get("memory_gib", 0.0)
+        self.tp = values["tp"] if self.workload.copies_gathered else 1
+        self.gib = values.get("memory_gib", 0.0)
 
     def find_cluster(self, constants: dict[str, float]) -> Cluster:
         """Return the machine of the row, with the constants of a fit."""
-        own = (
-            {"network_bandwidth": self.values["network_gb_per_s"] * GB}
-            if "network_gb_per_s" in self.values
-            else {}
-        )
+        own = {}
+        if "network_gb_per_s" in self.values:
+            own["network_bandwidth"] = self.values["network_gb_per_s"] * GB
         for name, value in constants.items():
             chip, _, field = name.rpartition(".")
             if field != "deepspeed" and self.values["gpu"].startswith(chip):
@@ -102,9 +92,10 @@ class Row:
     def idle(self) -> float:
         """Time of the pipeline over its lower bound, which hardly depends on constants."""
         model = StepTime(self.workload, self.find_cluster({}))
+        numbers = self.values["pp"], self.workload.layout.n_microbatches
+        samples = list_samples(self.schedule, *numbers, self.values["stages_per_rank"])
         once_s = model.once_s + model.optimizer_s
-        step_time_s = forecast(model, list_samples(self.schedule, *self.numbers)).step_time_s
-        return (step_time_s - once_s) / (model.lower_bound_s - once_s)
+        return (forecast(model, samples).step_time_s - once_s) / (model.lower_bound_s - once_s)
 
     def miss_time(self, constants: dict[str, float]) -> float:
         """Return the logarithm of forecast over published throughput."""
@@ -123,7 +114,9 @@ class Row:
         return (self.gib - outside) * GIB / estimate_peak(self.workload, self.schedule)
 
     def miss_memory(self, constants: dict[str, float]) -> float:
-        """Return the logarithm of forecast over published memory."""
+        """Return the logarithm of forecast over published memory, 0 if there is none."""
+        if not self.gib:
+            return 0.0
         return log(self.find_cluster(constants).reserve(1.0, self.tp) / self.reserved_per_live)
 
 
@@ -137,55 +130,69 @@ def read_rows() -> list[Row]:
                 if text:
                     values[name] = json.loads(text) if text.replace(".", "").isdigit() else text
             if values["evidence"] != "recalled":
-                rows.append(Row(values, describe_row(values)))
+                rows.append(Row(values))
     return rows
 
 
-def pick(kind: type, values: dict[str, object]) -> dict[str, object]:
-    """Return the values that are fields of a dataclass."""
-    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
+def make(kind: type, values: dict[str, object], **others: object) -> object:
+    """Return a dataclass whose fields have the values of these columns."""
+    own = {field.name: values[field.name] for field in fields(kind) if field.name in values}
+    return kind(**own | others)
 
 
 def describe_row(values: dict[str, object]) -> Workload:
-    args = ModelArgs(**pick(ModelArgs, values))
-    if "n_experts" in values:
-        args = replace(args, moe=MoEArgs(**pick(MoEArgs, values)))
-    n_layers, n_stages = args.n_layers, values["pp"] * values["stages_per_rank"]
-    ends = int(
-        n_layers % n_stages > 0
-    )  # embedding and head count as a layer each if the layers alone do not divide
-    starts = [i * (n_layers + 2 * ends) // n_stages - ends for i in range(n_stages + 1)]
-    starts[0], starts[-1] = 0, n_layers
+    moe = make(MoEArgs, values) if "n_experts" in values else None
+    args = make(ModelArgs, values, moe=moe)
+    n_layers = args.n_layers
+    n_stages = values["pp"] * values["stages_per_rank"]
+    # Embedding and head count as a layer each if the layers alone do not divide.
+    ends = int(n_layers % n_stages > 0)
+    bounds = [i * (n_layers + 2 * ends) // n_stages - ends for i in range(n_stages + 1)]
     stages = []
     for i in range(n_stages):
-        layers = range(starts[i], starts[i + 1])
+        layers = range(max(0, bounds[i]), min(n_layers, bounds[i + 1]))
         stages.append(name_modules(layers, first=i == 0, last=i == n_stages - 1))
-    dp = values["dp_replicate"] * values["dp_shard"]
-    layout = Layout(
-        **pick(Layout, values),
+    n_sequences = values["dp_replicate"] * values["dp_shard"] * values["microbatch_size"]
+    layout = make(
+        Layout,
+        values,
         stages=tuple(stages),
         stage_ranks=tuple(i % values["pp"] for i in range(n_stages)),
-        n_microbatches=values["global_batch_size"] // dp // values["microbatch_size"],
+        n_microbatches=values["global_batch_size"] // n_sequences,
     )
-    n_again = values.get("recomputed_layers", n_layers)
-    recompute = Counter({values["recompute"]: n_again})
-    recompute["none"] += n_layers - n_again
-    modules = list_block(args, moe=args.moe is not None)
-    in_float8 = {
-        module.name for module in modules if values["float8"] and module.kind in MAY_BE_FLOAT8
-    }
-    described = pick(Workload, values) | {"args": args, "layout": layout, "recompute": recompute}
-    described |= {
-        "float8": frozenset(in_float8),
-        "recompute_of_moes": recompute if args.moe else Counter(),
-    }
-    return Workload(**described)
+    n_again = values["recomputed_layers"]
+    recompute = Counter({values["recompute"]: n_again}) + Counter(none=n_layers - n_again)
+    in_float8 = set()
+    if values["float8"]:
+        block = list_block(args, moe=bool(moe))
+        in_float8 = {module.name for module in block if module.kind in ("linear", "experts")}
+    return make(
+        Workload,
+        values,
+        args=args,
+        layout=layout,
+        recompute=recompute,
+        recompute_of_moes=recompute if moe else Counter(),
+        float8=frozenset(in_float8),
+    )
 
 
 def weigh(rows: list[Row]) -> torch.Tensor:
     """Return the weight of each row: a source of n rows counts as n to the power 0.65."""
     n_rows = Counter(row.source for row in rows)
-    return torch.tensor([n_rows[row.source] ** -0.35 for row in rows], dtype=DOUBLE)
+    weights = torch.tensor([n_rows[row.source] ** -0.35 for row in rows], dtype=DOUBLE)
+    return weights / weights.sum()
+
+
+def name_constants(logs: torch.Tensor) -> dict[str, float]:
+    """Return the constants of these logarithms, in the order of PRIORS."""
+    return dict(zip(PRIORS, logs.exp().tolist(), strict=True))
+
+
+def miss_times(rows: list[Row], logs: torch.Tensor) -> torch.Tensor:
+    """Return the log error of each row."""
+    constants = name_constants(logs)
+    return torch.tensor([row.miss_time(constants) for row in rows], dtype=DOUBLE)
 
 
 def fit(rows: list[Row]) -> dict[str, float]:
@@ -194,63 +201,49 @@ def fit(rows: list[Row]) -> dict[str, float]:
     Newton's method: the error is nearly linear in the logarithms of the constants. Dividing each weight by the error
     turns squares into absolute values.
     """
-    rows = [row for row in rows if not row.workload.args.moe]
-    weights = weigh(rows) / weigh(rows).sum()
+    dense = [row for row in rows if not row.workload.args.moe]
+    weights = weigh(dense)
     priors = torch.tensor(list(PRIORS.values()), dtype=DOUBLE).log()
-    pull = STIFFNESS * torch.eye(len(PRIORS), dtype=DOUBLE)
-    at = priors
-
-    def miss(logs: torch.Tensor) -> torch.Tensor:
-        constants = dict(zip(PRIORS, logs.exp().tolist(), strict=True))
-        return torch.tensor([row.miss_time(constants) for row in rows], dtype=DOUBLE)
-
-    for _ in range(4):
-        errors = miss(at)
-        slopes = torch.stack(
-            [(miss(at + MOVE * unit) - errors) / MOVE for unit in torch.eye(len(PRIORS))], dim=1
-        )
-        move = torch.zeros_like(at)
-        for _ in range(20):
-            robust = weights / (1e-3 + (errors + slopes @ move) ** 2).sqrt()
-            normal = slopes.T @ (robust[:, None] * slopes) + pull
-            move = torch.linalg.solve(normal, pull @ (priors - at) - slopes.T @ (robust * errors))
-        at = at + move.clamp(-0.3, 0.3)
-    constants = dict(zip(PRIORS, at.exp().tolist(), strict=True))
+    units = torch.eye(len(PRIORS), dtype=DOUBLE)
+    pull = STIFFNESS * units
+    logs = priors
+    for _ in range(6):
+        errors = miss_times(dense, logs)
+        slopes = []
+        for unit in units:
+            moved = miss_times(dense, logs + MOVE * unit)
+            slopes.append((moved - errors) / MOVE)
+        slopes = torch.stack(slopes, dim=1)
+        weighted = slopes.T * (weights / (1e-3 + errors**2).sqrt())
+        force = pull @ (priors - logs) - weighted @ errors
+        logs = logs + torch.linalg.solve(weighted @ slopes + pull, force)
+    constants = name_constants(logs)
+    with_memory = [row for row in rows if row.gib]
     for name, has_tp in (("reserve_factor", False), ("tp_reserve_factor", True)):
-        ratios = [row.reserved_per_live for row in rows if row.gib and (row.tp > 1) == has_tp]
-        constants[name] = median(ratios)
+        alike = [row for row in with_memory if (row.tp > 1) == has_tp]
+        constants[name] = median(row.reserved_per_live for row in alike)
     return constants
 
 
 def find_unseen(rows: list[Row]) -> tuple[list[float], list[float]]:
     """Return the log errors of throughput and of memory (0 without memory), each by a fit without the row's source."""
-    times, memory = [0.0] * len(rows), [0.0] * len(rows)
-    for source in dict.fromkeys(row.source for row in rows):
-        constants = fit([row for row in rows if row.source != source])
-        for number, row in enumerate(rows):
-            if row.source == source:
-                times[number] = row.miss_time(constants)
-                memory[number] = row.miss_memory(constants) if row.gib else 0.0
-    return times, memory
+    fits = {}
+    for source in {row.source for row in rows}:
+        fits[source] = fit([row for row in rows if row.source != source])
+    times = [row.miss_time(fits[row.source]) for row in rows]
+    return times, [row.miss_memory(fits[row.source]) for row in rows]
 
 
 def make_bar(rows: list[Row], errors: list[float]) -> Bar:
     """Return the bar of these rows. A source of many rows counts less per row, as in the fit."""
-    pairs = sorted(zip(errors, weigh(rows).tolist(), strict=True))
-    total, below, ends = sum(weight for _, weight in pairs), 0.0, []
-    for error, weight in pairs:
-        below += weight
-        ends += [exp(error)] * (len(ends) < 1 and below >= 0.1 * total)
-        ends += [exp(error)] * (len(ends) == 1 and below >= 0.9 * total)
+    ratios, order = torch.tensor(errors, dtype=DOUBLE).exp().sort()
+    below = weigh(rows)[order].cumsum(0)
+    ends = torch.searchsorted(below, torch.tensor([0.1, 0.9], dtype=DOUBLE) - 1e-9)
+    low, high = ratios[ends].tolist()
+    middle = median((ratios - 1).abs().tolist())
+    n_sources = len({row.source for row in rows})
     n_rows = Counter(row.values["gpu"] for row in rows)
-    middle = median(abs(exp(error) - 1) for error in errors)
-    return Bar(
-        round(ends[0], 2),
-        round(ends[1], 2),
-        round(middle, 3),
-        len({row.source for row in rows}),
-        dict(n_rows),
-    )
+    return Bar(round(low, 2), round(high, 2), round(middle, 3), n_sources, dict(n_rows))
 
 
 def rank_correlation(rows: list[Row], errors: list[float]) -> float:
@@ -259,12 +252,14 @@ def rank_correlation(rows: list[Row], errors: list[float]) -> float:
     for row, error in zip(rows, errors, strict=True):
         published = log(row.values["tokens_per_s_per_gpu"])
         groups[row.source, row.values["model"]].append((published, published + error))
-    groups = [torch.tensor(group, dtype=DOUBLE) for group in groups.values() if len(group) > 2]
-    total = sum(
-        len(group) * torch.corrcoef(group.argsort(0).argsort(0).double().T)[0, 1]
-        for group in groups
-    )
-    return float(total / sum(map(len, groups)))
+    total = 0.0
+    n_rows = 0
+    for pairs in groups.values():
+        if len(pairs) > 2:
+            ranks = torch.tensor(pairs, dtype=DOUBLE).argsort(0).argsort(0).double()
+            total += len(pairs) * torch.corrcoef(ranks.T)[0, 1].item()
+            n_rows += len(pairs)
+    return total / n_rows
 
 
 def main() -> None:
@@ -277,9 +272,10 @@ def main() -> None:
     groups = defaultdict(list)
     for row, time, held in zip(rows, times, memory, strict=True):
         family = find_family(row.workload)
-        names = [family, f"{row.source}, {family}"] + ["dense"] * (not row.workload.args.moe)
-        for name in names:
-            groups[name].append((row, time))
+        groups[family].append((row, time))
+        groups[f"{row.source}, {family}"].append((row, time))
+        if not row.workload.args.moe:
+            groups["dense"].append((row, time))
         if row.gib:
             groups["memory"].append((row, held))
             groups[f"memory, {row.source}"].append((row, held))

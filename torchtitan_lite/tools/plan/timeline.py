@@ -7,17 +7,15 @@ With p pp ranks, v stages per rank and m microbatches, the bubble is (p-1)/(v*m+
 takes 2F and sends take no time. The often quoted (p-1)/m is idle time over *ideal* time.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_rows
 from torchtitan_lite.tools.plan.actions import Action, run_on_paper
-from torchtitan_lite.tools.plan.memory import WAITING
 from torchtitan_lite.tools.plan.orders import Order, list_order
 
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
@@ -63,25 +61,6 @@ def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float 
     return Timeline([Event(*each) for each in run_on_paper(order, seconds_of, send_s)], len(order))
 
 
-def count_in_flight(row: list[Action]) -> Counter[tuple[int, str]]:
-    """Return the microbatches in flight at the peak: (stage, last action of the microbatch, F or I) -> number.
-
-    After F, a microbatch holds the activations for its backward. Between I and W, it holds WAITING times as many bytes.
-    """
-    held: Counter[tuple[int, str]] = Counter()
-    peak, n_held, most = held, 0.0, 0.0
-    for action in row:
-        if action.kind != "F":
-            held[action.stage, "I" if action.kind == "W" else "F"] -= 1
-            n_held -= WAITING if action.kind == "W" else 1
-        if action.kind in "FI":
-            held[action.stage, action.kind] += 1
-            n_held += WAITING if action.kind == "I" else 1
-        if n_held > most:
-            peak, most = held.copy(), n_held
-    return peak
-
-
 def list_samples(
     schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int
 ) -> list[tuple[Order, int]]:
@@ -97,19 +76,6 @@ def list_samples(
         short = n_microbatches - n_skipped * size
         lengths = [(short, 1 - n_skipped), (short + size, n_skipped)]
     return [(list_order(schedule, pp, n, n_stages_per_rank), weight) for n, weight in lengths]
-
-
-@lru_cache(maxsize=4096)
-def extrapolate_in_flight(
-    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int
-) -> list[Counter]:
-    """Return the result of count_in_flight for each pp rank, extrapolated from short orders."""
-    total: list[Counter] = [Counter() for _ in range(pp)]
-    for order, weight in list_samples(schedule, pp, n_microbatches, n_stages_per_rank):
-        for in_flight, row in zip(total, order, strict=True):
-            for key, count in count_in_flight(row).items():
-                in_flight[key] += count * weight
-    return total
 
 
 def draw_timeline(timeline: Timeline) -> str:

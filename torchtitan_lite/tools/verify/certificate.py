@@ -1,130 +1,178 @@
-"""The verdict of `verify`, as text or as JSON."""
+"""The verdict of `verify` and what it does not cover: the config of each trial beside the config that verify was given.
+
+    not covered   keys that no trial ran with the value asked, and keys that had no effect in any trial
+    replaced      keys that some trials ran with another value; another trial ran the value asked
+
+No list of replaced keys is kept anywhere: a trial hands over its configs, and every key is compared.
+"""
 
 import json
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from torchtitan_lite.build import build_on_meta
-from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.layout import SIZES, Layout, resolve_config, resolve_model
+from torchtitan_lite.config.reader import KEYS
+from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.tools.tables import format_table
-from torchtitan_lite.tools.verify.coverage import SIZES, Coverage, find_coverage
+from torchtitan_lite.tools.verify.degrees import AUTOMATIC
 from torchtitan_lite.tools.verify.plain import has_own_loss
 from torchtitan_lite.tools.verify.reduction import Reduction
 from torchtitan_lite.tools.verify.trial import Trial
 
+Changes = dict[str, tuple[object, object]]  # key -> value asked, value that ran
 CERTIFIED, WRONG, NOT_FINISHED = "certified", "wrong", "not finished"
 OUTSIDE = (
     "the model file and float8 arithmetic, which both sides share; kernels of CUDA and NCCL; real sizes; speed and "
     "memory"
 )
+# Sections that a step reads, and keys in them that it does not. train.py reads all keys.
+OF_A_STEP = (
+    "model",
+    "training",
+    "parallelism",
+    "optimizer",
+    "lr_scheduler",
+    "activation_checkpoint",
+    "compile",
+    "quantize",
+)
+OF_TRAIN_PY = ("model.hf_assets_path", "training.dataset", "training.cache_folder")
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """The results of the trials of one config, up to the first trial that found a fault."""
+def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial]) -> dict:
+    """Return the certificate in JSON types. `trials` end with the first that found a fault."""
+    verdict = CERTIFIED
+    if trials[-1].unfinished:
+        verdict = NOT_FINISHED
+    elif trials[-1].faults:
+        verdict = WRONG
+    layout = reduction.layout
+    model = build_on_meta(reduction.config, resolve_model(reduction.config.model))
+    records = []
+    for trial in trials:
+        record = asdict(trial)
+        del record["ran"]
+        record["replaced"] = list_replaced(reduction, trial)
+        records.append(record)
+    return {
+        "config": config_name,
+        "layout": f"{layout}, {layout.world_size} ranks",
+        "verdict": verdict,
+        "certified": verdict == CERTIFIED,
+        "degrees": layout.degrees | {"ep": layout.ep},
+        "loss_covered": not has_own_loss(model),
+        "not_covered": find_not_covered(reduction, trials),
+        "without_effect": find_without_effect(reduction.real, layout),
+        "trials": records,
+    }
 
-    config_name: str
-    reduction: Reduction
-    trials: list[Trial]
 
-    @property
-    def verdict(self) -> str:
-        if self.trials[-1].unfinished:
-            return NOT_FINISHED
-        return WRONG if self.trials[-1].faults else CERTIFIED
+def find_not_covered(reduction: Reduction, trials: Sequence[Trial]) -> Changes:
+    """Return the keys that no trial ran with the value asked."""
+    asked = list_values(reduction, reduction.real)
+    not_covered: Changes = {}
+    for key, value in asked.items():
+        is_of_train_py = key.startswith(OF_TRAIN_PY) or not key.startswith(OF_A_STEP)
+        ran = []
+        for trial in trials:
+            if trial.name == "train.py" or not is_of_train_py:
+                ran += [list_values(reduction, config)[key] for config in trial.ran]
+        if ran and value not in ran:
+            not_covered[key] = (value, ran[0])
+    return not_covered
 
-    @cached_property
-    def coverage(self) -> Coverage:
-        return find_coverage(self.reduction, self.trials)
+
+def list_replaced(reduction: Reduction, trial: Trial) -> Changes:
+    """Return every key whose value differs in one of the configs of a trial."""
+    asked = list_values(reduction, reduction.real)
+    replaced: Changes = {}
+    for config in trial.ran:
+        for key, value in list_values(reduction, config).items():
+            if value != asked[key]:
+                replaced.setdefault(key, (asked[key], value))
+    return replaced
 
 
-def describe(certificate: Certificate) -> str:
-    """Return the verdict and the measured errors as text."""
-    layout, last = certificate.reduction.layout, certificate.trials[-1]
-    subject = f"{certificate.config_name} on {layout}, {layout.world_size} ranks"
-    if certificate.verdict == CERTIFIED:
-        lines = [f"certified: {subject}: this layout computes the one-process model"]
-    elif certificate.verdict == WRONG:
-        lines = [
-            f"wrong: {subject}: this layout does not compute the one-process model (trial {last.name})"
-        ]
-        lines += [f"first difference: {last.culprit}"]
-        lines += [f"  {measure}: {fault}" for measure, fault in last.faults.items()]
+def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
+    """Return the value of each key and size. Automatic values are resolved with the layout of the wide trial."""
+    resolved = resolve_config(config, reduction.layout, "cuda")
+    values = {}
+    for key in KEYS:
+        values[key] = get_value(config, key)
+        if values[key] in (AUTOMATIC, "auto", None):
+            values[key] = get_value(resolved, key)
+    if not reduction.real.compile.enable:
+        del values["compile.backend"]  # not read
+    args = resolve_model(config.model)
+    for name in SIZES:
+        values[f"model.{name}"] = getattr(args, name)
+    if args.moe:
+        for name, size in vars(args.moe).items():
+            values[f"model.{name}"] = size
+    return values
+
+
+def find_without_effect(config: Config, layout: Layout) -> dict[str, str]:
+    """Return keys that change nothing on the ranks of verify, each with the reason."""
+    section = config.parallelism
+    uses = {"hpz": "hpz keeps nothing", "qgz": "qgz has no all-to-all between nodes"}
+    why = [text for name, text in uses.items() if name in section.zero_plus_plus]
+    if not why or layout.fsdp_far > 1 or layout.efsdp_far > 1:
+        return {}
+    n_ranks = layout.dp_shard * layout.cp
+    node = f"nodes of {section.zero_plus_plus_node_size} ranks"
+    reason = f"{node} do not split an FSDP group of {n_ranks}, so {', '.join(why)}"
+    return {"parallelism.zero_plus_plus": reason}
+
+
+# ---------------------------------------------------------------- text
+
+
+def describe(report: dict) -> str:
+    """Return the verdict, what it does not cover, and the measured errors as text."""
+    last = report["trials"][-1]
+    subject = f"{report['verdict']}: {report['config']} on {report['layout']}"
+    if report["certified"]:
+        lines = [f"{subject}: this layout computes the one-process model"]
+    elif last["unfinished"]:
+        lines = [f"{subject}: trial {last['name']}: {last['unfinished']}"]
     else:
-        lines = [f"not finished: {subject}: trial {last.name}: {last.unfinished}"]
-    lines += [*describe_coverage(certificate), "", describe_measures(certificate.trials), ""]
-    changes = [
-        format_change(key, change)
-        for key, change in certificate.reduction.changes.items()
-        if is_size(key)
-    ]
-    return "\n".join([*lines, f"sizes in the wide trial: {', '.join(changes)}"])
-
-
-def describe_coverage(certificate: Certificate) -> list[str]:
-    """Return the lines that say what the certificate does not cover."""
-    coverage = certificate.coverage
-    lines = [f"not covered: {OUTSIDE}. By key:"]
-    small = certificate.reduction.config
-    if has_own_loss(build_on_meta(small, resolve_model(small.model))):
-        lines.insert(0, "loss formula not covered: both sides call the head of the model")
-    lines += [f"  {key}: no effect: {reason}" for key, reason in coverage.without_effect.items()]
-    lines += [f"  {format_change(key, change)}" for key, change in coverage.not_covered.items()]
-    for trial in certificate.trials:
-        replaced = [
-            format_change(key, change) for key, change in coverage.list_replaced(trial.name).items()
-        ]
+        lines = [f"{subject}: this layout does not compute the one-process model"]
+        lines.append(f"trial {last['name']}, in the order of a step:")
+        lines += [f"  {text}" for text in last["faults"].values()]
+    if not report["loss_covered"]:
+        lines.append("loss formula not covered: both sides call the head of the model")
+    lines.append(f"not covered: {OUTSIDE}. By key:")
+    for key, reason in report["without_effect"].items():
+        lines.append(f"  {key}: no effect: {reason}")
+    for key, change in report["not_covered"].items():
+        lines.append(f"  {format_change(key, change)}")
+    for trial in report["trials"]:
+        replaced = []
+        for key, change in trial["replaced"].items():
+            if key not in report["not_covered"]:
+                replaced.append(format_change(key, change))
         if replaced:
-            lines.append(f"another value in trial {trial.name}: {', '.join(replaced)}")
-    return lines
-
-
-def is_size(key: str) -> bool:
-    """Whether a key of Reduction.changes is a size. Keys without a section are sizes of experts."""
-    return key in SIZES or "." not in key
+            lines.append(f"another value in trial {trial['name']}: {', '.join(replaced)}")
+    return "\n".join([*lines, "", describe_measures(report["trials"])])
 
 
 def format_change(key: str, change: tuple[object, object]) -> str:
-    asked, ran = (json.dumps(value, default=str) for value in change)
-    return f"{key} {shorten(asked)} -> {shorten(ran)}"
+    """Return the text of a change. A long value, such as a path, is cut in the middle."""
+    texts = [json.dumps(value, default=str) for value in change]
+    asked, ran = (text if len(text) <= 44 else f"{text[:20]}...{text[-20:]}" for text in texts)
+    return f"{key} {asked} -> {ran}"
 
 
-def shorten(text: str) -> str:
-    """Cut a long value, such as a path, in the middle."""
-    return text if len(text) <= 44 else f"{text[:20]}...{text[-20:]}"
-
-
-def describe_measures(trials: list[Trial]) -> str:
+def describe_measures(trials: list[dict]) -> str:
     """Return a table with the worst error of each measure and its bound, by trial."""
-    names = dict.fromkeys(measure for trial in trials for measure in trial.measures)
-    rows = [("worst error", *(f"{trial.name}, {trial.seconds:.0f} s" for trial in trials))]
+    names = dict.fromkeys(name for trial in trials for name in trial["measures"])
+    rows = [("worst error", *(f"{trial['name']}, {trial['seconds']:.0f} s" for trial in trials))]
     for name in names:
-        found = [trial.measures.get(name) for trial in trials]
-        rows.append(
-            (name, *("" if pair is None else "{:.0e} of {:.0e}".format(*pair) for pair in found))
-        )
+        row = [name]
+        for trial in trials:
+            found = trial["measures"].get(name)
+            row.append("{:.0e} of {:.0e}".format(*found) if found else "")
+        rows.append(tuple(row))
     return format_table(rows)
-
-
-def report_for_programs(certificate: Certificate) -> dict[str, object]:
-    """Return the certificate in JSON types. An error that is not finite is null."""
-    layout, coverage = certificate.reduction.layout, certificate.coverage
-    trials = [asdict(replace(trial, ran=())) for trial in certificate.trials]
-    for trial in trials:
-        del trial["ran"]
-        trial["replaced"] = coverage.replaced[trial["name"]]
-        for name, (error, bound) in trial["measures"].items():
-            trial["measures"][name] = {
-                "error": error if error < float("inf") else None,
-                "bound": bound,
-            }
-    return {
-        "config": certificate.config_name,
-        "verdict": certificate.verdict,
-        "certified": certificate.verdict == CERTIFIED,
-        "degrees": layout.degrees | ({"ep": layout.ep} if layout.ep else {}),
-        "not_covered": coverage.not_covered,
-        "without_effect": coverage.without_effect,
-        "replaced": certificate.reduction.changes,
-        "trials": trials,
-    }

@@ -18,17 +18,16 @@ import torch
 
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.preflight import read_run_config
-from torchtitan_lite.tools.verify.certificate import (
-    CERTIFIED,
-    Certificate,
-    describe,
-    report_for_programs,
-)
+from torchtitan_lite.tools.verify.certificate import describe, make_report
 from torchtitan_lite.tools.verify.plain import Inputs
 from torchtitan_lite.tools.verify.precision import try_precision
 from torchtitan_lite.tools.verify.ranks import RankPool
-from torchtitan_lite.tools.verify.reduction import Reduction, reduce_config
-from torchtitan_lite.tools.verify.shapes import deepen, find_far_position
+from torchtitan_lite.tools.verify.reduction import (
+    Reduction,
+    deepen,
+    find_far_position,
+    reduce_config,
+)
 from torchtitan_lite.tools.verify.train_py import try_train
 from torchtitan_lite.tools.verify.trial import RunRanks, Trial, make_trial, try_layout
 
@@ -42,36 +41,33 @@ def main(options: Namespace) -> int:
     torch.set_num_threads(1)
     with RankPool() as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
-        certificate = verify(reading.config_name, reduction, run_ranks, Path(folder))
-    print(
-        json.dumps(report_for_programs(certificate), default=str)
-        if options.json
-        else describe(certificate)
-    )
-    return 0 if certificate.verdict == CERTIFIED else 1
+        trials = make_trials(reduction, run_ranks, Path(folder))
+    report = make_report(reading.config_name, reduction, trials)
+    print(json.dumps(report, default=str) if options.json else describe(report))
+    return 0 if report["certified"] else 1
 
 
 def list_trials(
     reduction: Reduction, run_ranks: RunRanks, folder: Path
 ) -> dict[str, Callable[[], Trial]]:
     """Return the trials of a run by name, in the order in which they run."""
-    n_ranks, real = reduction.layout.world_size, reduction.real
+    real = reduction.real
+    n_ranks = reduction.layout.world_size
     far = Inputs(n_steps=1, first_position=find_far_position(real), tokens_per_document=2)
+    deep = deepen(reduction)
     trials = {
-        "wide": lambda: try_layout("wide", reduction.config, n_ranks, run_ranks, folder, Inputs()),
-        "deep": lambda: try_layout("deep", deepen(reduction), n_ranks, run_ranks, folder, far),
-        "train.py": lambda: try_train(reduction, run_ranks, folder),
+        "wide": partial(try_layout, "wide", reduction.config, n_ranks, run_ranks, folder, Inputs()),
+        "deep": partial(try_layout, "deep", deep, n_ranks, run_ranks, folder, far),
+        "train.py": partial(try_train, reduction, run_ranks, folder),
     }
     if real.training.mixed_precision_param != "float32":
-        trials["bfloat16"] = lambda: try_precision("bfloat16", reduction, run_ranks, folder)
+        trials["bfloat16"] = partial(try_precision, "bfloat16", reduction, run_ranks, folder)
     if real.model.uses_float8:
-        trials["float8"] = lambda: try_precision("float8", reduction, run_ranks, folder)
+        trials["float8"] = partial(try_precision, "float8", reduction, run_ranks, folder)
     return trials
 
 
-def verify(
-    config_name: str, reduction: Reduction, run_ranks: RunRanks, folder: Path
-) -> Certificate:
+def make_trials(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> list[Trial]:
     """Run the trials of one layout, up to the first trial that finds a fault."""
     trials: list[Trial] = []
     for name, call in list_trials(reduction, run_ranks, folder).items():
@@ -79,4 +75,4 @@ def verify(
         trials.append(make_trial(name, call))
         if trials[-1].faults or trials[-1].unfinished:
             break
-    return Certificate(config_name, reduction, trials)
+    return trials

@@ -1,120 +1,96 @@
-"""Name the first module whose output differs. Runs when a loss, a count or a gradient is wrong.
+"""Compare rotary angles, and, if a result is wrong, the output of every module with one process.
 
     reference   output of one process: rows x sequence x width
     one rank    its rows, one microbatch at a time; with cp, an early and a late piece of the sequence; with tp, a slice
                 of the sequence, the heads or the width
 
-Each rank cuts its piece out of the reference and compares, without communication.
+Each rank cuts its piece out of the reference and compares, without communication. Rotary angles are compared in the
+same way in the first step of every trial: they are an input of each block.
 """
 
+import math
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from torchtitan_lite import step as stepping
+from torchtitan_lite import build
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.tools.verify.plain import PlainModel, PlainStep
-from torchtitan_lite.tools.verify.rank import (
-    Coordinates,
-    Seen,
-    build_small_run,
-    give_weights,
-    local,
-    own_rows,
-    packing_checked,
-    relative_error,
-    settle_ties,
-)
+from torchtitan_lite.model.rotary import rotary_angles
+from torchtitan_lite.tools.verify.measures import Coordinates, Note, local, relative_error
+from torchtitan_lite.tools.verify.plain import PlainStep
 
 
-def watch_plainly(config: Config, plain: PlainStep) -> dict[str, Tensor]:
-    """Run one process, and return the output of each module in forward order. For the head, return token losses."""
-    model, outputs = PlainModel(config), {}
-
-    def note(name: str):
-        return lambda module, args, output: outputs.setdefault(name, output.detach())
-
-    for name, module in model.model.named_modules():
-        if name:
-            module.register_forward_hook(note(name))
-    with torch.no_grad():
-        logits = model.logits(plain.batch)
-    flat = logits.flatten(0, 1), plain.batch.targets.flatten()
-    token_losses = nn.functional.cross_entropy(*flat, reduction="none").view_as(plain.batch.targets)
-    return {
-        name: token_losses if output.shape == logits.shape else output
-        for name, output in outputs.items()
-    }
-
-
-def compare_outputs(rank: int, world_size: int, config: Config, path: str) -> Seen:
-    """Worker: run forward and backward of the first step, and compare the output of every module. Collective."""
-    plain, right = torch.load(path, weights_only=False, mmap=True)
-    run = build_small_run(config, world_size)
-    give_weights(run, plain.weights)
-    settle_ties(run, plain)
-    batch = stepping.shard_for_cp(run, own_rows(run, plain.batch))
-    n_tokens = stepping.count_global_tokens(run, batch)
-    if (
-        run.schedule is not None
-    ):  # the first step of a schedule also calls each part once to infer shapes
-        stepping.forward_backward(run, batch, n_tokens)
-    seen, outputs = Seen(run.mesh.coordinates()), defaultdict(list)
-
-    def note(name: str):
-        def keep(module, args, output) -> None:
-            if torch._C._current_graph_task_id() == -1:  # skip the recompute in backward
-                outputs[name].append(local(output).clone())
-
-        return keep
-
+@contextmanager
+def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[None]:
+    """Context manager: watch the modules in the first step of a run, and compare their outputs at its end."""
+    angles = rotary_angles(plain.batch.positions, run.parts[0].model_args)
+    pieces: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+    hooks = []
     for part in run.parts:
         for name, module in part.named_modules():
-            inside = any(name.startswith(f"layers.{layer}.") for layer in part.layers)
-            if name in right and not (
-                config.compile.enable and inside
-            ):  # a hook would cause a graph break
-                module.register_forward_hook(note(name))
-    with packing_checked(seen, 0):
-        stepping.forward_backward(run, batch, n_tokens)
-    for name in sorted(outputs, key=list(right).index):
-        pieces = outputs[name]
-        n_microbatches = run.layout.n_microbatches
-        if len(pieces) != n_microbatches:
-            seen.note(0, "microbatches", name, abs(len(pieces) - n_microbatches))
-        for number, piece in enumerate(pieces[:n_microbatches]):
-            whole = cut_piece(
-                right[name], piece, seen.coordinates, run.layout, number, config.training.seq_len
-            )
-            error = relative_error(piece, whole) if piece.shape == whole.shape else float("inf")
-            seen.note(0, "module output", name, error)
-    return seen
+            is_block = name.startswith("layers.") and name.count(".") == 1
+            is_inside = name.count(".") > 1  # layers.0.attention
+            if run.config.compile.enable and is_inside:
+                continue  # a hook would cause a graph break
+
+            def keep(
+                module: nn.Module,
+                args: tuple,
+                output: Tensor,
+                name: str = name,
+                is_block: bool = is_block,
+            ) -> None:
+                is_recompute = torch._C._current_graph_task_id() != -1
+                if is_recompute:
+                    return
+                if name in plain.outputs:
+                    pieces["module output", name].append(local(output).clone())
+                if is_block:
+                    pieces["rotary angles", name].append(args[1].clone())
+
+            hooks.append(module.register_forward_hook(keep))
+    yield
+    for hook in hooks:
+        hook.remove()
+    # The first step of a schedule also calls each part once to infer shapes.
+    n_extra = int(run.schedule is not None)
+    for (measure, name), found in pieces.items():
+        microbatches = found[n_extra:]
+        right = angles if measure == "rotary angles" else plain.outputs[name]
+        if name == "output":  # the head with its loss: a sum over tokens for each microbatch
+            own = torch.stack(microbatches).sum()
+        else:
+            own = torch.cat(microbatches)
+        seq_len = run.config.training.seq_len
+        whole = cut_piece(right, own, run.mesh.coordinates(), run.layout, seq_len)
+        if own.shape == whole.shape:
+            note(measure, name, relative_error(own, whole))
+        else:
+            note("module output", name, math.inf)
 
 
-def cut_piece(
-    whole: Tensor, piece: Tensor, at: Coordinates, layout: Layout, number: int, seq_len: int
-) -> Tensor:
-    """Return the expected value of one rank's `piece` of microbatch `number`.
+def cut_piece(whole: Tensor, own: Tensor, at: Coordinates, layout: Layout, seq_len: int) -> Tensor:
+    """Return the expected value of the output `own` of one rank.
 
-    The sequence dim is recognized by its length, which no other dim has. A dim that is still longer than in the piece
-    is sharded over tp.
+    The sequence dim is recognized by its length, which no other dim has. A dim that is still longer than in `own` is
+    sharded over tp.
     """
     data_rank = at["dp_replicate"] * layout.dp_shard + at["dp_shard"]
-    first = data_rank * layout.global_batch_size // layout.dp + number * layout.microbatch_size
-    right = whole[first : first + layout.microbatch_size]
-    dim = next((dim for dim in range(1, right.dim()) if right.shape[dim] == seq_len), None)
-    if (
-        layout.cp > 1
-        and dim is not None
-        and not (dim < piece.dim() and piece.shape[dim] == seq_len)
-    ):
-        pieces = right.chunk(2 * layout.cp, dim)
-        right = torch.cat((pieces[at["cp"]], pieces[-1 - at["cp"]]), dim)
-    if piece.dim() == 0:  # the head with its loss: a sum over the tokens of this piece
+    n_rows = layout.global_batch_size // layout.dp
+    right = whole[data_rank * n_rows : (data_rank + 1) * n_rows]
+    is_split = seq_len in right.shape[1:] and seq_len not in own.shape[1:]
+    if layout.cp > 1 and is_split:
+        dim = right.shape.index(seq_len, 1)
+        chunks = right.chunk(2 * layout.cp, dim)
+        head = chunks[at["cp"]]
+        tail = chunks[-1 - at["cp"]]
+        right = torch.cat((head, tail), dim)
+    if own.dim() == 0:
         return right.sum()
-    for dim in range(min(right.dim(), piece.dim())):
-        if right.shape[dim] == layout.tp * piece.shape[dim]:
+    for dim in range(right.dim()):
+        if right.shape[dim] == layout.tp * own.shape[dim]:
             right = right.chunk(layout.tp, dim=dim)[at["tp"]]
     return right

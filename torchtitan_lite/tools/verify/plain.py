@@ -19,7 +19,6 @@ The steps:
 import copy
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torchtitan_lite import build
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
-from torchtitan_lite.config.block import Parameter, list_parameters
+from torchtitan_lite.config.block import Parameter
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
@@ -60,7 +59,6 @@ class Inputs:
     biases_decide: bool = (
         False  # biases choose the same experts for every token, whatever the rounding
     )
-    growth: float = 1.0  # factor by which the last rows of each weight grow after each step
 
 
 @dataclass(frozen=True)
@@ -72,15 +70,12 @@ class PlainStep:
     max_norm: float
     spoiled_by: float  # NaN or infinity to write into one gradient; 0: none
     weights: dict[str, Tensor]  # before the step, including expert biases
-    ties: dict[
-        int, tuple[Tensor, Tensor]
-    ]  # layer -> scores and chosen experts of tokens with tied scores
+    outputs: dict[str, Tensor] | None  # of each module, in forward order; only in the first step
+    ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
     n_tokens: int
     loss: float
-    gradients: dict[str, Tensor]  # before clipping, in backward order
-    rounding: dict[
-        str, float
-    ]  # FQN of a norm or bias -> error of its gradient against float64, relative
+    gradients: dict[str, Tensor]  # before clipping
+    rounding: dict[str, float]  # FQN of a norm or bias -> relative error of its gradient
     norm: float
     rate: float
     loads: dict[int, Tensor]  # layer -> tokens of each expert
@@ -93,49 +88,49 @@ def make_batch(config: Config, seed: int, inputs: Inputs = Inputs()) -> Batch:
 
     Row 0 has the largest positions, because most of its tokens count.
     """
-    n_rows, seq_len = config.training.global_batch_size, config.training.seq_len
+    n_rows = config.training.global_batch_size
+    seq_len = config.training.seq_len
+    has_documents = ATTENTIONS[config.model.attention].uses_documents
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(
-        resolve_model(config.model).vocab_size, (n_rows, seq_len + 1), generator=generator
-    )
-    fraction = (
-        torch.linspace(0, 0.9, n_rows)[:, None] if n_rows > 1 else torch.linspace(0, 0.9, seq_len)
-    )
+    vocab_size = resolve_model(config.model).vocab_size
+    tokens = torch.randint(vocab_size, (n_rows, seq_len + 1), generator=generator)
+    fraction = torch.linspace(0, 0.9, seq_len)
+    if n_rows > 1:
+        fraction = torch.linspace(0, 0.9, n_rows)[:, None]
     masked = torch.rand(n_rows, seq_len, generator=generator) < fraction
     if n_rows > 2:
         masked[1] = True
-    positions, documents = (
-        torch.arange(seq_len).repeat(n_rows, 1),
-        torch.zeros(n_rows, seq_len, dtype=torch.int64),
-    )
-    if ATTENTIONS[config.model.attention].uses_documents:
+    positions = torch.arange(seq_len).repeat(n_rows, 1)
+    documents = torch.zeros_like(positions)
+    if has_documents:
         starts = torch.rand(n_rows, seq_len, generator=generator) < 1 / inputs.tokens_per_document
         starts[:, 0] = False
         documents = starts.long().cumsum(1)
         positions -= (positions * starts).cummax(1).values
-    positions += find_offsets(n_rows, seq_len, inputs.first_position)
-    return Batch(
-        tokens[:, :-1].contiguous(),
-        tokens[:, 1:].masked_fill(masked, IGNORE_INDEX),
-        positions,
-        documents,
-    )
+    positions += find_offsets(positions, inputs.first_position, restarts=has_documents)
+    targets = tokens[:, 1:].masked_fill(masked, IGNORE_INDEX)
+    return Batch(tokens[:, :-1].contiguous(), targets, positions, documents)
 
 
-def find_offsets(n_rows: int, seq_len: int, far: int) -> Tensor:
-    """Return what to add to the positions of a batch, (B, S), so that they come close to `far`.
+def find_offsets(positions: Tensor, far: int, *, restarts: bool) -> Tensor:
+    """Return what to add to the positions of a batch, (B, S), so that they cross `far`.
 
     Attention depends only on differences of positions. So positions that wrap are seen only if the wrap is inside a
     row. Row 0 crosses every power of two from 8,192 to `far`, and `far`. Later rows cross a position closer to 0.
+    `restarts`: each document crosses it between its first and second token.
     """
-    crossed = [[far * (n_rows - row) // n_rows] for row in range(n_rows)]
-    powers = [2**exponent for exponent in range(13, 64) if 2**exponent < far]
-    crossed[0] = [*powers, far]
-    offsets = torch.zeros(n_rows, seq_len, dtype=torch.int64)
-    for row, places in enumerate(crossed):
-        edges = [seq_len * number // len(places) for number in range(len(places) + 1)]
-        for place, start, end in zip(places, edges[:-1], edges[1:], strict=True):
-            offsets[row, start:end] = max(0, place - (start + end) // 2)
+    n_rows, seq_len = positions.shape
+    offsets = torch.zeros_like(positions)
+    for row in range(n_rows):
+        crossed = [far * (n_rows - row) // n_rows]
+        if row == 0:
+            powers = [2**exponent for exponent in range(13, 64)]
+            crossed = [power for power in powers if power < far] + [far]
+        for index, place in enumerate(crossed):
+            start = seq_len * index // len(crossed)
+            end = seq_len * (index + 1) // len(crossed)
+            before = 1 if restarts else (start + end) // 2
+            offsets[row, start:end] = max(0, place - before)
     return offsets
 
 
@@ -145,14 +140,9 @@ def choose_positions(section: LRScheduler) -> list[int]:
     start = max(section.warmup_steps, section.total_steps - round(ratio * section.total_steps))
     last = section.total_steps - 1
     start = min(start, last)
-    places = [
-        0,
-        section.warmup_steps - 1,
-        start + (last - start) // 3,
-        start + 2 * (last - start) // 3,
-        last,
-    ]
-    return [min(max(0, place), last) for place in places]
+    length = last - start
+    peak = min(max(0, section.warmup_steps - 1), last)
+    return [0, peak, start + length // 3, start + 2 * length // 3, last]
 
 
 # ---------------------------------------------------------------- the model
@@ -198,28 +188,35 @@ class PlainExperts:
         moe.forward = self.forward
 
     def forward(self, x: Tensor) -> Tensor:
-        router, experts, args = self.moe.router, self.moe.experts, self.moe.router.args
+        router = self.moe.router
+        experts = self.moe.experts
+        n_experts = router.n_experts
+        top_k = router.args.top_k
         logits = x @ router.weight.t()
-        scores = (
-            logits.softmax(-1) if args.router_scores == "softmax" else logits.sigmoid()
-        )  # (B, S, E)
+        scores = logits.sigmoid()  # (B, S, E)
+        if router.args.router_scores == "softmax":
+            scores = logits.softmax(-1)
         ranked = (scores + router.expert_bias).detach().sort(-1, descending=True)
-        routes = ranked.indices[..., : args.top_k] if self.given is None else self.given
+        routes = self.given
+        if routes is None:
+            routes = ranked.indices[..., :top_k]
         self.routes = routes
-        self.ties = scores[:0, 0].detach(), routes[:0, 0]
-        if args.top_k < args.n_experts:
-            is_tie = ranked.values[..., args.top_k - 1] - ranked.values[..., args.top_k] < TIE
-            self.ties = scores[is_tie].detach(), routes[is_tie]
-        chosen = F.one_hot(routes, args.n_experts).sum(-2)  # (B, S, E)
+        last_chosen = ranked.values[..., top_k - 1]
+        first_unchosen = F.pad(ranked.values, (0, 1), value=-math.inf)[..., top_k]
+        is_tie = last_chosen - first_unchosen < TIE
+        self.ties = (scores[is_tie].detach(), routes[is_tie])
+        chosen = F.one_hot(routes, n_experts).sum(-2)  # (B, S, E)
         weights = scores * chosen
-        if args.normalize_top_k:
+        if router.args.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
         tokens = x.flatten(0, 1)[None]  # (1, T, D) times (E, D, F)
-        outputs = (F.silu(tokens @ experts.w1) * (tokens @ experts.w3)) @ experts.w2
+        gate = F.silu(tokens @ experts.w1)
+        outputs = (gate * (tokens @ experts.w3)) @ experts.w2
         self.load = chosen.sum((0, 1))
-        fraction = chosen.float().mean(1) * args.n_experts / args.top_k
+        fraction = chosen.float().mean(1) * n_experts / top_k
         probabilities = scores / scores.sum(-1, keepdim=True)
-        self.auxiliary = self.balance_loss * (fraction * probabilities.mean(1)).sum(-1).mean()
+        per_sequence = (fraction * probabilities.mean(1)).sum(-1)
+        self.auxiliary = self.balance_loss * per_sequence.mean()
         return torch.einsum("etd,te->td", outputs, weights.flatten(0, 1)).view_as(x)
 
 
@@ -227,42 +224,62 @@ class PlainModel:
     """The model with its initial weights, and its MoE layers with the loads and ties of the last forward."""
 
     def __init__(self, config: Config, *, biases_decide: bool = False):
-        args = resolve_model(config.model)
         self.config = config
-        self.model = build.find_model_class(args.name)(args, attention=config.model.attention)
+        self.args = resolve_model(config.model)
+        model_class = build.find_model_class(self.args.name)
+        self.model = model_class(self.args, attention=config.model.attention)
         if config.model.attention == "document":
             for name, module in self.model.named_modules():
                 if name.endswith("attention"):
                     module.inner = PlainDocuments()
         initialize_weights(self.model, config.debug.seed, fill=init_leveled)
         self.parameters = dict(self.model.named_parameters())
-        loss = config.training.expert_balance_loss
-        self.experts = {
-            n: PlainExperts(m, n, loss, biases_decide=biases_decide)
-            for n, m in list_moes(self.model)
-        }
-        self.biases = {
-            f"layers.{n}.feed_forward.router.expert_bias": plain.moe.router.expert_bias
-            for n, plain in self.experts.items()
-        }
+        self.experts: dict[int, PlainExperts] = {}
+        self.biases: dict[str, Tensor] = {}
+        for layer, moe in list_moes(self.model):
+            loss = config.training.expert_balance_loss
+            self.experts[layer] = PlainExperts(moe, layer, loss, biases_decide=biases_decide)
+            self.biases[f"layers.{layer}.feed_forward.router.expert_bias"] = moe.router.expert_bias
 
     def copy_weights(self) -> dict[str, Tensor]:
-        return {
-            fqn: tensor.detach().clone() for fqn, tensor in (self.parameters | self.biases).items()
-        }
+        tensors = self.parameters | self.biases
+        return {fqn: tensor.detach().clone() for fqn, tensor in tensors.items()}
 
-    def logits(self, batch: Batch) -> Tensor:
-        return self.model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
+    def backward(
+        self, batch: Batch, outputs: dict[str, Tensor] | None = None
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Return the mean loss over tokens that count, and the gradients.
 
-    def compute_loss(self, batch: Batch) -> Tensor:
-        """Return the mean loss over tokens that count, computed here unless the model has a loss of its own."""
-        logits, targets = self.logits(batch).flatten(0, 1), batch.targets.flatten()
-        if not has_own_loss(self.model):
-            return F.cross_entropy(logits.double(), targets)
-        counted = targets != IGNORE_INDEX
-        of_total, _ = self.model.output.weigh_total(logits.logsumexp(-1))
-        of_target = logits.gather(1, targets.where(counted, 0)[:, None])[:, 0]
-        return (of_total - of_target)[counted].mean()
+        The loss is computed here, unless the model has a loss of its own. `outputs` receives the output of each module
+        in forward order; for the head, token losses.
+        """
+        hooks = []
+        for name, module in self.model.named_modules():
+            if name and outputs is not None:
+
+                def keep(module: nn.Module, args: tuple, output: Tensor, name: str = name) -> None:
+                    outputs[name] = output.detach()
+
+                hooks.append(module.register_forward_hook(keep))
+        logits = self.model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
+        for hook in hooks:
+            hook.remove()
+        if outputs is not None:
+            losses = F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none")
+            outputs["output"] = losses.detach()
+        logits = logits.flatten(0, 1)
+        targets = batch.targets.flatten()
+        if has_own_loss(self.model):
+            counted = targets != IGNORE_INDEX
+            of_total, _ = self.model.output.weigh_total(logits.logsumexp(-1))
+            of_target = logits.gather(1, targets.where(counted, 0)[:, None])[:, 0]
+            loss = (of_total - of_target)[counted].mean()
+        else:
+            loss = F.cross_entropy(logits.double(), targets)
+        total = loss + sum(experts.auxiliary for experts in self.experts.values())
+        found = torch.autograd.grad(total, self.parameters.values())
+        gradients = [gradient.contiguous() for gradient in found]  # as fused kernels expect
+        return loss.item(), dict(zip(self.parameters, gradients, strict=True))
 
     def measure_rounding(
         self, exact: "PlainModel", batch: Batch, gradients: dict[str, Tensor]
@@ -277,31 +294,17 @@ class PlainModel:
             experts.given = self.experts[layer].routes
         _, right = exact.backward(batch)
         errors = {}
-        for fqn, entry in list_parameters(resolve_model(self.config.model)).items():
-            if entry.is_bias or entry.row.kind == "norm":
-                error = (gradients[fqn] - right[fqn]).norm() / right[fqn].norm()
-                errors[fqn] = error.item()
+        for fqn, gradient in right.items():
+            if gradient.dim() == 1:
+                errors[fqn] = ((gradients[fqn] - gradient).norm() / gradient.norm()).item()
         return errors
-
-    def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-        """Return the mean loss over tokens that count, and the gradients in backward order."""
-        gradients: dict[str, Tensor] = {}
-        hooks = []
-        for fqn, parameter in self.parameters.items():
-            parameter.grad = None
-            keep = partial(lambda fqn, p: gradients.update({fqn: p.grad}), fqn)
-            hooks.append(parameter.register_post_accumulate_grad_hook(keep))
-        loss = self.compute_loss(batch)
-        (loss + sum(plain.auxiliary for plain in self.experts.values())).backward()
-        for hook in hooks:
-            hook.remove()
-        return loss.item(), {fqn: gradient.clone() for fqn, gradient in gradients.items()}
 
     @torch.no_grad()
     def move_biases(self) -> None:
-        for plain, bias in zip(self.experts.values(), self.biases.values(), strict=True):
-            load = plain.load.double()
-            bias += self.config.training.expert_bias_rate * torch.sign(load.mean() - load).float()
+        for experts in self.experts.values():
+            load = experts.load.double()
+            direction = torch.sign(load.mean() - load).float()
+            experts.moe.router.expert_bias += self.config.training.expert_bias_rate * direction
 
 
 def has_own_loss(model: nn.Module) -> bool:
@@ -311,34 +314,34 @@ def has_own_loss(model: nn.Module) -> bool:
 
 def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
     """Run the plain loop. The parallelism of `config` is ignored."""
-    plain, section = PlainModel(config, biases_decide=inputs.biases_decide), config.lr_scheduler
+    plain = PlainModel(config, biases_decide=inputs.biases_decide)
     exact = copy.deepcopy(plain)
     exact.model.double()
-    optimizer = build_optimizer(
-        replace(config.optimizer, implementation="for-loop"), plain.parameters
-    )
-    scheduler, steps = build_lr_scheduler(section, optimizer), []
-    for number, position in enumerate(choose_positions(section)[: inputs.n_steps]):
+    section = replace(config.optimizer, implementation="for-loop")
+    optimizer = build_optimizer(section, plain.parameters)
+    scheduler = build_lr_scheduler(config.lr_scheduler, optimizer)
+    positions = choose_positions(config.lr_scheduler)
+    steps: list[PlainStep] = []
+    for number, position in enumerate(positions[: inputs.n_steps]):
         if number:
             set_step(scheduler, position)
         clip, spoiled_by = STEPS[number]
-        weights, batch = plain.copy_weights(), make_batch(config, number, inputs)
-        loss, gradients = plain.backward(batch)
-        rounding = {} if spoiled_by else plain.measure_rounding(exact, batch, gradients)
-        norm = math.sqrt(
-            sum(gradient.double().square().sum().item() for gradient in gradients.values())
-        )
+        batch = make_batch(config, number, inputs)
+        weights = plain.copy_weights()
+        outputs: dict[str, Tensor] | None = None if number else {}
+        loss, gradients = plain.backward(batch, outputs)
+        ties = {layer: experts.ties for layer, experts in plain.experts.items()}
+        loads = {layer: experts.load for layer, experts in plain.experts.items()}
+        norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm()
+        norm = norm.item()
         rate = scheduler.get_last_lr()[0]
+        rounding = {}
         if not spoiled_by:
-            for parameter in plain.parameters.values():
-                parameter.grad.mul_(min(1.0, clip * norm / (norm + 1e-6)))
+            rounding = plain.measure_rounding(exact, batch, gradients)
+            for fqn, parameter in plain.parameters.items():
+                parameter.grad = gradients[fqn] * min(1.0, clip * norm / (norm + 1e-6))
             optimizer.step()
             plain.move_biases()
-            for parameter in plain.parameters.values():  # later rows grow more
-                rows = torch.linspace(1, inputs.growth, len(parameter))
-                parameter.data *= rows.view(-1, *[1] * (parameter.dim() - 1))
-        of = optimizer.state
-        names = {name for state in of.values() for name, value in state.items() if value.dim()}
         steps.append(
             PlainStep(
                 batch=batch,
@@ -346,23 +349,29 @@ def run_plainly(config: Config, inputs: Inputs) -> list[PlainStep]:
                 max_norm=clip * norm,
                 spoiled_by=spoiled_by,
                 weights=weights,
-                ties={layer: experts.ties for layer, experts in plain.experts.items()},
+                outputs=outputs,
+                ties=ties,
                 n_tokens=int((batch.targets != IGNORE_INDEX).sum()),
                 loss=loss,
                 gradients=gradients,
                 rounding=rounding,
                 norm=norm,
                 rate=rate,
-                loads={layer: experts.load for layer, experts in plain.experts.items()},
+                loads=loads,
                 updated=plain.copy_weights(),
-                state={
-                    name: {
-                        fqn: of[p][name].clone()
-                        for fqn, p in plain.parameters.items()
-                        if name in of[p]
-                    }
-                    for name in names
-                },
+                state=copy_state(optimizer, plain.parameters),
             )
         )
     return steps
+
+
+def copy_state(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
+    """Return name -> FQN -> tensor of the optimizer state, without step counters."""
+    copied: dict[str, dict[str, Tensor]] = {}
+    for fqn, parameter in parameters.items():
+        for name, value in optimizer.state[parameter].items():
+            if value.dim():
+                copied.setdefault(name, {})[fqn] = value.clone()
+    return copied

@@ -15,10 +15,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -68,7 +66,7 @@ class RankPool:
         self._start(world_size)
         self._n_jobs += 1
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            job = (function, world_size, folder, timeout_s, args, kwargs)
+            job = (function, world_size, folder, args, kwargs)
             for connection in self._connections[:world_size]:
                 connection.send(job)
             return self._collect(world_size, timeout_s)
@@ -96,45 +94,39 @@ class RankPool:
     def _collect(self, world_size: int, timeout_s: float) -> list:
         results = [None] * world_size
         pending = {self._connections[rank]: rank for rank in range(world_size)}
+        failures: list[RankFailure] = []
         deadline = time.monotonic() + timeout_s
-        failure = None
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                if failure is None:
-                    self.close()
-                    late = ", ".join(map(str, sorted(pending.values())))
-                    raise NoAnswer(
-                        f"no answer within {timeout_s:g} s from rank {late} of {world_size}"
-                    )
                 break
             for connection in ready:
                 rank = pending.pop(connection)
-                succeeded, results[rank] = self._receive(connection, rank)
-                is_killed = not succeeded and (self._processes[rank].exitcode or 0) < 0
-                if not succeeded and (
-                    failure is None or is_killed
-                ):  # if a rank was killed, its peers fail too
-                    failure = f"rank {rank} of {world_size}: {results[rank]}"
-                    kind = NoAnswer if is_killed else RankFailure
-                    deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
-        if failure is not None:
+                try:
+                    succeeded, results[rank] = connection.recv()
+                except EOFError:
+                    failures.append(self._describe_end(rank))
+                else:
+                    if succeeded:
+                        continue
+                    failures.append(RankFailure(f"rank {rank} of {world_size}: {results[rank]}"))
+                deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
+        if pending and not failures:
+            late = ", ".join(map(str, pending.values()))
+            failures.append(NoAnswer(f"no answer within {timeout_s:g} s from rank {late}"))
+        if failures:
             self.close()
-            raise kind(failure)
+            # If a rank was killed, its peers fail too.
+            raise min(failures, key=lambda failure: not isinstance(failure, NoAnswer))
         return results
 
-    def _receive(self, connection: Connection, rank: int) -> tuple[bool, object]:
-        try:
-            return connection.recv()
-        except EOFError:
-            self._processes[rank].join(timeout=5)
-            status = self._processes[rank].exitcode or 0
-            return (
-                False,
-                f"was killed by {signal.Signals(-status).name}"
-                if status < 0
-                else "ended without an answer",
-            )
+    def _describe_end(self, rank: int) -> RankFailure:
+        process = self._processes[rank]
+        process.join(timeout=5)
+        status = process.exitcode or 0
+        if status < 0:
+            return NoAnswer(f"rank {rank} was killed by {signal.Signals(-status).name}")
+        return RankFailure(f"rank {rank} of {len(self._processes)} ended without an answer")
 
 
 def serve(rank: int, connection: Connection) -> None:
@@ -143,30 +135,24 @@ def serve(rank: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     # DTensor warns that gathering over two dims takes two steps. Here that does not matter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches workers too, but the parent handles it
+    # Ctrl-C reaches workers too, but the parent handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     while True:
         try:
-            function, world_size, folder, timeout_s, args, kwargs = connection.recv()
+            function, world_size, folder, args, kwargs = connection.recv()
         except EOFError:
             return
         try:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
-            timeout = timedelta(seconds=timeout_s + 60)  # the parent times out first
-            # Groups created later do not inherit this timeout: they would use torch's default of 30 minutes.
-            with patch.object(dist.distributed_c10d, "default_pg_timeout", timeout):
-                dist.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
-                )
-                try:
-                    dist.barrier()  # a rank with an empty job must not leave while others still join
-                    result = function(rank, world_size, *args, **kwargs)
-                finally:
-                    if dist.is_initialized():  # the function may have destroyed the group
-                        dist.destroy_process_group()
-                    forget_groups()
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            try:
+                dist.barrier()  # a rank with an empty job must not leave while others still join
+                result = function(rank, world_size, *args, **kwargs)
+            finally:
+                if dist.is_initialized():  # the function may have destroyed the group
+                    dist.destroy_process_group()
+                forget_groups()
             connection.send((True, result))
         except BaseException:  # a worker must always answer
             connection.send((False, traceback.format_exc()))

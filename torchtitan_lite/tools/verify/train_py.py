@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -33,16 +33,23 @@ from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config, LRScheduler
+from torchtitan_lite.config.schema import Config, LRScheduler, Metrics, Profiling
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.parallel import initial_weights
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
-from torchtitan_lite.tools.verify.degrees import list_other_layouts
+from torchtitan_lite.tools.verify.degrees import choose_other_layout
+from torchtitan_lite.tools.verify.measures import Seen, relative_error
 from torchtitan_lite.tools.verify.plain import init_leveled
-from torchtitan_lite.tools.verify.rank import Seen, packing_checked, relative_error
-from torchtitan_lite.tools.verify.reduction import STAGES_BY_RULE, Reduction, override, round_up
-from torchtitan_lite.tools.verify.shapes import leave_out_compiler, put_on_one_rank
+from torchtitan_lite.tools.verify.reduction import (
+    STAGES_BY_RULE,
+    Reduction,
+    leave_out_compiler,
+    override,
+    put_on_one_rank,
+    round_up,
+)
+from torchtitan_lite.tools.verify.rounding import packing_checked
 from torchtitan_lite.tools.verify.trial import SUMS, RunRanks, Trial, find_worst
 
 TRAIN_PY = REPOSITORY / "train.py"
@@ -57,86 +64,86 @@ BOUNDS = {
     "val_bits_per_byte": SUMS,
     "router_entropy": SUMS,
     "saved tensor": 5e-4,  # rounding grows here too (1.2e-4 seen); a state rounded to bfloat16 is off by 1.4e-3
+    "saved bfloat16 tensor": 1e-2,  # a few elements are rounded to a neighbor
 }
-ROUNDED_STATE = (
-    1e-2  # bound of a tensor saved in bfloat16, of which a few elements are rounded to a neighbor
-)
+ANY_LAYOUT = {  # values that any other layout can run
+    **STAGES_BY_RULE,
+    "parallelism.pipeline_parallel_schedule": "GPipe",
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    "training.local_batch_size": 1,
+}
 Log = dict[int, dict[str, float]]  # step -> numbers in metrics.jsonl
 
 
 def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     """Start train.py three times. Files are written to `folder`."""
     folder = folder.absolute() / "train.py"
-    config, n_ranks = make_config(reduction, folder), reduction.layout.world_size
+    n_ranks = reduction.layout.world_size
+    config = make_config(reduction, folder)
     write_corpora(config)
     alone = put_on_one_rank(config, config.training.global_batch_size)
-    right = run_train(complete(alone, END, folder / "one process"), 1, run_ranks)
+    checkpoints = Path(config.checkpoint.folder)
+    right = run_train(end_after(END, alone, folder / "one process"), 1, run_ranks)
+    starts = [
+        ("first start", config, range(1, FIRST_END + 1), SAVED),
+        ("resumed start", choose_other_layout(override(config, ANY_LAYOUT), n_ranks), (3, 4), END),
+    ]
     seen = Seen({})
-    name = "first start"
-    first_config = complete(config, FIRST_END, folder / name)
-    compare_logs(right, run_train(first_config, n_ranks, run_ranks), (1, 2, 3), name, seen)
-    saved = Path(config.checkpoint.folder) / f"step-{SAVED}"
-    compare_checkpoints(folder / "one process" / saved, folder / name / saved, SAVED, seen)
-    first = judge_logs(seen, (first_config,))
-    if first.faults:
-        return first
-    name = "resumed start"
-    (folder / name / saved).parent.mkdir(parents=True)
-    (folder / "first start" / saved).rename(folder / name / saved)
-    second_config = complete(choose_other_layout(config, reduction), END, folder / name)
-    compare_logs(right, run_train(second_config, n_ranks, run_ranks), (3, 4), name, seen)
-    last = Path(config.checkpoint.folder) / f"step-{END}"
-    compare_checkpoints(folder / "one process" / last, folder / name / last, END, seen)
-    return judge_logs(seen, (first_config, second_config))
+    ran = []
+    for name, config, steps, saved in starts:
+        if ran:
+            target = folder / name / checkpoints
+            target.mkdir(parents=True)
+            source = folder / "first start" / checkpoints / f"step-{SAVED}"
+            source.rename(target / source.name)
+        config = end_after(steps[-1], config, folder / name)
+        log = run_train(config, n_ranks, run_ranks)
+        compare_logs(right, log, steps, name, seen)
+        checkpoint = checkpoints / f"step-{saved}"
+        right_folder = folder / "one process" / checkpoint
+        compare_checkpoints(right_folder, folder / name / checkpoint, saved, seen)
+        ran.append(config)
+        bounds = {key: BOUNDS[key[1]] for key in seen.errors}
+        trial = replace(find_worst("train.py", [seen], bounds), ran=tuple(ran))
+        if trial.faults:
+            break
+    return trial
 
 
-def judge_logs(seen: Seen, ran: tuple[Config, ...]) -> Trial:
-    """Return the worst errors of the starts with these configs."""
-    bounds = {key: BOUNDS[key[1]] for key in seen.errors}
-    return replace(find_worst("train.py", [seen], bounds), ran=ran)
-
-
-def compare_logs(right: Log, logged: Log, steps: tuple[int, ...], name: str, seen: Seen) -> None:
+def compare_logs(right: Log, logged: Log, steps: Iterable[int], name: str, seen: Seen) -> None:
     """Compare the log of a start with one process. Only the first and the last step of a start are validated."""
     for step in steps:
-        for key in (key for key in BOUNDS if key in right[step]):
-            own, expected = logged.get(step, {}).get(key), right[step][key]
-            if own is not None:
-                seen.note(step - 1, key, name, abs(own - expected) / abs(expected or 1.0))
-            elif not key.startswith("val_"):
-                seen.note(step - 1, key, name, float("inf"))
+        own = logged.get(step, {})
+        for key in BOUNDS:
+            expected = right[step].get(key)
+            if key in own and expected is not None:
+                seen.note(step - 1, key, name, abs(own[key] - expected) / abs(expected or 1.0))
+            elif expected is not None and not key.startswith("val_"):
+                seen.note(step - 1, key, name, math.inf)
 
 
 def compare_checkpoints(right_folder: Path, folder: Path, step: int, seen: Seen) -> None:
     """Compare every tensor of a checkpoint, weights and optimizer state, with the checkpoint of one process."""
     right = open_checkpoint(right_folder, verify=False)
     own = open_checkpoint(folder, verify=False)
-    names = [*right.manifest.tensors, *own.manifest.tensors]
+    saved = own.manifest.tensors
+    expected = right.manifest.tensors
     errors = {}
-    for name in dict.fromkeys(names):
+    for name in expected:
         errors[name] = math.inf
-        if names.count(name) == 2:
-            errors[name] = compare_tensors(own.read(name), right.read(name))
-    for name in sorted(
-        errors, key=errors.get, reverse=True
-    ):  # a wrong state makes weights wrong, but less so
-        seen.note(step - 1, "saved tensor", name, errors[name])
+        is_alike = name in saved and saved[name][:2] == expected[name][:2]  # dtype, shape
+        if is_alike:
+            errors[name] = relative_error(own.read(name), right.read(name))
+    # A wrong state makes weights wrong, but less so: the largest error comes first.
+    for name in sorted(errors, key=errors.get, reverse=True):
+        measure = "saved tensor"
+        if expected[name].dtype == "bfloat16":
+            measure = "saved bfloat16 tensor"
+        seen.note(step - 1, measure, name, errors[name])
 
 
-def compare_tensors(own: Tensor, right: Tensor) -> float:
-    """Return the relative error. For a tensor in bfloat16, it is scaled from its own bound to the one in BOUNDS."""
-    if own.dtype != right.dtype or own.shape != right.shape:
-        return math.inf
-    error = relative_error(own, right)
-    return (
-        error * BOUNDS["saved tensor"] / ROUNDED_STATE if right.dtype == torch.bfloat16 else error
-    )
-
-
-def complete(config: Config, last_step: int, folder: Path) -> Config:
-    """Return the config of a start that ends after `last_step` and writes to `folder`."""
-    keys = {"training.steps": last_step, "job.dump_folder": str(folder), "job.overwrite": False}
-    return override(config, keys)
+def end_after(step: int, config: Config, folder: Path) -> Config:
+    return override(config, {"training.steps": step, "job.dump_folder": str(folder)})
 
 
 def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> Log:
@@ -150,7 +157,8 @@ def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> Log:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_ranks(start_train, n_ranks, ["--config", str(path)], store.port, flavor)
     log: Log = {}
-    for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
         if record["kind"] in ("step", "validation"):
             log.setdefault(record["step"], {}).update(record)
     return log
@@ -175,7 +183,7 @@ def start_train(
         patch.dict(MODELS[flavors["debug"].name].flavors, flavors),
         patch.object(initial_weights, "fill_tensor", init_leveled),
         patch.object(Router, "choose", choose_by_bias),
-        packing_checked(Seen({}), 0),
+        packing_checked(lambda *_: None),
         redirect_stdout(log),
         redirect_stderr(log),
     ):
@@ -231,35 +239,26 @@ def process_left_as_it_was() -> Iterator[None]:
 
 def make_config(reduction: Reduction, folder: Path) -> Config:
     """Return the config for train.py: few steps, in which every logged number depends on the layout being correct."""
-    real, small = (
-        reduction.real,
-        leave_out_compiler(reduction.config),
-    )  # slow, and the wide trial has compiled
+    real = reduction.real
+    small = leave_out_compiler(reduction.config)  # slow, and the wide trial has compiled
     vocab_size = small.model.vocab_size
-    vocab_size += round_up(
-        max(0, N_WORDS - vocab_size), reduction.layout.world_size
-    )  # keeps divisibility
+    n_missing = max(0, N_WORDS - vocab_size)
     optimizer = real.optimizer
-    if (
-        optimizer.name != "SGD"
-    ):  # with an eps of the size of gradients, updates depend on more than their signs
+    if optimizer.name != "SGD":
+        # With an eps of the size of gradients, updates depend on more than their signs.
         optimizer = replace(optimizer, lr=0.015, eps=1e-3)
-    compares_copies = int(real.debug.compare_copies_every > 0)
+    # The rate differs in every step, so that a step too many or too few is seen.
+    decay_type = real.lr_scheduler.decay_type
     corpora = [str(folder / f"corpus-{number}") for number in range(len(real.training.dataset))]
     return override(
         small,
         {
             "optimizer": optimizer,
-            # the rate differs in every step, so that a step too many or too few is seen
-            "lr_scheduler": LRScheduler(
-                warmup_steps=2, total_steps=6, decay_type=real.lr_scheduler.decay_type
-            ),
-            "profiling.enable_profiling": False,
-            "profiling.enable_memory_snapshot": False,  # refused without a GPU
-            "metrics.log_freq": 1,
-            "metrics.enable_tensorboard": False,
-            "metrics.enable_wandb": False,
-            "debug.compare_copies_every": compares_copies,
+            "lr_scheduler": LRScheduler(warmup_steps=2, total_steps=6, decay_type=decay_type),
+            "profiling": Profiling(),  # refused without a GPU
+            "metrics": Metrics(log_freq=1, enable_tensorboard=False),
+            "job.overwrite": False,
+            "debug.compare_copies_every": int(real.debug.compare_copies_every > 0),
             "checkpoint.enable": True,
             "checkpoint.interval": SAVED,
             "checkpoint.keep_latest_k": 0,
@@ -276,7 +275,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
             "validation.dataset_path": "",
             "comm.train_timeout_seconds": max(300, real.comm.train_timeout_seconds),
             "model.hf_assets_path": TOKENIZER,
-            "model.vocab_size": vocab_size,
+            "model.vocab_size": vocab_size + round_up(n_missing, reduction.layout.world_size),
             "training.expert_bias_rate": 1e-3,
             "training.dataset": corpora,
             "training.dataset_path": "",
@@ -288,27 +287,15 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
 
 def write_corpora(config: Config) -> None:
     """Prepare corpora of random documents. They are so small that a second epoch begins during the run."""
-    folders = [Path(name) for name in config.training.dataset]
     n_tokens = config.training.global_batch_size * config.training.seq_len
-    folders[0].parent.mkdir(parents=True)
     draw = random.Random(0)
-    for folder in folders:
-        texts = [
-            "".join(draw.choices(ascii_letters, k=draw.randint(1, 48)))
-            for _ in range(n_tokens // 5)
-        ]
+    for name in config.training.dataset:
+        folder = Path(name)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lines = []
+        for _ in range(n_tokens // 5):
+            letters = draw.choices(ascii_letters, k=draw.randint(1, 48))
+            lines.append(json.dumps({"text": "".join(letters)}))
         file = folder.with_suffix(".jsonl")
-        file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+        file.write_text("\n".join(lines))
         prepare([file], folder, PrepareSettings(TOKENIZER, validation_share=0.35))
-
-
-def choose_other_layout(config: Config, reduction: Reduction) -> Config:
-    """Return the config on another mesh of the same ranks, with the same global batch and another ep if possible."""
-    keys = {
-        **STAGES_BY_RULE,
-        "parallelism.pipeline_parallel_schedule": "GPipe",  # takes any number of microbatches
-        "parallelism.pipeline_parallel_microbatch_size": 1,
-        "training.local_batch_size": 1,
-    }
-    layout, other = reduction.layout, override(config, keys)
-    return next(list_other_layouts(other, layout.degrees, layout.ep), config)

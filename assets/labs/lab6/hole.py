@@ -1,0 +1,22 @@
+# torchtitan_lite/step.py: count_global_tokens
+def count_global_tokens(run: Run, batch: Batch) -> Tensor:
+    """Count the valid targets of the global batch, () int64."""
+    n_tokens = count_valid_tokens(batch.targets) * run.layout.dp
+    return n_tokens.clamp(min=1)  # a batch of conversations without targets has loss 0, not 0/0
+
+
+# torchtitan_lite/components/optim.py: count_copies
+def count_copies(tensor: Tensor) -> int:
+    """Return how often a tensor counts in the norm of all gradients."""
+    return 1
+
+
+# torchtitan_lite/parallel/exchange.py: Gather.backward
+def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    return grad.chunk(ctx.ranks.n, ctx.dim)[ctx.ranks.own], None, None
+
+
+# torchtitan_lite/parallel/local_parameters.py: find_gradient_placements
+def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:
+    """Return the placement of a gradient."""
+    return parameter.placements

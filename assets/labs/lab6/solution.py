@@ -1,0 +1,27 @@
+# torchtitan_lite/step.py: count_global_tokens
+def count_global_tokens(run: Run, batch: Batch) -> Tensor:
+    """Count the valid targets of the global batch: the ranks may have different numbers of them."""
+    n_tokens = count_valid_tokens(batch.targets)
+    dist.all_reduce(n_tokens, group=run.mesh.dp_cp_mesh.get_group())
+    return n_tokens.clamp(min=1)
+
+
+# torchtitan_lite/components/optim.py: count_copies
+def count_copies(tensor: Tensor) -> int:
+    """Return the number of ranks that hold the same shard: each counts its part of it."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())
+
+
+# torchtitan_lite/parallel/exchange.py: Gather.backward
+def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    # Every rank used the whole sequence, so each has a part of its gradient.
+    return reduce_scatter(grad, ctx.ranks, ctx.dim), None, None
+
+
+# torchtitan_lite/parallel/local_parameters.py: find_gradient_placements
+def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:
+    """A rank has the gradient of its own tokens only, so the gradient of a copied parameter is a partial sum."""
+    return tuple(Partial() if each.is_replicate() else each for each in parameter.placements)

@@ -1,0 +1,77 @@
+"""Errors of one rank: its slice of a tensor beside the same slice of the plain loop's tensor. Nothing is gathered."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchtitan_lite.components.adamw_bfloat16 import local_tensor
+
+ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
+LARGEST = 1e30  # JSON has no infinity
+Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
+Note = Callable[[str, str, float], None]  # measure, name, error
+Key = tuple[int, str, str]  # step, measure, name of a parameter, module or function
+
+
+@dataclass
+class Seen:
+    """What one rank found."""
+
+    coordinates: Coordinates
+    errors: dict[Key, float] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)  # FQNs of the rank's parameters
+    results: list[dict] = field(default_factory=list)  # of each step, if there is only one rank
+
+    def note(self, step: int, measure: str, name: str, error: float) -> None:
+        """Record an error, at most LARGEST. Of several errors with the same key, keep the largest."""
+        key = (step, measure, name)
+        error = error if error < LARGEST else LARGEST  # also NaN
+        self.errors[key] = max(error, self.errors.get(key, 0.0))
+
+
+def local(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor).detach()
+
+
+def cut(whole: Tensor, like: Tensor) -> Tensor:
+    """Return the slice of `whole` with the placement of `like` on this rank. No communication."""
+    if not isinstance(like, DTensor):
+        return whole
+    placed = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return placed.to_local()
+
+
+@torch.no_grad()
+def relative_error(
+    tensor: Tensor,
+    whole: Tensor,
+    unit: Tensor | None = None,
+    *,
+    roundings: int = 0,
+    forgives: bool = False,
+) -> float:
+    """Return ||own - right|| relative to this slice's share of ||unit|| (default: `whole`). If it is 0, own must be 0.
+
+    `roundings`: number of fp32 roundings per element to ignore.
+    `forgives`: ignore the worst two elements plus 0.1 %. In bfloat16, one in ten thousand rounds differently.
+    """
+    own = local(tensor).double()
+    right = cut(whole, tensor).double()
+    ignored = roundings * ROUNDING * right.abs()
+    errors = ((own - right).abs() - ignored).clamp(min=0)
+    if forgives and own.isfinite().all():
+        n_ignored = 2 + errors.numel() // 1000
+        errors = errors.flatten().sort().values[:-n_ignored]
+    wrong = errors.norm().item()
+    if wrong == 0:
+        return 0.0
+    unit = whole if unit is None else unit
+    fraction = own.numel() / unit.numel()
+    share = unit.double().norm().item() * math.sqrt(fraction)
+    own_norm = cut(unit, tensor).double().norm().item()
+    scale = max(share, own_norm)
+    return wrong / scale if scale else math.inf

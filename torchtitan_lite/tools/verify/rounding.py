@@ -1,0 +1,110 @@
+"""Measure where a rank rounds: what ZeRO++ packs, the dtype that FSDP reduces, float8 scales, sums of microbatches."""
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_lite import build
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.block import INT8_BLOCK
+from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.model.float8_linear import E4M3, choose_scale
+from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.parallel.float8 import find_amax
+from torchtitan_lite.parallel.zero_plus_plus import Packing
+from torchtitan_lite.tools.verify.measures import ROUNDING, Note, relative_error
+from torchtitan_lite.tools.verify.plain import PlainStep
+
+
+def packing_checked(note: Note) -> AbstractContextManager:
+    """Context manager: compare what ZeRO++ packs with its bound, then send exact numbers, which hide no other error."""
+    pack = Packing.pack
+    unpack = Packing.unpack
+
+    def check_and_send(self: Packing, rows: Tensor) -> Tensor:
+        rounded = torch.empty(rows.shape)
+        unpack(self, pack(self, rows), rounded)
+        errors = (rounded - rows).abs()
+        for own, wrong in zip(
+            rows.split(self.sizes, -1), errors.split(self.sizes, -1), strict=True
+        ):
+            blocks = zip(own.split(INT8_BLOCK, -1), wrong.split(INT8_BLOCK, -1), strict=True)
+            for block, error in blocks:
+                size = block.float().abs()
+                half_scale = size.amax(-1, keepdim=True) / 254
+                bound = half_scale + 4 * ROUNDING * size + 1e-30
+                note("packing", "zero_plus_plus", (error / bound).max().item())
+        sent = rows.clone(memory_format=torch.contiguous_format).view(torch.int8)
+        # A rank must not use its own numbers as they were: others see them rounded.
+        rows.fill_(math.nan)
+        return sent
+
+    def receive(self: Packing, sent: Tensor, rows: Tensor) -> None:
+        rows.copy_(sent.view(rows.dtype))
+
+    return patch.multiple(Packing, pack=check_and_send, unpack=receive)
+
+
+def reductions_noted(note: Note) -> AbstractContextManager:
+    """Context manager: record whether FSDP reduces gradients in float32."""
+    name = "reduce_scatter_tensor"
+    if hasattr(dist, "reduce_scatter_single"):  # torch 2.13
+        name = "reduce_scatter_single"
+    reduce_scatter = getattr(dist, name)
+
+    def reduce(output: Tensor, input: Tensor, *args, **options) -> object:
+        is_rounded = input.dtype != torch.float32
+        note("reduced in float32", "FSDP", float(is_rounded))
+        return reduce_scatter(output, input, *args, **options)
+
+    return patch.object(dist, name, reduce)
+
+
+def compare_scales(run: build.Run, note: Note) -> None:
+    """Compare the scales for the next step with those of the weights that it will use. Collective."""
+    weights = run.float8_weights
+    mesh = run.mesh.fsdp_mesh
+    amax = torch.stack([find_amax(weight.shard) for weight in weights])
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+    scales = torch.stack([weight.scale for weight in weights])
+    error = (scales / choose_scale(amax, E4M3) - 1).abs().max()
+    note("scales", "precompute_scales", error.item())
+
+
+def sums_in_bfloat16(run: build.Run) -> bool:
+    """Whether gradients of several bfloat16 microbatches are added, and nothing else rounds them."""
+    config = run.config
+    is_rounded = config.model.uses_float8 or "qgz" in config.parallelism.zero_plus_plus
+    is_bfloat16 = config.training.mixed_precision_param == "bfloat16"
+    return is_bfloat16 and run.layout.n_microbatches > 1 and not is_rounded
+
+
+def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, note: Note) -> None:
+    """Compare the gradients of all microbatches with the sum of the gradients of two halves. Collective.
+
+    This finds a sum that is rounded to bfloat16 on any layout, because the halves round differently.
+    """
+    is_even = torch.arange(len(batch.tokens)) // run.layout.microbatch_size % 2 == 0
+    everything = torch.ones_like(is_even)
+    n_tokens = torch.tensor(plain.n_tokens)
+    if run.balance:
+        for router in run.balance.routers.values():
+            router.balance_loss = 0.0  # both halves would add it for every row
+    differences = dict.fromkeys(run.parameters, 0.0)
+    # The loss of a half is divided by the tokens of the whole batch.
+    with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
+        for sign, is_counted in ((1, everything), (-1, is_even), (-1, ~is_even)):
+            targets = batch.targets.masked_fill(~is_counted[:, None], IGNORE_INDEX)
+            stepping.compute_gradients(run, replace(batch, targets=targets))
+            for fqn, parameter in run.parameters.items():
+                signed = sign * parameter.grad
+                differences[fqn] = differences[fqn] + signed
+    for fqn, difference in differences.items():
+        right = plain.gradients[fqn]
+        error = relative_error(difference, torch.zeros_like(right), right)
+        note("sum of microbatches", fqn, error)
