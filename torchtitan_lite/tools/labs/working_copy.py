@@ -62,7 +62,9 @@ def judge(lab: Lab, folder: Path) -> int:
         raise UserError(f"{folder} does not exist. Start with: lab {lab.number} start.")
     command = [sys.executable]
     if lab.judge == JUDGE:
-        shutil.copy(lab.folder / JUDGE, folder)  # Python imports from the folder of the file it runs
+        shutil.copy(
+            lab.folder / JUDGE, folder
+        )  # Python imports from the folder of the file it runs
         command.append(JUDGE)
     else:
         command += ["-m", "torchtitan_lite", *lab.judge.split()]
