@@ -59,7 +59,7 @@ def write_files(folder: Path) -> list[str]:
 def list_documents(folder: Path, split: str) -> list[list[int]]:
     if split not in read_manifest(folder).splits:
         return []
-    corpus = Corpus("", folder, split)
+    corpus = Corpus(str(folder), BYTES, Path("cache"), split=split)
     tokens = corpus.tokens.tolist()
     starts = corpus.documents.tolist()
     return [tokens[start:stop] for start, stop in pairwise([*starts, len(tokens)])]

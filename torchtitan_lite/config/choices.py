@@ -53,9 +53,8 @@ class AttentionRow:
 
 ATTENTIONS = {
     "causal": AttentionRow(under_cp=("allgather", "ring"), is_plain=True),
-    "document": AttentionRow(
-        uses_documents=True, under_cp=("allgather",), is_plain=True
-    ),  # the ring has no masks
+    # the ring has no masks
+    "document": AttentionRow(uses_documents=True, under_cp=("allgather",), is_plain=True),
 }
 
 
