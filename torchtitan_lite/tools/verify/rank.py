@@ -26,7 +26,6 @@ from torch import Tensor
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # a module, because tests patch its functions
 from torchtitan_lite.checkpoint.load import set_step
-from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, with_value
@@ -182,7 +181,7 @@ def compare_updates(run: build.Run, plain: PlainStep, note: Note) -> None:
         note("updates", fqn, error)
     note("copies", "weights and state", 0.0)
     try:
-        compare_copies(name_tensors(run.saved, run.optimizer), run.mesh, dist.group.WORLD)
+        compare_copies(run, dist.group.WORLD)
     except UserError as damage:
         note("copies", str(damage), 1.0)
 
