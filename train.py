@@ -94,7 +94,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     batches = log.time_loading(data.batches(range(resumed_step, last)))
     status = 0
     # all ranks: a barrier, and an all-gather of hosts and process ids; on leaving, they wait for the save in flight
-    with log, guards.watching(log.record):
+    with log.around_steps(), guards.watching(log.record):
         for step in range(resumed_step + 1, last + 1):
             guards.begin(step)
             batch = next(batches)

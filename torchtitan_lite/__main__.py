@@ -5,6 +5,7 @@ command is run again with the Python that run_train.sh would use. Only the chose
 """
 
 import importlib
+import os
 import sys
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -16,7 +17,25 @@ from torchtitan_lite.tools.processes import start_fork_server
 
 def main(args: list[str] | None = None) -> int:
     """Run the tool. Return its exit status: 0 success, 1 the answer is no, 2 wrong input, 130 stopped by Ctrl-C."""
-    args = sys.argv[1:] if args is None else args
+    try:
+        status = run_tool(sys.argv[1:] if args is None else args)
+        sys.stdout.flush()
+        return status
+    except UserError as error:
+        text = f"This run cannot start:\n{error}" if isinstance(error, ConfigError) else error
+        print(text, file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader of a pipe, such as head, has read enough. Python flushes once more when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run_tool(args: list[str]) -> int:
+    """Run the tool that the first argument names. Return its exit status. Raises UserError."""
     if not args or args[0] in ("-h", "--help"):
         print("python -m torchtitan_lite TOOL ...    (TOOL --help lists its options)\n")
         for name, tool in TOOLS.items():
@@ -28,26 +47,14 @@ def main(args: list[str] | None = None) -> int:
         print(f"There is no tool named {name!r}. Use {', '.join(near)}.", file=sys.stderr)
         return 2
     options = parse_command(name, rest)
-    if name != "check" or not (
-        find_spec("tomllib") or find_spec("tomli")
-    ):  # check needs only a TOML parser
+    # check needs only a TOML parser
+    if name != "check" or not (find_spec("tomllib") or find_spec("tomli")):
         importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()
     if name == "verify":  # its ranks import torch while it does
         start_fork_server()
-    try:
-        module = vars(options).get(
-            "module", TOOLS[name].module
-        )  # an option may select another module
-        return importlib.import_module(f"torchtitan_lite.tools.{module}").main(options)
-    except UserError as error:
-        print(
-            f"This run cannot start:\n{error}" if isinstance(error, ConfigError) else error,
-            file=sys.stderr,
-        )
-        return error.status
-    except KeyboardInterrupt:
-        print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
-        return 130
+    # an option may select another module
+    module = vars(options).get("module", TOOLS[name].module)
+    return importlib.import_module(f"torchtitan_lite.tools.{module}").main(options)
 
 
 if __name__ == "__main__":

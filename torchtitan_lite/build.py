@@ -49,9 +49,8 @@ class Run:
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     float8_weights: list[Float8AllGatherHook]  # weights whose scales are precomputed
     balance: ExpertBalance | None = None  # None: the model has no experts
-    tied: TiedMatrix | None = (
-        None  # None: no stage of this rank has a matrix that another stage has
-    )
+    # None: no stage of this rank has a matrix that another stage has
+    tied: TiedMatrix | None = None
 
     @property
     def saved(self) -> dict[str, Tensor]:
@@ -65,22 +64,17 @@ def find_model_class(name: str) -> type[nn.Module]:
 
 
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
-    """Build the whole model on meta, without storage. Raises UserError if its table is wrong."""
+    """Build the whole model on meta, without storage. Raises UserError if its table lists other parameters."""
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
-    require_table(model)
-    return model
-
-
-def require_table(model: nn.Module) -> None:
-    """Raise UserError unless the table of a model lists exactly its parameters."""
-    listed = {fqn: entry.shape for fqn, entry in list_parameters(model.model_args).items()}
+    listed = {fqn: entry.shape for fqn, entry in list_parameters(model_args).items()}
     built = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
     different = sorted(listed.items() ^ built.items())
     if different:
-        files = f"modules.py and table.py of models/{model.model_args.name}"
+        files = f"modules.py and table.py of models/{model_args.name}"
         fqn, shape = different[0]
         raise UserError(f"{fqn} has the shape {shape} in only one of {files}: correct table.py")
+    return model
 
 
 def build_parts(

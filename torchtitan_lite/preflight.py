@@ -24,11 +24,9 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 from torchtitan_lite.checkpoint.starting_weights import PATH, find_initial, find_resumed
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
 from torchtitan_lite.config.checks import (
-    Problems,
     check_context_parallel,
     check_machine,
     check_run,
-    count_pieces,
 )
 from torchtitan_lite.config.layout import plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine
@@ -44,21 +42,12 @@ from torchtitan_lite.dump_folder import check_files, list_earlier
 
 SHIPPED = "assets/tokenizer"
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
-# Keys that decide which weights a run starts from, and so its model and its tokenizer
-SOURCES = (
-    PATH,
-    TOKENIZER,
-    "checkpoint.enable",
-    "checkpoint.folder",
-    "checkpoint.load_step",
-    "job.dump_folder",
-)
 # On a CPU, a step of more tokens than this gets shorter sequences and smaller batches, unless the user sets them. Then
 # a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
 CPU_SEQ_LEN = 512
-# Sections that the rules of check_run and check_machine read; the layout depends on the first three
-LAYOUT_SECTIONS = {"model", "training", "parallelism"}
+# Sections that decide the weights, the tokenizer and the layout. The rules of check_run and check_machine read more.
+LAYOUT_SECTIONS = {"model", "training", "parallelism", "checkpoint", "job"}
 RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compile", "profiling"}
 
 
@@ -84,18 +73,17 @@ def preflight(
     if not sections & RULED_SECTIONS:
         run.problems += check_run(run.config) + check_machine(run.config, machine)
     run.problems += check_files(run.config, restarted)
-    if not set(SOURCES) & set(unread):
+    if not sections & LAYOUT_SECTIONS:
         open_tokenizer(run)
-        if not sections & LAYOUT_SECTIONS:
-            plan(run, args, machine, n_ranks, n_hosts)
+        plan(run, args, machine, n_ranks, n_hosts)
     run.problems += check_data(run.config, run.tokenizer)
     section = run.config.checkpoint
     if run.weights and run.weights.manifest and run.layout and run.tokenizer:
         if run.weights.is_resumed or not section.initial_load_model_only:
             documents = fingerprint_documents(run.config, run.tokenizer)
-            continued = Problems(run.config)
-            run.notices += check_continued(continued, run.config, run.weights, documents)
-            run.problems += continued
+            problems, notices = check_continued(run.config, run.weights, documents)
+            run.problems += problems
+            run.notices += notices
     if run.problems:
         raise ConfigError(run.problems)
     add_notices(run, restarted)
@@ -141,16 +129,11 @@ def read_run_config(
         adapt_to_weights(run)
     if machine and machine.device_type == "cpu" and machine.is_here:
         adapt_to_cpu(run)
-    unit = count_pieces(run.config.parallelism)
-    pieces, rest = divmod(run.config.training.seq_len, unit)
-    if rest and pieces and "training.seq_len" not in run.chosen:
-        why = f"a multiple of {unit}, which tp and cp need"
-        run.change("training.seq_len", pieces * unit, why)
     return run
 
 
 def adapt_to_weights(run: Prepared) -> None:
-    """Use the model of the weights, and defaults for pretrained weights. Chosen keys do not change."""
+    """Use the model of the weights, and defaults for pretrained weights."""
     weights = run.weights
     model, training, section = run.config.model, run.config.training, run.config.checkpoint
     if model.flavor == AUTO:
@@ -162,14 +145,13 @@ def adapt_to_weights(run: Prepared) -> None:
     if not (weights.published or is_trained_further):
         return
     context = weights.published.get(CONFIG, {}).get(LENGTH) or training.seq_len
-    if context < training.seq_len and "training.seq_len" not in run.chosen:
-        run.change("training.seq_len", context, "the context length of the weights")
-    if weights.model_args.moe and "training.expert_bias_rate" not in run.chosen:
+    seq_len = min(context, training.seq_len)
+    run.change("training.seq_len", seq_len, "the context length of the weights")
+    if weights.model_args.moe:
         rate = 0.0  # Hugging Face formats have no expert bias
         if weights.manifest:
             rate = weights.manifest.run["config"]["training"]["expert_bias_rate"]
-        if rate != training.expert_bias_rate:
-            run.change("training.expert_bias_rate", rate, f"as for the weights in {weights.path}")
+        run.change("training.expert_bias_rate", rate, f"as for the weights in {weights.path}")
     if run.config.optimizer.lr > HIGHEST_LR:
         high = f"optimizer.lr = {run.config.optimizer.lr:g} is high for trained weights"
         run.notices.append(f"{high}; finetune.toml uses 1e-5")
@@ -184,17 +166,10 @@ def adapt_to_cpu(run: Prepared) -> None:
     is_pipeline = run.config.parallelism.pipeline_parallel_degree > 1
     if is_pipeline or n_sequences * training.seq_len <= CPU_TOKENS:
         return
-    if "training.seq_len" not in run.chosen and training.seq_len > CPU_SEQ_LEN:
-        training = replace(training, seq_len=CPU_SEQ_LEN)
-    if "training.local_batch_size" not in run.chosen:
-        training = replace(training, local_batch_size=1)
-        if "training.global_batch_size" not in run.chosen:
-            training = replace(training, global_batch_size=-1)
-    run.config = replace(run.config, training=training)
-    small = f"sequences of at most {CPU_SEQ_LEN} tokens, and one of them per rank and step"
-    run.notices.append(
-        f"on a CPU, training has {small}, unless you set training.seq_len and batch sizes"
-    )
+    why = "because a CPU is slow"
+    run.change("training.seq_len", min(training.seq_len, CPU_SEQ_LEN), why)
+    run.change("training.local_batch_size", 1, why)
+    run.change("training.global_batch_size", -1, why)
 
 
 # ---------------------------------------------------------------- checking
@@ -228,13 +203,12 @@ def plan(
     """Find model, layout and memory of the run, and resolve its config."""
     section = run.config.parallelism
     n_ranks = n_ranks or choose_n_ranks(section, machine, n_hosts)
-    degrees = plan_degrees(section, n_ranks)
     try:
         run.model_args = resolve_model(run.config.model)
         check_model_files(run)
-        run.memory = bound_memory(run.config, run.model_args, degrees, machine, n_hosts)
+        run.memory = bound_memory(run.config, run.model_args, n_ranks, machine, n_hosts)
         flavor = run.config.model.flavor
-        run.problems += check_memory(run.memory, flavor, args, prod(degrees.values()), machine)
+        run.problems += check_memory(run.memory, flavor, args, n_ranks, machine)
         run.layout = plan_layout(run.config, run.model_args, n_ranks)
         run.config = resolve_config(run.config, run.layout, machine.device_type)
         run.problems += check_context_parallel(run.config, run.model_args, machine)
@@ -247,10 +221,17 @@ def check_model_files(run: Prepared) -> None:
     section = run.config.checkpoint
     if run.tokenizer:
         check_vocabulary(run)
-    unwritable = explain_unwritable(run.model_args, run.config.model.attention)
-    if section.enable and section.last_save_in_hf and unwritable:
-        remedy = "Set it to false, or change [model]"
-        run.refuse("checkpoint.last_save_in_hf", unwritable, remedy)
+    if section.enable and section.last_save_in_hf:
+        key = "checkpoint.last_save_in_hf"
+        unwritable = explain_unwritable(run.model_args, run.config.model.attention)
+        if unwritable:
+            run.refuse(key, unwritable, "Set it to false, or change [model]")
+        if run.model_args.moe and run.config.training.expert_bias_rate:
+            why = (
+                "Hugging Face formats have no expert bias, but training.expert_bias_rate trains one"
+            )
+            remedy = "Set training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
+            run.refuse(key, why, remedy)
     if not run.weights or run.weights.model_args == run.model_args:
         return
     theirs = dict(flatten_table(asdict(run.weights.model_args)))
@@ -269,22 +250,16 @@ def check_vocabulary(run: Prepared) -> None:
 
     Conversations have special tokens. A batch with an id above the rows is refused when it is read.
     """
-    assets = run.config.model.hf_assets_path
     n_ids = run.tokenizer.vocab_size
     n_rows = run.model_args.vocab_size
     largest_id = run.tokenizer.largest_text_id
-    if n_ids <= n_rows:
-        return
     if largest_id < n_rows:
-        more = f"{n_ids} ids, but the model has {n_rows} rows"
-        run.notices.append(f"the tokenizer {assets} has {more}. No text uses the other ids")
         return
     token = run.tokenizer.decode([largest_id])
-    why = f"a text may use the id {largest_id} ({token!r}) of the tokenizer {assets}"
-    remedy = f"Set model.vocab_size to {n_ids} or more, or choose another model.hf_assets_path"
+    why = f"a text may use the id {largest_id} ({token!r}) of {run.config.model.hf_assets_path}"
+    remedy = f"Set it to {n_ids} or more, or choose another {TOKENIZER}"
     if run.weights:
-        enlarge = f"enlarge the model with resize_token_embeddings({n_ids}) of transformers"
-        remedy = f"Use the tokenizer of the model, or {enlarge}"
+        remedy = f"Call resize_token_embeddings({n_ids}) of transformers, or leave out {TOKENIZER}"
     run.problems.append(Problem("model.vocab_size", n_rows, why, remedy))
 
 
@@ -301,17 +276,14 @@ def add_notices(run: Prepared, restarted: bool) -> None:
         linears = list_linears(run.model_args)
         used = plan_float8(linears, section.filter_fqns, run.layout.tp, section.recipe_name)
         notices.append(f"{len(used)} of {len(linears)} linear layers compute in float8")
-        if config.parallelism.enable_async_tensor_parallel:
-            notices[-1] += "; async tensor parallel does not overlap these"
         for part in section.filter_fqns:
             if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
                 why = f"{part!r} is in the name of no linear layer"
                 notices.append(f"quantize.linear.float8.filter_fqns: {why}")
-    warmup, n_steps = config.lr_scheduler.warmup_steps, config.training.steps
-    if warmup > n_steps:
-        reached = f"the learning rate only reaches {n_steps / warmup:.0%} of optimizer.lr"
-        longer = f"lr_scheduler.warmup_steps = {warmup} is longer than the run of {n_steps} steps"
-        notices.append(f"{longer}: {reached}")
+    reached = config.training.steps / max(1, config.lr_scheduler.warmup_steps)
+    if reached < 1:
+        why = f"the learning rate only reaches {reached:.0%} of optimizer.lr"
+        notices.append(f"lr_scheduler.warmup_steps is longer than the run: {why}")
     assets = Path(config.model.hf_assets_path)
     has_model = (assets / CONFIG).is_file() and any(assets.glob("*.safetensors"))
     if run.weights is None and has_model:

@@ -9,7 +9,7 @@ import logging
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Writes the metrics of a run. Use it as a context manager around the steps: on an exception it logs the rank.
+    """Writes the metrics of a run. Make the steps inside `around_steps`.
 
     The time-outs of collectives change once, after the first step and the first validation. By then every rank has
     compiled its code and connected to its peers.
@@ -54,8 +54,7 @@ class RunLog:
     ):
         config = run.config
         self.run = run
-        self.model_args = plan.model_args
-        self.dump_folder = plan.dump_folder
+        self.plan = plan
         self.groups = groups
         self.resumed_step = resumed_step
         self.n_steps = config.training.steps
@@ -150,7 +149,7 @@ class RunLog:
         )
         fields |= read_peak_memory(self.run.device)
         if result.expert_loads is not None:
-            moe = self.model_args.moe
+            moe = self.plan.model_args.moe
             load = describe_load(result.expert_loads, moe.top_k)
             self.n_collapsed = count_collapsed(step, load, moe, self.n_collapsed)
             fields |= load
@@ -173,39 +172,37 @@ class RunLog:
     def stop_at_end(self) -> None:
         first = self.resumed_step + 1
         trained = f"trained {self.n_steps - self.resumed_step} steps ({first} to {self.n_steps})"
-        self.stop(self.n_steps, f"{trained}; everything is in {self.dump_folder}")
+        self.stop(self.n_steps, f"{trained}; everything is in {self.plan.dump_folder}")
 
-    def __enter__(self) -> "RunLog":
+    @contextmanager
+    def around_steps(self) -> Iterator[None]:
+        """Profile and collect garbage at fixed steps. An exception is logged with its rank, and raised again."""
         config = self.run.config
+        folder = self.plan.dump_folder
+        rank = dist.get_rank()
         set_timeouts(config.comm.init_timeout_seconds, self.groups)
-        self.exits = ExitStack()
-        profiling = profile_steps(
-            config.profiling, self.dump_folder, dist.get_rank(), resumed_step=self.resumed_step
-        )
-        self.end_profiled_step = self.exits.enter_context(profiling)
         if self.run.device.type == "cuda":
             torch.cuda.empty_cache()  # initializing or loading weights allocated one full tensor at a time
         gc.collect()
         gc.freeze()  # never scan objects that exist now
         gc.disable()  # after_step collects at fixed steps: a rank that collects alone makes all others wait
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, *rest: object) -> None:
-        if isinstance(error, Exception):
-            failed = describe_rank(dist.get_rank(), self.run.mesh.coordinates())
+        profiling = profile_steps(config.profiling, folder, rank, resumed_step=self.resumed_step)
+        try:
+            with profiling as self.end_profiled_step:
+                yield
+        except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            logger.error(f"{failed} failed: {reason}")
+            logger.error(f"{describe_rank(rank, self.run.mesh.coordinates())} failed: {reason}")
             if is_out_of_memory(error):
-                logger.error(describe_out_of_memory(self.dump_folder, dist.get_world_size()))
+                logger.error(describe_out_of_memory(folder, dist.get_world_size()))
             self.record("stop", self.step, reason=reason)
-        elif error is None:
-            folder = shlex.quote(str(self.dump_folder))
-            curves = f"python -m torchtitan_lite report {folder}"
-            if self.run.config.metrics.enable_tensorboard:
-                curves += (
-                    f", or tensorboard --logdir {folder}/{self.run.config.metrics.save_tb_folder}"
-                )
+            raise
+        else:
+            name = shlex.quote(str(folder))
+            curves = f"python -m torchtitan_lite report {name}"
+            if config.metrics.enable_tensorboard:
+                curves += f", or tensorboard --logdir {name}/{config.metrics.save_tb_folder}"
             logger.info(f"look at it: {curves}")
-        self.exits.__exit__(kind, error, *rest)
-        if self.writer:
-            self.writer.close()
+        finally:
+            if self.writer:
+                self.writer.close()

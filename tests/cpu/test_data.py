@@ -3,7 +3,6 @@
 import itertools
 import random
 import threading
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from made_corpora import BYTES, write_corpus
 
-from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.corpus_folder import CorpusError
 from torchtitan_lite.data.dataset import (
     Sampler,
@@ -32,7 +31,7 @@ N_DRAWS = 10_000
 
 
 def open_folders(folders: list[Path], *, split: str = "train") -> list:
-    return [open_corpus(str(folder), BYTES, NO_CACHE, split=split) for folder in folders]
+    return [Corpus(str(folder), BYTES, NO_CACHE, split=split) for folder in folders]
 
 
 def list_rows(batch: Batch) -> list[tuple[list[int], ...]]:
@@ -57,9 +56,8 @@ class Case:
         self, global_batch_size: int, *, restart_positions: bool = False
     ) -> SampleStream:
         reader = SampleReader(open_folders(self.folders), self.seq_len, 2**16, restart_positions)
-        return SampleStream(
-            reader, global_batch_size=global_batch_size, weights=self.weights, seed=self.seed
-        )
+        sampler = Sampler(reader.n_samples, weights=self.weights, seed=self.seed)
+        return SampleStream(reader, sampler, global_batch_size)
 
 
 def make_case(folder: Path, seed: int) -> Case:
@@ -162,12 +160,12 @@ def test_a_batch_does_not_depend_on_what_was_read_before_and_microbatches_are_it
 # ---------------------------------------------------------------- rows written out
 
 
-def test_an_id_that_the_model_does_not_know_is_named_with_its_place(tmp_path):
+def test_an_id_that_the_model_does_not_know_is_named_with_its_corpus(tmp_path):
     folder = write_corpus(tmp_path / "made", [[[5, 6, 7]], [[8, 299, 300, 9]]])
     reader = SampleReader(open_folders([folder]), 3, vocab_size=300)
     first, both = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     assert reader.read(first, first).tokens.tolist() == [[5, 6, 7]]
-    with pytest.raises(CorpusError, match=r"token 5 of .*made is 300, .*300.*model.vocab_size"):
+    with pytest.raises(CorpusError, match=r"made: there is an id 300, .*model.vocab_size = 300"):
         reader.read(both, torch.arange(2))
 
 
@@ -262,26 +260,12 @@ def test_batches_arrive_on_the_gpu(stream):
 # ---------------------------------------------------------------- the order of samples
 
 
-def choose(sampler: Sampler, draws: torch.Tensor) -> list[tuple[int, int]]:
-    return list(zip(*(tensor.tolist() for tensor in sampler.choose(draws)), strict=True))
-
-
 def test_epochs_and_seeds_have_orders_of_their_own():
     n, two_epochs = 40, torch.arange(80)
     first, second = Sampler([n], seed=0).choose(two_epochs)[1].chunk(2)
     other_seed = Sampler([n], seed=1).choose(two_epochs)[1][:n]
     for one, another in ((first, second), (first, other_seed), (second, other_seed)):
         assert (one == another).sum() < 8  # one in a fair permutation
-
-
-def test_any_run_of_draws_takes_its_share_from_each_source():
-    weights = [0.62, 3.1, 1]
-    chosen = choose(Sampler([5000, 300, 100_000], weights=weights, seed=0), torch.arange(30_000))
-    for n in (10_000, 1000):
-        for start in range(0, len(chosen), n):
-            counts = Counter(source for source, _ in chosen[start : start + n])
-            for source, weight in enumerate(weights):
-                assert abs(counts[source] - weight / sum(weights) * n) < 3
 
 
 SHARES = [0.00004, 0.9, 0.000001, 0.0003, 0.00074, 0.098919]

@@ -63,8 +63,8 @@ GIVEN = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "n
     [
         ([GIVEN[0], GIVEN[1][1:]], "in the order of the model"),
         ([GIVEN[0], GIVEN[1][:-1]], "in the order of the model"),
-        ([[], [*GIVEN[0], *GIVEN[1]]], "stage 0 has no layer"),
-        ([[*GIVEN[0], *GIVEN[1][:-1]], ["output"]], "stage 1 has no layer"),
+        ([[], [*GIVEN[0], *GIVEN[1]]], "[] has no layer"),
+        ([[*GIVEN[0], *GIVEN[1][:-1]], ["output"]], "['output'] has no layer"),
         ([[*GIVEN[0], *GIVEN[1]]], "lists 1 stages for 2 pp ranks"),
     ],
 )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
 
 from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.dataset import RunData, SampleReader, ValidationBatches, rows_of_rank
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.models.llama3.modules import Llama3
@@ -49,7 +49,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def open_validation(folder: Path) -> Corpus:
-    return open_corpus(str(folder), load_tokenizer("bytes"), Path("nowhere"), split="validation")
+    return Corpus(str(folder), load_tokenizer("bytes"), Path("nowhere"), split="validation")
 
 
 def make_batches(folder: Path, most_batches: int, attention: str) -> ValidationBatches:

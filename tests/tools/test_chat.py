@@ -15,7 +15,7 @@ from test_tokenizers import SHIPPED, train_bpe, write
 from transformers import AutoTokenizer
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.dataset import SampleReader
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
@@ -235,7 +235,7 @@ def test_each_dialect_gives_the_same_conversation_and_is_named(
         in capsys.readouterr().out
     )
     expected, _, _ = encode(folder, {"messages": EXCHANGE})
-    corpus = open_corpus(str(tmp_path / "out"), load_tokenizer(folder), tmp_path)
+    corpus = Corpus(str(tmp_path / "out"), load_tokenizer(folder), tmp_path)
     tokens, _, _ = corpus.read(torch.tensor([0]), len(expected))
     assert tokens[0].tolist() == expected
 
@@ -431,7 +431,7 @@ def test_every_token_of_the_assistant_is_a_target_once_and_no_other_is(tmp_path)
     for row in rows:
         ids, targets, _ = encode(SHIPPED, row)
         pairs += zip(ids, targets, strict=True)
-    reader = SampleReader([open_corpus(str(tmp_path / "out"), tokenizer, tmp_path)], 64, 2304)
+    reader = SampleReader([Corpus(str(tmp_path / "out"), tokenizer, tmp_path)], 64, 2304)
     (n,) = reader.n_samples
     batch = reader.read(torch.zeros(n, dtype=torch.int64), torch.arange(n))
     expected = [id if is_target else IGNORE_INDEX for id, is_target in pairs[1:]]

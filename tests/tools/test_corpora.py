@@ -23,7 +23,7 @@ from made_corpora import BYTES, WORDS, write_corpus
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.reader import REPOSITORY, read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.corpus_folder import (
     DATASETS,
     CorpusError,
@@ -59,7 +59,7 @@ def write_files(folder: Path) -> list[str]:
 def list_documents(folder: Path, split: str) -> list[list[int]]:
     if split not in read_manifest(folder).splits:
         return []
-    corpus = Corpus("", folder, split)
+    corpus = Corpus(str(folder), BYTES, Path("cache"), split=split)
     tokens = corpus.tokens.tolist()
     starts = corpus.documents.tolist()
     return [tokens[start:stop] for start, stop in pairwise([*starts, len(tokens)])]
@@ -385,10 +385,7 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
     monkeypatch.setattr(named, "prepare", lambda *_, **__: pytest.fail("prepared again"))
     prepare_datasets(config, BYTES)
     (folder,) = Path("cache").iterdir()  # no other one was left
-    assert (
-        open_corpus("tiny", BYTES, Path("cache"), split="validation", dataset_path="in").n_tokens
-        > 0
-    )
+    assert Corpus("tiny", BYTES, Path("cache"), split="validation", dataset_path="in").n_tokens > 0
     Path("in/more.txt").write_text("more")
     assert find_corpus("tiny", BYTES, Path("cache"), "in") != folder
 
@@ -406,9 +403,9 @@ def test_c4_is_its_training_files_and_c4_validation_the_others(here):
         texts = list_texts(folder, "train")
         assert len(texts) > 35
         assert all(text.startswith(prefix) for text in texts)
-        assert open_corpus(name, BYTES, Path("cache"), split=split, dataset_path="c4").n_tokens > 0
+        assert Corpus(name, BYTES, Path("cache"), split=split, dataset_path="c4").n_tokens > 0
     with pytest.raises(CorpusError, match="(?s)allenai/c4.*training.dataset_path"):
-        open_corpus("c4", BYTES, Path("cache"), dataset_path="cache")
+        Corpus("c4", BYTES, Path("cache"), dataset_path="cache")
 
 
 def test_a_file_without_its_package_is_refused_and_the_extra_named(tmp_path, monkeypatch, capsys):

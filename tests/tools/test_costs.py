@@ -142,7 +142,7 @@ def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
     ):  # what `check` compares with the memory is below what some rank holds
         gpu = Machine("cuda", 8, 2**40, "a GPU")
         bound = bound_memory(
-            planned.config, planned.model_args, planned.layout.degrees, gpu, n_hosts=1
+            planned.config, planned.model_args, planned.layout.world_size, gpu, n_hosts=1
         )
         assert bound.state_bytes < max(peak for peak, _ in memory)
 

@@ -88,9 +88,9 @@ def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, 
 
 
 def check_continued(
-    problems: Problems, config: Config, weights: Weights, documents: dict[str, str]
-) -> list[str]:
-    """Refuse, or return a notice for, each difference between a resolved config and the run to continue.
+    config: Config, weights: Weights, documents: dict[str, str]
+) -> tuple[Problems, list[str]]:
+    """Return problems and notices: the differences between a resolved config and the run to continue.
 
     `documents`: name of a corpus -> fingerprint of its documents now.
     """
@@ -99,6 +99,7 @@ def check_continued(
     exclude = config.checkpoint.exclude_from_loading
     options = f"--job.dump_folder=FOLDER --{PATH}={path} --checkpoint.initial_load_model_only"
     new_run = f"start another run from these weights: {options}"
+    problems = Problems(config)
     notices = []
     different = list_different(config, weights)
     for key, (before, value) in different.items():
@@ -124,12 +125,12 @@ def check_continued(
             why = f"{path} is already at step {manifest.step}, and its step is continued"
             remedy = f"Set it to more than {manifest.step}, or {new_run}"
             problems.refuse("training.steps", why, remedy)
-        return notices
+        return problems, notices
     has_state = exclude or any(name.startswith("optimizer.") for name in manifest.tensors)
     if OPTIMIZERS[config.optimizer.name].n_moments and not has_state:
         why = f"{path} has only weights (checkpoint.last_save_model_only), so training cannot continue from it"
         problems.refuse("training.steps", why, f"To use them, {new_run}")
-    return notices
+    return problems, notices
 
 
 def describe_rates(config: Config, weights: Weights) -> str:

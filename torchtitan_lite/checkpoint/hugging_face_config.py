@@ -95,7 +95,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
 
 
 def read_published(folder: Path) -> dict[str, JsonObject]:
-    """Return file name -> content of config.json and generation_config.json, if present. Raises JsonError."""
+    """Return file name -> content of config.json and generation_config.json, if present. Raises UserError."""
     published = {}
     for name in (CONFIG, GENERATION_CONFIG):
         if (folder / name).exists():
@@ -106,7 +106,7 @@ def read_published(folder: Path) -> dict[str, JsonObject]:
 def read_model_args(folder: Path) -> ModelArgs:
     """Return the model that config.json describes.
 
-    Raises HuggingFaceError with all unsupported features, and JsonError for a value that is missing or has no sense.
+    Raises HuggingFaceError with all unsupported features, and UserError for a value that is missing or has no sense.
     """
     content = read_json(folder / CONFIG)
     families = list_families()

@@ -23,10 +23,8 @@ def expand_path(text: str) -> str:
     if os.path.exists(text):
         return text
     expanded = os.path.expanduser(os.path.expandvars(text))
-    if unset := re.search(r"\$(\w+|\{[^}]*\})", expanded):
-        raise UserError(f"the environment variable {unset[0]} is not set")
-    if expanded.startswith("~"):
-        raise UserError(f"there is no user {expanded.partition('/')[0]}")
+    if unset := re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", expanded):
+        raise UserError(f"the user or environment variable {unset[0]} does not exist")
     return expanded
 
 

@@ -6,9 +6,8 @@ at once.
 """
 
 import re
-from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import count
+from math import gcd
 
 from torchtitan_lite.config.block import (
     FLOAT8_BLOCK,
@@ -18,13 +17,12 @@ from torchtitan_lite.config.block import (
     list_linears,
     plan_float8,
 )
-from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
+from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schedule import splits_backward
-from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
+from torchtitan_lite.config.schema import Config, Model, get_value
 
 FLOAT8 = "quantize.linear.float8"
 ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
@@ -109,19 +107,15 @@ def check_batch(problems: Problems, layout: Layout) -> None:
     """Find why data-parallel ranks cannot have equal numbers of full microbatches."""
     n_local = problems.config.training.local_batch_size
     n_sequences = layout.global_batch_size
-
-    def is_valid(n: int) -> bool:
-        is_single = layout.pp == 1 and n <= n_local * layout.dp  # one microbatch per rank
-        return n % (layout.dp if is_single else n_local * layout.dp) == 0
-
-    if not is_valid(n_sequences):
-        why = f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences"
-        remedy = f"Use {list_nearest(n_sequences, is_valid)}"
-        share, rest = divmod(n_sequences, layout.dp)
-        if not rest:
-            why = f"training.local_batch_size = {n_local} does not divide the share of a rank, {share} sequences"
-            divisor = max(n for n in range(1, n_local + 1) if share % n == 0)
-            remedy += f", or set training.local_batch_size = {divisor}"
+    unit = n_local * layout.dp
+    if layout.pp == 1 and n_sequences < unit:  # one microbatch per rank
+        unit = layout.dp
+    if n_sequences % unit:
+        shares = (
+            f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences"
+        )
+        why = f"{shares}, in full microbatches of training.local_batch_size = {n_local}"
+        remedy = f"Use {list_multiples(n_sequences, unit)}"
         problems.refuse("training.global_batch_size", why, remedy)
     if layout.pp > 1 and n_local % layout.microbatch_size:
         key = "parallelism.pipeline_parallel_microbatch_size"
@@ -129,17 +123,10 @@ def check_batch(problems: Problems, layout: Layout) -> None:
         problems.refuse(key, why, "Use a divisor of it, such as 1")
 
 
-def list_nearest(value: int, is_valid: Callable[[int], bool]) -> str:
-    """Return the nearest valid numbers below and above `value`, as in "4 or 8"."""
-    below = next((n for n in range(value, 0, -1) if is_valid(n)), None)
-    above = next(n for n in count(value + 1) if is_valid(n))
-    return f"{below} or {above}" if below else f"{above}"
-
-
-def count_pieces(parallelism: Parallelism) -> int:
-    """Return the number of equal pieces of a sequence: one per cp rank (two if cp > 1), each split by tp."""
-    cp = parallelism.context_parallel_degree
-    return (2 * cp if cp > 1 else 1) * parallelism.tensor_parallel_degree
+def list_multiples(value: int, unit: int) -> str:
+    """Return the nearest multiples of `unit` below and above `value`, as in "4 or 8"."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
 
 
 def check_sizes(problems: Problems, layout: Layout) -> None:
@@ -155,13 +142,14 @@ def check_sizes(problems: Problems, layout: Layout) -> None:
             if name == "vocab_size" and is_free:
                 remedy += f", or {size - rest + layout.tp} here; no token uses the added rows"
             problems.refuse(f"model.{name}", why, remedy)
-    pieces = count_pieces(config.parallelism)
+    pieces = layout.tp
+    if layout.cp > 1:
+        pieces *= 2 * layout.cp
     seq_len = config.training.seq_len
     if seq_len % pieces:
         cut = f"tp {layout.tp}; cp {layout.cp} needs 2 x cp pieces"
         why = f"it does not divide into {pieces} equal pieces ({cut})"
-        values = list_nearest(seq_len, lambda n: n % pieces == 0)
-        problems.refuse("training.seq_len", why, f"Use {values}")
+        problems.refuse("training.seq_len", why, f"Use {list_multiples(seq_len, pieces)}")
 
 
 SERVED = {  # kind of a module -> splits that parallel/ serves
@@ -187,36 +175,29 @@ def check_table(problems: Problems, tp: int) -> None:
             why = f"its table says that {row.name} is a {row.kind} module with split {row.split!r}"
             remedy = f"Use one of these in models/{model_args.name}/table.py: {SERVED}"
             problems.refuse("model.name", why, remedy)
-        elif tp > 1 and row.kind == "norm" and n_features != n_together:
-            why = f"{row.name} has {n_features} features, but with split {row.split!r} a tp rank has only"
-            why += f" {n_together} of them in one place"
-            problems.refuse(TP, why, f"Use 1: no code computes {row.name} across tp ranks")
-        elif row.split in ("colwise", "rowwise") and n_features % tp and not problems:
-            # check_sizes has refused the sizes of [model] by their names
-            why = f"it does not divide the {n_features} features of {row.name}"
-            problems.refuse(TP, why, "Use a degree that divides them")
+            continue
+        is_across_ranks = row.kind == "norm" and n_features != n_together
+        is_uneven = row.split in ("colwise", "rowwise") and n_features % tp > 0
+        # check_sizes has refused the sizes of [model] by their names
+        if tp > 1 and (is_across_ranks or is_uneven) and not problems:
+            why = f"tp ranks cannot share the {n_features} features of {row.name}, whose split is {row.split!r}"
+            problems.refuse(TP, why, "Use 1, or a degree that divides them")
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:
-    """Find why the experts cannot be sharded with these degrees, or cannot be exported."""
-    config = problems.config
+    """Find why the experts cannot be sharded with these degrees."""
     moe = problems.model_args.moe
     n_ranks = layout.fsdp * layout.tp
-    if n_ranks % layout.ep:
-        why = f"it does not divide the {n_ranks} ranks of dp_shard x cp x tp"
-        problems.refuse(EP, why, f"Use a divisor of {n_ranks}")
-    elif moe.n_experts % layout.ep:
-        why = f"it does not divide the {moe.n_experts} experts of a layer, but every ep rank needs the same number"
-        problems.refuse(EP, why, f"Use a divisor of {moe.n_experts}")
+    largest = gcd(n_ranks, moe.n_experts)
+    if largest % layout.ep:
+        both = (
+            f"the {n_ranks} ranks of dp_shard x cp x tp, and the {moe.n_experts} experts of a layer"
+        )
+        problems.refuse(EP, f"it must divide {both}", f"Use a divisor of {largest}")
     elif find_expert_dim(problems.model_args, layout.ep, layout.efsdp) is None:
         sizes = f"{moe.n_experts} x {problems.model_args.dim} x {moe.expert_ffn_dim}"
         why = f"FSDP cannot shard any dim of {sizes} evenly"
         problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
-    exports = config.checkpoint.enable and config.checkpoint.last_save_in_hf
-    if exports and config.training.expert_bias_rate:
-        why = "Hugging Face formats have no expert bias, but training.expert_bias_rate trains one"
-        remedy = "Set training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
-        problems.refuse("checkpoint.last_save_in_hf", why, remedy)
 
 
 def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
@@ -252,13 +233,12 @@ def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list
     """
     problems = Problems(config, model_args)
     section = config.parallelism
-    if "hpz" in section.zero_plus_plus and section.pipeline_parallel_degree > 1:
-        why = "in a pipeline, a forward may use weights that a backward gathered, so there is nothing to keep"
+    is_gathered_again = zero_stage == 3 and section.pipeline_parallel_degree == 1
+    if "hpz" in section.zero_plus_plus and not is_gathered_again:
+        why = "hpz keeps the weights that backward gathers, so it needs zero_stage = 3, and no pipeline"
         problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz"')
-    elif "hpz" in section.zero_plus_plus and zero_stage < 3:
-        why = f"with zero_stage = {zero_stage}, parameters stay gathered, and backward gathers nothing"
-        problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz", or set parallelism.zero_stage = 3')
-    if splits_backward(section):
+    schedule = SCHEDULES[section.pipeline_parallel_schedule]
+    if schedule.splits_backward and section.pipeline_parallel_degree > 1:
         otherwise = "or use Interleaved1F1B"
         if zero_stage == 3:
             why = "it computes weight gradients after FSDP freed the parameters, so gradients are missing or wrong"
@@ -334,10 +314,11 @@ def check_machine(config: Config, machine: Machine) -> list[Problem]:
     if not machine.is_here:
         return problems
     if config.compile.enable and config.compile.backend == "inductor":
-        otherwise = 'or set compile.backend = "aot_eager" or compile.enable = false'
-        for what, how in find_missing_compiler(machine.device_type):
-            why = f"inductor compiles C or C++, but {what}"
-            problems.refuse("compile.backend", why, f"{how}, {otherwise}")
+        missing = find_missing_compiler(machine.device_type)
+        if missing:
+            why = f"inductor compiles C or C++, but {missing}"
+            remedy = 'Install it (Debian: apt install g++ python3-dev), or use compile.backend = "aot_eager"'
+            problems.refuse("compile.backend", why, remedy)
     if config.metrics.enable_wandb and not find_spec("wandb"):
         remedy = "Run `pip install wandb` (the extra `wandb`), or set the key to false: TensorBoard gets the same"
         problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)

@@ -45,19 +45,16 @@ class AttentionRow:
     """Support of a kind of attention, besides one device with the full sequence."""
 
     uses_documents: bool = False  # it reads doc_ids
-    under_cp: tuple[
-        str, ...
-    ] = ()  # values of parallelism.context_parallel_rotate_method that support it
-    is_plain: bool = (
-        False  # plain causal attention inside a document, so `generate` and transformers support it
-    )
+    # values of parallelism.context_parallel_rotate_method that support it
+    under_cp: tuple[str, ...] = ()
+    # plain causal attention inside a document, so `generate` and transformers support it
+    is_plain: bool = False
 
 
 ATTENTIONS = {
     "causal": AttentionRow(under_cp=("allgather", "ring"), is_plain=True),
-    "document": AttentionRow(
-        uses_documents=True, under_cp=("allgather",), is_plain=True
-    ),  # the ring has no masks
+    # the ring has no masks
+    "document": AttentionRow(uses_documents=True, under_cp=("allgather",), is_plain=True),
 }
 
 
@@ -68,13 +65,11 @@ class ScheduleRow:
     least_stages_per_rank: int = 1
     most_stages_per_rank: int | None = None  # None: any number
     placement: str = "loop"
-    splits_backward: bool = (
-        False  # computes gradients of inputs and gradients of weights at different times
-    )
+    # computes gradients of inputs and gradients of weights at different times
+    splits_backward: bool = False
     in_rounds: bool = False  # runs microbatches in rounds of equal size
-    fills_pipeline: bool = (
-        False  # the number of microbatches must not be smaller than the number of stages
-    )
+    # the number of microbatches must not be smaller than the number of stages
+    fills_pipeline: bool = False
 
 
 SCHEDULES = {  # spelled as torch spells them

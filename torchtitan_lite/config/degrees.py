@@ -92,11 +92,13 @@ class Layout:
 
 def plan_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
     """Return the size of each mesh dim. dp_shard = -1 becomes all remaining ranks."""
-    pp = parallelism.pipeline_parallel_degree
-    dp_replicate = parallelism.data_parallel_replicate_degree
-    dp_shard = parallelism.data_parallel_shard_degree
-    cp = parallelism.context_parallel_degree
-    tp = parallelism.tensor_parallel_degree
-    if dp_shard == -1:
-        dp_shard = max(1, world_size // (pp * dp_replicate * cp * tp))
-    return dict(zip(MESH_DIMS, (pp, dp_replicate, dp_shard, cp, tp), strict=True))
+    degrees = {
+        "pp": parallelism.pipeline_parallel_degree,
+        "dp_replicate": parallelism.data_parallel_replicate_degree,
+        "dp_shard": max(1, parallelism.data_parallel_shard_degree),
+        "cp": parallelism.context_parallel_degree,
+        "tp": parallelism.tensor_parallel_degree,
+    }
+    if parallelism.data_parallel_shard_degree == -1:
+        degrees["dp_shard"] = max(1, world_size // prod(degrees.values()))
+    return degrees

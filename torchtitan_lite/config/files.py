@@ -18,10 +18,6 @@ LFS = b"version https://git-lfs.github.com/spec/v1"
 REQUIRED = object()  # default of JsonObject.take: the key must be present
 
 
-class JsonError(UserError):
-    """Raised if a JSON file cannot be read, or has a value of an unexpected type. The message names file and key."""
-
-
 class JsonObject(dict):
     """An object of a JSON file from outside. `take` checks each value where it is used."""
 
@@ -33,7 +29,7 @@ class JsonObject(dict):
     def take(self, key: str, kind: Any, default: Any = REQUIRED) -> Any:
         """Return the value of `key`, which must have the type `kind`, such as `int`, `list[str]` or `str | dict`.
 
-        A missing key and null give the default. Objects are JsonObjects again. Raises JsonError.
+        A missing key and null give the default. Objects are JsonObjects again. Raises UserError.
         """
         value = self.get(key)
         name = self.place + key
@@ -42,7 +38,7 @@ class JsonObject(dict):
         if not has_kind(value, kind):
             found = "is missing" if value is None else f"= {shorten(value)}"
             expected = kind.__name__ if type(kind) is type else kind
-            raise JsonError(f"{self.path}: {name} {found}; it must be {expected}")
+            raise UserError(f"{self.path}: {name} {found}; it must be {expected}")
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return [JsonObject(self.path, item, f"{name}[{n}].") for n, item in enumerate(value)]
         return JsonObject(self.path, value, f"{name}.") if isinstance(value, dict) else value
@@ -51,24 +47,24 @@ class JsonObject(dict):
 def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
     """Return the object in a JSON file from outside. A missing file gives {} if it `may_be_missing`.
 
-    Raises JsonError.
+    Raises UserError.
     """
     if may_be_missing and not path.exists():
         return JsonObject(path, {})
     try:
         return parse_json(path.read_bytes(), path)
     except OSError as error:
-        raise JsonError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def parse_json(content: bytes, path: Path) -> JsonObject:
-    """Return the object in the content of a JSON file. `path` is for messages. Raises JsonError."""
+    """Return the object in the content of a JSON file. `path` is for messages. Raises UserError."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise JsonError(f"{path} is not JSON: {error}") from None
+        raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise JsonError(f"{path} must hold an object {{...}}, but it is {shorten(value)}")
+        raise UserError(f"{path} must hold an object {{...}}, but it is {shorten(value)}")
     return JsonObject(path, value)
 
 

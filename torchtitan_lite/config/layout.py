@@ -23,15 +23,8 @@ from torchtitan_lite.config.schema import (
 )
 from torchtitan_lite.models.registry import MODELS
 
-SIZES = (  # keys of [model]
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "head_dim",
-    "ffn_dim",
-    "vocab_size",
-)
+# keys of [model]
+SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
 
 
 def resolve_model(model: Model) -> ModelArgs:

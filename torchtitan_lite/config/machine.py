@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 MIB, GIB = 2**20, 2**30
-FROM_LAUNCHER = (
-    "TORCHTITAN_LITE_MACHINE"  # environment variable: the launcher's Machine as JSON, for its ranks
-)
+# environment variable: the launcher's Machine as JSON, for its ranks
+FROM_LAUNCHER = "TORCHTITAN_LITE_MACHINE"
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,8 @@ PEAK_BF16_FLOPS = {
     "L40S": 362e12,  # nvidia.com, L40S datasheet: dense
     "L4": 121e12,  # nvidia.com, L4 datasheet: 242 sparse
 }
-CPU_FLOPS_PER_CORE = (
-    20e9  # in float32 training of a 135M model, on one thread; a rough guess for other CPUs
-)
+# in float32 training of a 135M model, on one thread; a rough guess for other CPUs
+CPU_FLOPS_PER_CORE = 20e9
 
 
 def peak_flops(name: str) -> float | None:
@@ -74,50 +72,31 @@ def detect_machine() -> Machine:
     answer = os.environ.get(FROM_LAUNCHER)
     if answer:
         return Machine(**json.loads(answer))
-    gpus = select_visible(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = list_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
         return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
-    known = [gpu.memory_bytes for gpu in gpus if gpu.memory_bytes]
+    names, sizes = zip(*gpus, strict=True)
     # FSDP shards evenly, so the smallest GPU is the limit
-    return Machine("cuda", len(gpus), min(known, default=None), gpus[0].name)
+    return Machine("cuda", len(gpus), min(filter(None, sizes), default=None), names[0])
 
 
-@dataclass(frozen=True)
-class Gpu:
-    index: str
-    uuid: str
-    name: str
-    memory_bytes: int | None  # None: not reported by the driver
+def list_gpus(visible: str | None) -> list[tuple[str, int | None]]:
+    """Return the name and the bytes of memory (None: not reported) of each GPU in CUDA_VISIBLE_DEVICES, or of all GPUs.
 
-
-def list_gpus() -> list[Gpu]:
-    """Return all GPUs of this host in the order of nvidia-smi; empty if nvidia-smi is missing or fails."""
-    query = "nvidia-smi --query-gpu=index,uuid,name,memory.total --format=csv,noheader,nounits"
+    Returns no GPU if nvidia-smi is missing, fails, or does not know one of the entries.
+    """
+    if visible == "":
+        return []
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    if visible:
+        command.append(f"--id={visible.replace(' ', '')}")
     gpus = []
     with suppress(OSError, subprocess.SubprocessError, ValueError):
-        answer = subprocess.check_output(
-            query.split(), text=True, timeout=20, stderr=subprocess.DEVNULL
-        )
+        answer = subprocess.check_output(command, text=True, timeout=20, stderr=subprocess.DEVNULL)
         for line in answer.splitlines():
-            index, uuid, name, mib = line.split(", ")
-            gpus.append(Gpu(index, uuid, name, int(mib) * MIB if mib.isdecimal() else None))
+            name, mib = line.split(", ")
+            gpus.append((name, int(mib) * MIB if mib.isdecimal() else None))
     return gpus
-
-
-def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
-    """Return the GPUs in CUDA_VISIBLE_DEVICES, by index or UUID prefix. As in CUDA, an invalid entry ends the list."""
-    if visible is None:
-        return gpus
-    selected = []
-    for name in visible.split(","):
-        name = name.strip()
-        named = [gpu for gpu in gpus if gpu.index == name]
-        if name.startswith("GPU-"):
-            named = [gpu for gpu in gpus if gpu.uuid.startswith(name)]
-        if len(named) != 1:
-            break
-        selected += named
-    return selected
 
 
 def measure_cpu_memory(
@@ -137,22 +116,16 @@ def measure_cpu_memory(
     return min(limits)
 
 
-def find_missing_compiler(device_type: str) -> list[tuple[str, str]]:
-    """Return pairs: a requirement of inductor that this host lacks, and how to install it.
+def find_missing_compiler(device_type: str) -> str:
+    """Return what inductor needs and this host lacks; "" if it lacks nothing.
 
     On a CPU, inductor needs a C++ compiler (CXX, else g++). On CUDA, triton needs a C compiler (CC, else gcc or clang).
     Both need Python's headers.
     """
-    variable, names = "CC", "gcc clang"
-    if device_type == "cpu":
-        variable, names = "CXX", "g++"
-    names = os.environ.get(variable, names)
-    missing = []
+    variable = "CXX" if device_type == "cpu" else "CC"
+    default = "g++" if device_type == "cpu" else "gcc clang"
+    names = os.environ.get(variable, default)
     if not any(map(shutil.which, names.split())):
-        how = f"Install one (apt install g++), set {variable} to another one"
-        missing.append((f"there is no compiler ({names}) here", how))
+        return f"there is no compiler {names} ({variable}) here"
     headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").is_file():
-        how = "Install Python's headers (Debian: apt install python3-dev)"
-        missing.append((f"{headers} has no Python.h", how))
-    return missing
+    return "" if (headers / "Python.h").is_file() else f"{headers} has no Python.h"

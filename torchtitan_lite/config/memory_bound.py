@@ -9,7 +9,7 @@ Each GPU holds one rank. On a host without GPUs, all ranks share the memory. Act
 
 import shlex
 from dataclasses import dataclass
-from math import ceil, log2, prod
+from math import ceil, log2
 
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
@@ -18,9 +18,8 @@ from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, Optimizer
 
-USUAL_GPU_BYTES = (
-    40 * GIB
-)  # left for this state on the 80 GB GPU that `plan` assumes; activations take the rest
+# left for this state on the 80 GB GPU that `plan` assumes; activations take the rest
+USUAL_GPU_BYTES = 40 * GIB
 MASTER_BYTES = 4  # a parameter and its gradient are fp32
 
 
@@ -47,12 +46,11 @@ def count_moment_bytes(section: Optimizer) -> int:
 
 
 def bound_memory(
-    config: Config, model_args: ModelArgs, degrees: dict[str, int], machine: Machine, n_hosts: int
+    config: Config, model_args: ModelArgs, world_size: int, machine: Machine, n_hosts: int
 ) -> MemoryBound | None:
     """Return the bound for a GPU, or for a host without GPUs; None if its memory is unknown."""
     if machine.memory_bytes_per_device is None:
         return None
-    world_size = prod(degrees.values())
     on_gpu = machine.device_type == "cuda"
     n_sharing = 1 if on_gpu else ceil(world_size / n_hosts)
     row = OPTIMIZERS[config.optimizer.name]
@@ -64,7 +62,8 @@ def bound_memory(
         state_bytes -= n_matrices * MASTER_BYTES
     if on_gpu and config.training.enable_cpu_offload:
         state_bytes = 0
-    of_rank = ceil(state_bytes * degrees["dp_replicate"] / world_size)
+    n_copies = config.parallelism.data_parallel_replicate_degree
+    of_rank = ceil(state_bytes * n_copies / world_size)
     return MemoryBound(n_sharing * of_rank, machine.memory_bytes_per_device, n_sharing)
 
 
@@ -81,9 +80,8 @@ def check_memory(
     remedy = f"Use {n_gpus} such GPUs"
     if not on_gpu:
         command = shlex.join(args)
-        ranks = (
-            " --ranks 16" if world_size > 4 else ""
-        )  # verify has 8, and 2 for an automatic degree
+        # verify has 8, and 2 for an automatic degree
+        ranks = " --ranks 16" if world_size > 4 else ""
         verify = f"`python -m torchtitan_lite verify {command}{ranks}` checks the layout"
         plan = (
             f"`python -m torchtitan_lite plan {command} --gpus {n_gpus}` predicts the run on GPUs"

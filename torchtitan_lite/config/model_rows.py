@@ -25,9 +25,8 @@ class RopeScaling:
 
     factor: float  # scaled wavelengths are multiplied by this
     low_freq_factor: float = 1.0  # wavelengths above original_length / low_freq_factor are scaled
-    high_freq_factor: float = (
-        4.0  # wavelengths below original_length / high_freq_factor are not; between: interpolated
-    )
+    # wavelengths below original_length / high_freq_factor are not; between: interpolated
+    high_freq_factor: float = 4.0
     original_length: int = 8192  # tokens in the original training context
     kind: Literal["llama3", "linear"] = "llama3"
 
@@ -124,18 +123,15 @@ class Family:
     """
 
     architecture: str
-    must_be: dict[
-        str, object
-    ]  # key of config.json -> the only supported value, also the default if it is missing
+    # key of config.json -> the only supported value, also the default if it is missing
+    must_be: dict[str, object]
     defaults: dict[str, float | bool]  # key -> default if the key is missing
     sizes: dict[str, str]  # field of ModelArgs -> key
-    names: dict[
-        str, str
-    ]  # FQN of our module, inside the block if it is in one -> theirs; {}: the index of an expert
+    # FQN of our module, inside the block if it is in one -> theirs; {}: the index of an expert
+    names: dict[str, str]
     switches: tuple[str, ...] = ()
-    experts: dict[str, str] = field(
-        default_factory=dict
-    )  # field of MoEArgs -> key; other fields must be the default
+    # field of MoEArgs -> key; other fields must be the default
+    experts: dict[str, str] = field(default_factory=dict)
     divides_dim: bool = False  # the number of heads must divide the hidden size
 
     @property
@@ -151,15 +147,12 @@ class ModelTable:
     """A model: its sizes by flavor (with a row "debug"), its modules, and its families (model_type -> row)."""
 
     flavors: dict[str, ModelArgs]
-    list_block: Callable[
-        [ModelArgs, MoEArgs | None], list[ModuleRow]
-    ]  # the modules of a dense block, or with experts
-    list_ends: Callable[
-        [ModelArgs], list[ModuleRow]
-    ]  # tok_embeddings, norm, output; FQNs in the model
-    families: dict[str, Family] = field(
-        default_factory=dict
-    )  # empty: the model has no Hugging Face format
+    # the modules of a dense block, or with experts
+    list_block: Callable[[ModelArgs, MoEArgs | None], list[ModuleRow]]
+    # tok_embeddings, norm, output; FQNs in the model
+    list_ends: Callable[[ModelArgs], list[ModuleRow]]
+    # empty: the model has no Hugging Face format
+    families: dict[str, Family] = field(default_factory=dict)
 
     def __post_init__(self):
         self.flavors[AUTO] = self.flavors["debug"]

@@ -90,7 +90,9 @@ class Prepared:
         self.problems.append(Problem(key, get_value(self.config, key), why, remedy))
 
     def change(self, key: str, value: object, why: str) -> None:
-        """Change the default of a key, and say so."""
+        """Change the default of a key, and say so. Does nothing if the user chose a value."""
+        if key in self.chosen or get_value(self.config, key) == value:
+            return
         self.config = with_value(self.config, key, value)
         self.notices.append(f"{key} is {value}, {why}")
 

@@ -13,13 +13,6 @@ from torchtitan_lite.config.schema import Parallelism
 Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first to last
 
 
-def splits_backward(parallelism: Parallelism) -> bool:
-    """Whether the schedule computes gradients of inputs and of weights at different times."""
-    if parallelism.pipeline_parallel_degree == 1:
-        return False
-    return SCHEDULES[parallelism.pipeline_parallel_schedule].splits_backward
-
-
 # ---------------------------------------------------------------- stages
 
 
@@ -38,16 +31,17 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[P
     if problems:
         return (), problems
 
-    n_layers_of = [0, *[1] * (n_stages - 2), 0]
-    load = list(n_layers_of)
-    load[0] += parallelism.pipeline_parallel_first_stage_less_layers
-    load[-1] += parallelism.pipeline_parallel_last_stage_less_layers
-    for _ in range(n_layers - sum(n_layers_of)):
-        lightest = min(range(n_stages), key=lambda stage: (load[stage], n_layers_of[stage] > 0))
-        n_layers_of[lightest] += 1
-        load[lightest] += 1
+    sizes = [0, *[1] * (n_stages - 2), 0]  # layers per stage
+    others = [0] * n_stages  # load of other modules
+    others[0] = parallelism.pipeline_parallel_first_stage_less_layers
+    others[-1] = parallelism.pipeline_parallel_last_stage_less_layers
+
+    def rank_by_load(stage: int) -> tuple[int, bool]:
+        return sizes[stage] + others[stage], sizes[stage] > 0
+
+    for _ in range(n_layers - sum(sizes)):
+        sizes[min(range(n_stages), key=rank_by_load)] += 1
     modules = iter(name_modules(range(n_layers), first=True, last=True))
-    sizes = list(n_layers_of)
     sizes[0] += 1  # tok_embeddings
     sizes[-1] += 2  # norm and output
     return tuple(tuple(islice(modules, size)) for size in sizes), []
@@ -97,23 +91,22 @@ def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages,
     """Return the stages in module_fqns_per_model_part, and problems if they do not list all modules in order."""
     stages = tuple(map(tuple, parallelism.module_fqns_per_model_part))
     expected = name_modules(range(n_layers), first=True, last=True)
-    whys = []
-    if sum(stages, ()) != expected:
-        whys.append("together the lists must name every module once, in the order of the model")
-    ends = {0: ("tok_embeddings",), len(stages) - 1: ("norm", "output")}
-    for index, stage in enumerate(stages):
-        has_layer = any(fqn.startswith("layers.") for fqn in stage)
-        if not whys and not has_layer and stage != ends.get(index):
-            whys.append(
-                f"stage {index} has no layer, and is neither [tok_embeddings] nor [norm, output]"
-            )
     pp = parallelism.pipeline_parallel_degree
-    if pp == 1 or not can_run(parallelism, len(stages)):
+    without_layers = [("tok_embeddings",), ("norm", "output")]
+    why = ""
+    if sum(stages, ()) != expected:
+        why = "together the lists must name every module once, in the order of the model"
+    elif pp == 1 or not can_run(parallelism, len(stages)):
         name = parallelism.pipeline_parallel_schedule
-        whys.append(f"it lists {len(stages)} stages for {pp} pp ranks under {name}")
-    key = "parallelism.module_fqns_per_model_part"
+        why = f"it lists {len(stages)} stages for {pp} pp ranks under {name}"
+    for stage in stages:
+        has_layer = any(fqn.startswith("layers.") for fqn in stage)
+        if not has_layer and stage not in without_layers:
+            why = f"{list(stage)} has no layer, and is neither [tok_embeddings] nor [norm, output]"
+    if not why:
+        return stages, []
     remedy = f"Divide these among the stages of the schedule: {', '.join(expected)}"
-    return stages, [Problem(key, stages, why, remedy) for why in whys]
+    return stages, [Problem("parallelism.module_fqns_per_model_part", stages, why, remedy)]
 
 
 def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:

@@ -53,15 +53,13 @@ class Model:
     dim: Positive | None = None  # new: width of the residual stream
     n_layers: Positive | None = None  # new
     n_heads: Positive | None = None  # new: query heads
-    n_kv_heads: Positive | None = (
-        None  # new: key/value heads, each shared by a group of query heads
-    )
+    # new: key/value heads, each shared by a group of query heads
+    n_kv_heads: Positive | None = None
     head_dim: Positive | None = None  # new: an even number; default: dim / n_heads
     ffn_dim: Positive | None = None  # new: hidden dim of the feed-forward
     vocab_size: Positive | None = None  # new
-    attention: Literal[tuple(ATTENTIONS)] = (
-        "causal"  # new: document: tokens attend only within their document
-    )
+    # new: document: tokens attend only within their document
+    attention: Literal[tuple(ATTENTIONS)] = "causal"
     # ["float8"]: linear layers compute in float8, see [quantize.linear.float8]
     converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
 
@@ -77,83 +75,67 @@ class Model:
 class Training:
     # corpora: names in DATASETS (data/corpus_folder.py), or folders that `prepare` wrote
     dataset: list[PathText] = field(default_factory=lambda: ["python_stdlib"])
-    dataset_path: PathText = (
-        ""  # folder or file of a downloaded corpus (c4, c4_test); empty: the folder in DATASETS
-    )
-    dataset_weights: list[AboveZero] = field(
-        default_factory=list
-    )  # new: sampling weight per corpus; empty: by size
-    cache_folder: PathText = (
-        "outputs/cache"  # new: tokens of named corpora, and compiled code; all runs share it
-    )
+    # folder or file of a downloaded corpus (c4, c4_test); empty: the folder in DATASETS
+    dataset_path: PathText = ""
+    # new: sampling weight per corpus; empty: by size
+    dataset_weights: list[AboveZero] = field(default_factory=list)
+    # new: tokens of named corpora, and compiled code; all runs share it
+    cache_folder: PathText = "outputs/cache"
     # upper bound on the sequences per data-parallel rank and forward pass; a rank whose share of global_batch_size is
     # smaller passes its share. Under PP: divides the share
     local_batch_size: Positive = 8
     # sequences per step; auto: local_batch_size x data-parallel ranks. Smaller on a CPU unless set
     global_batch_size: PositiveOrAuto = -1
-    # tokens per sequence. Unless set: at most the context length of Hugging Face weights, at most 512 on a CPU, and a
-    # multiple of what tp and cp need
+    # tokens per sequence. Unless set: at most the context length of Hugging Face weights, and at most 512 on a CPU
     seq_len: Positive = 2048
     steps: Positive = 10000
-    max_norm: Annotated[float, Range(0)] = (
-        1.0  # gradients are scaled down to this global 2-norm; 0: never
-    )
-    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = (
-        "auto"  # compute dtype; auto: bfloat16 on CUDA
-    )
+    # gradients are scaled down to this global 2-norm; 0: never
+    max_norm: Annotated[float, Range(0)] = 1.0
+    # compute dtype; auto: bfloat16 on CUDA
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
     mixed_precision_reduce: Literal["float32"] = "float32"  # dtype of gradient reduction
-    enable_cpu_offload: bool = (
-        False  # keep weights, gradients and optimizer state on the host; update weights there
-    )
+    # keep weights, gradients and optimizer state on the host; update weights there
+    enable_cpu_offload: bool = False
     # new: number of tokens whose logits a rank computes at a time; 0: all; auto: 4096 on CUDA, else 1024
     loss_chunk_tokens: NotNegativeOrAuto = -1
     # new: change of an expert's bias per step to balance the load; 0: no bias (default with Hugging Face weights)
     expert_bias_rate: Share = 1e-3
     # new: weight of the load-balancing loss per sequence (DeepSeek-V3: 1e-4; Mixtral and Qwen3: 1e-3 or more)
     expert_balance_loss: Annotated[float, Range(0)] = 0.0
-    gc_freq: Positive = (
-        50  # steps between Python garbage collections, which all ranks run at the same step
-    )
+    # steps between Python garbage collections, which all ranks run at the same step
+    gc_freq: Positive = 50
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    data_parallel_replicate_degree: Positive = (
-        1  # replicas of the sharded model (HSDP); alone: plain data parallel
-    )
-    data_parallel_shard_degree: PositiveOrAuto = (
-        -1
-    )  # FSDP2: ranks that shard one replica; auto: all remaining ranks
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = (
-        "default"  # read if zero_stage is auto. always: 3; never: 2, under PP 1
-    )
+    # replicas of the sharded model (HSDP); alone: plain data parallel
+    data_parallel_replicate_degree: Positive = 1
+    # FSDP2: ranks that shard one replica; auto: all remaining ranks
+    data_parallel_shard_degree: PositiveOrAuto = -1
+    # read if zero_stage is auto. always: 3; never: 2, under PP 1
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; under PP 1; with a single shard 2
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     # new: keep a node's shards for backward (hpz); round the weights (qwz) and gradients (qgz) that FSDP sends to int8
     zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = field(default_factory=list)
     zero_plus_plus_node_size: Positive = 8  # new: number of ranks in a node
     tensor_parallel_degree: Positive = 1
-    enable_async_tensor_parallel: bool = (
-        False  # overlap TP collectives with chunks of matmuls; inductor on CUDA
-    )
+    # overlap TP collectives with chunks of matmuls; inductor on CUDA
+    enable_async_tensor_parallel: bool = False
     pipeline_parallel_degree: Positive = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
     pipeline_parallel_microbatch_size: Positive = 1  # sequences per microbatch
-    pipeline_parallel_layers_per_stage: Positive | None = (
-        None  # default: one stage per rank, or two if interleaved
-    )
+    # default: one stage per rank, or two if interleaved
+    pipeline_parallel_layers_per_stage: Positive | None = None
     pipeline_parallel_first_stage_less_layers: NotNegative = 1  # load of the embedding, in layers
     pipeline_parallel_last_stage_less_layers: NotNegative = 1  # load of norm and head, in layers
-    module_fqns_per_model_part: list[list[str]] = field(
-        default_factory=list
-    )  # the modules of each stage, by FQN
+    # the modules of each stage, by FQN
+    module_fqns_per_model_part: list[list[str]] = field(default_factory=list)
     context_parallel_degree: Positive = 1  # ranks that share each sequence
-    context_parallel_rotate_method: Literal["allgather", "ring"] = (
-        "allgather"  # how cp ranks exchange keys and values
-    )
-    expert_parallel_degree: Positive = (
-        1  # ranks of dp_shard x cp x tp that share the experts of a layer
-    )
+    # how cp ranks exchange keys and values
+    context_parallel_rotate_method: Literal["allgather", "ring"] = "allgather"
+    # ranks of dp_shard x cp x tp that share the experts of a layer
+    expert_parallel_degree: Positive = 1
 
 
 @dataclass(frozen=True)
@@ -164,90 +146,74 @@ class Optimizer:
     beta2: Decay = 0.95
     eps: AboveZero = 1e-8  # must be positive: otherwise a zero gradient gives 0/0
     weight_decay: Annotated[float, Range(0)] = 0.1  # decoupled, on every parameter
-    implementation: Literal["fused", "foreach", "for-loop"] = (
-        "fused"  # SGD and Muon use foreach instead of fused
-    )
-    moments_dtype: Literal["float32", "bfloat16"] = (
-        "float32"  # new: bfloat16 saves 4 bytes per parameter of AdamW
-    )
+    # SGD and Muon use foreach instead of fused
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    # new: bfloat16 saves 4 bytes per parameter of AdamW
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclass(frozen=True)
 class LRScheduler:
     warmup_steps: NotNegative = 200  # linear, from 0 to the peak
     total_steps: Positive | None = None  # length of the whole schedule; default: training.steps
-    decay_ratio: Share | None = (
-        None  # fraction of the steps, at the end, that decay; default: all steps after warm-up
-    )
+    # fraction of the steps, at the end, that decay; default: all steps after warm-up
+    decay_ratio: Share | None = None
     decay_type: Literal[tuple(DECAYS)] = "linear"
     min_lr_factor: Share = 0.0  # the decay ends at this fraction of the peak
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    enable: bool = (
-        False  # save checkpoints, and resume from the newest undamaged one in the dump folder
-    )
+    # save checkpoints, and resume from the newest undamaged one in the dump folder
+    enable: bool = False
     folder: str = "checkpoint"  # inside dump_folder
     interval: Positive = 500  # steps between saves; the last step is always saved
-    enable_first_step_checkpoint: bool = (
-        False  # also save after the first step, to detect bad storage early
-    )
+    # also save after the first step, to detect bad storage early
+    enable_first_step_checkpoint: bool = False
     # async: copy to host memory, then write while training continues; without pinned memory the GPU waits for the copy
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     keep_latest_k: NotNegative = 10  # 0 keeps all
-    keep_every_m: NotNegative = (
-        0  # new: also keep every checkpoint whose step is a multiple of m; 0: none
-    )
-    local_folder: PathText = (
-        ""  # new: save snapshots too, into this folder of each host, such as /dev/shm/snapshots
-    )
+    # new: also keep every checkpoint whose step is a multiple of m; 0: none
+    keep_every_m: NotNegative = 0
+    # new: save snapshots too, into this folder of each host, such as /dev/shm/snapshots
+    local_folder: PathText = ""
     local_interval: Positive = 10  # new: steps between snapshots, of which the last two are kept
-    load_step: Annotated[
-        int, Range(0, auto=-1)
-    ] = -1  # resume from this step; auto: the newest undamaged one
+    # resume from this step; auto: the newest undamaged one
+    load_step: Annotated[int, Range(0, auto=-1)] = -1
     load_only: bool = False  # resume, but never save
-    verify: bool = (
-        True  # new: check the hash of every file before loading a checkpoint; ranks share the work
-    )
-    exclude_from_loading: list[Literal["optimizer"]] = field(
-        default_factory=list
-    )  # start with new optimizer state
+    # new: check the hash of every file before loading a checkpoint; ranks share the work
+    verify: bool = True
+    # start with new optimizer state
+    exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)
     # checkpoint or Hugging Face folder with initial weights, used if the run does not resume; works without `enable`
     initial_load_path: PathText = ""
     initial_load_model_only: bool = True  # load initial_load_path without optimizer state and step
-    last_save_model_only: bool = (
-        False  # save only the weights at the last step; runs cannot resume from them
-    )
+    # save only the weights at the last step; runs cannot resume from them
+    last_save_model_only: bool = False
     last_save_in_hf: bool = False  # also convert the last checkpoint to a Hugging Face folder
-    export_dtype: Literal["float32", "bfloat16", "float16"] = (
-        "float32"  # dtype of the weights for the two keys above
-    )
+    # dtype of the weights for the two keys above
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
 @dataclass(frozen=True)
 class Validation:
-    enable: bool = (
-        False  # compute the loss on validation documents, which are the same on every layout
-    )
+    # compute the loss on validation documents, which are the same on every layout
+    enable: bool = False
     # as training.dataset; empty: validation split of training.dataset
     dataset: list[PathText] = field(default_factory=list)
     dataset_path: PathText = ""  # as training.dataset_path; empty: the same path
     freq: Positive = 10  # steps between validations; also runs after the first and the last step
-    steps: PositiveOrAuto = (
-        -1
-    )  # batches of training.global_batch_size, spread over the split; auto: all of it
+    # batches of training.global_batch_size, spread over the split; auto: all of it
+    steps: PositiveOrAuto = -1
 
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
     mode: Literal["selective", "full", "none", "memory_budget"] = "selective"
-    selective_ac_option: str = (
-        "op"  # "op": keep outputs of matmuls and attention; "n": recompute every n-th layer
-    )
-    memory_budget: Share = (
-        0.5  # mode memory_budget: 0 recomputes every compiled block, 1 recomputes nothing
-    )
+    # "op": keep outputs of matmuls and attention; "n": recompute every n-th layer
+    selective_ac_option: str = "op"
+    # mode memory_budget: 0 recomputes every compiled block, 1 recomputes nothing
+    memory_budget: Share = 0.5
 
 
 @dataclass(frozen=True)
@@ -264,18 +230,15 @@ class Compile:
 
 @dataclass(frozen=True)
 class Float8:
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = (
-        "tensorwise"  # see model/float8_linear.py
-    )
+    # see model/float8_linear.py
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     # skip layers whose FQN contains one of these; "auto_filter_small_kn": skip layers that float8 would slow down
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
     enable_fsdp_float8_all_gather: bool = False  # all-gather weights in float8; tensorwise only
-    precompute_float8_dynamic_scale_for_fsdp: bool = (
-        False  # compute all their scales in one all-reduce per step
-    )
-    emulate: bool = (
-        False  # round to float8 and multiply in higher precision, for devices without float8
-    )
+    # compute all their scales in one all-reduce per step
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    # round to float8 and multiply in higher precision, for devices without float8
+    emulate: bool = False
 
 
 @dataclass(frozen=True)
@@ -299,31 +262,25 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Comm:
-    init_timeout_seconds: Positive = (
-        300  # time-out of collectives until the first step ends, and for checkpoints
-    )
+    # time-out of collectives until the first step ends, and for checkpoints
+    init_timeout_seconds: Positive = 300
     train_timeout_seconds: Positive = 100  # time-out of collectives after the first step
-    hang_seconds: NotNegativeOrAuto = (
-        -1
-    )  # new: report a longer step; 0: never; auto: 10 x the median, at least 60
-    trace_buf_size: NotNegative = (
-        20000  # entries in NCCL's flight recorder, which is written on a time-out; 0: off
-    )
+    # new: report a longer step; 0: never; auto: 10 x the median, at least 60
+    hang_seconds: NotNegativeOrAuto = -1
+    # entries in NCCL's flight recorder, which is written on a time-out; 0: off
+    trace_buf_size: NotNegative = 20000
     save_traces_folder: str = "comm_traces"  # inside dump_folder
 
 
 @dataclass(frozen=True)
 class Debug:
-    seed: NotNegative = (
-        0  # for initial weights and order of samples, which are the same on every layout
-    )
+    # for initial weights and order of samples, which are the same on every layout
+    seed: NotNegative = 0
     deterministic: bool = False  # use torch's deterministic algorithms
-    compare_copies_every: NotNegative = (
-        0  # new: steps between comparisons of replicas, which find damage; 0: never
-    )
-    deterministic_warn_only: bool = (
-        False  # warn instead of raising if an operation has no deterministic algorithm
-    )
+    # new: steps between comparisons of replicas, which find damage; 0: never
+    compare_copies_every: NotNegative = 0
+    # warn instead of raising if an operation has no deterministic algorithm
+    deterministic_warn_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -333,25 +290,21 @@ class Job:
     dump_folder: PathText = "auto"
     description: str = ""  # printed at the start
     print_config: bool = False  # print the resolved config at the start
-    overwrite: bool = (
-        False  # new: delete the files of an earlier run in the dump folder, and start over
-    )
+    # new: delete the files of an earlier run in the dump folder, and start over
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
 class Profiling:
     enable_profiling: bool = False  # write a Chrome trace of some steps of every rank
     save_traces_folder: str = "traces"  # inside dump_folder
-    profile_freq: Positive = (
-        10  # steps from one trace to the next; at least profiler_warmup + profiler_active
-    )
+    # steps from one trace to the next; at least profiler_warmup + profiler_active
+    profile_freq: Positive = 10
     profiler_active: Positive = 1  # steps recorded in each trace
-    profiler_warmup: NotNegative = (
-        3  # steps before each trace in which the profiler runs but discards its results
-    )
-    enable_memory_snapshot: bool = (
-        False  # CUDA: record allocations every profile_freq steps, and when memory runs out
-    )
+    # steps before each trace in which the profiler runs but discards its results
+    profiler_warmup: NotNegative = 3
+    # CUDA: record allocations every profile_freq steps, and when memory runs out
+    enable_memory_snapshot: bool = False
     save_memory_snapshot_folder: str = "memory_snapshot"  # inside dump_folder
 
 

@@ -21,20 +21,27 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 class Corpus:
     """One split of a prepared corpus. Safe to read from any thread."""
 
-    def __init__(self, name: str, folder: Path, split: str):
-        """`name` is the name in the config. Raises CorpusError."""
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        cache_folder: Path,
+        *,
+        split: str = "train",
+        dataset_path: str = "",
+    ):
+        """Open the split "train" or "validation" of a corpus named as in training.dataset. Raises CorpusError."""
         self.name = name
+        folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
+        if name in VALIDATION_ONLY:
+            split = "train"
         manifest = read_split(folder, split, tokenizer=None)
-        self.fingerprint = manifest.hash_split(
-            split
-        )  # differs if any token, document or target differs
+        self.fingerprint = manifest.hash_split(split)  # of tokens, documents and targets
         self.tokens = map_file(folder / f"{split}.tokens", getattr(torch, manifest.dtype))
         self.documents = map_file(folder / f"{split}.documents", torch.int64)
-        self.targets = (
-            map_file(folder / f"{split}.targets", torch.bool)
-            if "targets" in manifest.splits[split].sha256
-            else None
-        )
+        self.targets = None
+        if "targets" in manifest.splits[split].sha256:
+            self.targets = map_file(folder / f"{split}.targets", torch.bool)
         self.n_tokens = len(self.tokens)
 
     def read(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +50,8 @@ class Corpus:
         Three tensors (len(starts), length): int64, bool, bool. After the end of the corpus, a document of zeros starts.
         """
         index = starts[:, None] + torch.arange(length)
-        inside, begins = index < self.n_tokens, index == self.n_tokens
+        inside = index < self.n_tokens
+        begins = index == self.n_tokens
         index.clamp_(max=self.n_tokens - 1)
         tokens = self.tokens[index].long().masked_fill_(~inside, 0)
         # Documents first .. last-1 start in a row. Mark them in all rows at once.
@@ -61,20 +69,6 @@ class Corpus:
 def map_file(path: Path, dtype: torch.dtype) -> Tensor:
     """Memory-map a file as a tensor. Data is read from disk on use."""
     with open(path, "rb") as file, warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "The given buffer is not writable"
-        )  # we never write to it
+        # we never write to it
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype)
-
-
-def open_corpus(
-    name: str,
-    tokenizer: Tokenizer,
-    cache_folder: Path,
-    *,
-    split: str = "train",
-    dataset_path: str = "",
-) -> Corpus:
-    """Open the split "train" or "validation" of a corpus named as in training.dataset. Raises CorpusError."""
-    folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
-    return Corpus(name, folder, "train" if name in VALIDATION_ONLY else split)

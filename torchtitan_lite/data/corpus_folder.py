@@ -71,12 +71,12 @@ class CorpusManifest:
     def list_sizes(self) -> dict[str, int]:
         """Return file name -> size in bytes."""
         widths = {"tokens": WIDTHS[self.dtype], "documents": 8, "targets": 1}
-        return {
-            f"{name}.{suffix}": widths[suffix]
-            * (split.n_documents if suffix == "documents" else split.n_tokens)
-            for name, split in self.splits.items()
-            for suffix in split.sha256
-        }
+        sizes = {}
+        for name, split in self.splits.items():
+            for suffix in split.sha256:
+                n_entries = split.n_documents if suffix == "documents" else split.n_tokens
+                sizes[f"{name}.{suffix}"] = widths[suffix] * n_entries
+        return sizes
 
 
 def dump_manifest(manifest: CorpusManifest) -> str:
@@ -163,9 +163,8 @@ def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -
     """Return the files of a downloaded corpus in `dataset_path`, or in `folder` by default. Raises CorpusError."""
     path = Path(dataset_path or folder)
     files = [path] if path.is_file() else sorted(path.rglob(pattern))
-    files = [
-        file for file in files if not file.relative_to(path).parts[:1] == (".cache",)
-    ]  # Hugging Face metadata
+    # Hugging Face metadata
+    files = [file for file in files if not file.relative_to(path).parts[:1] == (".cache",)]
     if not files:
         raise CorpusError(
             f"{path.absolute()} has no {pattern}", f"{advice}, and set training.dataset_path"
@@ -189,23 +188,14 @@ DOWNLOADS = DATASETS.keys() - {"python_stdlib"}  # these use training.dataset_pa
 VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
 
-def list_files(name: str, dataset_path: str) -> list[Path]:
-    """Return the files of a named corpus. Raises CorpusError if there are none."""
-    files = DATASETS[name](dataset_path)
-    if not files:
-        why = f"the function of {name} lists no files"
-        raise CorpusError(why, "Correct its row in data/corpus_folder.py: DATASETS")
-    return files
-
-
 def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
     """Return the folder of a corpus. A named corpus has a folder per tokenizer and set of files. Raises CorpusError."""
     if name not in DATASETS:
         return Path(name)
-    stats = [
-        f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}"
-        for path in list_files(name, dataset_path)
-    ]
+    stats = []
+    for path in DATASETS[name](dataset_path):
+        stat = path.stat()
+        stats.append(f"{path}:{stat.st_size}:{stat.st_mtime_ns}")
     content = repr([FORMAT, tokenizer.fingerprint, *stats]).encode()
     return cache_folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
 
@@ -237,7 +227,8 @@ def list_named(config: Config) -> set[tuple[str, str]]:
 
 def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
     """Return name -> fingerprint of the training documents, for each corpus that is already prepared."""
-    training, fingerprints = config.training, {}
+    training = config.training
+    fingerprints = {}
     for name in training.dataset:
         with suppress(CorpusError):
             folder = find_corpus(
@@ -252,11 +243,12 @@ def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str
 
 def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
     """Find corpora that are missing, damaged, or made with another tokenizer. None: unknown tokenizer."""
-    training, problems = config.training, []
+    training = config.training
+    problems = []
     for key, name, split, dataset_path in list_corpora(config):
         try:
             if name in DATASETS:
-                list_files(name, dataset_path)
+                DATASETS[name](dataset_path)
             else:
                 read_split(Path(name), split, tokenizer)
         except CorpusError as error:
@@ -270,7 +262,8 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
         why = f"it is only used for {', '.join(DOWNLOADS)}, and training.dataset names none of them"
         remedy = "Leave it out. For other corpora, set training.dataset to a path"
         problems.append(Problem("training.dataset_path", training.dataset_path, why, remedy))
-    weights, n_corpora = training.dataset_weights, len(training.dataset)
+    weights = training.dataset_weights
+    n_corpora = len(training.dataset)
     if weights and len(weights) != n_corpora:
         remedy = "Give one weight per corpus, or none to draw every sample equally often"
         problems.append(

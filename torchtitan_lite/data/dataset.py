@@ -29,8 +29,8 @@ from torch import Tensor
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.corpus import Corpus, open_corpus
-from torchtitan_lite.data.corpus_folder import CorpusError
+from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.corpus_folder import CorpusError, list_corpora
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
@@ -47,9 +47,8 @@ class SampleReader:
     corpora: Sequence[Corpus]
     seq_len: int
     vocab_size: int  # rows of the model's embedding
-    restart_positions: bool = (
-        False  # positions restart at 0 with each document; otherwise with each row
-    )
+    # positions restart at 0 with each document; otherwise with each row
+    restart_positions: bool = False
 
     @property
     def n_samples(self) -> list[int]:
@@ -63,22 +62,19 @@ class SampleReader:
         """
         shape = (len(samples), self.seq_len + 1)
         tokens = torch.zeros(shape, dtype=torch.int64)
-        begins, is_target = (
-            torch.zeros(shape, dtype=torch.bool),
-            torch.zeros(shape, dtype=torch.bool),
-        )
+        begins = torch.zeros(shape, dtype=torch.bool)
+        is_target = torch.zeros(shape, dtype=torch.bool)
         for source, corpus in enumerate(self.corpora):
             rows = (sources == source).nonzero()[:, 0]
             tokens[rows], begins[rows], is_target[rows] = corpus.read(
                 samples[rows] * self.seq_len, shape[1]
             )
-        if tokens.max().item() >= self.vocab_size:
-            row, column = (tokens >= self.vocab_size).nonzero()[0].tolist()
-            raise CorpusError(
-                f"token {samples[row] * self.seq_len + column} of {self.corpora[sources[row]].name} is "
-                f"{tokens[row, column]}, but the model only has ids below {self.vocab_size} (model.vocab_size)",
-                "Leave out documents with this id, or use the tokenizer that the model was trained with",
-            )
+        largest = tokens.max().item()
+        if largest >= self.vocab_size:
+            names = ", ".join(corpus.name for corpus in self.corpora)
+            why = f"{names}: there is an id {largest}, but model.vocab_size = {self.vocab_size}"
+            remedy = "Leave out documents with this id, or use the tokenizer that the model was trained with"
+            raise CorpusError(why, remedy)
         targets = tokens[:, 1:].masked_fill(~is_target[:, 1:], IGNORE_INDEX)
         begins = begins[:, :-1]
         begins[:, 0] = False  # documents are numbered from 0 in each row
@@ -200,30 +196,13 @@ def hash_32_bits(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- batches of a run
 
 
+@dataclass(frozen=True)
 class SampleStream:
     """Reads the global batches of a run: any step, any rows, in any order, from any thread."""
 
-    def __init__(
-        self,
-        reader: SampleReader,
-        *,
-        global_batch_size: int,
-        weights: Sequence[float] = (),
-        seed: int,
-    ):
-        self.reader, self.global_batch_size = reader, global_batch_size
-        self.sampler = Sampler(reader.n_samples, weights=weights, seed=seed)
-        names = [
-            Path(corpus.name).name for corpus in reader.corpora
-        ]  # a corpus may move to another folder
-        # Streams with equal fingerprints have the same samples in the same order. Checkpoints store the fingerprint.
-        self.fingerprint = {
-            "dataset": names,
-            "dataset_weights": list(weights),
-            "seq_len": reader.seq_len,
-            "seed": seed,
-        }
-        self.fingerprint["documents"] = [corpus.fingerprint for corpus in reader.corpora]
+    reader: SampleReader
+    sampler: Sampler
+    global_batch_size: int
 
     def describe(self, n_steps: int) -> str:
         """Describe the corpora that a run of `n_steps` reads, and the number of epochs of each."""
@@ -239,9 +218,8 @@ class SampleStream:
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return rows `rows` of the global batch of `step`, counted from 0. Raises CorpusError."""
-        return self.reader.read(
-            *self.sampler.choose(step * self.global_batch_size + torch.tensor(rows))
-        )
+        sources, samples = self.sampler.choose(step * self.global_batch_size + torch.tensor(rows))
+        return self.reader.read(sources, samples)
 
 
 class ValidationBatches:
@@ -271,9 +249,6 @@ class ValidationBatches:
 
 def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:
     """Return the rows of each global batch that data-parallel rank `rank` of `n_ranks` reads."""
-    assert global_batch_size % n_ranks == 0, (
-        f"{global_batch_size} rows cannot be split evenly among {n_ranks} ranks"
-    )
     n_rows = global_batch_size // n_ranks
     return range(rank * n_rows, (rank + 1) * n_rows)
 
@@ -290,17 +265,16 @@ def prefetch(
     A thread reads the next batch while the caller uses the current one. An error in the thread is raised when its batch
     is requested. Closing the iterator ends the thread.
     """
-    on_cuda = device.type == "cuda"
 
     def load(step: int) -> Batch:
         batch = stream.batch(step, rows)
-        return (
-            batch.pin_memory() if on_cuda else batch
-        )  # only copies from pinned memory are asynchronous
+        if device.type == "cuda":
+            # A new thread starts with GPU 0 as its current device. Pinning would create a context there for every rank.
+            torch.cuda.set_device(device)
+            batch = batch.pin_memory()  # only copies from pinned memory are asynchronous
+        return batch
 
-    # A new thread starts with GPU 0 as its current device. Pinning memory would create a context there for every rank.
-    set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_cuda else {}
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch", **set_device) as thread:
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as thread:
         reads = (thread.submit(load, step) for step in steps)
         for read, _ in pairwise(
             chain(reads, [None])
@@ -316,7 +290,7 @@ class RunData:
     """The batches of a run, and the rows that this rank reads. All tp and pp ranks of a replica read the same rows."""
 
     stream: SampleStream
-    validation: ValidationBatches | None
+    validation: ValidationBatches  # without batches if validation is off
     bytes_of_tokens: Tensor  # (V,) int64, on the device: number of UTF-8 bytes of each id
     rows: range
     fingerprint: dict[str, object]  # must match when a run resumes
@@ -339,37 +313,44 @@ def open_data(
     device: torch.device,
 ) -> RunData:
     """Open the prepared corpora of a run. `config` is resolved. No communication."""
-
-    def open_split(names: list[str], dataset_path: str, split: str) -> SampleReader:
-        cache_folder = Path(config.training.cache_folder)
-        corpora = [
-            open_corpus(name, tokenizer, cache_folder, split=split, dataset_path=dataset_path)
-            for name in names
-        ]
-        restart_positions = config.model.attention == "document"
-        return SampleReader(
-            corpora, config.training.seq_len, model_args.vocab_size, restart_positions
+    training = config.training
+    global_batch_size = layout.global_batch_size
+    restart_positions = config.model.attention == "document"
+    corpora: dict[str, list[Corpus]] = {"train": [], "validation": []}
+    for _, name, split, dataset_path in list_corpora(config):
+        cache_folder = Path(training.cache_folder)
+        corpora[split].append(
+            Corpus(name, tokenizer, cache_folder, split=split, dataset_path=dataset_path)
         )
-
-    training, section, batch_size = config.training, config.validation, layout.global_batch_size
-    stream = SampleStream(
-        open_split(training.dataset, training.dataset_path, "train"),
-        global_batch_size=batch_size,
-        weights=training.dataset_weights,
-        seed=config.debug.seed,
+    readers = {}
+    for split, opened in corpora.items():
+        readers[split] = SampleReader(
+            opened, training.seq_len, model_args.vocab_size, restart_positions
+        )
+    reader = readers["train"]
+    weights = training.dataset_weights
+    seed = config.debug.seed
+    sampler = Sampler(reader.n_samples, weights=weights, seed=seed)
+    # Runs with equal fingerprints have the same samples in the same order. Checkpoints store the fingerprint.
+    fingerprint = {
+        # a corpus may move to another folder
+        "dataset": [Path(corpus.name).name for corpus in reader.corpora],
+        "dataset_weights": weights,
+        "seq_len": training.seq_len,
+        "seed": seed,
+        "documents": [corpus.fingerprint for corpus in reader.corpora],
+        "tokenizer": tokenizer.fingerprint,
+        "global_batch_size": global_batch_size,
+        "shape": asdict(model_args),
+    }
+    return RunData(
+        stream=SampleStream(reader, sampler, global_batch_size),
+        validation=ValidationBatches(
+            readers["validation"],
+            global_batch_size=global_batch_size,
+            most_batches=config.validation.steps,
+        ),
+        bytes_of_tokens=torch.tensor(tokenizer.bytes_of_tokens(), device=device),
+        rows=rows_of_rank(data_rank, layout.dp, global_batch_size),
+        fingerprint=fingerprint,
     )
-    validation = None
-    if section.enable:
-        names, dataset_path = (
-            section.dataset or training.dataset,
-            section.dataset_path or training.dataset_path,
-        )
-        reader = open_split(names, dataset_path, "validation")
-        validation = ValidationBatches(
-            reader, global_batch_size=batch_size, most_batches=section.steps
-        )
-    bytes_of_tokens = torch.tensor(tokenizer.bytes_of_tokens(), device=device)
-    fingerprint = {**stream.fingerprint, "tokenizer": tokenizer.fingerprint}
-    fingerprint |= {"global_batch_size": batch_size, "shape": asdict(model_args)}
-    rows = rows_of_rank(data_rank, layout.dp, batch_size)
-    return RunData(stream, validation, bytes_of_tokens, rows, fingerprint)

@@ -35,7 +35,6 @@ from torchtitan_lite.checkpoint.load import (
 )
 from torchtitan_lite.checkpoint.save import name_weights
 from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint
-from torchtitan_lite.config.checks import Problems
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.faults.snapshots import Snapshots
@@ -80,8 +79,7 @@ def check_snapshot(run: Run, snapshots: Snapshots, path: Path) -> None:
     Raises ConfigError for keys that must not differ, and CheckpointError if the model or the documents do.
     """
     weights = describe_checkpoint(path)
-    problems = Problems(run.config)
-    notices = check_continued(problems, run.config, weights, documents={})
+    problems, notices = check_continued(run.config, weights, documents={})
     if problems:
         raise ConfigError(problems)
     if json.dumps(weights.manifest.fingerprint) != json.dumps(snapshots.manifest.fingerprint):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, read_split
 from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -105,4 +105,4 @@ def open_text(data: str, tokenizer: Tokenizer, out: Path) -> Corpus:
             print(n_files, reason, file=sys.stderr)
         data = str(out)
         split = "train"
-    return open_corpus(data, tokenizer, cache_folder, split=split)
+    return Corpus(data, tokenizer, cache_folder, split=split)
