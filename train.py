@@ -109,7 +109,7 @@ def main(args: list[str], stop: StopRequest) -> int:
                 log.stop_after_bad_step(step, result, culprit)
                 status = 1
                 break
-            # all ranks, if debug.compare_copies_every is due: all-gathers of checksums and of findings
+            # all ranks, if debug.compare_copies_every is due: rank 0 gathers checksums, and broadcasts what it finds
             guards.end(step)
             stop.is_first_step = False
             # all ranks, if due: weights and activations; all-reduce of the loss (8 bytes) and of token counts (16)

@@ -7,7 +7,6 @@ call     group "mesh_tp [0, 1]" (the same on all of its ranks), number in its gr
 
 # Groups of checkpoints, which threads use beside the steps
 IN_THREADS = ("host", "saver", "snapshot")
-VARYING = "all_to_all"  # experts: sizes differ between ranks and steps
 
 
 def list_calls(dump: dict, ranks: dict[str, list[int]], main_thread: int) -> list[dict]:
@@ -39,19 +38,3 @@ def summarize(calls: list[dict]) -> dict[str, dict]:
         if not call["is_completed"] and row["pending"] is None:
             row["pending"] = call
     return groups
-
-
-def find_deviation(calls: list[dict], last_step_ns: tuple[int, int], began_ns: int) -> str:
-    """Return how the calls of this step differ from those of the last one; "": so far they are the same."""
-    begin, end = last_step_ns
-    last_step = [call for call in calls if begin <= call["at_ns"] < end]
-    this_step = [call for call in calls if call["at_ns"] >= began_ns]
-    for before, now in zip(last_step, this_step, strict=False):
-        keys = ["group", "name"]
-        if VARYING not in now["name"]:
-            keys.append("sizes")
-        if any(now[key] != before[key] for key in keys):
-            called = f"{now['name']} {now['sizes']} on {now['group']}"
-            earlier = f"{before['name']} {before['sizes']} on {before['group']}"
-            return f"it called {called}, where the last step called {earlier}"
-    return ""

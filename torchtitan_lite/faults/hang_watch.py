@@ -9,11 +9,10 @@ The limit is comm.hang_seconds. A rank that is stopped or never releases the GIL
 state of every rank of its host, from /proc. If the step ends after all, the rank deletes its file.
 
 The calls come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and gloo,
-and on NCCL also sends and receives. On gloo, the main thread's stack tells where it is in a 1F1B pipeline.
+and on NCCL also sends and receives. On gloo, the main thread's stack tells that it waits in a pipeline.
 """
 
 import json
-import linecache
 import os
 import shutil
 import socket
@@ -24,7 +23,6 @@ import time
 import traceback
 from collections import deque
 from pathlib import Path
-from types import FrameType
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
@@ -32,7 +30,7 @@ from torch._C import _distributed_c10d
 from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
-from torchtitan_lite.faults.flight_recorder import find_deviation, list_calls, summarize
+from torchtitan_lite.faults.flight_recorder import list_calls, summarize
 from torchtitan_lite.parallel.mesh import Mesh
 
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
@@ -46,7 +44,6 @@ class HangWatch:
     ):
         self.section = section
         self.rank = group.rank()
-        self.stage_size = mesh.world.size() // mesh.pp.size()
         self.folder = dump_folder / HANG / f"restart-{restarts}"
         self.file = self.folder / f"rank-{self.rank:05}.json"
         if self.rank == 0:
@@ -59,22 +56,18 @@ class HangWatch:
         self.ranks: list[tuple[str, int, str]] = [own] * group.size()  # host, process, name
         dist.all_gather_object(self.ranks, own, group=group)
         self.durations_s: deque[float] = deque(maxlen=50)
-        # Begin and end of the last step, by the clock of the flight recorder
-        self.last_step_ns = (0, 0)
         self.leaving = threading.Event()
         self.begin(0)
 
     def begin(self, step: int) -> None:
         """Note that a step begins."""
         self.step = step
-        self.began_ns = time.time_ns()
         self.began_s = time.monotonic()
         self.limit_s = self.choose_limit_s()
 
     def end(self) -> None:
         """Note that the step has ended. Validation, saves and logs follow, and may take longer than a step."""
         self.durations_s.append(time.monotonic() - self.began_s)
-        self.last_step_ns = (self.began_ns, time.time_ns())
         self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         self.began_s = time.monotonic()
 
@@ -110,9 +103,8 @@ class HangWatch:
     def collect(self) -> dict[str, object]:
         """Return what this rank does, as tools/faults/hang.py reads it."""
         main_thread = threading.main_thread().ident
-        frames = list(traceback.walk_stack(sys._current_frames()[main_thread]))  # innermost first
-        stack = []
-        for frame, line in frames:
+        stack = []  # innermost call first
+        for frame, line in traceback.walk_stack(sys._current_frames()[main_thread]):
             file = Path(frame.f_code.co_filename).name
             stack.append(f"{file}:{line} {frame.f_code.co_name}")
         host = {}
@@ -120,9 +112,6 @@ class HangWatch:
         for rank, (name, pid, described) in enumerate(self.ranks):
             if name == own_host:
                 host[rank] = (pid, read_state(pid), described)
-        calls = read_recorder(main_thread)
-        waits_for = find_wait_in_pipeline(frames)
-        senders = {"fwd_recv": self.rank - self.stage_size, "bwd_recv": self.rank + self.stage_size}
         return {
             "rank": self.rank,
             "world_size": len(self.ranks),
@@ -130,10 +119,7 @@ class HangWatch:
             "seconds": round(time.monotonic() - self.began_s, 1),
             "host": host,
             "stack": stack,
-            "groups": summarize(calls),
-            "deviation": find_deviation(calls, self.last_step_ns, self.began_ns),
-            "waits_for": waits_for,
-            "sender": senders.get(waits_for),
+            "groups": summarize(read_recorder(main_thread)),
         }
 
 
@@ -156,16 +142,3 @@ def read_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"  # it has ended
-
-
-def find_wait_in_pipeline(frames: list[tuple[FrameType, int]]) -> str:
-    """Return what a rank waits for in its pipeline: "fwd_recv", "bwd_recv", "send" for any other wait, "" for none.
-
-    Only the lines of torch's Schedule1F1B tell receives from sends.
-    """
-    for (frame, line), (inner, _) in zip(frames[1:], frames, strict=False):
-        if inner.f_code.co_name == "_wait_batch_p2p":
-            text = linecache.getline(frame.f_code.co_filename, line)
-            ways = [way for way in ("fwd_recv", "bwd_recv") if f'{way}"' in text]
-            return ways[0] if ways else "send"
-    return ""

@@ -7,8 +7,8 @@
     0 1 2 . 4    no file        stopped, ended, or busy without releasing the GIL: /proc on its host tells which
     5 6 7        neither        busy or asleep somewhere else: its stack tells where
 
-If every rank waits, the report looks for ranks whose calls differ from their previous step. Otherwise the cause is
-unknown.
+If every rank waits, the report names a rank that waits elsewhere, and has not made the call that another rank waits in
+for the longest time. If there is none, the cause is unknown.
 """
 
 import json
@@ -29,6 +29,7 @@ STATES = {  # of a rank without a file, from /proc
     "R": "it is busy and never releases the GIL",
     "S": "it sleeps and holds the GIL, or is between two steps (validation, a save)",
 }
+IN_PIPELINE = " _wait_batch_p2p"  # function of torch's schedules
 # Of a rank with a file that waits for no other rank
 DOES = {"D": "waits for a disk", "R": "is busy", "S": "sleeps"}
 DISK = ("fsync", "write", "read", "sync_folder", "hash_file")  # functions
@@ -75,22 +76,29 @@ def explain(files: dict[int, dict]) -> tuple[dict[int, str], str]:
         for rank, row in file["host"].items():
             processes[int(rank)] = row
     culprits = {}
-    deviating = {}
     for rank in range(first["world_size"]):
         if rank not in files:
             _, state, _ = processes.get(rank, (0, "", ""))
             culprits[rank] = STATES.get(state, "unknown: no rank of its host has written")
         elif not list_waits(files[rank]):
             culprits[rank] = describe_idle(files[rank])
-        elif files[rank]["deviation"]:
-            deviating[rank] = files[rank]["deviation"]
-    if not culprits:
-        culprits = deviating
+    missed = {}
+    for rank in culprits or files:
+        if call := find_missed_call(files, rank):
+            missed[rank] = call
+    if missed and not culprits:
+        rank = min(missed, key=missed.get)
+        stack = " < ".join(files[rank]["stack"][:6])
+        culprits[rank] = f"it waits in {list_waits(files[rank])[0]}, at {stack}"
 
     text = [f"HANG in step {first['step']}, {first['seconds']:g} s after it began."]
     for rank, does in list(culprits.items())[:3]:
         pid, _, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
-        text.append(f"{name} {find_waiter(files, rank)}: {does}. Its process is {pid}.")
+        waiter = "and no rank with a file waits for it directly"
+        if rank in missed:
+            _, other, call = missed[rank]
+            waiter = f"from {call}, which rank {other} waits for"
+        text.append(f"{name} is missing {waiter}: {does}. Its process is {pid}.")
     if len(culprits) > 3:
         text.append(f"So are {len(culprits) - 3} more ranks: {sorted(culprits)[3:20]}.")
     if not culprits:
@@ -107,8 +115,8 @@ def list_waits(file: dict) -> list[str]:
     for row in file["groups"].values():
         if row["pending"]:
             waits.append(describe_call(row["pending"]))
-    if file["waits_for"]:
-        waits.append(f"the pipeline ({file['waits_for']})")
+    if any(line.endswith(IN_PIPELINE) for line in file["stack"]):
+        waits.append("the pipeline")
     return waits
 
 
@@ -119,25 +127,20 @@ def describe_idle(file: dict) -> str:
     return f"it {DOES.get(state, 'does something')} in {' < '.join(file['stack'][:3])}"
 
 
-def find_waiter(files: dict[int, dict], rank: int) -> str:
-    """Say which call of which rank waits for this rank. Of several, the one that was called first."""
+def find_missed_call(files: dict[int, dict], rank: int) -> tuple[int, int, str] | None:
+    """Return time, rank and name of the oldest call in which another rank waits for this rank. None: there is none."""
     own_groups = files[rank]["groups"] if rank in files else {}
     waits = []
     for waiter, file in files.items():
-        if file["sender"] == rank:
-            way = f"a send of the pipeline (axis pp, {file['waits_for']})"
-            return f"is missing from {way} that rank {waiter} waits for"
         for group, row in file["groups"].items():
             call = row["pending"]
-            if call is None or waiter == rank or rank not in json.loads(group.partition(" ")[2]):
+            if call is None or rank not in json.loads(group.partition(" ")[2]):
                 continue
-            n_own = own_groups[group]["n"] if group in own_groups else 0
-            if n_own <= call["number"]:
+            own = own_groups.get(group, {"n": 0, "pending": None})
+            n_made = own["n"] + (own["pending"] is not None)
+            if n_made <= call["number"]:
                 waits.append((call["at_ns"], waiter, describe_call(call)))
-    if not waits:
-        return "is missing, and no rank with a file waits for it directly"
-    _, waiter, call = min(waits)
-    return f"is missing from {call}, which rank {waiter} waits for"
+    return min(waits, default=None)
 
 
 def describe_call(call: dict) -> str:
