@@ -68,7 +68,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     if place.rank == 0:
         starting_over = config.job.overwrite and place.restarts == 0
         lock = open_dump_folder(plan.dump_folder, config, starting_over=starting_over)
-    start_logging(place.rank, plan.dump_folder, color=not config.metrics.disable_color_printing)
+    start_logging(place.rank, plan.dump_folder)
     for notice in plan.notices:
         logger.info(notice)
     n_parameters = count_parameters(plan.model_args)

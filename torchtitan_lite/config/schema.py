@@ -294,7 +294,6 @@ class Metrics:
     enable_tensorboard: bool = True  # write TensorBoard events
     save_tb_folder: str = "tb"  # inside dump_folder
     enable_wandb: bool = False  # also send metrics to Weights & Biases; needs the extra `wandb`
-    disable_color_printing: bool = False  # never color the log; default: color on a terminal
 
 
 @dataclass(frozen=True)
