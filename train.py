@@ -121,7 +121,7 @@ def main(args: list[str], stop: StopRequest) -> int:
             guards.save(step, is_stopped=is_stopped)
             if is_stopped:
                 ngpu = os.environ.get("NGPU")
-                reason = describe_stop(stop_signal, step, config, guards.newest, args, ngpu)
+                reason = describe_stop(stop_signal, step, config, guards.saver.newest, args, ngpu)
                 log.stop(step, reason)
                 status = 128 + stop_signal
                 break

@@ -161,9 +161,8 @@ def name_unfinished(final: Path) -> Path:
 def create_unfinished(final: Path) -> Path:
     """Create the temporary folder for `final`. Raises CheckpointError if it or `final` exists."""
     unfinished = name_unfinished(final)
-    for path in (final, unfinished):
-        if path.exists():
-            raise CheckpointError(f"{path} already exists, and is never overwritten")
+    if final.exists():
+        raise CheckpointError(f"{final} already exists, and is never overwritten")
     with explain_write_error(unfinished):
         unfinished.mkdir(parents=True)
     return unfinished

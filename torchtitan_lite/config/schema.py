@@ -304,7 +304,7 @@ class Comm:
     train_timeout_seconds: Positive = 100  # time-out of collectives after the first step
     hang_seconds: NotNegativeOrAuto = (
         -1
-    )  # new: report a longer step; 0: never; auto: 10 x the median, at least 60
+    )  # new: report a longer step; 0: never; auto: 3/4 of train_timeout_seconds
     trace_buf_size: NotNegative = (
         20000  # entries in NCCL's flight recorder, which is written on a time-out; 0: off
     )

@@ -10,7 +10,7 @@
     all ranks    receive the finding
 
 A sum of integers changes with every single flipped bit. Two copies have no majority, so both ranks are suspects. The
-most frequent suspect is named; if ranks tie, all are named.
+report names the shard with the fewest suspects.
 """
 
 from collections import Counter, defaultdict
@@ -60,19 +60,17 @@ def find_odd_copy(of_ranks: list[Checksums]) -> str | None:
     for rank, sums in enumerate(of_ranks):
         for shard, checksum in sums.items():
             copies[shard][rank] = checksum
-    suspects = []
+    found = []
     for (name, _), of_shard in copies.items():
         usual, n_usual = Counter(of_shard.values()).most_common(1)[0]
-        is_clear = 2 * n_usual > len(of_shard)
-        for rank, checksum in of_shard.items():
-            if checksum != usual or not is_clear:
-                suspects.append((rank, name))
-    if not suspects:
+        odd = [rank for rank, checksum in of_shard.items() if checksum != usual]
+        if 2 * n_usual <= len(of_shard):
+            odd = list(of_shard)
+        if odd:
+            found.append((len(odd), odd, name))
+    if not found:
         return None
-    counts = Counter(rank for rank, _ in suspects)
-    most = max(counts.values())
-    odd = sorted(rank for rank, n in counts.items() if n == most)
-    name = min(name for rank, name in suspects if rank in odd)
+    _, odd, name = min(found)
     who = f"rank {odd[0]} has another"
     if len(odd) > 1:
         who = f"no majority tells which of the ranks {odd} has a wrong"

@@ -1,8 +1,7 @@
 """Protect a run, as one context manager: save checkpoints and snapshots, watch for hangs, compare copies."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.format import Manifest
@@ -37,9 +36,10 @@ class Guards:
         about = describe_run(run.config, run.layout.degrees, published)
         manifest = Manifest(0, fingerprint, about)
         self.saving = {"optimizer": run.optimizer, "manifest": manifest, "device": run.device}
-        self.snapshots = Snapshots(
-            plan.dump_folder, run.config.checkpoint, place, groups.host, **self.saving
-        )
+        self.snapshots = None
+        section = run.config.checkpoint
+        if section.local_folder and not section.load_only:
+            self.snapshots = Snapshots(plan.dump_folder, section, place, groups.host, **self.saving)
 
     def resume(self) -> int:
         """Load the state that the run starts from. Return its step; 0: initial weights."""
@@ -60,7 +60,7 @@ class Guards:
         self.hangs = HangWatch(
             self.dump_folder, self.run.config.comm, self.run.mesh, self.restarts, self.groups.host
         )
-        with self.saver, self.snapshots, self.hangs:
+        with self.saver, self.snapshots or nullcontext(), self.hangs:
             yield
 
     def begin(self, step: int) -> None:
@@ -77,9 +77,5 @@ class Guards:
         """Save a checkpoint and a snapshot if they are due, in this order: the last step deletes all snapshots."""
         n_steps = self.run.config.training.steps
         for saver in (self.saver, self.snapshots):
-            saver.after_step(step, self.run.saved, n_steps=n_steps, is_stopped=is_stopped)
-
-    @property
-    def newest(self) -> Path | None:
-        """The newest checkpoint of this run; None if there is none."""
-        return self.saver.newest
+            if saver:
+                saver.after_step(step, self.run.saved, n_steps=n_steps, is_stopped=is_stopped)

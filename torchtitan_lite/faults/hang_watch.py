@@ -16,12 +16,10 @@ import json
 import os
 import shutil
 import socket
-import statistics
 import sys
 import threading
 import time
 import traceback
-from collections import deque
 from pathlib import Path
 
 import torch.distributed as dist
@@ -30,7 +28,7 @@ from torch._C import _distributed_c10d
 from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
-from torchtitan_lite.faults.flight_recorder import list_calls, summarize
+from torchtitan_lite.faults.flight_recorder import summarize
 from torchtitan_lite.parallel.mesh import Mesh
 
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
@@ -48,14 +46,11 @@ class HangWatch:
         self.file = self.folder / f"rank-{self.rank:05}.json"
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier start
-        used = {}
-        for dim, coordinate in mesh.coordinates().items():
-            if mesh.world[dim].size() > 1:
-                used[dim] = coordinate
-        own = (socket.gethostname(), os.getpid(), describe_rank(self.rank, used))
+        name = describe_rank(self.rank, mesh.coordinates())
+        own = (socket.gethostname(), os.getpid(), name)
         self.ranks: list[tuple[str, int, str]] = [own] * group.size()  # host, process, name
         dist.all_gather_object(self.ranks, own, group=group)
-        self.durations_s: deque[float] = deque(maxlen=50)
+        self.last_s: float | None = None  # duration of the last step; None: no step has ended
         self.leaving = threading.Event()
         self.begin(0)
 
@@ -67,19 +62,17 @@ class HangWatch:
 
     def end(self) -> None:
         """Note that the step has ended. Validation, saves and logs follow, and may take longer than a step."""
-        self.durations_s.append(time.monotonic() - self.began_s)
+        self.last_s = time.monotonic() - self.began_s
         self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         self.began_s = time.monotonic()
 
     def choose_limit_s(self) -> float:
         """Return the seconds after which a step is a hang. The first step may take longer."""
-        if not self.durations_s:
+        if self.last_s is None:
             return SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         if self.section.hang_seconds > 0:
             return self.section.hang_seconds
-        median_s = statistics.median(self.durations_s)
-        timeout_s = SHARE_OF_TIMEOUT * self.section.train_timeout_seconds
-        return max(60, 2 * median_s, min(10 * median_s, timeout_s))
+        return max(2 * self.last_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds)
 
     def __enter__(self) -> "HangWatch":
         if self.section.hang_seconds != 0:
@@ -119,21 +112,21 @@ class HangWatch:
             "seconds": round(time.monotonic() - self.began_s, 1),
             "host": host,
             "stack": stack,
-            "groups": summarize(read_recorder(main_thread)),
+            "groups": read_recorder(main_thread),
         }
 
 
-def read_recorder(main_thread: int) -> list[dict]:
-    """Return the calls that this process has recorded, oldest first. Calls of checkpoint threads are left out."""
+def read_recorder(main_thread: int) -> dict[str, dict]:
+    """Return the calls that this process has recorded, by group. Calls of checkpoint threads are left out."""
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:
         ranks[group.group_name] = dist.get_process_group_ranks(group)
-    calls = []
+    groups = {}
     # Of gloo, and of NCCL in builds for CUDA
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if dump := getattr(_distributed_c10d, name, None):
-            calls += list_calls(json.loads(dump(True, False)), ranks, main_thread)
-    return sorted(calls, key=lambda call: call["at_ns"])
+            groups |= summarize(json.loads(dump(True, False)), ranks, main_thread)
+    return groups
 
 
 def read_state(pid: int) -> str:

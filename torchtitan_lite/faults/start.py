@@ -43,7 +43,9 @@ from torchtitan_lite.faults.snapshots import Snapshots
 logger = logging.getLogger(__name__)
 
 
-def start_from(run: Run, snapshots: Snapshots, group: dist.ProcessGroup, *, restarted: bool) -> int:
+def start_from(
+    run: Run, snapshots: Snapshots | None, group: dist.ProcessGroup, *, restarted: bool
+) -> int:
     """Load the state that a run starts from. Return its step; 0: initial weights. Collective over `group`, all ranks.
 
     `restarted`: torchrun has restarted the job, which then resumes from its own newest state. Raises ConfigError if the
@@ -54,7 +56,7 @@ def start_from(run: Run, snapshots: Snapshots, group: dist.ProcessGroup, *, rest
     steps = []
     if section.enable:
         steps = do_on_rank_0(group, lambda: find_steps(folder))
-    snapshotted = snapshots.list_usable(run.saved)
+    snapshotted = snapshots.list_usable(run.saved) if snapshots else []
     if steps and section.load_step != -1 and not restarted:
         steps = [section.load_step]
         snapshotted = []
@@ -70,7 +72,8 @@ def start_from(run: Run, snapshots: Snapshots, group: dist.ProcessGroup, *, rest
         step = load_initial(*of_run, section=section, group=group)
     damaged = [saved.path for saved in checkpoints if saved.step > step]
     do_on_rank_0(group, lambda: quarantine(damaged))
-    snapshots.forget_after(step)
+    if snapshots:
+        snapshots.forget_after(step)
     return step
 
 

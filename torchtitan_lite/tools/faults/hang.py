@@ -30,9 +30,6 @@ STATES = {  # of a rank without a file, from /proc
     "S": "it sleeps and holds the GIL, or is between two steps (validation, a save)",
 }
 IN_PIPELINE = " _wait_batch_p2p"  # function of torch's schedules
-# Of a rank with a file that waits for no other rank
-DOES = {"D": "waits for a disk", "R": "is busy", "S": "sleeps"}
-DISK = ("fsync", "write", "read", "sync_folder", "hash_file")  # functions
 
 
 def main(options: Namespace) -> int:
@@ -68,39 +65,35 @@ def read_files(folder: Path) -> dict[int, dict]:
     return files
 
 
-def explain(files: dict[int, dict]) -> tuple[dict[int, str], str]:
-    """Return rank -> what it does instead of what the others wait for, and a paragraph that tells all of it."""
+def explain(files: dict[int, dict]) -> tuple[list[int], str]:
+    """Return the ranks that the others wait for, and a paragraph that tells what these ranks do instead."""
     first = next(iter(files.values()))
     processes = {}
     for file in files.values():
         for rank, row in file["host"].items():
             processes[int(rank)] = row
-    culprits = {}
-    for rank in range(first["world_size"]):
-        if rank not in files:
-            _, state, _ = processes.get(rank, (0, "", ""))
-            culprits[rank] = STATES.get(state, "unknown: no rank of its host has written")
-        elif not list_waits(files[rank]):
-            culprits[rank] = describe_idle(files[rank])
+    ranks = range(first["world_size"])
+    culprits = [rank for rank in ranks if rank not in files or not list_waits(files[rank])]
     missed = {}
-    for rank in culprits or files:
+    for rank in culprits or ranks:
         if call := find_missed_call(files, rank):
             missed[rank] = call
     if missed and not culprits:
-        rank = min(missed, key=missed.get)
-        stack = " < ".join(files[rank]["stack"][:6])
-        culprits[rank] = f"it waits in {list_waits(files[rank])[0]}, at {stack}"
+        culprits = [min(missed, key=missed.get)]
 
     text = [f"HANG in step {first['step']}, {first['seconds']:g} s after it began."]
-    for rank, does in list(culprits.items())[:3]:
-        pid, _, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
+    for rank in culprits[:3]:
+        pid, state, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
         waiter = "and no rank with a file waits for it directly"
         if rank in missed:
             _, other, call = missed[rank]
             waiter = f"from {call}, which rank {other} waits for"
+        does = STATES.get(state, "unknown: no rank of its host has written")
+        if rank in files:
+            does = "it is in " + " < ".join(files[rank]["stack"][:6])
         text.append(f"{name} is missing {waiter}: {does}. Its process is {pid}.")
     if len(culprits) > 3:
-        text.append(f"So are {len(culprits) - 3} more ranks: {sorted(culprits)[3:20]}.")
+        text.append(f"So are {len(culprits) - 3} more ranks: {culprits[3:20]}.")
     if not culprits:
         waits = Counter(list_waits(file)[0] for file in files.values())
         most = [f"{n} ranks wait in {wait}" for wait, n in waits.most_common(4)]
@@ -120,13 +113,6 @@ def list_waits(file: dict) -> list[str]:
     return waits
 
 
-def describe_idle(file: dict) -> str:
-    _, state, _ = file["host"][str(file["rank"])]
-    if file["stack"][0].split()[-1] in DISK:
-        state = "D"
-    return f"it {DOES.get(state, 'does something')} in {' < '.join(file['stack'][:3])}"
-
-
 def find_missed_call(files: dict[int, dict], rank: int) -> tuple[int, int, str] | None:
     """Return time, rank and name of the oldest call in which another rank waits for this rank. None: there is none."""
     own_groups = files[rank]["groups"] if rank in files else {}
@@ -136,9 +122,8 @@ def find_missed_call(files: dict[int, dict], rank: int) -> tuple[int, int, str] 
             call = row["pending"]
             if call is None or rank not in json.loads(group.partition(" ")[2]):
                 continue
-            own = own_groups.get(group, {"n": 0, "pending": None})
-            n_made = own["n"] + (own["pending"] is not None)
-            if n_made <= call["number"]:
+            n_made = own_groups[group]["n"] if group in own_groups else 0
+            if n_made < call["number"]:
                 waits.append((call["at_ns"], waiter, describe_call(call)))
     return min(waits, default=None)
 
