@@ -65,9 +65,7 @@ class TensorRecord(NamedTuple):
 class Manifest:
     step: int
     fingerprint: dict[str, object]  # must match on resume: data, tokenizer, batch size, model_args
-    run: dict[
-        str, object
-    ]  # for people: config, layout, date; for exports: the published config.json
+    run: dict[str, object]  # for people: config, layout; for exports: the published config.json
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     format: int = FORMAT
 

@@ -218,8 +218,7 @@ def make_config(
     shorter than the training sequences.
     """
     if published:
-        dtype_keys = [key for key in DTYPE_KEYS if key in published] or DTYPE_KEYS[:1]
-        changed: dict[str, object] = dict.fromkeys(dtype_keys, dtype)
+        changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published}
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
         return published | changed

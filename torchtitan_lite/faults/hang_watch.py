@@ -52,7 +52,6 @@ class HangWatch:
         dist.all_gather_object(self.ranks, own, group=group)
         self.last_s: float | None = None  # duration of the last step; None: no step has ended
         self.leaving = threading.Event()
-        self.begin(0)
 
     def begin(self, step: int) -> None:
         """Note that a step begins."""
@@ -75,6 +74,7 @@ class HangWatch:
         return max(2 * self.last_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds)
 
     def __enter__(self) -> "HangWatch":
+        self.begin(0)
         if self.section.hang_seconds != 0:
             threading.Thread(target=self.watch, name="hang", daemon=True).start()
         return self

@@ -36,12 +36,10 @@ VARIABLE = "TORCHTITAN_LITE_FAULT"
 LAUNCHER = "TORCHTITAN_LITE_LAUNCHER"
 HANG = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
 KILLED = r"exitcode: -9\) local_rank: {rank} "  # in torchrun's report
-RAISED = r"exitcode: 1\) local_rank: {rank} "
 KINDS = {  # function of inject.py -> what names its fault in the output; {rank} is the rank that met it
     "kill": KILLED,
     "kill_saving": KILLED,
     "kill_torchrun": "torchrun was killed",
-    "exception": RAISED,
     "nan": r"weight \S+ on rank {rank} .*was not finite",
     "flip_weight": r"silent damage: (rank {rank} |no majority tells .*\b{rank}\b.* has a wrong)",
     "flip_snapshot": "DAMAGED SNAPSHOT",

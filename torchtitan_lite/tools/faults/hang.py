@@ -73,7 +73,7 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
         for rank, row in file["host"].items():
             processes[int(rank)] = row
     ranks = range(first["world_size"])
-    culprits = [rank for rank in ranks if rank not in files or not list_waits(files[rank])]
+    culprits = [rank for rank in ranks if rank not in files or not find_wait(files[rank])]
     missed = {}
     for rank in culprits or ranks:
         if call := find_missed_call(files, rank):
@@ -95,22 +95,21 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     if len(culprits) > 3:
         text.append(f"So are {len(culprits) - 3} more ranks: {culprits[3:20]}.")
     if not culprits:
-        waits = Counter(list_waits(file)[0] for file in files.values())
+        waits = Counter(find_wait(file) for file in files.values())
         most = [f"{n} ranks wait in {wait}" for wait, n in waits.most_common(4)]
         text.append(f"Cause unknown. {'; '.join(most)}.")
     text.append(f"{len(files)} of {first['world_size']} ranks wrote what they do.")
     return culprits, " ".join(text)
 
 
-def list_waits(file: dict) -> list[str]:
-    """Return the collectives that have not completed, and the wait in the pipeline. Empty: it waits for no rank."""
-    waits = []
+def find_wait(file: dict) -> str:
+    """Return the first collective that has not completed, or the pipeline. Empty: it waits for no rank."""
     for row in file["groups"].values():
         if row["pending"]:
-            waits.append(describe_call(row["pending"]))
+            return describe_call(row["pending"])
     if any(line.endswith(IN_PIPELINE) for line in file["stack"]):
-        waits.append("the pipeline")
-    return waits
+        return "the pipeline"
+    return ""
 
 
 def find_missed_call(files: dict[int, dict], rank: int) -> tuple[int, int, str] | None:
