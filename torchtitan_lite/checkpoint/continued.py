@@ -58,9 +58,7 @@ FREE = (
     "compile",
     "metrics",
     "comm",
-    "debug.deterministic",
-    "debug.deterministic_warn_only",
-    "debug.compare_copies_every",
+    "debug",
     "job",
     "profiling",
 )

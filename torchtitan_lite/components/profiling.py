@@ -106,8 +106,7 @@ class MemorySnapshots:
 
     def step(self) -> None:
         self.n_steps += 1
-        n_own_steps = self.n_steps - self.resumed_step
-        if n_own_steps % self.profile_freq == 0:
+        if (self.n_steps - self.resumed_step) % self.profile_freq == 0:
             self._write(f"step-{self.n_steps}")
 
     def _write(self, name: str) -> None:

@@ -5,11 +5,11 @@
     other: expert biases, step counters    on every rank of a pipeline stage
     tied embedding in a pipeline           on the first and last stage; sent again here, after the update
 
-    each rank    one checksum per shard: the sum of its bits, read as integers
+    each rank    one checksum per shard: the sum of its bytes
     rank 0       gathers all, about 100 bytes per shard; compares those with the same name and offsets
     all ranks    receive the finding
 
-A sum of integers changes with every single flipped bit. Two copies have no majority, so both ranks are suspects. The
+A sum of bytes changes with every single flipped bit. Two copies have no majority, so both ranks are suspects. The
 report names the shard with the fewest suspects.
 """
 
@@ -24,8 +24,6 @@ from torchtitan_lite.checkpoint.load import do_on_rank_0, find_shard
 from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.config.messages import UserError
 
-# Bytes of an element -> the integer of that size
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TIED = "model.tok_embeddings.weight"
 Checksums = dict[tuple[str, tuple[int, ...]], int]  # name and offsets of a shard -> its checksum
 
@@ -49,9 +47,9 @@ def compare_copies(run: Run, group: dist.ProcessGroup) -> None:
 
 
 def compute_checksum(shard: Tensor) -> Tensor:
-    """Return the sum of the bits of a tensor, () int64 on its device."""
-    bits = shard.detach().contiguous().view(INTEGERS[shard.element_size()])
-    return bits.sum(dtype=torch.int64)
+    """Return the sum of the bytes of a tensor, () int64 on its device."""
+    values = shard.detach().contiguous().flatten()
+    return values.view(torch.uint8).sum(dtype=torch.int64)
 
 
 def find_odd_copy(of_ranks: list[Checksums]) -> str | None:

@@ -28,9 +28,10 @@ from torch._C import _distributed_c10d
 from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
-from torchtitan_lite.faults.flight_recorder import summarize
 from torchtitan_lite.parallel.mesh import Mesh
 
+# Groups of checkpoints, which threads use beside the steps
+IN_THREADS = ("host", "saver", "snapshot")
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
 
 
@@ -57,21 +58,19 @@ class HangWatch:
         """Note that a step begins."""
         self.step = step
         self.began_s = time.monotonic()
-        self.limit_s = self.choose_limit_s()
+        # The first step may take longer.
+        self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
+        if self.last_s is not None:
+            timeout_s = SHARE_OF_TIMEOUT * self.section.train_timeout_seconds
+            self.limit_s = max(2 * self.last_s, timeout_s)
+            if self.section.hang_seconds > 0:
+                self.limit_s = self.section.hang_seconds
 
     def end(self) -> None:
         """Note that the step has ended. Validation, saves and logs follow, and may take longer than a step."""
         self.last_s = time.monotonic() - self.began_s
         self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         self.began_s = time.monotonic()
-
-    def choose_limit_s(self) -> float:
-        """Return the seconds after which a step is a hang. The first step may take longer."""
-        if self.last_s is None:
-            return SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
-        if self.section.hang_seconds > 0:
-            return self.section.hang_seconds
-        return max(2 * self.last_s, SHARE_OF_TIMEOUT * self.section.train_timeout_seconds)
 
     def __enter__(self) -> "HangWatch":
         self.begin(0)
@@ -117,15 +116,36 @@ class HangWatch:
 
 
 def read_recorder(main_thread: int) -> dict[str, dict]:
-    """Return the calls that this process has recorded, by group. Calls of checkpoint threads are left out."""
+    """Return for each group the number of its last call, and the first call that is pending.
+
+    The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. Calls of checkpoint threads are left out.
+    """
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:
         ranks[group.group_name] = dist.get_process_group_ranks(group)
-    groups = {}
-    # Of gloo, and of NCCL in builds for CUDA
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if dump := getattr(_distributed_c10d, name, None):
-            groups |= summarize(json.loads(dump(True, False)), ranks, main_thread)
+    entries = []  # the oldest first
+    for recorder in (
+        "_dump_fr_trace_json",
+        "_dump_nccl_trace_json",
+    ):  # gloo; NCCL in builds for CUDA
+        if dump := getattr(_distributed_c10d, recorder, None):
+            entries += json.loads(dump(True, False)).get("entries", [])
+    groups: dict[str, dict] = {}
+    for entry in entries:
+        name, description = entry["process_group"]
+        if description in IN_THREADS and int(entry["thread_id"]) != main_thread:
+            continue
+        group = f"{description} {ranks.get(name, [])}"
+        row = groups.setdefault(group, {"pending": None})
+        row["n"] = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+        if not entry["retired"] and row["pending"] is None:
+            row["pending"] = {
+                "group": group,
+                "number": row["n"],
+                "name": entry["profiling_name"].partition(":")[2],  # "gloo:all_reduce"
+                "sizes": entry["input_sizes"],
+                "at_ns": entry["time_created_ns"],
+            }
     return groups
 
 

@@ -97,9 +97,8 @@ def main(options: Namespace) -> int:
             faults.append(drill(kind, seed, world_size, args, out))
             print(make_card(faults[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(json.dumps(list(map(asdict, faults))) if options.json else make_card(faults))
-    all_found = all(fault.found_s is not None for fault in faults[1:])
-    all_equal = all(fault.is_equal for fault in faults)
-    return 0 if all_found and all_equal else 1
+    is_good = all(fault.found_s is not None and fault.is_equal for fault in faults[1:])
+    return 0 if is_good else 1
 
 
 def run_rank(args: list[str], folder: Path) -> int:
