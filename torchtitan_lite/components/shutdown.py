@@ -40,6 +40,11 @@ class StopRequest:
         self.received_at_s = 0.0
         self.is_first_step = True  # there is nothing to save yet
 
+    @property
+    def requested(self) -> int:
+        """The signal that this rank received, as a number; 0: none."""
+        return self.received or 0
+
     def listen(self) -> None:
         """Start receiving signals. Call this in the main thread.
 
