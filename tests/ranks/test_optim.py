@@ -196,13 +196,15 @@ def test_an_update_clips_as_torch_does_or_never_if_max_norm_is_0(section, norm, 
     gradient = torch.randn(3, 1024, generator=torch.Generator().manual_seed(1))
     gradient *= norm / gradient.norm()
     weights = [torch.zeros_like(gradient, requires_grad=True) for _ in range(2)]
-    optimizers = [build_optimizer(section, {"weight": weight}) for weight in weights]
+    ours = build_optimizer(section, {"weight": weights[0]})
+    theirs = build_optimizer(section, {"weight": weights[1]})
+    limit = max_norm or math.inf
     for factor in (1, 0.1):
         for weight in weights:
             weight.grad = factor * gradient
-        update_weights(optimizers[0], torch.tensor(factor * norm), max_norm)
-        torch.nn.utils.clip_grad_norm_([weights[1]], max_norm or math.inf)
-        optimizers[1].step()
+        update_weights(ours, torch.tensor(factor * norm), max_norm)
+        torch.nn.utils.clip_grad_norm_([weights[1]], limit)
+        theirs.step()
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-9)
 
 
