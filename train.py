@@ -68,7 +68,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     if place.rank == 0:
         starting_over = config.job.overwrite and place.restarts == 0
         lock = open_dump_folder(plan.dump_folder, config, starting_over=starting_over)
-    start_logging(place.rank, plan.dump_folder, color=not config.metrics.disable_color_printing)
+    start_logging(place.rank, plan.dump_folder)
     for notice in plan.notices:
         logger.info(notice)
     n_parameters = count_parameters(plan.model_args)
@@ -83,7 +83,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     run = build_run(config, plan.model_args, plan.layout, mesh, device)
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
-    # all ranks, if snapshots are on: rank 0 broadcasts the id of the run
+    # all ranks: all-gather of hosts and process ids; if snapshots are on, rank 0 broadcasts the id of the run
     guards = Guards(run, plan, place, groups, data.fingerprint)
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots, and of damaged files
     resumed_step = guards.resume()
@@ -93,8 +93,8 @@ def main(args: list[str], stop: StopRequest) -> int:
     last = config.training.steps
     batches = log.time_loading(data.batches(range(resumed_step, last)))
     status = 0
-    # all ranks: a barrier, and an all-gather of hosts and process ids; on leaving, they wait for the save in flight
-    with log.around_steps(), guards.watching(log.record):
+    # all ranks: a barrier; on leaving, they wait for the save in flight
+    with log.around_steps(), guards.watching():
         for step in range(resumed_step + 1, last + 1):
             guards.begin(step)
             batch = next(batches)
@@ -109,7 +109,7 @@ def main(args: list[str], stop: StopRequest) -> int:
                 log.stop_after_bad_step(step, result, culprit)
                 status = 1
                 break
-            # all ranks, if debug.compare_copies_every is due: all-gathers of checksums and of findings
+            # all ranks, if debug.compare_copies_every is due: rank 0 gathers checksums, and broadcasts what it finds
             guards.end(step)
             stop.is_first_step = False
             # all ranks, if due: weights and activations; all-reduce of the loss (8 bytes) and of token counts (16)
@@ -118,10 +118,10 @@ def main(args: list[str], stop: StopRequest) -> int:
             log.after_step(step, result, validation)
             is_stopped = stop_signal > 0 and step < last
             # all ranks, if due: rank 0 gathers lists of shards, and scatters who writes which; then a barrier
-            guards.save(step, is_stopped=is_stopped)
+            guards.save(step, log.record, is_stopped=is_stopped)
             if is_stopped:
                 ngpu = os.environ.get("NGPU")
-                reason = describe_stop(stop_signal, step, config, guards.newest, args, ngpu)
+                reason = describe_stop(stop_signal, step, config, guards.saver.newest, args, ngpu)
                 log.stop(step, reason)
                 status = 128 + stop_signal
                 break

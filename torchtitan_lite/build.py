@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16
 from torchtitan_lite.components.expert_balance import ExpertBalance, build_balance
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.config.block import list_parameters
@@ -130,8 +129,6 @@ def build_run(
         if copy is not None or owner is not None:
             tied = TiedMatrix(owner, copy, mesh.ends)
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
-    if config.compile.enable and isinstance(optimizer, AdamWBFloat16):
-        optimizer.compile(config.compile.backend)  # torch's own kernels need no compiler
     schedule = None
     if layout.pp > 1:
         schedule = build_schedule(

@@ -8,7 +8,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_lite.components import metrics as metrics_module
-from torchtitan_lite.components.log import ESCAPE_CODE
 from torchtitan_lite.components.metrics import MetricsWriter, describe_step
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
@@ -55,7 +54,7 @@ def console(monkeypatch) -> list[str]:
     monkeypatch.setattr(
         metrics_module.logger,
         "info",
-        lambda line: lines.append(ESCAPE_CODE.sub("", line)),
+        lines.append,
     )
     return lines
 

@@ -1,5 +1,6 @@
 """Weights loaded on many ranks: each reads its shards, and together they have what the folder has."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
@@ -103,7 +104,8 @@ def load_and_save(rank: int, world_size: int, overrides: dict, out: str, **keys)
     """Worker: load as train.py does, and save step 5 as [checkpoint] says. Return the step and what was loaded."""
     run = compare.build_table_run(world_size, overrides)
     section, of_run = Checkpoint(enable=True, **keys), (run.parameters, run.optimizer)
-    step = load_initial(*of_run, run.lr_scheduler, section=section, group=dist.group.WORLD)
+    run = replace(run, config=replace(run.config, checkpoint=section))
+    step = load_initial(run, dist.group.WORLD)
     with checkpoints.make_saver(out, section, run.optimizer) as saver:
         saver.save(5, choose_tensors(*of_run, section=section, is_last=True))
     return step, compare.gather(run, lambda parameter: parameter)

@@ -47,7 +47,7 @@ def test_traces_hold_the_last_steps_of_every_whole_period_and_bear_their_number(
         assert traced_matmuls(tmp_path / f"elsewhere/step-{step}/rank-1.json") == [step - 1, step]
 
 
-def test_train_py_traces_every_rank_and_rank_0_logs_what_took_the_time(pool, tmp_path):
+def test_train_py_traces_every_rank_and_rank_0_logs_the_file(pool, tmp_path):
     keys = [
         *warm_start.write_letters(tmp_path / "letters"),
         f"--job.dump_folder={tmp_path}",
@@ -61,7 +61,7 @@ def test_train_py_traces_every_rank_and_rank_0_logs_what_took_the_time(pool, tmp
     assert pool.run(warm_start.start, 2, keys) == [0, 0]
     assert list_traces(tmp_path / "traces") == ["step-2/rank-0.json", "step-2/rank-1.json"]
     log = (tmp_path / "log.txt").read_text()
-    assert f" step 2 traced to {tmp_path}/traces/step-2/rank-0.json\n" in log and "Self CPU" in log
+    assert f" step 2 traced to {tmp_path}/traces/step-2/rank-0.json\n" in log
 
 
 # ---------------------------------------------------------------- memory snapshots

@@ -39,10 +39,7 @@ ROWS = {
     for name in OPTIMIZERS
     for implementation in get_args(KEYS[IMPLEMENTATION])
 }
-COMPILED = "AdamW, bfloat16 moments, compiled"
-BFLOAT16 = {NAME: "AdamW", IMPLEMENTATION: "fused", MOMENTS: "bfloat16"}
-ROWS["AdamW, bfloat16 moments"] = BFLOAT16
-ROWS[COMPILED] = {**BFLOAT16, "compile.enable": True, "compile.backend": "aot_eager"}
+ROWS["AdamW, bfloat16 moments"] = {NAME: "AdamW", IMPLEMENTATION: "fused", MOMENTS: "bfloat16"}
 ROWS["AdamW, offloaded"] = {NAME: "AdamW", IMPLEMENTATION: "fused", **OFFLOAD}
 ROWS["AdamW, experts"] = {NAME: "AdamW", IMPLEMENTATION: "fused", **MOE}
 MODES = {
@@ -93,9 +90,7 @@ def save_and_resume(rank: int, world_size: int, overrides: dict, folder: str) ->
     return differing
 
 
-@pytest.mark.parametrize(
-    "name", [n if n != COMPILED else pytest.param(n, marks=pytest.mark.slow) for n in ROWS]
-)
+@pytest.mark.parametrize("name", ROWS)
 def test_every_optimizer_is_saved_and_resumed_bit_equal_in_every_mode(pool, tmp_path, name):
     for differing in pool.run(save_and_resume, 2, COMMON | ROWS[name], str(tmp_path)):
         assert differing == dict.fromkeys(MODES, [])

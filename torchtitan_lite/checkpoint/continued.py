@@ -58,18 +58,19 @@ FREE = (
     "compile",
     "metrics",
     "comm",
-    "debug.deterministic",
-    "debug.deterministic_warn_only",
-    "debug.compare_copies_every",
+    "debug",
     "job",
     "profiling",
 )
-RULES = dict.fromkeys(REFUSED, REFUSED) | dict.fromkeys(NOTED, NOTED) | dict.fromkeys(FREE, FREE)
 
 
 def find_rule(key: str) -> tuple[str, ...] | None:
     """Return REFUSED, NOTED or FREE, whichever lists the key, or else its section. None if none does."""
-    return RULES.get(key) or RULES.get(key.rpartition(".")[0])
+    for name in (key, key.rpartition(".")[0]):
+        for rule in (REFUSED, NOTED, FREE):
+            if name in rule:
+                return rule
+    return None
 
 
 def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, object]]:

@@ -65,9 +65,7 @@ class TensorRecord(NamedTuple):
 class Manifest:
     step: int
     fingerprint: dict[str, object]  # must match on resume: data, tokenizer, batch size, model_args
-    run: dict[
-        str, object
-    ]  # for people: config, layout, date; for exports: the published config.json
+    run: dict[str, object]  # for people: config, layout; for exports: the published config.json
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -161,9 +159,8 @@ def name_unfinished(final: Path) -> Path:
 def create_unfinished(final: Path) -> Path:
     """Create the temporary folder for `final`. Raises CheckpointError if it or `final` exists."""
     unfinished = name_unfinished(final)
-    for path in (final, unfinished):
-        if path.exists():
-            raise CheckpointError(f"{path} already exists, and is never overwritten")
+    if final.exists():
+        raise CheckpointError(f"{final} already exists, and is never overwritten")
     with explain_write_error(unfinished):
         unfinished.mkdir(parents=True)
     return unfinished

@@ -18,10 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.checkpoint.hugging_face_folder import (
     HuggingFaceFolder,
-    list_tensors,
     name_theirs,
 )
 from torchtitan_lite.checkpoint.load import find_shard, open_tensors
@@ -49,13 +47,10 @@ def find_unit(fqn: str, model_args: ModelArgs) -> int:
 def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> None:
     """Load this rank's shards of the parameters (FQN -> parameter), and set expert biases to zero. Not collective.
 
-    Raises CheckpointError if a parameter is not in the folder, DamagedCheckpoint for a damaged file.
+    `open_folder` has compared the folder with its model. Raises DamagedCheckpoint for a damaged file.
     """
     model_args = folder.model_args
     biases = list_expert_biases(model_args)
-    known = {*list_tensors(model_args), *biases, "output.weight"}
-    if unknown := parameters.keys() - known:
-        raise CheckpointError(f"{folder.path} has a different model: it has no {min(unknown)}")
     for fqn, parameter in parameters.items():
         if fqn in biases:
             parameter.zero_()

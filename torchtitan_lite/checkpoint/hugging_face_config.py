@@ -124,6 +124,9 @@ def read_model_args(folder: Path) -> ModelArgs:
     rope = config.take("rope_scaling", dict, {})
     if not rope:
         rope = config.take("rope_parameters", dict, JsonObject(content.path, {}))
+    for key in ("rope_theta", "partial_rotary_factor"):  # in the same place in both versions
+        if key in rope:
+            config[key] = rope[key]
     if problems := find_unsupported(config, family, rope):
         raise HuggingFaceError(folder, [f"{CONFIG}: {problem}" for problem in problems])
     n_heads = config.take("num_attention_heads", int)
@@ -132,12 +135,9 @@ def read_model_args(folder: Path) -> ModelArgs:
     sizes = {}
     for name, key in family.sizes.items():
         sizes[name] = config.take(key, float if name == "norm_eps" else int)
-    rope_theta = rope.take("rope_theta", float, None)
-    if rope_theta is None:
-        rope_theta = config.take("rope_theta", float)
     return ModelArgs(
         **sizes,
-        rope_theta=rope_theta,
+        rope_theta=config.take("rope_theta", float),
         rope_scaling=read_scaling(rope, config),
         tie_embeddings=config.take("tie_word_embeddings", bool, False),
         **dict.fromkeys(family.switches, True),
@@ -165,10 +165,6 @@ def find_unsupported(config: JsonObject, family: Family, rope: JsonObject) -> li
     kind = read_rope_type(rope)
     if kind not in ("default", "linear", "llama3"):
         problems.append(f"rope_type = {kind!r}; supported: 'default', 'linear' and 'llama3'")
-    if rope.take("partial_rotary_factor", float, 1.0) != 1.0:
-        problems.append(
-            f"partial_rotary_factor = {rope['partial_rotary_factor']!r}; only 1.0 is supported"
-        )
     return problems
 
 
@@ -222,8 +218,7 @@ def make_config(
     shorter than the training sequences.
     """
     if published:
-        dtype_keys = [key for key in DTYPE_KEYS if key in published] or DTYPE_KEYS[:1]
-        changed: dict[str, object] = dict.fromkeys(dtype_keys, dtype)
+        changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published}
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
         return published | changed

@@ -130,14 +130,15 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             n_bytes = int.from_bytes(file.read(8), "little")
             header = parse_json(file.read(min(n_bytes, size)), path)
         header.pop("__metadata__", None)
-        tensors = {name: header.take(name, dict) for name in header}
-        ends = [entry.take("data_offsets", list[int])[1] for entry in tensors.values()]
-        needed = 8 + n_bytes + max(ends)
+        described = {}
+        end = 0
+        for name in header:
+            entry = header.take(name, dict)
+            end = max(end, entry.take("data_offsets", list[int])[1])
+            described[name] = (entry.take("dtype", str), tuple(entry.take("shape", list[int])))
+        needed = 8 + n_bytes + end
         if size != needed:
             raise ValueError(f"it has {size} bytes, but its header needs {needed}")
-        described = {}
-        for name, entry in tensors.items():
-            described[name] = (entry.take("dtype", str), tuple(entry.take("shape", list[int])))
         return described
     except (OSError, ValueError) as error:
         why = f"{path} is not a complete safetensors file: {error}"

@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
@@ -73,8 +72,7 @@ class CheckpointSaver:
     """Saves to `folder` according to [checkpoint]. A context manager: leaving it waits for the save in flight.
 
     `manifest` gives the fingerprint and the description of the run. `group` has all ranks, uses gloo, and is only for
-    this saver, because two threads that share a group can deadlock. After a step that saves, `record` is called with
-    "save", the step, the path and the seconds. faults/snapshots.py has a subclass.
+    this saver, because two threads that share a group can deadlock. faults/snapshots.py has a subclass.
     """
 
     planner: type[dcp.DefaultSavePlanner] = dcp.DefaultSavePlanner
@@ -89,14 +87,12 @@ class CheckpointSaver:
         manifest: Manifest,
         group: dist.ProcessGroup,
         device: torch.device,
-        record: Callable[..., None] | None = None,
     ):
         self.folder = folder
         self.section = section
         self.optimizer = optimizer
         self.manifest = manifest
         self.group = group
-        self.record = record
         self.in_flight: Future | None = None
         self.stager = None
         self.thread = None
@@ -115,9 +111,18 @@ class CheckpointSaver:
             self.thread = ThreadPoolExecutor(1, "checkpoint", initializer)
 
     def after_step(
-        self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool
+        self,
+        step: int,
+        parameters: dict[str, Tensor],
+        *,
+        n_steps: int,
+        is_stopped: bool,
+        record: Callable[..., None],
     ) -> None:
-        """Save if `is_saved` says so. At the end of the run, wait for the save. Raises errors of earlier saves."""
+        """Save if `is_saved` says so. At the end of the run, wait for the save. Raises errors of earlier saves.
+
+        After a step that saves, `record` is called with "save", the step, the path and the seconds.
+        """
         started_s = time.perf_counter()
         self.check()
         is_last = step == n_steps
@@ -127,7 +132,7 @@ class CheckpointSaver:
             )
             self.save(step, tensors)
             waited_s = time.perf_counter() - started_s  # then all ranks continue training
-            self.record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
+            record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
         if is_last or is_stopped:
             self.wait()
 
@@ -324,8 +329,6 @@ def describe_run(
         "config": asdict(config),
         "layout": degrees,
         IN_MANIFEST: published,
-        "torch": torch.__version__,
-        "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 

@@ -3,13 +3,14 @@
 The norm covers the whole model, so every rank notices the problem in the same step. But the tensors of a rank do not
 show which rank was first: a NaN in one pipeline stage reaches the loss in the last stage, and a NaN on one tp rank
 reaches the sums on all tp ranks. So all ranks repeat forward and backward (the weights did not change) with hooks on
-every module. A module is at fault if
+every module. A hook checks
 
-    forward     its inputs are finite, but its output is not
-    backward    the gradient of its output is finite, but the gradient of an input is not
+    forward     the output of the module
+    backward    the gradient of its inputs
 
 Hooks run for inner modules first, and before a module's collective. All ranks of a stage run the same hooks in the same
-order, so the earliest fault is the origin. Stages run first to last in forward, and last to first in backward.
+order, so the first one that finds a NaN or infinity names the origin. Stages run first to last in forward, and last to
+first in backward.
 """
 
 import itertools
@@ -75,40 +76,29 @@ def repeat_with_hooks(
     origins: list[tuple[tuple, str]] = []
     calls = itertools.count()
 
-    def check_forward(fqn, module, args, kwargs, output) -> None:
+    def check(phase: int, place: int, what: str, values: object) -> None:
         call = next(calls)
+        if not origins and not is_finite(values):
+            origins.append(((phase, place, call), what))
+
+    def check_module(fqn, module, args, kwargs, output) -> None:
         name = fqn or "the model"
-        inputs = args, kwargs
-        if not origins and not is_finite(output) and is_finite(inputs):
-            origins.append(((0, pp_rank, call), f"the output of {name}"))
-        is_right = [True]  # False if the gradient of the output is not finite
-        for tensor in list_differentiable(output):
-            tensor.register_hook(partial(check_output_gradient, is_right))
-        for tensor in list_differentiable(inputs):
-            tensor.register_hook(partial(check_input_gradient, is_right, name))
-
-    def check_output_gradient(is_right: list[bool], gradient: Tensor) -> None:
-        is_right[0] &= is_finite(gradient)
-
-    def check_input_gradient(is_right: list[bool], name: str, gradient: Tensor) -> None:
-        call = next(calls)
-        if not origins and is_right[0] and not is_finite(gradient):
-            origins.append(((1, -pp_rank, call), f"the gradient of the input of {name}"))
+        check(0, pp_rank, f"the output of {name}", output)
+        what = f"the gradient of the input of {name}"
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(check, 1, -pp_rank, what))
 
     handles = []
     for part in parts:
         for fqn, module in part.named_modules():
-            hook = partial(check_forward, fqn)
+            hook = partial(check_module, fqn)
             handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
     with torch.compiler.set_stance("force_eager"):  # compiled code does not call hooks
         repeat()
     for handle in handles:
         handle.remove()
     return origins[0] if origins else None
-
-
-def list_differentiable(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 @torch.no_grad()  # recompute fails if a hook makes autograd save more tensors

@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.components.log import paint
 from torchtitan_lite.components.sinks import TensorBoardSink, WandbSink
 from torchtitan_lite.config.block import FlopsPerToken
 from torchtitan_lite.config.schema import Metrics
@@ -167,13 +166,12 @@ class MetricsWriter:
 
 
 def format_step(fields: dict[str, object]) -> str:
-    """Format a step for the console, in color. metrics.jsonl has all figures."""
-    loss = paint(f"loss {fields['loss']:.5f}", "green")
-    speed = paint(f"{fields['tokens_per_s_per_rank']:,.0f} tok/s/rank", "cyan")
+    """Format a step for the console. metrics.jsonl has all figures."""
+    speed = f"{fields['tokens_per_s_per_rank']:,.0f} tok/s/rank"
     if fields["mfu_full"] is not None:
         speed += f"  MFU {fields['mfu_full']:.1%}"
-    line = f"{loss}  grad_norm {fields['grad_norm']:.4f}  lr {fields['lr']:.2e}  {speed}"
-    line += f"  {fields['peak_memory_gib']:.3g} GiB  {fields['step_time_s']:.3g} s"
+    line = f"loss {fields['loss']:.5f}  grad_norm {fields['grad_norm']:.4f}  lr {fields['lr']:.2e}"
+    line += f"  {speed}  {fields['peak_memory_gib']:.3g} GiB  {fields['step_time_s']:.3g} s"
     if "expert_max_over_mean" in fields:
         dead = f", {fields['expert_dead_share']:.0%} dead" if fields["expert_dead_share"] else ""
         line += f"  experts {fields['expert_max_over_mean']:.1f}x mean{dead}"
@@ -181,8 +179,8 @@ def format_step(fields: dict[str, object]) -> str:
 
 
 def format_validation(fields: dict[str, object]) -> str:
-    val_loss = paint(f"val_loss {fields['val_loss']:.5f}", "green")
-    return f"{val_loss}  perplexity {fields['val_perplexity']:.4g}  {fields['val_bits_per_byte']:.4f} bits/byte"
+    line = f"val_loss {fields['val_loss']:.5f}  perplexity {fields['val_perplexity']:.4g}"
+    return f"{line}  {fields['val_bits_per_byte']:.4f} bits/byte"
 
 
 FORMATS = {"step": format_step, "validation": format_validation}  # kinds of records on the console

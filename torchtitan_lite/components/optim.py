@@ -3,7 +3,6 @@
 Sources: AdamW arXiv:1711.05101; warm-up, stable, decay (WSD) arXiv:2404.06395.
 """
 
-import itertools
 import math
 import signal
 from collections import defaultdict
@@ -110,14 +109,10 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
     """Sum the squares of all values in `tensors`, which are on one device. Returns () float64.
 
     A CPU adds fp32 values one by one. The norm of 5e7 values is off by 4e-3 on one rank but by 1e-3 on eight ranks, so
-    clipping would depend on the layout. CPU tensors are summed in float64, and in pieces, because torch makes a float64
-    copy of each input. A GPU sums in a tree, which is accurate in fp32.
+    clipping would depend on the layout. So CPU tensors are summed in float64. A GPU sums in a tree, which is accurate
+    in fp32.
     """
-    dtype = None
-    if tensors[0].device.type == "cpu":
-        dtype = torch.float64
-        pieces = [tensor.flatten().split(2**18) for tensor in tensors]
-        tensors = list(itertools.chain(*pieces))
+    dtype = torch.float64 if tensors[0].device.type == "cpu" else None
     return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).double().square().sum()
 
 

@@ -5,8 +5,8 @@
                                -> traces/step-10/rank-R.json        -> traces/step-20/rank-R.json
                                -> memory_snapshot/step-10/rank-R.pickle ...
 
-Open traces at https://ui.perfetto.dev and snapshots at https://pytorch.org/memory_viz. Rank 0 logs torch's table of the
-slowest operators. To see recompiles, set TORCH_LOGS=recompiles.
+Open traces at https://ui.perfetto.dev and snapshots at https://pytorch.org/memory_viz. To see recompiles, set
+TORCH_LOGS=recompiles.
 """
 
 import logging
@@ -21,7 +21,6 @@ from torchtitan_lite.config.schema import Profiling
 
 logger = logging.getLogger(__name__)
 
-N_OPERATORS = 12  # rows of the logged table
 MEMORY_EVENTS = 100_000  # allocations and frees per snapshot: a few steps of a large model, 100 MB
 
 
@@ -68,13 +67,7 @@ def make_tracer(section: Profiling, folder: Path, rank: int, resumed_step: int) 
         path = folder / f"step-{step}" / f"rank-{rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
-        device = "device" if torch.cuda.is_available() else "cpu"
-        table = profiler.key_averages().table(
-            sort_by=f"self_{device}_time_total",
-            row_limit=N_OPERATORS,
-            max_name_column_width=50,
-        )
-        logger.info(f"step {step} traced to {path}\n{table}")
+        logger.info(f"step {step} traced to {path}")
 
     warmup = section.profiler_warmup
     active = section.profiler_active
@@ -113,8 +106,7 @@ class MemorySnapshots:
 
     def step(self) -> None:
         self.n_steps += 1
-        n_own_steps = self.n_steps - self.resumed_step
-        if n_own_steps % self.profile_freq == 0:
+        if (self.n_steps - self.resumed_step) % self.profile_freq == 0:
             self._write(f"step-{self.n_steps}")
 
     def _write(self, name: str) -> None:

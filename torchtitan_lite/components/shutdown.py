@@ -105,9 +105,7 @@ def describe_stop(
     )
     if newest:
         return f"{stopped}; {describe_newest(newest, config, args, ngpu)}"
-    if config.checkpoint.enable:
-        return f"{stopped}; nothing is saved"
-    return f"{stopped}; nothing is saved (add --checkpoint.enable)"
+    return f"{stopped}; nothing is saved"
 
 
 def describe_newest(newest: Path, config: Config, args: list[str], ngpu: str | None) -> str:

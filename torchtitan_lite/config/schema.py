@@ -257,7 +257,6 @@ class Metrics:
     enable_tensorboard: bool = True  # write TensorBoard events
     save_tb_folder: str = "tb"  # inside dump_folder
     enable_wandb: bool = False  # also send metrics to Weights & Biases; needs the extra `wandb`
-    disable_color_printing: bool = False  # never color the log; default: color on a terminal
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ class Comm:
     # time-out of collectives until the first step ends, and for checkpoints
     init_timeout_seconds: Positive = 300
     train_timeout_seconds: Positive = 100  # time-out of collectives after the first step
-    # new: report a longer step; 0: never; auto: 10 x the median, at least 60
+    # new: report a longer step; 0: never; auto: 3/4 of train_timeout_seconds
     hang_seconds: NotNegativeOrAuto = -1
     # entries in NCCL's flight recorder, which is written on a time-out; 0: off
     trace_buf_size: NotNegative = 20000

@@ -49,6 +49,7 @@ ABSENT = {
 # Other keys of missing features. A name that ends with a dot is a whole section.
 SETTINGS = (
     "job.use_for_integration_test",
+    "metrics.disable_color_printing",  # the log has no colors
     "model.print_after_conversion",
     "parallelism.context_parallel_load_balancer",
     "parallelism.expert_parallel_comm_backend",

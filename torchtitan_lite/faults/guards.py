@@ -1,8 +1,7 @@
 """Protect a run, as one context manager: save checkpoints and snapshots, watch for hangs, compare copies."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.format import Manifest
@@ -30,37 +29,30 @@ class Guards:
         fingerprint: dict[str, object],
     ):
         self.run = run
-        self.dump_folder = plan.dump_folder
-        self.restarts = place.restarts
-        self.groups = groups
+        self.place = place
+        self.group = groups.host
+        section = run.config.checkpoint
         published = plan.weights.published if plan.weights else {}
-        about = describe_run(run.config, run.layout.degrees, published)
-        manifest = Manifest(0, fingerprint, about)
-        self.saving = {"optimizer": run.optimizer, "manifest": manifest, "device": run.device}
-        self.snapshots = Snapshots(
-            plan.dump_folder, run.config.checkpoint, place, groups.host, **self.saving
+        manifest = Manifest(0, fingerprint, describe_run(run.config, run.layout.degrees, published))
+        options = {"optimizer": run.optimizer, "manifest": manifest, "device": run.device}
+        folder = plan.dump_folder
+        self.saver = CheckpointSaver(
+            folder / section.folder, section, group=groups.saver, **options
         )
+        self.snapshots = None
+        if section.local_folder and not section.load_only:
+            self.snapshots = Snapshots(folder, section, place, groups.host, **options)
+        self.hangs = HangWatch(folder, run.config.comm, run.mesh, place.restarts, groups.host)
 
     def resume(self) -> int:
         """Load the state that the run starts from. Return its step; 0: initial weights."""
-        restarted = self.restarts > 0
-        return start_from(self.run, self.snapshots, self.groups.host, restarted=restarted)
+        restarted = self.place.restarts > 0
+        return start_from(self.run, self.snapshots, self.group, restarted=restarted)
 
     @contextmanager
-    def watching(self, record: Callable[..., None]) -> Iterator[None]:
-        """Watch the steps inside. Leaving waits for the save in flight. `record`: as in CheckpointSaver."""
-        section = self.run.config.checkpoint
-        self.saver = CheckpointSaver(
-            self.dump_folder / section.folder,
-            section,
-            group=self.groups.saver,
-            record=record,
-            **self.saving,
-        )
-        self.hangs = HangWatch(
-            self.dump_folder, self.run.config.comm, self.run.mesh, self.restarts, self.groups.host
-        )
-        with self.saver, self.snapshots, self.hangs:
+    def watching(self) -> Iterator[None]:
+        """Watch the steps inside. Leaving waits for the save in flight."""
+        with self.saver, self.snapshots or nullcontext(), self.hangs:
             yield
 
     def begin(self, step: int) -> None:
@@ -71,15 +63,14 @@ class Guards:
         self.hangs.end()
         every = self.run.config.debug.compare_copies_every
         if every and step % every == 0:
-            compare_copies(self.run, self.groups.host)
+            compare_copies(self.run, self.group)
 
-    def save(self, step: int, *, is_stopped: bool) -> None:
-        """Save a checkpoint and a snapshot if they are due, in this order: the last step deletes all snapshots."""
-        n_steps = self.run.config.training.steps
-        for saver in (self.saver, self.snapshots):
-            saver.after_step(step, self.run.saved, n_steps=n_steps, is_stopped=is_stopped)
+    def save(self, step: int, record: Callable[..., None], *, is_stopped: bool) -> None:
+        """Save a checkpoint and a snapshot if they are due, in this order: the last step deletes all snapshots.
 
-    @property
-    def newest(self) -> Path | None:
-        """The newest checkpoint of this run; None if there is none."""
-        return self.saver.newest
+        `record`: as in CheckpointSaver.after_step.
+        """
+        options = {"n_steps": self.run.config.training.steps, "is_stopped": is_stopped}
+        self.saver.after_step(step, self.run.saved, **options, record=record)
+        if self.snapshots:
+            self.snapshots.after_step(step, self.run.saved, **options)

@@ -9,22 +9,18 @@ The limit is comm.hang_seconds. A rank that is stopped or never releases the GIL
 state of every rank of its host, from /proc. If the step ends after all, the rank deletes its file.
 
 The calls come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and gloo,
-and on NCCL also sends and receives. On gloo, the main thread's stack tells where it is in a 1F1B pipeline.
+and on NCCL also sends and receives. On gloo, the main thread's stack tells that it waits in a pipeline.
 """
 
 import json
-import linecache
 import os
 import shutil
 import socket
-import statistics
 import sys
 import threading
 import time
 import traceback
-from collections import deque
 from pathlib import Path
-from types import FrameType
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
@@ -32,9 +28,10 @@ from torch._C import _distributed_c10d
 from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
-from torchtitan_lite.faults.flight_recorder import find_deviation, list_calls, summarize
 from torchtitan_lite.parallel.mesh import Mesh
 
+# Groups of checkpoints, which threads use beside the steps
+IN_THREADS = ("host", "saver", "snapshot")
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
 
 
@@ -46,49 +43,37 @@ class HangWatch:
     ):
         self.section = section
         self.rank = group.rank()
-        self.stage_size = mesh.world.size() // mesh.pp.size()
         self.folder = dump_folder / HANG / f"restart-{restarts}"
         self.file = self.folder / f"rank-{self.rank:05}.json"
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier start
-        used = {}
-        for dim, coordinate in mesh.coordinates().items():
-            if mesh.world[dim].size() > 1:
-                used[dim] = coordinate
-        own = (socket.gethostname(), os.getpid(), describe_rank(self.rank, used))
+        name = describe_rank(self.rank, mesh.coordinates())
+        own = (socket.gethostname(), os.getpid(), name)
         self.ranks: list[tuple[str, int, str]] = [own] * group.size()  # host, process, name
         dist.all_gather_object(self.ranks, own, group=group)
-        self.durations_s: deque[float] = deque(maxlen=50)
-        # Begin and end of the last step, by the clock of the flight recorder
-        self.last_step_ns = (0, 0)
+        self.last_s: float | None = None  # duration of the last step; None: no step has ended
         self.leaving = threading.Event()
-        self.begin(0)
 
     def begin(self, step: int) -> None:
         """Note that a step begins."""
         self.step = step
-        self.began_ns = time.time_ns()
         self.began_s = time.monotonic()
-        self.limit_s = self.choose_limit_s()
+        # The first step may take longer.
+        self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
+        if self.last_s is not None:
+            timeout_s = SHARE_OF_TIMEOUT * self.section.train_timeout_seconds
+            self.limit_s = max(2 * self.last_s, timeout_s)
+            if self.section.hang_seconds > 0:
+                self.limit_s = self.section.hang_seconds
 
     def end(self) -> None:
         """Note that the step has ended. Validation, saves and logs follow, and may take longer than a step."""
-        self.durations_s.append(time.monotonic() - self.began_s)
-        self.last_step_ns = (self.began_ns, time.time_ns())
+        self.last_s = time.monotonic() - self.began_s
         self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         self.began_s = time.monotonic()
 
-    def choose_limit_s(self) -> float:
-        """Return the seconds after which a step is a hang. The first step may take longer."""
-        if not self.durations_s:
-            return SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
-        if self.section.hang_seconds > 0:
-            return self.section.hang_seconds
-        median_s = statistics.median(self.durations_s)
-        timeout_s = SHARE_OF_TIMEOUT * self.section.train_timeout_seconds
-        return max(60, 2 * median_s, min(10 * median_s, timeout_s))
-
     def __enter__(self) -> "HangWatch":
+        self.begin(0)
         if self.section.hang_seconds != 0:
             threading.Thread(target=self.watch, name="hang", daemon=True).start()
         return self
@@ -110,9 +95,8 @@ class HangWatch:
     def collect(self) -> dict[str, object]:
         """Return what this rank does, as tools/faults/hang.py reads it."""
         main_thread = threading.main_thread().ident
-        frames = list(traceback.walk_stack(sys._current_frames()[main_thread]))  # innermost first
-        stack = []
-        for frame, line in frames:
+        stack = []  # innermost call first
+        for frame, line in traceback.walk_stack(sys._current_frames()[main_thread]):
             file = Path(frame.f_code.co_filename).name
             stack.append(f"{file}:{line} {frame.f_code.co_name}")
         host = {}
@@ -120,9 +104,6 @@ class HangWatch:
         for rank, (name, pid, described) in enumerate(self.ranks):
             if name == own_host:
                 host[rank] = (pid, read_state(pid), described)
-        calls = read_recorder(main_thread)
-        waits_for = find_wait_in_pipeline(frames)
-        senders = {"fwd_recv": self.rank - self.stage_size, "bwd_recv": self.rank + self.stage_size}
         return {
             "rank": self.rank,
             "world_size": len(self.ranks),
@@ -130,24 +111,42 @@ class HangWatch:
             "seconds": round(time.monotonic() - self.began_s, 1),
             "host": host,
             "stack": stack,
-            "groups": summarize(calls),
-            "deviation": find_deviation(calls, self.last_step_ns, self.began_ns),
-            "waits_for": waits_for,
-            "sender": senders.get(waits_for),
+            "groups": read_recorder(main_thread),
         }
 
 
-def read_recorder(main_thread: int) -> list[dict]:
-    """Return the calls that this process has recorded, oldest first. Calls of checkpoint threads are left out."""
+def read_recorder(main_thread: int) -> dict[str, dict]:
+    """Return for each group the number of its last call, and the first call that is pending.
+
+    The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. Calls of checkpoint threads are left out.
+    """
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:
         ranks[group.group_name] = dist.get_process_group_ranks(group)
-    calls = []
-    # Of gloo, and of NCCL in builds for CUDA
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if dump := getattr(_distributed_c10d, name, None):
-            calls += list_calls(json.loads(dump(True, False)), ranks, main_thread)
-    return sorted(calls, key=lambda call: call["at_ns"])
+    entries = []  # the oldest first
+    for recorder in (
+        "_dump_fr_trace_json",
+        "_dump_nccl_trace_json",
+    ):  # gloo; NCCL in builds for CUDA
+        if dump := getattr(_distributed_c10d, recorder, None):
+            entries += json.loads(dump(True, False)).get("entries", [])
+    groups: dict[str, dict] = {}
+    for entry in entries:
+        name, description = entry["process_group"]
+        if description in IN_THREADS and int(entry["thread_id"]) != main_thread:
+            continue
+        group = f"{description} {ranks.get(name, [])}"
+        row = groups.setdefault(group, {"pending": None})
+        row["n"] = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+        if not entry["retired"] and row["pending"] is None:
+            row["pending"] = {
+                "group": group,
+                "number": row["n"],
+                "name": entry["profiling_name"].partition(":")[2],  # "gloo:all_reduce"
+                "sizes": entry["input_sizes"],
+                "at_ns": entry["time_created_ns"],
+            }
+    return groups
 
 
 def read_state(pid: int) -> str:
@@ -156,16 +155,3 @@ def read_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"  # it has ended
-
-
-def find_wait_in_pipeline(frames: list[tuple[FrameType, int]]) -> str:
-    """Return what a rank waits for in its pipeline: "fwd_recv", "bwd_recv", "send" for any other wait, "" for none.
-
-    Only the lines of torch's Schedule1F1B tell receives from sends.
-    """
-    for (frame, line), (inner, _) in zip(frames[1:], frames, strict=False):
-        if inner.f_code.co_name == "_wait_batch_p2p":
-            text = linecache.getline(frame.f_code.co_filename, line)
-            ways = [way for way in ("fwd_recv", "bwd_recv") if f'{way}"' in text]
-            return ways[0] if ways else "send"
-    return ""

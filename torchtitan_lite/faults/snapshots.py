@@ -24,13 +24,11 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
+from torchtitan_lite.checkpoint.format import CheckpointError, find_steps, read_manifest
 from torchtitan_lite.checkpoint.load import (
-    OpenCheckpoint,
     Saved,
     do_on_rank_0,
     find_shard,
-    require_tensors,
 )
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors, name_weights
 from torchtitan_lite.config.schema import Checkpoint
@@ -48,7 +46,7 @@ class HostPlanner(DefaultSavePlanner):
 
 
 class Snapshots(CheckpointSaver):
-    """Saves and restores snapshots. Does neither if checkpoint.local_folder is empty. All methods are collective."""
+    """Saves and restores snapshots. All methods are collective."""
 
     planner = HostPlanner
     log_level = logging.DEBUG
@@ -62,11 +60,6 @@ class Snapshots(CheckpointSaver):
         **options: Any,
     ):
         self.all_ranks = all_ranks
-        self.is_used = bool(section.local_folder) and not section.load_only
-        if not self.is_used:
-            section = replace(section, async_mode="disabled")
-            super().__init__(Path(), section, group=all_ranks, **options)
-            return
         n_local = place.world_size // place.n_hosts
         first = place.rank // n_local * n_local
         ranks = list(range(first, first + n_local))
@@ -87,8 +80,6 @@ class Snapshots(CheckpointSaver):
         Call it after the checkpoint of the same step is committed: the last step deletes all snapshots.
         """
         self.check()
-        if not self.is_used:
-            return
         if step == n_steps:
             self.wait()
             if self.group.rank() == 0:
@@ -98,8 +89,6 @@ class Snapshots(CheckpointSaver):
 
     def list_usable(self, parameters: dict[str, Tensor]) -> list[Saved]:
         """Return the snapshots of this run that all ranks can use. Does not check hashes."""
-        if not self.is_used:
-            return []
         weights = name_weights(parameters)
         own = [step for step in find_steps(self.folder) if self.has_shards(step, weights)]
         steps: list[list[int]] = [[]] * self.all_ranks.size()
@@ -114,20 +103,20 @@ class Snapshots(CheckpointSaver):
     def has_shards(self, step: int, weights: dict[str, Tensor]) -> bool:
         """Return whether the snapshot of a step has every shard of this rank, as it has on the same layout."""
         try:
-            checkpoint = OpenCheckpoint(self.folder / f"step-{step}")
-            require_tensors(checkpoint, weights)
+            manifest = read_manifest(self.folder / f"step-{step}")
         except CheckpointError:
             return False
         for name, tensor in weights.items():
             shard, offsets = find_shard(tensor)
-            boxes = [chunk[1:] for chunk in checkpoint.manifest.tensors[name].chunks]
-            if (tuple(offsets), tuple(shard.shape)) not in boxes:
+            record = manifest.tensors.get(name)
+            box = (tuple(offsets), tuple(shard.shape))
+            if record is None or box not in [chunk[1:] for chunk in record.chunks]:
                 return False
         return True
 
     def forget_after(self, step: int) -> None:
         """Delete snapshots of later steps, and of earlier runs in the same dump folder."""
-        if not self.is_used or self.group.rank() != 0:
+        if self.group.rank() != 0:
             return
         later = [self.folder / f"step-{found}" for found in find_steps(self.folder) if found > step]
         earlier_runs = [path for path in self.folder.parent.glob("*") if path != self.folder]

@@ -16,9 +16,6 @@ import logging
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.continued import check_continued
@@ -36,13 +33,14 @@ from torchtitan_lite.checkpoint.load import (
 from torchtitan_lite.checkpoint.save import name_weights
 from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.faults.snapshots import Snapshots
 
 logger = logging.getLogger(__name__)
 
 
-def start_from(run: Run, snapshots: Snapshots, group: dist.ProcessGroup, *, restarted: bool) -> int:
+def start_from(
+    run: Run, snapshots: Snapshots | None, group: dist.ProcessGroup, *, restarted: bool
+) -> int:
     """Load the state that a run starts from. Return its step; 0: initial weights. Collective over `group`, all ranks.
 
     `restarted`: torchrun has restarted the job, which then resumes from its own newest state. Raises ConfigError if the
@@ -53,23 +51,23 @@ def start_from(run: Run, snapshots: Snapshots, group: dist.ProcessGroup, *, rest
     steps = []
     if section.enable:
         steps = do_on_rank_0(group, lambda: find_steps(folder))
-    snapshotted = snapshots.list_usable(run.saved)
+    snapshotted = snapshots.list_usable(run.saved) if snapshots else []
     if steps and section.load_step != -1 and not restarted:
         steps = [section.load_step]
         snapshotted = []
     checkpoints = [Saved(step, folder / f"step-{step}", group) for step in steps]
     found = checkpoints + snapshotted
-    of_run = (run.saved, run.optimizer, run.lr_scheduler)
     if found:
         newest = max(found, key=lambda saved: saved.step)
         if newest in snapshotted:
             check_snapshot(run, snapshots, newest.path)
-        step = restore(found, *of_run, section=section, group=group).step
+        step = restore_run(found, run, group)
     else:
-        step = load_initial(*of_run, section=section, group=group)
+        step = load_initial(run, group)
     damaged = [saved.path for saved in checkpoints if saved.step > step]
     do_on_rank_0(group, lambda: quarantine(damaged))
-    snapshots.forget_after(step)
+    if snapshots:
+        snapshots.forget_after(step)
     return step
 
 
@@ -89,30 +87,29 @@ def check_snapshot(run: Run, snapshots: Snapshots, path: Path) -> None:
         logger.info(notice)
 
 
-def load_initial(
-    parameters: dict[str, Tensor],
-    optimizer: Optimizer,
-    lr_scheduler: LRScheduler,
-    *,
-    section: Checkpoint,
-    group: dist.ProcessGroup,
-) -> int:
+def restore_run(found: list[Saved], run: Run, group: dist.ProcessGroup) -> int:
+    """Restore the newest of `found` that all ranks can open. Return its step. Collective."""
+    of_run = (run.saved, run.optimizer, run.lr_scheduler)
+    return restore(found, *of_run, section=run.config.checkpoint, group=group).step
+
+
+def load_initial(run: Run, group: dist.ProcessGroup) -> int:
     """Load checkpoint.initial_load_path if it is set. Return the step of its optimizer state, or 0. Collective.
 
     preflight has already compared the config with the checkpoint. Raises CheckpointError; the parameters are then
     undefined.
     """
+    section = run.config.checkpoint
     if not section.initial_load_path:
         return 0
     path = Path(section.initial_load_path)
     if (path / CONFIG).is_file():
-        raise_on_all_ranks(group, lambda: load_weights(open_folder(path), parameters))
+        raise_on_all_ranks(group, lambda: load_weights(open_folder(path), run.saved))
     else:
         manifest = raise_on_all_ranks(group, lambda: read_manifest(path))
         saved = Saved(manifest.step, path, group)
         if not section.initial_load_model_only:
-            of_run = (parameters, optimizer, lr_scheduler)
-            return restore([saved], *of_run, section=section, group=group).step
-        load_newest([saved], name_weights(parameters), verify=section.verify, group=group)
+            return restore_run([saved], run, group)
+        load_newest([saved], name_weights(run.saved), verify=section.verify, group=group)
     logger.info(f"the run starts from the weights in {path}")
     return 0

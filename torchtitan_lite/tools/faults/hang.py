@@ -7,8 +7,8 @@
     0 1 2 . 4    no file        stopped, ended, or busy without releasing the GIL: /proc on its host tells which
     5 6 7        neither        busy or asleep somewhere else: its stack tells where
 
-If every rank waits, the report looks for ranks whose calls differ from their previous step. Otherwise the cause is
-unknown.
+If every rank waits, the report names a rank that waits elsewhere, and has not made the call that another rank waits in
+for the longest time. If there is none, the cause is unknown.
 """
 
 import json
@@ -29,9 +29,7 @@ STATES = {  # of a rank without a file, from /proc
     "R": "it is busy and never releases the GIL",
     "S": "it sleeps and holds the GIL, or is between two steps (validation, a save)",
 }
-# Of a rank with a file that waits for no other rank
-DOES = {"D": "waits for a disk", "R": "is busy", "S": "sleeps"}
-DISK = ("fsync", "write", "read", "sync_folder", "hash_file")  # functions
+IN_PIPELINE = " _wait_batch_p2p"  # function of torch's schedules
 
 
 def main(options: Namespace) -> int:
@@ -67,77 +65,66 @@ def read_files(folder: Path) -> dict[int, dict]:
     return files
 
 
-def explain(files: dict[int, dict]) -> tuple[dict[int, str], str]:
-    """Return rank -> what it does instead of what the others wait for, and a paragraph that tells all of it."""
+def explain(files: dict[int, dict]) -> tuple[list[int], str]:
+    """Return the ranks that the others wait for, and a paragraph that tells what these ranks do instead."""
     first = next(iter(files.values()))
     processes = {}
     for file in files.values():
         for rank, row in file["host"].items():
             processes[int(rank)] = row
-    culprits = {}
-    deviating = {}
-    for rank in range(first["world_size"]):
-        if rank not in files:
-            _, state, _ = processes.get(rank, (0, "", ""))
-            culprits[rank] = STATES.get(state, "unknown: no rank of its host has written")
-        elif not list_waits(files[rank]):
-            culprits[rank] = describe_idle(files[rank])
-        elif files[rank]["deviation"]:
-            deviating[rank] = files[rank]["deviation"]
-    if not culprits:
-        culprits = deviating
+    ranks = range(first["world_size"])
+    culprits = [rank for rank in ranks if rank not in files or not find_wait(files[rank])]
+    missed = {}
+    for rank in culprits or ranks:
+        if call := find_missed_call(files, rank):
+            missed[rank] = call
+    if missed and not culprits:
+        culprits = [min(missed, key=missed.get)]
 
     text = [f"HANG in step {first['step']}, {first['seconds']:g} s after it began."]
-    for rank, does in list(culprits.items())[:3]:
-        pid, _, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
-        text.append(f"{name} {find_waiter(files, rank)}: {does}. Its process is {pid}.")
+    for rank in culprits[:3]:
+        pid, state, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
+        waiter = "and no rank with a file waits for it directly"
+        if rank in missed:
+            _, other, call = missed[rank]
+            waiter = f"from {call}, which rank {other} waits for"
+        does = STATES.get(state, "unknown: no rank of its host has written")
+        if rank in files:
+            does = "it is in " + " < ".join(files[rank]["stack"][:6])
+        text.append(f"{name} is missing {waiter}: {does}. Its process is {pid}.")
     if len(culprits) > 3:
-        text.append(f"So are {len(culprits) - 3} more ranks: {sorted(culprits)[3:20]}.")
+        text.append(f"So are {len(culprits) - 3} more ranks: {culprits[3:20]}.")
     if not culprits:
-        waits = Counter(list_waits(file)[0] for file in files.values())
+        waits = Counter(find_wait(file) for file in files.values())
         most = [f"{n} ranks wait in {wait}" for wait, n in waits.most_common(4)]
         text.append(f"Cause unknown. {'; '.join(most)}.")
     text.append(f"{len(files)} of {first['world_size']} ranks wrote what they do.")
     return culprits, " ".join(text)
 
 
-def list_waits(file: dict) -> list[str]:
-    """Return the collectives that have not completed, and the wait in the pipeline. Empty: it waits for no rank."""
-    waits = []
+def find_wait(file: dict) -> str:
+    """Return the first collective that has not completed, or the pipeline. Empty: it waits for no rank."""
     for row in file["groups"].values():
         if row["pending"]:
-            waits.append(describe_call(row["pending"]))
-    if file["waits_for"]:
-        waits.append(f"the pipeline ({file['waits_for']})")
-    return waits
+            return describe_call(row["pending"])
+    if any(line.endswith(IN_PIPELINE) for line in file["stack"]):
+        return "the pipeline"
+    return ""
 
 
-def describe_idle(file: dict) -> str:
-    _, state, _ = file["host"][str(file["rank"])]
-    if file["stack"][0].split()[-1] in DISK:
-        state = "D"
-    return f"it {DOES.get(state, 'does something')} in {' < '.join(file['stack'][:3])}"
-
-
-def find_waiter(files: dict[int, dict], rank: int) -> str:
-    """Say which call of which rank waits for this rank. Of several, the one that was called first."""
+def find_missed_call(files: dict[int, dict], rank: int) -> tuple[int, int, str] | None:
+    """Return time, rank and name of the oldest call in which another rank waits for this rank. None: there is none."""
     own_groups = files[rank]["groups"] if rank in files else {}
     waits = []
     for waiter, file in files.items():
-        if file["sender"] == rank:
-            way = f"a send of the pipeline (axis pp, {file['waits_for']})"
-            return f"is missing from {way} that rank {waiter} waits for"
         for group, row in file["groups"].items():
             call = row["pending"]
-            if call is None or waiter == rank or rank not in json.loads(group.partition(" ")[2]):
+            if call is None or rank not in json.loads(group.partition(" ")[2]):
                 continue
-            n_own = own_groups[group]["n"] if group in own_groups else 0
-            if n_own <= call["number"]:
+            n_made = own_groups[group]["n"] if group in own_groups else 0
+            if n_made < call["number"]:
                 waits.append((call["at_ns"], waiter, describe_call(call)))
-    if not waits:
-        return "is missing, and no rank with a file waits for it directly"
-    _, waiter, call = min(waits)
-    return f"is missing from {call}, which rank {waiter} waits for"
+    return min(waits, default=None)
 
 
 def describe_call(call: dict) -> str:

@@ -51,10 +51,6 @@ def loop(fault: Fault, run: Run) -> None:
         pass
 
 
-def exception(fault: Fault, run: Run) -> None:
-    raise RuntimeError("a fault of the drill")
-
-
 def nan(fault: Fault, run: Run) -> None:
     choose_weight(fault, run)[0] = float("nan")
 
