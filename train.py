@@ -60,7 +60,7 @@ def main(args: list[str], stop: StopRequest) -> int:
     build_on_meta(config, plan.model_args)  # raises if the code of the model differs from its table
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
-    # all ranks connect by the store; on GPUs, an all-gather of the names of the GPUs
+    # all ranks connect by the store
     device, groups = start_process(place, store, machine.device_type, config, plan.dump_folder)
     # all ranks connect the groups by the store
     mesh = build_mesh(plan.layout, device.type)

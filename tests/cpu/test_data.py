@@ -61,19 +61,28 @@ class Case:
 
 
 def make_case(folder: Path, seed: int) -> Case:
-    draw, next_id = random.Random(seed), itertools.count()
-    folders, documents = [], []
+    draw = random.Random(seed)
+    next_id = itertools.count()
+    folders = []
+    documents = []
     for number in range(draw.randrange(1, 4)):
         shards = []
         for _ in range(draw.randrange(1, 5)):
             longest = draw.choice([1, 3, 30])
-            lengths = [draw.randrange(1, longest + 1) for _ in range(draw.randrange(1, 20))]
-            shards.append([[next(next_id) for _ in range(length)] for length in lengths])
+            n_documents = draw.randrange(1, 20)
+            shard = []
+            for length in draw.choices(range(1, longest + 1), k=n_documents):
+                document = [next(next_id) for _ in range(length)]
+                shard.append(document)
+            shards.append(shard)
         shards[0].append([next(next_id), next(next_id)])  # a token to predict
         folders.append(write_corpus(folder / f"{seed} {number}", shards))
-        documents.append([document for shard in shards for document in shard])
-    weights = [draw.uniform(0.1, 1) for _ in folders] if draw.random() < 0.5 else []
-    return Case(folders, documents, draw.randrange(1, 18), weights, draw.randrange(1000))
+        documents.append(sum(shards, []))
+    weights = []
+    if draw.random() < 0.5:
+        weights = [draw.uniform(0.1, 1) for _ in folders]
+    seq_len = draw.randrange(1, 18)
+    return Case(folders, documents, seq_len, weights, draw.randrange(1000))
 
 
 def cut_by_hand(
@@ -83,9 +92,13 @@ def cut_by_hand(
     placed = [(token, place) for document in documents for place, token in enumerate(document)]
     rows = []
     for start in range(0, len(placed) - 1, seq_len):
-        tokens, targets, positions, doc_ids = [], [], [], []
+        tokens = []
+        targets = []
+        positions = []
+        doc_ids = []
         for column in range(seq_len):
-            here, following = start + column, start + column + 1
+            here = start + column
+            following = here + 1
             is_first = column > 0 and (
                 here == len(placed) or (here < len(placed) and placed[here][1] == 0)
             )
@@ -175,10 +188,11 @@ def test_an_id_that_the_model_does_not_know_is_named_with_its_corpus(tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 def test_validation_batches_are_all_samples_once_in_order_on_any_number_of_ranks(tmp_path, seed):
     case = make_case(tmp_path, seed)
-    by_hand = [
-        row for of_one in case.documents for row in cut_by_hand(of_one, case.seq_len, restart=False)
-    ]
-    padding = ([0] * case.seq_len, [X] * case.seq_len, [*range(case.seq_len)], [0] * case.seq_len)
+    by_hand = []
+    for documents in case.documents:
+        by_hand += cut_by_hand(documents, case.seq_len, restart=False)
+    zeros = [0] * case.seq_len
+    padding = (zeros, [X] * case.seq_len, [*range(case.seq_len)], zeros)
     for global_batch_size, n_ranks in ((1, 1), (4, 2), (12, 3), (12, 12)):
         found = {}
         for rank in range(n_ranks):
@@ -300,12 +314,12 @@ def test_draws_of_a_rare_source_go_through_its_epochs():
     sources, samples = sampler.choose(start + torch.arange(20 * N_DRAWS))
     own = samples[sources == 1].tolist()
     assert len(own) > 50
-    windows = [set(own[at : at + 7]) for at in range(7)]
-    assert any(len(window) == 7 for window in windows)  # an epoch begins at one of seven places
-    first = next(at for at, window in enumerate(windows) if len(window) == 7)
-    assert all(len(set(own[at : at + 7])) == 7 for at in range(first, len(own) - 7, 7))
+    n_different = [len(set(own[at : at + 7])) for at in range(len(own) - 7)]
+    first = n_different.index(7)
+    assert first < 7  # an epoch begins at one of seven places
+    assert set(n_different[first::7]) == {7}
     for step in (0, 777, 19_999):  # any draws alone are chosen as together with others
-        alone = sampler.choose(start + torch.arange(step, step + 3))
-        assert [part.tolist() for part in alone] == [
-            whole[step : step + 3].tolist() for whole in (sources, samples)
-        ]
+        draws = torch.arange(step, step + 3)
+        sources_alone, samples_alone = sampler.choose(start + draws)
+        assert sources_alone.equal(sources[draws])
+        assert samples_alone.equal(samples[draws])

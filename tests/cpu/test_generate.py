@@ -105,11 +105,13 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
     options = sampling(0.5, top_k=3)
     counts = torch.zeros(5)
     for _ in range(4000):
-        counts[choose_token(logits, options, generator, usable)] += 1
+        token = choose_token(logits, options, generator, usable)
+        counts[token] += 1
     # tokens 0, 1 and 2 are the likeliest three that are usable
     expected = torch.tensor([0.0, 2.0, 4.0]).softmax(0)
     assert counts[3:].sum() == 0
-    assert torch.allclose(counts[:3] / 4000, expected, atol=0.02)  # three standard deviations
+    found = counts[:3] / 4000
+    assert torch.allclose(found, expected, atol=0.02)  # three standard deviations
 
 
 def test_coldest_temperatures_and_least_probabilities_leave_the_most_likely_token():

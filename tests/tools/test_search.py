@@ -31,20 +31,30 @@ def list_8b(cluster: Cluster = H100) -> list[Candidate]:
 
 def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
     candidates = list_8b(replace(H100, memory_bytes=1e15))
-    keys = {(str(c), str(c.config)) for c in candidates}
+    keys = set()
+    degrees = set()
+    schedules = set()
+    zero_stages = set()
+    modes = set()
+    for candidate in candidates:
+        layout = candidate.layout
+        keys.add((str(candidate), str(candidate.config)))
+        degrees.add(tuple(layout.degrees.values()))
+        if layout.pp > 1:
+            schedules.add(candidate.schedule)
+        zero_stages.add(layout.zero_stage)
+        modes.add(" ".join(sorted(candidate.workload.recompute)))
     assert len(keys) == len(candidates) > 1000
+    meshes = itertools.product((1, 2, 4, 8), [1], *[(1, 2, 4, 8)] * 3)
+    assert degrees == {mesh for mesh in meshes if prod(mesh) == 8}
+    assert schedules == SCHEDULES.keys()
+    assert zero_stages == {1, 2, 3}
+    assert modes == {"none", "op", "full", "full none"}
     _, model_args = read("llama3_8b")
     for candidate in candidates[::101]:
         layout = plan_layout(candidate.config, model_args, 8)
-        assert layout == candidate.layout and layout.global_batch_size == 16
-    degrees = {tuple(candidate.layout.degrees.values()) for candidate in candidates}
-    meshes = itertools.product((1, 2, 4, 8), [1], *[(1, 2, 4, 8)] * 3)
-    assert degrees == {mesh for mesh in meshes if prod(mesh) == 8}
-    schedules = {c.schedule for c in candidates if c.layout.pp > 1}
-    assert schedules == SCHEDULES.keys()
-    assert {c.layout.zero_stage for c in candidates} == {1, 2, 3}
-    modes = {" ".join(sorted(c.workload.recompute)) for c in candidates}
-    assert modes == {"none", "op", "full", "full none"}
+        assert layout == candidate.layout
+        assert layout.global_batch_size == 16
 
 
 def test_a_search_of_experts_has_every_degree_that_divides_them():

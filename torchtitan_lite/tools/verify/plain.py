@@ -273,7 +273,8 @@ class PlainModel:
             counted = targets != IGNORE_INDEX
             of_total, _ = self.model.output.weigh_total(logits.logsumexp(-1))
             of_target = logits.gather(1, targets.where(counted, 0)[:, None])[:, 0]
-            loss = (of_total - of_target)[counted].mean()
+            losses = of_total - of_target
+            loss = losses[counted].mean()
         else:
             loss = F.cross_entropy(logits.double(), targets)
         total = loss + sum(experts.auxiliary for experts in self.experts.values())
