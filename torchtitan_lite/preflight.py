@@ -27,6 +27,7 @@ from torchtitan_lite.config.checks import (
     check_context_parallel,
     check_machine,
     check_run,
+    count_pieces,
 )
 from torchtitan_lite.config.layout import plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine
@@ -129,6 +130,11 @@ def read_run_config(
         adapt_to_weights(run)
     if machine and machine.device_type == "cpu" and machine.is_here:
         adapt_to_cpu(run)
+    pieces = count_pieces(run.config.parallelism)
+    seq_len = run.config.training.seq_len
+    if seq_len > pieces:
+        why = f"a multiple of {pieces}, which tp and cp need"
+        run.change("training.seq_len", seq_len - seq_len % pieces, why)
     return run
 
 

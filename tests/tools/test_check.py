@@ -218,6 +218,7 @@ def test_exactly_what_cannot_run_is_refused_by_its_keys():
 
 # arguments | ranks | words of the problem
 SAID = f"""
+--training.dataset=empty | 2 | the function of empty lists no files
 --training.global_batch_size=6 | 4 | 4 data-parallel ranks cannot have equal shares of 6 sequences
 --model.vocab_size=50257 {TP}=2 | 4 | or 50258 here
 --model.hf_assets_path=Qwen/Qwen3-8B | 4 | nothing is downloaded. Run: hf download Qwen/Qwen3-8B --local-dir
@@ -237,7 +238,8 @@ SAID = f"""
 
 
 @pytest.mark.parametrize("line", SAID.strip().splitlines())
-def test_a_refusal_names_what_the_user_wrote_and_what_works(line):
+def test_a_refusal_names_what_the_user_wrote_and_what_works(line, monkeypatch):
+    monkeypatch.setitem(DATASETS, "empty", lambda path: [])
     args, n_ranks, said = line.split(" | ")
     assert said in str(find_one_problem(args, n_ranks=int(n_ranks), machine=H100_ELSEWHERE))
 
@@ -250,6 +252,7 @@ NOTED = f"""
 --config own.toml | training.seq_len is 512, because a CPU is slow
 --config own.toml | 2 sequences of 512 tokens make 1,024 per step
 --config own.toml --training.seq_len=1024 --training.local_batch_size=3 | 6 sequences of 1024 tokens
+--config own.toml {CP}=3 | training.seq_len is 510
 --config own.toml --training.steps=7 | per step,
 """  # the last one: a time, roughly
 

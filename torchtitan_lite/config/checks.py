@@ -22,7 +22,7 @@ from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schema import Config, Model, get_value
+from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
 
 FLOAT8 = "quantize.linear.float8"
 ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
@@ -129,6 +129,14 @@ def list_multiples(value: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
+def count_pieces(parallelism: Parallelism) -> int:
+    """Return the number of equal pieces that tp and cp need of a sequence."""
+    pieces = parallelism.tensor_parallel_degree
+    if parallelism.context_parallel_degree > 1:
+        pieces *= 2 * parallelism.context_parallel_degree
+    return pieces
+
+
 def check_sizes(problems: Problems, layout: Layout) -> None:
     """Find sizes that tp or cp does not divide."""
     config = problems.config
@@ -142,9 +150,7 @@ def check_sizes(problems: Problems, layout: Layout) -> None:
             if name == "vocab_size" and is_free:
                 remedy += f", or {size - rest + layout.tp} here; no token uses the added rows"
             problems.refuse(f"model.{name}", why, remedy)
-    pieces = layout.tp
-    if layout.cp > 1:
-        pieces *= 2 * layout.cp
+    pieces = count_pieces(config.parallelism)
     seq_len = config.training.seq_len
     if seq_len % pieces:
         cut = f"tp {layout.tp}; cp {layout.cp} needs 2 x cp pieces"

@@ -192,8 +192,12 @@ def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
     """Return the folder of a corpus. A named corpus has a folder per tokenizer and set of files. Raises CorpusError."""
     if name not in DATASETS:
         return Path(name)
+    files = DATASETS[name](dataset_path)
+    if not files:
+        why = f"the function of {name} lists no files"
+        raise CorpusError(why, "Correct its row in data/corpus_folder.py: DATASETS")
     stats = []
-    for path in DATASETS[name](dataset_path):
+    for path in files:
         stat = path.stat()
         stats.append(f"{path}:{stat.st_size}:{stat.st_mtime_ns}")
     content = repr([FORMAT, tokenizer.fingerprint, *stats]).encode()
