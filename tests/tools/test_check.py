@@ -219,7 +219,6 @@ def test_exactly_what_cannot_run_is_refused_by_its_keys():
 
 # arguments | ranks | words of the problem
 SAID = f"""
---training.dataset=empty | 2 | the function of empty lists no files
 --training.global_batch_size=6 | 4 | 4 data-parallel ranks cannot have equal shares of 6 sequences
 --model.vocab_size=50257 {TP}=2 | 4 | or 50258 here
 --model.hf_assets_path=Qwen/Qwen3-8B | 4 | nothing is downloaded. Run: hf download Qwen/Qwen3-8B --local-dir
@@ -239,10 +238,15 @@ SAID = f"""
 
 
 @pytest.mark.parametrize("line", SAID.strip().splitlines())
-def test_a_refusal_names_what_the_user_wrote_and_what_works(line, monkeypatch):
-    monkeypatch.setitem(DATASETS, "empty", lambda path: [])
+def test_a_refusal_names_what_the_user_wrote_and_what_works(line):
     args, n_ranks, said = line.split(" | ")
     assert said in str(find_one_problem(args, n_ranks=int(n_ranks), machine=H100_ELSEWHERE))
+
+
+def test_a_dataset_that_lists_no_files_is_refused(monkeypatch):
+    monkeypatch.setitem(DATASETS, "empty", lambda path: [])
+    problem = find_one_problem("--training.dataset=empty", n_ranks=2, machine=LAPTOP)
+    assert "the function of empty lists no files" in str(problem)
 
 
 NOTED = f"""
