@@ -188,16 +188,21 @@ DOWNLOADS = DATASETS.keys() - {"python_stdlib"}  # these use training.dataset_pa
 VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
 
 
-def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
-    """Return the folder of a corpus. A named corpus has a folder per tokenizer and set of files. Raises CorpusError."""
-    if name not in DATASETS:
-        return Path(name)
+def list_files(name: str, dataset_path: str) -> list[Path]:
+    """Return the files of a named corpus. Raises CorpusError if there are none."""
     files = DATASETS[name](dataset_path)
     if not files:
         why = f"the function of {name} lists no files"
         raise CorpusError(why, "Correct its row in data/corpus_folder.py: DATASETS")
+    return files
+
+
+def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_path: str) -> Path:
+    """Return the folder of a corpus. A named corpus has a folder per tokenizer and set of files. Raises CorpusError."""
+    if name not in DATASETS:
+        return Path(name)
     stats = []
-    for path in files:
+    for path in list_files(name, dataset_path):
         stat = path.stat()
         stats.append(f"{path}:{stat.st_size}:{stat.st_mtime_ns}")
     content = repr([FORMAT, tokenizer.fingerprint, *stats]).encode()
@@ -252,7 +257,7 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
     for key, name, split, dataset_path in list_corpora(config):
         try:
             if name in DATASETS:
-                DATASETS[name](dataset_path)
+                list_files(name, dataset_path)
             else:
                 read_split(Path(name), split, tokenizer)
         except CorpusError as error:
