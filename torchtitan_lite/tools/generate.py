@@ -114,8 +114,7 @@ def encode_prompt(
             print(named[0], about, file=sys.stderr)
         else:
             try:
-                row = {"messages": [chat.convert(message) for message in messages]}
-                text, _ = chat.write(row, add_generation_prompt=True)
+                text, _ = chat.write({"messages": messages}, add_generation_prompt=True)
             except ValueError as error:
                 raise SourceError(f"The conversation cannot be written: {error}.") from None
         tokens, _ = tokenizer.encode_special(tokenizer.normalize(text))
