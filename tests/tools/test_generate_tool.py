@@ -251,18 +251,21 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
     other = save(tmp_path / "step-2", trained.state_dict(), attention="of_another_fork")
     without_context = shutil.copytree(export, tmp_path / "llama")
     bare = shutil.copytree(export, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    few_rows = shutil.copytree(export, tmp_path / "few_rows")
     config = json.loads((export / "config.json").read_text())
+    (few_rows / "config.json").write_text(json.dumps(config | {"vocab_size": 2050}))
     config["max_position_embeddings"] = None
     (without_context / "config.json").write_text(json.dumps(config))
-    for source, prompt, named in (
+    for source, prompt, named, *options in (
         (checkpoint, "x " * 200, "has 202 tokens, but the context has 128. Shorten it, or set"),
         (tmp_path / "nowhere", "a", "nowhere"),
         (foreign, "a", f"{SHIPPED} is not the tokenizer that it was trained with"),
         (other, "a", "of_another_fork"),
         (bare, "a", "Name it with --tokenizer FOLDER"),
         (without_context, "a", "--context N"),
+        (few_rows, "a", "but its model has 2050 rows", "--chat"),
     ):
-        assert main(["generate", str(source), "--prompt", prompt]) == 2
+        assert main(["generate", str(source), "--prompt", prompt, *options]) == 2
         printed = capsys.readouterr()
         assert printed.out == ""
         assert named in printed.err

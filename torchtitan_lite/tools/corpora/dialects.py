@@ -65,8 +65,8 @@ def drop_nulls(value: Any) -> Any:
 def take_turns(dialect: str, row: dict[str, Any]) -> list:
     """Remove the columns of the conversation from a row, and return its turns. Raises ValueError."""
     if dialect == "Alpaca":
-        parts = [row.pop("instruction"), row.pop("input", "")]
-        row["prompt"] = "\n\n".join(str(part) for part in parts if part)
+        texts = [row.pop("instruction"), row.pop("input", "")]
+        row["prompt"] = "\n\n".join(filter(None, texts))
         row["completion"] = row.pop("output")
     if dialect in row:
         turns = row.pop(dialect)
