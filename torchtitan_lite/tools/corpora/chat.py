@@ -119,16 +119,13 @@ class ChatFormat:
         trained = [number for number in trained if messages[number].get("weight", 1)]
         for number in trained:
             self.refuse_lost_answer(row, text, number)
+        turns = marked
         if marked is None:
             turns = [self.find_turn(row, text, number) for number in trained]
-        elif trained == answers:
-            turns = marked
         elif len(marked) == len(answers):
             turns = [marked[answers.index(number)] for number in trained]
-        else:
-            raise ValueError(
-                "the chat template does not mark each answer once, so none can be left out"
-            )
+        elif trained != answers:
+            raise ValueError("the template does not mark each answer once, so none can be left out")
         if not any(turns):
             raise ValueError("it has no assistant turn to train on, so it has no targets")
         return text, turns
@@ -140,9 +137,8 @@ class ChatFormat:
         prompt = self.try_write(asked, add_generation_prompt=True)
         start = len(os.path.commonprefix([prompt, whole]))
         is_certain = prompt != "" and start == len(prompt)
-        if start < len(
-            prompt
-        ):  # the answer can leave out the last names of the prompt, such as <think>
+        if start < len(prompt):
+            # The answer can leave out the last names of the prompt, such as <think>.
             if prompt[start] != "<":
                 start = prompt.rfind("<", 0, start)
             is_certain = start > len(os.path.commonprefix([prompt, self.try_write(asked)]))
@@ -153,9 +149,7 @@ class ChatFormat:
             turn = whole[start:stop]
             if is_certain and (answered.endswith(turn) or usual.endswith(turn)):
                 return range(start, stop)
-        why = (
-            f"message {number + 1} cannot be found with certainty in the text of the chat template"
-        )
+        why = f"message {number + 1} cannot be found with certainty in the template's text"
         raise ValueError(f"{why}; --only-last-turn trains the last answer alone")
 
     def refuse_special_names(self, row: dict[str, Any], text: str) -> None:
