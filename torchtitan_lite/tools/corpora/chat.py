@@ -154,10 +154,10 @@ class ChatFormat:
 
     def refuse_special_names(self, row: dict[str, Any], text: str) -> None:
         """Raise ValueError if a text of the row would become special tokens of the document."""
-        parts = [("column", row)]
+        parts = {"column": row}
         for number, message in enumerate(row["messages"], 1):
-            parts.append((f"message {number}:", message))
-        for place, part in parts:
+            parts[f"message {number}:"] = message
+        for place, part in parts.items():
             for key, value in part.items():
                 content = json.dumps(value, ensure_ascii=False)
                 found = self.special_name.search(content)
@@ -215,8 +215,6 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
         if not theirs.chat_template and LLAMA_3_NAMES <= tokenizer.special.keys():
             theirs.chat_template = LLAMA_3
             name = "the format of Llama 3, because the tokenizer has no chat template"
-        if not theirs.chat_template:
-            raise ValueError("there is none")
         for tools in (None, []):
             template = theirs.get_chat_template(tools=tools)
             compiled = templates._compile_jinja_template(template)

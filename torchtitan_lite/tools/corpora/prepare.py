@@ -94,6 +94,7 @@ def prepare(
             f"{out} exists. Choose another --out, or delete it if it is an old corpus"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
+    get_encoder.cache_clear()
     common = os.path.commonpath([path.absolute().parent for path in files])
     settings = replace(settings, folder=common)
     with TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.tmp-") as work:
