@@ -133,21 +133,24 @@ class ChatFormat:
     def find_turn(self, row: dict[str, Any], whole: str, number: int) -> range:
         """Return the characters of an answer in the text `whole`. Raises ValueError if that is not certain."""
         messages = row["messages"]
-        asked = {**row, "messages": messages[:number]}
-        prompt = self.try_write(asked, add_generation_prompt=True)
+        part = {**row, "messages": messages[:number]}
+        prompt = self.try_write(part, add_generation_prompt=True)
         start = len(os.path.commonprefix([prompt, whole]))
         is_certain = prompt != "" and start == len(prompt)
         if start < len(prompt):
             # The answer can leave out the last names of the prompt, such as <think>.
             if prompt[start] != "<":
                 start = prompt.rfind("<", 0, start)
-            is_certain = start > len(os.path.commonprefix([prompt, self.try_write(asked)]))
-        answered = self.try_write({**row, "messages": messages[: number + 1]}).rstrip()
+            before = os.path.commonprefix([prompt, self.try_write(part)])
+            is_certain = start > len(before)
+        part["messages"] = messages[: number + 1]
+        answered = self.try_write(part).rstrip()
         usual = answered[: answered.rfind(self.end) + len(self.end)]  # without another prompt
         ends = [found.end() for found in NAME.finditer(whole, start)]
         for stop in [*ends, len(whole.rstrip())]:
             turn = whole[start:stop]
-            if is_certain and (answered.endswith(turn) or usual.endswith(turn)):
+            is_end = answered.endswith(turn) or usual.endswith(turn)
+            if is_certain and is_end:
                 return range(start, stop)
         why = f"message {number + 1} cannot be found with certainty in the template's text"
         raise ValueError(f"{why}; --only-last-turn trains the last answer alone")
