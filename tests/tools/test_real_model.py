@@ -169,4 +169,4 @@ def test_fine_tuning_takes_the_steps_of_transformers_and_exports_its_weights(
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     for name, weight in weights.items():
         change = weight - before[name]
-        assert (exported[name] - weight).norm() < 1e-3 * change.norm(), name
+        assert (exported[name] - weight).norm() < 1e-2 * change.norm(), name
