@@ -80,7 +80,7 @@ TEMPLATES = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% else %}{{ eos_token }}{% endif %}",
         ["é, é 😀<|im_end|>"],
         ["4<|im_end|>", "4<|im_end|>"],
-        "leaves out the text of message 2",
+        "leaves out tool_calls of message 2",
     ),
     "always adds the generation prompt": (
         CHATML.replace("{% if add_generation_prompt %}", "{% if true %}"),
@@ -93,7 +93,7 @@ TEMPLATES = {
         "[INST] {{ message.content }} [/INST]{% endif %}{% endfor %}",
         ["  é, é 😀</s>"],
         [" 4 </s>", " 4</s>"],
-        "leaves out the text of message 2",
+        "leaves out tool_calls of message 2",
     ),
     "marks on their own line": (
         HEAD
@@ -274,7 +274,14 @@ REFUSED = {  # row -> words of the reason
     "no content": ({"messages": [{"role": "assistant", "content": None}]}, ["message 1"]),
     "no assistant": ({"messages": EXCHANGE[:1]}, ["no assistant turn"]),
     "a number as message": ({"prompt": [5], "completion": "x"}, ["not a mapping"]),
-    "a text as part": ({"messages": [{"role": "user", "content": ["x"]}]}, ["has no attribute"]),
+    "a picture": (
+        {"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": [{"type": "image"}]}]},
+        ["can only concatenate list"],
+    ),
+    "a weight that is no number": (
+        {"messages": [EXCHANGE[0], {**EXCHANGE[1], "weight": "0"}]},
+        ["message 2: weight is not a number: '0'"],
+    ),
     "name in a role": (
         {"messages": [{"role": "user<|im_end|>", "content": "x"}, EXCHANGE[1]]},
         ["message 1: role has the text"],
@@ -309,25 +316,28 @@ def test_a_row_that_cannot_be_trained_is_named_and_skipped_with_skip_bad(
     assert json.loads(capsys.readouterr().out)["bad_rows"] == 1
 
 
-def test_answers_that_are_not_certain_are_refused(make_folder):
-    no_ends = "{% for message in messages %} {{ message.role }}: {{ message.content }}{% endfor %}"
-    for template, reason in (
-        (no_ends, "message 2 cannot be found.*--only-last-turn"),
-        (no_ends.replace("message.content", "message.content | length"), "changes its texts"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            encode(make_folder(template), {"messages": EXCHANGE * 2})
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{{ message.role }}: {{ message.content }}",
+            "message 2 cannot be found.*--only-last-turn",
+        ),
+        ("{{ message.content | length }}\n", "message 2 cannot be found"),
+        ("{{ message.role }}", "leaves out content of message 2"),
+        ("{{ message.content[0].text }}", "leaves out content of message 2"),
+    ],
+)
+def test_answers_that_are_not_certain_are_refused(template, reason, make_folder):
+    folder = make_folder("{% for message in messages %}" + template + "{% endfor %}")
+    with pytest.raises(ValueError, match=reason):
+        encode(folder, {"messages": EXCHANGE * 2})
 
 
-def test_content_is_written_as_a_string_or_as_parts_whichever_the_template_reads(make_folder):
+def test_a_content_of_text_parts_is_one_text(make_folder):
     parts = [{**message, "content": [PART | {"text": message["content"]}]} for message in EXCHANGE]
-    reads_parts = CHATML.replace("message.content", "message.content[0].text")
-    ids = [
-        encode(make_folder(template), {"messages": messages})
-        for template in (CHATML, reads_parts)
-        for messages in (EXCHANGE, parts)
-    ]
-    assert ids[0] == ids[1] == ids[2] == ids[3]
+    folder = make_folder(CHATML)
+    assert encode(folder, {"messages": parts}) == encode(folder, {"messages": EXCHANGE})
 
 
 @pytest.mark.slow
@@ -371,7 +381,8 @@ def test_published_templates_give_the_text_and_the_masks_of_transformers(make_fo
                     name,
                 )
             counts["equal", name] += 1
-    assert counts["refused", "single"] == counts["refused", "multi"] == 0
+    assert counts["refused", "single"] == 0
+    assert counts["refused", "multi"] <= 6  # earlier answers that change when another one follows
     assert min(counts["equal", name] for name in TALKS) > 30
 
 

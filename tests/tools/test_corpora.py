@@ -111,7 +111,7 @@ REFUSED = {  # file -> content, words of the message
     "line.jsonl": (ROW + b'{"text": \n', "line.jsonl, row 2: Expecting value"),
     "field.jsonl": (
         b'{"content": "x"}',
-        "it has no 'text', only 'content'. Name another field with --text-column",
+        "it has no 'text', only 'content' (--text-column NAME",
     ),
     "list.jsonl": (ROW + b"5", "row 2: it is not a JSON object: 5"),
     "null.jsonl": (b'{"text": null}', "row 1: its 'text' is not a string: None"),

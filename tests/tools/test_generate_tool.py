@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_tensors
+from test_tokenizers import train_bpe, write
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -251,18 +252,22 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
     other = save(tmp_path / "step-2", trained.state_dict(), attention="of_another_fork")
     without_context = shutil.copytree(export, tmp_path / "llama")
     bare = shutil.copytree(export, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    bpe = train_bpe("Qwen")
+    bpe.add_tokens([f"<{number}>" for number in range(2304)])
+    larger = write(tmp_path, bpe, "<|end_of_text|>")
     config = json.loads((export / "config.json").read_text())
     config["max_position_embeddings"] = None
     (without_context / "config.json").write_text(json.dumps(config))
-    for source, prompt, named in (
+    for source, prompt, named, *options in (
         (checkpoint, "x " * 200, "has 202 tokens, but the context has 128. Shorten it, or set"),
         (tmp_path / "nowhere", "a", "nowhere"),
         (foreign, "a", f"{SHIPPED} is not the tokenizer that it was trained with"),
         (other, "a", "of_another_fork"),
         (bare, "a", "Name it with --tokenizer FOLDER"),
         (without_context, "a", "--context N"),
+        (export, "<2303>", "but its model has 2304 rows", "--tokenizer", str(larger)),
     ):
-        assert main(["generate", str(source), "--prompt", prompt]) == 2
+        assert main(["generate", str(source), "--prompt", prompt, *options]) == 2
         printed = capsys.readouterr()
         assert printed.out == ""
         assert named in printed.err

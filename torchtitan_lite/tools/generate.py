@@ -44,7 +44,7 @@ def main(options: Namespace) -> int:
     messages = []  # of a conversation
     for prompt in read_prompts(options, chat):
         messages.append({"role": "user", "content": prompt.rstrip("\n")})
-        prompt_tokens = encode_prompt(prompt, messages, source.tokenizer, chat)
+        prompt_tokens = encode_prompt(prompt, messages, source, chat)
         n_new_tokens = count_new_tokens(prompt_tokens, source, options)
         if model is None:
             print(f"loading {source.path}", file=sys.stderr)
@@ -98,9 +98,10 @@ def read_prompts(options: Namespace, chat: ChatFormat | None) -> Iterator[str]:
 
 
 def encode_prompt(
-    prompt: str, messages: list[dict], tokenizer: Tokenizer, chat: ChatFormat | None
+    prompt: str, messages: list[dict], source: ModelSource, chat: ChatFormat | None
 ) -> list[int]:
     """Return the tokens of a prompt: BOS and text, or with `chat` those of a conversation. Raises SourceError."""
+    tokenizer = source.tokenizer
     named = [name for name in tokenizer.special if name in prompt]
     if not chat:
         if named:
@@ -114,14 +115,18 @@ def encode_prompt(
             print(named[0], about, file=sys.stderr)
         else:
             try:
-                row = {"messages": [chat.convert(message) for message in messages]}
-                text, _ = chat.write(row, add_generation_prompt=True)
+                text, _ = chat.write({"messages": messages}, add_generation_prompt=True)
             except ValueError as error:
                 raise SourceError(f"The conversation cannot be written: {error}.") from None
         tokens, _ = tokenizer.encode_special(tokenizer.normalize(text))
     if not tokens:
         why = "and this tokenizer has no BOS token to start from"
         raise SourceError(f"The prompt is empty, {why}. Set a prompt.")
+    n_rows = source.model_args.vocab_size
+    if max(tokens) >= n_rows:
+        name = tokenizer.decode([max(tokens)])
+        why = f"token {name!r} of the prompt has the id {max(tokens)}, but its model has {n_rows} rows"
+        raise SourceError(f"{source.path}: {why}. Change the prompt, or set another --tokenizer.")
     return tokens
 
 

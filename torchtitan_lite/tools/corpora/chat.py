@@ -7,8 +7,11 @@
                                                      ^^^^^^^^^^^ targets
 
 transformers (the extra `chat`) reads the tokenizer's folder and runs its chat template, so the text equals the text of
-`apply_chat_template`. Targets are the text between the template's {% generation %} marks. turns.py finds them if a
-template has no marks.
+`apply_chat_template`. Targets are the text between the template's {% generation %} marks. Without marks, a turn is
+found in the whole text by two other texts of the template:
+
+    prompt    the conversation before the answer, and the text that asks for it: the turn begins at its end
+    answered  the conversation up to the answer: the turn ends where its text is the end of this one
 
 A corpus depends only on its files: a template that asks for today's date gets DATE.
 """
@@ -27,15 +30,6 @@ from typing import Any
 from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.tools.corpora.text_files import PreparationError
-from torchtitan_lite.tools.corpora.turns import (
-    MARK,
-    NAME,
-    NAMES,
-    find_start,
-    find_stop,
-    get_mark,
-    mark_messages,
-)
 
 ASSISTANT = "assistant"
 DATE = datetime(2024, 7, 26)  # the default date of Llama 3.1's own template
@@ -46,8 +40,9 @@ LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
     "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-SIGN = get_mark(0)
-OTHER = {"role": ASSISTANT, "content": SIGN}
+NAME = re.compile(r"<[^<>\s]+>")  # of a special token, which may be plain text to this tokenizer
+SIGN = "\U00100000"  # a text that no template writes
+EXCHANGE = [{"role": "user", "content": SIGN}, {"role": ASSISTANT, "content": SIGN}]
 
 
 @dataclass(frozen=True)
@@ -65,40 +60,17 @@ class ChatFormat:
         return re.compile("|".join(map(re.escape, names)) or "(?!)")  # (?!) matches nothing
 
     @cached_property
-    def content_type(self) -> type | None:
-        """The only type of content that the template writes: str, or list of parts. None: both or neither."""
-        written = []
-        for content in (SIGN, [{"type": "text", "text": SIGN}]):
-            if SIGN in self.try_write({"messages": [{"role": "user", "content": content}]}):
-                written.append(type(content))
-        return written[0] if len(written) == 1 else None
-
-    def convert(self, message: dict) -> dict:
-        """Return a message with its text in the type of content that the template writes."""
-        content = message.get("content")
-        if isinstance(content, str) and self.content_type is list:
-            content = [{"type": "text", "text": content}]
-        elif isinstance(content, list) and self.content_type is str:
-            texts = [part.get("text") for part in content]
-            content = content if None in texts else "".join(texts)
-        return message if content is None else {**message, "content": content}
-
-    @cached_property
     def end(self) -> str:
-        """The names that end an answer, such as "<|im_end|>"; "" if answers end with the next header."""
-        question = self.convert({"role": "user", "content": SIGN})
-        row = {"messages": [question, {**question, "role": ASSISTANT}]}
-        text = self.try_write(row)
-        always_asks = text == self.try_write(row, add_generation_prompt=True)
-        names = NAME if always_asks else NAMES
-        found = names.match(text.rpartition(SIGN)[2].lstrip())
+        """The name that usually ends an answer, such as "<|im_end|>"; "" if there is none."""
+        text = self.try_write({"messages": EXCHANGE})
+        found = NAME.match(text.rpartition(SIGN)[2].lstrip())
         return found.group() if found else ""
 
     @property
     def end_ids(self) -> set[int]:
         """The special token that ends an answer, if there is one."""
-        ids, _ = self.tokenizer.encode_special(self.end)
-        return {*ids[-1:]} & {*self.tokenizer.special.values()}
+        special = self.tokenizer.special
+        return {special[self.end]} if self.end in special else set()
 
     def write(
         self, row: dict[str, Any], *, add_generation_prompt: bool = False
@@ -139,70 +111,81 @@ class ChatFormat:
         `row` has `messages`, and variables of the template. Raises ValueError with the reason.
         """
         row = json.loads(self.tokenizer.normalize(json.dumps(row, ensure_ascii=False, default=str)))
-        messages = [self.convert(message) for message in row["messages"]]
-        row["messages"] = messages
-        text, _ = self.write(row)
+        text, marked = self.write(row)
         self.refuse_special_names(row, text)
-        marked = {**row, "messages": mark_messages(messages)}
-        whole, turns = self.write(marked)
-        if MARK.sub("", whole) != text:
-            raise ValueError("the chat template changes its texts, so no answer can be found")
-        answers = {n for n, message in enumerate(messages) if message["role"] == ASSISTANT}
-        trained = {max(answers)} if only_last_turn and answers else answers
-        trained = {number for number in trained if messages[number].get("weight", 1)}
+        messages = row["messages"]
+        answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
+        trained = answers[-1:] if only_last_turn else answers
+        trained = [number for number in trained if messages[number].get("weight", 1)]
         for number in trained:
-            if marked["messages"][number] != messages[number] and get_mark(number) not in whole:
-                raise ValueError(f"the chat template leaves out the text of message {number + 1}")
-        if turns is None:
-            turns = [self.find_turn(marked, whole, number) for number in sorted(trained)]
-        else:
-            others = {get_mark(number) for number in answers - trained}
-            turns = [turn for turn in turns if others.isdisjoint(whole[turn.start : turn.stop])]
+            self.refuse_lost_answer(row, text, number)
+        turns = marked
+        if marked is None:
+            turns = [self.find_turn(row, text, number) for number in trained]
+        elif len(marked) == len(answers):
+            turns = [marked[answers.index(number)] for number in trained]
+        elif trained != answers:
+            raise ValueError("the template does not mark each answer once, so none can be left out")
         if not any(turns):
             raise ValueError("it has no assistant turn to train on, so it has no targets")
-        places = []
-        for turn in turns:
-            start = len(MARK.sub("", whole[: turn.start]))
-            length = len(MARK.sub("", whole[turn.start : turn.stop]))
-            places.append(range(start, start + length))
-        return text, places
+        return text, turns
 
-    def find_turn(self, marked: dict[str, Any], whole: str, number: int) -> range:
-        """Return the characters of an answer in the marked text `whole`. Raises ValueError if that is not certain."""
-        messages = marked["messages"]
-        asked = {**marked, "messages": messages[:number]}
-        answered = self.try_write({**marked, "messages": messages[: number + 1]})
-        if number:
-            prompt = self.try_write(asked, add_generation_prompt=True)
-            start = find_start(whole, prompt, self.try_write(asked), number)
-        else:  # a greeting, which no prompt asks for
-            other = self.try_write({**marked, "messages": [self.convert(OTHER), *messages[1:]]})
-            start = len(os.path.commonprefix([whole, other]))
-        stop = None
-        if start is not None:
-            stop = find_stop(whole, start, answered, number, self.end)
-        if stop is None:
-            why = f"message {number + 1} cannot be found with certainty in the text of the chat template"
-            raise ValueError(f"{why}; --only-last-turn trains the last answer alone")
-        return range(start, stop)
+    def find_turn(self, row: dict[str, Any], whole: str, number: int) -> range:
+        """Return the characters of an answer in the text `whole`. Raises ValueError if that is not certain."""
+        messages = row["messages"]
+        part = {**row, "messages": messages[:number]}
+        prompt = self.try_write(part, add_generation_prompt=True)
+        start = len(os.path.commonprefix([prompt, whole]))
+        is_certain = prompt != "" and start == len(prompt)
+        if start < len(prompt):
+            # The answer can leave out the last names of the prompt, such as <think>.
+            if prompt[start] != "<":
+                start = prompt.rfind("<", 0, start)
+            before = os.path.commonprefix([prompt, self.try_write(part)])
+            is_certain = start > len(before)
+        part["messages"] = messages[: number + 1]
+        answered = self.try_write(part).rstrip()
+        usual = answered[: answered.rfind(self.end) + len(self.end)]  # without another prompt
+        ends = [found.end() for found in NAME.finditer(whole, start)]
+        for stop in [*ends, len(whole.rstrip())]:
+            turn = whole[start:stop]
+            is_end = answered.endswith(turn) or usual.endswith(turn)
+            if is_certain and is_end:
+                return range(start, stop)
+        why = f"message {number + 1} cannot be found with certainty in the template's text"
+        raise ValueError(f"{why}; --only-last-turn trains the last answer alone")
 
     def refuse_special_names(self, row: dict[str, Any], text: str) -> None:
         """Raise ValueError if a text of the row would become special tokens of the document."""
-        parts = [("column", row)]
+        parts = {"column": row}
         for number, message in enumerate(row["messages"], 1):
-            parts.append((f"message {number}:", message))
-        for place, part in parts:
+            parts[f"message {number}:"] = message
+        for place, part in parts.items():
             for key, value in part.items():
                 content = json.dumps(value, ensure_ascii=False)
                 found = self.special_name.search(content)
                 if key == "messages" or not found:
                     continue
-                part[key] = json.loads(self.special_name.sub("", content))
-                is_written = self.try_write(row) != text
-                part[key] = value
-                if is_written:
+                other = json.loads(self.special_name.sub("", content))
+                if self.is_written(row, part, key, other, text):
                     why = f"{place} {key} has the text {found.group()!r}"
                     raise ValueError(f"{why}, which would become a special token")
+
+    def refuse_lost_answer(self, row: dict[str, Any], text: str, number: int) -> None:
+        """Raise ValueError if the template leaves out a text or a tool call of an answer."""
+        message = row["messages"][number]
+        for key in ("content", "tool_calls"):
+            value = str(message.get(key, "")).strip()
+            if value and not self.is_written(row, message, key, "", text):
+                raise ValueError(f"the chat template leaves out {key} of message {number + 1}")
+
+    def is_written(self, row: dict[str, Any], part: dict, key: str, other: Any, text: str) -> bool:
+        """Return whether another value in a part of the row gives another text than `text`."""
+        value = part[key]
+        part[key] = other
+        is_written = self.try_write(row) != text
+        part[key] = value
+        return is_written
 
 
 def mark_targets(ends: list[int], turns: list[range]) -> bytearray:
@@ -235,8 +218,6 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
         if not theirs.chat_template and LLAMA_3_NAMES <= tokenizer.special.keys():
             theirs.chat_template = LLAMA_3
             name = "the format of Llama 3, because the tokenizer has no chat template"
-        if not theirs.chat_template:
-            raise ValueError("there is none")
         for tools in (None, []):
             template = theirs.get_chat_template(tools=tools)
             compiled = templates._compile_jinja_template(template)

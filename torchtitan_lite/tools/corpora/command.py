@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import sys
-from collections import Counter
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
@@ -14,7 +13,6 @@ from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus_folder import DATASETS, CorpusManifest, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.preflight import SHIPPED
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import BAD_ROWS, PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files, is_text
@@ -88,13 +86,7 @@ def run(options: argparse.Namespace) -> str:
     if options.json:
         report = {"folder": str(options.out), "files": len(files), "bad_rows": counts[BAD_ROWS]}
         return json.dumps(report | {"counts": counts} | asdict(manifest))
-    lines = [f"{options.out} is complete, from {len(files):,} files:", *describe(manifest, counts)]
-    return "\n".join([*lines, f"Train on it: {suggest_command(options, manifest)}"])
-
-
-def describe(manifest: CorpusManifest, counts: Counter[str]) -> list[str]:
-    """Return lines about the splits of a new corpus, and what became of other rows and files."""
-    lines = []
+    lines = [f"{options.out} is complete, from {len(files):,} files:"]
     for name, split in manifest.splits.items():
         figures = f"{split.n_tokens:,} tokens in {split.n_documents:,} documents"
         if split.n_targets:
@@ -104,7 +96,7 @@ def describe(manifest: CorpusManifest, counts: Counter[str]) -> list[str]:
         )
     for reason, n in counts.items():
         lines.append(f"  {n:,} {reason}")
-    return lines
+    return "\n".join([*lines, f"Train on it: {suggest_command(options, manifest)}"])
 
 
 def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> str:
@@ -114,9 +106,8 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
     if list(Path(tokenizer).glob("*.safetensors")):
         words += ["--config", "finetune", "--checkpoint.initial_load_path", tokenizer]
     else:
-        if tokenizer != SHIPPED:
-            n_rows = ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64
-            words += ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)]
+        n_rows = ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64
+        words += ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)]
         words += ["--job.dump_folder", f"outputs/{options.out.name}"]
     if "validation" not in manifest.splits:
         words.append("--validation.no_enable")

@@ -8,7 +8,7 @@
 
 Beside the last three, a column `system` is the system message. All other columns are variables of the chat template,
 such as `tools` and `documents`. Keys whose value is null are removed first, at any depth, because a row of a Parquet
-file has the keys of all rows.
+file has the keys of all rows. A content that is a list of texts is joined.
 """
 
 import json
@@ -37,12 +37,11 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict[st
     if not isinstance(row, dict):
         raise ValueError(f"it is not an object with columns: {row!r:.60}")
     row = drop_nulls(row)
-    names = list(DIALECTS)
-    if column in row:
-        row["conversations"] = row.pop(column)
-        names = ["conversations"]
-    found = [name for name in names if row.keys() >= DIALECTS[name]]
-    if not found or (column and names != ["conversations"]):
+    found = [name for name, columns in DIALECTS.items() if row.keys() >= columns]
+    if column:
+        found = ["conversations"] if column in row else []
+        row["conversations"] = row.pop(column, None)
+    if not found:
         known = "messages, conversations, prompt/completion, instruction/output"
         raise ValueError(
             f"it has the columns {', '.join(row)}, but conversations have {known} (or set --text-column)"
@@ -66,8 +65,8 @@ def drop_nulls(value: Any) -> Any:
 def take_turns(dialect: str, row: dict[str, Any]) -> list:
     """Remove the columns of the conversation from a row, and return its turns. Raises ValueError."""
     if dialect == "Alpaca":
-        parts = [row.pop("instruction"), row.pop("input", "")]
-        row["prompt"] = "\n\n".join(str(part) for part in parts if part)
+        texts = [row.pop("instruction"), row.pop("input", "")]
+        row["prompt"] = "\n\n".join(filter(None, texts))
         row["completion"] = row.pop("output")
     if dialect in row:
         turns = row.pop(dialect)
@@ -93,10 +92,17 @@ def read_message(turn: Any, number: int) -> dict:
         role = message.pop("from")
         message["role"] = ROLES.get(role, role)
         message["content"] = message.pop("value", "")
+    content = message.get("content", "")
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        texts = [part.get("text") for part in content]
+        if None not in texts:
+            message["content"] = "".join(texts)
     has_role = isinstance(message.get("role"), str)
-    has_text = isinstance(message.get("content", ""), str | list)
+    has_text = isinstance(content, str | list)
     if not has_role or not has_text or message.keys() <= {"role", "weight"}:
         raise ValueError(
             f"message {number} needs a role, and a content or tool calls: {turn!r:.60}"
         )
+    if not isinstance(message.get("weight", 1), int | float):
+        raise ValueError(f"message {number}: weight is not a number: {message['weight']!r:.60}")
     return message

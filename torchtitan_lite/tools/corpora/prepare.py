@@ -51,10 +51,6 @@ UNKNOWN = "unknown tokens, for text outside the vocabulary"
 BAD_ROW = (ValueError, TypeError, AttributeError, RecursionError)
 
 
-class MissingField(ValueError):
-    """Raised for a row that lacks the field or column with the text."""
-
-
 @dataclass(frozen=True)
 class PrepareSettings:
     """Settings for converting rows to documents."""
@@ -260,8 +256,6 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
             print(problem, file=sys.stderr)
             return Document(BAD_ROWS)
         remedy = "Fix it, or give `prepare` the option --skip-bad"
-        if isinstance(error, MissingField):
-            remedy = "Name another field with --text-column NAME. For conversations, add --chat"
         raise PreparationError(f"{problem}. {remedy}") from None
     typecode = "H" if tokenizer.vocab_size <= UINT16_IDS else "I"
     n_unknown = ids.count(tokenizer.unknown_id)
@@ -284,7 +278,8 @@ def read_text(settings: PrepareSettings, row: Row) -> str:
         raise ValueError(f"it is not a JSON object: {content!r:.60}")
     column = settings.column or "text"
     if column not in content:
-        raise MissingField(f"it has no {column!r}, only {', '.join(map(repr, content))}")
+        why = f"it has no {column!r}, only {', '.join(map(repr, content))}"
+        raise ValueError(f"{why} (--text-column NAME reads another, --chat reads conversations)")
     text = content[column]
     if not isinstance(text, str):
         raise ValueError(f"its {column!r} is not a string: {text!r:.60}")

@@ -208,13 +208,10 @@ def read_table(text: str, delimiter: str) -> Iterator[dict]:
 
 
 def read_values(text: str) -> Iterator[Any]:
-    """Yield the elements of a JSON array, or JSON values that follow each other. Raises ValueError."""
-    if text.startswith("["):
-        yield from json.loads(text)
-        return
+    """Yield JSON values that follow each other, and the elements of an array instead of it. Raises ValueError."""
     decoder = json.JSONDecoder()
     position = 0
     while position < len(text):
         value, position = decoder.raw_decode(text, position)
-        yield value
+        yield from value if isinstance(value, list) else [value]
         position = SPACE.match(text, position).end()
