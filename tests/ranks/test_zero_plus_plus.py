@@ -160,8 +160,8 @@ def test_memory_of_a_large_model_on_two_nodes_and_no_bytes_between_them_in_backw
     [
         (2, {**ALL, PP: 2}, "a single shard"),
         (8, {**ALL, TP: 2}, "hpZ has nothing to keep"),
-        (4, {**ALL, PP: 2}, "a pipeline"),
-        (4, {**ALL, ZERO: 2}, "stay gathered"),
+        (4, {**ALL, PP: 2}, "no pipeline"),
+        (4, {**ALL, ZERO: 2}, "needs zero_stage = 3"),
         (4, {KEY: ["qwz"], **GATHER}, "gathers them in float8"),
     ],
 )
