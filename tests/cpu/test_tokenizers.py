@@ -81,13 +81,15 @@ def shipped():
 
 def test_ids_are_those_of_tiktoken_with_llama3s_pattern_and_special_tokens_are_plain_text(shipped):
     lines = (SHIPPED / "tokenizer.model").read_text().splitlines()
-    ranks = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in lines}
+    ranks = {}
+    for line in lines:
+        token, rank = line.split()
+        ranks[base64.b64decode(token)] = int(rank)
     oracle = tiktoken.Encoding("oracle", pat_str=LLAMA3, mergeable_ranks=ranks, special_tokens={})
     for text in TEXTS:
-        assert (
-            shipped.encode(text) == oracle.encode_ordinary(text)
-            and shipped.decode(shipped.encode(text)) == text
-        )
+        ids = shipped.encode(text)
+        assert ids == oracle.encode_ordinary(text)
+        assert shipped.decode(ids) == text
     million = " " * 1_000_000 + "x"
     assert shipped.decode(shipped.encode(million)) == million
     assert shipped.vocab_size == len(ranks) + 256
@@ -265,17 +267,21 @@ def test_eos_without_a_name_is_the_id_that_ends_a_text_in_transformers(name, tmp
 
 
 def test_a_unigram_tokenizer_is_read_and_its_unknown_tokens_are_counted(tmp_path, capsys):
-    scores = {"<unk>": 0.0, "</s>": 0.0, "▁a": -1.0, "▁": -2.0, "b": -3.0}
-    unigram = HuggingFace(models.Unigram(list(scores.items()), 0))
+    scores = [("<unk>", 0.0), ("</s>", 0.0), ("▁a", -1.0), ("▁", -2.0), ("b", -3.0)]
+    model = models.Unigram(scores, 0)
+    unigram = HuggingFace(model)
     unigram.pre_tokenizer = pre_tokenizers.Metaspace()
     unigram.decoder = decoders.Metaspace()
-    tokenizer = load_tokenizer(write(tmp_path, unigram, "</s>"))
+    folder = write(tmp_path, unigram, "</s>")
+    tokenizer = load_tokenizer(folder)
     assert tokenizer.encode("a bc") == unigram.encode("a bc").ids
     assert tokenizer.decode([2, 3, 4]) == " a b"
     text = tmp_path / "a.txt"
     text.write_text("a bc a bc")
-    arguments = ["--tokenizer", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert main(["prepare", str(text), "--processes", "1", *arguments]) == 0
+    arguments = ["prepare", str(text), "--processes", "1"]
+    arguments += ["--tokenizer", str(tmp_path)]
+    arguments += ["--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
     assert "2 unknown tokens" in capsys.readouterr().out
 
 

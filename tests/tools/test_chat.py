@@ -432,10 +432,10 @@ def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):
 
 def test_every_token_of_the_assistant_is_a_target_once_and_no_other_is(tmp_path):
     texts = [f"{'naïve 😀 ' * n}\n{n}" for n in range(1, 40)]
-    rows = [
-        {"messages": [{**EXCHANGE[0], "content": text}, {**EXCHANGE[1], "content": text}]}
-        for text in texts
-    ]
+    rows = []
+    for text in texts:
+        messages = [message | {"content": text} for message in EXCHANGE]
+        rows.append({"messages": messages})
     assert prepare(tmp_path / "in.jsonl", rows, "--validation-share", 0) == 0
     tokenizer = load_tokenizer(SHIPPED)
     pairs = []
@@ -445,6 +445,9 @@ def test_every_token_of_the_assistant_is_a_target_once_and_no_other_is(tmp_path)
     reader = SampleReader([Corpus(str(tmp_path / "out"), tokenizer, tmp_path)], 64, 2304)
     (n,) = reader.n_samples
     batch = reader.read(torch.zeros(n, dtype=torch.int64), torch.arange(n))
-    expected = [id if is_target else IGNORE_INDEX for id, is_target in pairs[1:]]
-    assert batch.targets.flatten()[: len(expected)].tolist() == expected
-    assert batch.tokens.flatten()[: len(expected)].tolist() == [id for id, _ in pairs[:-1]]
+    tokens = batch.tokens.flatten().tolist()
+    targets = batch.targets.flatten().tolist()
+    for place, (id, _) in enumerate(pairs[:-1]):
+        assert tokens[place] == id
+        next_id, is_target = pairs[place + 1]
+        assert targets[place] == (next_id if is_target else IGNORE_INDEX)
