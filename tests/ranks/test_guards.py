@@ -42,7 +42,7 @@ def test_a_large_initial_weight_is_copied_to_its_end():
 
 
 def compare_rowwise_bias(rank: int, world_size: int) -> float:
-    """Worker: return the largest difference of a rowwise layer's output and gradients from those of one rank."""
+    """Worker: compare output and gradients of a rowwise layer with one rank. Return the largest difference."""
     torch.manual_seed(0)
     plain = torch.nn.Linear(8, 6)
     x = torch.randn(2, 4, 8)

@@ -204,7 +204,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def prune(folder: Path, section: Checkpoint) -> None:
-    """Keep the newest keep_latest_k checkpoints (0: all), and those of every keep_every_m-th step. Delete others."""
+    """Delete checkpoints except the newest keep_latest_k (0: all) and each whose step is a multiple of keep_every_m."""
     if section.keep_latest_k == 0:
         return
     for step in find_steps(folder)[: -section.keep_latest_k]:

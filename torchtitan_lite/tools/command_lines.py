@@ -20,7 +20,7 @@ CONFIG = """config:
 
 
 class Option(NamedTuple):
-    """An argument of a tool. The fields are those of `ArgumentParser.add_argument`."""
+    """An argument of a tool. `ArgumentParser.add_argument` takes the same fields."""
 
     name: str
     help: str
@@ -146,7 +146,7 @@ degrees, else 2) on each of NNODES hosts like this one. With --gpus, check memor
                 Option("--gpus", "check a run on this many GPUs elsewhere", count),
             ],
             GPU,
-            Option("--keys", "print all keys, or those of a section", str, nargs="*"),
+            Option("--keys", "print all keys, or the keys of a section", str, nargs="*"),
         ),
     ),
     "prepare": Tool(

@@ -100,7 +100,7 @@ def read_prompts(options: Namespace, chat: ChatFormat | None) -> Iterator[str]:
 def encode_prompt(
     prompt: str, messages: list[dict], source: ModelSource, chat: ChatFormat | None
 ) -> list[int]:
-    """Return the tokens of a prompt: BOS and text, or with `chat` those of a conversation. Raises SourceError."""
+    """Return the tokens of a prompt: BOS and text, or with `chat` a whole conversation. Raises SourceError."""
     tokenizer = source.tokenizer
     named = [name for name in tokenizer.special if name in prompt]
     if not chat:
@@ -167,7 +167,7 @@ def take(
 def generate(
     model: CachedModel, logits: Tensor, options: Namespace, seed: int, tokenizer: Tokenizer
 ) -> Iterator[int]:
-    """Yield tokens without end, each a function of earlier tokens and `seed`. `logits` (V,): of the first one."""
+    """Yield tokens without end. Each depends on earlier tokens and `seed`. `logits` (V,) predict the first token."""
     n_rows = len(logits)
     usable = torch.zeros(n_rows, dtype=torch.bool)  # a model may have more rows than tokens
     usable[[id for id in tokenizer.bytes_of_id if id < n_rows]] = True

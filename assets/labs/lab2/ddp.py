@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 def sum_gradients(model: nn.Module, n_tokens: Tensor) -> None:
-    """Make the gradients of all ranks those of the mean loss over the tokens of all ranks.
+    """Give every rank the gradients of the mean loss over the tokens of all ranks.
 
     Before: each rank has the gradient of the *sum* of its own token losses in `parameter.grad`.
     n_tokens: () int64, how many tokens this rank counted. The ranks differ.

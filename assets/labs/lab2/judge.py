@@ -1,4 +1,4 @@
-"""Compare the gradients of two ranks with those of one process, parameter by parameter."""
+"""Compare each gradient of two ranks with the gradient that one process computes."""
 
 import os
 import sys
@@ -57,7 +57,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (os.path.join(folder, "store"), failures), N_RANKS)
     if failures.empty():
-        print("every gradient is that of one process")
+        print("every gradient equals the one that a single process computes")
         return 0
     while not failures.empty():
         print(failures.get())

@@ -41,7 +41,7 @@ class Plan:
         self.forecast = forecast(StepTime(workload, cluster), [(order, 1)])
         self.remarks = list_remarks(planned, self.forecast, self.taken_bytes)
         traffics = [estimate_traffic(workload, rank, order) for rank in group_pp_ranks(planned)]
-        # Of the busiest rank
+        # Figures of the busiest rank
         self.traffic = max(traffics, key=lambda each: sum(moved.n_bytes for moved in each.values()))
 
 
