@@ -1,10 +1,13 @@
 """Labs: every answer is computed, unsolved work fails its judge, and the solution passes."""
 
+import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.labs import working_copy
@@ -28,6 +31,15 @@ def test_ten_labs_have_three_questions_each():
             assert f"`{name}`" in lab.text, "a learner reads the name of the question"
         assert "<!--" not in lab.text
     assert JUDGED == [2, 3, 4, 6, 8]
+
+
+@pytest.mark.parametrize("lab", list_labs(), ids=str)
+def test_the_files_of_a_lab_exist_and_its_training_would_start(lab, tmp_path, monkeypatch):
+    for file in re.findall(r"`(torchtitan_lite/\S+?\.(?:py|md)|train\.py)`", lab.text):
+        assert (REPOSITORY / file).exists(), file
+    monkeypatch.chdir(tmp_path)
+    for n_ranks, keys in re.findall(r"NGPU=(\d) ./run_train.sh ([^`\n]*)", lab.text):
+        assert main(["check", "--ranks", n_ranks, *shlex.split(keys)]) == 0
 
 
 @pytest.mark.parametrize("number, name", [mark_slow(*question) for question in QUESTIONS])
