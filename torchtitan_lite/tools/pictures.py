@@ -51,7 +51,11 @@ def draw_curves(
 ) -> str:
     """Draw curves. `marks` are ticks below them: (place, color, title). `axis`: its unit, such as steps."""
     all_points = [point for *_, points in curves for point in points]
-    places, values = zip(*all_points, strict=True)
+    places = [place for place, _ in all_points]
+    values = [value for _, value in all_points]
+    for _, band in bands:
+        for _, lowest, highest in band:
+            values += [lowest, highest]
     first = min(places)
     last = max(places)
     if last <= first:

@@ -180,13 +180,18 @@ def draw_comparison(
     """Draw the table of final results, and the keys that differ."""
     rows = [["", "runs", "steps", "tokens", *FINAL_FIELDS.values(), "hours"]]
     for each in series:
-        longest = max(each.runs, key=lambda run: run.records[-1]["step"])
-        last_step, _ = longest.list_values("loss")[-1]
-        place = longest.places[last_step]
-        row = [each.name, str(len(each.runs)), f"{last_step:,}", f"{place['tokens']:,.0f}"]
+        steps = []
+        places = []
+        for run in each.runs:
+            last_step, _ = run.list_values("loss")[-1]
+            steps.append(f"{last_step:,}")
+            places.append(run.places[last_step])
+        row = [each.name, str(len(each.runs)), " or ".join(sorted(set(steps)))]
+        row.append(f"{mean(place['tokens'] for place in places):,.0f}")
         for field in FINAL_FIELDS:
             row.append(format_last([run.list_values(field) for run in each.runs]))
-        rows.append([*row, f"{place['hours']:.3g}"])
+        hours = mean(place["hours"] for place in places)
+        rows.append([*row, f"{hours:.3g}"])
     yield f"<h2>Final results</h2>{draw_table(rows)}"
     rows = [["key", *(run.name for run in runs)]]
     rows += [[key, *values] for key, values in differences.items()]
