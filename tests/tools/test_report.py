@@ -15,7 +15,7 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.tools.pictures import choose_ticks, thin
 from torchtitan_lite.tools.report.page import main
-from torchtitan_lite.tools.report.runs import Run, describe_run, list_remarks
+from torchtitan_lite.tools.report.runs import RecordedRun, list_findings, summarize
 from torchtitan_lite.tools.report.traces import read_traces
 
 FIELDS = (
@@ -71,7 +71,7 @@ def page(folder):
 
 @pytest.fixture(scope="module")
 def run(folder):
-    return Run(folder)
+    return RecordedRun(folder)
 
 
 def list_titles(page: str) -> list[str]:
@@ -102,7 +102,7 @@ def test_the_load_of_experts_is_that_of_the_records(page, folder):
 
 
 def test_words_come_first(page, folder, run):
-    what, how, end, _, command_line = describe_run(run)
+    what, how, end, _, command_line = summarize(run)
     losses = warm_start.read_losses(folder)
     assert "from random weights" in what
     assert "by 4 ranks (pp2 x tp2, ep2)" in what
@@ -128,7 +128,7 @@ def test_a_large_bubble_has_a_remedy(run):
     actions = {(event.rank, event.action) for event in run.pipeline.events}
     assert len(actions) == 2 * 2 * 4  # ranks, forward and backward, microbatches
     assert run.pipeline.bubble > 0.15
-    assert re.search("is idle for .* of a step. Use .* microbatches", list_remarks(run)[0])
+    assert re.search("is idle for .* of a step. Use .* microbatches", list_findings(run)[0])
 
 
 def test_parts_of_a_step_add_up_and_name_their_axes(folder, run):
@@ -236,7 +236,7 @@ def test_a_spike_of_the_gradient_norm_is_named_first(folder, tmp_path):
     for at, norm in enumerate(norms, 1):
         lines.append(json.dumps({**step, "step": at, "grad_norm": norm}))
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    remark = list_remarks(Run(run))[0]
+    remark = list_findings(RecordedRun(run))[0]
     assert remark.startswith(
         "1 spike of the gradient norm; the largest, 61 in step 21, is 6.1 times"
     )

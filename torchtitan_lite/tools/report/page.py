@@ -13,11 +13,11 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, Points, draw_curves, draw_rows, thin
 from torchtitan_lite.tools.plan.timeline import draw_timeline
 from torchtitan_lite.tools.report.runs import (
-    Run,
-    describe_run,
+    RecordedRun,
     group_runs,
     list_differences,
     name_runs,
+    summarize,
 )
 from torchtitan_lite.tools.tables import format_bytes
 
@@ -72,7 +72,7 @@ class Series:
 
     name: str
     color: str
-    runs: list[Run]
+    runs: list[RecordedRun]
 
     def list_points(self, field: str, axis: str) -> Points:
         """Return (place on an axis, mean) for each step that all runs have."""
@@ -110,12 +110,12 @@ def main(options: argparse.Namespace) -> int:
         time.sleep(REFRESH_S)
 
 
-def open_runs(folders: list[Path]) -> list[Run]:
+def open_runs(folders: list[Path]) -> list[RecordedRun]:
     """Read the runs in these folders. Raises UserError."""
     runs = []
     for folder in folders:
         try:
-            runs.append(Run(folder))
+            runs.append(RecordedRun(folder))
         except UserError:
             raise
         except (OSError, ValueError) as error:
@@ -123,7 +123,9 @@ def open_runs(folders: list[Path]) -> list[Run]:
     return runs
 
 
-def write_page(runs: list[Run], key: str | None, axis: str, *, refresh: bool = False) -> str:
+def write_page(
+    runs: list[RecordedRun], key: str | None, axis: str, *, refresh: bool = False
+) -> str:
     """Return the page. `key`: runs with the same value of it are one curve. `refresh`: the browser reloads the page."""
     differences = list_differences(runs)
     name_runs(runs, differences)
@@ -143,7 +145,7 @@ def write_page(runs: list[Run], key: str | None, axis: str, *, refresh: bool = F
     if has_details:
         for each in series:
             parts.append(f'<h3 style="color: {each.color}">{escape(each.name)}</h3>')
-            for sentence in describe_run(each.runs[0]):
+            for sentence in summarize(each.runs[0]):
                 parts.append(f"<p>{escape(sentence)}</p>")
     about = "Source: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red)."
     if key:
@@ -175,7 +177,7 @@ def draw_table(rows: list[list[str]]) -> str:
 
 
 def draw_comparison(
-    runs: list[Run], series: list[Series], differences: dict[str, list[str]]
+    runs: list[RecordedRun], series: list[Series], differences: dict[str, list[str]]
 ) -> Iterator[str]:
     """Draw the table of final results, and the keys that differ."""
     rows = [["", "runs", "steps", "tokens", *FINAL_FIELDS.values(), "hours"]]
@@ -238,7 +240,7 @@ def draw_plots(series: list[Series], axis: str) -> Iterator[str]:
             yield f"<figure><b>{title}</b>{values}{picture}</figure>"
 
 
-def draw_experts(run: Run) -> Iterator[str]:
+def draw_experts(run: RecordedRun) -> Iterator[str]:
     records = run.list_values("expert_loads")  # (step, load of each expert of each layer)
     if not records:
         return
@@ -257,7 +259,7 @@ def draw_experts(run: Run) -> Iterator[str]:
     yield f"<h3>Experts</h3><p><i>{about}</i></p>{draw_rows(rows, len(rows[0][2]))}"
 
 
-def compare(run: Run) -> str:
+def compare(run: RecordedRun) -> str:
     """Draw a table of measurements and forecast."""
     if run.plan is None:
         return f"<p><i>No forecast and no traces. This checkout refuses the config: {escape(run.no_plan)}</i></p>"
@@ -286,7 +288,7 @@ def compare(run: Run) -> str:
     return f"<h3>Measurements and forecast</h3>{draw_table(rows)}"
 
 
-def draw_traces(run: Run) -> Iterator[str]:
+def draw_traces(run: RecordedRun) -> Iterator[str]:
     """Draw the time of a step by activity, and the measured and the planned pipeline."""
     if not run.traces:
         if run.plan:

@@ -27,7 +27,7 @@ NEIGHBORS = 20  # records before a gradient norm to which it is compared
 AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
 
 
-class Run:
+class RecordedRun:
     """A run: its settings, the records in metrics.jsonl, the traces, and its forecast if it can be made here."""
 
     def __init__(self, folder: Path):
@@ -110,7 +110,7 @@ class Run:
         return median(values[1:] or values)
 
 
-def list_differences(runs: list[Run]) -> dict[str, list[str]]:
+def list_differences(runs: list[RecordedRun]) -> dict[str, list[str]]:
     """Return key -> its value in each run, for the keys whose values differ. Folders always differ."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     differences = {}
@@ -121,7 +121,7 @@ def list_differences(runs: list[Run]) -> dict[str, list[str]]:
     return differences
 
 
-def name_runs(runs: list[Run], differences: dict[str, list[str]]) -> None:
+def name_runs(runs: list[RecordedRun], differences: dict[str, list[str]]) -> None:
     """Name each run by the values of the keys that differ, if they are few and enough; else by its folder."""
     names = []
     for at in range(len(runs)):
@@ -136,9 +136,9 @@ def name_runs(runs: list[Run], differences: dict[str, list[str]]) -> None:
         run.name = name
 
 
-def group_runs(runs: list[Run], key: str) -> dict[str, list[Run]]:
+def group_runs(runs: list[RecordedRun], key: str) -> dict[str, list[RecordedRun]]:
     """Return the value of a key -> the runs that have it. Raises UserError for a key that no run has."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RecordedRun]] = {}
     if not any(key in run.settings for run in runs):
         raise UserError(f"--group {key}: no run has this key. See config.toml in its folder.")
     for run in runs:
@@ -146,7 +146,7 @@ def group_runs(runs: list[Run], key: str) -> dict[str, list[Run]]:
     return groups
 
 
-def describe_run(run: Run) -> list[str]:
+def summarize(run: RecordedRun) -> list[str]:
     """Return the first sentences of the page: model, data, hardware, results, what to look at, how to continue."""
     settings = run.settings
     model, layout = describe_model(run)
@@ -172,7 +172,7 @@ def describe_run(run: Run) -> list[str]:
         f"({layout}) on {run.start['device']}.",
         results,
         f"End of the run: {reason.partition('; newest')[0]}.",
-        f"Look at: {'; '.join(list_remarks(run)) or 'nothing stands out'}.",
+        f"Look at: {'; '.join(list_findings(run)) or 'nothing stands out'}.",
     ]
     if not settings["checkpoint.enable"]:
         return [*sentences, "The run saved nothing, so it cannot be continued."]
@@ -185,7 +185,7 @@ def describe_run(run: Run) -> list[str]:
     return [*sentences, f"To continue: {command}"]
 
 
-def describe_model(run: Run) -> tuple[str, str]:
+def describe_model(run: RecordedRun) -> tuple[str, str]:
     """Return name and size of the model, and the layout."""
     if run.plan is None:
         degrees = [f"{dim}{degree}" for dim, degree in run.start["layout"].items() if degree > 1]
@@ -199,7 +199,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def list_remarks(run: Run) -> list[str]:
+def list_findings(run: RecordedRun) -> list[str]:
     """Return what stands out: spikes, slow steps, a bubble, a validation loss that rises again."""
     remarks = list_spikes(run)
     if run.pipeline:
@@ -217,7 +217,7 @@ def list_remarks(run: Run) -> list[str]:
     return remarks
 
 
-def list_spikes(run: Run) -> list[str]:
+def list_spikes(run: RecordedRun) -> list[str]:
     """Return a sentence about gradient norms that are far above those before them."""
     norms = run.list_values("grad_norm")
     spikes = []
