@@ -15,7 +15,7 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.tools.pictures import choose_ticks, thin
 from torchtitan_lite.tools.report.page import main
-from torchtitan_lite.tools.report.runs import Run, describe_run, list_remarks
+from torchtitan_lite.tools.report.runs import RecordedRun, list_findings, summarize
 from torchtitan_lite.tools.report.traces import read_traces
 
 FIELDS = (
@@ -59,15 +59,19 @@ def folder(pool, tmp_path_factory):
     return folder
 
 
+def write(*runs, out=None, group=None, x="steps", watch=False) -> int:
+    return main(Namespace(runs=list(runs), out=out, group=group, x=x, watch=watch))
+
+
 @pytest.fixture(scope="module")
 def page(folder):
-    assert main(Namespace(runs=[folder], out=None)) == 0
+    assert write(folder) == 0
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def run(folder):
-    return Run(folder, "red")
+    return RecordedRun(folder)
 
 
 def list_titles(page: str) -> list[str]:
@@ -98,7 +102,7 @@ def test_the_load_of_experts_is_that_of_the_records(page, folder):
 
 
 def test_words_come_first(page, folder, run):
-    what, how, end, _, command_line = describe_run(run)
+    what, how, end, _, command_line = summarize(run)
     losses = warm_start.read_losses(folder)
     assert "from random weights" in what
     assert "by 4 ranks (pp2 x tp2, ep2)" in what
@@ -124,7 +128,7 @@ def test_a_large_bubble_has_a_remedy(run):
     actions = {(event.rank, event.action) for event in run.pipeline.events}
     assert len(actions) == 2 * 2 * 4  # ranks, forward and backward, microbatches
     assert run.pipeline.bubble > 0.15
-    assert re.search("is idle for .* of a step. Use .* microbatches", list_remarks(run)[0])
+    assert re.search("is idle for .* of a step. Use .* microbatches", list_findings(run)[0])
 
 
 def test_parts_of_a_step_add_up_and_name_their_axes(folder, run):
@@ -138,21 +142,104 @@ def test_parts_of_a_step_add_up_and_name_their_axes(folder, run):
             assert trace.parts[name] > 0
 
 
+def copy_run(folder, new, replace=(), **keys):
+    """Copy metrics.jsonl and config.toml, with other values of keys. Return the copy."""
+    new.mkdir()
+    config = (folder / "config.toml").read_text()
+    for key, value in keys.items():
+        config = re.sub(rf"^{key} = .*$", f"{key} = {value}", config, flags=re.MULTILINE)
+    (new / "config.toml").write_text(config)
+    records = (folder / "metrics.jsonl").read_text()
+    for old, other in replace:
+        records = records.replace(old, other)
+    (new / "metrics.jsonl").write_text(records)
+    return new
+
+
 def test_two_runs_are_drawn_over_each_other(folder, tmp_path):
-    other = tmp_path / "other"
-    other.mkdir()
-    shutil.copy(folder / "config.toml", other)
-    text = (folder / "metrics.jsonl").read_text()
-    text = text.replace('"loss": ', '"loss": 1')
-    (other / "metrics.jsonl").write_text(text)
+    other = copy_run(folder, tmp_path / "other", [('"loss": ', '"loss": 1')])
     losses = warm_start.read_losses(other)
-    (other / "metrics.jsonl").write_text(text + '{"kind": "ste')  # killed in a line
+    with (other / "metrics.jsonl").open("a") as records:
+        records.write('{"kind": "ste')  # killed in a line
     out = tmp_path / "both.html"
-    assert main(Namespace(runs=[folder, other], out=out)) == 0
+    assert write(folder, other, out=out) == 0
     page = out.read_text(encoding="utf-8")
     assert read_curve(page, "a run, loss") != read_curve(page, "other, loss")
     assert read_curve(page, "other, loss") == pytest.approx(losses, rel=1e-6)
     assert "There are no traces" in page
+    assert "No key differs except the folder" in page
+
+
+def test_runs_are_compared_by_what_differs_and_grouped_by_a_key(folder, tmp_path):
+    runs = []
+    for rate in ("0.1", "0.2"):
+        for seed in ("1", "2"):
+            changed = [('"loss": ', f'"loss": {seed}')]
+            name = tmp_path / f"{rate}-{seed}"
+            runs.append(copy_run(folder, name, changed, lr=rate, seed=seed))
+    out = tmp_path / "page.html"
+    assert write(*runs, out=out, x="hours") == 0
+    page = out.read_text(encoding="utf-8")
+    assert "<tr><td>optimizer.lr<td>0.1<td>0.1<td>0.2<td>0.2" in page
+    assert "<tr><td>debug.seed<td>1<td>2<td>1<td>2" in page
+    assert "lr 0.2, seed 1, loss, hour " in page
+    assert write(*runs, out=out, group="optimizer.lr") == 0
+    page = out.read_text(encoding="utf-8")
+    first = warm_start.read_losses(runs[0])
+    second = warm_start.read_losses(runs[1])
+    curve = {step: (first[step] + second[step]) / 2 for step in first}
+    assert read_curve(page, "optimizer.lr = 0.1, loss") == pytest.approx(curve, rel=1e-6)
+    assert f"{curve[6]:,.5g} ({first[6]:,.5g} to {second[6]:,.5g})" in page
+    assert 'class="band"' in page
+
+
+@pytest.mark.parametrize(
+    "key, value, told",
+    [
+        ("name", '"AdEMAMix"', "AdEMAMix"),
+        ("attention", '"sliding"', "sliding"),
+        ("decay_type", '"wsd"', "wsd"),
+    ],
+)
+def test_a_run_of_a_fork_is_shown_without_a_forecast(folder, tmp_path, key, value, told):
+    run = copy_run(folder, tmp_path / "fork", **{key: value})
+    assert write(run) == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert read_curve(page, "fork, loss") == pytest.approx(warm_start.read_losses(run), rel=1e-6)
+    assert "This checkout refuses the config" in page
+    assert told in page
+
+
+def test_a_watched_page_is_reloaded_until_the_run_ends(folder, tmp_path, monkeypatch):
+    run = copy_run(folder, tmp_path / "run")
+    whole = (run / "metrics.jsonl").read_text()
+    before_end, _, _ = whole.rstrip("\n").rpartition("\n")
+    (run / "metrics.jsonl").write_text(before_end + "\n")
+    refreshes = []
+
+    def go_on(seconds):
+        refreshes.append('http-equiv="refresh"' in (run / "report.html").read_text())
+        (run / "metrics.jsonl").write_text(whole)
+
+    monkeypatch.setattr("time.sleep", go_on)
+    assert write(run, watch=True) == 0
+    assert refreshes == [True]
+    assert "refresh" not in (run / "report.html").read_text()
+
+
+def test_a_spike_of_the_gradient_norm_is_named_first(folder, tmp_path):
+    run = copy_run(folder, tmp_path / "run")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    step = next(record for record in records if record["kind"] == "step")
+    norms = [8.0, 12.0] * 10 + [61.0, 9.0]
+    lines = [json.dumps(records[0])]
+    for at, norm in enumerate(norms, 1):
+        lines.append(json.dumps({**step, "step": at, "grad_norm": norm}))
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    remark = list_findings(RecordedRun(run))[0]
+    assert remark.startswith(
+        "1 spike of the gradient norm; the largest, 61 in step 21, is 6.1 times"
+    )
 
 
 def test_a_folder_without_a_run_is_wrong_input(tmp_path, capsys):

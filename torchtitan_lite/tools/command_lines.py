@@ -407,6 +407,11 @@ folder: metrics.jsonl, config.toml, traces/.""",
         (
             Option("runs", "folder of a run, such as outputs/debug", path, nargs="+"),
             Option("--out", "default: report.html in the first folder", path),
+            Option(
+                "--group", "key whose values group the runs: mean and spread of each group", str
+            ),
+            Option("--x", "horizontal axis", str, "steps", choices=("steps", "tokens", "hours")),
+            Option("--watch", "write the page again every 10 s until the run ends"),
         ),
     ),
     "bench": Tool(

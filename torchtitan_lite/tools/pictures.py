@@ -13,8 +13,9 @@ PLOT_HEIGHT = 130  # pixels
 ROW_HEIGHT = 20  # pixels
 MOST_POINTS = 300  # per curve
 
-Points = list[tuple[int, float]]  # (step, value)
+Points = list[tuple[float, float]]  # (place on the horizontal axis, value)
 Curve = tuple[str, str, str, Points]  # name, color, dashes of the line, points
+Band = tuple[str, list[tuple[float, float, float]]]  # color, (place, lowest, highest)
 Box = tuple[float, float, str, str, str]  # start, end, color, title, text inside
 
 
@@ -40,19 +41,32 @@ def thin(points: Points) -> Points:
     return sorted(kept)
 
 
-def draw_curves(curves: list[Curve], marks: list[tuple[int, str, str]], *, from_zero: bool) -> str:
-    """Draw curves over steps. `marks` are ticks below them: (step, color, title)."""
+def draw_curves(
+    curves: list[Curve],
+    marks: list[tuple[float, str, str]],
+    bands: list[Band],
+    *,
+    axis: str,
+    from_zero: bool,
+) -> str:
+    """Draw curves. `marks` are ticks below them: (place, color, title). `axis`: its unit, such as steps."""
     all_points = [point for *_, points in curves for point in points]
-    steps, values = zip(*all_points, strict=True)
-    first = min(steps)
-    last = max(*steps, first + 1)
+    places = [place for place, _ in all_points]
+    values = [value for _, value in all_points]
+    for _, band in bands:
+        for _, lowest, highest in band:
+            values += [lowest, highest]
+    first = min(places)
+    last = max(places)
+    if last <= first:
+        last = first + 1
     low = 0 if from_zero else min(values)
     high = max(values)
     if high <= low:
         high = low + 1
 
-    def across(step: float) -> float:
-        return LEFT + WIDTH * (step - first) / (last - first)
+    def across(place: float) -> float:
+        return LEFT + WIDTH * (place - first) / (last - first)
 
     def down(value: float) -> float:
         return 8 + (PLOT_HEIGHT - 8) * (high - value) / (high - low)
@@ -67,26 +81,33 @@ def draw_curves(curves: list[Curve], marks: list[tuple[int, str, str]], *, from_
     for tick in choose_ticks(first, last):
         place = f'x="{across(tick):.2f}%" y="{PLOT_HEIGHT + 22}" text-anchor="middle"'
         shapes.append(f"<text {place}>{tick:,.7g}</text>")
-    for step, color, title in marks:
-        place = f'x1="{across(step):.2f}%" x2="{across(step):.2f}%" y1="{PLOT_HEIGHT + 1}" y2="{PLOT_HEIGHT + 9}"'
+    for at, color, title in marks:
+        place = f'x1="{across(at):.2f}%" x2="{across(at):.2f}%" y1="{PLOT_HEIGHT + 1}" y2="{PLOT_HEIGHT + 9}"'
         shapes.append(
             f'<line {place} style="stroke: {color}; stroke-width: 2"><title>{escape(title)}</title></line>'
         )
+    frame = (
+        f'<svg viewBox="0 0 1000 {PLOT_HEIGHT}" preserveAspectRatio="none" height="{PLOT_HEIGHT}">'
+    )
+    for color, band in bands:
+        edge = [(at, highest) for at, _, highest in band]
+        edge += [(at, lowest) for at, lowest, _ in reversed(band)]
+        corners = " ".join(f"{across(at) * 10:.1f},{down(value):.1f}" for at, value in edge)
+        if edge:
+            shapes.append(f'{frame}<polygon class="band" points="{corners}" fill="{color}"/></svg>')
     for name, color, dashes, points in curves:
         path = []
         circles = []
         look = f'r="3" fill="{color}" class="{"far" if len(points) > 40 else "near"}"'
-        for step, value in thin(points):
-            x = across(step)
+        for at, value in thin(points):
+            x = across(at)
             y = down(value)
             path.append(f"{x * 10:.1f},{y:.1f}")
-            title = f"<title>{escape(name)}, step {step}: {value:.7g}</title>"
+            unit = axis.removesuffix("s")
+            title = f"<title>{escape(name)}, {unit} {at:.7g}: {value:.7g}</title>"
             circles.append(f'<circle cx="{x:.2f}%" cy="{y:.1f}" {look}>{title}</circle>')
         shapes.append(
-            f'<svg viewBox="0 0 1000 {PLOT_HEIGHT}" preserveAspectRatio="none" height="{PLOT_HEIGHT}">'
-        )
-        shapes.append(
-            f'<polyline points="{" ".join(path)}" stroke="{color}" stroke-dasharray="{dashes}"/></svg>'
+            f'{frame}<polyline points="{" ".join(path)}" stroke="{color}" stroke-dasharray="{dashes}"/></svg>'
         )
         shapes += circles
     return f'<svg height="{PLOT_HEIGHT + 28}">{"".join(shapes)}</svg>'

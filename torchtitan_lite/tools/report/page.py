@@ -1,16 +1,34 @@
 """Write the page: summary, curves, experts, traces, and measurements next to the forecast."""
 
 import argparse
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+from statistics import mean
 
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_curves, draw_rows, thin
+from torchtitan_lite.tools.pictures import ROW_HEIGHT, Points, draw_curves, draw_rows, thin
 from torchtitan_lite.tools.plan.timeline import draw_timeline
-from torchtitan_lite.tools.report.runs import Run, describe_run
+from torchtitan_lite.tools.report.runs import (
+    RecordedRun,
+    group_runs,
+    list_differences,
+    name_runs,
+    summarize,
+)
 from torchtitan_lite.tools.tables import format_bytes
 
+REFRESH_S = 10  # between two pages of a watched run
+MOST_CURVES = 12  # as many colors as the style sheet has
+MOST_DETAILED = 2  # runs of a page that shows their summaries, traces and forecasts
+FINAL_FIELDS = {  # field -> heading
+    "loss": "loss",
+    "val_loss": "validation loss",
+    "tokens_per_s_per_rank": "tokens/s per rank",
+}
 MARKS = {  # kind of record -> color
     "start": "var(--run2)",
     "save": "var(--pale)",
@@ -27,7 +45,9 @@ PLOTS = {  # title -> field, field of the dashed curve, whether the axis starts 
 STYLE = """
 :root { color-scheme: light dark; --page: light-dark(#fff, #15191d); --ink: light-dark(#1f262d, #e1e5e9);
   --pale: light-dark(#69727b, #98a1aa); --line: light-dark(#e4e7ea, #2d343b); --soft: light-dark(#f4f5f7, #1e242a);
-  --run0: #4587cf; --run1: #d9822b; --run2: #35a075; --run3: #c05c98; --computing: #8ba1b8; --waiting: #8e969d40;
+  --run0: #4587cf; --run1: #d9822b; --run2: #35a075; --run3: #c05c98; --run4: #8a6fd0; --run5: #b8a02c;
+  --run6: #c9504a; --run7: #2fa3b5; --run8: #8c6d4f; --run9: #6a9a2f; --run10: #5a62c4; --run11: #808890;
+  --computing: #8ba1b8; --waiting: #8e969d40;
   --dp_replicate: #3d6fae; --dp_shard: #4c8fd6; --efsdp: #6f86c9; --pp: #9a6fd6; --cp: #2fa39c; --tp: #dd5f46;
   --ep: #d3a02c; --various: #8d949c; --F: #4c8fd6; --B: #ea8f3c; --I: #d9b92e; --W: #a573cf }
 body { margin: 0 auto; max-width: 1080px; padding: 24px 16px; background: var(--page); color: var(--ink);
@@ -40,67 +60,187 @@ td { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line) } tr:first-ch
 svg { width: 100%; overflow: visible; display: block } svg svg { overflow: hidden } svg.box { width: auto }
 text { font-size: 11px; fill: var(--pale) } .box text { fill: var(--ink) } line { stroke: var(--line) }
 rect { stroke: var(--page); fill: color-mix(in srgb, currentColor 62%, var(--page)) }
-polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
+.band { fill-opacity: .18; stroke: none } polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
 .far { opacity: 0 } circle:hover { opacity: 1 }
 @media print { h2, h3 { break-after: avoid } figure, svg, tr { break-inside: avoid } }
 """
 
 
+@dataclass(frozen=True)
+class Series:
+    """What one curve shows: a run, or the mean and the spread of several."""
+
+    name: str
+    color: str
+    runs: list[RecordedRun]
+
+    def list_points(self, field: str, axis: str) -> Points:
+        """Return (place on an axis, mean) for each step that all runs have."""
+        return [(place, mean(values)) for place, values in self.gather(field, axis)]
+
+    def list_band(self, field: str, axis: str) -> list[tuple[float, float, float]]:
+        """Return (place on an axis, lowest, highest); empty for a single run."""
+        if len(self.runs) == 1:
+            return []
+        return [(place, min(values), max(values)) for place, values in self.gather(field, axis)]
+
+    def gather(self, field: str, axis: str) -> Iterator[tuple[float, list[float]]]:
+        """Yield the mean place on an axis and the values of all runs, step by step."""
+        by_run = [dict(run.list_values(field)) for run in self.runs]
+        for step in by_run[0]:
+            if all(step in values for values in by_run):
+                place = mean(run.places[step][axis] for run in self.runs)
+                yield place, [values[step] for values in by_run]
+
+
 def main(options: argparse.Namespace) -> int:
-    """Write the page. Raises UserError if a folder has no run."""
-    runs = []
-    for at, folder in enumerate(options.runs):
-        try:
-            runs.append(Run(folder, f"var(--run{at % 4})"))
-        except OSError as error:
-            raise UserError(f"report cannot read this run: {error}") from None
+    """Write the page. With --watch, write it again until the run ends. Raises UserError if a folder has no run."""
     out = options.out or options.runs[0] / "report.html"
-    out.write_text(write_page(runs), encoding="utf-8")
-    print(f"open {out} in a browser")
-    return 0
+    is_new = True
+    while True:
+        runs = open_runs(options.runs)
+        is_watched = options.watch and any(run.is_running for run in runs)
+        page = write_page(runs, options.group, options.x, refresh=is_watched)
+        out.write_text(page, encoding="utf-8")
+        if is_new:
+            print(f"open {out} in a browser", flush=True)
+            is_new = False
+        if not is_watched:
+            return 0
+        time.sleep(REFRESH_S)
 
 
-def write_page(runs: list[Run]) -> str:
-    title = escape(" and ".join(run.name for run in runs))
+def open_runs(folders: list[Path]) -> list[RecordedRun]:
+    """Read the runs in these folders. Raises UserError."""
+    runs = []
+    for folder in folders:
+        try:
+            runs.append(RecordedRun(folder))
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            raise UserError(f"report cannot read this run: {error}") from None
+    return runs
+
+
+def write_page(
+    runs: list[RecordedRun], key: str | None, axis: str, *, refresh: bool = False
+) -> str:
+    """Return the page. `key`: runs with the same value of it are one curve. `refresh`: the browser reloads the page."""
+    differences = list_differences(runs)
+    name_runs(runs, differences)
+    groups = group_runs(runs, key) if key else {run.name: [run] for run in runs}
+    if len(groups) > MOST_CURVES:
+        raise UserError(
+            f"{len(groups)} runs: there are colors for {MOST_CURVES}. Name fewer, or use --group KEY."
+        )
+    series = []
+    for at, (name, members) in enumerate(groups.items()):
+        series.append(Series(name, f"var(--run{at})", members))
+    title = escape(" and ".join(groups))
     parts = [f"<h1>{title}</h1>"]
-    for run in runs:
-        parts.append(f'<h3 style="color: {run.color}">{escape(run.name)}</h3>')
-        for sentence in describe_run(run):
-            parts.append(f"<p>{escape(sentence)}</p>")
+    if len(runs) > 1:
+        parts += draw_comparison(runs, series, differences)
+    has_details = len(runs) <= MOST_DETAILED and not key
+    if has_details:
+        for each in series:
+            parts.append(f'<h3 style="color: {each.color}">{escape(each.name)}</h3>')
+            for sentence in summarize(each.runs[0]):
+                parts.append(f"<p>{escape(sentence)}</p>")
     about = "Source: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red)."
-    parts.append(f'<h2>By step</h2><p><i>{about}</i></p><div class="grid">')
-    parts += draw_plots(runs)
+    if key:
+        about += " A line is the mean of the runs of a group; the band reaches from the lowest to the highest."
+    parts.append(f'<h2>By {axis}</h2><p><i>{about}</i></p><div class="grid">')
+    parts += draw_plots(series, axis)
     parts.append("</div>")
-    for run in runs:
-        parts.append(f'<h2 style="color: {run.color}">{escape(run.name)}</h2>')
-        parts += draw_experts(run)
-        parts += draw_traces(run)
-        parts.append(compare(run))
+    if has_details:
+        for each in series:
+            run = each.runs[0]
+            parts.append(f'<h2 style="color: {each.color}">{escape(each.name)}</h2>')
+            parts += draw_experts(run)
+            if not refresh:
+                parts += draw_traces(run)
+            parts.append(compare(run))
     head = f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style>'
+    if refresh:
+        head = f'<meta http-equiv="refresh" content="{REFRESH_S}">{head}'
     return f'<!doctype html><html lang="en"><meta charset="utf-8">{head}<body>{"".join(parts)}</body></html>\n'
 
 
-def draw_plots(runs: list[Run]) -> Iterator[str]:
+def draw_table(rows: list[list[str]]) -> str:
+    """Draw a table; its first row is the heading."""
+    body = ""
+    for row in rows:
+        cells = "".join(f"<td>{escape(cell)}" for cell in row)
+        body += f"<tr>{cells}"
+    return f"<div class=wide><table>{body}</table></div>"
+
+
+def draw_comparison(
+    runs: list[RecordedRun], series: list[Series], differences: dict[str, list[str]]
+) -> Iterator[str]:
+    """Draw the table of final results, and the keys that differ."""
+    rows = [["", "runs", "steps", "tokens", *FINAL_FIELDS.values(), "hours"]]
+    for each in series:
+        steps = []
+        places = []
+        for run in each.runs:
+            last_step, _ = run.list_values("loss")[-1]
+            steps.append(f"{last_step:,}")
+            places.append(run.places[last_step])
+        row = [each.name, str(len(each.runs)), " or ".join(sorted(set(steps)))]
+        row.append(f"{mean(place['tokens'] for place in places):,.0f}")
+        for field in FINAL_FIELDS:
+            row.append(format_last([run.list_values(field) for run in each.runs]))
+        hours = mean(place["hours"] for place in places)
+        rows.append([*row, f"{hours:.3g}"])
+    yield f"<h2>Final results</h2>{draw_table(rows)}"
+    rows = [["key", *(run.name for run in runs)]]
+    rows += [[key, *values] for key, values in differences.items()]
+    if len(rows) == 1:
+        yield "<p>No key differs except the folder.</p>"
+    else:
+        yield f"<h2>Keys that differ</h2>{draw_table(rows)}"
+
+
+def format_last(curves: list[Points]) -> str:
+    """Format the last value of one run, or mean and range of several: `1.9060 (1.9012 to 1.9101)`."""
+    lasts = [points[-1][1] for points in curves if points]
+    if not lasts:
+        return ""
+    text = f"{mean(lasts):,.5g}"
+    if len(lasts) > 1:
+        text += f" ({min(lasts):,.5g} to {max(lasts):,.5g})"
+    return text
+
+
+def draw_plots(series: list[Series], axis: str) -> Iterator[str]:
+    """Draw a plot of each field that a run has."""
     marks = []
-    for run in runs:
-        for record in run.records[1:]:
-            if kind_color := MARKS.get(record["kind"]):
-                marks.append((record["step"], kind_color, f"{run.name}: {record['kind']}"))
+    for each in series:
+        for run in each.runs:
+            for record in run.records[1:]:
+                if kind_color := MARKS.get(record["kind"]):
+                    place = run.places[record["step"]][axis]
+                    marks.append((place, kind_color, f"{run.name}: {record['kind']}"))
     for title, (field, dashed_field, from_zero) in PLOTS.items():
         curves = []
+        bands = []
         values = ""
-        for run in runs:
+        for each in series:
             for name, dashes in ((field, "none"), (dashed_field, "4 4")):
-                points = run.list_values(name)
+                points = each.list_points(name, axis)
                 if points:
-                    curves.append((f"{run.name}, {name}", run.color, dashes, points))
+                    curves.append((f"{each.name}, {name}", each.color, dashes, points))
+                    bands.append((each.color, each.list_band(name, axis)))
                     last = f"{name} {points[-1][1]:,.4g}"
-                    values += f' <span style="color: {run.color}">{last}</span>'
+                    values += f' <span style="color: {each.color}">{last}</span>'
         if curves:
-            yield f"<figure><b>{title}</b>{values}{draw_curves(curves, marks, from_zero=from_zero)}</figure>"
+            picture = draw_curves(curves, marks, bands, axis=axis, from_zero=from_zero)
+            yield f"<figure><b>{title}</b>{values}{picture}</figure>"
 
 
-def draw_experts(run: Run) -> Iterator[str]:
+def draw_experts(run: RecordedRun) -> Iterator[str]:
     records = run.list_values("expert_loads")  # (step, load of each expert of each layer)
     if not records:
         return
@@ -119,38 +259,40 @@ def draw_experts(run: Run) -> Iterator[str]:
     yield f"<h3>Experts</h3><p><i>{about}</i></p>{draw_rows(rows, len(rows[0][2]))}"
 
 
-def compare(run: Run) -> str:
+def compare(run: RecordedRun) -> str:
     """Draw a table of measurements and forecast."""
-    forecast = run.forecast
+    if run.plan is None:
+        return f"<p><i>No forecast and no traces. This checkout refuses the config: {escape(run.no_plan)}</i></p>"
+    forecast = run.plan.forecast
     peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
     bubble = f"{run.pipeline.bubble:.1%}" if run.pipeline else "not traced"
     rows = [
-        ("", "measured", f"forecast, {run.gpu}"),
-        (
+        ["", "measured", f"forecast, {run.gpu}"],
+        [
             "step (median)",
             f"{run.find_median('step_time_s'):.3g} s",
             f"{forecast.step_time_s:.3g} s",
-        ),
-        (
+        ],
+        [
             "tokens/s per rank (median)",
             f"{run.find_median('tokens_per_s_per_rank'):,.0f}",
             f"{forecast.tokens_per_s_per_gpu:,.0f}",
-        ),
-        (
+        ],
+        [
             "memory of rank 0 (on a CPU with Python)",
             format_bytes(peak_bytes),
-            format_bytes(run.memory[0].live),
-        ),
-        ("bubble of the pipeline (traces)", bubble, f"{forecast.bubble:.1%}"),
+            format_bytes(run.plan.memory[0].live),
+        ],
+        ["bubble of the pipeline (traces)", bubble, f"{forecast.bubble:.1%}"],
     ]
-    body = "".join(f"<tr><td>{'<td>'.join(row)}" for row in rows)
-    return f"<h3>Measurements and forecast</h3><div class=wide><table>{body}</table></div>"
+    return f"<h3>Measurements and forecast</h3>{draw_table(rows)}"
 
 
-def draw_traces(run: Run) -> Iterator[str]:
+def draw_traces(run: RecordedRun) -> Iterator[str]:
     """Draw the time of a step by activity, and the measured and the planned pipeline."""
     if not run.traces:
-        yield "<p><i>There are no traces. Record them with --profiling.enable_profiling.</i></p>"
+        if run.plan:
+            yield "<p><i>There are no traces. Record them with --profiling.enable_profiling.</i></p>"
         return
     step_s = max(sum(trace.parts.values()) for trace in run.traces)
     rows = []
@@ -163,7 +305,7 @@ def draw_traces(run: Run) -> Iterator[str]:
     )
     yield f"<h3>Where the time of a step goes</h3><p><i>{about}</i></p>{draw_rows(rows, step_s)}"
     if run.pipeline:
-        timelines = {"measured in traces": run.pipeline, "planned": run.forecast.timeline}
+        timelines = {"measured in traces": run.pipeline, "planned": run.plan.forecast.timeline}
         for about, timeline in timelines.items():
             title = f"Pipeline, {about}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}"
             yield f"<h3>{title}</h3>{draw_timeline(timeline)}"

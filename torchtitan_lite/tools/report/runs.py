@@ -1,4 +1,8 @@
-"""Read the files in a run's folder, and summarize the run in words."""
+"""Read the files in a run's folder, and summarize the run in words.
+
+A run of a fork is read too: what needs its rows, such as an optimizer that this checkout does not know, is left out,
+and the page says why.
+"""
 
 import json
 import shlex
@@ -8,7 +12,8 @@ from pathlib import Path
 from statistics import median
 
 from torchtitan_lite.config.block import count_parameters
-from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.messages import ConfigError, UserError
+from torchtitan_lite.config.reader import flatten_table, load_toml
 from torchtitan_lite.tools.pictures import Points
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, find_row
 from torchtitan_lite.tools.plan.command import Plan
@@ -17,49 +22,87 @@ from torchtitan_lite.tools.plan.remedies import warn_of_bubble
 from torchtitan_lite.tools.plan.timeline import Timeline
 from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_traces
 
+SPIKE = 4.0  # times the median of the gradient norms around it
+NEIGHBORS = 20  # records before a gradient norm to which it is compared
+AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
 
-class Run(Plan):
-    """A run: its plan, the records in metrics.jsonl, and the traces."""
 
-    def __init__(self, folder: Path, color: str):
-        """Read a dump folder. `color`: of the run's curves. Raises UserError or OSError if there is no step."""
+class RecordedRun:
+    """A run: its settings, the records in metrics.jsonl, the traces, and its forecast if it can be made here."""
+
+    def __init__(self, folder: Path):
+        """Read a dump folder. Raises OSError or ValueError if it has no step or no config."""
         self.folder = folder
         self.name = folder.resolve().name
-        self.color = color
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        self.records = [
-            json.loads(line) for line in lines if line.endswith("}")
-        ]  # the last line may be incomplete
-        if not any(record["kind"] == "step" for record in self.records):
+        complete = [line for line in lines if line.endswith("}")]  # the last one may not be
+        self.records = [json.loads(line) for line in complete]
+        if not self.list_values("loss"):
             raise UserError(f"{folder}/metrics.jsonl has no step yet")
-        *_, start = (record for record in self.records if record["kind"] == "start")
-        self.device = start["device"]
-        gpu = find_row(self.device)
-        planned = plan_run(
-            ["--config", str(folder / "config.toml")],
-            start["world_size"],
-            "cpu" if gpu == "cpu" else "cuda",
-        )
-        super().__init__(planned, gpu, CLUSTERS[gpu])
+        self.start = [record for record in self.records if record["kind"] == "start"][-1]
+        table = load_toml(folder / "config.toml")
+        self.settings = dict(flatten_table(table))  # "optimizer.lr" -> 0.001
+        self.gpu = find_row(self.start["device"])
+        device_type = "cpu" if self.gpu == "cpu" else "cuda"
+        args = ["--config", str(folder / "config.toml")]
+        self.plan = None
+        self.no_plan = ""  # why there is no forecast
+        try:
+            planned = plan_run(args, self.start["world_size"], device_type)
+            self.plan = Plan(planned, self.gpu, CLUSTERS[self.gpu])
+        except ConfigError as error:
+            self.no_plan = str(error)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the last start has not ended, as far as metrics.jsonl tells."""
+        return self.records[-1]["kind"] != "stop"
 
     @cached_property
     def traces(self) -> list[Trace]:
-        return read_traces(
-            self.folder / self.planned.config.profiling.save_traces_folder,
-            self.planned.layout,
-        )
+        if self.plan is None:
+            return []
+        planned = self.plan.planned
+        folder = self.folder / planned.config.profiling.save_traces_folder
+        return read_traces(folder, planned.layout)
 
     @cached_property
     def pipeline(self) -> Timeline | None:
-        return measure_pipeline(self.traces, self.planned.layout)
+        if not self.traces:
+            return None
+        return measure_pipeline(self.traces, self.plan.planned.layout)
+
+    @cached_property
+    def places(self) -> dict[int, dict[str, float]]:
+        """Step -> place on each axis: steps, tokens, and hours of training without the time between starts."""
+        places = {0: dict.fromkeys(AXES, 0.0)}
+        tokens_per_step = self.list_values("tokens")[-1][1] / self.list_values("tokens")[-1][0]
+        seconds = 0.0
+        time = None
+        for record in self.records:
+            last_time = time
+            time = datetime.fromisoformat(record["time"])
+            if last_time and record["kind"] != "start":
+                seconds += (time - last_time).total_seconds()
+            step = record["step"]
+            places[step] = {
+                "steps": step,
+                "tokens": step * tokens_per_step,
+                "hours": seconds / 3600,
+            }
+        return places
 
     def list_values(self, field: str) -> Points:
         """Return (step, value) for each record that has this field."""
-        return [
-            (record["step"], record[field])
-            for record in self.records
-            if record.get(field) is not None
-        ]
+        points = []
+        for record in self.records:
+            if record.get(field) is not None:
+                points.append((record["step"], record[field]))
+        return points
+
+    def list_points(self, field: str, axis: str) -> Points:
+        """Return (place on an axis, value) for each record that has this field."""
+        return [(self.places[step][axis], value) for step, value in self.list_values(field)]
 
     def find_median(self, field: str) -> float:
         """Return the median over the records. Ignore the first record (warm-up) if there are others."""
@@ -67,16 +110,53 @@ class Run(Plan):
         return median(values[1:] or values)
 
 
-def describe_run(run: Run) -> list[str]:
+def list_differences(runs: list[RecordedRun]) -> dict[str, list[str]]:
+    """Return key -> its value in each run, for the keys whose values differ. Folders always differ."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    differences = {}
+    for key in keys:
+        values = [json.dumps(run.settings.get(key), ensure_ascii=False) for run in runs]
+        if len(set(values)) > 1 and key != "job.dump_folder":
+            differences[key] = [value.strip('"') for value in values]
+    return differences
+
+
+def name_runs(runs: list[RecordedRun], differences: dict[str, list[str]]) -> None:
+    """Name each run by the values of the keys that differ, if they are few and enough; else by its folder."""
+    names = []
+    for at in range(len(runs)):
+        values = [f"{key.rpartition('.')[2]} {each[at]}" for key, each in differences.items()]
+        names.append(", ".join(values))
+    are_short = 1 <= len(differences) <= 3
+    if not are_short or len(set(names)) < len(names):
+        names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.folder) for run in runs]
+    for run, name in zip(runs, names, strict=True):
+        run.name = name
+
+
+def group_runs(runs: list[RecordedRun], key: str) -> dict[str, list[RecordedRun]]:
+    """Return the value of a key -> the runs that have it. Raises UserError for a key that no run has."""
+    groups: dict[str, list[RecordedRun]] = {}
+    if not any(key in run.settings for run in runs):
+        raise UserError(f"--group {key}: no run has this key. See config.toml in its folder.")
+    for run in runs:
+        groups.setdefault(f"{key} = {run.settings.get(key)}", []).append(run)
+    return groups
+
+
+def summarize(run: RecordedRun) -> list[str]:
     """Return the first sentences of the page: model, data, hardware, results, what to look at, how to continue."""
-    config = run.planned.config
-    layout = run.planned.layout
-    model_args = run.planned.model_args
+    settings = run.settings
+    model, layout = describe_model(run)
+    n_ranks = run.start["world_size"]
     losses = run.list_values("loss")
     validation = run.list_values("val_loss")
-    n_steps = config.training.steps
+    n_steps = settings["training.steps"]
     last_step, last_loss = losses[-1]
-    duration_s, n_starts = measure_attempts(run)
+    n_starts = [record["kind"] for record in run.records].count("start")
+    duration_s = 3600 * run.places[last_step]["hours"]
     reason = run.records[-1].get("reason", "unknown (still running, or killed)")
     results = (
         f"{last_step:,} of {n_steps:,} steps, {run.list_values('tokens')[-1][1]:,} tokens, "
@@ -85,52 +165,48 @@ def describe_run(run: Run) -> list[str]:
     )
     if validation:
         results += f" The validation loss is {validation[-1][1]:.4f}."
-    command = (
-        f"./run_train.sh --config {shlex.quote(f'{run.folder}/config.toml')} --job.no_overwrite"
-    )
-    if layout.world_size <= 8:  # one host was enough
-        command = f"NGPU={layout.world_size} {command}"
-    if last_step >= n_steps:
-        command += f" --training.steps={2 * n_steps} --lr_scheduler.total_steps={2 * n_steps}"
-    return [
-        f"{config.job.description or 'A language model'}: {model_args.name}, {count_parameters(model_args):,} "
-        f"parameters, from {run.records[0].get('weights', 'unknown weights')}, "
-        f"trained on {' and '.join(config.training.dataset)} by {plural(layout.world_size, 'rank')} "
-        f"({layout}) on {run.device}.",
+    sentences = [
+        f"{settings['job.description'] or 'A language model'}: {model}, "
+        f"from {run.records[0].get('weights', 'unknown weights')}, "
+        f"trained on {' and '.join(settings['training.dataset'])} by {plural(n_ranks, 'rank')} "
+        f"({layout}) on {run.start['device']}.",
         results,
         f"End of the run: {reason.partition('; newest')[0]}.",
-        f"Look at: {'; '.join(list_remarks(run)) or 'nothing stands out'}.",
-        f"To continue: {command}"
-        if config.checkpoint.enable
-        else "The run saved nothing, so it cannot be continued.",
+        f"Look at: {'; '.join(list_findings(run)) or 'nothing stands out'}.",
     ]
+    if not settings["checkpoint.enable"]:
+        return [*sentences, "The run saved nothing, so it cannot be continued."]
+    config = shlex.quote(f"{run.folder}/config.toml")
+    command = f"./run_train.sh --config {config} --job.no_overwrite"
+    if n_ranks <= 8:  # one host was enough
+        command = f"NGPU={n_ranks} {command}"
+    if last_step >= n_steps:
+        command += f" --training.steps={2 * n_steps} --lr_scheduler.total_steps={2 * n_steps}"
+    return [*sentences, f"To continue: {command}"]
 
 
-def measure_attempts(run: Run) -> tuple[float, int]:
-    """Return the seconds of all attempts, without the time between them, and the number of attempts."""
-    total_s = 0.0
-    n_starts = 0
-    time = None
-    for record in run.records:
-        last_time = time
-        time = datetime.fromisoformat(record["time"])
-        if record["kind"] == "start":
-            n_starts += 1
-        elif last_time:
-            total_s += (time - last_time).total_seconds()
-    return total_s, n_starts
+def describe_model(run: RecordedRun) -> tuple[str, str]:
+    """Return name and size of the model, and the layout."""
+    if run.plan is None:
+        degrees = [f"{dim}{degree}" for dim, degree in run.start["layout"].items() if degree > 1]
+        return run.settings["model.name"], " x ".join(degrees)
+    planned = run.plan.planned
+    n_parameters = count_parameters(planned.model_args)
+    return f"{planned.model_args.name}, {n_parameters:,} parameters", str(planned.layout)
 
 
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def list_remarks(run: Run) -> list[str]:
-    remarks = warn_of_bubble(run.planned, run.pipeline.bubble) if run.pipeline else []
+def list_findings(run: RecordedRun) -> list[str]:
+    """Return what stands out: spikes, slow steps, a bubble, a validation loss that rises again."""
+    remarks = list_spikes(run)
+    if run.pipeline:
+        remarks += warn_of_bubble(run.plan.planned, run.pipeline.bubble)
     median_s = run.find_median("step_time_s")
-    slow_steps = [
-        step for step, step_s in run.list_values("step_time_s")[1:] if step_s > 2 * median_s
-    ]
+    times = run.list_values("step_time_s")[1:]
+    slow_steps = [step for step, step_s in times if step_s > 2 * median_s]
     if slow_steps:
         remarks.append(
             f"steps that took more than twice the median ({len(slow_steps)} records, first step {slow_steps[0]:,})"
@@ -139,3 +215,21 @@ def list_remarks(run: Run) -> list[str]:
     if losses and losses[-1] > 1.01 * min(losses):
         remarks.append("the validation loss is above its minimum")
     return remarks
+
+
+def list_spikes(run: RecordedRun) -> list[str]:
+    """Return a sentence about gradient norms that are far above those before them."""
+    norms = run.list_values("grad_norm")
+    spikes = []
+    for at in range(NEIGHBORS // 4, len(norms)):
+        before = [norm for _, norm in norms[max(0, at - NEIGHBORS) : at]]
+        step, norm = norms[at]
+        if norm > SPIKE * median(before):
+            spikes.append((norm / median(before), norm, step))
+    if not spikes:
+        return []
+    ratio, norm, step = max(spikes)
+    return [
+        f"{plural(len(spikes), 'spike')} of the gradient norm; the largest, {norm:.4g} in step {step:,}, "
+        f"is {ratio:.1f} times the median of the records before it"
+    ]
