@@ -48,7 +48,8 @@ def judge_answer(lab: Lab, options: Namespace) -> int:
     if abs(ratio - 1) <= tolerance:
         print(f"right: {right.printed}. See: python3 -m torchtitan_lite {right.command}")
         return 0
-    print(f"{describe_error(ratio)}. {lab.find_hint(options.name, ratio)}".strip())
+    hint = lab.find_hint(options.name, ratio)
+    print(f"{describe_error(ratio)}: {hint}" if hint else describe_error(ratio))
     return 1
 
 
