@@ -62,7 +62,7 @@ def compute_gradients(run: Run, batch: Batch) -> Tensor:
     """Compute the gradients of `batch`, replacing earlier gradients. Returns the local loss of `forward_backward`."""
     run.optimizer.zero_grad()
     if run.balance:
-        run.balance.reset_loads()
+        run.balance.loads.zero_()
     batch = shard_for_cp(run, batch)
     n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over dp and cp
     return forward_backward(run, batch, n_tokens)  # FSDP reduce-scatters gradients during backward

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import compare
 import pytest
@@ -12,7 +13,11 @@ from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, PP, SCHEDULE, TP, TWO_L
 from torch import Tensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components.expert_balance import count_collapsed, count_load, describe_load
+from torchtitan_lite.components.expert_balance import (
+    ExpertBalance,
+    count_collapsed,
+    describe_load,
+)
 from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.model_rows import MoEArgs
@@ -86,7 +91,7 @@ def test_an_moe_layer_and_its_gradients_are_those_of_the_formula(sizes):
 def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32():
     moe = make_moe(top_k=6).bfloat16()
     x = torch.randn(2, 5, 16).bfloat16()
-    weights, routes, _ = moe.router(x)
+    weights, routes, *_ = moe.router(x)
     in_float = copy.deepcopy(moe.router).float()
     in_float.choose = lambda scores: routes
     expected, *_ = in_float(x.float())
@@ -100,9 +105,10 @@ def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32
 def test_the_auxiliary_gradient_is_that_of_the_papers_loss():
     """Sum over experts of f x P for each sequence, f without gradient (DeepSeek-V3, eq. 17 to 20)."""
     router = make_moe(router_scores="sigmoid").router
-    router.balance_loss = 0.25
+    balance = ExpertBalance({}, torch.zeros(1, 7), rate=0.0, loss_weight=0.25, groups=[])
+    router.register_forward_hook(partial(balance.observe, 0))
     x = torch.randn(3, 7, 16)
-    weights, routes, _ = router(x)
+    weights, routes, *_ = router(x)
     (found,) = torch.autograd.grad(0 * weights.sum(), router.weight)
     scores = (x @ router.weight.T).sigmoid()
     probabilities = scores / scores.sum(-1, keepdim=True)
@@ -210,12 +216,11 @@ def count_and_sum(rank: int, world_size: int) -> tuple[list, list]:
         generator = torch.Generator().manual_seed(2 * rank + layer)
         x = torch.randn(3, 1031, 64, generator=generator)
         router.weight = torch.nn.Parameter(torch.randn(router.n_experts, 64, generator=generator))
-        _, routes, _ = router(x)
         for _ in range(2):
-            count_load(router)
+            _, routes, *_ = router(x)
         counts = routes.flatten().bincount(minlength=router.n_experts)
         own.append((2 * counts).tolist())
-    loads = run.balance.sum_loads()
+    loads = run.balance.update(torch.tensor(False))
     return loads[:, :-1].tolist(), own
 
 

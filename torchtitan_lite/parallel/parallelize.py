@@ -24,7 +24,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.moe import MoE
 from torchtitan_lite.parallel.activation_checkpoint import apply_recompute, set_memory_budget
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
-from torchtitan_lite.parallel.expert_parallel import apply_expert_parallel, share_sequences
+from torchtitan_lite.parallel.expert_parallel import apply_expert_parallel
 from torchtitan_lite.parallel.float8 import apply_float8
 from torchtitan_lite.parallel.fsdp import apply_fsdp
 from torchtitan_lite.parallel.mesh import Mesh
@@ -46,10 +46,8 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         apply_context_parallel(part, mesh.cp, attention=config.model.attention, method=method)
     if part.output is not None:  # 3
         part.output.chunk_tokens = config.training.loss_chunk_tokens
-    if layout.ep:  # 4
-        if layout.ep > 1:
-            apply_expert_parallel(part, mesh.ep)
-        share_sequences(part, [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1])
+    if layout.ep > 1:  # 4
+        apply_expert_parallel(part, mesh.ep)
     recompute_and_compile(part, config, mesh)  # 5
     training = config.training
     casts = training.mixed_precision_param != "float32"
