@@ -53,7 +53,7 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
         expert_loads = run.balance.update(finite)  # all-reduces layers x (experts + 1) x 8 bytes
     # if enabled: all-reduces one float per weight
     precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)
-    (lr,) = set(run.lr_scheduler.get_last_lr())
+    lr = run.lr_scheduler.get_last_lr()[0]
     run.lr_scheduler.step()
     return StepResult(loss, local_loss, grad_norm, finite, stop, lr, expert_loads)
 

@@ -60,12 +60,6 @@ def test_each_document_is_attended_to_as_if_it_were_alone(n_kv_heads):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_without_doc_ids_document_attention_says_what_is_missing():
-    heads = make_heads(1, 2, 8, seed=0)
-    with pytest.raises(ValueError, match="doc_ids"):
-        DocumentAttention()(heads, heads, heads)
-
-
 # ---------------------------------------------------------------- flex attention, as far as a CPU runs it
 
 BLOCK = 128
@@ -94,17 +88,19 @@ def attend_part(query, key, value, *places):
 
 def test_blocks_that_no_document_reaches_into_are_left_out():
     doc_ids = (torch.arange(4 * BLOCK) // BLOCK)[None]  # each document is one block
-    assert plan_blocks(doc_ids).to_dense()[0, 0].tolist() == torch.eye(4).tolist()
+    positions = torch.arange(4 * BLOCK)
+    assert (
+        plan_blocks(doc_ids, positions, positions).to_dense()[0, 0].tolist()
+        == torch.eye(4).tolist()
+    )
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize(
-    ("make", "compiled"), [(make_whole, False), (make_part, False), (make_part, True)]
-)
+@pytest.mark.parametrize("compiled", [False, True])
 def test_attention_in_blocks_is_attention_document_by_document_and_compiles_without_a_break(
-    make, compiled
+    compiled,
 ):
-    part, expected = make(2)
+    part, expected = make_part(2)
     attend = (
         torch.compile(attend_part, backend="aot_eager", fullgraph=True) if compiled else attend_part
     )

@@ -59,9 +59,7 @@ def make_tracer(section: Profiling, folder: Path, rank: int, resumed_step: int) 
     """Create torch's profiler, which records the last steps of each period."""
 
     def write_trace(profiler: profile) -> None:
-        if (
-            profiler.step_num % section.profile_freq != 0
-        ):  # the loop ended in the middle of a recording
+        if profiler.step_num % section.profile_freq:  # the loop ended in the middle of a recording
             return
         step = resumed_step + profiler.step_num
         path = folder / f"step-{step}" / f"rank-{rank}.json"

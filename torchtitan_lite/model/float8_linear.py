@@ -229,9 +229,6 @@ class Float8GatheredWeight(Tensor):
     def __tensor_unflatten__(inner, dtype, size, stride):
         return Float8GatheredWeight(inner["data8"], inner["scale"], dtype)
 
-    def __repr__(self):
-        return f"Float8GatheredWeight({tuple(self.shape)}, {self.dtype})"
-
     @classmethod
     def __torch_dispatch__(cls, op, types, args, kwargs=None):
         kwargs = kwargs or {}

@@ -43,9 +43,8 @@ class Mesh:
     # For tied_embeddings.py: the ranks of the first and the last stage
     ends: dist.ProcessGroup | None = None
     # None if the model has no experts:
-    expert_fsdp_mesh: DeviceMesh | None = (
-        None  # for their fully_shard: (efsdp) or (dp_replicate, efsdp)
-    )
+    # for their fully_shard: (efsdp) or (dp_replicate, efsdp)
+    expert_fsdp_mesh: DeviceMesh | None = None
     ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer
     expert_fsdp_nodes: Nodes | None = None  # the ranks of expert_fsdp_mesh's last dim, by node
 
@@ -118,7 +117,8 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 def join_ends(layout: Layout) -> dist.ProcessGroup | None:
     """Return the group of the ranks with the first and the last stage, if both hold a tied matrix. None elsewhere."""
-    first, last = layout.stage_ranks[0], layout.stage_ranks[-1]
+    first = layout.stage_ranks[0]
+    last = layout.stage_ranks[-1]
     per_stage = layout.world_size // layout.pp
     pp_rank, place = divmod(dist.get_rank(), per_stage)
     if not layout.tied or first == last or pp_rank not in (first, last):

@@ -93,9 +93,7 @@ def start_process(
     prepare_process(config, dump_folder, place.world_size)
     start_process_group(device, config, place, store)
     host = make_host_group("host", timeout_s)
-    saver = host
-    if config.checkpoint.enable:
-        saver = make_host_group("saver", timeout_s)
+    saver = make_host_group("saver", timeout_s)
     return device, Groups(host, saver)
 
 
@@ -203,11 +201,8 @@ def warn_of_loopback() -> None:
 
 def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:
     """Create a gloo group of all ranks for objects and CPU tensors, for use by one thread. Collective."""
-    return dist.new_group(
-        backend="gloo",
-        timeout=timedelta(seconds=timeout_s),
-        group_desc=name,
-    )
+    timeout = timedelta(seconds=timeout_s)
+    return dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
 
 
 def set_timeouts(timeout_s: int, groups: Groups) -> None:

@@ -49,12 +49,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_block, list_ends, list_gathered
-from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.parallel.exchange import Gather, Ranks, Scatter, all_gather, list_ranks
 from torchtitan_lite.parallel.local_parameters import local_tensor, shard_parameters
 from torchtitan_lite.parallel.pipeline import is_tied_inside
@@ -80,24 +78,11 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
 
 
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the parameters of `part` (on meta), and make its modules compute with the shards.
-
-    Raises UserError if a parameter would stay a plain tensor: its gradients would differ between ranks, but nothing
-    would sum them.
-    """
+    """Shard the parameters of `part` (on meta), and make its modules compute with the shards."""
     tied = is_tied_inside(part)
     parallelize_module(part, mesh, plan_tensor_parallel(part))
     if tied:  # parallelize_module made a separate DTensor for each module, with equal placements
         part.output.register_parameter("weight", part.tok_embeddings._parameters["weight"])
-    moe_parameters = set()
-    for _, moe in list_moes(part):
-        moe_parameters.update(moe.parameters())
-    for fqn, parameter in part.named_parameters():
-        if not isinstance(parameter, DTensor) and parameter not in moe_parameters:
-            raise UserError(
-                f"{fqn} is not a DTensor over tp, because its module is not in the tensor-parallel plan. "
-                f"Add a row to the table of the model (models/{part.model_args.name}/table.py)"
-            )
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:

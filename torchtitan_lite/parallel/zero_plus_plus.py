@@ -64,9 +64,8 @@ class Nodes(NamedTuple):
     """The groups in which nodes split an FSDP group."""
 
     near: dist.ProcessGroup  # ranks of this node; the whole group, if nodes do not split it
-    far: (
-        dist.ProcessGroup | None
-    )  # ranks with the same place in their nodes; None, if nodes do not split the group
+    # ranks with the same place in their nodes; None, if nodes do not split the group
+    far: dist.ProcessGroup | None
 
 
 def split_by_node(mesh: DeviceMesh, dim: str, near: int) -> Nodes:
@@ -99,10 +98,7 @@ def apply_zero_plus_plus(
         near = None
         if "hpz" in uses and own_nodes.far is not None and module in gathered_again:
             near = own_nodes.near
-        if "qwz" in uses:
-            module.set_custom_all_gather(AllGather(packing, near))
-        elif near is not None:
-            module.set_custom_all_gather(AllGather(None, near))
+        module.set_custom_all_gather(AllGather(packing if "qwz" in uses else None, near))
         if "qgz" in uses:
             module.set_custom_reduce_scatter(ReduceScatter(packing, own_nodes))
 
@@ -135,22 +131,15 @@ class Packing:
         scales = packed[..., n_bytes:].view(torch.float32).split(self.n_blocks, -1)
         shards = rows.split(self.sizes, -1)
         for shard, integer, scale in zip(shards, integers, scales, strict=True):
-            multiply_blocks(integer, scale, shard)
-
-
-def multiply_blocks(integers: Tensor, scales: Tensor, shard: Tensor) -> None:
-    """Write the integers (..., padded elements) times the scales of their blocks to shard (..., elements).
-
-    With `out`, the products need no temporary tensor.
-    """
-    size = shard.shape[-1]
-    n_whole = size // INT8_BLOCK
-    end = n_whole * INT8_BLOCK
-    whole = shard[..., :end].unflatten(-1, (-1, INT8_BLOCK))
-    blocks = integers[..., :end].unflatten(-1, (-1, INT8_BLOCK))
-    torch.mul(blocks, scales[..., :n_whole, None], out=whole)
-    rest = integers[..., end:size]  # the last block is padded
-    torch.mul(rest, scales[..., n_whole:], out=shard[..., end:])
+            size = shard.shape[-1]
+            n_whole = size // INT8_BLOCK
+            end = n_whole * INT8_BLOCK
+            whole = shard[..., :end].unflatten(-1, (-1, INT8_BLOCK))
+            blocks = integer[..., :end].unflatten(-1, (-1, INT8_BLOCK))
+            # With `out`, the products need no temporary tensor.
+            torch.mul(blocks, scale[..., :n_whole, None], out=whole)
+            rest = integer[..., end:size]  # the last block is padded
+            torch.mul(rest, scale[..., n_whole:], out=shard[..., end:])
 
 
 class AllGather:
