@@ -91,7 +91,7 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
         losses = run_schedule(run, run.schedule.step, batch, n_tokens)
         if run.tied:
             run.tied.sum_gradients()  # all-reduces this rank's shard of the matrix over the first and the last stage
-        return loss + sum(losses)
+        return sum(losses, loss)
     (part,) = run.parts
     for index, micro in enumerate(batch.split(run.layout.n_microbatches), 1):
         is_last = index == run.layout.n_microbatches
@@ -104,10 +104,7 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Compute the loss without gradients. Returns one summand per microbatch, (n_microbatches,) fp32.
-
-    Weights and gradients do not change.
-    """
+    """Compute this rank's part of the loss without gradients, () fp32. Weights and gradients do not change."""
     if run.schedule is not None:
         losses = run_schedule(run, run.schedule.eval, batch, n_tokens)
     else:
@@ -116,9 +113,7 @@ def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
         losses = [part(micro.tokens, **stage_kwargs(micro)) / n_tokens for micro in micros]
     for part in run.parts:
         free_gathered(part)
-    if not losses:
-        return torch.zeros(run.layout.n_microbatches, device=run.device)
-    return torch.stack(losses)
+    return sum(losses, torch.zeros((), device=run.device))
 
 
 def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor) -> list[Tensor]:

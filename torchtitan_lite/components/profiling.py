@@ -37,21 +37,21 @@ def profile_steps(
     `resumed_step` is the step that the run resumed from: file names count the steps of the whole run. An incomplete
     period at the end of the loop writes no trace.
     """
-    profilers = []
-    if section.enable_profiling:
-        folder = dump_folder / section.save_traces_folder
-        profilers.append(make_tracer(section, folder, rank, resumed_step))
-    if section.enable_memory_snapshot:
-        folder = dump_folder / section.save_memory_snapshot_folder
-        profilers.append(MemorySnapshots(section.profile_freq, folder, rank, resumed_step))
-
-    def end_step() -> None:
-        for profiler in profilers:
-            profiler.step()
-
     with ExitStack() as stack:
-        for profiler in profilers:
-            stack.enter_context(profiler)
+        profilers = []
+        if section.enable_profiling:
+            folder = dump_folder / section.save_traces_folder
+            tracer = make_tracer(section, folder, rank, resumed_step)
+            profilers.append(stack.enter_context(tracer))
+        if section.enable_memory_snapshot:
+            folder = dump_folder / section.save_memory_snapshot_folder
+            snapshots = MemorySnapshots(section.profile_freq, folder, rank, resumed_step)
+            profilers.append(stack.enter_context(snapshots))
+
+        def end_step() -> None:
+            for profiler in profilers:
+                profiler.step()
+
         yield end_step
 
 
@@ -94,8 +94,9 @@ class MemorySnapshots:
         self.resumed_step = resumed_step
         self.n_steps = resumed_step
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "MemorySnapshots":
         torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        return self
 
     def __exit__(self, kind, error, traceback) -> None:
         if is_out_of_memory(error):

@@ -161,18 +161,8 @@ class Float8MatmulFunction(torch.autograd.Function):
 class Float8Linear(nn.Linear):
     """nn.Linear that multiplies in float8. Its trained and saved weight is fp32."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        recipe_name: str,
-        emulate: bool,
-        bias: bool = False,
-    ):
-        super().__init__(in_features, out_features, bias=bias)
-        self.recipe_name = recipe_name
-        self.emulate = emulate
+    recipe_name: str
+    emulate: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N)."""
@@ -192,6 +182,13 @@ class Float8Linear(nn.Linear):
             self.emulate,
         )
         return product if bias is None else product + bias
+
+
+def convert_to_float8(linear: nn.Linear, recipe_name: str, emulate: bool) -> None:
+    """Make a linear layer multiply in float8. It keeps its parameters."""
+    linear.__class__ = Float8Linear
+    linear.recipe_name = recipe_name
+    linear.emulate = emulate
 
 
 VIEWS = (aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default)

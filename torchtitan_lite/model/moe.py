@@ -101,13 +101,10 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (R, D), sorted by expert; counts (E,) int64, the number of rows per expert -> (R, D)."""
-        w1 = self.w1
-        w2 = self.w2
-        w3 = self.w3
+        matrices = [self.w1, self.w2, self.w3]
         if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
-            w1 = ZeroIdleGradient.apply(w1, counts)
-            w2 = ZeroIdleGradient.apply(w2, counts)
-            w3 = ZeroIdleGradient.apply(w3, counts)
+            matrices = [ZeroIdleGradient.apply(each, counts) for each in matrices]
+        w1, w2, w3 = matrices
         ends = counts.cumsum(0).to(torch.int32)
         gate = multiply_groups(rows, w1, ends)
         up = multiply_groups(rows, w3, ends)

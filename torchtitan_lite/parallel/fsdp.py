@@ -51,6 +51,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from torchtitan_lite.config.block import find_expert_dim
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schema import Training
 from torchtitan_lite.model.moe import MoE, list_moes
 
 
@@ -75,33 +77,29 @@ def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
 def apply_fsdp(
     part: nn.Module,
     mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    zero_stage: int,
-    offload: bool = False,
-    expert_mesh: DeviceMesh | None = None,
-    ep: int = 1,
+    expert_mesh: DeviceMesh | None,
+    section: Training,
+    layout: Layout,
 ) -> None:
     """Shard `part` (on meta) over `mesh`, group by group, and each ep rank's experts over `expert_mesh`.
-
-    `offload`: keep the shards on the host (see above).
 
     Gradients are summed, not averaged: each loss is already divided by the number of tokens in the global batch.
     """
     # Do not cast inputs: hidden states already have the compute dtype, and rotary angles must stay fp32.
     policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        param_dtype=getattr(torch, section.mixed_precision_param),
+        reduce_dtype=getattr(torch, section.mixed_precision_reduce),
+        cast_forward_inputs=False,
     )
     offload_policy = OffloadPolicy()
-    if offload:
+    if section.enable_cpu_offload:
         offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    reshard = zero_stage == 3
+    reshard = layout.zero_stage == 3
     shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
     moes = [moe for _, moe in list_moes(part)]
     for moe in moes:
         # 64 ranks cannot share 8 experts equally. In that case every matrix is sharded instead.
-        dim = find_expert_dim(part.model_args, ep, expert_mesh.size(expert_mesh.ndim - 1))
+        dim = find_expert_dim(part.model_args, layout.ep, layout.efsdp)
         shard(
             moe,
             mesh=expert_mesh,

@@ -53,16 +53,7 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     casts = training.mixed_precision_param != "float32"
     # On a single rank in fp32 FSDP has nothing to do.
     if layout.dp * layout.cp * layout.tp > 1 or casts or training.enable_cpu_offload:  # 6
-        apply_fsdp(
-            part,
-            mesh.fsdp_mesh,
-            param_dtype=getattr(torch, training.mixed_precision_param),
-            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-            zero_stage=layout.zero_stage,
-            offload=training.enable_cpu_offload,
-            expert_mesh=mesh.expert_fsdp_mesh,
-            ep=layout.ep,
-        )
+        apply_fsdp(part, mesh.fsdp_mesh, mesh.expert_fsdp_mesh, training, layout)
         apply_zero_plus_plus(
             part, config.parallelism.zero_plus_plus, mesh.fsdp_nodes, mesh.expert_fsdp_nodes
         )
