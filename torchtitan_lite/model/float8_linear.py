@@ -50,7 +50,12 @@ class Recipe:
     dw_in_float8: bool
 
     def round(self, x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> Float8Tensor:
-        """Round to float8. With `by_row`, one scale for each vector along `dim`; with dim None, one for the tensor."""
+        """Round to float8. With `by_row`, one scale for each vector along `dim`; with dim None, one for the tensor.
+
+        FSDP has already rounded a weight that it gathered in float8 (tensorwise).
+        """
+        if isinstance(x, Float8GatheredWeight):
+            return Float8Tensor(x.data8, x.scale)
         if self.by_row and dim is not None:
             amax = x.abs().amax(dim, keepdim=True)
         else:
@@ -109,43 +114,29 @@ def multiply(
 
 
 class Float8MatmulFunction(torch.autograd.Function):
-    """x (..., K), weight (N, K) -> (..., N). Saves x and the weight for backward, like any linear layer.
-
-    A weight that FSDP gathered in float8 (tensorwise) is passed as `data8` and `scale`; `weight` then only receives the
-    gradient.
-    """
+    """x (..., K), weight (N, K) -> (..., N). Saves x and the weight for backward, like any linear layer."""
 
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        data8: Tensor | None,
-        scale: Tensor | None,
-        recipe_name: str,
-        emulate: bool,
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, recipe_name: str, emulate: bool) -> Tensor:
         recipe = RECIPES[recipe_name]
         ctx.recipe = recipe
         ctx.emulate = emulate
-        ctx.save_for_backward(x, weight if data8 is None else None, data8, scale)
+        ctx.save_for_backward(x, weight)
         x8 = recipe.round(x.flatten(0, -2), 1)
-        w8 = recipe.round(weight, 1) if data8 is None else Float8Tensor(data8, scale)
+        w8 = recipe.round(weight, 1)
         product = multiply(x8, w8.t(), x.dtype, emulate=emulate, fast=True)
         return product.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, data8, scale = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         recipe = ctx.recipe
         dy = dy.flatten(0, -2)  # (M, N)
         dy8 = recipe.round(dy, 1, recipe.of_gradient)
         dx = None
         dw = None
         if ctx.needs_input_grad[0]:  # dot products sum over N: one scale per column of w
-            w8 = Float8Tensor(data8, scale)
-            if data8 is None:
-                w8 = recipe.round(weight, 0 if recipe.dw_in_float8 else None)
+            w8 = recipe.round(weight, 0 if recipe.dw_in_float8 else None)
             dx = multiply(dy8, w8, dy.dtype, emulate=ctx.emulate).view_as(x)
         if ctx.needs_input_grad[1]:  # dot products sum over M
             rows = x.flatten(0, -2)
@@ -155,7 +146,7 @@ class Float8MatmulFunction(torch.autograd.Function):
                 if recipe.by_row:
                     dy8 = recipe.round(dy, 0, recipe.of_gradient)
                 dw = multiply(dy8.t(), recipe.round(rows, 0), dy.dtype, emulate=ctx.emulate)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None
 
 
 class Float8Linear(nn.Linear):
@@ -166,21 +157,8 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N)."""
-        weight = self.weight
         bias = self.bias
-        data8 = None
-        scale = None
-        if isinstance(weight, Float8GatheredWeight):
-            data8 = weight.data8
-            scale = weight.scale
-        product = Float8MatmulFunction.apply(
-            x,
-            weight,
-            data8,
-            scale,
-            self.recipe_name,
-            self.emulate,
-        )
+        product = Float8MatmulFunction.apply(x, self.weight, self.recipe_name, self.emulate)
         return product if bias is None else product + bias
 
 

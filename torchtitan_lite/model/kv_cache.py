@@ -46,13 +46,7 @@ class CachedAttention(InnerAttention):
         n_keys = key_value.shape[3]
         mask = None  # a single token attends to everything; an empty cache needs only is_causal
         if 1 < n_queries < n_keys:
-            mask = torch.ones(
-                n_queries,
-                n_keys,
-                dtype=torch.bool,
-                device=query.device,
-            )
-            mask = mask.tril(n_keys - n_queries)
+            mask = query.new_ones(n_queries, n_keys, dtype=torch.bool).tril(n_keys - n_queries)
         return F.scaled_dot_product_attention(
             query,
             *key_value,
@@ -83,15 +77,13 @@ class CachedModel:
         start = self.length
         self.length += len(tokens)
         positions = torch.arange(start, self.length, device=device)
+        new = torch.tensor([tokens], device=device)
         with sdpa_kernel(KERNELS):
-            logits = self.model(
-                torch.tensor([tokens], device=device), positions=positions[None]
-            )  # (1, 1, V)
+            logits = self.model(new, positions=positions[None])  # (1, 1, V)
         return logits[0, -1].float().cpu()
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
-        assert 0 <= length <= self.length, f"{length} of {self.length} tokens"
         for attention in self.attentions:
             attention.cache = attention.cache[:, :, :, :length] if length else None
         self.length = length

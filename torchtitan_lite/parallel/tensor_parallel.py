@@ -115,7 +115,7 @@ class LocalStyle(ParallelStyle):
 
 
 class GatheredInput(LocalStyle):
-    """All-gathers the input of a module whose linear layers need all tokens: x (B, S/tp, D) -> (B, S, D) inside."""
+    """All-gathers the input of a module that needs all tokens: x (B, S/tp, D) -> (B, S, D) inside."""
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, *rest) -> Tensor:
         return super().compute(module, ranks, Gather.apply(x, ranks, 1), *rest)
@@ -160,7 +160,7 @@ class SplitEmbedding(LocalStyle):
         return Scatter.apply(found * is_here[:, :, None], ranks, 1)
 
 
-class SplitHead(LocalStyle):
+class SplitHead(GatheredInput):
     """hidden (B, S/tp, D), targets (B, S) -> the sum of token losses, () fp32. The same on every rank.
 
     Each rank uses its rows of the weight, so its gradient of hidden is a partial sum.
@@ -173,9 +173,6 @@ class SplitHead(LocalStyle):
         module.first_id = lambda logits: ranks.own * logits.shape[1]  # shards have equal sizes
         module.combine = partial(combine_shards, ranks)
         return super()._apply(module, device_mesh)
-
-    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, targets: Tensor) -> Tensor:
-        return super().compute(module, ranks, Gather.apply(x, ranks, 1), targets)
 
 
 def combine_shards(ranks: Ranks, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
