@@ -25,7 +25,6 @@ class StepResult:
     """Scalars on the device. Reading one makes the host wait for the step."""
 
     loss: Tensor  # of the global batch, the same on every rank
-    local_loss: Tensor  # contribution of this rank's tokens and stages
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
     finite: Tensor  # False: the gradient norm was not finite and no weight was changed
     stop: Tensor  # number of the signal that makes all ranks stop after this step; 0: none
@@ -55,7 +54,7 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)
     lr = run.lr_scheduler.get_last_lr()[0]
     run.lr_scheduler.step()
-    return StepResult(loss, local_loss, grad_norm, finite, stop, lr, expert_loads)
+    return StepResult(loss, grad_norm, finite, stop, lr, expert_loads)
 
 
 def compute_gradients(run: Run, batch: Batch) -> Tensor:

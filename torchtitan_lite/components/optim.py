@@ -106,9 +106,9 @@ def count_copies(tensor: Tensor) -> int:
 def sum_squares(tensors: list[Tensor]) -> Tensor:
     """Sum the squares of all values in `tensors`, which are on one device. Returns () float64.
 
-    A CPU adds fp32 values one by one. The norm of 5e7 values is off by 4e-3 on one rank but by 1e-3 on eight ranks, so
-    clipping would depend on the layout. So CPU tensors are summed in float64. A GPU sums in a tree, which is accurate
-    in fp32.
+    A CPU adds fp32 values one by one. The error depends on the number of values on a rank, so clipping would depend on
+    the layout (tests/ranks/test_optim.py). So CPU tensors are summed in float64. A GPU sums in a tree, which is
+    accurate in fp32.
     """
     dtype = torch.float64 if tensors[0].device.type == "cpu" else None
     norms = torch.stack(torch._foreach_norm(tensors, dtype=dtype))

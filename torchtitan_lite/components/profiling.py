@@ -21,7 +21,7 @@ from torchtitan_lite.config.schema import Profiling
 
 logger = logging.getLogger(__name__)
 
-MEMORY_EVENTS = 100_000  # allocations and frees per snapshot: a few steps of a large model, 100 MB
+MEMORY_EVENTS = 100_000  # allocations and frees per snapshot
 
 
 @contextmanager

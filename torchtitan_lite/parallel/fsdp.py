@@ -36,7 +36,9 @@ Effect: parameters are DTensors over fsdp_mesh (x tp); FQNs do not change. Appli
 the same mixed precision everywhere; skipped only if a stage has a single rank that computes in fp32.
 """
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -157,19 +159,18 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
     FSDP does so in hooks on gradients of inputs. The weight half of a split backward does not call these hooks: torch
     2.13 adds all gradients up to the next hook in the compute dtype. No communication.
     """
-    for parameter in list_fsdp_parameters(part):
-        parameter.accumulate_unsharded_grad_if_needed()  # if there is a sum: the next line would replace it
-        parameter.to_accumulated_grad_if_needed()
+    for _, group in list_fsdp_groups(part):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()  # if there is a sum: the next line would replace it
+            parameter.to_accumulated_grad_if_needed()
 
 
-def list_fsdp_parameters(part: nn.Module) -> list:
-    """Return FSDP's own objects for the parameters of `part`, none if it is not sharded. torch has no public name."""
-    parameters = []
+def list_fsdp_groups(part: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
+    """Yield each FSDP module with FSDP's own object for its parameters, if it has any. torch has no public name."""
     for module in list_fsdp_modules(part):
         group = module._get_fsdp_state()._fsdp_param_group
         if group is not None:  # a root has none if all parameters are in other groups
-            parameters += group.fsdp_params
-    return parameters
+            yield module, group
 
 
 def free_gathered(part: nn.Module) -> None:

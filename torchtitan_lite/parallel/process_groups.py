@@ -139,11 +139,9 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
     """
     expects_gpu = device_type == "cuda"
     if torch.cuda.is_available() != expects_gpu:
-        seen = "torch sees GPUs, but nvidia-smi lists none: repair nvidia-smi"
-        if expects_gpu:
-            seen = "nvidia-smi lists GPUs that this torch cannot use: install a CUDA build of torch"
         raise RuntimeError(
-            f"{seen}, or set CUDA_VISIBLE_DEVICES to an empty value to train on the CPU"
+            f"nvidia-smi lists GPUs: {expects_gpu}; this torch can use them: {not expects_gpu}. Repair nvidia-smi or "
+            "install a CUDA build of torch, or set CUDA_VISIBLE_DEVICES to an empty value to train on the CPU"
         )
     if not expects_gpu:
         return torch.device("cpu")

@@ -54,7 +54,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.model.moe import MoE
-from torchtitan_lite.parallel.fsdp import list_fsdp_modules
+from torchtitan_lite.parallel.fsdp import list_fsdp_groups
 
 # Renamed in torch 2.13.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -88,10 +88,7 @@ def apply_zero_plus_plus(
     gathered_again = set()
     for block in part.layers.values():
         gathered_again.update((block, block.feed_forward))
-    for module in list_fsdp_modules(part):
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group is None:  # the root: all parameters are in other groups
-            continue
+    for module, group in list_fsdp_groups(part):
         sizes = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
         packing = Packing(sizes)
         own_nodes = expert_nodes if isinstance(module, MoE) else nodes
