@@ -83,8 +83,7 @@ class CausalContext(InnerAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: None = None) -> Tensor:
         """query (B, H, S/cp, E), key and value (B, K, S/cp, E) -> (B, H, S/cp, E). Collective."""
-        rank, n_ranks, group = self.ranks
-        out, _ = context_attention(query, key, value, self.method, group, rank, n_ranks)
+        out, _ = context_attention(query, key, value, self.method, *self.ranks)
         return out
 
 

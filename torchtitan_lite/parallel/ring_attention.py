@@ -142,16 +142,16 @@ def attend(
     key: Tensor,
     value: Tensor,
     method: str,
-    group: str,
     rank: int,
     n_ranks: int,
+    group_name: str,
 ) -> OutAndLse:
     """query (B, H, 2C, E), key and value (B, K, 2C, E) of this rank -> out (B, H, 2C, E), lse (B, H, 2C) fp32.
 
     The memory order of out is (B, 2C, H, E), as the output projection reads it. Collective.
     """
     cudnn = prefers_cudnn(query)
-    keys_of_ranks = METHODS[method](key, value, Ranks(rank, n_ranks, group))
+    keys_of_ranks = METHODS[method](key, value, Ranks(rank, n_ranks, group_name))
     for source, queries, _, visible in keys_of_ranks.list_visible():
         is_own = source == rank
         part_out, part_lse = attend_to_part(
@@ -174,13 +174,13 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     method: str,
-    group: str,
     rank: int,
     n_ranks: int,
+    group_name: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of this rank's query, and of its key and value, stacked (2, B, K, 2C, E). Collective."""
     cudnn = prefers_cudnn(query)
-    keys_of_ranks = METHODS[method](key, value, Ranks(rank, n_ranks, group))
+    keys_of_ranks = METHODS[method](key, value, Ranks(rank, n_ranks, group_name))
     for source, queries, keys, visible in keys_of_ranks.list_visible():
         is_own = source == rank
         part_grad_query, *part_grads = attend_to_part_backward(
