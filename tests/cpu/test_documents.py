@@ -69,9 +69,9 @@ SEQ_LEN = 3 * BLOCK + 50
 def make_part(n_rows: int):
     """Make some queries of a sequence, and its keys in another order, as a rank of context parallel has them."""
     doc_ids = make_documents(n_rows, SEQ_LEN)
-    query, key, value = (make_heads(n_rows, n, SEQ_LEN, seed=n) for n in (4, 2, 3))
-    value = value[:, :2]
-    expected = attend_document_by_document(query, key, value, doc_ids)
+    heads = [make_heads(n_rows, n, SEQ_LEN, seed=seed) for seed, n in enumerate((4, 2, 2))]
+    query, key, value = heads
+    expected = attend_document_by_document(*heads, doc_ids)
     query_positions = torch.cat((torch.arange(20, 200), torch.arange(300, SEQ_LEN)))
     key_positions = torch.arange(SEQ_LEN).roll(-100)
     part = query[:, :, query_positions], key[:, :, key_positions], value[:, :, key_positions]

@@ -60,7 +60,9 @@ class Recipe:
             amax = x.abs().amax(dim, keepdim=True)
         else:
             amax = x.abs().amax()
-        scale = choose_scale(amax, dtype, power_of_two=self.by_row)
+        scale = choose_scale(amax, dtype)
+        if self.by_row:
+            scale = scale.log2().floor().exp2()
         return Float8Tensor(cast(x, scale, dtype), scale)
 
 
@@ -71,10 +73,9 @@ RECIPES = {  # quantize.linear.float8.recipe_name
 }
 
 
-def choose_scale(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Tensor:
+def choose_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the fp32 scale that maps `amax` to the largest float8. In fp64, as compiled fp32 rounds differently."""
-    scale = (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
-    return scale.log2().floor().exp2() if power_of_two else scale
+    return (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
