@@ -5,7 +5,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from layouts import CP, GATHER, MODE, PP, PRECOMPUTE, RING, SCHEDULE, TP, Row
 from mutant_table import mutant
