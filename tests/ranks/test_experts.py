@@ -105,7 +105,8 @@ def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32
 def test_the_auxiliary_gradient_is_that_of_the_papers_loss():
     """Sum over experts of f x P for each sequence, f without gradient (DeepSeek-V3, eq. 17 to 20)."""
     router = make_moe(router_scores="sigmoid").router
-    balance = ExpertBalance({}, torch.zeros(1, 7), rate=0.0, loss_weight=0.25, groups=[])
+    loads = torch.zeros(1, 7)
+    balance = ExpertBalance({}, loads, rate=0.0, loss_weight=0.25, groups=[])
     router.register_forward_hook(partial(balance.observe, 0))
     x = torch.randn(3, 7, 16)
     weights, routes, *_ = router(x)
@@ -113,8 +114,10 @@ def test_the_auxiliary_gradient_is_that_of_the_papers_loss():
     scores = (x @ router.weight.T).sigmoid()
     probabilities = scores / scores.sum(-1, keepdim=True)
     mean_probability = probabilities.mean(1)  # P (B, E)
-    counts = F.one_hot(routes, 6).sum(2)  # (B, S, E)
-    fraction = counts.float().mean(1) * 6 / 2  # f (B, E)
+    counts = F.one_hot(routes, 6)
+    counts = counts.sum(2)  # (B, S, E)
+    fraction = counts.float().mean(1)
+    fraction = fraction * 6 / 2  # f (B, E)
     loss = 0.25 * fraction * mean_probability
     (expected,) = torch.autograd.grad(loss.sum(), router.weight)
     assert compare.relative_error(found, expected) < 1e-6
@@ -215,11 +218,13 @@ def count_and_sum(rank: int, world_size: int) -> tuple[list, list]:
     for layer, router in run.balance.routers.items():
         generator = torch.Generator().manual_seed(2 * rank + layer)
         x = torch.randn(3, 1031, 64, generator=generator)
-        router.weight = torch.nn.Parameter(torch.randn(router.n_experts, 64, generator=generator))
-        for _ in range(2):
-            _, routes, *_ = router(x)
+        weight = torch.randn(router.n_experts, 64, generator=generator)
+        router.weight = torch.nn.Parameter(weight)
+        router(x)
+        _, routes, *_ = router(x)
         counts = routes.flatten().bincount(minlength=router.n_experts)
-        own.append((2 * counts).tolist())
+        counts = 2 * counts
+        own.append(counts.tolist())
     loads = run.balance.update(torch.tensor(False))
     return loads[:, :-1].tolist(), own
 

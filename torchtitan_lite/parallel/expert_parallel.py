@@ -56,7 +56,8 @@ def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tens
     """Replacement for Experts.forward: rows (R, D) sorted by expert -> (R, D), computed on the experts' ranks."""
     by_rank = counts.unflatten(0, (ranks.n, -1))  # rows for each rank, per expert there: (ep, E/ep)
     n_experts = [by_rank.shape[1]] * ranks.n
-    arriving = all_to_all(counts, ranks, n_experts, n_experts).view_as(by_rank)  # from each rank
+    arriving = all_to_all(counts, ranks, n_experts, n_experts)
+    arriving = arriving.view_as(by_rank)  # from each rank
     sent, received = read_splits(by_rank, arriving)
     arrived = ExchangeRows.apply(rows, received, sent, ranks)  # sorted by rank, then by expert
     order = order_by_expert(arriving, sum(received))

@@ -128,15 +128,22 @@ class Packing:
         scales = packed[..., n_bytes:].view(torch.float32).split(self.n_blocks, -1)
         shards = rows.split(self.sizes, -1)
         for shard, integer, scale in zip(shards, integers, scales, strict=True):
-            size = shard.shape[-1]
-            n_whole = size // INT8_BLOCK
-            end = n_whole * INT8_BLOCK
-            whole = shard[..., :end].unflatten(-1, (-1, INT8_BLOCK))
-            blocks = integer[..., :end].unflatten(-1, (-1, INT8_BLOCK))
-            # With `out`, the products need no temporary tensor.
-            torch.mul(blocks, scale[..., :n_whole, None], out=whole)
-            rest = integer[..., end:size]  # the last block is padded
-            torch.mul(rest, scale[..., n_whole:], out=shard[..., end:])
+            multiply_blocks(integer, scale, shard)
+
+
+def multiply_blocks(integers: Tensor, scales: Tensor, shard: Tensor) -> None:
+    """Write the integers (..., padded elements) times the scales of their blocks to shard (..., elements).
+
+    With `out`, the products need no temporary tensor.
+    """
+    size = shard.shape[-1]
+    n_whole = size // INT8_BLOCK
+    end = n_whole * INT8_BLOCK
+    whole = shard[..., :end].unflatten(-1, (-1, INT8_BLOCK))
+    blocks = integers[..., :end].unflatten(-1, (-1, INT8_BLOCK))
+    torch.mul(blocks, scales[..., :n_whole, None], out=whole)
+    rest = integers[..., end:size]  # the last block is padded
+    torch.mul(rest, scales[..., n_whole:], out=shard[..., end:])
 
 
 class AllGather:
