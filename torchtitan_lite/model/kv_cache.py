@@ -62,11 +62,8 @@ class CachedModel:
     def __init__(self, model: nn.Module):
         self.model = model
         self.length = 0
-        self.attentions = []
         for block in model.layers.values():
-            attention = CachedAttention()
-            block.attention.inner = attention
-            self.attentions.append(attention)
+            block.attention.inner = CachedAttention()
         # Only the last token's logits are needed. Logits for every token of a long prompt would take gigabytes.
         model.norm.register_forward_pre_hook(lambda norm, args: (args[0][:, -1:],))
 
@@ -84,6 +81,7 @@ class CachedModel:
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
-        for attention in self.attentions:
-            attention.cache = attention.cache[:, :, :, :length] if length else None
+        for block in self.model.layers.values():
+            inner = block.attention.inner
+            inner.cache = inner.cache[:, :, :, :length] if length else None
         self.length = length

@@ -36,7 +36,7 @@ class MoE(nn.Module):
         n_copies = routes.shape[-1]
         # (R,): rows by expert; row r is copy r % K of token r // K
         order = routes.flatten().argsort(stable=True)
-        place = invert(order)
+        place = order.argsort()  # the inverse permutation: where row r went
         tokens = x.flatten(0, 1)
         rows = take_rows(tokens, order // n_copies, place, n_copies)
         rows = self.experts(rows, counts.sum(0))
@@ -146,11 +146,6 @@ def count_routes(routes: Tensor, n_experts: int) -> Tensor:
     """Count the routes to each expert, per sequence: (B, S, K) -> (B, E) int64."""
     experts = torch.arange(n_experts, device=routes.device)
     return (routes[..., None] == experts).sum((1, 2))
-
-
-def invert(order: Tensor) -> Tensor:
-    """Return the inverse of a permutation (R,)."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class TakeRows(torch.autograd.Function):

@@ -60,20 +60,13 @@ from torchtitan_lite.model.moe import MoE, list_moes
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     """List the groups of modules that are gathered together, in forward order."""
-    groups = [[block] for block in part.layers.values()]
-    first = []
-    last = []
-    if part.tok_embeddings is not None:
-        first = [part.tok_embeddings]
-    if part.output is not None:
-        last = [part.norm, part.output]
-    if first and last and part.model_args.tie_embeddings:
-        return [*groups, first + last]  # a shared matrix can be in only one group
-    if first:
-        groups.insert(0, first)
-    if last:
-        groups.append(last)
-    return groups
+    blocks = [[block] for block in part.layers.values()]
+    first = [part.tok_embeddings]
+    last = [part.norm, part.output]
+    groups = [first, *blocks, last]
+    if part.model_args.tie_embeddings and None not in first + last:
+        groups = [*blocks, first + last]  # a shared matrix can be in only one group
+    return [group for group in groups if None not in group]  # None: it is on another stage
 
 
 def apply_fsdp(

@@ -52,7 +52,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from torchtitan_lite.config.block import list_block, list_ends, list_gathered
+from torchtitan_lite.config.block import list_block, list_gathered
 from torchtitan_lite.parallel.exchange import Gather, Ranks, Scatter, all_gather, list_ranks
 from torchtitan_lite.parallel.local_parameters import local_tensor, shard_parameters
 from torchtitan_lite.parallel.pipeline import is_tied_inside
@@ -70,10 +70,10 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
             plan[f"layers.{layer}.{name}"] = GatheredInput()
         for row in rows:
             if row.kind not in ("router", "experts"):
-                plan[f"layers.{layer}.{row.name}"] = STYLES[row.kind, row.split]()
-    for row in list_ends(part.model_args):
-        if getattr(part, row.name) is not None:
-            plan[row.name] = STYLES[row.kind, row.split]()
+                plan[f"layers.{layer}.{row.name}"] = STYLES[row.split]()
+    for name, style in STYLES_OF_ENDS.items():
+        if getattr(part, name) is not None:
+            plan[name] = style()
     return plan
 
 
@@ -183,13 +183,10 @@ def combine_shards(ranks: Ranks, log_total: Tensor, of_target: Tensor) -> tuple[
     return log_totals.logsumexp(0), of_targets.sum(0)
 
 
-STYLES = {  # (kind, split) of a row in the table of a model; check_table (config/checks.py) knows the same pairs
-    ("linear", "colwise"): ColwiseLinear,
-    ("linear", "rowwise"): RowwiseLinear,
-    ("linear", "sequence"): LocalModule,
-    ("linear", "vocabulary"): SplitHead,
-    ("norm", "sequence"): LocalModule,
-    ("norm", "heads"): LocalModule,
-    ("norm", "colwise"): ColwiseLinear,
-    ("embedding", "vocabulary"): SplitEmbedding,
+STYLES = {  # split of a row in the table of a model; check_table (config/checks.py) knows which kinds have it
+    "colwise": ColwiseLinear,
+    "rowwise": RowwiseLinear,
+    "sequence": LocalModule,
+    "heads": LocalModule,
 }
+STYLES_OF_ENDS = {"tok_embeddings": SplitEmbedding, "norm": LocalModule, "output": SplitHead}
