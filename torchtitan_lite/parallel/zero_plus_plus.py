@@ -85,15 +85,15 @@ def apply_zero_plus_plus(
     """
     if not uses:
         return
-    gathered_again = set()
-    for block in part.layers.values():
-        gathered_again.update((block, block.feed_forward))
+    blocks = list(part.layers.values())
     for module, group in list_fsdp_groups(part):
         sizes = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
         packing = Packing(sizes)
-        own_nodes = expert_nodes if isinstance(module, MoE) else nodes
+        is_moe = isinstance(module, MoE)
+        own_nodes = expert_nodes if is_moe else nodes
+        is_gathered_again = is_moe or module in blocks
         near = None
-        if "hpz" in uses and own_nodes.far is not None and module in gathered_again:
+        if "hpz" in uses and own_nodes.far is not None and is_gathered_again:
             near = own_nodes.near
         module.set_custom_all_gather(AllGather(packing if "qwz" in uses else None, near))
         if "qgz" in uses:
