@@ -86,7 +86,7 @@ class ExpertBalance:
 
 
 def is_recomputed() -> bool:
-    """Return whether a forward pass runs inside of backward, which counted its routes already."""
+    """Return whether this forward pass runs inside of backward. The first forward pass has counted its routes."""
     return torch._C._current_graph_task_id() != -1
 
 
