@@ -53,8 +53,8 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    def __init__(self, parameters, lr, betas, weight_decay):
-        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    def __init__(self, groups, fused, foreach):
+        super().__init__(groups, {})
 
     @torch.no_grad()
     def step(self):
@@ -129,9 +129,7 @@ FORKS = {
                 ),
                 (
                     "BUILDERS = {",
-                    '    "Lion": lambda parameters, section, implementation: Lion(\n'
-                    "        parameters, section.lr, (section.beta1, section.beta2), section.weight_decay\n"
-                    "    ),",
+                    '    "Lion": Lion,',
                 ),
             ],
         },

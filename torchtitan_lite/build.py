@@ -129,6 +129,10 @@ def build_run(
         if copy is not None or owner is not None:
             tied = TiedMatrix(owner, copy, mesh.ends)
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
+    balance = None
+    if layout.ep:
+        groups = [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1]
+        balance = build_balance(parts, config.training, layout.global_batch_size, groups, device)
     schedule = None
     if layout.pp > 1:
         schedule = build_schedule(
@@ -138,10 +142,8 @@ def build_run(
             section=config.parallelism,
             device=device,
             loss_fn=lambda loss_sum, n_tokens: loss_sum / n_tokens[0],
+            expert_loads=balance.loads if balance else None,
         )
-    balance = None
-    if layout.ep:
-        balance = build_balance(parts, config.training, layout.global_batch_size, device)
     return Run(
         config,
         layout,

@@ -25,7 +25,6 @@ class StepResult:
     """Scalars on the device. Reading one makes the host wait for the step."""
 
     loss: Tensor  # of the global batch, the same on every rank
-    local_loss: Tensor  # contribution of this rank's tokens and stages
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
     finite: Tensor  # False: the gradient norm was not finite and no weight was changed
     stop: Tensor  # number of the signal that makes all ranks stop after this step; 0: none
@@ -53,16 +52,16 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
         expert_loads = run.balance.update(finite)  # all-reduces layers x (experts + 1) x 8 bytes
     # if enabled: all-reduces one float per weight
     precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)
-    (lr,) = set(run.lr_scheduler.get_last_lr())
+    lr = run.lr_scheduler.get_last_lr()[0]
     run.lr_scheduler.step()
-    return StepResult(loss, local_loss, grad_norm, finite, stop, lr, expert_loads)
+    return StepResult(loss, grad_norm, finite, stop, lr, expert_loads)
 
 
 def compute_gradients(run: Run, batch: Batch) -> Tensor:
     """Compute the gradients of `batch`, replacing earlier gradients. Returns the local loss of `forward_backward`."""
     run.optimizer.zero_grad()
     if run.balance:
-        run.balance.reset_loads()
+        run.balance.loads.zero_()
     batch = shard_for_cp(run, batch)
     n_tokens = count_global_tokens(run, batch)  # all-reduces one integer over dp and cp
     return forward_backward(run, batch, n_tokens)  # FSDP reduce-scatters gradients during backward
@@ -91,7 +90,7 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
         losses = run_schedule(run, run.schedule.step, batch, n_tokens)
         if run.tied:
             run.tied.sum_gradients()  # all-reduces this rank's shard of the matrix over the first and the last stage
-        return loss + sum(losses)
+        return sum(losses, loss)
     (part,) = run.parts
     for index, micro in enumerate(batch.split(run.layout.n_microbatches), 1):
         is_last = index == run.layout.n_microbatches
@@ -104,10 +103,7 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Compute the loss without gradients. Returns one summand per microbatch, (n_microbatches,) fp32.
-
-    Weights and gradients do not change.
-    """
+    """Compute this rank's part of the loss without gradients, () fp32. Weights and gradients do not change."""
     if run.schedule is not None:
         losses = run_schedule(run, run.schedule.eval, batch, n_tokens)
     else:
@@ -116,9 +112,7 @@ def forward_only(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
         losses = [part(micro.tokens, **stage_kwargs(micro)) / n_tokens for micro in micros]
     for part in run.parts:
         free_gathered(part)
-    if not losses:
-        return torch.zeros(run.layout.n_microbatches, device=run.device)
-    return torch.stack(losses)
+    return sum(losses, torch.zeros((), device=run.device))
 
 
 def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor) -> list[Tensor]:

@@ -33,7 +33,7 @@ def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
     one = torch.ones((), dtype=torch.int64, device=run.device)  # divisor of sums of token losses
 
     def compute_loss(batch: Batch) -> Tensor:
-        return forward_only(run, batch, one).sum()
+        return forward_only(run, batch, one)
 
     batches = (shard_for_cp(run, batch) for batch in data.validation_batches())
     nats, counts = sum_nats(batches, compute_loss, data.bytes_of_tokens)

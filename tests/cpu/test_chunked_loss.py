@@ -113,18 +113,6 @@ def test_without_a_counted_target_loss_and_gradients_are_zero():
         assert not value.any()  # NaN is not zero either
 
 
-def test_a_second_backward_gives_the_same_gradient():
-    # A schedule that splits its backward asks for gradients of inputs and of weights one after the other.
-    head, hidden, targets = make_case()
-    head.chunk_tokens = 7
-    loss = head(hidden.requires_grad_(), targets)
-    (first,) = torch.autograd.grad(loss / 7, hidden, retain_graph=True)
-    second, of_weight = torch.autograd.grad(loss / 7, (hidden, head.weight))
-    _, _, expected = compute_in_float64(head, hidden.detach(), targets)
-    assert torch.equal(first, second)
-    assert compare.relative_error(of_weight, expected) < 1e-6
-
-
 def test_memory_of_the_head_does_not_grow_with_sequence_times_vocabulary():
     sizes = {"dim": 64, "vocab_size": 128256, "chunk_tokens": 512}
     short, long = (count_head_peak_bytes(n_tokens=n, **sizes) for n in (1024, 8192))

@@ -60,28 +60,18 @@ def test_each_document_is_attended_to_as_if_it_were_alone(n_kv_heads):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_without_doc_ids_document_attention_says_what_is_missing():
-    heads = make_heads(1, 2, 8, seed=0)
-    with pytest.raises(ValueError, match="doc_ids"):
-        DocumentAttention()(heads, heads, heads)
-
-
 # ---------------------------------------------------------------- flex attention, as far as a CPU runs it
 
 BLOCK = 128
 SEQ_LEN = 3 * BLOCK + 50
 
 
-def make_whole(n_rows: int):
-    """Make query, key, value and doc_ids of whole sequences, and the output of attention."""
-    doc_ids = make_documents(n_rows, SEQ_LEN)
-    heads = [make_heads(n_rows, n, SEQ_LEN, seed=i) for i, n in enumerate((4, 2, 2))]
-    return (*heads, doc_ids), attend_document_by_document(*heads, doc_ids)
-
-
 def make_part(n_rows: int):
     """Make some queries of a sequence, and its keys in another order, as a rank of context parallel has them."""
-    (query, key, value, doc_ids), expected = make_whole(n_rows)
+    doc_ids = make_documents(n_rows, SEQ_LEN)
+    heads = [make_heads(n_rows, n, SEQ_LEN, seed=seed) for seed, n in enumerate((4, 2, 2))]
+    query, key, value = heads
+    expected = attend_document_by_document(*heads, doc_ids)
     query_positions = torch.cat((torch.arange(20, 200), torch.arange(300, SEQ_LEN)))
     key_positions = torch.arange(SEQ_LEN).roll(-100)
     part = query[:, :, query_positions], key[:, :, key_positions], value[:, :, key_positions]
@@ -94,17 +84,17 @@ def attend_part(query, key, value, *places):
 
 def test_blocks_that_no_document_reaches_into_are_left_out():
     doc_ids = (torch.arange(4 * BLOCK) // BLOCK)[None]  # each document is one block
-    assert plan_blocks(doc_ids).to_dense()[0, 0].tolist() == torch.eye(4).tolist()
+    positions = torch.arange(4 * BLOCK)
+    blocks = plan_blocks(doc_ids, positions, positions)
+    assert blocks.to_dense()[0, 0].tolist() == torch.eye(4).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize(
-    ("make", "compiled"), [(make_whole, False), (make_part, False), (make_part, True)]
-)
+@pytest.mark.parametrize("compiled", [False, True])
 def test_attention_in_blocks_is_attention_document_by_document_and_compiles_without_a_break(
-    make, compiled
+    compiled,
 ):
-    part, expected = make(2)
+    part, expected = make_part(2)
     attend = (
         torch.compile(attend_part, backend="aot_eager", fullgraph=True) if compiled else attend_part
     )

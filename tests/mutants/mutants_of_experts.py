@@ -10,11 +10,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import ExpertBalance
 from torchtitan_lite.model import moe
-from torchtitan_lite.parallel import (
-    initial_weights,
-    local_parameters,
-    parallelize,
-)
+from torchtitan_lite.parallel import initial_weights, local_parameters
 
 EP2, TP2 = FAST["experts, dp2, ep2"], FAST["experts, tp2, ep2"]
 SHARED_TP2 = FAST["experts, tp2, ep2, shared experts"]
@@ -47,10 +43,11 @@ def router_gradient_of_own_tokens(original, parameter):
     SHARED_TP2,
     "gradients",
     "layers.1.feed_forward.router.weight",
-    at=(parallelize, "share_sequences"),
+    at=(expert_balance, "sum_over_ranks"),
 )
-def auxiliary_loss_of_a_slice_of_the_sequence(original, part, groups):
+def auxiliary_loss_of_a_slice_of_the_sequence(original, counts, groups):
     """Each rank balances the routes of its slice of a sequence, though the loss is defined for whole ones."""
+    return counts
 
 
 @mutant(
@@ -96,12 +93,10 @@ def scores_rounded_before_the_choice(original, router, scores):
 # ---------------------------------------------------------------- loads and biases
 
 
-@mutant(EP2, "expert loads", "layers.0.feed_forward.router", at=(moe.Router, "forward"))
-def loads_counted_again_by_recompute(original, router, x):
+@mutant(EP2, "expert loads", "layers.0.feed_forward.router", at=(expert_balance, "is_recomputed"))
+def loads_counted_again_by_recompute(original):
     """Loads are added up in forward, which recompute runs again."""
-    routed = original(router, x)
-    router.load += router.last_load
-    return routed
+    return False
 
 
 @mutant(EP2, "expert loads", "layers.0.feed_forward.router")
@@ -119,8 +114,7 @@ def loads_of_own_tokens():
 )
 def loads_summed_in_bfloat16(original, balance, finite):
     """Loads are rounded to bf16 before they are added. tests/ranks/test_experts.py sees it on every layout."""
-    for router in balance.routers.values():
-        router.load.copy_(router.load.bfloat16())
+    balance.loads.copy_(balance.loads.bfloat16())
     return original(balance, finite)
 
 

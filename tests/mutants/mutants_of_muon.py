@@ -29,7 +29,9 @@ def halves_of_tp_orthogonalized(plan_rounds, names, parameters):
     return [(axes[:1], matrices) for axes, matrices in plan_rounds(names, parameters)]
 
 
-@mutant(TENSOR, "updates", "layers.1.feed_forward.w2.weight", at=(muon, "exchange"), dims=("tp",))
+@mutant(
+    TENSOR, "updates", "layers.1.feed_forward.w2.weight", at=(muon, "exchange_slices"), dims=("tp",)
+)
 def owner_forgets_to_send(exchange, sent, received, group, empty, calls=[]):  # noqa: B006
     """A rank sends no results: the others add their momentum as it is."""
     before = [tensor.clone() for tensor in received[0]]

@@ -1,10 +1,10 @@
 """Mutants that round otherwise: bfloat16 and float8."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from layouts import CP, GATHER, MODE, PP, PRECOMPUTE, RING, SCHEDULE, TP, Row
 from mutant_table import mutant
@@ -15,9 +15,9 @@ from torchtitan_lite.parallel import float8, fsdp, parallelize, pipeline, ring_a
 
 
 @mutant("dp2", "reduced in float32", "FSDP", at=(parallelize, "apply_fsdp"), trial="bfloat16")
-def gradients_reduced_in_bfloat16(apply, part, mesh, **options):
+def gradients_reduced_in_bfloat16(apply, part, mesh, expert_mesh, section, layout):
     """FSDP adds the gradients of the ranks in the compute dtype."""
-    apply(part, mesh, **{**options, "reduce_dtype": torch.bfloat16})
+    apply(part, mesh, expert_mesh, replace(section, mixed_precision_reduce="bfloat16"), layout)
 
 
 @mutant(

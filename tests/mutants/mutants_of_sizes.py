@@ -9,9 +9,9 @@ from mutant_table import mutant
 from torchtitan_lite import build, step
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.model_rows import RopeScaling
-from torchtitan_lite.model import head, moe
+from torchtitan_lite.model import attention, head, moe
 from torchtitan_lite.models.llama3 import modules as llama3
-from torchtitan_lite.parallel import context_parallel, initial_weights, ring_attention
+from torchtitan_lite.parallel import initial_weights, ring_attention
 
 LONG = {"training.seq_len": 2048}
 
@@ -88,7 +88,7 @@ def positions_end_at_original_length(original, positions, shape):
     Row(2, {CP: 2, **DOCUMENTS, **LONG}),
     "module output",
     "layers.0.attention.inner",
-    at=(context_parallel, "attend_within_documents"),
+    at=(attention, "attend_within_documents"),
     dims=("cp",),
     trial="deep",
 )

@@ -1,5 +1,7 @@
 """Context parallel: the attention itself, its work, memory and kernels. The layout table runs it in a model."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,9 +12,10 @@ from watching import AttentionWork, Collectives, PeakMemory, Watch
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.parallel.attention_kernels import (
-    KERNELS,
-    choose_kernel,
+    attend_to_part,
+    attend_to_part_backward,
     merge_into,
+    prefers_cudnn,
 )
 from torchtitan_lite.parallel.context_parallel import (
     CausalContext,
@@ -202,20 +205,20 @@ N_EARLY = 17
 
 def attend_in_parts(query, key, value, grad_out) -> list[torch.Tensor]:
     """Attend from late queries to late keys (causal) and early keys. Return the output and gradients."""
-    kernel = choose_kernel(query)
+    cudnn = prefers_cudnn(query)
     early_key, late_key = key.tensor_split([N_EARLY], 2)
     early_value, late_value = value.tensor_split([N_EARLY], 2)
     late = late_key, late_value
     early = early_key, early_value
-    out, lse = kernel.attend(query, *late, True)
+    out, lse = attend_to_part(query, *late, causal=True, cudnn=cudnn)
     out = out.float()
     lse = lse.float()
-    early_out, early_lse = kernel.attend(query, *early, False)
+    early_out, early_lse = attend_to_part(query, *early, causal=False, cudnn=cudnn)
     merge_into(out, lse, early_out, early_lse)
     out = out.to(query.dtype)
-    saved = out, lse
-    grads = kernel.attend_backward(grad_out, query, *late, *saved, causal=True)
-    early_grads = kernel.attend_backward(grad_out, query, *early, *saved, causal=False)
+    backward = partial(attend_to_part_backward, grad_out, query, out=out, lse=lse, cudnn=cudnn)
+    grads = backward(*late, causal=True)
+    early_grads = backward(*early, causal=False)
     grad_key = torch.cat((early_grads[1], grads[1]), 2)
     grad_value = torch.cat((early_grads[2], grads[2]), 2)
     grad_query = early_grads[0] + grads[0]
@@ -247,16 +250,18 @@ def test_parts_of_an_attention_merge_to_the_whole(device, dtype):
 
 
 @pytest.mark.parametrize("n_kv_heads", [4, 2])
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(name, n_kv_heads):
-    kernel = KERNELS[name]
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(cudnn, n_kv_heads):
     inputs = make_inputs(n_kv_heads, torch.bfloat16)
     query, key, value, grad_out = [tensor.to("meta") for tensor in inputs]
     query = query[:, :, :17]
-    out, lse = kernel.attend(query, key, value, False)
+    grad_out = grad_out[:, :, :17]
+    out, lse = attend_to_part(query, key, value, causal=False, cudnn=cudnn)
     assert out.shape == query.shape
     assert lse.shape == query.shape[:-1]
-    grads = kernel.attend_backward(grad_out[:, :, :17], query, key, value, out, lse, causal=False)
+    grads = attend_to_part_backward(
+        grad_out, query, key, value, out, lse, causal=False, cudnn=cudnn
+    )
     assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import compare
 import pytest
@@ -12,7 +13,11 @@ from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, PP, SCHEDULE, TP, TWO_L
 from torch import Tensor
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.components.expert_balance import count_collapsed, count_load, describe_load
+from torchtitan_lite.components.expert_balance import (
+    ExpertBalance,
+    count_collapsed,
+    describe_load,
+)
 from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.model_rows import MoEArgs
@@ -86,7 +91,7 @@ def test_an_moe_layer_and_its_gradients_are_those_of_the_formula(sizes):
 def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32():
     moe = make_moe(top_k=6).bfloat16()
     x = torch.randn(2, 5, 16).bfloat16()
-    weights, routes, _ = moe.router(x)
+    weights, routes, *_ = moe.router(x)
     in_float = copy.deepcopy(moe.router).float()
     in_float.choose = lambda scores: routes
     expected, *_ = in_float(x.float())
@@ -100,15 +105,19 @@ def test_in_bfloat16_scores_and_the_sum_of_a_tokens_experts_are_computed_in_fp32
 def test_the_auxiliary_gradient_is_that_of_the_papers_loss():
     """Sum over experts of f x P for each sequence, f without gradient (DeepSeek-V3, eq. 17 to 20)."""
     router = make_moe(router_scores="sigmoid").router
-    router.balance_loss = 0.25
+    loads = torch.zeros(1, 7)
+    balance = ExpertBalance({}, loads, rate=0.0, loss_weight=0.25, groups=[])
+    router.register_forward_hook(partial(balance.observe, 0))
     x = torch.randn(3, 7, 16)
-    weights, routes, _ = router(x)
+    weights, routes, *_ = router(x)
     (found,) = torch.autograd.grad(0 * weights.sum(), router.weight)
     scores = (x @ router.weight.T).sigmoid()
     probabilities = scores / scores.sum(-1, keepdim=True)
     mean_probability = probabilities.mean(1)  # P (B, E)
-    counts = F.one_hot(routes, 6).sum(2)  # (B, S, E)
-    fraction = counts.float().mean(1) * 6 / 2  # f (B, E)
+    counts = F.one_hot(routes, 6)
+    counts = counts.sum(2)  # (B, S, E)
+    fraction = counts.float().mean(1)
+    fraction = fraction * 6 / 2  # f (B, E)
     loss = 0.25 * fraction * mean_probability
     (expected,) = torch.autograd.grad(loss.sum(), router.weight)
     assert compare.relative_error(found, expected) < 1e-6
@@ -209,13 +218,14 @@ def count_and_sum(rank: int, world_size: int) -> tuple[list, list]:
     for layer, router in run.balance.routers.items():
         generator = torch.Generator().manual_seed(2 * rank + layer)
         x = torch.randn(3, 1031, 64, generator=generator)
-        router.weight = torch.nn.Parameter(torch.randn(router.n_experts, 64, generator=generator))
-        _, routes, _ = router(x)
-        for _ in range(2):
-            count_load(router)
+        weight = torch.randn(router.n_experts, 64, generator=generator)
+        router.weight = torch.nn.Parameter(weight)
+        router(x)
+        _, routes, *_ = router(x)
         counts = routes.flatten().bincount(minlength=router.n_experts)
-        own.append((2 * counts).tolist())
-    loads = run.balance.sum_loads()
+        counts = 2 * counts
+        own.append(counts.tolist())
+    loads = run.balance.update(torch.tensor(False))
     return loads[:, :-1].tolist(), own
 
 

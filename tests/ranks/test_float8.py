@@ -18,7 +18,7 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.model.float8_linear import RECIPES, Float8Linear
+from torchtitan_lite.model.float8_linear import RECIPES, convert_to_float8
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS
 
@@ -43,9 +43,10 @@ def run_linear(linear: nn.Module, x, dy) -> list[torch.Tensor]:
     return [y.detach(), *gradients]
 
 
-def make_linear(recipe_name: str, weight, *, emulate: bool) -> Float8Linear:
+def make_linear(recipe_name: str, weight, *, emulate: bool) -> torch.nn.Linear:
     out_features, in_features = weight.shape
-    linear = Float8Linear(in_features, out_features, recipe_name=recipe_name, emulate=emulate)
+    linear = torch.nn.Linear(in_features, out_features, bias=False)
+    convert_to_float8(linear, recipe_name, emulate)
     linear.weight = nn.Parameter(weight.clone())
     return linear
 

@@ -137,10 +137,10 @@ def validate_then_train(
     run = compare.build_table_run(world_size, overrides)
     batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
     n_tokens = stepping.count_global_tokens(run, batch)
-    validated = stepping.sum_losses(run, stepping.forward_only(run, batch, n_tokens).sum()).item()
+    validated = stepping.sum_losses(run, stepping.forward_only(run, batch, n_tokens)).item()
     left = any(parameter.grad is not None for parameter in run.parameters.values())
     trained = stepping.sum_losses(run, stepping.forward_backward(run, batch, n_tokens)).item()
-    again = stepping.sum_losses(run, stepping.forward_only(run, batch, n_tokens).sum()).item()
+    again = stepping.sum_losses(run, stepping.forward_only(run, batch, n_tokens)).item()
     return validated, trained, left or again != validated
 
 

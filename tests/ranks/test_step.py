@@ -60,6 +60,7 @@ def snapshot(run: build.Run) -> dict[str, torch.Tensor]:
 BROKEN = {
     "fused AdamW": ADAMW,
     "foreach AdamW": {**ADAMW, "optimizer.implementation": "foreach"},
+    "moments in bfloat16": {**ADAMW, "optimizer.moments_dtype": "bfloat16"},
     "SGD": {},
     "experts": MOE,
 }

@@ -33,36 +33,43 @@ class AdamWBFloat16(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            keys = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-            keys["beta1"], keys["beta2"] = group["betas"]
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.update(parameter, keys)
+                    self.update(parameter, group)
 
-    def update(self, parameter: Tensor, keys: dict) -> None:
+    def update(self, parameter: Tensor, group: dict) -> None:
         """Update one parameter, its moments and its step count."""
         weight = local_tensor(parameter)
         state = self.state[parameter]
         if not state:  # a step count per parameter, () fp32, as in torch: tensors in a checkpoint share no storage
             state["step"] = torch.zeros((), device=weight.device)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        moments = [local_tensor(state[name]) for name in ("exp_avg", "exp_avg_sq")]
-        first, second = [moment.float() for moment in moments]
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        first = local_tensor(state["exp_avg"])
+        second = local_tensor(state["exp_avg_sq"])
+        first32 = first.float()
+        second32 = second.float()
+        beta1, beta2 = group["betas"]
         adamw(
             [weight],
             [local_tensor(parameter.grad)],
-            [first],
-            [second],
+            [first32],
+            [second32],
             [],
             [state["step"]],
             fused=True,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
-            **keys,
+            amsgrad=False,
+            maximize=False,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
         )
-        moments[0].copy_(first)
-        moments[1].copy_(second)
+        first.copy_(first32)
+        second.copy_(second32)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -1,12 +1,18 @@
-"""Balance the load of experts: count the tokens of each expert in a step, and adjust its bias.
+"""Balance the load of experts: if a few experts get all tokens, the others learn nothing. Two methods, one hook.
 
-    load of a layer       tokens per expert, counted after every forward pass of the step and summed over all ranks
-    bias of an expert     += rate if its load is below the layer's mean, -= rate if it is above
+    load of a layer   routes per expert: counted after every forward pass of the step, then summed over all ranks
+    bias              after each step, += rate if an expert's load is below the layer's mean, -= rate if it is above
+    auxiliary loss    sum over experts of f x P, for each sequence separately. f is the expert's fraction of the routes
+                      (times n_experts, so 1 means balanced); P is the mean of its normalized scores
+
+A hook on each router counts its routes. In backward, it adds the gradient of the auxiliary loss to the gradient of the
+scores, so the model still returns a single tensor. All tokens count, including tokens whose target is ignored.
 
 The bias is the same on every rank and on every layout, because loads are integers that count the global batch, without
 rounding. Checkpoints contain the bias. A step with gradients that are not finite does not change it.
 
-Source: arXiv:2408.15664. The auxiliary loss is in model/moe.py.
+Sources: bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3 arXiv:2412.19437, eq. 17 to 20, except that f ignores the
+bias there, and counts the routes actually taken here.
 """
 
 import logging
@@ -27,15 +33,17 @@ COLLAPSED = 4.0  # ratio of the largest to the mean load of a layer, or three qu
 STEPS_TO_WARN = 3  # consecutive logged steps
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExpertBalance:
     """Load balancing of the routers in this rank's layers."""
 
     routers: dict[int, Router]  # layer number -> router
-    n_layers: int  # in the full model
-    n_experts: int
+    # (layers of the full model, experts + 1), sums over the microbatches of a step on this rank: routes to each expert,
+    # and entropy of the scores in nats. float64 is exact for integers up to 2**53.
+    loads: Tensor
     rate: float
-    device: torch.device
+    loss_weight: float  # of the auxiliary loss of a sequence
+    groups: list[dist.ProcessGroup]  # cp and tp, if they split sequences
 
     @property
     def biases(self) -> dict[str, Tensor]:
@@ -45,9 +53,20 @@ class ExpertBalance:
             biases[f"layers.{layer}.feed_forward.router.expert_bias"] = router.expert_bias
         return biases
 
-    def reset_loads(self) -> None:
-        for router in self.routers.values():
-            router.load.zero_()
+    def observe(self, layer: int, router: Router, inputs: tuple, output: tuple) -> tuple:
+        """Forward hook of a router: count its routes, and add the gradient of the auxiliary loss in backward.
+
+        Validation runs without gradients and is not counted.
+        """
+        weights, routes, counts, probabilities = output
+        if torch.is_grad_enabled() and not is_recomputed():
+            load, entropy = self.loads[layer].tensor_split([-1])
+            load += counts.sum(0)
+            detached = probabilities.detach()
+            entropy -= torch.xlogy(detached, detached).sum()
+        if self.loss_weight:
+            weights = AuxiliaryGradient.apply(weights, probabilities, counts, self)
+        return weights, routes, counts, probabilities
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> Tensor:
@@ -56,58 +75,79 @@ class ExpertBalance:
         Returns (layers, experts + 1) float64: the number of routes to each expert in the global batch. The last column
         is the entropy of the router scores in nats, summed over tokens. Rows of dense layers are zero.
         """
-        loads = self.sum_loads()
+        loads = self.loads.clone()
+        dist.all_reduce(loads)
         for layer, router in self.routers.items():
             load = loads[layer, :-1]
-            missing = load.sum() - self.n_experts * load  # exact, because loads are integers
+            missing = load.sum() - len(load) * load  # exact, because loads are integers
             direction = missing.sign().float()
             router.expert_bias += self.rate * direction * finite
         return loads
 
-    def sum_loads(self) -> Tensor:
-        """Sum the loads of all ranks since `reset_loads`. Collective; for the result see `update`."""
-        loads = torch.zeros(
-            self.n_layers,
-            self.n_experts + 1,
-            dtype=torch.float64,
-            device=self.device,
-        )
-        for layer, router in self.routers.items():
-            loads[layer] = router.load
-        dist.all_reduce(loads)
-        return loads
+
+def is_recomputed() -> bool:
+    """Return whether this forward pass runs inside of backward. The first forward pass has counted its routes."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class AuxiliaryGradient(torch.autograd.Function):
+    """Return the weights unchanged. Backward adds the gradient of the auxiliary loss to the probabilities' gradient.
+
+    For a sequence of S tokens: d loss / d probability = weight of the loss x f / S, for every token.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, weights: Tensor, probabilities: Tensor, counts: Tensor, balance: ExpertBalance
+    ) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.balance = balance
+        ctx.top_k = weights.shape[-1]
+        ctx.shape = probabilities.shape  # (B, S, E)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        (counts,) = ctx.saved_tensors
+        counts = sum_over_ranks(counts, ctx.balance.groups)  # (B, E), over full sequences
+        n_routes = counts.sum(-1, keepdim=True).float()
+        fraction = ctx.shape[-1] * ctx.top_k * counts.float()
+        per_token = fraction / n_routes.square()  # f / S, with S = routes of a sequence / top_k
+        per_token = per_token[:, None].expand(ctx.shape)
+        return grad, ctx.balance.loss_weight * per_token, None, None
+
+
+def sum_over_ranks(counts: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+    """Sum the counts of the ranks that share sequences: all-reduces B x E x 8 bytes over each group."""
+    total = counts.clone()
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total
 
 
 def build_balance(
     parts: list[nn.Module],
     section: Training,
     global_batch_size: int,
+    groups: list[dist.ProcessGroup],
     device: torch.device,
 ) -> ExpertBalance:
-    """Enable the auxiliary loss of the routers (a mean over the sequences of a step), and start counting loads."""
+    """Balance the routers of `parts`. The auxiliary loss of a step is a mean over its sequences.
+
+    `groups`: cp and tp, if they split sequences.
+    """
     routers = {}
     for part in parts:
         for layer, moe in list_moes(part):
-            router = moe.router
-            router.balance_loss = section.expert_balance_loss / global_batch_size
-            routers[layer] = router
-            # Recompute calls only the block's forward, not its hooks, so each load is counted once.
-            block = part.layers[str(layer)]
-            block.register_forward_hook(partial(count_load, router))
+            routers[layer] = moe.router
     model_args = parts[0].model_args
-    return ExpertBalance(
-        routers,
-        model_args.n_layers,
-        model_args.moe.n_experts,
-        section.expert_bias_rate,
-        device,
-    )
-
-
-def count_load(router: Router, *hook_args: object) -> None:
-    """Add the load of the last forward pass. Validation runs without gradients and is not counted."""
-    if torch.is_grad_enabled():
-        router.load += router.last_load
+    shape = (model_args.n_layers, model_args.moe.n_experts + 1)
+    loads = torch.zeros(shape, dtype=torch.float64, device=device)
+    loss_weight = section.expert_balance_loss / global_batch_size
+    balance = ExpertBalance(routers, loads, section.expert_bias_rate, loss_weight, groups)
+    for layer, router in routers.items():
+        router.register_forward_hook(partial(balance.observe, layer))
+    return balance
 
 
 # ---------------------------------------------------------------- logging
@@ -124,9 +164,7 @@ def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     entropy = entropies.sum() / counts.sum() * top_k  # each token has top_k routes
     return {
         "expert_max_over_mean": relative_load.max().item(),  # for the busiest expert
-        "expert_dead_share": is_dead.double()
-        .mean()
-        .item(),  # fraction of experts that got no token
+        "expert_dead_share": is_dead.double().mean().item(),  # experts that got no token
         "router_entropy": entropy.item(),  # of the router scores, in nats, averaged over tokens and layers
     }
 
@@ -141,10 +179,8 @@ def count_collapsed(step: int, load: dict[str, float], moe: MoEArgs, n_before: i
         return 0
     if n_before + 1 == STEPS_TO_WARN:
         dead = f"{load['expert_dead_share']:.0%} of all experts get none"
-        remedy = (
-            "Raise training.expert_balance_loss or training.expert_bias_rate, or lower optimizer.lr"
-        )
         logger.warning(
-            f"step {step}: an expert gets {ratio:.1f} times the mean load of its layer; {dead}. {remedy}"
+            f"step {step}: an expert gets {ratio:.1f} times the mean load of its layer; {dead}. "
+            "Raise training.expert_balance_loss or training.expert_bias_rate, or lower optimizer.lr"
         )
     return n_before + 1

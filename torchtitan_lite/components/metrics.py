@@ -105,8 +105,10 @@ def read_peak_memory(device: torch.device) -> dict[str, float]:
 
 def describe_out_of_memory(dump_folder: Path, world_size: int) -> str:
     """Return one line: the memory in use on this rank, and the command that predicts memory."""
-    peak, live = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-    command = f"python -m torchtitan_lite plan --gpus {world_size} --config {shlex.quote(f'{dump_folder}/config.toml')}"
+    peak = torch.cuda.max_memory_allocated()
+    live = torch.cuda.memory_allocated()
+    config = shlex.quote(f"{dump_folder}/config.toml")
+    command = f"python -m torchtitan_lite plan --gpus {world_size} --config {config}"
     return f"out of memory: {peak:,} bytes at the peak, {live:,} bytes live. To see what uses the memory: {command}"
 
 
@@ -129,9 +131,8 @@ class MetricsWriter:
         self.n_steps = n_steps
         path = dump_folder / "metrics.jsonl"
         drop_later_steps(path, resumed_step)
-        self.jsonl = open(
-            path, "a", encoding="utf-8", buffering=1
-        )  # line-buffered: no record is lost on a kill
+        # line-buffered: no record is lost on a kill
+        self.jsonl = open(path, "a", encoding="utf-8", buffering=1)
         self.sinks: list[TensorBoardSink | WandbSink] = []
         if section.enable_tensorboard:
             self.sinks.append(

@@ -26,13 +26,14 @@ Sources: Muon, kellerjordan.github.io/posts/muon; scaling: Moonlight arXiv:2502.
 """
 
 from itertools import chain, product
-from math import ceil, sqrt
+from math import sqrt
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW
 
 from torchtitan_lite.components.adamw_bfloat16 import local_tensor
@@ -47,7 +48,7 @@ B = -4.7750
 C = 2.0315
 
 
-class Matrix(NamedTuple):
+class HiddenMatrix(NamedTuple):
     """A hidden parameter: a matrix, or a batch of this rank's experts. An axis is a mesh dim that shards matrices."""
 
     parameter: Tensor
@@ -61,9 +62,9 @@ class Muon(AdamW):
 
     def __init__(self, groups: list[dict], **options):
         super().__init__(groups, **options)
-        self.rounds = [
-            plan_rounds(group["param_names"], group["params"]) for group in self.param_groups
-        ]
+        self.rounds = []
+        for group in self.param_groups:
+            self.rounds.append(plan_rounds(group["param_names"], group["params"]))
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -79,12 +80,7 @@ class Muon(AdamW):
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
 
-    def update(
-        self,
-        matrices: list[Matrix],
-        axes: list[DeviceMesh],
-        group: dict,
-    ) -> None:
+    def update(self, matrices: list[HiddenMatrix], axes: list[DeviceMesh], group: dict) -> None:
         """Update the matrices of a round. Collective over the axes."""
         weights = []
         gradients = []
@@ -100,12 +96,7 @@ class Muon(AdamW):
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
         nesterov = torch._foreach_lerp(gradients, momenta, MOMENTUM)
         updates = [each.to(group["compute_dtype"]) for each in nesterov]
-        orthogonalize(
-            updates,
-            matrices,
-            axes,
-            updates[0].new_empty(0),
-        )
+        orthogonalize(updates, matrices, axes, updates[0].new_empty(0))
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         for matrix, weight, update in zip(matrices, weights, updates, strict=True):
             longer_side = max(matrix.parameter.shape[-2:])
@@ -123,25 +114,18 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, 
     for mesh_dims, hidden in by_axes.items():
         mesh = getattr(hidden[0], "device_mesh", None)
         axes = [mesh[mesh.mesh_dim_names[mesh_dim]] for mesh_dim in mesh_dims]
-        owners = list(product(*(range(axis.size()) for axis in axes)))
+        ranks = [range(axis.size()) for axis in axes]
+        owners = list(product(*ranks))
         shapes = []
         for parameter in hidden:
             batch_shape = local_tensor(parameter).shape[:-2]  # this rank's experts
             shapes.append((*batch_shape, *parameter.shape[-2:]))
         for indices in deal_matrices(shapes, len(owners)):
             matrices = []
-            for index, owner in zip(
-                indices, owners, strict=False
-            ):  # the last round may have fewer matrices than ranks
-                matrices.append(
-                    place_matrix(
-                        hidden[index],
-                        shapes[index],
-                        owner,
-                        mesh_dims,
-                        axes,
-                    )
-                )
+            # The last round may have fewer matrices than ranks.
+            for index, owner in zip(indices, owners, strict=False):
+                matrix = place_matrix(hidden[index], shapes[index], owner, mesh_dims, axes)
+                matrices.append(matrix)
             rounds.append((axes, matrices))
     return rounds
 
@@ -149,9 +133,9 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, 
 def find_axes(parameter: Tensor) -> tuple[int, ...]:
     """Return the mesh dims that shard matrices. FSDP may instead shard a batch of experts by expert."""
     axes = []
-    for mesh_dim, placement in enumerate(
-        getattr(parameter, "placements", ())
-    ):  # not a DTensor: no placements
+    if not isinstance(parameter, DTensor):
+        return ()
+    for mesh_dim, placement in enumerate(parameter.placements):
         shards = not placement.is_replicate() and placement.dim >= parameter.dim() - 2
         if shards and parameter.device_mesh.size(mesh_dim) > 1:
             axes.append(mesh_dim)
@@ -159,30 +143,23 @@ def find_axes(parameter: Tensor) -> tuple[int, ...]:
 
 
 def place_matrix(
-    parameter: Tensor,
-    shape: tuple,
-    owner: tuple,
-    mesh_dims: tuple,
-    axes: list[DeviceMesh],
-) -> Matrix:
+    parameter: Tensor, shape: tuple, owner: tuple, mesh_dims: tuple, axes: list[DeviceMesh]
+) -> HiddenMatrix:
     """Return a matrix of the full `shape`, with its shapes on this rank. The last axis, tp, shards first."""
     dims = [parameter.placements[mesh_dim].dim - parameter.dim() for mesh_dim in mesh_dims]
     shapes = []
     for dim, axis in zip(reversed(dims), reversed(axes), strict=True):
         shapes.insert(0, shape)
-        length = shape[dim]
-        size = ceil(
-            length / axis.size()
-        )  # as torch.chunk: the last slices can be smaller, or empty
-        remaining = length - axis.get_local_rank() * size
+        rank = axis.get_local_rank()
+        size, _ = Shard.local_shard_size_and_offset(shape[dim], axis.size(), rank)
         shape = [*shape]
-        shape[dim] = max(0, min(size, remaining))
-    return Matrix(parameter, owner, dims, shapes)
+        shape[dim] = size
+    return HiddenMatrix(parameter, owner, dims, shapes)
 
 
 def orthogonalize(
     slices: list[Tensor],
-    matrices: list[Matrix],
+    matrices: list[HiddenMatrix],
     axes: list[DeviceMesh],
     empty: Tensor,
     at: int = 0,
@@ -211,50 +188,44 @@ def orthogonalize(
             chunks = whole.chunk(axis.size(), matrix.dims[at])
             for rank, chunk in enumerate(chunks):
                 by_rank[rank].append(chunk)
-    exchange(by_owner, by_rank, axis.get_group(), empty)
+    exchange_slices(by_owner, by_rank, axis.get_group(), empty)
     orthogonalize(joined, own, axes, empty, at + 1)
-    exchange(by_rank, by_owner, axis.get_group(), empty)
+    exchange_slices(by_rank, by_owner, axis.get_group(), empty)
 
 
-def exchange(
-    sent: list[list],
-    received: list[list],
-    group: dist.ProcessGroup,
-    empty: Tensor,
+def exchange_slices(
+    sent: list[list], received: list[list], group: dist.ProcessGroup, empty: Tensor
 ) -> None:
     """Send the tensors sent[i] to rank i, and fill received[i] with the tensors of rank i. One all-to-all."""
-    n_sent = [sum(map(Tensor.numel, tensors)) for tensors in sent]
-    n_received = [sum(map(Tensor.numel, tensors)) for tensors in received]
+    n_sent = count_elements(sent)
+    n_received = count_elements(received)
     flat = map(Tensor.flatten, chain(*sent))
     arrived = empty.new_empty(sum(n_received))
-    dist.all_to_all_single(
-        arrived,
-        torch.cat([empty, *flat]),
-        n_received,
-        n_sent,
-        group=group,
-    )
+    leaving = torch.cat([empty, *flat])
+    dist.all_to_all_single(arrived, leaving, n_received, n_sent, group=group)
     targets = list(chain(*received))
     sizes = list(map(Tensor.numel, targets))
     for target, values in zip(targets, arrived.split(sizes), strict=True):
         target.copy_(values.view_as(target))
 
 
+def count_elements(by_rank: list[list]) -> list[int]:
+    counts = []
+    for tensors in by_rank:
+        counts.append(sum(map(Tensor.numel, tensors)))
+    return counts
+
+
 def newton_schulz(matrix: Tensor) -> Tensor:
     """Return (..., rows, columns) with all singular values moved to about 1. The smallest grow 3.4445^5 = 485 times."""
-    if matrix.shape[-2] > matrix.shape[-1]:
+    rows, columns = matrix.shape[-2:]
+    if rows > columns:
         return newton_schulz(matrix.mT).mT
-    x = matrix.reshape(-1, *matrix.shape[-2:])
+    x = matrix.reshape(-1, rows, columns)
     norm = x.norm(dim=(1, 2), keepdim=True)
     x = x / norm.clamp(min=EPS)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
-        polynomial = torch.baddbmm(
-            gram,
-            gram,
-            gram,
-            beta=B,
-            alpha=C,
-        )
+        polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
         x = torch.baddbmm(x, polynomial, x, beta=A)
     return x.reshape(matrix.shape)

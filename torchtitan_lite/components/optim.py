@@ -22,46 +22,41 @@ from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
-# optimizer.name, a row of config/choices.py -> builder of the optimizer for all parameters of this rank
+# optimizer.name, a row of config/choices.py -> optimizer for all parameters of this rank. It reads the keys of its
+# groups, and ignores those that it does not know.
 BUILDERS = {
-    "AdamW": lambda groups, section, kernels: AdamW(groups, **list_keys(section), **kernels),
-    "Muon": lambda groups, section, kernels: Muon(groups, **list_keys(section), **kernels),
-    "SGD": lambda groups, section, kernels: SGD(
-        groups, lr=section.lr, weight_decay=section.weight_decay, **kernels
-    ),
+    "AdamW": AdamW,
+    "Muon": Muon,
+    "SGD": SGD,
 }
-
-
-def list_keys(section: Optimizer) -> dict[str, object]:
-    """Return the keys of AdamW."""
-    return {
-        "lr": section.lr,
-        "betas": (section.beta1, section.beta2),
-        "eps": section.eps,
-        "weight_decay": section.weight_decay,
-    }
 
 
 def build_optimizer(
     section: Optimizer, parameters: dict[str, Tensor], dtype: str = "float32"
 ) -> TorchOptimizer:
     """Build one optimizer for all parameters (by FQN). Only Muon communicates, and uses the compute dtype `dtype`."""
-    if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
-        return AdamWBFloat16(parameters.values(), **list_keys(section), fused=True)
+    builder = BUILDERS[section.name]
+    if section.moments_dtype == "bfloat16":
+        builder = AdamWBFloat16  # `check` allows it only for fused AdamW
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
     has_fused_kernel = OPTIMIZERS[section.name].has_fused_kernel
     fused = section.implementation == "fused" and has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
-    compute_dtype = getattr(torch, dtype)
     # One parameter group per mesh, because torch's kernels need all DTensors on one mesh. Experts have another mesh.
     groups: dict[object, dict] = {}
     for fqn, parameter in parameters.items():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh not in groups:
-            groups[mesh] = {"params": [], "compute_dtype": compute_dtype}
+            groups[mesh] = {
+                "params": [],
+                "lr": section.lr,
+                "betas": (section.beta1, section.beta2),
+                "eps": section.eps,
+                "weight_decay": section.weight_decay,
+                "compute_dtype": getattr(torch, dtype),
+            }
         groups[mesh]["params"].append((fqn, parameter))
-    kernels = {"fused": fused, "foreach": foreach}
-    return BUILDERS[section.name](list(groups.values()), section, kernels)
+    return builder(list(groups.values()), fused=fused, foreach=foreach)
 
 
 def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> LambdaLR:
@@ -101,19 +96,23 @@ def count_copies(tensor: Tensor) -> int:
     """Return the number of ranks that hold the same shard of a tensor; 1 if it is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return 1
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return math.prod(size for size, placement in sizes if placement.is_replicate())
+    n_copies = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if placement.is_replicate():
+            n_copies *= size
+    return n_copies
 
 
 def sum_squares(tensors: list[Tensor]) -> Tensor:
     """Sum the squares of all values in `tensors`, which are on one device. Returns () float64.
 
-    A CPU adds fp32 values one by one. The norm of 5e7 values is off by 4e-3 on one rank but by 1e-3 on eight ranks, so
-    clipping would depend on the layout. So CPU tensors are summed in float64. A GPU sums in a tree, which is accurate
-    in fp32.
+    A CPU adds fp32 values one by one. The error depends on the number of values on a rank, so clipping would depend on
+    the layout (tests/ranks/test_optim.py). So CPU tensors are summed in float64. A GPU sums in a tree, which is
+    accurate in fp32.
     """
     dtype = torch.float64 if tensors[0].device.type == "cpu" else None
-    return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).double().square().sum()
+    norms = torch.stack(torch._foreach_norm(tensors, dtype=dtype))
+    return norms.double().square().sum()
 
 
 @torch.no_grad()

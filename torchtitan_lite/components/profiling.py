@@ -21,7 +21,7 @@ from torchtitan_lite.config.schema import Profiling
 
 logger = logging.getLogger(__name__)
 
-MEMORY_EVENTS = 100_000  # allocations and frees per snapshot: a few steps of a large model, 100 MB
+MEMORY_EVENTS = 100_000  # allocations and frees per snapshot
 
 
 @contextmanager
@@ -37,21 +37,21 @@ def profile_steps(
     `resumed_step` is the step that the run resumed from: file names count the steps of the whole run. An incomplete
     period at the end of the loop writes no trace.
     """
-    profilers = []
-    if section.enable_profiling:
-        folder = dump_folder / section.save_traces_folder
-        profilers.append(make_tracer(section, folder, rank, resumed_step))
-    if section.enable_memory_snapshot:
-        folder = dump_folder / section.save_memory_snapshot_folder
-        profilers.append(MemorySnapshots(section.profile_freq, folder, rank, resumed_step))
-
-    def end_step() -> None:
-        for profiler in profilers:
-            profiler.step()
-
     with ExitStack() as stack:
-        for profiler in profilers:
-            stack.enter_context(profiler)
+        profilers = []
+        if section.enable_profiling:
+            folder = dump_folder / section.save_traces_folder
+            tracer = make_tracer(section, folder, rank, resumed_step)
+            profilers.append(stack.enter_context(tracer))
+        if section.enable_memory_snapshot:
+            folder = dump_folder / section.save_memory_snapshot_folder
+            snapshots = MemorySnapshots(section.profile_freq, folder, rank, resumed_step)
+            profilers.append(stack.enter_context(snapshots))
+
+        def end_step() -> None:
+            for profiler in profilers:
+                profiler.step()
+
         yield end_step
 
 
@@ -59,9 +59,7 @@ def make_tracer(section: Profiling, folder: Path, rank: int, resumed_step: int) 
     """Create torch's profiler, which records the last steps of each period."""
 
     def write_trace(profiler: profile) -> None:
-        if (
-            profiler.step_num % section.profile_freq != 0
-        ):  # the loop ended in the middle of a recording
+        if profiler.step_num % section.profile_freq:  # the loop ended in the middle of a recording
             return
         step = resumed_step + profiler.step_num
         path = folder / f"step-{step}" / f"rank-{rank}.json"
@@ -96,8 +94,9 @@ class MemorySnapshots:
         self.resumed_step = resumed_step
         self.n_steps = resumed_step
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "MemorySnapshots":
         torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        return self
 
     def __exit__(self, kind, error, traceback) -> None:
         if is_out_of_memory(error):

@@ -21,7 +21,7 @@ class TensorBoardSink:
     def write(self, step: int, scalars: dict[str, float]) -> None:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
-        self.writer.flush()  # takes half a millisecond, because a background thread writes the file
+        self.writer.flush()  # does not wait: a background thread writes the file
 
     def close(self) -> None:
         self.writer.close()

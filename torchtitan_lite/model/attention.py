@@ -42,18 +42,31 @@ class CausalAttention(InnerAttention):
 
 class DocumentAttention(InnerAttention):
     def plan(self, doc_ids: Tensor) -> Tensor | BlockMask:
-        return plan_documents(doc_ids)
+        """Plan which blocks flex attention reads; on a CPU, return doc_ids (B, S)."""
+        if doc_ids.device.type == "cpu":
+            return doc_ids
+        return plan_blocks(doc_ids, *self.positions(doc_ids.shape[1], doc_ids.device))
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask
     ) -> Tensor:
-        """query (B, heads, S, E), key and value (B, kv heads, S, E), doc_ids (B, S) or a plan -> (B, heads, S, E)."""
+        """query (B, heads, Q, E), key and value (B, kv heads, S, E), result of `plan` -> (B, heads, Q, E)."""
         if isinstance(doc_ids, BlockMask):
             return attend_in_blocks(query, key, value, doc_ids)
-        positions = torch.arange(query.shape[2], device=query.device)
+        query_positions, key_positions = self.positions(key.shape[2], key.device)
         return attend_within_documents(
-            query, key, value, doc_ids, query_positions=positions, key_positions=positions
+            query,
+            key,
+            value,
+            doc_ids,
+            query_positions=query_positions,
+            key_positions=key_positions,
         )
+
+    def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions of the queries, (Q,), and of the keys, (S,), in the full sequence."""
+        positions = torch.arange(seq_len, device=device)
+        return positions, positions
 
 
 ATTENTION_MODULES = {  # model.attention, rows of config/choices.py
@@ -66,20 +79,15 @@ def attend_within_documents(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    doc_ids: Tensor | None,
+    doc_ids: Tensor,
     *,
     query_positions: Tensor,
     key_positions: Tensor,
 ) -> Tensor:
     """Attend with an explicit mask. query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E).
 
-    doc_ids (B, S) cover the full sequence; query_positions (Q,) and key_positions (K,) index into it. Raises ValueError
-    without doc_ids.
+    doc_ids (B, S) cover the full sequence; query_positions (Q,) and key_positions (K,) index into it.
     """
-    if doc_ids is None:
-        raise ValueError(
-            'model.attention = "document" needs doc_ids (B, S), but the model was called without them'
-        )
     same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_positions]
     mask = same & (query_positions[:, None] >= key_positions)  # (B, Q, K)
     return F.scaled_dot_product_attention(
@@ -108,17 +116,8 @@ def compile_once(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False, options=options)
 
 
-def plan_documents(doc_ids: Tensor, *positions: Tensor) -> Tensor | BlockMask:
-    """Return the result of `plan_blocks`; on a CPU, return doc_ids (B, S)."""
-    return doc_ids if doc_ids.device.type == "cpu" else plan_blocks(doc_ids, *positions)
-
-
-def plan_blocks(
-    doc_ids: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None
-) -> BlockMask:
-    """Plan which blocks of queries x keys flex attention reads. Positions default to the full sequence."""
-    if query_positions is None:
-        query_positions = key_positions = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+def plan_blocks(doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor) -> BlockMask:
+    """Plan which blocks of queries x keys flex attention reads. For the arguments see attend_within_documents."""
     query_docs = doc_ids[:, query_positions]
     key_docs = doc_ids[:, key_positions]
 

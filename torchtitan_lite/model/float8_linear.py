@@ -50,12 +50,19 @@ class Recipe:
     dw_in_float8: bool
 
     def round(self, x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> Float8Tensor:
-        """Round to float8. With `by_row`, one scale for each vector along `dim`; with dim None, one for the tensor."""
+        """Round to float8. With `by_row`, one scale for each vector along `dim`; with dim None, one for the tensor.
+
+        FSDP has already rounded a weight that it gathered in float8 (tensorwise).
+        """
+        if isinstance(x, Float8GatheredWeight):
+            return Float8Tensor(x.data8, x.scale)
         if self.by_row and dim is not None:
             amax = x.abs().amax(dim, keepdim=True)
         else:
             amax = x.abs().amax()
-        scale = choose_scale(amax, dtype, power_of_two=self.by_row)
+        scale = choose_scale(amax, dtype)
+        if self.by_row:
+            scale = scale.log2().floor().exp2()
         return Float8Tensor(cast(x, scale, dtype), scale)
 
 
@@ -66,10 +73,9 @@ RECIPES = {  # quantize.linear.float8.recipe_name
 }
 
 
-def choose_scale(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Tensor:
+def choose_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the fp32 scale that maps `amax` to the largest float8. In fp64, as compiled fp32 rounds differently."""
-    scale = (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
-    return scale.log2().floor().exp2() if power_of_two else scale
+    return (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,43 +115,29 @@ def multiply(
 
 
 class Float8MatmulFunction(torch.autograd.Function):
-    """x (..., K), weight (N, K) -> (..., N). Saves x and the weight for backward, like any linear layer.
-
-    A weight that FSDP gathered in float8 (tensorwise) is passed as `data8` and `scale`; `weight` then only receives the
-    gradient.
-    """
+    """x (..., K), weight (N, K) -> (..., N). Saves x and the weight for backward, like any linear layer."""
 
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        data8: Tensor | None,
-        scale: Tensor | None,
-        recipe_name: str,
-        emulate: bool,
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, recipe_name: str, emulate: bool) -> Tensor:
         recipe = RECIPES[recipe_name]
         ctx.recipe = recipe
         ctx.emulate = emulate
-        ctx.save_for_backward(x, weight if data8 is None else None, data8, scale)
+        ctx.save_for_backward(x, weight)
         x8 = recipe.round(x.flatten(0, -2), 1)
-        w8 = recipe.round(weight, 1) if data8 is None else Float8Tensor(data8, scale)
+        w8 = recipe.round(weight, 1)
         product = multiply(x8, w8.t(), x.dtype, emulate=emulate, fast=True)
         return product.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, data8, scale = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         recipe = ctx.recipe
         dy = dy.flatten(0, -2)  # (M, N)
         dy8 = recipe.round(dy, 1, recipe.of_gradient)
         dx = None
         dw = None
         if ctx.needs_input_grad[0]:  # dot products sum over N: one scale per column of w
-            w8 = Float8Tensor(data8, scale)
-            if data8 is None:
-                w8 = recipe.round(weight, 0 if recipe.dw_in_float8 else None)
+            w8 = recipe.round(weight, 0 if recipe.dw_in_float8 else None)
             dx = multiply(dy8, w8, dy.dtype, emulate=ctx.emulate).view_as(x)
         if ctx.needs_input_grad[1]:  # dot products sum over M
             rows = x.flatten(0, -2)
@@ -155,43 +147,27 @@ class Float8MatmulFunction(torch.autograd.Function):
                 if recipe.by_row:
                     dy8 = recipe.round(dy, 0, recipe.of_gradient)
                 dw = multiply(dy8.t(), recipe.round(rows, 0), dy.dtype, emulate=ctx.emulate)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None
 
 
 class Float8Linear(nn.Linear):
     """nn.Linear that multiplies in float8. Its trained and saved weight is fp32."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        recipe_name: str,
-        emulate: bool,
-        bias: bool = False,
-    ):
-        super().__init__(in_features, out_features, bias=bias)
-        self.recipe_name = recipe_name
-        self.emulate = emulate
+    recipe_name: str
+    emulate: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N)."""
-        weight = self.weight
         bias = self.bias
-        data8 = None
-        scale = None
-        if isinstance(weight, Float8GatheredWeight):
-            data8 = weight.data8
-            scale = weight.scale
-        product = Float8MatmulFunction.apply(
-            x,
-            weight,
-            data8,
-            scale,
-            self.recipe_name,
-            self.emulate,
-        )
+        product = Float8MatmulFunction.apply(x, self.weight, self.recipe_name, self.emulate)
         return product if bias is None else product + bias
+
+
+def convert_to_float8(linear: nn.Linear, recipe_name: str, emulate: bool) -> None:
+    """Make a linear layer multiply in float8. It keeps its parameters."""
+    linear.__class__ = Float8Linear
+    linear.recipe_name = recipe_name
+    linear.emulate = emulate
 
 
 VIEWS = (aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default)
@@ -228,9 +204,6 @@ class Float8GatheredWeight(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner, dtype, size, stride):
         return Float8GatheredWeight(inner["data8"], inner["scale"], dtype)
-
-    def __repr__(self):
-        return f"Float8GatheredWeight({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, op, types, args, kwargs=None):

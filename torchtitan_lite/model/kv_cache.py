@@ -46,13 +46,7 @@ class CachedAttention(InnerAttention):
         n_keys = key_value.shape[3]
         mask = None  # a single token attends to everything; an empty cache needs only is_causal
         if 1 < n_queries < n_keys:
-            mask = torch.ones(
-                n_queries,
-                n_keys,
-                dtype=torch.bool,
-                device=query.device,
-            )
-            mask = mask.tril(n_keys - n_queries)
+            mask = query.new_ones(n_queries, n_keys, dtype=torch.bool).tril(n_keys - n_queries)
         return F.scaled_dot_product_attention(
             query,
             *key_value,
@@ -68,11 +62,8 @@ class CachedModel:
     def __init__(self, model: nn.Module):
         self.model = model
         self.length = 0
-        self.attentions = []
         for block in model.layers.values():
-            attention = CachedAttention()
-            block.attention.inner = attention
-            self.attentions.append(attention)
+            block.attention.inner = CachedAttention()
         # Only the last token's logits are needed. Logits for every token of a long prompt would take gigabytes.
         model.norm.register_forward_pre_hook(lambda norm, args: (args[0][:, -1:],))
 
@@ -83,15 +74,14 @@ class CachedModel:
         start = self.length
         self.length += len(tokens)
         positions = torch.arange(start, self.length, device=device)
+        new = torch.tensor([tokens], device=device)
         with sdpa_kernel(KERNELS):
-            logits = self.model(
-                torch.tensor([tokens], device=device), positions=positions[None]
-            )  # (1, 1, V)
+            logits = self.model(new, positions=positions[None])  # (1, 1, V)
         return logits[0, -1].float().cpu()
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
-        assert 0 <= length <= self.length, f"{length} of {self.length} tokens"
-        for attention in self.attentions:
-            attention.cache = attention.cache[:, :, :, :length] if length else None
+        for block in self.model.layers.values():
+            inner = block.attention.inner
+            inner.cache = inner.cache[:, :, :, :length] if length else None
         self.length = length

@@ -6,23 +6,14 @@
     experts    one grouped matmul over all groups of rows (grouped_mm); groups may have any size: no token is dropped
     output     weighted sum of each token's K rows
 
-Load balancing. If a few experts get all tokens, the others learn nothing. Two methods prevent this. Both give the same
-numbers on every layout:
-
-    bias            added to the scores when experts are chosen, but not to the weights. After each step it changes by a
-                    fixed amount: up for experts below the mean load, down for experts above it (expert_balance.py)
-    auxiliary loss  sum over experts of f x P, for each sequence separately. f is the expert's fraction of the routes
-                    (times n_experts, so 1 means balanced); P is the mean of its normalized scores
-
-The backward of the scores adds the gradient of the auxiliary loss, so the model still returns a single tensor. All
-tokens count, including tokens whose target is ignored.
+A bias is added to the scores when experts are chosen, but not to the weights. components/expert_balance.py changes it
+after each step to balance the load, and counts the routes that the router returns.
 
 Legend: B batch, S sequence, T = B*S tokens, D model dim, F expert hidden dim, E experts, K = top_k, R = T*K.
-Sources: arXiv:1701.06538; Mixtral arXiv:2401.04088; bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3
-arXiv:2412.19437, eq. 17 to 20, except that f ignores the bias there, and counts the routes actually taken here.
+Sources: arXiv:1701.06538; Mixtral arXiv:2401.04088; bias arXiv:2408.15664.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +32,11 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
-        weights, routes, counts = self.router(x)
+        weights, routes, counts, _ = self.router(x)
         n_copies = routes.shape[-1]
-        order = routes.flatten().argsort(
-            stable=True
-        )  # (R,): rows by expert; row r is copy r % K of token r // K
-        place = invert(order)
+        # (R,): rows by expert; row r is copy r % K of token r // K
+        order = routes.flatten().argsort(stable=True)
+        place = order.argsort()  # the inverse permutation: where row r went
         tokens = x.flatten(0, 1)
         rows = take_rows(tokens, order // n_copies, place, n_copies)
         rows = self.experts(rows, counts.sum(0))
@@ -68,31 +58,18 @@ class Router(nn.Module):
         self.n_experts = args.n_experts
         self.weight = nn.Parameter(torch.empty(args.n_experts, dim))
         self.register_buffer("expert_bias", None)  # (E,) fp32, saved in checkpoints
-        # Sums over the microbatches of a step: number of routes per expert, and entropy of the scores in nats.
-        # float64 is exact for integers up to 2**53.
-        self.register_buffer("load", None, persistent=False)
         self.reset(None)
-        self.last_load: Tensor | None = None  # the same sums for the last forward pass only
-        self.balance_loss = 0.0  # weight of the auxiliary loss per sequence
-        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: (
-            counts
-        )  # sum over cp ranks
 
     def reset(self, device: torch.device | None) -> None:
-        """Allocate the buffers on `device` and set bias and load to zero."""
-        self.expert_bias = torch.zeros(
-            self.n_experts,
-            dtype=torch.float32,
-            device=device,
-        )
-        self.load = torch.zeros(
-            self.n_experts + 1,
-            dtype=torch.float64,
-            device=device,
-        )
+        """Allocate the bias on `device` and set it to zero."""
+        self.expert_bias = torch.zeros(self.n_experts, dtype=torch.float32, device=device)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, S, D) -> weights (B, S, K) fp32, routes (B, S, K) int64, and routes per expert (B, E) int64."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x (B, S, D) -> weights (B, S, K), routes (B, S, K), counts (B, E), probabilities (B, S, E).
+
+        Weights are fp32 and belong to routes, the int64 numbers of the chosen experts. Counts are the int64 numbers of
+        routes per expert and sequence. Probabilities are the scores of all experts, fp32, normalized to a sum of 1.
+        """
         logits = F.linear(x.float(), self.weight.float())  # (B, S, E)
         if self.args.router_scores == "softmax":
             scores = probabilities = logits.softmax(-1)
@@ -103,49 +80,11 @@ class Router(nn.Module):
         weights = scores.gather(-1, routes)
         if self.args.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
-        counts = count_routes(routes, self.n_experts)
-        detached = probabilities.detach()
-        entropy = -torch.xlogy(detached, detached).sum()
-        # Assign, do not add: recompute runs this line again. A hook outside of it adds (components/expert_balance.py).
-        self.last_load = torch.cat([counts.sum(0), entropy[None]])
-        if self.balance_loss:
-            weights = AuxiliaryGradient.apply(weights, probabilities, counts, self)
-        return weights, routes, counts
+        return weights, routes, count_routes(routes, self.n_experts), probabilities
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the K best experts for each token: (B, S, E) -> (B, S, K). The bias affects only this choice."""
         return (scores + self.expert_bias).topk(self.args.top_k, dim=-1).indices
-
-
-class AuxiliaryGradient(torch.autograd.Function):
-    """Return the weights unchanged. Backward adds the gradient of the auxiliary loss to the probabilities' gradient.
-
-    For a sequence of S tokens: d loss / d probability = balance_loss x f / S, for every token.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        weights: Tensor,
-        probabilities: Tensor,
-        counts: Tensor,
-        router: Router,
-    ) -> Tensor:
-        ctx.save_for_backward(counts)
-        ctx.router = router
-        ctx.n_tokens = probabilities.shape[1]
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        (counts,) = ctx.saved_tensors
-        router = ctx.router
-        counts = router.sum_over_sequence(counts)  # (B, E), over full sequences
-        n_routes = counts.sum(-1, keepdim=True).float()
-        fraction = router.n_experts * router.args.top_k * counts.float()
-        per_token = fraction / n_routes.square()  # f / S, with S = routes of a sequence / top_k
-        per_token = per_token[:, None].expand(-1, ctx.n_tokens, -1)
-        return grad, router.balance_loss * per_token, None, None
 
 
 class Experts(nn.Module):
@@ -162,13 +101,10 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (R, D), sorted by expert; counts (E,) int64, the number of rows per expert -> (R, D)."""
-        w1 = self.w1
-        w2 = self.w2
-        w3 = self.w3
+        matrices = [self.w1, self.w2, self.w3]
         if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
-            w1 = ZeroIdleGradient.apply(w1, counts)
-            w2 = ZeroIdleGradient.apply(w2, counts)
-            w3 = ZeroIdleGradient.apply(w3, counts)
+            matrices = [ZeroIdleGradient.apply(each, counts) for each in matrices]
+        w1, w2, w3 = matrices
         ends = counts.cumsum(0).to(torch.int32)
         gate = multiply_groups(rows, w1, ends)
         up = multiply_groups(rows, w3, ends)
@@ -210,11 +146,6 @@ def count_routes(routes: Tensor, n_experts: int) -> Tensor:
     """Count the routes to each expert, per sequence: (B, S, K) -> (B, E) int64."""
     experts = torch.arange(n_experts, device=routes.device)
     return (routes[..., None] == experts).sum((1, 2))
-
-
-def invert(order: Tensor) -> Tensor:
-    """Return the inverse of a permutation (R,)."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class TakeRows(torch.autograd.Function):

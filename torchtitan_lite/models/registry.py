@@ -14,4 +14,7 @@ NAMES = (  # model.name
 MODELS: dict[str, ModelTable] = {
     name: import_module(f"torchtitan_lite.models.{name}.table").MODEL for name in NAMES
 }
-FLAVORS = tuple(dict.fromkeys(flavor for table in MODELS.values() for flavor in table.flavors))
+flavors: dict[str, None] = {}
+for table in MODELS.values():
+    flavors |= dict.fromkeys(table.flavors)
+FLAVORS = tuple(flavors)

@@ -14,7 +14,6 @@ schedule that splits backward would recompute in each half and for each weight, 
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """
 
-from collections.abc import Callable
 from functools import partial, wraps
 
 import torch
@@ -24,6 +23,7 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from torchtitan_lite.config.schema import ActivationCheckpoint
@@ -75,22 +75,23 @@ def set_memory_budget(section: ActivationCheckpoint) -> None:
 
 def apply_recompute(module: nn.Module, method: str, *, keep_expensive_ops: bool) -> None:
     """Make backward recompute a method of a block or of one of its modules: all of it, or only its cheap ops."""
-    options = {}
+    forward = getattr(module, method)
+    context_fn = noop_context_fn
     if keep_expensive_ops:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, choose_policy)
-    setattr(module, method, recomputed(getattr(module, method), **options))
-
-
-def recomputed(forward: Callable, **options) -> Callable:
-    """Wrap `forward` in torch's checkpoint. The RNG state is not saved, because there is no dropout."""
+        context_fn = partial(create_selective_checkpoint_contexts, choose_policy)
 
     @wraps(forward)
     def run(*args, **kwargs):
         return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs
+            forward,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,  # there is no dropout
+            context_fn=context_fn,
+            **kwargs,
         )
 
-    return run
+    setattr(module, method, run)
 
 
 def choose_policy(context, op, *args, **kwargs) -> CheckpointPolicy:

@@ -19,36 +19,64 @@ Legend: B batch, S sequence, H query heads, K key/value heads, E head dim.
 Sources: online softmax arXiv:1805.02867; FlashAttention arXiv:2205.14135, 2307.08691.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
 
-Attention = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, contiguous
-Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key, value
+OutAndLse = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, contiguous
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """Forward and backward of one kernel, with the arguments of attend_cpu and attend_cpu_backward."""
+def prefers_cudnn(query: Tensor) -> bool:
+    """Return whether the cuDNN kernel is the fastest. Its backward is not deterministic."""
+    if not query.is_cuda or torch.are_deterministic_algorithms_enabled():
+        return False
+    preferred = torch._fused_sdp_choice(query, query, query)
+    return SDPBackend(preferred) == SDPBackend.CUDNN_ATTENTION
 
-    attend: Callable[..., Attention]
-    attend_backward: Callable[..., Gradients]
 
-
-def choose_kernel(query: Tensor) -> Kernel:
+def attend_to_part(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, cudnn: bool
+) -> OutAndLse:
+    """query (B, H, Q, E), key and value (B, K, S, E) -> out (B, H, Q, E), lse (B, H, Q) fp32."""
     if query.device.type == "cpu":
-        return KERNELS["cpu"]
-    # cuDNN's backward is not deterministic.
-    if hasattr(torch, "_fused_sdp_choice") and not torch.are_deterministic_algorithms_enabled():
-        preferred = torch._fused_sdp_choice(query, query, query)
-        if SDPBackend(preferred) == SDPBackend.CUDNN_ATTENTION:
-            return KERNELS["cudnn"]
-    return KERNELS["flash"]
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+    if cudnn:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal
+        )
+        return out, lse.flatten(2)  # (B, H, Q, 1)
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
+    return out, lse
+
+
+def attend_to_part_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    cudnn: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value. `out` and `lse` are merged over all parts."""
+    tensors = (grad_out, query, key, value, out)
+    if query.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, lse, 0.0, causal)
+    # All sequences have the same length, so no cumulative lengths. No dropout, so seed and offset are empty.
+    lengths = (None, None, query.shape[2], key.shape[2])
+    empty = torch.empty((), dtype=torch.int64, device=query.device)
+    if cudnn:
+        bias = None
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            *tensors, lse[..., None], empty, empty, bias, *lengths, 0.0, causal
+        )
+    return aten._scaled_dot_product_flash_attention_backward(
+        *tensors, lse, *lengths, 0.0, causal, empty, empty
+    )
 
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
@@ -57,66 +85,3 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
     weight = torch.sigmoid(part_lse - lse)
     out.lerp_(part_out.float(), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
-
-
-def attend_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Attention:
-    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-
-
-def attend_cpu_backward(*inputs: Tensor, causal: bool) -> Gradients:
-    """`inputs`, here and below: grad_out, query, key, value, out, lse."""
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, causal)
-
-
-def attend_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Attention:
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, True, 0.0, causal
-    )
-    return out, lse.flatten(2)  # (B, H, S, 1)
-
-
-def attend_cudnn_backward(*inputs: Tensor, causal: bool) -> Gradients:
-    *others, lse = inputs
-    return aten._scaled_dot_product_cudnn_attention_backward(
-        *others,
-        lse[..., None],
-        *no_random_state(lse),
-        None,  # no bias
-        *describe_lengths(inputs),
-        0.0,
-        causal,
-    )
-
-
-def attend_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Attention:
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
-    return out, lse
-
-
-def attend_flash_backward(*inputs: Tensor, causal: bool) -> Gradients:
-    return aten._scaled_dot_product_flash_attention_backward(
-        *inputs,
-        *describe_lengths(inputs),
-        0.0,
-        causal,
-        *no_random_state(inputs[0]),
-    )
-
-
-def describe_lengths(inputs: tuple[Tensor, ...]) -> tuple[None, None, int, int]:
-    """Return the lengths of queries and keys, without cumulative lengths: all sequences of a batch have the same."""
-    _, query, key, *_ = inputs
-    return None, None, query.shape[2], key.shape[2]
-
-
-def no_random_state(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an empty seed and offset, because there is no dropout."""
-    empty = torch.empty((), dtype=torch.int64, device=like.device)
-    return empty, empty
-
-
-KERNELS = {
-    "cpu": Kernel(attend_cpu, attend_cpu_backward),
-    "cudnn": Kernel(attend_cudnn, attend_cudnn_backward),
-    "flash": Kernel(attend_flash, attend_flash_backward),
-}

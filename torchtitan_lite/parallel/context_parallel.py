@@ -27,11 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
-from torchtitan_lite.model.attention import (
-    attend_in_blocks,
-    attend_within_documents,
-    plan_documents,
-)
+from torchtitan_lite.model.attention import DocumentAttention
 from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.parallel.exchange import Gather, list_ranks
 from torchtitan_lite.parallel.ring_attention import context_attention
@@ -87,47 +83,24 @@ class CausalContext(InnerAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: None = None) -> Tensor:
         """query (B, H, S/cp, E), key and value (B, K, S/cp, E) -> (B, H, S/cp, E). Collective."""
-        rank, n_ranks, group = self.ranks
-        out, _ = context_attention(query, key, value, self.method, group, rank, n_ranks)
+        out, _ = context_attention(query, key, value, self.method, *self.ranks)
         return out
 
 
-class DocumentContext(InnerAttention):
+class DocumentContext(DocumentAttention):
     """Document attention: every token attends to its document up to itself, on every rank."""
 
     def __init__(self, mesh: DeviceMesh, method: str):
         super().__init__()
-        assert method == "allgather", "the ring has no masks"
         self.ranks = list_ranks(mesh)
 
-    def plan(self, doc_ids: Tensor) -> Tensor | BlockMask:
-        positions = self.positions(doc_ids.shape[1], doc_ids.device)
-        return plan_documents(doc_ids, *positions)
-
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        doc_ids: Tensor | BlockMask | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask
     ) -> Tensor:
-        """query (B, H, S/cp, E), key and value (B, K, S/cp, E), doc_ids (B, S) or a plan -> (B, H, S/cp, E).
-
-        Collective.
-        """
+        """query (B, H, S/cp, E), key and value (B, K, S/cp, E), result of `plan` -> (B, H, S/cp, E). Collective."""
         local = torch.stack((key, value))
         keys, values = Gather.apply(local, self.ranks, 3)  # (2, B, K, S, E)
-        if isinstance(doc_ids, BlockMask):
-            return attend_in_blocks(query, keys, values, doc_ids)
-        query_positions, key_positions = self.positions(keys.shape[2], query.device)
-        return attend_within_documents(
-            query,
-            keys,
-            values,
-            doc_ids,
-            query_positions=query_positions,
-            key_positions=key_positions,
-        )
+        return super().forward(query, keys, values, doc_ids)
 
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of this rank's queries, (S/cp,), and of all gathered keys, (S,), in rank order."""

@@ -15,11 +15,11 @@ follows immediately: on a GPU the stream waits, not the host. torch.compile sees
 them.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.distributed.device_mesh import DeviceMesh
 
 collectives = torch.ops._c10d_functional
@@ -39,22 +39,18 @@ def list_ranks(mesh: DeviceMesh) -> Ranks:
 
 def all_gather(own: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Concatenate the tensors of all ranks along `dim`. Collective; not differentiable."""
-    with below_autograd():
-        gathered = collectives.all_gather_into_tensor.default(
-            own.contiguous(), ranks.n, ranks.group_name
-        )
-        stacked = collectives.wait_tensor.default(gathered)
-        return torch.cat(stacked.chunk(ranks.n), dim)
+    stacked = run_collective(
+        collectives.all_gather_into_tensor, own.contiguous(), ranks.n, ranks.group_name
+    )
+    return torch.cat(stacked.chunk(ranks.n), dim)
 
 
 def reduce_scatter(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Sum the tensors of all ranks, and keep this rank's chunk along `dim`. Collective; not differentiable."""
-    with below_autograd():
-        stacked = torch.cat(whole.chunk(ranks.n, dim))
-        summed = collectives.reduce_scatter_tensor.default(
-            stacked, "sum", ranks.n, ranks.group_name
-        )
-        return collectives.wait_tensor.default(summed)
+    stacked = torch.cat(whole.chunk(ranks.n, dim))
+    return run_collective(
+        collectives.reduce_scatter_tensor, stacked, "sum", ranks.n, ranks.group_name
+    )
 
 
 def all_to_all(rows: Tensor, ranks: Ranks, received: list[int], sent: list[int]) -> Tensor:
@@ -62,16 +58,17 @@ def all_to_all(rows: Tensor, ranks: Ranks, received: list[int], sent: list[int])
 
     `received`, `sent`: number of rows from and to each rank.
     """
-    with below_autograd():
-        arrived = collectives.all_to_all_single.default(
-            rows.contiguous(), received, sent, ranks.group_name
-        )
-        return collectives.wait_tensor.default(arrived)
+    return run_collective(
+        collectives.all_to_all_single, rows.contiguous(), received, sent, ranks.group_name
+    )
 
 
-def below_autograd() -> AbstractContextManager:
-    """Context manager: skip autograd, because its Python code for collectives is slower than the collectives."""
-    return nullcontext() if torch.compiler.is_compiling() else torch._C._AutoDispatchBelowAutograd()
+def run_collective(collective: OpOverloadPacket, *arguments) -> Tensor:
+    """Run a collective and wait. Skips autograd, whose Python code for collectives is slower than the collectives."""
+    if torch.compiler.is_compiling():
+        return collectives.wait_tensor.default(collective.default(*arguments))
+    with torch._C._AutoDispatchBelowAutograd():
+        return collectives.wait_tensor.default(collective.default(*arguments))
 
 
 class Gather(torch.autograd.Function):

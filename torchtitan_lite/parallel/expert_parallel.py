@@ -33,12 +33,11 @@ Effect: expert weights are DTensors on mesh dim ep; `experts.forward` exchanges 
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from torchtitan_lite.model.moe import Experts, invert, list_moes, take_rows
+from torchtitan_lite.model.moe import Experts, list_moes, take_rows
 from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, list_ranks
 from torchtitan_lite.parallel.local_parameters import shard_parameters
 
@@ -53,35 +52,20 @@ def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
         moe.experts.forward = partial(compute_elsewhere, moe.experts, ranks)
 
 
-def share_sequences(part: nn.Module, groups: list[dist.ProcessGroup]) -> None:
-    """Make the auxiliary loss of `part` count the routes of full sequences, which `groups` (cp, tp) split.
-
-    If this loss is enabled, backward all-reduces B x E x 8 bytes over each group.
-    """
-
-    def sum_over_sequence(counts: Tensor) -> Tensor:
-        total = counts.clone()
-        for group in groups:
-            dist.all_reduce(total, group=group)
-        return total
-
-    for _, moe in list_moes(part):
-        moe.router.sum_over_sequence = sum_over_sequence
-
-
 def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tensor) -> Tensor:
     """Replacement for Experts.forward: rows (R, D) sorted by expert -> (R, D), computed on the experts' ranks."""
-    by_rank = counts.unflatten(
-        0, (ranks.n, -1)
-    )  # rows to send to each rank, per expert there: (ep, E/ep)
+    by_rank = counts.unflatten(0, (ranks.n, -1))  # rows for each rank, per expert there: (ep, E/ep)
     n_experts = [by_rank.shape[1]] * ranks.n
-    arriving = all_to_all(counts, ranks, n_experts, n_experts).view_as(by_rank)  # from each rank
+    arriving = all_to_all(counts, ranks, n_experts, n_experts)
+    arriving = arriving.view_as(by_rank)  # from each rank
     sent, received = read_splits(by_rank, arriving)
     arrived = ExchangeRows.apply(rows, received, sent, ranks)  # sorted by rank, then by expert
     order = order_by_expert(arriving, sum(received))
-    place = invert(order)
-    results = type(experts).forward(experts, take_rows(arrived, order, place, 1), arriving.sum(0))
-    return ExchangeRows.apply(take_rows(results, place, order, 1), sent, received, ranks)
+    place = order.argsort()  # the inverse permutation
+    sorted_rows = take_rows(arrived, order, place, 1)
+    results = type(experts).forward(experts, sorted_rows, arriving.sum(0))
+    results = take_rows(results, place, order, 1)
+    return ExchangeRows.apply(results, sent, received, ranks)
 
 
 def order_by_expert(arriving: Tensor, n_rows: int) -> Tensor:

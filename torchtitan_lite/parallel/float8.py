@@ -33,26 +33,18 @@ from torchtitan_lite.model.float8_linear import (
     Float8Linear,
     cast,
     choose_scale,
+    convert_to_float8,
 )
 
 
 def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
-    """Replace the linear layers that plan_float8 selects with float8 layers (on meta)."""
+    """Make the linear layers that plan_float8 selects multiply in float8."""
     modules = dict(part.named_modules())
     sizes = list_linears(part.model_args)
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
         linear = modules.get(fqn)
-        if type(linear) is not nn.Linear:  # None: it is on another stage
-            continue
-        with torch.device(linear.weight.device):
-            float8_linear = Float8Linear(
-                linear.in_features,
-                linear.out_features,
-                recipe_name=section.recipe_name,
-                emulate=section.emulate,
-                bias=linear.bias is not None,
-            )
-        part.set_submodule(fqn, float8_linear)
+        if type(linear) is nn.Linear:  # None: it is on another stage
+            convert_to_float8(linear, section.recipe_name, section.emulate)
 
 
 # ---------------------------------------------------------------- weights gathered in float8

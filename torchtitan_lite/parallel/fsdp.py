@@ -36,7 +36,9 @@ Effect: parameters are DTensors over fsdp_mesh (x tp); FQNs do not change. Appli
 the same mixed precision everywhere; skipped only if a stage has a single rank that computes in fp32.
 """
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,57 +53,48 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from torchtitan_lite.config.block import find_expert_dim
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.schema import Training
 from torchtitan_lite.model.moe import MoE, list_moes
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
     """List the groups of modules that are gathered together, in forward order."""
-    groups = [[block] for block in part.layers.values()]
-    first = []
-    last = []
-    if part.tok_embeddings is not None:
-        first = [part.tok_embeddings]
-    if part.output is not None:
-        last = [part.norm, part.output]
-    if first and last and part.model_args.tie_embeddings:
-        return [*groups, first + last]  # a shared matrix can be in only one group
-    if first:
-        groups.insert(0, first)
-    if last:
-        groups.append(last)
-    return groups
+    blocks = [[block] for block in part.layers.values()]
+    first = [part.tok_embeddings]
+    last = [part.norm, part.output]
+    groups = [first, *blocks, last]
+    if part.model_args.tie_embeddings and None not in first + last:
+        groups = [*blocks, first + last]  # a shared matrix can be in only one group
+    return [group for group in groups if None not in group]  # None: it is on another stage
 
 
 def apply_fsdp(
     part: nn.Module,
     mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    zero_stage: int,
-    offload: bool = False,
-    expert_mesh: DeviceMesh | None = None,
-    ep: int = 1,
+    expert_mesh: DeviceMesh | None,
+    section: Training,
+    layout: Layout,
 ) -> None:
     """Shard `part` (on meta) over `mesh`, group by group, and each ep rank's experts over `expert_mesh`.
-
-    `offload`: keep the shards on the host (see above).
 
     Gradients are summed, not averaged: each loss is already divided by the number of tokens in the global batch.
     """
     # Do not cast inputs: hidden states already have the compute dtype, and rotary angles must stay fp32.
     policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        param_dtype=getattr(torch, section.mixed_precision_param),
+        reduce_dtype=getattr(torch, section.mixed_precision_reduce),
+        cast_forward_inputs=False,
     )
     offload_policy = OffloadPolicy()
-    if offload:
+    if section.enable_cpu_offload:
         offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    reshard = zero_stage == 3
+    reshard = layout.zero_stage == 3
     shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
     moes = [moe for _, moe in list_moes(part)]
     for moe in moes:
         # 64 ranks cannot share 8 experts equally. In that case every matrix is sharded instead.
-        dim = find_expert_dim(part.model_args, ep, expert_mesh.size(expert_mesh.ndim - 1))
+        dim = find_expert_dim(part.model_args, layout.ep, layout.efsdp)
         shard(
             moe,
             mesh=expert_mesh,
@@ -159,19 +152,18 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
     FSDP does so in hooks on gradients of inputs. The weight half of a split backward does not call these hooks: torch
     2.13 adds all gradients up to the next hook in the compute dtype. No communication.
     """
-    for parameter in list_fsdp_parameters(part):
-        parameter.accumulate_unsharded_grad_if_needed()  # if there is a sum: the next line would replace it
-        parameter.to_accumulated_grad_if_needed()
+    for _, group in list_fsdp_groups(part):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()  # if there is a sum: the next line would replace it
+            parameter.to_accumulated_grad_if_needed()
 
 
-def list_fsdp_parameters(part: nn.Module) -> list:
-    """Return FSDP's own objects for the parameters of `part`, none if it is not sharded. torch has no public name."""
-    parameters = []
+def list_fsdp_groups(part: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
+    """Yield each FSDP module with FSDP's own object for its parameters, if it has any. torch has no public name."""
     for module in list_fsdp_modules(part):
         group = module._get_fsdp_state()._fsdp_param_group
         if group is not None:  # a root has none if all parameters are in other groups
-            parameters += group.fsdp_params
-    return parameters
+            yield module, group
 
 
 def free_gathered(part: nn.Module) -> None:

@@ -60,12 +60,10 @@ def fill_tensor(full: Tensor, entry: Parameter, generator: torch.Generator) -> N
 def copy_local_shard(parameter: Tensor, full: Tensor) -> None:
     """Copy this rank's shard of `full` into `parameter`. No communication: every rank has the same `full`."""
     if isinstance(parameter, DTensor):
-        own = distribute_tensor(
+        full = distribute_tensor(
             full, parameter.device_mesh, parameter.placements, src_data_rank=None
         )
-        parameter.to_local().copy_(own.to_local())
-    else:
-        parameter.copy_(full)
+    parameter.copy_(full)
 
 
 def seed_of(seed: int, fqn: str) -> int:

@@ -19,7 +19,6 @@ Effect: creates process groups; nothing is sharded yet. Sources: DeviceMesh; arX
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,11 @@ from torchtitan_lite.parallel.zero_plus_plus import Nodes, split_by_node
 class Mesh:
     """The world mesh and its sub-meshes. Each has the process groups of this rank."""
 
+    # Stored, because indexing a mesh creates a new object each time.
     world: DeviceMesh  # (pp, dp_replicate, dp_shard, cp, tp)
+    pp: DeviceMesh
+    cp: DeviceMesh
+    tp: DeviceMesh
     # For fully_shard: 1-D (shard) or 2-D (replicate, shard); shard = dp_shard x cp
     fsdp_mesh: DeviceMesh
     dp_cp_mesh: DeviceMesh  # 1-D: ranks with different tokens, dp_replicate x dp_shard x cp
@@ -43,25 +46,10 @@ class Mesh:
     # For tied_embeddings.py: the ranks of the first and the last stage
     ends: dist.ProcessGroup | None = None
     # None if the model has no experts:
-    expert_fsdp_mesh: DeviceMesh | None = (
-        None  # for their fully_shard: (efsdp) or (dp_replicate, efsdp)
-    )
+    # for their fully_shard: (efsdp) or (dp_replicate, efsdp)
+    expert_fsdp_mesh: DeviceMesh | None = None
     ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer
     expert_fsdp_nodes: Nodes | None = None  # the ranks of expert_fsdp_mesh's last dim, by node
-
-    # Cached, because indexing a mesh creates a new object each time.
-
-    @cached_property
-    def pp(self) -> DeviceMesh:
-        return self.world["pp"]
-
-    @cached_property
-    def cp(self) -> DeviceMesh:
-        return self.world["cp"]
-
-    @cached_property
-    def tp(self) -> DeviceMesh:
-        return self.world["tp"]
 
     def coordinates(self) -> dict[str, int]:
         """Return the coordinate of this rank on each mesh dim."""
@@ -93,6 +81,9 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         fsdp_mesh = DeviceMesh._concatenate([world["dp_replicate"], shard])
     mesh = Mesh(
         world=world,
+        pp=world["pp"],
+        cp=world["cp"],
+        tp=world["tp"],
         fsdp_mesh=fsdp_mesh,
         dp_cp_mesh=join_dims(world, "dp_replicate", "dp_shard", "cp"),
         loss_mesh=join_dims(world, "pp", "dp_replicate", "dp_shard", "cp"),
@@ -118,7 +109,8 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 def join_ends(layout: Layout) -> dist.ProcessGroup | None:
     """Return the group of the ranks with the first and the last stage, if both hold a tied matrix. None elsewhere."""
-    first, last = layout.stage_ranks[0], layout.stage_ranks[-1]
+    first = layout.stage_ranks[0]
+    last = layout.stage_ranks[-1]
     per_stage = layout.world_size // layout.pp
     pp_rank, place = divmod(dist.get_rank(), per_stage)
     if not layout.tied or first == last or pp_rank not in (first, last):

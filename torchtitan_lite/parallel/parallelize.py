@@ -24,7 +24,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.moe import MoE
 from torchtitan_lite.parallel.activation_checkpoint import apply_recompute, set_memory_budget
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
-from torchtitan_lite.parallel.expert_parallel import apply_expert_parallel, share_sequences
+from torchtitan_lite.parallel.expert_parallel import apply_expert_parallel
 from torchtitan_lite.parallel.float8 import apply_float8
 from torchtitan_lite.parallel.fsdp import apply_fsdp
 from torchtitan_lite.parallel.mesh import Mesh
@@ -46,25 +46,14 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         apply_context_parallel(part, mesh.cp, attention=config.model.attention, method=method)
     if part.output is not None:  # 3
         part.output.chunk_tokens = config.training.loss_chunk_tokens
-    if layout.ep:  # 4
-        if layout.ep > 1:
-            apply_expert_parallel(part, mesh.ep)
-        share_sequences(part, [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1])
+    if layout.ep > 1:  # 4
+        apply_expert_parallel(part, mesh.ep)
     recompute_and_compile(part, config, mesh)  # 5
     training = config.training
     casts = training.mixed_precision_param != "float32"
     # On a single rank in fp32 FSDP has nothing to do.
     if layout.dp * layout.cp * layout.tp > 1 or casts or training.enable_cpu_offload:  # 6
-        apply_fsdp(
-            part,
-            mesh.fsdp_mesh,
-            param_dtype=getattr(torch, training.mixed_precision_param),
-            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-            zero_stage=layout.zero_stage,
-            offload=training.enable_cpu_offload,
-            expert_mesh=mesh.expert_fsdp_mesh,
-            ep=layout.ep,
-        )
+        apply_fsdp(part, mesh.fsdp_mesh, mesh.expert_fsdp_mesh, training, layout)
         apply_zero_plus_plus(
             part, config.parallelism.zero_plus_plus, mesh.fsdp_nodes, mesh.expert_fsdp_nodes
         )

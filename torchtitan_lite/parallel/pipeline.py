@@ -20,7 +20,7 @@ import copy
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -32,7 +32,6 @@ from torch.profiler import record_function
 
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Parallelism
-from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.parallel.fsdp import accumulate_weight_gradients
 
 
@@ -62,16 +61,19 @@ def build_schedule(
     section: Parallelism,
     device: torch.device,
     loss_fn: Callable,
+    expert_loads: Tensor | None,
 ) -> _PipelineSchedule:
     """Build the schedule that runs this rank's parts (already parallelized) over mesh dim `pp`.
 
     The last stage calls `loss_fn(output, target)` for each microbatch. Gradients are summed over microbatches.
+    `expert_loads`: ExpertBalance.loads.
     """
     indices = layout.stages_of(mesh.get_local_rank())
-    stages = [
-        PatchedStage(part, index, len(layout.stages), device, group=mesh.get_group())
-        for part, index in zip(parts, indices, strict=True)
-    ]
+    stages = []
+    for part, index in zip(parts, indices, strict=True):
+        stage = PatchedStage(part, index, len(layout.stages), device, group=mesh.get_group())
+        stage.expert_loads = expert_loads
+        stages.append(stage)
     schedule_class = get_schedule_class(section.pipeline_parallel_schedule)
     one_stage = issubclass(schedule_class, PipelineScheduleSingle)
     return schedule_class(
@@ -87,8 +89,10 @@ class PatchedStage(PipelineStage):
 
     split backward    weight gradients were summed in the compute dtype (fsdp.py)
     forward only      neighboring stages on one rank (V schedules) pass gradients to each other, although there are none
-    shape inference   the routers counted its tokens
+    shape inference   its tokens were counted in the loads of the experts
     """
+
+    expert_loads: Tensor | None = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
         with record_function(f"pp F{fwd_chunk_id} stage {self.stage_index}"):
@@ -118,8 +122,8 @@ class PatchedStage(PipelineStage):
         """Reset the expert loads. torch calls this before the first microbatch.
 
         In the first step, and in each step after a validation, torch 2.13 infers shapes with a forward and backward
-        pass over uninitialized hidden states. The routers count these tokens too.
+        pass over uninitialized hidden states. Their routes are counted too.
         """
         super()._post_metadata_inference_cleanup()
-        for _, moe in list_moes(self.submod):
-            moe.router.load.zero_()
+        if self.expert_loads is not None:
+            self.expert_loads.zero_()

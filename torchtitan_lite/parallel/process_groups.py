@@ -93,9 +93,7 @@ def start_process(
     prepare_process(config, dump_folder, place.world_size)
     start_process_group(device, config, place, store)
     host = make_host_group("host", timeout_s)
-    saver = host
-    if config.checkpoint.enable:
-        saver = make_host_group("saver", timeout_s)
+    saver = make_host_group("saver", timeout_s)
     return device, Groups(host, saver)
 
 
@@ -141,11 +139,9 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
     """
     expects_gpu = device_type == "cuda"
     if torch.cuda.is_available() != expects_gpu:
-        seen = "torch sees GPUs, but nvidia-smi lists none: repair nvidia-smi"
-        if expects_gpu:
-            seen = "nvidia-smi lists GPUs that this torch cannot use: install a CUDA build of torch"
         raise RuntimeError(
-            f"{seen}, or set CUDA_VISIBLE_DEVICES to an empty value to train on the CPU"
+            f"nvidia-smi lists GPUs: {expects_gpu}; this torch can use them: {not expects_gpu}. Repair nvidia-smi or "
+            "install a CUDA build of torch, or set CUDA_VISIBLE_DEVICES to an empty value to train on the CPU"
         )
     if not expects_gpu:
         return torch.device("cpu")
@@ -203,11 +199,8 @@ def warn_of_loopback() -> None:
 
 def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:
     """Create a gloo group of all ranks for objects and CPU tensors, for use by one thread. Collective."""
-    return dist.new_group(
-        backend="gloo",
-        timeout=timedelta(seconds=timeout_s),
-        group_desc=name,
-    )
+    timeout = timedelta(seconds=timeout_s)
+    return dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
 
 
 def set_timeouts(timeout_s: int, groups: Groups) -> None:

@@ -29,24 +29,39 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchtitan_lite.parallel.attention_kernels import Attention, choose_kernel, merge_into
+from torchtitan_lite.parallel.attention_kernels import (
+    OutAndLse,
+    attend_to_part,
+    attend_to_part_backward,
+    merge_into,
+    prefers_cudnn,
+)
 from torchtitan_lite.parallel.exchange import Ranks, collectives
 
 # The collectives are asynchronous: they overlap with compute until wait_tensor.
 
-Gradients = tuple[Tensor, Tensor]  # of query; of key and value, stacked
-
 # ---------------------------------------------------------------- keys and values of all ranks
 
 
-class GatheredKeys:
-    """allgather: the keys and values of all ranks at once, and their gradients."""
+class KeysOfRanks:
+    """The keys and values of all ranks, and their gradients. A subclass defines how ranks exchange them."""
 
-    def __init__(self, key_value: Tensor, ranks: Ranks):
-        """key_value (2, B, K, 2C, E): of this rank."""
-        self.key_value = key_value
+    def __init__(self, key: Tensor, value: Tensor, ranks: Ranks):
+        """key and value (B, K, 2C, E): of this rank."""
+        self.key_value = torch.stack((key, value))  # (2, B, K, 2C, E)
         self.ranks = ranks
-        self.grads: Tensor | None = None  # (n, 2, B, K, 2C, E) fp32
+        self.grads: Tensor | None = None  # sums so far, fp32
+
+    def list_visible(self) -> Iterator[tuple[int, slice, slice, Tensor]]:
+        """Yield each rank, first this one, with the queries that attend to it, and its visible keys and values."""
+        half = self.key_value.shape[3] // 2
+        for source, key_value in self.fetch():
+            queries, keys = find_visible(self.ranks.own, source, half)
+            yield source, queries, keys, key_value[:, :, :, keys]
+
+
+class GatheredKeys(KeysOfRanks):
+    """allgather: the keys and values of all ranks at once. `grads` (n, 2, B, K, 2C, E)."""
 
     def fetch(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the rank and its keys and values, for all ranks, first this one."""
@@ -72,13 +87,8 @@ class GatheredKeys:
         return collectives.wait_tensor(summed)
 
 
-class PassedKeys:
-    """ring: keys and values of one rank at a time. Gradients follow their keys, one step behind."""
-
-    def __init__(self, key_value: Tensor, ranks: Ranks):
-        self.key_value = key_value
-        self.ranks = ranks
-        self.arriving: Tensor | None = None  # gradients from the previous rank
+class PassedKeys(KeysOfRanks):
+    """ring: keys and values of one rank at a time. `grads` follow their keys one step behind, arriving flat."""
 
     def fetch(self) -> Iterator[tuple[int, Tensor]]:
         key_value = self.key_value
@@ -91,15 +101,14 @@ class PassedKeys:
                 key_value = collectives.wait_tensor(arriving).view_as(key_value)
 
     def add_gradient(self, source: int, keys: slice, grad: Tensor) -> None:
-        if self.arriving is None:
-            grads = grad
-        else:
-            grads = collectives.wait_tensor(self.arriving).view(self.key_value.shape)
-            grads[:, :, :, keys] += grad
-        self.arriving = pass_on(grads, self.ranks)
+        if self.grads is not None:
+            arrived = self.sum_gradients()
+            arrived[:, :, :, keys] += grad
+            grad = arrived
+        self.grads = pass_on(grad, self.ranks)
 
     def sum_gradients(self) -> Tensor:
-        return collectives.wait_tensor(self.arriving).view(self.key_value.shape)
+        return collectives.wait_tensor(self.grads).view(self.key_value.shape)
 
 
 METHODS = {"allgather": GatheredKeys, "ring": PassedKeys}  # context_parallel_rotate_method
@@ -133,24 +142,21 @@ def attend(
     key: Tensor,
     value: Tensor,
     method: str,
-    group: str,
     rank: int,
     n_ranks: int,
-) -> Attention:
+    group_name: str,
+) -> OutAndLse:
     """query (B, H, 2C, E), key and value (B, K, 2C, E) of this rank -> out (B, H, 2C, E), lse (B, H, 2C) fp32.
 
     The memory order of out is (B, 2C, H, E), as the output projection reads it. Collective.
     """
-    kernel = choose_kernel(query)
-    half = query.shape[2] // 2
-    own = torch.stack((key, value))
-    all_keys = METHODS[method](own, Ranks(rank, n_ranks, group))
-    for source, key_value in all_keys.fetch():
-        queries, keys = find_visible(rank, source, half)
-        visible = key_value[:, :, :, keys]
-        some_queries = query[:, :, queries]
+    cudnn = prefers_cudnn(query)
+    keys_of_ranks = METHODS[method](key, value, Ranks(rank, n_ranks, group_name))
+    for source, queries, _, visible in keys_of_ranks.list_visible():
         is_own = source == rank
-        part_out, part_lse = kernel.attend(some_queries, *visible, is_own)
+        part_out, part_lse = attend_to_part(
+            query[:, :, queries], *visible, causal=is_own, cudnn=cudnn
+        )
         if is_own:
             out = part_out.float()
             lse = part_lse.float()
@@ -168,31 +174,30 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     method: str,
-    group: str,
     rank: int,
     n_ranks: int,
-) -> Gradients:
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of this rank's query, and of its key and value, stacked (2, B, K, 2C, E). Collective."""
-    kernel = choose_kernel(query)
-    half = query.shape[2] // 2
-    own = torch.stack((key, value))
-    all_keys = METHODS[method](own, Ranks(rank, n_ranks, group))
-    for source, key_value in all_keys.fetch():
-        queries, keys = find_visible(rank, source, half)
-        part_grad_query, *part_grads = kernel.attend_backward(
+    cudnn = prefers_cudnn(query)
+    keys_of_ranks = METHODS[method](key, value, Ranks(rank, n_ranks, group_name))
+    for source, queries, keys, visible in keys_of_ranks.list_visible():
+        is_own = source == rank
+        part_grad_query, *part_grads = attend_to_part_backward(
             grad_out[:, :, queries],
             query[:, :, queries],
-            *key_value[:, :, :, keys],
+            *visible,
             out[:, :, queries],
             lse[:, :, queries].contiguous(),
-            causal=source == rank,
+            causal=is_own,
+            cudnn=cudnn,
         )
-        if source == rank:
+        if is_own:
             grad_query = part_grad_query.float()
         else:
             grad_query[:, :, queries] += part_grad_query
-        all_keys.add_gradient(source, keys, torch.stack(part_grads).float())
-    grads = all_keys.sum_gradients()
+        keys_of_ranks.add_gradient(source, keys, torch.stack(part_grads).float())
+    grads = keys_of_ranks.sum_gradients()
     # Kernels choose the strides of their results. Copy to the strides that register_fake promised torch.compile.
     return torch.empty_like(query).copy_(grad_query), grads.to(key.dtype).contiguous()
 

@@ -49,12 +49,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from torchtitan_lite.config.block import list_block, list_ends, list_gathered
-from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.config.block import list_block, list_gathered
 from torchtitan_lite.parallel.exchange import Gather, Ranks, Scatter, all_gather, list_ranks
 from torchtitan_lite.parallel.local_parameters import local_tensor, shard_parameters
 from torchtitan_lite.parallel.pipeline import is_tied_inside
@@ -72,32 +70,19 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
             plan[f"layers.{layer}.{name}"] = GatheredInput()
         for row in rows:
             if row.kind not in ("router", "experts"):
-                plan[f"layers.{layer}.{row.name}"] = STYLES[row.kind, row.split]()
-    for row in list_ends(part.model_args):
-        if getattr(part, row.name) is not None:
-            plan[row.name] = STYLES[row.kind, row.split]()
+                plan[f"layers.{layer}.{row.name}"] = STYLES[row.split]()
+    for name, style in STYLES_OF_ENDS.items():
+        if getattr(part, name) is not None:
+            plan[name] = style()
     return plan
 
 
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the parameters of `part` (on meta), and make its modules compute with the shards.
-
-    Raises UserError if a parameter would stay a plain tensor: its gradients would differ between ranks, but nothing
-    would sum them.
-    """
+    """Shard the parameters of `part` (on meta), and make its modules compute with the shards."""
     tied = is_tied_inside(part)
     parallelize_module(part, mesh, plan_tensor_parallel(part))
     if tied:  # parallelize_module made a separate DTensor for each module, with equal placements
         part.output.register_parameter("weight", part.tok_embeddings._parameters["weight"])
-    moe_parameters = set()
-    for _, moe in list_moes(part):
-        moe_parameters.update(moe.parameters())
-    for fqn, parameter in part.named_parameters():
-        if not isinstance(parameter, DTensor) and parameter not in moe_parameters:
-            raise UserError(
-                f"{fqn} is not a DTensor over tp, because its module is not in the tensor-parallel plan. "
-                f"Add a row to the table of the model (models/{part.model_args.name}/table.py)"
-            )
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
@@ -130,7 +115,7 @@ class LocalStyle(ParallelStyle):
 
 
 class GatheredInput(LocalStyle):
-    """All-gathers the input of a module whose linear layers need all tokens: x (B, S/tp, D) -> (B, S, D) inside."""
+    """All-gathers the input of a module that needs all tokens: x (B, S/tp, D) -> (B, S, D) inside."""
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, *rest) -> Tensor:
         return super().compute(module, ranks, Gather.apply(x, ranks, 1), *rest)
@@ -175,7 +160,7 @@ class SplitEmbedding(LocalStyle):
         return Scatter.apply(found * is_here[:, :, None], ranks, 1)
 
 
-class SplitHead(LocalStyle):
+class SplitHead(GatheredInput):
     """hidden (B, S/tp, D), targets (B, S) -> the sum of token losses, () fp32. The same on every rank.
 
     Each rank uses its rows of the weight, so its gradient of hidden is a partial sum.
@@ -189,9 +174,6 @@ class SplitHead(LocalStyle):
         module.combine = partial(combine_shards, ranks)
         return super()._apply(module, device_mesh)
 
-    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, targets: Tensor) -> Tensor:
-        return super().compute(module, ranks, Gather.apply(x, ranks, 1), targets)
-
 
 def combine_shards(ranks: Ranks, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
     """Replacement for Head.combine: reduce over vocabulary shards. All-gathers two numbers per token."""
@@ -201,13 +183,10 @@ def combine_shards(ranks: Ranks, log_total: Tensor, of_target: Tensor) -> tuple[
     return log_totals.logsumexp(0), of_targets.sum(0)
 
 
-STYLES = {  # (kind, split) of a row in the table of a model; check_table (config/checks.py) knows the same pairs
-    ("linear", "colwise"): ColwiseLinear,
-    ("linear", "rowwise"): RowwiseLinear,
-    ("linear", "sequence"): LocalModule,
-    ("linear", "vocabulary"): SplitHead,
-    ("norm", "sequence"): LocalModule,
-    ("norm", "heads"): LocalModule,
-    ("norm", "colwise"): ColwiseLinear,
-    ("embedding", "vocabulary"): SplitEmbedding,
+STYLES = {  # split of a row in the table of a model; check_table (config/checks.py) knows which kinds have it
+    "colwise": ColwiseLinear,
+    "rowwise": RowwiseLinear,
+    "sequence": LocalModule,
+    "heads": LocalModule,
 }
+STYLES_OF_ENDS = {"tok_embeddings": SplitEmbedding, "norm": LocalModule, "output": SplitHead}

@@ -28,7 +28,7 @@ class TiedMatrix:
     copy: Tensor | None  # output.weight; None: another rank has the last stage
     group: (
         dist.ProcessGroup | None
-    )  # the ranks of both stages, first the owner; None: it is the same rank
+    )  # the ranks of both stages, first the owner; None: the same rank
 
     @torch.no_grad()
     def send_weights(self) -> None:

@@ -54,7 +54,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.model.moe import MoE
-from torchtitan_lite.parallel.fsdp import list_fsdp_modules
+from torchtitan_lite.parallel.fsdp import list_fsdp_groups
 
 # Renamed in torch 2.13.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -64,9 +64,8 @@ class Nodes(NamedTuple):
     """The groups in which nodes split an FSDP group."""
 
     near: dist.ProcessGroup  # ranks of this node; the whole group, if nodes do not split it
-    far: (
-        dist.ProcessGroup | None
-    )  # ranks with the same place in their nodes; None, if nodes do not split the group
+    # ranks with the same place in their nodes; None, if nodes do not split the group
+    far: dist.ProcessGroup | None
 
 
 def split_by_node(mesh: DeviceMesh, dim: str, near: int) -> Nodes:
@@ -86,23 +85,17 @@ def apply_zero_plus_plus(
     """
     if not uses:
         return
-    gathered_again = set()
-    for block in part.layers.values():
-        gathered_again.update((block, block.feed_forward))
-    for module in list_fsdp_modules(part):
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group is None:  # the root: all parameters are in other groups
-            continue
+    blocks = list(part.layers.values())
+    for module, group in list_fsdp_groups(part):
         sizes = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
         packing = Packing(sizes)
-        own_nodes = expert_nodes if isinstance(module, MoE) else nodes
+        is_moe = isinstance(module, MoE)
+        own_nodes = expert_nodes if is_moe else nodes
+        is_gathered_again = is_moe or module in blocks
         near = None
-        if "hpz" in uses and own_nodes.far is not None and module in gathered_again:
+        if "hpz" in uses and own_nodes.far is not None and is_gathered_again:
             near = own_nodes.near
-        if "qwz" in uses:
-            module.set_custom_all_gather(AllGather(packing, near))
-        elif near is not None:
-            module.set_custom_all_gather(AllGather(None, near))
+        module.set_custom_all_gather(AllGather(packing if "qwz" in uses else None, near))
         if "qgz" in uses:
             module.set_custom_reduce_scatter(ReduceScatter(packing, own_nodes))
 

@@ -31,24 +31,45 @@ def mixtral(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelArgs:
 def qwen2(*numbers: int, vocab_size: int = 152064, tied: bool = False) -> ModelArgs:
     """Return a Qwen2.5 model (arXiv:2412.15115): a bias on queries, keys and values."""
     dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
-    family = {"norm_eps": 1e-6, "rope_theta": 1e6, "qkv_bias": True, "tie_embeddings": tied}
     return ModelArgs(
-        dim, n_layers, n_heads, n_kv_heads, dim // n_heads, ffn_dim, vocab_size, **family
+        dim,
+        n_layers,
+        n_heads,
+        n_kv_heads,
+        dim // n_heads,
+        ffn_dim,
+        vocab_size,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_embeddings=tied,
+        qkv_bias=True,
     )
 
 
 def qwen3(*numbers: int, tied: bool = False, expert_ffn_dim: int | None = None) -> ModelArgs:
     """Return a Qwen3 model (arXiv:2505.09388): head_dim is always 128, QK-norm; with experts, 8 of 128 per token."""
     dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
-    moe = MoEArgs(n_experts=128, top_k=8, expert_ffn_dim=expert_ffn_dim) if expert_ffn_dim else None
-    family = {
-        "norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "qk_norm": True,
-        "tie_embeddings": tied,
-        "moe": moe,
-    }
-    return ModelArgs(dim, n_layers, n_heads, n_kv_heads, 128, ffn_dim, 151936, **family)
+    moe = None
+    if expert_ffn_dim:
+        moe = MoEArgs(n_experts=128, top_k=8, expert_ffn_dim=expert_ffn_dim)
+    return ModelArgs(
+        dim,
+        n_layers,
+        n_heads,
+        n_kv_heads,
+        128,
+        ffn_dim,
+        151936,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_embeddings=tied,
+        qk_norm=True,
+        moe=moe,
+    )
+
+
+LLAMA_3_1 = RopeScaling(factor=8.0)
+LLAMA_3_2 = RopeScaling(factor=32.0)
 
 
 FLAVORS = {
@@ -57,7 +78,7 @@ FLAVORS = {
         dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=352, vocab_size=2304
     ),
     # from torchtitan: ffn_dim is 8/3 of dim, rounded up to a multiple of 256
-    "debugmodel": ModelArgs(256, 6, 16, 16, 16, 768, 2048, rope_scaling=RopeScaling(factor=8.0)),
+    "debugmodel": ModelArgs(256, 6, 16, 16, 16, 768, 2048, rope_scaling=LLAMA_3_1),
     "1B": ModelArgs(
         2048,
         16,
@@ -66,7 +87,7 @@ FLAVORS = {
         64,
         8192,
         128256,
-        rope_scaling=RopeScaling(factor=32.0),
+        rope_scaling=LLAMA_3_2,
         tie_embeddings=True,
     ),
     "3B": ModelArgs(
@@ -77,12 +98,12 @@ FLAVORS = {
         128,
         8192,
         128256,
-        rope_scaling=RopeScaling(factor=32.0),
+        rope_scaling=LLAMA_3_2,
         tie_embeddings=True,
     ),
-    "8B": ModelArgs(4096, 32, 32, 8, 128, 14336, 128256, rope_scaling=RopeScaling(factor=8.0)),
-    "70B": ModelArgs(8192, 80, 64, 8, 128, 28672, 128256, rope_scaling=RopeScaling(factor=8.0)),
-    "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=RopeScaling(factor=8.0)),
+    "8B": ModelArgs(4096, 32, 32, 8, 128, 14336, 128256, rope_scaling=LLAMA_3_1),
+    "70B": ModelArgs(8192, 80, 64, 8, 128, 28672, 128256, rope_scaling=LLAMA_3_1),
+    "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=LLAMA_3_1),
     # 2M parameters, 1.1M active per token
     "debug_moe": ModelArgs(128, 4, 4, 2, 32, 352, 2304, moe=MoEArgs(8, top_k=2, expert_ffn_dim=96)),
     "Mixtral-8x7B": mixtral(4096, 32, 32, 14336),
@@ -111,23 +132,25 @@ STD = 0.02
 
 def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[ModuleRow]:
     """List the modules of a block, in the order of modules.py. With `moe`, the block has experts."""
-    dim, head_dim = model_args.dim, model_args.head_dim
-    query, key = model_args.n_heads * head_dim, model_args.n_kv_heads * head_dim
-    biased = {"bias": model_args.qkv_bias}
+    dim = model_args.dim
+    head_dim = model_args.head_dim
+    query = model_args.n_heads * head_dim
+    key = model_args.n_kv_heads * head_dim
+    bias = model_args.qkv_bias
+    residual = start_of_residual(model_args)
     rows = [
         ModuleRow("attention_norm", "norm", (dim,), "sequence", 1.0),
-        ModuleRow(
-            "attention.wq", "linear", (query, dim), "colwise", STD, is_rotated=True, **biased
-        ),
-        ModuleRow("attention.wk", "linear", (key, dim), "colwise", STD, is_rotated=True, **biased),
-        ModuleRow("attention.wv", "linear", (key, dim), "colwise", STD, **biased),
-        ModuleRow("attention.wo", "linear", (dim, query), "rowwise", start_of_residual(model_args)),
+        ModuleRow("attention.wq", "linear", (query, dim), "colwise", STD, bias, is_rotated=True),
+        ModuleRow("attention.wk", "linear", (key, dim), "colwise", STD, bias, is_rotated=True),
+        ModuleRow("attention.wv", "linear", (key, dim), "colwise", STD, bias),
+        ModuleRow("attention.wo", "linear", (dim, query), "rowwise", residual),
     ]
-    for name in ("attention.q_norm", "attention.k_norm") if model_args.qk_norm else ():
-        rows.append(ModuleRow(name, "norm", (head_dim,), "heads", 1.0, is_rotated=True))
+    if model_args.qk_norm:
+        for name in ("attention.q_norm", "attention.k_norm"):
+            rows.append(ModuleRow(name, "norm", (head_dim,), "heads", 1.0, is_rotated=True))
     rows.append(ModuleRow("ffn_norm", "norm", (dim,), "sequence", 1.0))
     if moe:
-        return rows + list_moe(model_args, moe)
+        return rows + list_expert_rows(model_args, moe)
     return rows + list_swiglu("feed_forward", model_args, model_args.ffn_dim)
 
 
@@ -148,25 +171,28 @@ def list_swiglu(name: str, model_args: ModelArgs, ffn_dim: int) -> list[ModuleRo
     ]
 
 
-def list_moe(model_args: ModelArgs, moe: MoEArgs) -> list[ModuleRow]:
+def list_expert_rows(model_args: ModelArgs, moe: MoEArgs) -> list[ModuleRow]:
     """List the router, the experts and the shared experts of an MoE feed-forward."""
-    dim, n_experts, ffn_dim = model_args.dim, moe.n_experts, moe.expert_ffn_dim
-    shared_dim = moe.n_shared_experts * ffn_dim
+    dim = model_args.dim
+    up = (moe.n_experts, dim, moe.expert_ffn_dim)
+    down = (moe.n_experts, moe.expert_ffn_dim, dim)
     residual = start_of_residual(model_args)
     rows = [
-        ModuleRow("feed_forward.router", "router", (n_experts, dim), "sequence", STD),
-        ModuleRow("feed_forward.experts.w1", "experts", (n_experts, dim, ffn_dim), "experts", STD),
-        ModuleRow(
-            "feed_forward.experts.w2", "experts", (n_experts, ffn_dim, dim), "experts", residual
-        ),
-        ModuleRow("feed_forward.experts.w3", "experts", (n_experts, dim, ffn_dim), "experts", STD),
+        ModuleRow("feed_forward.router", "router", up[:2], "sequence", STD),
+        ModuleRow("feed_forward.experts.w1", "experts", up, "experts", STD),
+        ModuleRow("feed_forward.experts.w2", "experts", down, "experts", residual),
+        ModuleRow("feed_forward.experts.w3", "experts", up, "experts", STD),
     ]
-    return rows + list_swiglu("shared_experts", model_args, shared_dim) if shared_dim else rows
+    if moe.n_shared_experts:
+        shared_dim = moe.n_shared_experts * moe.expert_ffn_dim
+        rows += list_swiglu("shared_experts", model_args, shared_dim)
+    return rows
 
 
 def list_ends(model_args: ModelArgs) -> list[ModuleRow]:
     """List the modules outside the blocks."""
-    dim, table = model_args.dim, (model_args.vocab_size, model_args.dim)
+    dim = model_args.dim
+    table = (model_args.vocab_size, dim)
     small = dim**-0.5
     start = small if model_args.tie_embeddings else 1.0
     return [

@@ -26,7 +26,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model import attention, moe
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.parallel import context_parallel, expert_parallel, pipeline
+from torchtitan_lite.parallel import expert_parallel, pipeline
 from torchtitan_lite.tools.forget_groups import forget_groups
 from torchtitan_lite.tools.plan.workload import Workload
 
@@ -128,10 +128,8 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
     """Context manager: attention without a mask and fused norms, as on CUDA. CPU kernels differ."""
-    attend = "attend_within_documents"
     with (
-        patch.object(attention, attend, attend_without_mask),
-        patch.object(context_parallel, attend, attend_without_mask),
+        patch.object(attention, "attend_within_documents", attend_without_mask),
         patch.object(F, "rms_norm", normalize),
     ):
         yield

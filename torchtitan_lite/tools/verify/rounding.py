@@ -93,8 +93,7 @@ def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, note: No
     everything = torch.ones_like(is_even)
     n_tokens = torch.tensor(plain.n_tokens)
     if run.balance:
-        for router in run.balance.routers.values():
-            router.balance_loss = 0.0  # both halves would add it for every row
+        run.balance.loss_weight = 0.0  # both halves would add it for every row
     differences = dict.fromkeys(run.parameters, 0.0)
     # The loss of a half is divided by the tokens of the whole batch.
     with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
