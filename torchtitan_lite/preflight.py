@@ -23,12 +23,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 )
 from torchtitan_lite.checkpoint.starting_weights import PATH, find_initial, find_resumed
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
-from torchtitan_lite.config.checks import (
-    check_context_parallel,
-    check_machine,
-    check_run,
-    count_pieces,
-)
+from torchtitan_lite.config.checks import check_machine, check_run, count_pieces
 from torchtitan_lite.config.layout import plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import bound_memory, check_memory
@@ -217,7 +212,6 @@ def plan(
         run.problems += check_memory(run.memory, flavor, args, n_ranks, machine)
         run.layout = plan_layout(run.config, run.model_args, n_ranks)
         run.config = resolve_config(run.config, run.layout, machine.device_type)
-        run.problems += check_context_parallel(run.config, run.model_args, machine)
     except ConfigError as error:
         run.problems += error.problems
 

@@ -317,6 +317,11 @@ def check_machine(config: Config, machine: Machine) -> list[Problem]:
         why = f"{machine.name} has no float8 matmul, which needs compute capability 8.9"
         remedy = f'Leave out "float8", or set {FLOAT8}.emulate = true'
         problems.refuse("model.converters", why, remedy)
+    uses_kernels = machine.device_type == "cuda" and config.model.attention == "causal"
+    in_float32 = config.training.mixed_precision_param == "float32"
+    if config.parallelism.context_parallel_degree > 1 and uses_kernels and in_float32:
+        why = "the GPU kernels for context parallel compute in 16 bits"
+        problems.refuse("training.mixed_precision_param", why, 'Use "bfloat16"')
     if not machine.is_here:
         return problems
     if config.compile.enable and config.compile.backend == "inductor":
@@ -328,21 +333,4 @@ def check_machine(config: Config, machine: Machine) -> list[Problem]:
     if config.metrics.enable_wandb and not find_spec("wandb"):
         remedy = "Run `pip install wandb` (the extra `wandb`), or set the key to false: TensorBoard gets the same"
         problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
-    return problems
-
-
-def check_context_parallel(
-    config: Config, model_args: ModelArgs, machine: Machine
-) -> list[Problem]:
-    """Find why the GPU kernels for causal attention under cp cannot run. `config` is resolved."""
-    problems = Problems(config, model_args)
-    uses_kernels = machine.device_type == "cuda" and config.model.attention == "causal"
-    if config.parallelism.context_parallel_degree == 1 or not uses_kernels:
-        return problems
-    if config.training.mixed_precision_param == "float32":
-        why = "the GPU kernels for context parallel compute in 16 bits"
-        problems.refuse("training.mixed_precision_param", why, 'Use "bfloat16"')
-    if model_args.head_dim % 8 or model_args.head_dim > 256:
-        why = "the GPU kernels for context parallel support multiples of 8 up to 256"
-        problems.refuse("model.head_dim", why, "Use 64 or 128")
     return problems

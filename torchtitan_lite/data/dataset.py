@@ -35,9 +35,9 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 
-# Used with training.dataset_weights. Shares are exact up to 2**-32.
-UNIT = 2**32
-GOLDEN_RATIO = 2654435769  # times UNIT, modulo 1
+# Used with training.dataset_weights. Shares are multiples of 1 / CYCLE.
+CYCLE = 2**20
+STRIDE = 648055  # an odd number near CYCLE times the golden ratio, modulo 1
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Sampler:
     """Chooses the order in which a run draws samples from its sources. The order depends only on the seed.
 
     Without weights, all sources form a single list of samples, and an epoch has every sample once. With weights, each
-    source has its own epochs, and an interval of [0, 1) as long as its share. Draw d is from the source whose interval
-    contains (offset + d * golden ratio) modulo 1. These numbers fill [0, 1) evenly, so after any number of draws, a
-    source has its exact share of them within about 3. The seed determines the offset.
+    source has its own epochs. CYCLE points divide a circle, and each source owns an arc as long as its share. Draw d is
+    from the source whose arc contains point d * STRIDE. STRIDE / CYCLE is the golden ratio, so the draws fill the circle
+    evenly: after any number of draws, a source has its share of them within about 3.
     """
 
     def __init__(self, n_samples: Sequence[int], *, weights: Sequence[float] = (), seed: int):
@@ -104,33 +104,31 @@ class Sampler:
         self.seed = seed
         amounts = list(map(Fraction, weights or n_samples))
         self.shares = [float(amount / sum(amounts)) for amount in amounts]
-        self.ends = []  # of the intervals, in units of 1 / UNIT
-        if weights:
-            self.ends = [round(end / sum(amounts) * UNIT) for end in accumulate(amounts)]
-        digest = hashlib.blake2b(f"{seed} offset".encode(), digest_size=4).digest()
-        self.offset = int.from_bytes(digest, "big")
+        self.is_weighted = bool(weights)
+        if not weights:
+            return
+        ends = [round(end / sum(amounts) * CYCLE) for end in accumulate(amounts)]
+        points = torch.arange(CYCLE) * STRIDE % CYCLE
+        self.sources = torch.searchsorted(torch.tensor(ends), points, right=True)
+        self.n_draws = self.sources.bincount(minlength=len(ends))  # of each source in a cycle
+        self.n_earlier = torch.empty_like(points)  # draws from the same source, in the same cycle
+        for source, n_draws in enumerate(self.n_draws.tolist()):
+            self.n_earlier[self.sources == source] = torch.arange(n_draws)
 
     def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Return the source and the sample for each of these consecutive draws; all (n,) int64."""
-        if not self.ends:
+        if not self.is_weighted:
             permuted = self._permute(draws, sum(self.n_samples), name="all")
             return locate_in_parts(permuted, self.n_samples)
-        numbers = (self.offset + draws * GOLDEN_RATIO) % UNIT
-        sources = torch.searchsorted(torch.tensor(self.ends), numbers, right=True)
+        point = draws % CYCLE
+        sources = self.sources[point]
+        turns = draws // CYCLE * self.n_draws[sources] + self.n_earlier[point]
         samples = torch.empty_like(draws)
         for source in sources.unique().tolist():
             own = sources == source
-            n_earlier = self._count_draws(int(draws[0]), source)
-            turns = n_earlier + torch.arange(int(own.sum()))
             n_samples = self.n_samples[source]
-            samples[own] = self._permute(turns, n_samples, name=f"source {source}")
+            samples[own] = self._permute(turns[own], n_samples, name=f"source {source}")
         return sources, samples
-
-    def _count_draws(self, n_draws: int, source: int) -> int:
-        """Return how many of the first draws are from this source."""
-        start, end = [0, *self.ends][source : source + 2]
-        below_start = sum_floors(n_draws, UNIT, GOLDEN_RATIO, self.offset - start)
-        return below_start - sum_floors(n_draws, UNIT, GOLDEN_RATIO, self.offset - end)
 
     def _permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
         """For each draw d, apply permutation number d // n to d % n."""
@@ -141,21 +139,6 @@ class Sampler:
                 draws[in_epoch] % n, n, key=f"{self.seed} {name} {epoch}"
             )
         return permuted
-
-
-def sum_floors(n: int, divisor: int, slope: int, start: int) -> int:
-    """Return the sum of (slope * i + start) // divisor for i in 0 .. n-1, in time that grows like log(divisor).
-
-    As in Euclid's algorithm: count the integer points under a line by rows instead of columns, with a smaller divisor.
-    """
-    total = 0
-    while n:
-        total += n * (n - 1) // 2 * (slope // divisor) + n * (start // divisor)
-        slope %= divisor
-        start %= divisor
-        n, start = divmod(slope * n + start, divisor)
-        slope, divisor = divisor, slope
-    return total
 
 
 def locate_in_parts(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ import tiktoken
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.arguments import explain_hub_name
-from torchtitan_lite.config.files import import_extra, parse_json, read_json, refuse_pointer
+from torchtitan_lite.config.files import import_extra, read_json, refuse_pointer
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data.vocabulary import (
     CONFIG,
@@ -200,7 +200,7 @@ def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callabl
 
 def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     """Read tokenizer.json. BOS comes from its post-processor, EOS and more tokens from the files in the same folder."""
-    file = parse_json(content, path)
+    file = read_json(path)
     model = file.take("model", dict)
     vocab = model.take("vocab", dict[str, int] | list)
     if isinstance(vocab, list):  # Unigram: tokens and scores, in the order of the ids
