@@ -1,9 +1,10 @@
 """Check the paths of a run before it starts. Create, lock and empty `job.dump_folder`, which holds all files of a run.
 
-config.toml     the resolved config      log.txt, metrics.jsonl, tb/                logs
+config.toml     the resolved config      log.txt, metrics.jsonl, tb/<run name>/     logs
 checkpoint/     step-N/, run_id          traces/, comm_traces/, memory_snapshot/    if enabled
 hang/           what hanging ranks did: `python -m torchtitan_lite hang FOLDER`
 wandb/          Weights & Biases if enabled; job.overwrite keeps it, because some of it may not be uploaded yet
+wandb_id        id of the run in Weights & Biases
 lock            locked by the run that writes here
 """
 
@@ -31,7 +32,7 @@ LOCK = "lock"
 CONFIG = "config.toml"  # marks the folder of a run
 RUN_ID = "run_id"  # in checkpoint.folder: names the snapshots of the run
 HANG = "hang"  # folder with what hanging ranks did, one folder inside for each restart
-FILES = ("log.txt", "metrics.jsonl", f"{HANG}/restart-*")
+FILES = ("log.txt", "metrics.jsonl", "wandb_id", f"{HANG}/restart-*")
 FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writes there, and job.overwrite deletes
     "checkpoint.folder": (
         f"step-*/{MANIFEST}",
@@ -40,7 +41,7 @@ FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writ
         "step-*-hf",
         RUN_ID,
     ),
-    "metrics.save_tb_folder": ("events.out.tfevents.*",),
+    "metrics.save_tb_folder": ("*/events.out.tfevents.*", "events.out.tfevents.*"),
     "profiling.save_traces_folder": ("step-*/rank-*.json",),
     "profiling.save_memory_snapshot_folder": ("step-*/rank-*.pickle",),
     "comm.save_traces_folder": ("rank_*",),

@@ -31,7 +31,11 @@ from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import AUTO
 from torchtitan_lite.config.reader import Prepared, dump_config_toml, flatten_table, read_config
 from torchtitan_lite.config.schema import Parallelism, with_value
-from torchtitan_lite.data.corpus_folder import check_data, fingerprint_documents
+from torchtitan_lite.data.corpus_folder import (
+    check_data,
+    describe_epochs,
+    fingerprint_documents,
+)
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import find_tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files, list_earlier
@@ -284,6 +288,9 @@ def add_notices(run: Prepared, restarted: bool) -> None:
     if reached < 1:
         why = f"the learning rate only reaches {reached:.0%} of optimizer.lr"
         notices.append(f"lr_scheduler.warmup_steps is longer than the run: {why}")
+    epochs = describe_epochs(config.training)
+    if epochs:
+        notices.append(epochs)
     assets = Path(config.model.hf_assets_path)
     has_model = (assets / CONFIG).is_file() and any(assets.glob("*.safetensors"))
     if run.weights is None and has_model:

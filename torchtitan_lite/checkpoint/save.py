@@ -59,6 +59,7 @@ from torchtitan_lite.checkpoint.format import (
 )
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.config.files import hash_file
+from torchtitan_lite.config.machine import describe_launch
 from torchtitan_lite.config.schema import Checkpoint, Config
 
 logger = logging.getLogger(__name__)
@@ -328,6 +329,7 @@ def describe_run(
     return {
         "config": asdict(config),
         "layout": degrees,
+        "launch": describe_launch(),
         IN_MANIFEST: published,
     }
 

@@ -28,7 +28,7 @@ from typing import Literal
 
 from torchtitan_lite.config.files import read_json
 from torchtitan_lite.config.messages import Problem, UserError
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 FORMAT = 3
@@ -279,6 +279,24 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
             Problem("training.dataset_weights", weights, f"there are {n_corpora} corpora", remedy)
         )
     return problems
+
+
+STDLIB_TOKENS = 3_600_000  # of Python 3.11, with the shipped tokenizer
+MOST_EPOCHS = 4  # more epochs of the same text help little: arXiv:2305.16264
+
+
+def describe_epochs(training: Training) -> str:
+    """Return a notice if a run repeats python_stdlib often, with commands for a larger corpus; otherwise ""."""
+    n_tokens = training.steps * training.global_batch_size * training.seq_len
+    n_epochs = n_tokens / STDLIB_TOKENS
+    if training.dataset != ["python_stdlib"] or n_epochs < MOST_EPOCHS:
+        return ""
+    file = "sample/10BT/000_00000.parquet"
+    return (
+        f"python_stdlib is small: the run reads {n_epochs:,.0f} epochs of {STDLIB_TOKENS / 1e6}M tokens. "
+        f"For a larger corpus: hf download HuggingFaceFW/fineweb-edu {file} --repo-type dataset --local-dir fineweb-edu; "
+        f"python -m torchtitan_lite prepare fineweb-edu --out data/fineweb-edu. Then --training.dataset data/fineweb-edu"
+    )
 
 
 def check_prepared(config: Config, tokenizer: Tokenizer) -> None:
