@@ -28,7 +28,7 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data import tokenizer as tokenizer_module
-from torchtitan_lite.data.corpus_folder import read_manifest
+from torchtitan_lite.data.corpus_folder import read_corpus_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"
@@ -299,7 +299,7 @@ def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_th
     )
     assert (
         tokenizer.vocab_size == len(oracle) == 400
-        and tokenizer.fingerprint == read_manifest(Path("out")).tokenizer
+        and tokenizer.fingerprint == read_corpus_manifest(Path("out")).tokenizer
     )
     assert (tokenizer.bos_id, tokenizer.eos_id) == (oracle.bos_token_id, oracle.eos_token_id)
     for text in TEXTS:

@@ -256,7 +256,7 @@ NOTED = f"""
 --config own.toml | 2 sequences of 512 tokens make 1,024 per step
 --config own.toml --training.seq_len=1024 --training.local_batch_size=3 | 6 sequences of 1024 tokens
 --config own.toml {CP}=3 | training.seq_len is 510
---training.steps=200_000 | the run reads 57 epochs of 3.6M tokens
+--training.steps=200_000 | 57 epochs of 3.6M tokens
 --config own.toml --training.steps=7 | per step,
 """  # the last one: a time, roughly
 

@@ -36,16 +36,16 @@ except ModuleNotFoundError:  # Python 3.10
 CONFIG_FOLDER = REPOSITORY / "configs"
 
 
-def list_keys(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def list_types(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the type of every key in a section class and its subsections."""
     for name, kind in get_type_hints(section, include_extras=True).items():
         if is_dataclass(kind):
-            yield from list_keys(kind, f"{prefix}{name}.")
+            yield from list_types(kind, f"{prefix}{name}.")
         elif kind != ModelArgs | None:  # Model.row, which users cannot set
             yield prefix + name, kind
 
 
-KEYS = dict(list_keys(Config))  # "training.steps" -> its type
+KEYS = dict(list_types(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 

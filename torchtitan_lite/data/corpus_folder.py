@@ -84,7 +84,7 @@ def dump_manifest(manifest: CorpusManifest) -> str:
     return json.dumps(asdict(manifest), indent=1) + "\n"
 
 
-def read_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusManifest:
+def read_corpus_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusManifest:
     """Read the manifest, and compare the size of every file with it. Raises CorpusError."""
     path = folder / MANIFEST
     name = shlex.quote(str(folder))
@@ -120,7 +120,7 @@ def read_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusManifest:
 
 def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
     """Return the manifest. Raises CorpusError if the split does not exist, or was made with another tokenizer."""
-    manifest = read_manifest(folder)
+    manifest = read_corpus_manifest(folder)
     if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
         remedy = "Set model.hf_assets_path to that tokenizer, or prepare the corpus again with --tokenizer"
         raise CorpusError(
@@ -291,12 +291,11 @@ def describe_epochs(training: Training) -> str:
     n_epochs = n_tokens / STDLIB_TOKENS
     if training.dataset != ["python_stdlib"] or n_epochs < MOST_EPOCHS:
         return ""
-    file = "sample/10BT/000_00000.parquet"
-    return (
-        f"python_stdlib is small: the run reads {n_epochs:,.0f} epochs of {STDLIB_TOKENS / 1e6}M tokens. "
-        f"For a larger corpus: hf download HuggingFaceFW/fineweb-edu {file} --repo-type dataset --local-dir fineweb-edu; "
-        f"python -m torchtitan_lite prepare fineweb-edu --out data/fineweb-edu. Then --training.dataset data/fineweb-edu"
-    )
+    file = "HuggingFaceFW/fineweb-edu sample/10BT/000_00000.parquet"
+    download = f"hf download {file} --repo-type dataset --local-dir fineweb-edu"
+    prepare = "python -m torchtitan_lite prepare fineweb-edu --out data/fineweb-edu"
+    why = f"the run reads {n_epochs:,.0f} epochs of {STDLIB_TOKENS / 1e6}M tokens of python_stdlib"
+    return f"{why}. For --training.dataset data/fineweb-edu: {download}; {prepare}"
 
 
 def check_prepared(config: Config, tokenizer: Tokenizer) -> None:

@@ -93,9 +93,9 @@ class Sampler:
     """Chooses the order in which a run draws samples from its sources. The order depends only on the seed.
 
     Without weights, all sources form a single list of samples, and an epoch has every sample once. With weights, each
-    source has its own epochs. CYCLE points divide a circle, and each source owns an arc as long as its share. Draw d is
-    from the source whose arc contains point d * STRIDE. STRIDE / CYCLE is the golden ratio, so the draws fill the circle
-    evenly: after any number of draws, a source has its share of them within about 3.
+    source has its own epochs. CYCLE points divide a circle, and each source owns an arc as long as its share. Draw d
+    is from the source whose arc contains point d * STRIDE. STRIDE / CYCLE is the golden ratio, so the draws fill the
+    circle evenly: after any number of draws, a source has its share of them within about 3.
     """
 
     def __init__(self, n_samples: Sequence[int], *, weights: Sequence[float] = (), seed: int):

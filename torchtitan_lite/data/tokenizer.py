@@ -32,8 +32,8 @@ from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.files import import_extra, read_json, refuse_pointer
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data.vocabulary import (
-    CONFIG,
     SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
     BytePairs,
     find_bos,
     find_eos,
@@ -205,7 +205,7 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     vocab = model.take("vocab", dict[str, int] | list)
     if isinstance(vocab, list):  # Unigram: tokens and scores, in the order of the ids
         vocab = {token: id for id, (token, _) in enumerate(vocab)}
-    config = read_json(path.with_name(CONFIG), may_be_missing=True)
+    config = read_json(path.with_name(TOKENIZER_CONFIG), may_be_missing=True)
     added = file.take("added_tokens", list[dict], [])
     configured = list_configured_tokens(config, {token["content"] for token in added})
     if configured:
