@@ -161,7 +161,7 @@ def test_a_named_step_is_checked_before_torch_starts(run_folder):
     for step, named, *more in (
         (6, "steps [4, 8]"),
         (4, "Use [8]"),  # the run would meet step 8 again
-        (8, "starts from the beginning", "--job.overwrite"),
+        (8, "start from the beginning", "--job.overwrite"),
     ):
         with pytest.raises(ConfigError) as refused:
             resume_at(run_folder, step, *more)

@@ -64,8 +64,8 @@ class TensorRecord(NamedTuple):
 @dataclass(frozen=True)
 class Manifest:
     step: int
-    fingerprint: dict[str, object]  # must match on resume: data, tokenizer, batch size, model_args
-    run: dict[str, object]  # for people: config, layout; for exports: the published config.json
+    fingerprint: dict[str, object]  # must match on resume: documents, tokenizer, model_args
+    run: dict[str, object]  # config, layout, launch; for exports: the published config.json
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     format: int = FORMAT
 

@@ -141,7 +141,7 @@ class CheckpointSaver:
     def newest(self) -> Path | None:
         """The newest checkpoint of this run; None if there is none."""
         steps = find_steps(self.folder)
-        return self.folder / f"step-{max(steps)}" if steps else None
+        return self.folder / f"step-{steps[-1]}" if steps else None
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Save this rank's shards `tensors` as step-N; if saves are asynchronous, only start to. Collective.

@@ -94,13 +94,13 @@ def describe_launch() -> dict[str, str | None]:
 
     The commit is None if this is not a git repository.
     """
-    commit = None
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    if (REPOSITORY / ".git").exists():
-        with suppress(OSError, subprocess.SubprocessError):
-            answer = subprocess.check_output(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
-            commit = answer.decode().strip()
-    return {"commit": commit, "command": shlex.join(sys.argv), "host": platform.node()}
+    commit = ""
+    if (REPOSITORY / ".git").exists() and shutil.which("git"):
+        git = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+        answer = subprocess.run(git, cwd=REPOSITORY, capture_output=True, text=True)
+        commit = answer.stdout.strip()
+    command = shlex.join(sys.argv)
+    return {"commit": commit or None, "command": command, "host": platform.node()}
 
 
 def list_gpus(visible: str | None) -> list[tuple[str, int | None]]:

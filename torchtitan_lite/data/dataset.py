@@ -311,19 +311,11 @@ def open_data(
             opened, training.seq_len, model_args.vocab_size, restart_positions
         )
     reader = readers["train"]
-    weights = training.dataset_weights
-    seed = config.debug.seed
-    sampler = Sampler(reader.n_samples, weights=weights, seed=seed)
-    # Runs with equal fingerprints have the same samples in the same order. Checkpoints store the fingerprint.
+    sampler = Sampler(reader.n_samples, weights=training.dataset_weights, seed=config.debug.seed)
+    # Checkpoints store it. Runs with equal fingerprints and configs have the same samples in the same order.
     fingerprint = {
-        # a corpus may move to another folder
-        "dataset": [Path(corpus.name).name for corpus in reader.corpora],
-        "dataset_weights": weights,
-        "seq_len": training.seq_len,
-        "seed": seed,
         "documents": [corpus.fingerprint for corpus in reader.corpora],
         "tokenizer": tokenizer.fingerprint,
-        "global_batch_size": global_batch_size,
         "shape": asdict(model_args),
     }
     return RunData(
