@@ -32,10 +32,9 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 class HuggingFaceError(UserError):
-    """Raised if a folder has no model that can be loaded here. `problems` lists every problem that was found."""
+    """Raised if a folder has no model that can be loaded here. Lists every problem that was found."""
 
     def __init__(self, folder: Path, problems: list[str]):
-        self.problems = problems
         super().__init__("\n  ".join([f"{folder} cannot be used:", *problems]))
 
 

@@ -43,7 +43,6 @@ MOST_NAMED = 8  # tensors per message
 class HuggingFaceFolder:
     """A complete model: the folder has exactly the tensors that its config.json describes."""
 
-    path: Path
     model_args: ModelArgs
     files: dict[str, Path]  # tensor name -> file
 
@@ -92,7 +91,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             problems.append(f"{file_of[name].name}: {name} is {shapes}")
     if problems:
         raise HuggingFaceError(path, problems)
-    return HuggingFaceFolder(path, model_args, {name: file_of[name] for name in expected})
+    return HuggingFaceFolder(model_args, {name: file_of[name] for name in expected})
 
 
 def list_names(kind: str, names: set[str]) -> list[str]:

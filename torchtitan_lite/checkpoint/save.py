@@ -36,8 +36,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim.optimizer import Optimizer
@@ -181,7 +179,9 @@ class CheckpointSaver:
         planner = self.planner(flatten_state_dict=False)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
-        except CheckpointException as error:  # raised on every rank, when no rank writes any more
+        except (
+            dcp.CheckpointException
+        ) as error:  # raised on every rank, when no rank writes any more
             if rank == 0:
                 discard(final)
             first, (failure, _) = min(error.failures.items())
@@ -249,20 +249,20 @@ class StorageWriter(dcp.HuggingFaceStorageWriter):
         written.set_result(results)
         return written
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint. DCP calls this on rank 0 when the data of every rank is on disk."""
         file_of = {}
         hashes = {}
         for of_rank in results:
             for result in of_rank:
                 file, digest = result.storage_data
-                file_of[result.index] = file
+                file_of[result.index.fqn, result.index.offset] = file
                 hashes[file] = digest
         tensors = {}
         for name, saved in metadata.state_dict_metadata.items():
             chunks = []
             for box in saved.chunks:
-                file = file_of[MetadataIndex(name, box.offsets)]
+                file = file_of[name, box.offsets]
                 chunks.append(Chunk(file, tuple(box.offsets), tuple(box.sizes)))
             dtype = str(saved.properties.dtype).removeprefix("torch.")
             tensors[name] = TensorRecord(dtype, tuple(saved.size), tuple(chunks))

@@ -98,8 +98,7 @@ def check_layout(
         why = "nodes of this size do not have two or more ranks of an FSDP group each, so hpZ has nothing to keep"
         problems.refuse(f"{ZERO_PLUS_PLUS}_node_size", why, f'Leave "hpz" out of {ZERO_PLUS_PLUS}')
     if config.model.uses_float8:
-        n_tokens = layout.microbatch_size * config.training.seq_len // layout.cp
-        check_float8(problems, layout.tp, n_tokens)
+        check_float8(problems, layout)
     return problems
 
 
@@ -206,17 +205,18 @@ def check_experts(problems: Problems, layout: Layout) -> None:
         problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
 
 
-def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
-    """Find why linear layers cannot compute in float8. `n_tokens`: tokens in a microbatch of one rank."""
+def check_float8(problems: Problems, layout: Layout) -> None:
+    """Find why linear layers cannot compute in float8."""
     config = problems.config
+    n_tokens = layout.microbatch_size * config.training.seq_len // layout.cp
     section = config.quantize.linear.float8
     linears = list_linears(problems.model_args)
-    if not plan_float8(linears, section.filter_fqns, tp, section.recipe_name):
+    if not plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name):
         why = "no linear layer can use float8: all are filtered out, or have sizes that are not multiples of 16 x tp"
         problems.refuse("model.converters", why, 'Leave out "float8"')
     if n_tokens % FLOAT8_BLOCK:
         why = f"float8 needs a multiple of {FLOAT8_BLOCK} tokens, but a microbatch of a rank has {n_tokens}"
-        remedy = f"Use a multiple of {FLOAT8_BLOCK * config.parallelism.context_parallel_degree}"
+        remedy = f"Use a multiple of {FLOAT8_BLOCK * layout.cp}"
         problems.refuse("training.seq_len", why, remedy)
     if not section.enable_fsdp_float8_all_gather:
         return

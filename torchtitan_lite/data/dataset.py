@@ -19,8 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from fractions import Fraction
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -102,14 +101,14 @@ class Sampler:
         """`n_samples`: number per source. `weights`: one per source; they need not sum to 1."""
         self.n_samples = list(n_samples)
         self.seed = seed
-        amounts = list(map(Fraction, weights or n_samples))
-        self.shares = [float(amount / sum(amounts)) for amount in amounts]
+        amounts = torch.tensor(weights or n_samples, dtype=torch.float64)
+        self.shares = amounts / amounts.sum()
         self.is_weighted = bool(weights)
         if not weights:
             return
-        ends = [round(end / sum(amounts) * CYCLE) for end in accumulate(amounts)]
+        ends = (self.shares.cumsum(0) * CYCLE).round().long()
         points = torch.arange(CYCLE) * STRIDE % CYCLE
-        self.sources = torch.searchsorted(torch.tensor(ends), points, right=True)
+        self.sources = torch.searchsorted(ends, points, right=True)
         self.n_draws = self.sources.bincount(minlength=len(ends))  # of each source in a cycle
         self.n_earlier = torch.empty_like(points)  # draws from the same source, in the same cycle
         for source, n_draws in enumerate(self.n_draws.tolist()):
@@ -143,9 +142,10 @@ class Sampler:
 
 def locate_in_parts(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return part and index in the part, (n,) int64 each, for indices into concatenated parts of `sizes`."""
-    ends = torch.tensor(list(accumulate(sizes)))
+    lengths = torch.tensor(sizes)
+    ends = lengths.cumsum(0)
     parts = torch.searchsorted(ends, index, right=True)
-    return parts, index - (ends - torch.tensor(sizes))[parts]
+    return parts, index - (ends - lengths)[parts]
 
 
 def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:

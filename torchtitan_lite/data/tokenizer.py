@@ -131,8 +131,8 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
 def find_tokenizer(hf_assets_path: str | Path) -> Path | None:
     """Find the file of a tokenizer, in the working directory first, then in the repository."""
     for folder in (Path.cwd(), REPOSITORY):
-        named = folder / hf_assets_path
-        for path in [named, *(named / name for name in IN_FOLDER)]:
+        for name in ("", *IN_FOLDER):
+            path = folder / hf_assets_path / name
             if path.is_file():
                 return path
     return None
