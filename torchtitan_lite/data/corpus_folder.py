@@ -26,6 +26,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
+from torchtitan_lite.config.checks import Problems
 from torchtitan_lite.config.files import read_json
 from torchtitan_lite.config.messages import Problem, UserError
 from torchtitan_lite.config.schema import Config, Training
@@ -250,10 +251,10 @@ def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str
 # ---------------------------------------------------------------- before a run
 
 
-def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
+def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
     """Find corpora that are missing, damaged, or made with another tokenizer. None: unknown tokenizer."""
     training = config.training
-    problems = []
+    problems = Problems(config)
     for key, name, split, dataset_path in list_corpora(config):
         try:
             if name in DATASETS:
@@ -266,18 +267,15 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
                 problems.append(problem)
     if not training.dataset:
         remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"
-        problems.append(Problem("training.dataset", [], "it names no corpus", remedy))
+        problems.refuse("training.dataset", "it names no corpus", remedy)
     if training.dataset_path and not set(training.dataset) & DOWNLOADS:
         why = f"it is only used for {', '.join(DOWNLOADS)}, and training.dataset names none of them"
         remedy = "Leave it out. For other corpora, set training.dataset to a path"
-        problems.append(Problem("training.dataset_path", training.dataset_path, why, remedy))
-    weights = training.dataset_weights
+        problems.refuse("training.dataset_path", why, remedy)
     n_corpora = len(training.dataset)
-    if weights and len(weights) != n_corpora:
+    if len(training.dataset_weights) not in (0, n_corpora):
         remedy = "Give one weight per corpus, or none to draw every sample equally often"
-        problems.append(
-            Problem("training.dataset_weights", weights, f"there are {n_corpora} corpora", remedy)
-        )
+        problems.refuse("training.dataset_weights", f"there are {n_corpora} corpora", remedy)
     return problems
 
 

@@ -43,7 +43,7 @@ STRIDE = 648055  # an odd number near CYCLE times the golden ratio, modulo 1
 class SampleReader:
     """Reads samples from several corpora into the rows of a batch."""
 
-    corpora: Sequence[Corpus]
+    corpora: list[Corpus]
     seq_len: int
     vocab_size: int  # rows of the model's embedding
     # positions restart at 0 with each document; otherwise with each row
@@ -299,18 +299,13 @@ def open_data(
     training = config.training
     global_batch_size = layout.global_batch_size
     restart_positions = config.model.attention == "document"
-    corpora: dict[str, list[Corpus]] = {"train": [], "validation": []}
-    for _, name, split, dataset_path in list_corpora(config):
-        cache_folder = Path(training.cache_folder)
-        corpora[split].append(
-            Corpus(name, tokenizer, cache_folder, split=split, dataset_path=dataset_path)
-        )
-    readers = {}
-    for split, opened in corpora.items():
-        readers[split] = SampleReader(
-            opened, training.seq_len, model_args.vocab_size, restart_positions
-        )
-    reader = readers["train"]
+    sizes = (training.seq_len, model_args.vocab_size)
+    reader = SampleReader([], *sizes, restart_positions)
+    validation_reader = SampleReader([], *sizes, restart_positions)
+    cache_folder = Path(training.cache_folder)
+    for _, name, split, path in list_corpora(config):
+        corpora = reader.corpora if split == "train" else validation_reader.corpora
+        corpora.append(Corpus(name, tokenizer, cache_folder, split=split, dataset_path=path))
     sampler = Sampler(reader.n_samples, weights=training.dataset_weights, seed=config.debug.seed)
     # Checkpoints store it. Runs with equal fingerprints and configs have the same samples in the same order.
     fingerprint = {
@@ -321,7 +316,7 @@ def open_data(
     return RunData(
         stream=SampleStream(reader, sampler, global_batch_size),
         validation=ValidationBatches(
-            readers["validation"],
+            validation_reader,
             global_batch_size=global_batch_size,
             most_batches=config.validation.steps,
         ),
