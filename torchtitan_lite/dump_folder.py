@@ -1,9 +1,10 @@
 """Check the paths of a run before it starts. Create, lock and empty `job.dump_folder`, which holds all files of a run.
 
-config.toml     the resolved config      log.txt, metrics.jsonl, tb/                logs
+config.toml     the resolved config      log.txt, metrics.jsonl, tb/<run name>/     logs
 checkpoint/     step-N/, run_id          traces/, comm_traces/, memory_snapshot/    if enabled
 hang/           what hanging ranks did: `python -m torchtitan_lite hang FOLDER`
 wandb/          Weights & Biases if enabled; job.overwrite keeps it, because some of it may not be uploaded yet
+wandb_id        id of the run in Weights & Biases
 lock            locked by the run that writes here
 """
 
@@ -28,10 +29,10 @@ from torchtitan_lite.config.schema import Config, get_value
 logger = logging.getLogger(__name__)
 
 LOCK = "lock"
-CONFIG = "config.toml"  # marks the folder of a run
+CONFIG_TOML = "config.toml"  # marks the folder of a run
 RUN_ID = "run_id"  # in checkpoint.folder: names the snapshots of the run
 HANG = "hang"  # folder with what hanging ranks did, one folder inside for each restart
-FILES = ("log.txt", "metrics.jsonl", f"{HANG}/restart-*")
+FILES = ("log.txt", "metrics.jsonl", "wandb_id", f"{HANG}/restart-*")
 FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writes there, and job.overwrite deletes
     "checkpoint.folder": (
         f"step-*/{MANIFEST}",
@@ -40,7 +41,7 @@ FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writ
         "step-*-hf",
         RUN_ID,
     ),
-    "metrics.save_tb_folder": ("events.out.tfevents.*",),
+    "metrics.save_tb_folder": ("*/events.out.tfevents.*", "events.out.tfevents.*"),
     "profiling.save_traces_folder": ("step-*/rank-*.json",),
     "profiling.save_memory_snapshot_folder": ("step-*/rank-*.pickle",),
     "comm.save_traces_folder": ("rank_*",),
@@ -59,11 +60,11 @@ def check_files(config: Config, restarted: bool) -> Problems:
             why = f"{nearest} is not a folder that this user can write to"
             problems.refuse(key, why, "Name another folder")
     goes_on = config.checkpoint.enable or starts_over or restarted
-    if (dump_folder / CONFIG).exists() and not goes_on:
+    if (dump_folder / CONFIG_TOML).exists() and not goes_on:
         remedy = "Name another folder, or delete that run with --job.overwrite"
         if find_steps(dump_folder / config.checkpoint.folder):
             remedy += ", or resume it with --checkpoint.enable"
-        problems.refuse("job.dump_folder", f"it has an earlier run ({CONFIG})", remedy)
+        problems.refuse("job.dump_folder", f"it has an earlier run ({CONFIG_TOML})", remedy)
     for key in FOLDERS:
         value = get_value(config, key)
         if value in ("", ".", "..") or "/" in value:
@@ -101,14 +102,14 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
                 shutil.rmtree(path)
             else:
                 path.unlink()
-    (folder / CONFIG).write_text(dump_config_toml(config), encoding="utf-8")
+    (folder / CONFIG_TOML).write_text(dump_config_toml(config), encoding="utf-8")
     return lock
 
 
 def list_earlier(folder: Path, config: Config) -> list[Path]:
     """List the paths that job.overwrite deletes: only what a run has written, never another file."""
     paths = set()
-    if (folder / CONFIG).exists():  # a run was here, so these are its files
+    if (folder / CONFIG_TOML).exists():  # a run was here, so these are its files
         for pattern in FILES:
             paths.update(folder.glob(pattern))
     for key, patterns in FOLDERS.items():

@@ -23,12 +23,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 )
 from torchtitan_lite.checkpoint.starting_weights import PATH, find_initial, find_resumed
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
-from torchtitan_lite.config.checks import (
-    check_context_parallel,
-    check_machine,
-    check_run,
-    count_pieces,
-)
+from torchtitan_lite.config.checks import check_machine, check_run, count_pieces
 from torchtitan_lite.config.layout import plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import bound_memory, check_memory
@@ -36,7 +31,11 @@ from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import AUTO
 from torchtitan_lite.config.reader import Prepared, dump_config_toml, flatten_table, read_config
 from torchtitan_lite.config.schema import Parallelism, with_value
-from torchtitan_lite.data.corpus_folder import check_data, fingerprint_documents
+from torchtitan_lite.data.corpus_folder import (
+    check_data,
+    describe_epochs,
+    fingerprint_documents,
+)
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import find_tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files, list_earlier
@@ -217,7 +216,6 @@ def plan(
         run.problems += check_memory(run.memory, flavor, args, n_ranks, machine)
         run.layout = plan_layout(run.config, run.model_args, n_ranks)
         run.config = resolve_config(run.config, run.layout, machine.device_type)
-        run.problems += check_context_parallel(run.config, run.model_args, machine)
     except ConfigError as error:
         run.problems += error.problems
 
@@ -290,6 +288,9 @@ def add_notices(run: Prepared, restarted: bool) -> None:
     if reached < 1:
         why = f"the learning rate only reaches {reached:.0%} of optimizer.lr"
         notices.append(f"lr_scheduler.warmup_steps is longer than the run: {why}")
+    epochs = describe_epochs(config.training)
+    if epochs:
+        notices.append(epochs)
     assets = Path(config.model.hf_assets_path)
     has_model = (assets / CONFIG).is_file() and any(assets.glob("*.safetensors"))
     if run.weights is None and has_model:

@@ -27,7 +27,7 @@ from torchtitan_lite.components.metrics import (
 )
 from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
 from torchtitan_lite.config.block import count_flops_per_token
-from torchtitan_lite.config.machine import peak_flops
+from torchtitan_lite.config.machine import describe_launch, peak_flops
 from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.process_groups import Groups, set_timeouts
@@ -87,6 +87,7 @@ class RunLog:
             resumed=resumed_step > 0,
             restarts=restarts,
             weights=plan.origin,
+            **describe_launch(),
         )
 
     def record(self, kind: str, step: int, **fields: object) -> None:

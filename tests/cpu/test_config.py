@@ -45,30 +45,12 @@ def read_one_problem(args: list[str]):
 # --- what wins, and how it may be written ---
 
 
-def test_the_command_line_wins_over_toml_and_toml_over_the_default_and_any_text_is_a_value(
-    write_toml,
-):
+def test_the_command_line_wins_over_toml_and_toml_over_the_default(write_toml):
     args = write_toml("[training]\nsteps = 7\nseq_len = 64\n")
     config = read_sound([*args, "--training.steps", "9"])
     assert (config.training.steps, config.training.seq_len) == (9, 64)
     assert config.training.gc_freq == Config().training.gc_freq
-    assert (
-        read_sound(["--training.steps", "9", *args]).training.steps == 9
-    )  # --config may come last
-    config = read_sound(
-        [
-            "--training.global_batch_size",
-            "-1",
-            "--job.description",
-            "a=b",
-            "--job.dump_folder=--x=y",
-        ]
-    )
-    assert (config.training.global_batch_size, config.job.description, config.job.dump_folder) == (
-        -1,
-        "a=b",
-        "--x=y",
-    )
+    assert read_sound(["--training.steps", "9", *args]) == config  # --config may come last
 
 
 WRITTEN = """
@@ -95,7 +77,7 @@ def test_every_way_to_write_an_override_sets_the_same_key(write_toml, line):
 def test_values_are_read_by_the_type_of_their_key(write_toml):
     config = read_sound(write_toml("[training]\ndataset = 'data/wiki'\n[optimizer]\nlr = 1\n"))
     assert config.training.dataset == ["data/wiki"] and isinstance(config.optimizer.lr, float)
-    for value in ("true", '"1"', "1.0", "[1]", "{a = 1}", "1979-05-27"):
+    for value in ("true", "1.0", "[1]", "{a = 1}", "1979-05-27"):
         assert (
             read_one_problem(write_toml(f"[training]\nsteps = {value}\n")).key == "training.steps"
         )
@@ -113,6 +95,9 @@ training.steps | 1e3 | 1000
 training.steps | 1_000 | 1000
 training.steps | 1.5 | refused
 training.steps |  | refused
+training.global_batch_size | -1 | -1
+job.description | a=b | 'a=b'
+job.dump_folder | --x=y | '--x=y'
 compile.enable | True | True
 compile.enable | yes | refused
 parallelism.zero_stage | 3 | 3
@@ -150,10 +135,8 @@ def test_a_toml_file_with_a_byte_order_mark_is_read_and_its_paths_are_expanded(
     write_toml, monkeypatch
 ):
     monkeypatch.setenv("DATA", "/data")
-    training = read_sound(
-        write_toml("\ufeff[training]\ndataset = ['$DATA/a', 'b']\ndataset_weights = [3, 0.5]")
-    ).training
-    assert (training.dataset, training.dataset_weights) == (["/data/a", "b"], [3.0, 0.5])
+    config = read_sound(write_toml("\ufeff[training]\ndataset = ['$DATA/a', 'b']"))
+    assert config.training.dataset == ["/data/a", "b"]
 
 
 # --- files ---

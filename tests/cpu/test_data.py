@@ -297,17 +297,6 @@ def test_a_small_weight_is_exact_on_average_from_any_draw_on(start):
         assert (counts - number * N_DRAWS * torch.tensor(SHARES)).abs().max() < 3
 
 
-def test_a_small_weight_is_exact_on_average_over_seeds_in_the_shortest_run():
-    n_draws, share, n_seeds = 5000, 0.00004, 300
-    first = [
-        Sampler([5000, 11], weights=[1 - share, share], seed=seed).choose(torch.arange(n_draws))[0]
-        for seed in range(n_seeds)
-    ]
-    assert (
-        abs(sum(int(sources.sum()) for sources in first) / n_seeds - share * n_draws) < 0.1
-    )  # four standard deviations
-
-
 def test_draws_of_a_rare_source_go_through_its_epochs():
     sampler = Sampler([50_000, 7], weights=[1, 0.0003], seed=2)
     start = 10**9

@@ -2,16 +2,19 @@
 
 import json
 import os
+import subprocess
 from dataclasses import asdict
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from torchtitan_lite.config import machine as machine_module
 from torchtitan_lite.config.machine import (
     FROM_LAUNCHER,
     GIB,
     Machine,
+    describe_launch,
     detect_machine,
     measure_cpu_memory,
     peak_flops,
@@ -122,3 +125,19 @@ def test_a_limit_of_the_control_group_or_any_around_it_is_a_limit(tmp_path):
 )
 def test_peak_flops_are_the_dense_bfloat16_numbers_of_the_data_sheets(name, tflops):
     assert peak_flops(name) == (tflops and tflops * 1e12)
+
+
+def test_the_commit_is_that_of_the_repository_if_it_is_one(tmp_path, monkeypatch):
+    def find_commit() -> str | None:
+        return describe_launch.__wrapped__()["commit"]
+
+    monkeypatch.setattr(machine_module, "REPOSITORY", tmp_path)
+    file = tmp_path / "train.py"
+    file.touch()
+    assert find_commit() is None
+    user = ["-c", "user.name=a", "-c", "user.email=b"]
+    for command in (["init"], ["add", "."], [*user, "commit", "--message=c"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    clean = find_commit()
+    file.write_text("changed")
+    assert len(clean) == 40 and find_commit() == f"{clean}-dirty"

@@ -165,12 +165,12 @@ def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(po
         (
             {"model.n_layers": 5},
             {},
-            "a different model: it has no model.layers.4.attention_norm.weight",
+            r"different model: model.layers.4.attention_norm.weight has shape \[64\] in this run, but None",
         ),
         (
             {"model.ffn_dim": 128},
             {},
-            r"w1.weight has shape \[96, 64\] there, but \[128, 64\] in this run",
+            r"w1.weight has shape \[128, 64\] in this run, but \[96, 64\] there",
         ),
         ({}, {"step": 5}, "step-5 is not a checkpoint"),
     ],

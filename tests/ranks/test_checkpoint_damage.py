@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import FINGERPRINT, flip_bit, make_saver, read_tensors, write_tensors
+from checkpoints import (
+    FINGERPRINT,
+    flip_bit,
+    list_differing,
+    make_saver,
+    read_tensors,
+    write_tensors,
+)
 
 from torchtitan_lite.checkpoint import format as folders
 from torchtitan_lite.checkpoint import load as loading
@@ -161,7 +168,7 @@ def test_a_named_step_is_checked_before_torch_starts(run_folder):
     for step, named, *more in (
         (6, "steps [4, 8]"),
         (4, "Use [8]"),  # the run would meet step 8 again
-        (8, "starts from the beginning", "--job.overwrite"),
+        (8, "start from the beginning", "--job.overwrite"),
     ):
         with pytest.raises(ConfigError) as refused:
             resume_at(run_folder, step, *more)
@@ -221,10 +228,6 @@ def test_a_checkpoint_keeps_any_dtype_and_shape(tmp_path):
     }
     folder = write_tensors(tmp_path / "step-1", tensors, step=1, fingerprint=FINGERPRINT)
     read = read_tensors(folder)
-    assert read.keys() == tensors.keys() and all(
-        torch.equal(read[name], tensors[name]) for name in tensors
-    )
-    assert {name: tensor.dtype for name, tensor in read.items()} == {
-        n: tensor.dtype for n, tensor in tensors.items()
-    }
+    assert list_differing(read, tensors) == []
+    assert [read[name].dtype for name in tensors] == [each.dtype for each in tensors.values()]
     assert read_manifest(folder).fingerprint == FINGERPRINT

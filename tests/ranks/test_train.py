@@ -12,7 +12,7 @@ from warm_start import finish, kill_rank, launch, list_differences, read_losses
 
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.checkpoint.load import open_checkpoint
-from torchtitan_lite.dump_folder import CONFIG, FILES, LOCK
+from torchtitan_lite.dump_folder import CONFIG_TOML, FILES, LOCK
 
 STEPS = 20
 KEYS = [
@@ -57,7 +57,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
     left = {path.name: path.is_dir() for path in (tmp_path / "killed").iterdir()}
     assert {name for name, is_folder in left.items() if is_folder} >= {"tb", "checkpoint"}
     files = {name for name, is_folder in left.items() if not is_folder}
-    assert {"config.toml", "metrics.jsonl", "log.txt"} <= files <= {CONFIG, *FILES, LOCK}
+    assert {"config.toml", "metrics.jsonl", "log.txt"} <= files <= {CONFIG_TOML, *FILES, LOCK}
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,6 @@ stray | argument
 # known to give wrong numbers or to crash
 --parallelism.context_parallel_degree=2 --training.mixed_precision_param=float32 | \
     training.mixed_precision_param | 2 H100_ELSEWHERE
---parallelism.context_parallel_degree=2 --model.head_dim=20 | model.head_dim | 2 H100_ELSEWHERE
 --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble \
     --parallelism.zero_stage=3 --activation_checkpoint.mode=none | parallelism.pipeline_parallel_schedule
 --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble \
@@ -187,7 +186,6 @@ stray | argument
 --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble \
     --activation_checkpoint.mode=none |
 --parallelism.context_parallel_degree=2 --model.attention=document |
---parallelism.context_parallel_degree=2 --model.head_dim=20 |
 --model.converters=float8 --quantize.linear.float8.enable_fsdp_float8_all_gather |
 --model.converters=float8 --quantize.linear.float8.emulate | | 4 EIGHT_A100
 --model.flavor=debug_moe --checkpoint.enable --checkpoint.last_save_in_hf --training.expert_bias_rate=0 |
@@ -258,6 +256,7 @@ NOTED = f"""
 --config own.toml | 2 sequences of 512 tokens make 1,024 per step
 --config own.toml --training.seq_len=1024 --training.local_batch_size=3 | 6 sequences of 1024 tokens
 --config own.toml {CP}=3 | training.seq_len is 510
+--training.steps=200_000 | 57 epochs of 3.6M tokens
 --config own.toml --training.steps=7 | per step,
 """  # the last one: a time, roughly
 

@@ -33,8 +33,8 @@ def save_ours(
     weights = {}
     for fqn, parameter in build_ours(args).named_parameters():
         weights[f"model.{fqn}"] = parameter.detach().to(dtype)
-    for fqn, size in list_expert_biases(args).items():
-        weights[f"model.{fqn}"] = bias * (-1.0) ** torch.arange(*size)
+    for fqn in list_expert_biases(args):
+        weights[f"model.{fqn}"] = bias * (-1.0) ** torch.arange(args.moe.n_experts)
     fingerprint = {
         "shape": asdict(args),
         "tokenizer": load_tokenizer("bytes").fingerprint,

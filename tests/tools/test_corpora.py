@@ -30,7 +30,7 @@ from torchtitan_lite.data.corpus_folder import (
     check_data,
     check_prepared,
     find_corpus,
-    read_manifest,
+    read_corpus_manifest,
 )
 from torchtitan_lite.tools.corpora import named
 from torchtitan_lite.tools.corpora import prepare as preparing
@@ -57,7 +57,7 @@ def write_files(folder: Path) -> list[str]:
 
 
 def list_documents(folder: Path, split: str) -> list[list[int]]:
-    if split not in read_manifest(folder).splits:
+    if split not in read_corpus_manifest(folder).splits:
         return []
     corpus = Corpus(str(folder), BYTES, Path("cache"), split=split)
     tokens = corpus.tokens.tolist()
@@ -337,7 +337,7 @@ MANIFESTS = {  # a manifest that is not ours -> a word of the reason
 def test_a_foreign_manifest_is_a_sentence(name, tmp_path):
     (tmp_path / "manifest.json").write_text(MANIFESTS[name])
     with pytest.raises(CorpusError, match=f"{tmp_path} is not a prepared corpus.*manifest.json"):
-        read_manifest(tmp_path)
+        read_corpus_manifest(tmp_path)
 
 
 def read(*args: str | Path) -> Config:

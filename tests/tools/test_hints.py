@@ -15,7 +15,7 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.data.corpus_folder import read_manifest
+from torchtitan_lite.data.corpus_folder import read_corpus_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import read_run_config
 from torchtitan_lite.tools import check
@@ -106,7 +106,7 @@ def test_the_command_that_prepare_prints_trains_and_validates_on_the_corpus(case
     )
     command = re.search(r"Train on it: (.*)", capsys.readouterr().out)[1]
     assert all(word in command for word in words.split()) and follow(command) == 0
-    splits = read_manifest(Path("out")).splits
+    splits = read_corpus_manifest(Path("out")).splits
     assert sum(split.n_documents for split in splits.values()) == n_documents
     assert splits.keys() == ({"train"} if "no_enable" in command else {"train", "validation"})
 

@@ -8,7 +8,6 @@ A rule for a section holds for every key in it that has no rule of its own. A te
 compares the sizes of the model and the tokenizer with the fingerprint in the manifest.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.starting_weights import PATH, Weights
@@ -139,8 +138,6 @@ def describe_rates(config: Config, weights: Weights) -> str:
     step = weights.manifest.step
     before = weights.manifest.run["config"]
     earlier = LRScheduler(**before["lr_scheduler"])
-    if earlier.total_steps is None:
-        earlier = replace(earlier, total_steps=before["training"]["steps"])
     lr = before["optimizer"]["lr"]
     last = lr * learning_rate_factor(earlier, step - 1)
     following = config.optimizer.lr * learning_rate_factor(config.lr_scheduler, step)

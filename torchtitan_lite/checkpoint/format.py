@@ -64,8 +64,8 @@ class TensorRecord(NamedTuple):
 @dataclass(frozen=True)
 class Manifest:
     step: int
-    fingerprint: dict[str, object]  # must match on resume: data, tokenizer, batch size, model_args
-    run: dict[str, object]  # for people: config, layout; for exports: the published config.json
+    fingerprint: dict[str, object]  # must match on resume: documents, tokenizer, model_args
+    run: dict[str, object]  # config, layout, launch; for exports: the published config.json
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -205,9 +205,7 @@ def remove_partial(folder: Path) -> None:
 
 def prune(folder: Path, section: Checkpoint) -> None:
     """Delete checkpoints except the newest keep_latest_k (0: all) and each whose step is a multiple of keep_every_m."""
-    if section.keep_latest_k == 0:
-        return
-    for step in find_steps(folder)[: -section.keep_latest_k]:
+    for step in find_steps(folder)[: -section.keep_latest_k]:  # [:-0] is empty
         if section.keep_every_m == 0 or step % section.keep_every_m != 0:
             path = folder / f"step-{step}"
             shutil.rmtree(path.rename(name_unfinished(path)))

@@ -28,20 +28,13 @@ IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: file name -> content
 LENGTH = "max_position_embeddings"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # in transformers 4 and 5
 DENSE_LAYERS = "mlp_only_layers"  # a list of layer numbers
-
-SCALING_KEYS = {  # field of RopeScaling -> key in config.json; linear scaling uses only the first
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_length": "original_max_position_embeddings",
-}
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 class HuggingFaceError(UserError):
-    """Raised if a folder has no model that can be loaded here. `problems` lists every problem that was found."""
+    """Raised if a folder has no model that can be loaded here. Lists every problem that was found."""
 
     def __init__(self, folder: Path, problems: list[str]):
-        self.problems = problems
         super().__init__("\n  ".join([f"{folder} cannot be used:", *problems]))
 
 
@@ -175,16 +168,17 @@ def read_rope_type(rope: JsonObject) -> str:
 def read_scaling(rope: JsonObject, config: JsonObject) -> RopeScaling | None:
     """Return the RoPE scaling. A missing original length is max_position_embeddings, as in transformers."""
     kind = read_rope_type(rope)
-    if kind == "linear":
-        return RopeScaling(factor=rope.take("factor", float), kind="linear")
     if kind == "default":
         return None
-    numbers = {"original_length": rope.take(SCALING_KEYS["original_length"], int, None)}
-    if numbers["original_length"] is None:
-        numbers["original_length"] = config.take(LENGTH, int)
-    for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        numbers[name] = rope.take(SCALING_KEYS[name], float)
-    return RopeScaling(**numbers)
+    factor = rope.take("factor", float)
+    if kind == "linear":
+        return RopeScaling(factor, kind="linear")
+    return RopeScaling(
+        factor,
+        low_freq_factor=rope.take("low_freq_factor", float),
+        high_freq_factor=rope.take("high_freq_factor", float),
+        original_length=rope.take(ORIGINAL_LENGTH, int, None) or config.take(LENGTH, int),
+    )
 
 
 def read_moe(config: JsonObject, family: Family) -> MoEArgs:
@@ -244,7 +238,10 @@ def make_config(
     if context is not None:
         config[LENGTH] = context
     if scaling is not None:
-        names = SCALING_KEYS if scaling.kind == "llama3" else ("factor",)
-        numbers = {SCALING_KEYS[name]: getattr(scaling, name) for name in names}
-        config["rope_scaling"] = {"rope_type": scaling.kind, **numbers}
+        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            rope["low_freq_factor"] = scaling.low_freq_factor
+            rope["high_freq_factor"] = scaling.high_freq_factor
+            rope[ORIGINAL_LENGTH] = scaling.original_length
+        config["rope_scaling"] = rope
     return config

@@ -26,7 +26,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     read_model_args,
 )
 from torchtitan_lite.config.block import list_parameters
-from torchtitan_lite.config.files import parse_json, read_json, refuse_pointer
+from torchtitan_lite.config.files import import_extra, read_json, refuse_pointer
 from torchtitan_lite.config.model_rows import ModelArgs
 
 SINGLE_FILE = "model.safetensors"
@@ -43,7 +43,6 @@ MOST_NAMED = 8  # tensors per message
 class HuggingFaceFolder:
     """A complete model: the folder has exactly the tensors that its config.json describes."""
 
-    path: Path
     model_args: ModelArgs
     files: dict[str, Path]  # tensor name -> file
 
@@ -92,7 +91,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             problems.append(f"{file_of[name].name}: {name} is {shapes}")
     if problems:
         raise HuggingFaceError(path, problems)
-    return HuggingFaceFolder(path, model_args, {name: file_of[name] for name in expected})
+    return HuggingFaceFolder(model_args, {name: file_of[name] for name in expected})
 
 
 def list_names(kind: str, names: set[str]) -> list[str]:
@@ -119,27 +118,16 @@ def list_files(path: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return name -> (dtype, shape) for every tensor in a file. Raises HuggingFaceError if the file is incomplete.
-
-    This does not use the safetensors library, which needs torch even to list a file.
-    """
+    """Return name -> (dtype, shape) for every tensor in a file. Raises HuggingFaceError if the file is incomplete."""
+    safetensors = import_extra("safetensors", "hf")
+    described = {}
     try:
         refuse_pointer(path)
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            n_bytes = int.from_bytes(file.read(8), "little")
-            header = parse_json(file.read(min(n_bytes, size)), path)
-        header.pop("__metadata__", None)
-        described = {}
-        end = 0
-        for name in header:
-            entry = header.take(name, dict)
-            end = max(end, entry.take("data_offsets", list[int])[1])
-            described[name] = (entry.take("dtype", str), tuple(entry.take("shape", list[int])))
-        needed = 8 + n_bytes + end
-        if size != needed:
-            raise ValueError(f"it has {size} bytes, but its header needs {needed}")
+        with safetensors.safe_open(path, framework="np") as file:  # "pt" would import torch
+            for name in file.keys():
+                stored = file.get_slice(name)
+                described[name] = (stored.get_dtype(), tuple(stored.get_shape()))
         return described
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         why = f"{path} is not a complete safetensors file: {error}"
         raise HuggingFaceError(path.parent, [why]) from None

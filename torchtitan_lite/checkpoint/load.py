@@ -25,7 +25,6 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite.checkpoint.format import (
     CheckpointError,
     DamagedCheckpoint,
-    Manifest,
     read_manifest,
     require_undamaged,
 )
@@ -106,33 +105,25 @@ def open_checkpoint(folder: Path, *, verify: bool = True) -> OpenCheckpoint:
     return checkpoint
 
 
-def require_tensors(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> None:
-    """Raise CheckpointError if the checkpoint lacks one of `tensors`."""
-    model = f"{checkpoint.folder} has a different model"
-    for name, tensor in tensors.items():
-        record = checkpoint.manifest.tensors.get(name)
-        if record is None:
-            raise CheckpointError(f"{model}: it has no {name}")
-        if record.shape != tuple(tensor.shape):
-            shapes = f"has shape {list(record.shape)} there, but {list(tensor.shape)} in this run"
-            raise CheckpointError(f"{model}: {name} {shapes}")
-
-
 def load_checkpoint(
     path: Path, tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup
-) -> Manifest:
+) -> None:
     """Load this rank's shards `tensors` in place. The ranks of `group` share the files to hash. No communication.
 
     Raises CheckpointError if a tensor is missing or has another shape, and DamagedCheckpoint if a file has changed
     since it was saved; `tensors` are then undefined.
     """
     checkpoint = OpenCheckpoint(path)
-    require_tensors(checkpoint, tensors)
+    for name, tensor in tensors.items():
+        record = checkpoint.manifest.tensors.get(name)
+        found = record and list(record.shape)
+        if found != list(tensor.shape):
+            shapes = f"{name} has shape {list(tensor.shape)} in this run, but {found} there"
+            raise CheckpointError(f"{path} has a different model: {shapes}")
     if verify:
         require_undamaged(path, group.rank(), group.size())
     for name, tensor in tensors.items():
         checkpoint.read_shard(name, tensor)
-    return checkpoint.manifest
 
 
 # ---------------------------------------------------------------- all ranks

@@ -36,8 +36,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim.optimizer import Optimizer
@@ -59,6 +57,7 @@ from torchtitan_lite.checkpoint.format import (
 )
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.config.files import hash_file
+from torchtitan_lite.config.machine import describe_launch
 from torchtitan_lite.config.schema import Checkpoint, Config
 
 logger = logging.getLogger(__name__)
@@ -140,7 +139,7 @@ class CheckpointSaver:
     def newest(self) -> Path | None:
         """The newest checkpoint of this run; None if there is none."""
         steps = find_steps(self.folder)
-        return self.folder / f"step-{max(steps)}" if steps else None
+        return self.folder / f"step-{steps[-1]}" if steps else None
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Save this rank's shards `tensors` as step-N; if saves are asynchronous, only start to. Collective.
@@ -180,7 +179,9 @@ class CheckpointSaver:
         planner = self.planner(flatten_state_dict=False)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
-        except CheckpointException as error:  # raised on every rank, when no rank writes any more
+        except (
+            dcp.CheckpointException
+        ) as error:  # raised on every rank, when no rank writes any more
             if rank == 0:
                 discard(final)
             first, (failure, _) = min(error.failures.items())
@@ -248,20 +249,20 @@ class StorageWriter(dcp.HuggingFaceStorageWriter):
         written.set_result(results)
         return written
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint. DCP calls this on rank 0 when the data of every rank is on disk."""
         file_of = {}
         hashes = {}
         for of_rank in results:
             for result in of_rank:
                 file, digest = result.storage_data
-                file_of[result.index] = file
+                file_of[result.index.fqn, result.index.offset] = file
                 hashes[file] = digest
         tensors = {}
         for name, saved in metadata.state_dict_metadata.items():
             chunks = []
             for box in saved.chunks:
-                file = file_of[MetadataIndex(name, box.offsets)]
+                file = file_of[name, box.offsets]
                 chunks.append(Chunk(file, tuple(box.offsets), tuple(box.sizes)))
             dtype = str(saved.properties.dtype).removeprefix("torch.")
             tensors[name] = TensorRecord(dtype, tuple(saved.size), tuple(chunks))
@@ -328,6 +329,7 @@ def describe_run(
     return {
         "config": asdict(config),
         "layout": degrees,
+        "launch": describe_launch(),
         IN_MANIFEST: published,
     }
 

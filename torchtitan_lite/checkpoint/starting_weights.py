@@ -43,12 +43,13 @@ class Weights:
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
     """Return the checkpoint to resume from: load_step, or the newest readable one. Raises ConfigError."""
     section = config.checkpoint
-    if not section.enable or (config.job.overwrite and not restarted):
-        steps = []
-    else:
-        steps = find_steps(Path(config.job.dump_folder) / section.folder)
+    if not section.enable:
+        return None
+    folder = Path(config.job.dump_folder) / section.folder
+    starts_over = config.job.overwrite and not restarted
+    steps = [] if starts_over else find_steps(folder)
     key = "job.dump_folder"
-    if section.enable and section.load_step != -1 and not restarted:
+    if section.load_step != -1 and not restarted:
         key = "checkpoint.load_step"
         # A run that saves would save the later steps a second time.
         usable = steps if section.load_only else steps[-1:]
@@ -56,17 +57,14 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
             why = (
                 f"the run has the steps {steps}, and without load_only it resumes from the last one"
             )
-            remedy = "Leave it out: the run starts from the beginning"
-            if usable:
-                remedy = f"Use {usable}"
+            remedy = f"Use {usable}" if usable else "Leave it out to start from the beginning"
             raise ConfigError([Problem(key, section.load_step, why, remedy)])
         steps = [section.load_step]
     remedy = "Restore the checkpoint from a copy or make it readable, or start another run: --job.dump_folder=FOLDER"
     reasons = []
     for step in reversed(steps):
-        path = Path(config.job.dump_folder) / section.folder / f"step-{step}"
         try:
-            return replace(describe_checkpoint(path), is_resumed=True)
+            return replace(describe_checkpoint(folder / f"step-{step}"), is_resumed=True)
         except CheckpointError as error:
             reasons.append(str(error))
             if not isinstance(error, DamagedCheckpoint):

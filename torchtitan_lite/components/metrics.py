@@ -1,7 +1,7 @@
 """Write the metrics of a run to a file, the console and TensorBoard. Only rank 0 writes; other ranks send nothing.
 
     metrics.jsonl         one JSON object per line, with `kind`, `step` and `time`
-        start             layout, number of ranks, the step that the run resumes from, restarts of the job
+        start             layout, number of ranks, restarts of the job, git commit, command, host
         step              the fields of `describe_step`, and the load of each expert
         validation        val_loss, val_perplexity, val_bits_per_byte
         save              the checkpoint, and the seconds that the ranks waited for it
@@ -135,11 +135,11 @@ class MetricsWriter:
         self.jsonl = open(path, "a", encoding="utf-8", buffering=1)
         self.sinks: list[TensorBoardSink | WandbSink] = []
         if section.enable_tensorboard:
-            self.sinks.append(
-                TensorBoardSink(dump_folder / section.save_tb_folder, resumed_step=resumed_step)
-            )
+            # TensorBoard names a run by its folder
+            folder = dump_folder / section.save_tb_folder / dump_folder.resolve().name
+            self.sinks.append(TensorBoardSink(folder, resumed_step=resumed_step))
         if section.enable_wandb:
-            self.sinks.append(WandbSink(dump_folder, settings=settings, resumed_step=resumed_step))
+            self.sinks.append(WandbSink(dump_folder, settings=settings))
 
     def write(self, kind: str, step: int, **fields: object) -> None:
         """Write one record. JSON has no NaN or infinity, so numbers that are not finite become null."""

@@ -1,11 +1,12 @@
 """Send metrics to TensorBoard and Weights & Biases, in addition to the log and metrics.jsonl.
 
 A sink has `write(step, scalars)`, with `scalars` from tag to value, and `close()`. Only rank 0 creates sinks. wandb
-reads the environment (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WANDB_API_KEY). A resumed run continues its run
-in wandb.
+reads the environment (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WANDB_API_KEY). Its id of the run is kept in the
+file wandb_id of the dump folder, so a resumed run is the same run in wandb.
 """
 
 from pathlib import Path
+from uuid import uuid4
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -30,13 +31,14 @@ class TensorBoardSink:
 class WandbSink:
     """Writes to Weights & Biases, which stores its local files in `folder`/wandb. Needs the extra `wandb`."""
 
-    def __init__(self, folder: Path, *, settings: dict, resumed_step: int):
+    def __init__(self, folder: Path, *, settings: dict):
         """`settings` is the config by section."""
         wandb = import_extra("wandb", "wandb")
+        id_file = folder / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid4().hex)
         self.run = wandb.init(
-            dir=str(folder),
-            config=settings,
-            resume="auto" if resumed_step else None,
+            dir=str(folder), config=settings, id=id_file.read_text(), resume="allow"
         )
 
     def write(self, step: int, scalars: dict[str, float]) -> None:

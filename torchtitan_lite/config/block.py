@@ -54,12 +54,10 @@ def list_parameters(model_args: ModelArgs) -> dict[str, Parameter]:
     return parameters
 
 
-def list_expert_biases(model_args: ModelArgs) -> dict[str, tuple[int]]:
-    """Return FQN -> size of the fp32 expert biases (moe.py), which checkpoints store along with the parameters."""
-    sizes = {}
-    for layer in filter(model_args.is_moe, range(model_args.n_layers)):
-        sizes[f"layers.{layer}.feed_forward.router.expert_bias"] = (model_args.moe.n_experts,)
-    return sizes
+def list_expert_biases(model_args: ModelArgs) -> list[str]:
+    """List the FQNs of the fp32 expert biases (moe.py), which checkpoints store along with the parameters."""
+    layers = filter(model_args.is_moe, range(model_args.n_layers))
+    return [f"layers.{layer}.feed_forward.router.expert_bias" for layer in layers]
 
 
 def count_parameters(

@@ -98,8 +98,7 @@ def check_layout(
         why = "nodes of this size do not have two or more ranks of an FSDP group each, so hpZ has nothing to keep"
         problems.refuse(f"{ZERO_PLUS_PLUS}_node_size", why, f'Leave "hpz" out of {ZERO_PLUS_PLUS}')
     if config.model.uses_float8:
-        n_tokens = layout.microbatch_size * config.training.seq_len // layout.cp
-        check_float8(problems, layout.tp, n_tokens)
+        check_float8(problems, layout)
     return problems
 
 
@@ -206,17 +205,18 @@ def check_experts(problems: Problems, layout: Layout) -> None:
         problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
 
 
-def check_float8(problems: Problems, tp: int, n_tokens: int) -> None:
-    """Find why linear layers cannot compute in float8. `n_tokens`: tokens in a microbatch of one rank."""
+def check_float8(problems: Problems, layout: Layout) -> None:
+    """Find why linear layers cannot compute in float8."""
     config = problems.config
+    n_tokens = layout.microbatch_size * config.training.seq_len // layout.cp
     section = config.quantize.linear.float8
     linears = list_linears(problems.model_args)
-    if not plan_float8(linears, section.filter_fqns, tp, section.recipe_name):
+    if not plan_float8(linears, section.filter_fqns, layout.tp, section.recipe_name):
         why = "no linear layer can use float8: all are filtered out, or have sizes that are not multiples of 16 x tp"
         problems.refuse("model.converters", why, 'Leave out "float8"')
     if n_tokens % FLOAT8_BLOCK:
         why = f"float8 needs a multiple of {FLOAT8_BLOCK} tokens, but a microbatch of a rank has {n_tokens}"
-        remedy = f"Use a multiple of {FLOAT8_BLOCK * config.parallelism.context_parallel_degree}"
+        remedy = f"Use a multiple of {FLOAT8_BLOCK * layout.cp}"
         problems.refuse("training.seq_len", why, remedy)
     if not section.enable_fsdp_float8_all_gather:
         return
@@ -317,6 +317,11 @@ def check_machine(config: Config, machine: Machine) -> list[Problem]:
         why = f"{machine.name} has no float8 matmul, which needs compute capability 8.9"
         remedy = f'Leave out "float8", or set {FLOAT8}.emulate = true'
         problems.refuse("model.converters", why, remedy)
+    uses_kernels = machine.device_type == "cuda" and config.model.attention == "causal"
+    in_float32 = config.training.mixed_precision_param == "float32"
+    if config.parallelism.context_parallel_degree > 1 and uses_kernels and in_float32:
+        why = "the GPU kernels for context parallel compute in 16 bits"
+        problems.refuse("training.mixed_precision_param", why, 'Use "bfloat16"')
     if not machine.is_here:
         return problems
     if config.compile.enable and config.compile.backend == "inductor":
@@ -328,21 +333,4 @@ def check_machine(config: Config, machine: Machine) -> list[Problem]:
     if config.metrics.enable_wandb and not find_spec("wandb"):
         remedy = "Run `pip install wandb` (the extra `wandb`), or set the key to false: TensorBoard gets the same"
         problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
-    return problems
-
-
-def check_context_parallel(
-    config: Config, model_args: ModelArgs, machine: Machine
-) -> list[Problem]:
-    """Find why the GPU kernels for causal attention under cp cannot run. `config` is resolved."""
-    problems = Problems(config, model_args)
-    uses_kernels = machine.device_type == "cuda" and config.model.attention == "causal"
-    if config.parallelism.context_parallel_degree == 1 or not uses_kernels:
-        return problems
-    if config.training.mixed_precision_param == "float32":
-        why = "the GPU kernels for context parallel compute in 16 bits"
-        problems.refuse("training.mixed_precision_param", why, 'Use "bfloat16"')
-    if model_args.head_dim % 8 or model_args.head_dim > 256:
-        why = "the GPU kernels for context parallel support multiples of 8 up to 256"
-        problems.refuse("model.head_dim", why, "Use 64 or 128")
     return problems

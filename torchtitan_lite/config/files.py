@@ -13,8 +13,6 @@ from typing import Any, get_args, get_origin
 
 from torchtitan_lite.config.messages import UserError
 
-LFS = b"version https://git-lfs.github.com/spec/v1"
-
 REQUIRED = object()  # default of JsonObject.take: the key must be present
 
 
@@ -29,7 +27,7 @@ class JsonObject(dict):
     def take(self, key: str, kind: Any, default: Any = REQUIRED) -> Any:
         """Return the value of `key`, which must have the type `kind`, such as `int`, `list[str]` or `str | dict`.
 
-        A missing key and null give the default. Objects are JsonObjects again. Raises UserError.
+        A missing key and null give the default. An object is a JsonObject again. Raises UserError.
         """
         value = self.get(key)
         name = self.place + key
@@ -39,8 +37,6 @@ class JsonObject(dict):
             found = "is missing" if value is None else f"= {shorten(value)}"
             expected = kind.__name__ if type(kind) is type else kind
             raise UserError(f"{self.path}: {name} {found}; it must be {expected}")
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            return [JsonObject(self.path, item, f"{name}[{n}].") for n, item in enumerate(value)]
         return JsonObject(self.path, value, f"{name}.") if isinstance(value, dict) else value
 
 
@@ -52,16 +48,10 @@ def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
     if may_be_missing and not path.exists():
         return JsonObject(path, {})
     try:
-        return parse_json(path.read_bytes(), path)
+        value = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def parse_json(content: bytes, path: Path) -> JsonObject:
-    """Return the object in the content of a JSON file. `path` is for messages. Raises UserError."""
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold an object {{...}}, but it is {shorten(value)}")
@@ -69,14 +59,12 @@ def parse_json(content: bytes, path: Path) -> JsonObject:
 
 
 def has_kind(value: Any, kind: Any) -> bool:
-    """Return whether a JSON value has this type. An int is also a float; a bool is neither."""
-    outer, inner = get_origin(kind), get_args(kind)
-    if outer is UnionType:
-        return any(has_kind(value, each) for each in inner)
-    if outer in (list, dict):
-        items = value.values() if isinstance(value, dict) else value
-        return isinstance(value, outer) and all(has_kind(item, inner[-1]) for item in items)
-    return type(value) is kind or (kind is float and type(value) is int)
+    """Return whether a JSON value has this type. Items are not checked. An int is also a float; a bool is neither."""
+    if isinstance(kind, UnionType):
+        return any(has_kind(value, each) for each in get_args(kind))
+    if kind is float:
+        return type(value) in (float, int)
+    return type(value) is (get_origin(kind) or kind)
 
 
 def shorten(value: Any) -> str:
@@ -97,7 +85,7 @@ def import_extra(name: str, extra: str) -> ModuleType:
 def refuse_pointer(path: Path) -> None:
     """Raise ValueError if a file is only a Git LFS pointer."""
     with open(path, "rb") as file:
-        if file.read(len(LFS)) == LFS:
+        if file.read(42) == b"version https://git-lfs.github.com/spec/v1":
             command = shlex.join(["git", "-C", str(path.parent), "lfs", "pull"])
             raise ValueError(f"it is a Git LFS pointer. Run: {command}")
 

@@ -1,16 +1,24 @@
-"""Detect the GPUs, memory limits and compilers of this host. Look up the peak FLOP/s of a GPU. No torch."""
+"""Detect the GPUs, memory limits and compilers of this host, and what was launched. No torch.
+
+Look up the peak FLOP/s of a GPU.
+"""
 
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
+
+from torchtitan_lite import REPOSITORY
 
 MIB, GIB = 2**20, 2**30
 # environment variable: the launcher's Machine as JSON, for its ranks
@@ -78,6 +86,21 @@ def detect_machine() -> Machine:
     names, sizes = zip(*gpus, strict=True)
     # FSDP shards evenly, so the smallest GPU is the limit
     return Machine("cuda", len(gpus), min(filter(None, sizes), default=None), names[0])
+
+
+@cache
+def describe_launch() -> dict[str, str | None]:
+    """Return the git commit of this repository, which ends in "-dirty" if files differ, the command, and the host.
+
+    The commit is None if this is not a git repository.
+    """
+    commit = ""
+    if (REPOSITORY / ".git").exists() and shutil.which("git"):
+        git = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+        answer = subprocess.run(git, cwd=REPOSITORY, capture_output=True, text=True)
+        commit = answer.stdout.strip()
+    command = shlex.join(sys.argv)
+    return {"commit": commit or None, "command": command, "host": platform.node()}
 
 
 def list_gpus(visible: str | None) -> list[tuple[str, int | None]]:

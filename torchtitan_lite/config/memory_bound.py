@@ -80,11 +80,7 @@ def check_memory(
     remedy = f"Use {n_gpus} such GPUs"
     if not on_gpu:
         command = shlex.join(args)
-        # verify has 8, and 2 for an automatic degree
-        ranks = " --ranks 16" if world_size > 4 else ""
-        verify = f"`python -m torchtitan_lite verify {command}{ranks}` checks the layout"
-        plan = (
-            f"`python -m torchtitan_lite plan {command} --gpus {n_gpus}` predicts the run on GPUs"
-        )
-        remedy = f"Here {verify}; {plan}"
+        verify = f"`python -m torchtitan_lite verify {command}` checks the layout here"
+        plan = f"`python -m torchtitan_lite plan {command} --gpus {n_gpus}` predicts the run"
+        remedy = f"{verify}, and {plan}"
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]

@@ -36,16 +36,16 @@ except ModuleNotFoundError:  # Python 3.10
 CONFIG_FOLDER = REPOSITORY / "configs"
 
 
-def list_keys(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def list_types(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the type of every key in a section class and its subsections."""
     for name, kind in get_type_hints(section, include_extras=True).items():
         if is_dataclass(kind):
-            yield from list_keys(kind, f"{prefix}{name}.")
+            yield from list_types(kind, f"{prefix}{name}.")
         elif kind != ModelArgs | None:  # Model.row, which users cannot set
             yield prefix + name, kind
 
 
-KEYS = dict(list_keys(Config))  # "training.steps" -> its type
+KEYS = dict(list_types(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 
@@ -110,21 +110,20 @@ def read_config(args: list[str]) -> Prepared:
     except ValueError as error:
         remedy = "Name a TOML file, or one in configs/"
         problems.append(Problem("job.config_file", config_file, str(error), remedy))
-    given = {}  # the command line replaces the table
+    given = {}
     notices = []
-    for values, convert_value in ((table, convert), (texts, convert_text)):
-        for name, value in values.items():
-            key = resolve_alias(name)
-            given[key] = value, convert_value
-            if key != name:
-                notices.append(f"{name} is now {key}")
+    for name, value in [*table.items(), *texts.items()]:  # the command line replaces the table
+        key = resolve_alias(name)
+        given[key] = value
+        if key != name:
+            notices.append(f"{name} is now {key}")
 
     config = Config()
-    for key, (value, convert_value) in given.items():
+    for key, value in given.items():
         absent = explain_absent(key, value)
         if key in KEYS:
             try:
-                config = with_value(config, key, convert_value(KEYS[key], value))
+                config = with_value(config, key, convert_text(KEYS[key], value))
             except WrongValue as wrong:
                 problems.append(Problem(key, value, *wrong.args))
         elif absent is None:
@@ -146,20 +145,19 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
     rest = list(args)
     while rest:
         argument = rest.pop(0)
-        name, equals, value = argument.removeprefix("--").partition("=")
-        name = "job.config_file" if name == "config" else name.replace("-", "_")
-        if not argument.startswith("--") or not name:
+        flag, equals, value = argument.partition("=")
+        if not re.match("--.", flag):
             remedy = "Write --section.key value, or --section.key=value"
             problems.append(Problem("argument", argument, "it does not follow a key", remedy))
             continue
-        if not equals and rest and not rest[0].startswith("--"):
-            value = rest.pop(0)
-        elif not equals:
-            value = True
-            positive = name.replace(".no_", ".")
-            if name != positive and resolve_alias(positive) in {**KEYS, **ABSENT}:
-                name = positive
-                value = False
+        name = "job.config_file" if flag == "--config" else flag[2:].replace("-", "_")
+        if not equals:
+            is_bare = not rest or rest[0].startswith("--")
+            value = True if is_bare else rest.pop(0)
+        positive = name.replace(".no_", ".")
+        if value is True and name != positive and resolve_alias(positive) in {**KEYS, **ABSENT}:
+            name = positive
+            value = False
         values[name] = value
     return values, problems
 
@@ -204,7 +202,7 @@ NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a fi
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Convert a TOML value to the type of its key. Integers are accepted as floats. Raises WrongValue."""
+    """Convert a value to the type of its key. Integers are accepted as floats. Raises WrongValue."""
     origin = get_origin(kind)
     inner = get_args(kind)
     if origin is Annotated:
@@ -243,7 +241,7 @@ def check_limits(value: Any, limits: Any) -> Any:
 
 
 def convert_text(kind: Any, text: Any) -> Any:
-    """Convert command-line text to the type of its key: text, a number as int() and float() read it, or a boolean.
+    """Convert a value to the type of its key. Text may be a number, as int() and float() read it, or a boolean.
 
     Raises WrongValue.
     """

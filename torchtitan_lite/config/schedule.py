@@ -113,7 +113,7 @@ def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
     """Return the pp rank of each stage."""
     pp = parallelism.pipeline_parallel_degree
     ranks = list(range(pp))
-    if pp > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].placement == "v":
+    if SCHEDULES[parallelism.pipeline_parallel_schedule].placement == "v":
         ranks += reversed(ranks)
     return tuple(ranks[stage % len(ranks)] for stage in range(n_stages))
 

@@ -7,8 +7,6 @@ The files are memory-mapped. Start-up time and memory of a process do not grow w
 share the page cache.
 """
 
-import mmap
-import warnings
 from pathlib import Path
 
 import torch
@@ -37,12 +35,18 @@ class Corpus:
             split = "train"
         manifest = read_split(folder, split, tokenizer=None)
         self.fingerprint = manifest.hash_split(split)  # of tokens, documents and targets
-        self.tokens = map_file(folder / f"{split}.tokens", getattr(torch, manifest.dtype))
-        self.documents = map_file(folder / f"{split}.documents", torch.int64)
+        sizes = manifest.splits[split]
+        n_tokens = sizes.n_tokens
+        path = str(folder / split)
+        dtype = getattr(torch, manifest.dtype)
+        self.tokens = torch.from_file(f"{path}.tokens", size=n_tokens, dtype=dtype)
+        self.documents = torch.from_file(
+            f"{path}.documents", size=sizes.n_documents, dtype=torch.int64
+        )
         self.targets = None
-        if "targets" in manifest.splits[split].sha256:
-            self.targets = map_file(folder / f"{split}.targets", torch.bool)
-        self.n_tokens = len(self.tokens)
+        if "targets" in sizes.sha256:
+            self.targets = torch.from_file(f"{path}.targets", size=n_tokens, dtype=torch.bool)
+        self.n_tokens = n_tokens
 
     def read(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, whether each starts a document, and whether each may be a target, for slices at `starts`.
@@ -64,11 +68,3 @@ class Corpus:
         if self.targets is not None:  # a conversation
             is_target &= self.targets[index]
         return tokens, begins, is_target
-
-
-def map_file(path: Path, dtype: torch.dtype) -> Tensor:
-    """Memory-map a file as a tensor. Data is read from disk on use."""
-    with open(path, "rb") as file, warnings.catch_warnings():
-        # we never write to it
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype)

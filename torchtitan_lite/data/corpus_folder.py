@@ -26,9 +26,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
+from torchtitan_lite.config.checks import Problems
 from torchtitan_lite.config.files import read_json
 from torchtitan_lite.config.messages import Problem, UserError
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 FORMAT = 3
@@ -84,7 +85,7 @@ def dump_manifest(manifest: CorpusManifest) -> str:
     return json.dumps(asdict(manifest), indent=1) + "\n"
 
 
-def read_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusManifest:
+def read_corpus_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusManifest:
     """Read the manifest, and compare the size of every file with it. Raises CorpusError."""
     path = folder / MANIFEST
     name = shlex.quote(str(folder))
@@ -120,7 +121,7 @@ def read_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusManifest:
 
 def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusManifest:
     """Return the manifest. Raises CorpusError if the split does not exist, or was made with another tokenizer."""
-    manifest = read_manifest(folder)
+    manifest = read_corpus_manifest(folder)
     if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
         remedy = "Set model.hf_assets_path to that tokenizer, or prepare the corpus again with --tokenizer"
         raise CorpusError(
@@ -250,10 +251,10 @@ def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str
 # ---------------------------------------------------------------- before a run
 
 
-def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
+def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
     """Find corpora that are missing, damaged, or made with another tokenizer. None: unknown tokenizer."""
     training = config.training
-    problems = []
+    problems = Problems(config)
     for key, name, split, dataset_path in list_corpora(config):
         try:
             if name in DATASETS:
@@ -266,19 +267,33 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> list[Problem]:
                 problems.append(problem)
     if not training.dataset:
         remedy = f"Name at least one: {', '.join(DATASETS)}, or a folder that `prepare` wrote"
-        problems.append(Problem("training.dataset", [], "it names no corpus", remedy))
+        problems.refuse("training.dataset", "it names no corpus", remedy)
     if training.dataset_path and not set(training.dataset) & DOWNLOADS:
         why = f"it is only used for {', '.join(DOWNLOADS)}, and training.dataset names none of them"
         remedy = "Leave it out. For other corpora, set training.dataset to a path"
-        problems.append(Problem("training.dataset_path", training.dataset_path, why, remedy))
-    weights = training.dataset_weights
+        problems.refuse("training.dataset_path", why, remedy)
     n_corpora = len(training.dataset)
-    if weights and len(weights) != n_corpora:
+    if len(training.dataset_weights) not in (0, n_corpora):
         remedy = "Give one weight per corpus, or none to draw every sample equally often"
-        problems.append(
-            Problem("training.dataset_weights", weights, f"there are {n_corpora} corpora", remedy)
-        )
+        problems.refuse("training.dataset_weights", f"there are {n_corpora} corpora", remedy)
     return problems
+
+
+STDLIB_TOKENS = 3_600_000  # of Python 3.11, with the shipped tokenizer
+MOST_EPOCHS = 4  # more epochs of the same text help little: arXiv:2305.16264
+
+
+def describe_epochs(training: Training) -> str:
+    """Return a notice if a run repeats python_stdlib often, with commands for a larger corpus; otherwise ""."""
+    n_tokens = training.steps * training.global_batch_size * training.seq_len
+    n_epochs = n_tokens / STDLIB_TOKENS
+    if training.dataset != ["python_stdlib"] or n_epochs < MOST_EPOCHS:
+        return ""
+    file = "HuggingFaceFW/fineweb-edu sample/10BT/000_00000.parquet"
+    download = f"hf download {file} --repo-type dataset --local-dir fineweb-edu"
+    prepare = "python -m torchtitan_lite prepare fineweb-edu --out data/fineweb-edu"
+    why = f"the run reads {n_epochs:,.0f} epochs of {STDLIB_TOKENS / 1e6}M tokens of python_stdlib"
+    return f"{why}. For --training.dataset data/fineweb-edu: {download}; {prepare}"
 
 
 def check_prepared(config: Config, tokenizer: Tokenizer) -> None:

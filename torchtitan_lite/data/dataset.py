@@ -19,8 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from fractions import Fraction
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -35,16 +34,16 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import IGNORE_INDEX
 
-# Used with training.dataset_weights. Shares are exact up to 2**-32.
-UNIT = 2**32
-GOLDEN_RATIO = 2654435769  # times UNIT, modulo 1
+# Used with training.dataset_weights. Shares are multiples of 1 / CYCLE.
+CYCLE = 2**20
+STRIDE = 648055  # an odd number near CYCLE times the golden ratio, modulo 1
 
 
 @dataclass(frozen=True)
 class SampleReader:
     """Reads samples from several corpora into the rows of a batch."""
 
-    corpora: Sequence[Corpus]
+    corpora: list[Corpus]
     seq_len: int
     vocab_size: int  # rows of the model's embedding
     # positions restart at 0 with each document; otherwise with each row
@@ -93,44 +92,42 @@ class Sampler:
     """Chooses the order in which a run draws samples from its sources. The order depends only on the seed.
 
     Without weights, all sources form a single list of samples, and an epoch has every sample once. With weights, each
-    source has its own epochs, and an interval of [0, 1) as long as its share. Draw d is from the source whose interval
-    contains (offset + d * golden ratio) modulo 1. These numbers fill [0, 1) evenly, so after any number of draws, a
-    source has its exact share of them within about 3. The seed determines the offset.
+    source has its own epochs. CYCLE points divide a circle, and each source owns an arc as long as its share. Draw d
+    is from the source whose arc contains point d * STRIDE. STRIDE / CYCLE is the golden ratio, so the draws fill the
+    circle evenly: after any number of draws, a source has its share of them within about 3.
     """
 
     def __init__(self, n_samples: Sequence[int], *, weights: Sequence[float] = (), seed: int):
         """`n_samples`: number per source. `weights`: one per source; they need not sum to 1."""
         self.n_samples = list(n_samples)
         self.seed = seed
-        amounts = list(map(Fraction, weights or n_samples))
-        self.shares = [float(amount / sum(amounts)) for amount in amounts]
-        self.ends = []  # of the intervals, in units of 1 / UNIT
-        if weights:
-            self.ends = [round(end / sum(amounts) * UNIT) for end in accumulate(amounts)]
-        digest = hashlib.blake2b(f"{seed} offset".encode(), digest_size=4).digest()
-        self.offset = int.from_bytes(digest, "big")
+        amounts = torch.tensor(weights or n_samples, dtype=torch.float64)
+        self.shares = amounts / amounts.sum()
+        self.is_weighted = bool(weights)
+        if not weights:
+            return
+        ends = (self.shares.cumsum(0) * CYCLE).round().long()
+        points = torch.arange(CYCLE) * STRIDE % CYCLE
+        self.sources = torch.searchsorted(ends, points, right=True)
+        self.n_draws = self.sources.bincount(minlength=len(ends))  # of each source in a cycle
+        self.n_earlier = torch.empty_like(points)  # draws from the same source, in the same cycle
+        for source, n_draws in enumerate(self.n_draws.tolist()):
+            self.n_earlier[self.sources == source] = torch.arange(n_draws)
 
     def choose(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Return the source and the sample for each of these consecutive draws; all (n,) int64."""
-        if not self.ends:
+        if not self.is_weighted:
             permuted = self._permute(draws, sum(self.n_samples), name="all")
             return locate_in_parts(permuted, self.n_samples)
-        numbers = (self.offset + draws * GOLDEN_RATIO) % UNIT
-        sources = torch.searchsorted(torch.tensor(self.ends), numbers, right=True)
+        point = draws % CYCLE
+        sources = self.sources[point]
+        turns = draws // CYCLE * self.n_draws[sources] + self.n_earlier[point]
         samples = torch.empty_like(draws)
         for source in sources.unique().tolist():
             own = sources == source
-            n_earlier = self._count_draws(int(draws[0]), source)
-            turns = n_earlier + torch.arange(int(own.sum()))
             n_samples = self.n_samples[source]
-            samples[own] = self._permute(turns, n_samples, name=f"source {source}")
+            samples[own] = self._permute(turns[own], n_samples, name=f"source {source}")
         return sources, samples
-
-    def _count_draws(self, n_draws: int, source: int) -> int:
-        """Return how many of the first draws are from this source."""
-        start, end = [0, *self.ends][source : source + 2]
-        below_start = sum_floors(n_draws, UNIT, GOLDEN_RATIO, self.offset - start)
-        return below_start - sum_floors(n_draws, UNIT, GOLDEN_RATIO, self.offset - end)
 
     def _permute(self, draws: Tensor, n: int, *, name: str) -> Tensor:
         """For each draw d, apply permutation number d // n to d % n."""
@@ -143,26 +140,12 @@ class Sampler:
         return permuted
 
 
-def sum_floors(n: int, divisor: int, slope: int, start: int) -> int:
-    """Return the sum of (slope * i + start) // divisor for i in 0 .. n-1, in time that grows like log(divisor).
-
-    As in Euclid's algorithm: count the integer points under a line by rows instead of columns, with a smaller divisor.
-    """
-    total = 0
-    while n:
-        total += n * (n - 1) // 2 * (slope // divisor) + n * (start // divisor)
-        slope %= divisor
-        start %= divisor
-        n, start = divmod(slope * n + start, divisor)
-        slope, divisor = divisor, slope
-    return total
-
-
 def locate_in_parts(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return part and index in the part, (n,) int64 each, for indices into concatenated parts of `sizes`."""
-    ends = torch.tensor(list(accumulate(sizes)))
+    lengths = torch.tensor(sizes)
+    ends = lengths.cumsum(0)
     parts = torch.searchsorted(ends, index, right=True)
-    return parts, index - (ends - torch.tensor(sizes))[parts]
+    return parts, index - (ends - lengths)[parts]
 
 
 def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
@@ -316,37 +299,24 @@ def open_data(
     training = config.training
     global_batch_size = layout.global_batch_size
     restart_positions = config.model.attention == "document"
-    corpora: dict[str, list[Corpus]] = {"train": [], "validation": []}
-    for _, name, split, dataset_path in list_corpora(config):
-        cache_folder = Path(training.cache_folder)
-        corpora[split].append(
-            Corpus(name, tokenizer, cache_folder, split=split, dataset_path=dataset_path)
-        )
-    readers = {}
-    for split, opened in corpora.items():
-        readers[split] = SampleReader(
-            opened, training.seq_len, model_args.vocab_size, restart_positions
-        )
-    reader = readers["train"]
-    weights = training.dataset_weights
-    seed = config.debug.seed
-    sampler = Sampler(reader.n_samples, weights=weights, seed=seed)
-    # Runs with equal fingerprints have the same samples in the same order. Checkpoints store the fingerprint.
+    sizes = (training.seq_len, model_args.vocab_size)
+    reader = SampleReader([], *sizes, restart_positions)
+    validation_reader = SampleReader([], *sizes, restart_positions)
+    cache_folder = Path(training.cache_folder)
+    for _, name, split, path in list_corpora(config):
+        corpora = reader.corpora if split == "train" else validation_reader.corpora
+        corpora.append(Corpus(name, tokenizer, cache_folder, split=split, dataset_path=path))
+    sampler = Sampler(reader.n_samples, weights=training.dataset_weights, seed=config.debug.seed)
+    # Checkpoints store it. Runs with equal fingerprints and configs have the same samples in the same order.
     fingerprint = {
-        # a corpus may move to another folder
-        "dataset": [Path(corpus.name).name for corpus in reader.corpora],
-        "dataset_weights": weights,
-        "seq_len": training.seq_len,
-        "seed": seed,
         "documents": [corpus.fingerprint for corpus in reader.corpora],
         "tokenizer": tokenizer.fingerprint,
-        "global_batch_size": global_batch_size,
         "shape": asdict(model_args),
     }
     return RunData(
         stream=SampleStream(reader, sampler, global_batch_size),
         validation=ValidationBatches(
-            readers["validation"],
+            validation_reader,
             global_batch_size=global_batch_size,
             most_batches=config.validation.steps,
         ),

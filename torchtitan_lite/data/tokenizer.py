@@ -29,11 +29,11 @@ import tiktoken
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.arguments import explain_hub_name
-from torchtitan_lite.config.files import import_extra, parse_json, read_json, refuse_pointer
+from torchtitan_lite.config.files import import_extra, read_json, refuse_pointer
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.data.vocabulary import (
-    CONFIG,
     SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
     BytePairs,
     find_bos,
     find_eos,
@@ -131,8 +131,8 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
 def find_tokenizer(hf_assets_path: str | Path) -> Path | None:
     """Find the file of a tokenizer, in the working directory first, then in the repository."""
     for folder in (Path.cwd(), REPOSITORY):
-        named = folder / hf_assets_path
-        for path in [named, *(named / name for name in IN_FOLDER)]:
+        for name in ("", *IN_FOLDER):
+            path = folder / hf_assets_path / name
             if path.is_file():
                 return path
     return None
@@ -200,12 +200,12 @@ def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callabl
 
 def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     """Read tokenizer.json. BOS comes from its post-processor, EOS and more tokens from the files in the same folder."""
-    file = parse_json(content, path)
+    file = read_json(path)
     model = file.take("model", dict)
     vocab = model.take("vocab", dict[str, int] | list)
     if isinstance(vocab, list):  # Unigram: tokens and scores, in the order of the ids
         vocab = {token: id for id, (token, _) in enumerate(vocab)}
-    config = read_json(path.with_name(CONFIG), may_be_missing=True)
+    config = read_json(path.with_name(TOKENIZER_CONFIG), may_be_missing=True)
     added = file.take("added_tokens", list[dict], [])
     configured = list_configured_tokens(config, {token["content"] for token in added})
     if configured:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torchtitan_lite.config.files import JsonObject, read_json
 
-CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"  # older than tokenizer_config.json
 
 # The first alternative that matches is the next word.
@@ -178,7 +178,7 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
         if eos_ids != []:
             return eos_ids[0] if isinstance(eos_ids, list) else eos_ids
     raise ValueError(
-        f"{CONFIG} and {SPECIAL_MAP} in the same folder have no eos_token, which ends a document"
+        f"{TOKENIZER_CONFIG} and {SPECIAL_MAP} in the same folder have no eos_token, which ends a document"
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.data.corpus_folder import DATASETS, CorpusManifest, read_manifest
+from torchtitan_lite.data.corpus_folder import DATASETS, CorpusManifest, read_corpus_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools.corpora.named import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import BAD_ROWS, PrepareSettings, prepare
@@ -116,7 +116,7 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
 
 def check(folder: Path) -> int:
     """Compare a corpus with its manifest. Print damaged files and return 1 if there are any."""
-    manifest = read_manifest(folder, check_sizes=False)
+    manifest = read_corpus_manifest(folder, check_sizes=False)
     hashes = {}
     for name, split in manifest.splits.items():
         for suffix, expected in split.sha256.items():

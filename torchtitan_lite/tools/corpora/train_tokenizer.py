@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan_lite.config.files import import_extra
-from torchtitan_lite.data.vocabulary import CONFIG
+from torchtitan_lite.data.vocabulary import TOKENIZER_CONFIG
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 
 BOS = "<|begin_of_text|>"
@@ -35,5 +35,5 @@ def train_tokenizer(texts: Iterator[str], n_entries: int, folder: Path) -> str:
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
-    (folder / CONFIG).write_text(json.dumps(config))
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(config))
     return str(folder)
