@@ -131,7 +131,10 @@ def build_run(
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
     balance = None
     if layout.ep:
-        groups = [dim.get_group() for dim in (mesh.cp, mesh.tp) if dim.size() > 1]
+        groups = []  # of the ranks that share sequences
+        for dim in (mesh.cp, mesh.tp):
+            if dim.size() > 1:
+                groups.append(dim.get_group())
         balance = build_balance(parts, config.training, layout.global_batch_size, groups, device)
     schedule = None
     if layout.pp > 1:

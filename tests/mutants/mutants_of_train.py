@@ -137,4 +137,4 @@ def reorder(tensor: torch.Tensor, unflatten: Callable) -> torch.Tensor:
 @in_first_start("dp2", kind="loss", at=(run_log.RunLog, "write_step"))
 def loss_of_rank_0_logged(original, log, step, result):
     """The logged loss is about the share of rank 0."""
-    original(log, step, replace(result, loss=result.loss / 2))
+    original(log, step, replace(result, loss=result.loss / log.run.layout.world_size))

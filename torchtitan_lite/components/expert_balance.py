@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.model.moe import Router, list_moes
+from torchtitan_lite.model.moe import Router, Routing, list_moes
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,12 @@ class ExpertBalance:
             biases[f"layers.{layer}.feed_forward.router.expert_bias"] = router.expert_bias
         return biases
 
-    def observe(self, layer: int, router: Router, inputs: tuple, output: tuple) -> tuple:
+    def observe(self, layer: int, router: Router, inputs: tuple, routing: Routing) -> Routing:
         """Forward hook of a router: count its routes, and add the gradient of the auxiliary loss in backward.
 
         Validation runs without gradients and is not counted.
         """
-        weights, routes, counts, probabilities = output
+        weights, _, counts, probabilities = routing
         if torch.is_grad_enabled() and not is_recomputed():
             load, entropy = self.loads[layer].tensor_split([-1])
             load += counts.sum(0)
@@ -66,7 +66,7 @@ class ExpertBalance:
             entropy -= torch.xlogy(detached, detached).sum()
         if self.loss_weight:
             weights = AuxiliaryGradient.apply(weights, probabilities, counts, self)
-        return weights, routes, counts, probabilities
+        return routing._replace(weights=weights)
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ Sources: arXiv:1701.06538; Mixtral arXiv:2401.04088; bias arXiv:2408.15664.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,15 @@ class MoE(nn.Module):
         return weighted.sum(2).to(copies.dtype)
 
 
+class Routing(NamedTuple):
+    """The experts of each token."""
+
+    weights: Tensor  # (B, S, K) fp32, of the routes
+    routes: Tensor  # (B, S, K) int64, numbers of the chosen experts
+    counts: Tensor  # (B, E) int64, routes per expert and sequence
+    probabilities: Tensor  # (B, S, E) fp32, scores of all experts, normalized to a sum of 1
+
+
 class Router(nn.Module):
     """Score every expert for each token with a linear layer, and choose the K best. Computes in fp32."""
 
@@ -64,12 +74,8 @@ class Router(nn.Module):
         """Allocate the bias on `device` and set it to zero."""
         self.expert_bias = torch.zeros(self.n_experts, dtype=torch.float32, device=device)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x (B, S, D) -> weights (B, S, K), routes (B, S, K), counts (B, E), probabilities (B, S, E).
-
-        Weights are fp32 and belong to routes, the int64 numbers of the chosen experts. Counts are the int64 numbers of
-        routes per expert and sequence. Probabilities are the scores of all experts, fp32, normalized to a sum of 1.
-        """
+    def forward(self, x: Tensor) -> Routing:
+        """Choose the experts of each token, x (B, S, D)."""
         logits = F.linear(x.float(), self.weight.float())  # (B, S, E)
         if self.args.router_scores == "softmax":
             scores = probabilities = logits.softmax(-1)
@@ -80,7 +86,8 @@ class Router(nn.Module):
         weights = scores.gather(-1, routes)
         if self.args.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights, routes, count_routes(routes, self.n_experts), probabilities
+        counts = count_routes(routes, self.n_experts)
+        return Routing(weights, routes, counts, probabilities)
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the K best experts for each token: (B, S, E) -> (B, S, K). The bias affects only this choice."""

@@ -27,40 +27,29 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan_lite.config.schema import ActivationCheckpoint
+from torchtitan_lite.parallel.exchange import collectives
 from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
-EXPENSIVE_OPS = {  # outputs worth saving: expensive to compute, or received from other ranks
-    torch.ops.aten: [
-        "mm",
-        "_scaled_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_grouped_mm",
-        "amax",  # float8 scales: tiny, but recompute would read the full tensor
-        "topk",  # routes of an MoE layer: small, and recompute must not choose different ones
-    ],
-    torch.ops.higher_order: [
-        "flex_attention",  # inside a compiled block
-        "inductor_compiled_code",  # separately compiled flex attention in an eager block
-    ],
-    torch.ops._c10d_functional: ["reduce_scatter_tensor", "all_to_all_single"],
+aten = torch.ops.aten
+
+KEPT_OPS = {  # outputs worth saving: expensive to compute, or received from other ranks
+    aten.mm.default,
+    aten._scaled_mm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._grouped_mm.default,
+    aten.amax.default,  # float8 scales: tiny, but recompute would read the full tensor
+    aten.topk.default,  # routes of an MoE layer: small, and recompute must not choose different ones
+    torch.ops.higher_order.flex_attention,  # inside a compiled block
+    collectives.reduce_scatter_tensor.default,
+    collectives.all_to_all_single.default,
+    *CONTEXT_ATTENTION,
 }
-
-
-def find_ops(names_by_namespace: dict[object, list[str]]) -> set[object]:
-    """Return the operators that this build of torch has, and context parallel's."""
-    ops = set(CONTEXT_ATTENTION)
-    for namespace, names in names_by_namespace.items():
-        for name in names:
-            if hasattr(namespace, name):
-                op = getattr(namespace, name)
-                ops.add(getattr(op, "default", op))  # higher-order operators have no overloads
-    return ops
-
-
-KEPT_OPS = find_ops(EXPENSIVE_OPS)
+if hasattr(torch.ops.higher_order, "inductor_compiled_code"):
+    # separately compiled flex attention in an eager block
+    KEPT_OPS.add(torch.ops.higher_order.inductor_compiled_code)
 
 
 def set_memory_budget(section: ActivationCheckpoint) -> None:

@@ -22,12 +22,6 @@ from torchtitan_lite.config.model_rows import (
 # ---------------------------------------------------------------- sizes
 
 
-def mixtral(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelArgs:
-    """Return a Mixtral model (arXiv:2401.04088): two of eight experts in every layer."""
-    moe = MoEArgs(n_experts=8, top_k=2, expert_ffn_dim=ffn_dim)
-    return ModelArgs(dim, n_layers, n_heads, 8, 128, ffn_dim, 32000, rope_theta=1e6, moe=moe)
-
-
 def qwen2(*numbers: int, vocab_size: int = 152064, tied: bool = False) -> ModelArgs:
     """Return a Qwen2.5 model (arXiv:2412.15115): a bias on queries, keys and values."""
     dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
@@ -106,8 +100,13 @@ FLAVORS = {
     "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=LLAMA_3_1),
     # 2M parameters, 1.1M active per token
     "debug_moe": ModelArgs(128, 4, 4, 2, 32, 352, 2304, moe=MoEArgs(8, top_k=2, expert_ffn_dim=96)),
-    "Mixtral-8x7B": mixtral(4096, 32, 32, 14336),
-    "Mixtral-8x22B": mixtral(6144, 56, 48, 16384),
+    # arXiv:2401.04088: two of eight experts in every layer
+    "Mixtral-8x7B": ModelArgs(
+        4096, 32, 32, 8, 128, 14336, 32000, rope_theta=1e6, moe=MoEArgs(8, 2, 14336)
+    ),
+    "Mixtral-8x22B": ModelArgs(
+        6144, 56, 48, 8, 128, 16384, 32000, rope_theta=1e6, moe=MoEArgs(8, 2, 16384)
+    ),
     "Qwen2.5-0.5B": qwen2(896, 24, 14, 2, 4864, vocab_size=151936, tied=True),
     "Qwen2.5-1.5B": qwen2(1536, 28, 12, 2, 8960, vocab_size=151936, tied=True),
     "Qwen2.5-3B": qwen2(2048, 36, 16, 2, 11008, vocab_size=151936, tied=True),
