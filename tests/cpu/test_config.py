@@ -305,7 +305,6 @@ def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml)
     )
     assert config.lr_scheduler.min_lr_factor == 0.1
     assert read_one_problem(["--training.batch_size", "0"]).key == "training.local_batch_size"
-    assert resolve_alias("float8.filter_fqns") == "quantize.linear.float8.filter_fqns"
     assert (
         len(reading.notices) == 4
         and "lr_scheduler.lr_min is now lr_scheduler.min_lr_factor" in reading.notices

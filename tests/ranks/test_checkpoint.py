@@ -20,7 +20,7 @@ from checkpoints import (
     train_and_save,
     whole_state,
 )
-from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO
+from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -50,7 +50,6 @@ OPENED_ON = {
     "hsdp2x2": (4, {REPLICATE: 2, **ADAMW}),
     "pp2, one stage a rank": (2, {PP: 2, **ADAMW}),
     "cp2": (2, {CP: 2, **ADAMW}),
-    "dp2, ZeRO 1": (2, {ZERO: 1, **ADAMW}),
 }
 FAST = ["dp4", "pp4"]
 

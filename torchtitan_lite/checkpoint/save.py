@@ -179,9 +179,8 @@ class CheckpointSaver:
         planner = self.planner(flatten_state_dict=False)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
-        except (
-            dcp.CheckpointException
-        ) as error:  # raised on every rank, when no rank writes any more
+        except dcp.CheckpointException as error:
+            # raised on every rank, when no rank writes any more
             if rank == 0:
                 discard(final)
             first, (failure, _) = min(error.failures.items())

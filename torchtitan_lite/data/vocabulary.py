@@ -15,7 +15,6 @@ in its list. Both give the same ids if the merges are sorted by the ids that the
 
 from base64 import b64decode
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from torchtitan_lite.config.files import JsonObject, read_json
@@ -88,51 +87,48 @@ def parse_tokenizer_model(content: bytes) -> BytePairs:
 
 def read_byte_level_bpe(file: dict) -> BytePairs | None:
     """Convert a plain byte-level BPE to ranks. Return None for any other tokenizer."""
-    model, normalizer, added = file["model"], file.get("normalizer"), file.get("added_tokens") or []
-    pattern = read_pattern(file.get("pre_tokenizer"))
-    flags = ("lstrip", "rstrip", "single_word", "normalized")
-    if any(token.get(flag) for token in added if not token["special"] for flag in flags):
-        return None
-    if (
-        "merges" not in model
-        or normalizer not in (None, {"type": "NFC"})
-        or pattern not in PATTERNS
-    ):
-        return None
+    model = file["model"]
     vocab = model["vocab"]
-    made = [
-        "".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]
-    ]
-    if not vocab.keys() >= BYTE_OF.keys() or any(
-        vocab[first] > vocab[second] for first, second in pairwise(made)
-    ):
+    normalizer = file.get("normalizer")
+    pattern = read_pattern(file.get("pre_tokenizer"))
+    if "merges" not in model or pattern not in PATTERNS or not vocab.keys() >= BYTE_OF.keys():
         return None
-    joined = (
-        vocab if model.get("ignore_merges") else {*BYTE_OF, *made}
-    )  # no merge produces the other tokens
-    ranks = {
-        bytes(BYTE_OF[c] for c in token): vocab[token]
-        for token in joined
-        if BYTE_OF.keys() >= set(token)
-    }
-    found_in_text = frozenset(token["content"] for token in added if not token["special"])
+    if normalizer not in (None, {"type": "NFC"}):
+        return None
+    added = file.get("added_tokens") or []
+    in_text = [token for token in added if not token["special"]]
+    for token in in_text:
+        if any(map(token.get, ("lstrip", "rstrip", "single_word", "normalized"))):
+            return None
+    # A merge is "a b" or ["a", "b"]. No token has a space: it is spelled "Ġ".
+    made = ["".join(merge).replace(" ", "") for merge in model["merges"]]
+    ids = [vocab[token] for token in made]
+    if ids != sorted(ids):
+        return None
+    ranks = {}
+    # Without ignore_merges, a token that no merge produces is never used
+    for token in vocab if model.get("ignore_merges") else {*BYTE_OF, *made}:
+        if BYTE_OF.keys() >= set(token):
+            ranks[spell_token(token, is_byte_level=True)] = vocab[token]
+    found_in_text = frozenset(token["content"] for token in in_text)
     return BytePairs(ranks, pattern, normalizer is not None, found_in_text)
 
 
 def read_pattern(pre_tokenizer: dict | None) -> str | None:
     """Return the regular expression that cuts a text into words; None if the pre-tokenizer does anything else."""
-    stages = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
-    byte_level = stages[-1] if stages and stages[-1] else {}
-    if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space", True):
+    if pre_tokenizer is None:
         return None
-    if byte_level.get("use_regex", True):
+    stages = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    kinds = [stage["type"] for stage in stages]
+    if kinds[-1:] != ["ByteLevel"] or stages[-1].get("add_prefix_space", True):
+        return None
+    if stages[-1].get("use_regex", True):
         return GPT2_PATTERN if len(stages) == 1 else None
-    if len(stages) != 2 or stages[0]["type"] != "Split" or stages[0]["behavior"] != "Isolated":
+    if kinds != ["Split", "ByteLevel"] or stages[0]["behavior"] != "Isolated":
         return None
     regex = stages[0]["pattern"].get("Regex", "")
-    return regex.replace("\r", r"\r").replace(
-        "\n", r"\n"
-    )  # some files contain the unescaped characters
+    # some files contain the unescaped characters
+    return regex.replace("\r", r"\r").replace("\n", r"\n")
 
 
 def find_bos(file: dict) -> str | None:
@@ -193,11 +189,15 @@ def spell_token(token: str, *, is_byte_level: bool) -> bytes:
 
 def spell_bytes() -> dict[str, int]:
     """Return GPT-2's character for each byte: printable bytes map to themselves, others to U+0100, U+0101, ..."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + n): byte for n, byte in enumerate(others)
-    }
+    byte_of = {}
+    n_others = 0
+    for byte in range(256):
+        character = chr(byte)
+        if byte == 0x20 or not character.isprintable():
+            character = chr(0x100 + n_others)
+            n_others += 1
+        byte_of[character] = byte
+    return byte_of
 
 
 BYTE_OF = spell_bytes()
