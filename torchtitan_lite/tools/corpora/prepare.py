@@ -238,7 +238,8 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
     targets = b""
     try:
         if chat:
-            dialect, conversation = read_conversation(row.parse(settings.encoding), settings.column)
+            content = row.parse(settings.encoding)
+            dialect, conversation = read_conversation(content, settings.column, tokenizer.normalize)
             text, turns = chat.render(conversation, only_last_turn=settings.only_last_turn)
             ids, ends = tokenizer.encode_special(text)
             targets = bytes(mark_targets(ends, turns))
