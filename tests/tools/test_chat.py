@@ -21,6 +21,7 @@ from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.tools.corpora.chat import mark_targets, read_chat_format
 from torchtitan_lite.tools.corpora.dialects import read_conversation
+from torchtitan_lite.tools.corpora.prepare import get_encoder
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -313,7 +314,7 @@ def test_a_row_that_cannot_be_trained_is_named_and_skipped_with_skip_bad(
     assert [word for word in ["in.jsonl, row 2", *words] if word not in error] == []
     assert not (tmp_path / "out").exists()
     assert prepare(*arguments, "--skip-bad", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["bad_rows"] == 1
+    assert json.loads(capsys.readouterr().out)["counts"]["bad rows left out"] == 1
 
 
 @pytest.mark.parametrize(
@@ -423,6 +424,7 @@ def test_what_is_no_template_is_a_sentence(template, make_folder, tmp_path, caps
 
 
 def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):
+    get_encoder.cache_clear()
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert (
         prepare(tmp_path / "in.jsonl", [{"messages": EXCHANGE}]) == 2

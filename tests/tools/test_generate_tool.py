@@ -235,7 +235,7 @@ def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_a
         {"role": "user", "content": "and then?"},
     ]
     chat = read_chat_format(tokenizer)
-    text, _ = chat.write({"messages": messages}, add_generation_prompt=True)
+    text, _ = chat.write({"messages": messages, "add_generation_prompt": True})
     assert main([*arguments, "--prompt", text]) == 0
     assert capsys.readouterr().out == second
 
