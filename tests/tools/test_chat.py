@@ -336,7 +336,10 @@ def test_answers_that_are_not_certain_are_refused(template, reason, make_folder)
 
 
 def test_a_content_of_text_parts_is_one_text(make_folder):
-    parts = [{**message, "content": [PART | {"text": message["content"]}]} for message in EXCHANGE]
+    parts = []
+    for message in EXCHANGE:
+        content = [PART | {"text": message["content"]}]
+        parts.append({**message, "content": content, "tool_calls": []})
     folder = make_folder(CHATML)
     assert encode(folder, {"messages": parts}) == encode(folder, {"messages": EXCHANGE})
 

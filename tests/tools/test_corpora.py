@@ -375,7 +375,8 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
     monkeypatch.setattr(tool, "prepare", lambda *_, **__: pytest.fail("prepared again"))
     tool.prepare_dataset("tiny", BYTES, Path("cache"), "in")
     (folder,) = Path("cache").iterdir()  # no other one was left
-    assert Corpus("tiny", BYTES, Path("cache"), split="validation", dataset_path="in").n_tokens > 0
+    corpus = Corpus("tiny", BYTES, Path("cache"), split="validation", dataset_path="in")
+    assert corpus.n_tokens > 0
     Path("in/more.txt").write_text("more")
     assert find_corpus("tiny", BYTES, Path("cache"), "in") != folder
 

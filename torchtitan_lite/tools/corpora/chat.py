@@ -137,14 +137,13 @@ class ChatFormat:
         """Return the characters of an answer in the text `whole`. Raises ValueError if that is not certain."""
         earlier = row["messages"][:number]
         prompt = self.try_write(row | {"messages": earlier, "add_generation_prompt": True})
-        before = self.try_write(row | {"messages": earlier})
-        header = len(os.path.commonprefix([prompt, before]))
         start = len(os.path.commonprefix([prompt, whole]))
         is_certain = 0 < start == len(prompt)
         if not is_certain:
-            # The answer can leave out the last names of the prompt, such as <think>.
+            # The answer can leave out the last names of the prompt, such as <think>, but not its first.
+            before = self.try_write(row | {"messages": earlier})
             start = prompt.rfind("<", 0, start + 1)
-            is_certain = start > header
+            is_certain = start > len(os.path.commonprefix([prompt, before]))
         answered = self.try_write(row | {"messages": row["messages"][: number + 1]})
         answered = answered.removesuffix(self.ending[2]).rstrip()
         ends = [found.end() for found in NAME.finditer(whole, start)]

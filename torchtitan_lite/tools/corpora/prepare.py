@@ -121,9 +121,8 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
             contents = read_file(path, settings.encoding, settings.tail)
             for number, content in enumerate(contents, 1):
                 yield Row(path, number, content, name)
-        except (
-            Exception
-        ) as error:  # of many libraries, for half a download, and wrong text, JSON or tables
+        # of many libraries, for half a download, and wrong text, JSON or tables
+        except Exception as error:
             raise PreparationError(f"{path} cannot be read: {error}") from None
 
 
