@@ -14,7 +14,7 @@ from torchtitan_lite.config.reader import REPOSITORY, read_config
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.tools.corpora.named import prepare_dataset
+from torchtitan_lite.tools.corpora.command import prepare_dataset
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
 EIGHT_H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3", is_here=False)

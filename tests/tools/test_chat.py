@@ -21,6 +21,7 @@ from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.tools.corpora.chat import mark_targets, read_chat_format
 from torchtitan_lite.tools.corpora.dialects import read_conversation
+from torchtitan_lite.tools.corpora.prepare import get_encoder
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -80,7 +81,7 @@ TEMPLATES = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% else %}{{ eos_token }}{% endif %}",
         ["é, é 😀<|im_end|>"],
         ["4<|im_end|>", "4<|im_end|>"],
-        "leaves out tool_calls of message 2",
+        "leaves out message 2's tool_calls",
     ),
     "always adds the generation prompt": (
         CHATML.replace("{% if add_generation_prompt %}", "{% if true %}"),
@@ -93,7 +94,7 @@ TEMPLATES = {
         "[INST] {{ message.content }} [/INST]{% endif %}{% endfor %}",
         ["  é, é 😀</s>"],
         [" 4 </s>", " 4</s>"],
-        "leaves out tool_calls of message 2",
+        "leaves out message 2's tool_calls",
     ),
     "marks on their own line": (
         HEAD
@@ -133,7 +134,7 @@ def make_folder(tmp_path_factory) -> Callable[[str | None], Path]:
 
 def encode(folder: Path, row: dict, **options: bool) -> tuple[list[int], list[int], list[str]]:
     tokenizer = load_tokenizer(folder)
-    _, row = read_conversation(row)
+    _, row = read_conversation(row, None, tokenizer.normalize)
     text, turns = read_chat_format(tokenizer).render(row, **options)
     ids, ends = tokenizer.encode_special(text)
     return ids, list(mark_targets(ends, turns)), [text[turn.start : turn.stop] for turn in turns]
@@ -267,28 +268,28 @@ def test_columns_reach_the_template_and_other_dialects_keep_their_system_message
 REFUSED = {  # row -> words of the reason
     "other columns": (
         {"question": "2+2?", "answer": "4"},
-        ["question, answer", "conversations", "instruction/output"],
+        ["question", "conversations", "instruction/output"],
     ),
-    "text": ({"messages": "hello"}, ["not a list of messages"]),
+    "text": ({"messages": "hello"}, ["not a mapping"]),
     "no role": ({"messages": [{"content": "x"}]}, ["message 1 needs a role"]),
     "no content": ({"messages": [{"role": "assistant", "content": None}]}, ["message 1"]),
     "no assistant": ({"messages": EXCHANGE[:1]}, ["no assistant turn"]),
     "a number as message": ({"prompt": [5], "completion": "x"}, ["not a mapping"]),
     "a picture": (
         {"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": [{"type": "image"}]}]},
-        ["can only concatenate list"],
+        ["message 2 needs a role, and a content of text"],
     ),
     "a weight that is no number": (
-        {"messages": [EXCHANGE[0], {**EXCHANGE[1], "weight": "0"}]},
-        ["message 2: weight is not a number: '0'"],
+        {"messages": [EXCHANGE[0], {**EXCHANGE[1], "weight": "no"}]},
+        ["could not convert string to float: 'no'"],
     ),
     "name in a role": (
         {"messages": [{"role": "user<|im_end|>", "content": "x"}, EXCHANGE[1]]},
-        ["message 1: role has the text"],
+        ["message 1's role has the text"],
     ),
     "name in a content": (
         {"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": "<|im_end|>"}]},
-        ["message 2: content has the"],
+        ["message 2's content has the"],
     ),
     "half a character": (
         {"messages": [{"role": "user", "content": "\ud83d"}, EXCHANGE[1]]},
@@ -313,7 +314,7 @@ def test_a_row_that_cannot_be_trained_is_named_and_skipped_with_skip_bad(
     assert [word for word in ["in.jsonl, row 2", *words] if word not in error] == []
     assert not (tmp_path / "out").exists()
     assert prepare(*arguments, "--skip-bad", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["bad_rows"] == 1
+    assert json.loads(capsys.readouterr().out)["counts"]["bad rows left out"] == 1
 
 
 @pytest.mark.parametrize(
@@ -323,9 +324,9 @@ def test_a_row_that_cannot_be_trained_is_named_and_skipped_with_skip_bad(
             "{{ message.role }}: {{ message.content }}",
             "message 2 cannot be found.*--only-last-turn",
         ),
-        ("{{ message.content | length }}\n", "message 2 cannot be found"),
-        ("{{ message.role }}", "leaves out content of message 2"),
-        ("{{ message.content[0].text }}", "leaves out content of message 2"),
+        ("{{ message.content | length }}\n", "leaves out message 2's content"),
+        ("{{ message.role }}", "leaves out message 1's content"),
+        ("{{ message.content[0].text }}", "leaves out message 1's content"),
     ],
 )
 def test_answers_that_are_not_certain_are_refused(template, reason, make_folder):
@@ -335,7 +336,10 @@ def test_answers_that_are_not_certain_are_refused(template, reason, make_folder)
 
 
 def test_a_content_of_text_parts_is_one_text(make_folder):
-    parts = [{**message, "content": [PART | {"text": message["content"]}]} for message in EXCHANGE]
+    parts = []
+    for message in EXCHANGE:
+        content = [PART | {"text": message["content"]}]
+        parts.append({**message, "content": content, "tool_calls": []})
     folder = make_folder(CHATML)
     assert encode(folder, {"messages": parts}) == encode(folder, {"messages": EXCHANGE})
 
@@ -423,7 +427,8 @@ def test_what_is_no_template_is_a_sentence(template, make_folder, tmp_path, caps
 
 
 def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
+    get_encoder.cache_clear()
+    monkeypatch.setitem(sys.modules, "transformers", None)
     assert (
         prepare(tmp_path / "in.jsonl", [{"messages": EXCHANGE}]) == 2
         and "`chat`" in capsys.readouterr().err

@@ -203,8 +203,7 @@ def test_chat_encodes_a_message_as_transformers_does_and_stops_at_the_templates_
     for prompt in ("Hi", text):
         report = generate(export, "--chat", "--prompt", prompt, "--max-new-tokens", 1)
         assert report["prompt_tokens"] == expected
-    assert tokenizer.special["<|eot_id|>"] in read_chat_format(tokenizer).end_ids
-    assert tokenizer.eos_id not in read_chat_format(tokenizer).end_ids
+    assert read_chat_format(tokenizer).ending[1] == "<|eot_id|>"
 
 
 def test_without_chat_a_line_says_that_special_names_are_text(export, capsys):
@@ -236,7 +235,7 @@ def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_a
         {"role": "user", "content": "and then?"},
     ]
     chat = read_chat_format(tokenizer)
-    text, _ = chat.write({"messages": messages}, add_generation_prompt=True)
+    text, _ = chat.write({"messages": messages, "add_generation_prompt": True})
     assert main([*arguments, "--prompt", text]) == 0
     assert capsys.readouterr().out == second
 

@@ -86,7 +86,7 @@ PREPARED = {  # options of prepare, number of documents -> words of the command 
     "a large vocabulary": (
         write_large_vocabulary,
         50,
-        "--model.hf_assets_path large --model.vocab_size 3264",
+        "--model.hf_assets_path large --model.vocab_size 3256",
     ),
     "the folder of a model": (
         publish_llama,

@@ -37,7 +37,7 @@ def main(options: Namespace) -> int:
     end_ids = source.end_ids
     if options.chat:
         chat = read_chat_format(source.tokenizer)
-        end_ids = end_ids | chat.end_ids
+        end_ids = end_ids | {source.tokenizer.special.get(chat.ending[1])}
     text_stream = sys.stderr if options.json else sys.stdout
     show = partial(print, end="", flush=True, file=text_stream)
     model = None
@@ -90,9 +90,10 @@ def read_prompts(options: Namespace, chat: ChatFormat | None) -> Iterator[str]:
                 line = input("> ")
             except EOFError:
                 return
-            if named := chat.special_name.search(line):
+            named = [name for name in chat.tokenizer.special if name in line]
+            if named:
                 why = "would become a special token. Write it in another way."
-                print(named.group(), why, file=sys.stderr)
+                print(named[0], why, file=sys.stderr)
             else:
                 yield line
 
@@ -115,7 +116,7 @@ def encode_prompt(
             print(named[0], about, file=sys.stderr)
         else:
             try:
-                text, _ = chat.write({"messages": messages}, add_generation_prompt=True)
+                text, _ = chat.write({"messages": messages, "add_generation_prompt": True})
             except ValueError as error:
                 raise SourceError(f"The conversation cannot be written: {error}.") from None
         tokens, _ = tokenizer.encode_special(tokenizer.normalize(text))

@@ -40,10 +40,11 @@ from torchtitan_lite.components.shutdown import (
     describe_newest,
 )
 from torchtitan_lite.config.machine import FROM_LAUNCHER
+from torchtitan_lite.data.corpus_folder import list_named
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.preflight import Prepared
 from torchtitan_lite.tools.check import check, choose_host, describe
-from torchtitan_lite.tools.corpora.named import prepare_datasets
+from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.faults import hang
 
@@ -62,7 +63,9 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
             print(prepared.finished or describe(prepared, machine), file=sys.stderr, flush=True)
         if prepared.finished:
             return export_last_checkpoint(prepared) if is_first else 0
-        prepare_datasets(prepared.config, prepared.tokenizer)
+        cache_folder = Path(prepared.config.training.cache_folder)
+        for name, dataset_path in sorted(list_named(prepared.config)):
+            prepare_dataset(name, prepared.tokenizer, cache_folder, dataset_path)
     except PreparationError as error:
         remedy = "Options named here belong to `prepare`: prepare the corpus with it, then start this run"
         raise PreparationError(f"{error}. {remedy}") from None

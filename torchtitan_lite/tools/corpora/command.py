@@ -6,16 +6,24 @@ import os
 import shlex
 import sys
 from dataclasses import asdict
-from math import ceil
 from pathlib import Path
 
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.data.corpus_folder import DATASETS, CorpusManifest, read_corpus_manifest
-from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.tools.corpora.named import prepare_dataset
-from torchtitan_lite.tools.corpora.prepare import BAD_ROWS, PrepareSettings, prepare
+from torchtitan_lite.data.corpus_folder import (
+    DATASETS,
+    MANIFEST,
+    VALIDATION_ONLY,
+    CorpusManifest,
+    find_corpus,
+    read_corpus_manifest,
+)
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files, is_text
+
+VALIDATION_SHARE = 0.02  # of a named corpus
+MANY_BYTES = 2**26  # above this file size, starting more processes is worth it
 
 
 def main(options: argparse.Namespace) -> int:
@@ -27,10 +35,7 @@ def main(options: argparse.Namespace) -> int:
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be made: {error}", file=sys.stderr)
         return 1
-    try:
-        print(output, flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has ended; the corpus is complete
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(output)
     return 0
 
 
@@ -39,8 +44,9 @@ def prepare_named(options: argparse.Namespace) -> str:
     if options.inputs or options.out or options.validation or options.train_tokenizer:
         raise PreparationError("--dataset takes no other inputs, and no --out")
     if options.dataset not in DATASETS:
-        why = f"There is no corpus named {options.dataset!r}"
-        raise PreparationError(f"{why}. Use {', '.join(DATASETS)}")
+        raise PreparationError(
+            f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}"
+        )
     folder = prepare_dataset(
         options.dataset,
         load_tokenizer(options.tokenizer),
@@ -51,18 +57,45 @@ def prepare_named(options: argparse.Namespace) -> str:
     return str(folder)
 
 
+def prepare_dataset(
+    name: str,
+    tokenizer: Tokenizer,
+    cache_folder: Path,
+    dataset_path: str = "",
+    *,
+    skip_bad: bool = False,
+) -> Path:
+    """Return the folder of a named corpus, and prepare it if it does not exist.
+
+    Two runs may start at the same time. Each prepares the corpus, and the first one that is complete stays.
+    Raises CorpusError, PreparationError, OSError.
+    """
+    folder = find_corpus(name, tokenizer, cache_folder, dataset_path)
+    if (folder / MANIFEST).exists():
+        return folder
+    files = DATASETS[name](dataset_path)
+    n_bytes = sum(path.stat().st_size for path in files)
+    print(f"Encoding {name}, {n_bytes / 1e6:,.1f} MB, once, to {folder}", file=sys.stderr)
+    share = 0.0 if name in VALIDATION_ONLY else VALIDATION_SHARE
+    settings = PrepareSettings(str(tokenizer.path), share, skip_bad=skip_bad)
+    n_processes = os.cpu_count() if n_bytes > MANY_BYTES else 1
+    try:
+        prepare(files, folder, settings, n_processes=n_processes)
+    except (OSError, PreparationError):
+        if not (folder / MANIFEST).exists():  # another process was not first
+            raise
+    return folder
+
+
 def run(options: argparse.Namespace) -> str:
     """Prepare the corpus, and return the output."""
     if not options.inputs or not options.out:
-        why = "Name the input files and the output folder"
-        raise PreparationError(f"{why}: prepare texts/ --out data/mine")
+        raise PreparationError(
+            "Name the input files and the output folder: prepare texts/ --out data/mine"
+        )
     if options.train_tokenizer and options.chat:
-        why = "--train-tokenizer makes a tokenizer without a chat template"
-        raise PreparationError(f"{why}. Leave out --chat")
+        raise PreparationError("--train-tokenizer makes a tokenizer without the template of --chat")
     files, counts = find_files([*options.validation, *options.inputs], options.suffix)
-    validation_files = []
-    if options.validation:
-        validation_files, _ = find_files(options.validation, options.suffix)
     share = options.validation_share
     tail = 0.0
     if len(files) == 1 and is_text(files[0]):
@@ -70,10 +103,10 @@ def run(options: argparse.Namespace) -> str:
     elif share is None:
         share = 0.01
     settings = PrepareSettings(
-        assets=str(load_tokenizer(options.tokenizer).path),
-        validation_share=0.0 if tail or validation_files else share,
+        options.tokenizer,
+        validation_share=0.0 if tail or options.validation else share,
         tail=tail,
-        validation_files=frozenset(validation_files),
+        validation=options.validation,
         column=options.text_column,
         is_chat=options.chat,
         only_last_turn=options.only_last_turn,
@@ -84,8 +117,8 @@ def run(options: argparse.Namespace) -> str:
     manifest, outcomes = prepare(files, options.out, settings, n_processes=options.processes)
     counts += outcomes
     if options.json:
-        report = {"folder": str(options.out), "files": len(files), "bad_rows": counts[BAD_ROWS]}
-        return json.dumps(report | {"counts": counts} | asdict(manifest))
+        report = {"folder": str(options.out), "files": len(files), "counts": counts}
+        return json.dumps(report | asdict(manifest))
     lines = [f"{options.out} is complete, from {len(files):,} files:"]
     for name, split in manifest.splits.items():
         figures = f"{split.n_tokens:,} tokens in {split.n_documents:,} documents"
@@ -101,17 +134,17 @@ def run(options: argparse.Namespace) -> str:
 
 def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> str:
     """Return a command that trains on the corpus: weights in the tokenizer's folder if any, else the debug model."""
-    tokenizer = str(options.out / "tokenizer") if options.train_tokenizer else options.tokenizer
-    words = ["./run_train.sh", "--training.dataset", str(options.out)]
-    if list(Path(tokenizer).glob("*.safetensors")):
-        words += ["--config", "finetune", "--checkpoint.initial_load_path", tokenizer]
+    assets = str(options.out / "tokenizer") if options.train_tokenizer else options.tokenizer
+    run_folder = f"outputs/{options.out.name}"
+    words = ["--training.dataset", str(options.out), "--job.dump_folder", run_folder]
+    if list(Path(assets).glob("*.safetensors")):
+        words += ["--config", "finetune", "--checkpoint.initial_load_path", assets]
     else:
-        n_rows = ceil(load_tokenizer(tokenizer).vocab_size / 64) * 64
-        words += ["--model.hf_assets_path", tokenizer, "--model.vocab_size", str(n_rows)]
-        words += ["--job.dump_folder", f"outputs/{options.out.name}"]
+        n_rows = load_tokenizer(assets).vocab_size
+        words += ["--model.hf_assets_path", assets, "--model.vocab_size", str(n_rows)]
     if "validation" not in manifest.splits:
         words.append("--validation.no_enable")
-    return shlex.join(words)
+    return shlex.join(["./run_train.sh", *words])
 
 
 def check(folder: Path) -> int:
@@ -122,8 +155,6 @@ def check(folder: Path) -> int:
         for suffix, expected in split.sha256.items():
             hashes[folder / f"{name}.{suffix}"] = expected
     problems = find_damage(hashes)
-    if problems:
-        print("\n".join(problems), file=sys.stderr)
-        return 1
-    print(f"{folder} is complete: every file has the SHA-256 in its manifest")
-    return 0
+    whole = f"{folder} is complete: every file has the SHA-256 in its manifest"
+    print("\n".join(problems or [whole]))
+    return 1 if problems else 0

@@ -13,12 +13,13 @@ document. A single text file is cut instead: its last part validates.
 """
 
 import hashlib
+import json
 import multiprocessing
 import os
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,28 +28,25 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torchtitan_lite.config.files import hash_file
+from torchtitan_lite.config.files import hash_file, import_extra
 from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.data.vocabulary import TOKENIZER_CONFIG
 from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.tools.corpora.chat import ChatFormat, mark_targets, read_chat_format
 from torchtitan_lite.tools.corpora.dialects import read_conversation
 from torchtitan_lite.tools.corpora.text_files import (
-    UNREADABLE,
     PreparationError,
     Row,
     is_text,
     read_file,
 )
-from torchtitan_lite.tools.corpora.train_tokenizer import train_tokenizer
 
+BOS = "<|begin_of_text|>"  # of a new tokenizer
+EOS = "<|end_of_text|>"
 CHUNK_ROWS = 32  # sent to a worker at once
 GROUP_ROWS = 128  # submitted at once, per worker
 UINT16_IDS = 2**16
-BAD_ROWS = "bad rows left out"
-UNKNOWN = "unknown tokens, for text outside the vocabulary"
-# Raised for a row that is not what it should be
-BAD_ROW = (ValueError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class PrepareSettings:
     assets: str  # the tokenizer: an argument for load_tokenizer
     validation_share: float = 0.01  # of the documents
     tail: float = 0.0  # last part of a single text, which validates instead
-    validation_files: frozenset[Path] = frozenset()  # all documents of these files validate
+    validation: Sequence[Path] = ()  # all documents of these files and folders validate
     column: str | None = (
         None  # of the text or the messages; None: "text", or by the dialect of the conversations
     )
@@ -67,25 +65,23 @@ class PrepareSettings:
     skip_bad: bool = False  # print and count a bad row instead of raising
     encoding: str = "utf-8"  # of text files without a byte order mark
     train_tokenizer: int = 0  # number of entries of a new tokenizer that replaces `assets`; 0: none
-    folder: str = ""  # set by `prepare`: file paths relative to this folder determine the split
 
 
 @dataclass(frozen=True)
 class Document:
     """An encoded row."""
 
-    outcome: str  # for the summary; "": not counted
+    counts: Counter[str]  # for the summary
     split: str = "train"
     tokens: array | tuple = ()  # none: the row was left out
     n_text_bytes: int = 0  # in UTF-8
     targets: bytes = b""  # conversations: 1 for each token of the assistant
-    n_unknown: int = 0  # tokens that stand for text outside the vocabulary
 
 
 def prepare(
     files: list[Path], out: Path, settings: PrepareSettings, *, n_processes: int = 1
 ) -> tuple[CorpusManifest, Counter[str]]:
-    """Create the folder `out`. Return its manifest, and the number of rows for each Document.outcome.
+    """Create the folder `out`. Return its manifest, and the counts of its documents for the summary.
 
     Raises PreparationError for wrong input, UserError for a missing extra, OSError if a file cannot be written.
     """
@@ -94,9 +90,6 @@ def prepare(
             f"{out} exists. Choose another --out, or delete it if it is an old corpus"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    get_encoder.cache_clear()
-    common = os.path.commonpath([path.absolute().parent for path in files])
-    settings = replace(settings, folder=common)
     with TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.tmp-") as work:
         folder = Path(work) / "corpus"
         folder.mkdir()
@@ -105,13 +98,13 @@ def prepare(
                 read_texts(files, settings), settings.train_tokenizer, folder / "tokenizer"
             )
             settings = replace(settings, assets=assets)
+        tokenizer, _ = get_encoder(settings.assets, settings.is_chat)  # refuses it first
         documents = map_in_order(
             partial(encode_row, settings), read_rows(files, settings), n_processes
         )
         splits, counts = write_documents(documents, folder, has_floor=settings.validation_share > 0)
         if "train" not in splits:
             raise PreparationError(f"these {len(files)} files have no text to train on")
-        tokenizer, _ = get_encoder(settings.assets, settings.is_chat)
         dtype = "uint16" if tokenizer.vocab_size <= UINT16_IDS else "uint32"
         manifest = CorpusManifest(dtype, tokenizer.fingerprint, splits)
         (folder / MANIFEST).write_text(dump_manifest(manifest))
@@ -121,21 +114,22 @@ def prepare(
 
 def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
     """Yield the rows of all files. Raises PreparationError for a file that cannot be read."""
-    column = None if settings.is_chat else settings.column or "text"
+    common = os.path.commonpath([path.absolute().parent for path in files])
     for path in files:
+        name = os.path.relpath(path, common) if is_text(path) else ""
         try:
-            for number, content in enumerate(
-                read_file(path, column, settings.encoding, settings.tail), 1
-            ):
-                yield Row(path, number, content)
-        except UNREADABLE as error:
+            contents = read_file(path, settings.encoding, settings.tail)
+            for number, content in enumerate(contents, 1):
+                yield Row(path, number, content, name)
+        # of many libraries, for half a download, and wrong text, JSON or tables
+        except Exception as error:
             raise PreparationError(f"{path} cannot be read: {error}") from None
 
 
 def read_texts(files: list[Path], settings: PrepareSettings) -> Iterator[str]:
     """Yield the texts of all files, without bad rows. Raises PreparationError."""
     for row in read_rows(files, settings):
-        with suppress(*BAD_ROW):
+        with suppress(Exception):
             yield read_text(settings, row)
 
 
@@ -154,37 +148,61 @@ def map_in_order(function: Callable, rows: Iterator[Row], n_processes: int) -> I
         yield from previous
 
 
+# ---------------------------------------------------------------- a new tokenizer
+
+
+def train_tokenizer(texts: Iterator[str], n_entries: int, folder: Path) -> str:
+    """Write a byte-level BPE of `n_entries` to the new folder, and return the folder. Raises PreparationError.
+
+    Ids 0 and 1 are BOS and EOS, the next 256 are bytes, and the others merge two tokens, the most frequent pairs first.
+    The file also loads in transformers, and without the package `tokenizers` here.
+    """
+    library = import_extra("tokenizers", "hf")
+    tokenizer = library.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        texts, vocab_size=n_entries, special_tokens=[BOS, EOS], show_progress=False
+    )
+    n_found = tokenizer.get_vocab_size()
+    if n_found != n_entries:
+        raise PreparationError(
+            f"--train-tokenizer {n_entries}: these texts give {n_found} entries: bytes, BOS, EOS, pairs. Use {n_found}"
+        )
+    tokenizer.post_processor = library.processors.TemplateProcessing(
+        f"{BOS} $A", special_tokens=[(BOS, 0)]
+    )
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(config))
+    return str(folder)
+
+
 # ---------------------------------------------------------------- writing
 
 
 def write_documents(
     documents: Iterator[Document], folder: Path, *, has_floor: bool
 ) -> tuple[dict[str, Split], Counter[str]]:
-    """Write the files of both splits. Return the splits that have documents, and the number for each outcome.
+    """Write the files of both splits. Return the splits that have documents, and the sum of Document.counts.
 
     `has_floor`: if all documents are in one split, the last one goes to the other.
     """
-    train = SplitWriter(folder / "train")
-    validation = SplitWriter(folder / "validation")
-    writers = {"train": train, "validation": validation}
+    writers = {name: SplitWriter(folder / name) for name in ("train", "validation")}
     counts = Counter()
     last = None
     for document in documents:
-        counts[document.outcome] += 1
-        counts[UNKNOWN] += document.n_unknown
+        counts.update(document.counts)
         if not document.tokens:
             continue
         if last:
             writers[last.split].write(last)
         last = document
     if last:
-        writer = writers[last.split]
-        if has_floor and not (train.files and validation.files):
-            writer = validation if train.files else train
+        empty = [writer for writer in writers.values() if not writer.totals]
+        writer = empty[0] if empty and has_floor else writers[last.split]
         writer.write(last)
-    del counts[""]
-    counts = +counts  # without zeros
-    return {name: writer.finish() for name, writer in writers.items() if writer.files}, counts
+    splits = {name: writer.finish() for name, writer in writers.items() if writer.totals}
+    return splits, +counts  # without zeros
 
 
 class SplitWriter:
@@ -198,12 +216,13 @@ class SplitWriter:
 
     def write(self, document: Document) -> None:
         start = self.totals["n_tokens"].to_bytes(8, "little")
-        contents = {"tokens": document.tokens, "documents": start, "targets": document.targets}
+        contents = {"tokens": document.tokens, "documents": start}
+        if document.targets:
+            contents["targets"] = document.targets
         for suffix, content in contents.items():
-            if content and suffix not in self.files:
+            if not self.totals:
                 self.files[suffix] = open(f"{self.path}.{suffix}", "wb")
-            if content:
-                self.files[suffix].write(content)
+            self.files[suffix].write(content)
         self.totals.update(
             n_documents=1,
             n_tokens=len(document.tokens),
@@ -212,11 +231,9 @@ class SplitWriter:
         )
 
     def finish(self) -> Split:
-        """Flush the files to disk, and return their description."""
+        """Close the files, and return their description."""
         hashes = {}
         for suffix, file in self.files.items():
-            file.flush()
-            os.fsync(file.fileno())
             file.close()
             hashes[suffix] = hash_file(Path(file.name))
         return Split(**self.totals, sha256=hashes)
@@ -234,70 +251,55 @@ def get_encoder(assets: str, is_chat: bool) -> tuple[Tokenizer, ChatFormat | Non
 def encode_row(settings: PrepareSettings, row: Row) -> Document:
     """Encode the document of a row. Raises PreparationError for a bad row, unless skip_bad is set."""
     tokenizer, chat = get_encoder(settings.assets, settings.is_chat)
-    outcome = ""
+    counts = Counter()
     targets = b""
     try:
         if chat:
-            dialect, conversation = read_conversation(row.parse(settings.encoding), settings.column)
+            content = row.parse(settings.encoding)
+            dialect, conversation = read_conversation(content, settings.column, tokenizer.normalize)
             text, turns = chat.render(conversation, only_last_turn=settings.only_last_turn)
             ids, ends = tokenizer.encode_special(text)
             targets = bytes(mark_targets(ends, turns))
-            outcome = f"conversations in the dialect {dialect}, written by {chat.name}"
+            counts[f"conversations in the dialect {dialect}, written by {chat.name}"] = 1
         else:
             text = read_text(settings, row)
             if not text:
-                return Document("empty documents left out")
+                return Document(Counter(["empty documents left out"]))
             ids = tokenizer.encode(text, bos=True, eos=True)
         n_bytes = len(text.encode())  # refuses half a surrogate pair, which tiktoken would replace
-    except BAD_ROW as error:
-        place = "" if is_text(row.path) else f", row {row.number}"
-        problem = f"{row.path}{place}: {error}"
+    except Exception as error:  # a row from outside can be wrong in any way
+        problem = f"{row.path}, row {row.number}: {error}"
         if settings.skip_bad:
             print(problem, file=sys.stderr)
-            return Document(BAD_ROWS)
-        remedy = "Fix it, or give `prepare` the option --skip-bad"
-        raise PreparationError(f"{problem}. {remedy}") from None
-    typecode = "H" if tokenizer.vocab_size <= UINT16_IDS else "I"
-    n_unknown = ids.count(tokenizer.unknown_id)
-    return Document(
-        outcome,
-        choose_split(settings, row, text),
-        array(typecode, ids),
-        n_bytes,
-        targets,
-        n_unknown,
-    )
+            return Document(Counter(["bad rows left out"]))
+        raise PreparationError(
+            f"{problem}. Fix it, or give `prepare` the option --skip-bad"
+        ) from None
+    counts["unknown tokens, for text outside the vocabulary"] = ids.count(tokenizer.unknown_id)
+    tokens = array("H" if tokenizer.vocab_size <= UINT16_IDS else "I", ids)
+    return Document(counts, choose_split(settings, row, text), tokens, n_bytes, targets)
 
 
 def read_text(settings: PrepareSettings, row: Row) -> str:
     """Return the text of a row. Raises ValueError."""
     content = row.parse(settings.encoding)
-    if is_text(row.path):
+    if row.name:
         return content
-    if not isinstance(content, dict):
-        raise ValueError(f"it is not a JSON object: {content!r:.60}")
     column = settings.column or "text"
-    if column not in content:
-        why = f"it has no {column!r}, only {', '.join(map(repr, content))}"
-        raise ValueError(f"{why} (--text-column NAME reads another, --chat reads conversations)")
-    text = content[column]
+    text = content.get(column) if isinstance(content, dict) else None
     if not isinstance(text, str):
-        raise ValueError(f"its {column!r} is not a string: {text!r:.60}")
+        raise ValueError(
+            f"it has no text in {column!r} (or set --text-column or --chat): {content!r:.60}"
+        )
     text.encode()  # raises for half of a surrogate pair, which JSON may contain
     return text
 
 
 def choose_split(settings: PrepareSettings, row: Row, text: str) -> str:
-    """Return the split of a document."""
-    key = os.path.relpath(row.path, settings.folder) if is_text(row.path) else text
-    is_tail = settings.tail and row.number == 2
-    is_chosen = hash_document(key) < settings.validation_share * 2**64
-    if is_tail or is_chosen or row.path in settings.validation_files:
-        return "validation"
-    return "train"
-
-
-def hash_document(key: str) -> int:
-    """Return a number below 2**64. The documents with the lowest numbers form the validation split."""
+    """Return the split of a document. Those with the lowest hashes validate."""
+    key = row.name or text
     digest = hashlib.sha256(key.encode()).digest()
-    return int.from_bytes(digest[:8], "big")
+    is_chosen = int.from_bytes(digest[:8], "big") < settings.validation_share * 2**64
+    is_tail = settings.tail and row.number == 2
+    is_named = any(row.path.is_relative_to(path) for path in settings.validation)
+    return "validation" if is_chosen or is_tail or is_named else "train"

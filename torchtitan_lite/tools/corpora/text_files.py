@@ -19,8 +19,7 @@ import io
 import json
 import lzma
 import re
-import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,14 +40,7 @@ TEXT_SUFFIXES = frozenset(
     .hs .ml .mli .clj .ex .exs .erl .el .lisp .scm .rkt .v .sv .vhd .sql .proto .graphql
     .sh .bash .zsh .fish .ps1 .bat .cmake .mk .toml .yaml .yml .ini .cfg""".split()
 )
-BYTE_ORDER_MARKS = {
-    codecs.BOM_UTF8: "utf-8",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
 PARQUET_ROWS = 256  # in memory
-# Raised for half a download, and wrong text, JSON or tables
-UNREADABLE = (OSError, EOFError, ValueError, RecursionError, zlib.error, lzma.LZMAError, csv.Error)
 # Start of a JSON file whose rows are not its lines: UTF-16, "[", "{" alone, or two objects in the first line
 NOT_LINES = re.compile(
     rb'\xff\xfe|\xfe\xff|(\xef\xbb\xbf)?\s*(\[|\{\s*\n|.*"[ \t]*\}[ \t]*\{[ \t]*")'
@@ -69,32 +61,33 @@ class Row:
     path: Path
     number: int  # in the file, from 1
     content: Any  # a line of JSON or a text in bytes; else the value of the row
+    name: str  # of a text, in the common folder of all files; "" for a row
 
     def parse(self, encoding: str) -> Any:
-        """Return the text, or the value of the row. Raises ValueError, RecursionError."""
+        """Return the text, or the value of the row. Raises ValueError, RecursionError, LookupError."""
         if not isinstance(self.content, bytes):
             return self.content
         text = decode(self.content, encoding)
-        return text if is_text(self.path) else json.loads(text)
+        return text if self.name else json.loads(text)
 
 
 def decode(content: bytes, encoding: str) -> str:
-    """Decode a text strictly. A byte order mark overrides `encoding`. Raises ValueError that locates a bad byte."""
-    for mark, marked in BYTE_ORDER_MARKS.items():
-        if content.startswith(mark):
-            encoding = marked
+    """Decode a text strictly. A byte order mark overrides `encoding`.
+
+    Raises ValueError with the place of a bad byte, LookupError for an unknown encoding.
+    """
+    if content.startswith(codecs.BOM_UTF8):
+        encoding = "utf-8"
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding = "utf-16"
     try:
         text = content.decode(encoding)
-    except LookupError as error:  # unknown encoding
-        raise ValueError(f"{error}. Name one of Python's: --encoding cp1252") from None
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        place = f"byte {error.start} (line {line}) is 0x{content[error.start]:02x}"
-        remedy = "Name its encoding to `prepare`: --encoding cp1252"
-        raise ValueError(f"it is not {encoding}: {place}. {remedy}") from None
+        raise ValueError(f"{error}. Name its encoding to `prepare`: --encoding cp1252") from None
     if "\0" in text:
-        why = "a binary file, or UTF-16 without a byte order mark: --encoding utf-16-le"
-        raise ValueError(f"it is not a text: character {text.index(chr(0))} is NUL ({why})")
+        raise ValueError(
+            f"character {text.index(chr(0))} is NUL: a binary file, or UTF-16 without a mark (--encoding utf-16-le)"
+        )
     return text.removeprefix("\ufeff")
 
 
@@ -128,34 +121,32 @@ def find_files(
     Links are followed, also to folders. What is reached twice is read once. Raises PreparationError.
     """
     suffixes = ROW_SUFFIXES | TEXT_SUFFIXES
-    suffixes |= {get_kind(Path("x." + suffix.lstrip("*."))) for suffix in more_suffixes}
-    named = set(inputs)
+    suffixes |= {f".{suffix.lstrip('*.').lower()}" for suffix in more_suffixes}
     files = []
     skipped = Counter()
     seen = set()
-    pending = deque(inputs)
+    pending = inputs[::-1]  # the next one is the last
     while pending:
-        path = pending.popleft()
+        path = pending.pop()
+        is_named = path in inputs
         resolved = path.resolve()
         reason = ""
         if resolved in seen:
             reason = "files or folders reached twice"
-        elif path.name.startswith(".") and path not in named:
+        elif path.name.startswith(".") and not is_named:
             reason = "hidden files or folders left out"
         elif path.is_dir():
-            pending.extendleft(sorted(path.iterdir(), reverse=True))
+            pending += sorted(path.iterdir(), reverse=True)
         elif not path.exists():
-            if path in named:
-                raise PreparationError(f"{path} does not exist")
-            reason = "dead links left out"
-        elif get_kind(path) not in suffixes:
-            if path in named:
-                remedy = "Unpack an archive. Rename a text to .txt, or give `prepare` the option --suffix"
-                kind = get_kind(path)
-                raise PreparationError(f"{path} has an unknown suffix. {remedy} {kind!r}")
-            reason = f"files of unknown suffix {path.suffix.lower()!r} left out"
-        else:
+            raise PreparationError(f"{path} does not exist, or is a link to nothing")
+        elif get_kind(path) in suffixes:
             files.append(path)
+        elif is_named:
+            raise PreparationError(
+                f"{path} has an unknown suffix. Unpack an archive, name a text .txt, or set --suffix {get_kind(path)}"
+            )
+        else:
+            reason = f"files of unknown suffix {path.suffix.lower()!r} left out"
         if reason:
             skipped[reason] += 1
         else:
@@ -168,18 +159,16 @@ def find_files(
 # ---------------------------------------------------------------- reading rows
 
 
-def read_file(path: Path, column: str | None, encoding: str, tail: float) -> Iterator[Any]:
-    """Yield the rows of a file, as in Row.content. Raises UNREADABLE.
+def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
+    """Yield the rows of a file, as in Row.content. The libraries that read it raise any error.
 
-    Only `column` of a Parquet file is read; None: all columns. A text is one row, or two if its `tail`, a fraction of
-    the characters, is cut off.
+    A text is one row, or two if its `tail`, a fraction of the characters, is cut off.
     """
     kind = get_kind(path)
     with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
         if kind == PARQUET:
             table = import_extra("pyarrow.parquet", "data").ParquetFile(file)
-            columns = [column] if column in table.schema_arrow.names else None
-            for batch in table.iter_batches(PARQUET_ROWS, columns=columns):
+            for batch in table.iter_batches(PARQUET_ROWS):
                 yield from batch.to_pylist()
         elif kind in DELIMITERS:
             yield from read_table(decode(file.read(), encoding), DELIMITERS[kind])
