@@ -231,12 +231,12 @@ def test_a_matmul_takes_its_flops_over_the_peak_less_its_edges():
 
 def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop():
     model = StepTime(read("llama3_8b", 16, tp=2).workload, H100)
-    assert model.collective_time(("tp",), 1e9) == pytest.approx(0.5e9 / 360e9 + 8.4e-6 + 3.4e-6)
+    assert model.collective_time("tp", 1e9) == pytest.approx(0.5e9 / 360e9 + 8.4e-6 + 3.4e-6)
     inside, hops = (
         0.92 * 4 * 50e9,
         8.4e-6 + 6 * 3.4e-6 + 14e-6,
     )  # eight ranks, two apart: four in each of two nodes
-    assert model.collective_time(("dp_shard",), 1e9) == pytest.approx(7e9 / 8 / inside + hops)
+    assert model.collective_time("dp_shard", 1e9) == pytest.approx(7e9 / 8 / inside + hops)
     assert H100.expose(3.0, 2.0) == 1.0 + H100.contention * 2.0
     assert H100.expose(2.0, 3.0, 0.5) == H100.contention * 0.5 * 2.0
 
@@ -323,7 +323,7 @@ def test_replicas_overlap_and_slow_networks_disturb_less():
     replicas, shards = read("llama3_1b", 64, **keys), read("llama3_1b", 64, zero_stage=1)
     assert predict(replicas).step_time_s == pytest.approx(predict(shards).step_time_s, rel=0.05)
     slow = replace(H100, network_bandwidth=H100.network_bandwidth / 4)
-    assert slow.find_share(8, 8) < H100.find_share(1, 8) == 1
+    assert slow.find_bandwidth(8, 8) < H100.find_bandwidth(1, 8) == H100.links
 
 
 def test_experts_take_as_long_as_one_dense_matmul_and_a_router_hardly_any_time():

@@ -133,13 +133,9 @@ class Cluster:
     def expose(self, seconds: float, work: float, share: float = 1.0) -> float:
         """Return the seconds that a collective adds to `work` seconds of kernels that it overlaps with.
 
-        `share`: bandwidth of the collective over the bandwidth of the links (find_share).
+        `share`: bandwidth of the collective over the bandwidth of the links.
         """
         return max(0.0, seconds - work) + self.contention * share * min(seconds, work)
-
-    def find_share(self, stride: int, n: int) -> float:
-        """Return the bandwidth of a collective in such a group over the bandwidth of the links."""
-        return self.find_bandwidth(stride, n) / self.links
 
     def count_nodes(self, stride: int, n: int) -> int:
         """Return the number of nodes spanned by a group of n ranks that are `stride` ranks apart."""

@@ -20,9 +20,6 @@ from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, 
 # Between the two halves of a split backward, a microbatch also holds the gradients of the outputs of norms and linear
 # layers: in a block of Llama 8B, 264 KiB per token instead of 164.
 WAITING = 1.6
-
-
-EMBEDDING_ALONE = Stage(0, 0, has_embedding=True, has_head=False)
 ANGLE_BYTES = 3 * 4  # rotary angles per token and element of a head, which each stage keeps
 
 
@@ -68,11 +65,10 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
     gathered = args.dim * kind.n_gathers if w.sequence_parallel else 0
     of_colwise = sum(module.weight[0] for module in kind.colwise) / tp
     of_rowwise = args.dim * len(kind.rowwise)
-    attended, *products = (module.weight[1] for module in kind.rowwise)
-    activated = sum(products) * (2 if kind.is_gated else 1)
+    activated = kind.products_dim * (2 if kind.is_gated else 1)
     normalized = (heads + keys) * args.qk_norm
     saved = {
-        "none": norms + gathered + of_colwise + (attended + activated + normalized) / tp,
+        "none": norms + gathered + of_colwise + (heads + activated + normalized) / tp,
         "op": hidden + of_colwise + of_rowwise + heads / tp,
         "full": hidden,
         "alternate": hidden + (heads + keys + args.ffn_dim + heads) / tp + args.dim,
@@ -137,8 +133,8 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
     exchanged = 5 * w.n_rows * args.dim * width if layout.ep > 1 else 0
     # First the gradients of the weighted rows and of their weights, then those of the experts or of the all-to-alls.
     temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
-    gathered = kind.moe.n_parameters * width
-    reduced = kind.moe.n_parameters * MASTER_BYTES
+    gathered = kind.sizes["efsdp"] * width
+    reduced = kind.sizes["efsdp"] * MASTER_BYTES
     moments = []
     if layout.zero_stage == 3:  # FSDP concatenates slices of experts: another copy
         moments.append(gathered * (2 if w.cuts_experts else 1))
@@ -167,14 +163,13 @@ def estimate_loss(w: Workload) -> float:
         return (4 if w.compiles_loss else 12) * w.n_tokens * vocab_size / w.layout.tp
     weight = vocab_size * w.args.dim / w.layout.tp
     chunk_tokens = min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
-    logits = chunk_tokens * vocab_size / (w.layout.tp if w.shards_loss else 1)
-    if (
-        width == MASTER_BYTES
-    ):  # the logits need one tensor, and the weight's gradient is accumulated in place
+    logits = chunk_tokens * vocab_size / w.layout.tp
+    if width == MASTER_BYTES:
+        # The logits need one tensor, and the weight's gradient is accumulated in place.
         return (weight + logits) * MASTER_BYTES
-    return weight * MASTER_BYTES + max(
-        logits * (2 * width + MASTER_BYTES), (weight + logits) * width
-    )
+    in_forward = logits * (2 * width + MASTER_BYTES)
+    in_backward = (weight + logits) * width
+    return weight * MASTER_BYTES + max(in_forward, in_backward)
 
 
 Held = Mapping[tuple[int, str], float]  # (stage, last action of the microbatch: F or I) -> number
@@ -201,14 +196,14 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     moment_bytes = at_rest * w.moment_bytes
     moment_bytes -= MASTER_BYTES * sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
     if layout.tied and any(stage.has_head for stage in stages):  # the first stage has the moments
-        moment_bytes -= w.embedding.n_parameters / w.n_shards * w.moment_bytes
+        moment_bytes -= w.table / layout.fsdp * w.moment_bytes
     if layout.pp > 1:
         moments = list_moments_of_pipeline(w, layers, indices, in_flight)
     else:
         moments = list_moments(w, layers, stages[0], at_rest)
     gathered, gradients, kept, working = max(moments, key=sum)
     if layout.zero_stage < 3 and not w.is_whole:
-        sizes = sorted(map(w.count_parameters, stages))
+        sizes = sorted(w.count_by_axis(stage).total() for stage in stages)
         if w.receive_buffers is None:  # torch's pipeline
             sizes = sizes[-STAGES_GATHERED:]
         gathered += sum(sizes) * w.compute_bytes
@@ -241,7 +236,7 @@ def list_moments_of_pipeline(
     stages = {index: w.stages[index] for index in indices}
     has_head = any(stage.has_head for stage in stages.values())
     working = max((working for *_, working in layers), default=0.0)
-    table = w.embedding.n_parameters * w.compute_bytes
+    table = w.table * w.compute_bytes
     if has_head:
         working = max(working, estimate_head(w))
     if any(stage.has_embedding for stage in stages.values()):
@@ -254,13 +249,13 @@ def list_moments_of_pipeline(
     kept = {}  # stage -> bytes of a microbatch
     for index, stage in stages.items():
         kept[index] = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
-        if stage == EMBEDDING_ALONE:
+        if index == 0 and not kept[index]:  # the embedding alone
             kept[index] = w.hidden_bytes / tp  # its output. Other stages keep a receive buffer.
         elif kept[index] and w.receive_buffers is None:
             kept[index] += w.n_tokens * w.args.head_dim * ANGLE_BYTES
     moments = []
     for with_gradients, held in in_flight.items():
-        n_gradients = sum(w.count_parameters(stages[index]) for index in with_gradients)
+        n_gradients = sum(w.count_by_axis(stages[index]).total() for index in with_gradients)
         n_bytes = 0.0
         for (index, action), n in held.items():
             n_bytes += (WAITING if action == "I" else 1) * n * kept[index]
@@ -270,7 +265,7 @@ def list_moments_of_pipeline(
 
 def find_largest_block(w: Workload, layers: Layers) -> float:
     """Return the bytes of the largest gathered layer."""
-    sizes = [kind.dense.n_parameters + kind.moe.n_parameters for kind, *_ in layers]
+    sizes = [kind.sizes.total() for kind, *_ in layers]
     return max(sizes, default=0) * w.compute_bytes
 
 
@@ -284,30 +279,30 @@ def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> l
     """
     layout = w.layout
     width = w.compute_bytes
-    table = w.embedding.n_parameters
+    table = w.table
     kept = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
     last = max(n_bytes for _, n_bytes, _ in layers)
     working = max(working for *_, working in layers)
-    dense = max(kind.dense.n_parameters for kind, *_ in layers)
+    dense = max(kind.sizes["fsdp"] for kind, *_ in layers)
     head = 0.0
     block = 0.0
     if layout.zero_stage == 3 and not w.is_whole:
         head = table * width
         block = find_largest_block(w, layers)
-    n_gradients = w.count_parameters(stage) if layout.zero_stage == 1 else at_rest
+    n_gradients = w.count_by_axis(stage).total() if layout.zero_stage == 1 else at_rest
     gradients = MASTER_BYTES * n_gradients  # after the step
     before = gradients if layout.n_microbatches > 1 else 0.0
-    to_come = 0.0 if before else MASTER_BYTES * (dense + table) / w.n_shards
+    to_come = 0.0 if before else MASTER_BYTES * (dense + table) / layout.fsdp
     reduce_bytes = 0
     if not w.is_whole and (layout.zero_stage > 1 or layout.n_microbatches == 1):
         reduce_bytes = w.reduce_bytes
     near = 0.0  # copies inside a node that hpZ keeps of each block
     if "hpz" in w.zero_plus_plus:
         for kind in w.kinds:
-            for group, n in kind.groups:
-                n_near = w.count_ranks(group.near)
+            for axis, n_parameters in kind.sizes.items():
+                n_near = getattr(layout, f"{axis}_near")
                 if n_near > 1:
-                    near += group.n_parameters * n / n_near * kind.count(stage)
+                    near += n_parameters / n_near * kind.count(stage)
         near *= 1 if "qwz" in w.zero_plus_plus else width
     packing = 6 + 4 / layout.fsdp_near if "qgz" in w.zero_plus_plus else 0.0  # bytes per element
     return [

@@ -20,30 +20,21 @@ from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS
 from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.tools.plan.actions import Action
 from torchtitan_lite.tools.plan.cluster import Cluster
-from torchtitan_lite.tools.plan.workload import (
-    MASTER_BYTES,
-    SHARD_DIMS,
-    Groups,
-    LayerKind,
-    Workload,
-)
+from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Workload
 
-CAUSAL_EDGE = (
-    300  # tokens; attention reaches S/(S+300) of its rate, so short sequences are slow. Fit
-)
+# Tokens. Attention reaches S/(S+300) of its rate, so short sequences are slow. Fit
+CAUSAL_EDGE = 300
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
 KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in forward
 # Bytes per element that ZeRO++'s kernels read and write around a gather, and around a reduction
 QWZ_BYTES = 4
 QGZ_BYTES = 48
-LOSS_BYTES = {
-    False: 12,
-    True: 6,
-}  # compiled -> bytes per logit that the loss moves in each direction
+LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes per logit, in each direction
 Times = tuple[
     float, float, float
-]  # seconds of a linear layer: forward, gradients of inputs and of weights
+]  # seconds of matmuls: forward, gradients of inputs and of weights
+Waits = tuple[float, float, float]  # seconds: forward, backward, recompute
 
 
 class Phases(NamedTuple):
@@ -52,11 +43,11 @@ class Phases(NamedTuple):
     forward: float = 0.0
     backward_input: float = 0.0
     backward_weight: float = 0.0
+    again: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
     dp: float = 0.0
-    again: float = 0.0
 
     @property
     def total(self) -> float:
@@ -70,17 +61,19 @@ class StepTime:
         self.workload = workload
         self.cluster = cluster
 
-    def place(self, dims: tuple[str, ...]) -> tuple[int, int]:
-        """Return the distance between the ranks of a group over the mesh dims `dims`, and their number."""
-        return self.workload.layout.strides[dims[-1]], self.workload.count_ranks(dims)
+    def place(self, axis: str) -> tuple[int, int]:
+        """Return the distance between neighbors in a group of ranks, and the size of the group."""
+        layout = self.workload.layout
+        return layout.strides[axis], getattr(layout, axis)
 
-    def collective_time(self, dims: tuple[str, ...], whole_bytes: float) -> float:
-        """Return the seconds to all-gather or reduce-scatter a tensor over the mesh dims `dims`."""
-        return self.cluster.collective_time(*self.place(dims), whole_bytes)
+    def collective_time(self, axis: str, whole_bytes: float) -> float:
+        """Return the seconds to all-gather or reduce-scatter a tensor over an axis of the mesh."""
+        return self.cluster.collective_time(*self.place(axis), whole_bytes)
 
-    def expose(self, dims: tuple[str, ...], seconds: float, work: float) -> float:
-        """Return the seconds that collectives over `dims` add to `work` seconds of kernels."""
-        return self.cluster.expose(seconds, work, self.cluster.find_share(*self.place(dims)))
+    def expose(self, axis: str, seconds: float, work: float) -> float:
+        """Return the seconds that collectives over `axis` add to `work` seconds of kernels."""
+        share = self.cluster.find_bandwidth(*self.place(axis)) / self.cluster.links
+        return self.cluster.expose(seconds, work, share)
 
     # ------------------------------------------------------------ a layer
 
@@ -104,18 +97,14 @@ class StepTime:
     def module_times(self, module: ModuleRow) -> Times:
         """Return the seconds of a module's matmuls on one rank, assuming that experts are equally loaded."""
         w = self.workload
-        tp = w.layout.tp
+        shape = w.shape_on_rank(module)
         dtype = "float8" if module.name in w.float8 else w.compute_dtype
         if module.kind == "experts":
-            n_experts, into, out = module.weight
-            n_experts //= max(1, w.layout.ep)
+            n_experts, into, out = shape
             return self.linear_times(max(w.n_rows, n_experts), out, into, dtype, n_experts)
-        out, into = module.weight
         if module.kind == "router":
-            return self.linear_times(w.n_tokens / tp, out, into, "float32")
-        if module.split == "colwise":
-            return self.linear_times(w.n_tokens, out // tp, into, dtype)
-        return self.linear_times(w.n_tokens, out, into // tp, dtype)
+            return self.linear_times(w.n_tokens / w.layout.tp, *shape, "float32")
+        return self.linear_times(w.n_tokens, *shape, dtype)
 
     @cached_property
     def attention_times(self) -> tuple[float, float]:
@@ -152,26 +141,26 @@ class StepTime:
         if not kind.is_gated:  # GPT has no rotary embedding
             per_product = (2 if w.compiled else 3) * c
             n_heads = 0
-        n_products = sum(module.weight[1] for module in kind.rowwise[1:])
-        token_bytes = (per_head * n_heads * args.head_dim + per_product * n_products) / w.layout.tp
-        hidden = per_norm * len(kind.norms) * args.dim
-        token_bytes += hidden / w.layout.tp if w.sequence_parallel else hidden
-        n_bytes = w.n_tokens * token_bytes
+        sharded_bytes = per_head * n_heads * args.head_dim + per_product * kind.products_dim
+        hidden_bytes = per_norm * len(kind.norms) * args.dim
+        if w.sequence_parallel:
+            sharded_bytes += hidden_bytes
+            hidden_bytes = 0
+        n_bytes = w.n_tokens * (sharded_bytes / w.layout.tp + hidden_bytes)
         if kind.is_moe:
             n_copies = 9 if w.layout.ep > 1 else 5
             per_row = args.dim * (n_copies * c + 16) + 5 * c * args.moe.expert_ffn_dim
             n_bytes += w.n_rows * per_row
-        return (
-            self.cluster.memory_time(n_bytes) + KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
-        )
+        launch_s = KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
+        return self.cluster.memory_time(n_bytes) + launch_s
 
-    def tensor_parallel_time(self, kind: LayerKind) -> Times:
+    def tensor_parallel_times(self, kind: LayerKind) -> Waits:
         """Return the seconds of tp's collectives in the forward, the backward and the recompute of a layer.
 
         Without sequence parallel, an all-reduce replaces each pair of calls. Recompute repeats either all or none.
         """
         w = self.workload
-        seconds = self.collective_time(("tp",), w.hidden_bytes)
+        seconds = self.collective_time("tp", w.hidden_bytes)
         if w.copies_gathered and w.layout.tp > 1:
             seconds += self.cluster.memory_time(2 * w.hidden_bytes)
         if w.async_tp:
@@ -198,114 +187,114 @@ class StepTime:
 
     def describe_layer(self, kind: LayerKind) -> Phases:
         """Return the phases of a layer, averaged over its recompute modes."""
-        w = self.workload
-        is_full = kind.average(full=1)
         linear, of_inputs, of_weights, linear_again = self.linear_times_of(kind)
         attend, attend_back = self.attention_times
         elementwise = self.elementwise_time(kind)
-        elementwise_again = elementwise * kind.average(op=0.5, full=1, alternate=1)
-        again = linear_again + attend * is_full + elementwise_again
-        tp, tp_back, tp_again = self.tensor_parallel_time(kind)
-        cp, cp_back = self.expose_context()
-        ep = 0.0
-        ep_back = 0.0
-        if kind.is_moe:
-            ep_back = 2 * self.exchange_time(w.n_rows)
-            ep = ep_back + self.exchange_time(0)  # the counts
-        forward = linear + attend + elementwise + tp + cp + ep
-        backward = of_inputs + attend_back + 2 * elementwise + tp_back + cp_back + ep_back
-        backward += again + tp_again + (cp + ep) * is_full
-        dp, dp_back = self.expose_shards(kind, forward, backward + of_weights)
-        return Phases(
-            forward + dp,
-            backward + dp_back,
-            of_weights,
-            tp=tp + tp_back + tp_again,
-            cp=cp + cp_back + cp * is_full,
-            ep=ep + ep_back + ep * is_full,
-            dp=dp + dp_back,
-            again=again,
-        )
+        again = linear_again + attend * kind.average(full=1)
+        again += elementwise * kind.average(op=0.5, full=1, alternate=1)
+        waits = [
+            self.tensor_parallel_times(kind),
+            self.context_parallel_times(kind),
+            self.expert_parallel_times(kind),
+        ]
+        wait, wait_back, wait_again = map(sum, zip(*waits, strict=True))
+        forward = linear + attend + elementwise + wait
+        backward = of_inputs + attend_back + 2 * elementwise + wait_back + again + wait_again
+        dp, dp_back = self.shard_times(kind, forward, backward + of_weights)
+        tp, cp, ep = map(sum, waits)
+        return Phases(forward + dp, backward + dp_back, of_weights, again, tp, cp, ep, dp + dp_back)
 
-    def exchange_time(self, n_rows: float) -> float:
-        """Return the seconds of an all-to-all over ep in which a rank sends `n_rows` rows, including those to itself.
+    def expert_parallel_times(self, kind: LayerKind) -> Waits:
+        """Return the seconds of a layer's all-to-alls over ep: the counts, rows to experts, and their results.
 
-        Rows for other nodes use the network card of the rank, in parallel with rows inside the node.
+        A rank sends R rows, including those to itself. Rows for other nodes use the network card of the rank, in
+        parallel with rows inside the node.
         """
         w = self.workload
         n = w.layout.ep
-        if n == 1:
-            return 0.0
+        if not kind.is_moe or n == 1:
+            return 0.0, 0.0, 0.0
         n_near = min(n, self.cluster.node_size)
-        n_bytes = n_rows * w.args.dim * w.compute_bytes / n
+        n_bytes = w.n_rows * w.args.dim * w.compute_bytes / n
         near = (n_near - 1) * n_bytes / self.cluster.links
         far = (n - n_near) * n_bytes / self.cluster.network
-        return max(near, far) + self.cluster.find_latency(1, n)
+        latency = self.cluster.find_latency(1, n)
+        backward = 2 * (max(near, far) + latency)
+        forward = latency + backward
+        return forward, backward, forward * kind.average(full=1)
 
-    def expose_context(self) -> tuple[float, float]:
-        """Return the seconds that a layer waits for keys and values, in forward and in backward.
+    def context_parallel_times(self, kind: LayerKind) -> Waits:
+        """Return the seconds that a layer waits for keys and values.
 
         An all-gather overlaps with attention on the local shard, 1/cp of the work; a ring overlaps with all of it. The
         reduction of fp32 gradients overlaps with attention's backward in a ring, and otherwise with nothing.
         """
         w = self.workload
-        n = w.layout.cp
         expose = self.cluster.expose
-        fetch = self.collective_time(("cp",), w.keys_values_bytes)
-        reduce = self.collective_time(("cp",), w.keys_values_bytes / w.compute_bytes * MASTER_BYTES)
+        fetch = self.collective_time("cp", w.keys_values_bytes)
+        reduce = self.collective_time("cp", w.keys_values_bytes / w.compute_bytes * MASTER_BYTES)
         attend, attend_back = self.attention_times
         if w.ring:
-            return expose(fetch, attend), expose(fetch + reduce, attend_back)
-        return expose(fetch, attend / n), expose(fetch, attend_back / n) + reduce
+            forward = expose(fetch, attend)
+            backward = expose(fetch + reduce, attend_back)
+        else:
+            forward = expose(fetch, attend / w.layout.cp)
+            backward = expose(fetch, attend_back / w.layout.cp) + reduce
+        return forward, backward, forward * kind.average(full=1)
 
-    def expose_shards(
-        self, kind: LayerKind, forward: float, backward: float
-    ) -> tuple[float, float]:
+    def shard_times(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
         """Return the seconds that a layer waits for FSDP, in forward (all-gather) and backward (and reduce-scatter)."""
         w = self.workload
         gather = 0.0
         again = 0.0
         if w.layout.zero_stage == 3:
-            gather = self.shard_time(kind.groups)
-            again = self.shard_time(kind.groups, near="hpz" in w.zero_plus_plus)
+            gather = self.gather_time(kind.sizes)
+            again = self.gather_time(kind.sizes, again=True)
         if w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches:
-            again += self.shard_time(kind.groups, reduces=True)
-        dims = SHARD_DIMS["fsdp"]
-        return self.expose(dims, gather, forward), self.expose(dims, again, backward)
+            again += self.reduce_time(kind.sizes)
+        return self.expose("fsdp", gather, forward), self.expose("fsdp", again, backward)
 
-    def shard_time(self, groups: Groups, *, reduces: bool = False, near: bool = False) -> float:
-        """Return the seconds of an all-gather (`near`: inside nodes) or a reduction of FSDP groups."""
+    def gather_time(self, sizes: Counter[str], *, again: bool = False) -> float:
+        """Return the seconds to all-gather `sizes` parameters (by axis); `again`: in backward."""
         w = self.workload
-        is_packed = ("qgz" if reduces else "qwz") in w.zero_plus_plus
-        sizes: Counter[str] = Counter()
-        for group, n in groups:
-            sizes[group.axis] += n * group.n_parameters
         seconds = 0.0
-        if is_packed:
-            packing_bytes = QGZ_BYTES if reduces else QWZ_BYTES
-            seconds = self.cluster.memory_time(sizes.total() * packing_bytes)
-        for axis, n_parameters in (+sizes).items():
-            width = w.reduce_bytes if reduces else w.compute_bytes
-            if is_packed or (w.gathers_float8 and axis == "fsdp" and not reduces):
+        for axis, n_parameters in sizes.items():
+            width = w.compute_bytes
+            if w.gathers_float8 and axis == "fsdp":
                 width = 1
-            of_node = (f"{axis}_near",)
-            dims = of_node if near and w.count_ranks(of_node) > 1 else SHARD_DIMS[axis]
-            seconds += self.collective_time(dims, n_parameters * width)
-            if reduces and is_packed:
-                seconds += self.collective_time(of_node, n_parameters * width)
+            if "qwz" in w.zero_plus_plus:
+                width = 1
+                seconds += self.cluster.memory_time(n_parameters * QWZ_BYTES)
+            near = f"{axis}_near"
+            if again and "hpz" in w.zero_plus_plus and getattr(w.layout, near) > 1:
+                axis = near
+            seconds += self.collective_time(axis, n_parameters * width)
+        return seconds
+
+    def reduce_time(self, sizes: Counter[str]) -> float:
+        """Return the seconds to reduce-scatter the gradients of `sizes` parameters (by axis)."""
+        w = self.workload
+        seconds = 0.0
+        for axis, n_parameters in sizes.items():
+            width = w.reduce_bytes
+            if "qgz" in w.zero_plus_plus:
+                width = 1
+                seconds += self.cluster.memory_time(n_parameters * QGZ_BYTES)
+                seconds += self.collective_time(f"{axis}_near", n_parameters)
+            seconds += self.collective_time(axis, n_parameters * width)
         return seconds
 
     def describe_head(self) -> Phases:
         """Return the seconds of the head and its loss."""
         w = self.workload
         width = w.args.vocab_size // w.layout.tp
-        times = self.linear_times(w.n_tokens, width, w.args.dim, w.compute_dtype)
-        n_logits = w.n_tokens * (width if w.shards_loss else w.args.vocab_size)
-        loss = self.cluster.memory_time(LOSS_BYTES[w.compiles_loss] * n_logits)
+        loss = self.cluster.memory_time(LOSS_BYTES[w.compiles_loss] * w.n_tokens * width)
         loss += 10 * self.cluster.kernel_s
-        tp_s = self.collective_time(("tp",), w.hidden_bytes)
-        forward, of_inputs, of_weights = times
-        return Phases(forward + loss + tp_s, of_inputs + loss + tp_s, of_weights, tp=2 * tp_s)
+        tp = self.collective_time("tp", w.hidden_bytes)
+        forward, of_inputs, of_weights = self.linear_times(
+            w.n_tokens, width, w.args.dim, w.compute_dtype
+        )
+        return Phases(forward + loss + tp, of_inputs + loss + tp, of_weights, tp=2 * tp)
 
     # ------------------------------------------------------------ a stage
 
@@ -325,7 +314,7 @@ class StepTime:
     def send_s(self) -> float:
         """Seconds to send hidden states, or their gradient, from one pp rank to the next."""
         w = self.workload
-        is_near = self.cluster.count_nodes(*self.place(("pp",))) == 1
+        is_near = self.cluster.count_nodes(*self.place("pp")) == 1
         bandwidth = self.cluster.links if is_near else self.cluster.network
         return w.hidden_bytes / w.layout.tp / bandwidth + self.cluster.network_latency_s
 
@@ -348,30 +337,29 @@ class StepTime:
         of a stage after its last backward. Gradients of replicas are reduced per block, in the last backward.
         """
         w = self.workload
-        groups = []
+        sizes = Counter()
         at_rest = 0.0
         forward = 0.0
         backward = 0.0
         for index in w.layout.stages_of(pp_rank):
-            groups += w.groups_of(w.stages[index])
+            sizes += w.count_by_axis(w.stages[index])
             at_rest += w.count_at_rest(w.stages[index])
             forward += self.stages[index].forward
             backward += self.stages[index].backward_input + self.stages[index].backward_weight
-        layers = [kind.groups for kind in w.kinds]
-        first = max(map(self.shard_time, layers))
-        gather = self.shard_time(groups)
-        reduce = self.shard_time(groups, reduces=True)
-        replicas = 2 * self.collective_time(("dp_replicate",), at_rest * w.reduce_bytes)
+        first = max(self.gather_time(kind.sizes) for kind in w.kinds)
+        last = max(self.reduce_time(kind.sizes) for kind in w.kinds)
+        gather = self.gather_time(sizes)
+        reduce = self.reduce_time(sizes)
+        replicas = 2 * self.collective_time("dp_replicate", at_rest * w.reduce_bytes)
         is_freed = w.layout.zero_stage == 3
         if w.layout.pp > 1 and not w.overlaps_reduction:
             return (first if is_freed else gather) + reduce + replicas
-        wait = max(self.shard_time(layer, reduces=True) for layer in layers)
         if not is_freed or w.layout.pp > 1:
-            wait = max(wait, self.expose(SHARD_DIMS["fsdp"], reduce, backward))
+            last = max(last, self.expose("fsdp", reduce, backward))
         if not is_freed:
-            first = max(first, self.expose(SHARD_DIMS["fsdp"], gather, forward))
+            first = max(first, self.expose("fsdp", gather, forward))
         beside = max(0.0, backward - reduce)
-        return first + wait + self.expose(("dp_replicate",), replicas, beside)
+        return first + last + self.expose("dp_replicate", replicas, beside)
 
     @cached_property
     def optimizer_s(self) -> float:
@@ -396,8 +384,8 @@ class StepTime:
             for sizes in ((m, m, n), (m, m, m), (m, n, m)):
                 product = self.cluster.matmul_time(*sizes, w.compute_dtype)
                 seconds += NEWTON_SCHULZ_STEPS * prod(batch) * product
-            for dims, n_elements in elements.items():
-                seconds += 2 * self.collective_time(dims, n_elements * w.compute_bytes)
+            for axis, n_elements in elements.items():
+                seconds += 2 * self.collective_time(axis, n_elements * w.compute_bytes)
         return seconds
 
     @cached_property
