@@ -153,6 +153,9 @@ class Workload:
         self.is_whole = is_alone and self.compute_dtype == "float32"
         # Gradients are reduced once per microbatch if they are sharded, otherwise once per step.
         self.n_reductions = layout.n_microbatches if layout.zero_stage > 1 and layout.pp == 1 else 1
+        # Bytes per element of a gradient that is reduced over tp or ep. Sums over several microbatches are in fp32.
+        sums_each = self.n_reductions == layout.n_microbatches
+        self.reduced_bytes = self.compute_bytes if sums_each else MASTER_BYTES
         # Whether FSDP shards the matrices of each expert, because the number of experts does not divide
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
         # Elements of the embedding, or of the head, on a tp rank
