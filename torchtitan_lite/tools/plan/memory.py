@@ -130,7 +130,7 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
     # Outputs of the experts in fp32, which the routing weights multiply
     weighted = w.n_rows * args.dim * MASTER_BYTES
     of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
-    exchanged = 5 * w.n_rows * args.dim * width if layout.ep > 1 else 0
+    exchanged = 5 * w.rows_bytes if layout.ep > 1 else 0
     # First the gradients of the weighted rows and of their weights, then those of the experts or of the all-to-alls.
     temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
     gathered = kind.sizes["efsdp"] * width
@@ -190,9 +190,9 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     """Return the peak memory of one pp rank."""
     layout = w.layout
     indices = layout.stages_of(pp_rank)
-    stages = [w.stages[index] for index in indices]
+    stages = w.stages_of(pp_rank)
     layers = [layer for layer in layers if any(map(layer[0].count, stages))]
-    at_rest = sum(map(w.count_at_rest, stages))
+    at_rest = w.count_at_rest(stages)
     moment_bytes = at_rest * w.moment_bytes
     moment_bytes -= MASTER_BYTES * sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
     if layout.tied and any(stage.has_head for stage in stages):  # the first stage has the moments
@@ -203,7 +203,7 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
         moments = list_moments(w, layers, stages[0], at_rest)
     gathered, gradients, kept, working = max(moments, key=sum)
     if layout.zero_stage < 3 and not w.is_whole:
-        sizes = sorted(w.count_by_axis(stage).total() for stage in stages)
+        sizes = sorted(w.count_by_axis([stage]).total() for stage in stages)
         if w.receive_buffers is None:  # torch's pipeline
             sizes = sizes[-STAGES_GATHERED:]
         gathered += sum(sizes) * w.compute_bytes
@@ -255,7 +255,7 @@ def list_moments_of_pipeline(
             kept[index] += w.n_tokens * w.args.head_dim * ANGLE_BYTES
     moments = []
     for with_gradients, held in in_flight.items():
-        n_gradients = sum(w.count_by_axis(stages[index]).total() for index in with_gradients)
+        n_gradients = w.count_by_axis(stages[index] for index in with_gradients).total()
         n_bytes = 0.0
         for (index, action), n in held.items():
             n_bytes += (WAITING if action == "I" else 1) * n * kept[index]
@@ -289,7 +289,7 @@ def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> l
     if layout.zero_stage == 3 and not w.is_whole:
         head = table * width
         block = find_largest_block(w, layers)
-    n_gradients = w.count_by_axis(stage).total() if layout.zero_stage == 1 else at_rest
+    n_gradients = w.count_by_axis([stage]).total() if layout.zero_stage == 1 else at_rest
     gradients = MASTER_BYTES * n_gradients  # after the step
     before = gradients if layout.n_microbatches > 1 else 0.0
     to_come = 0.0 if before else MASTER_BYTES * (dense + table) / layout.fsdp

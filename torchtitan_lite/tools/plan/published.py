@@ -12,7 +12,7 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import fields, replace
 from functools import cached_property
-from math import log
+from math import ceil, log
 from statistics import median
 
 import torch
@@ -22,7 +22,8 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow, MoEArgs
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.config.schedule import name_modules
+from torchtitan_lite.config.schedule import place_stages, plan_stages
+from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.bars import Bar, find_family
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster
@@ -69,9 +70,9 @@ class Row:
 
     def __init__(self, values: dict[str, object]):
         self.values = values
-        self.workload = describe_row(values)
-        self.source = values["source"].split()[0]
         self.schedule = "Interleaved1F1B" if values["stages_per_rank"] > 1 else "1F1B"
+        self.workload = describe_row(values, self.schedule)
+        self.source = values["source"].split()[0]
         self.is_deepspeed = values["engine"] == "deepspeed"
         # DTensor copies what tp gathers, other engines do not.
         self.tp = values["tp"] if self.workload.copies_gathered else 1
@@ -92,8 +93,9 @@ class Row:
     def idle(self) -> float:
         """Time of the pipeline over its lower bound, which hardly depends on constants."""
         model = StepTime(self.workload, self.find_cluster({}))
-        numbers = self.values["pp"], self.workload.layout.n_microbatches
-        samples = list_samples(self.schedule, *numbers, self.values["stages_per_rank"])
+        layout = self.workload.layout
+        per_rank = len(layout.stages) // layout.pp
+        samples = list_samples(self.schedule, layout.pp, layout.n_microbatches, per_rank)
         once_s = model.once_s + model.optimizer_s
         return (forecast(model, samples).step_time_s - once_s) / (model.lower_bound_s - once_s)
 
@@ -114,9 +116,7 @@ class Row:
         return (self.gib - outside) * GIB / estimate_peak(self.workload, self.schedule)
 
     def miss_memory(self, constants: dict[str, float]) -> float:
-        """Return the logarithm of forecast over published memory, 0 if there is none."""
-        if not self.gib:
-            return 0.0
+        """Return the logarithm of forecast over published memory."""
         return log(self.find_cluster(constants).reserve(1.0, self.tp) / self.reserved_per_live)
 
 
@@ -140,24 +140,27 @@ def make(kind: type, values: dict[str, object], **others: object) -> object:
     return kind(**own | others)
 
 
-def describe_row(values: dict[str, object]) -> Workload:
+def describe_row(values: dict[str, object], schedule: str) -> Workload:
     moe = make(MoEArgs, values) if "n_experts" in values else None
     args = make(ModelArgs, values, moe=moe)
     n_layers = args.n_layers
     n_stages = values["pp"] * values["stages_per_rank"]
     # Embedding and head count as a layer each if the layers alone do not divide.
-    ends = int(n_layers % n_stages > 0)
-    bounds = [i * (n_layers + 2 * ends) // n_stages - ends for i in range(n_stages + 1)]
-    stages = []
-    for i in range(n_stages):
-        layers = range(max(0, bounds[i]), min(n_layers, bounds[i + 1]))
-        stages.append(name_modules(layers, first=i == 0, last=i == n_stages - 1))
+    load = int(n_layers % n_stages > 0)
+    section = Parallelism(
+        pipeline_parallel_degree=values["pp"],
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_layers_per_stage=ceil((n_layers + 2 * load) / n_stages),
+        pipeline_parallel_first_stage_less_layers=load,
+        pipeline_parallel_last_stage_less_layers=load,
+    )
+    stages, _ = plan_stages(section, n_layers)
     n_sequences = values["dp_replicate"] * values["dp_shard"] * values["microbatch_size"]
     layout = make(
         Layout,
         values,
-        stages=tuple(stages),
-        stage_ranks=tuple(i % values["pp"] for i in range(n_stages)),
+        stages=stages,
+        stage_ranks=place_stages(section, n_stages),
         n_microbatches=values["global_batch_size"] // n_sequences,
     )
     n_again = values["recomputed_layers"]
@@ -184,17 +187,6 @@ def weigh(rows: list[Row]) -> torch.Tensor:
     return weights / weights.sum()
 
 
-def name_constants(logs: torch.Tensor) -> dict[str, float]:
-    """Return the constants of these logarithms, in the order of PRIORS."""
-    return dict(zip(PRIORS, logs.exp().tolist(), strict=True))
-
-
-def miss_times(rows: list[Row], logs: torch.Tensor) -> torch.Tensor:
-    """Return the log error of each row."""
-    constants = name_constants(logs)
-    return torch.tensor([row.miss_time(constants) for row in rows], dtype=DOUBLE)
-
-
 def fit(rows: list[Row]) -> dict[str, float]:
     """Return the constants that minimize the absolute log error of throughput.
 
@@ -204,20 +196,22 @@ def fit(rows: list[Row]) -> dict[str, float]:
     dense = [row for row in rows if not row.workload.args.moe]
     weights = weigh(dense)
     priors = torch.tensor(list(PRIORS.values()), dtype=DOUBLE).log()
-    units = torch.eye(len(PRIORS), dtype=DOUBLE)
-    pull = STIFFNESS * units
     logs = priors
+
+    def miss_times(logs: torch.Tensor) -> torch.Tensor:
+        constants = dict(zip(PRIORS, logs.exp().tolist(), strict=True))
+        return torch.tensor([row.miss_time(constants) for row in dense], dtype=DOUBLE)
+
+    pull = STIFFNESS * torch.eye(len(PRIORS), dtype=DOUBLE)
+    moves = MOVE * torch.eye(len(PRIORS), dtype=DOUBLE)
     for _ in range(6):
-        errors = miss_times(dense, logs)
-        slopes = []
-        for unit in units:
-            moved = miss_times(dense, logs + MOVE * unit)
-            slopes.append((moved - errors) / MOVE)
-        slopes = torch.stack(slopes, dim=1)
-        weighted = slopes.T * (weights / (1e-3 + errors**2).sqrt())
+        errors = miss_times(logs)
+        moved = [miss_times(logs + move) for move in moves]
+        slopes = (torch.stack(moved) - errors) / MOVE
+        weighted = slopes * (weights / (1e-3 + errors**2).sqrt())
         force = pull @ (priors - logs) - weighted @ errors
-        logs = logs + torch.linalg.solve(weighted @ slopes + pull, force)
-    constants = name_constants(logs)
+        logs = logs + torch.linalg.solve(weighted @ slopes.T + pull, force)
+    constants = dict(zip(PRIORS, logs.exp().tolist(), strict=True))
     with_memory = [row for row in rows if row.gib]
     for name, has_tp in (("reserve_factor", False), ("tp_reserve_factor", True)):
         alike = [row for row in with_memory if (row.tp > 1) == has_tp]
@@ -228,10 +222,14 @@ def fit(rows: list[Row]) -> dict[str, float]:
 def find_unseen(rows: list[Row]) -> tuple[list[float], list[float]]:
     """Return the log errors of throughput and of memory (0 without memory), each by a fit without the row's source."""
     fits = {}
-    for source in {row.source for row in rows}:
-        fits[source] = fit([row for row in rows if row.source != source])
-    times = [row.miss_time(fits[row.source]) for row in rows]
-    return times, [row.miss_memory(fits[row.source]) for row in rows]
+    times = []
+    memory = []
+    for row in rows:
+        if row.source not in fits:
+            fits[row.source] = fit([other for other in rows if other.source != row.source])
+        times.append(row.miss_time(fits[row.source]))
+        memory.append(row.miss_memory(fits[row.source]) if row.gib else 0.0)
+    return times, memory
 
 
 def make_bar(rows: list[Row], errors: list[float]) -> Bar:
@@ -263,7 +261,7 @@ def rank_correlation(rows: list[Row], errors: list[float]) -> float:
 
 
 def main() -> None:
-    """Print the fitted constants, the rows of BARS, and the errors of each source."""
+    """Print the fitted constants, and the rows of BARS."""
     MODELS["gpt"] = GPT
     rows = read_rows()
     for name, value in fit(rows).items():
@@ -271,14 +269,11 @@ def main() -> None:
     times, memory = find_unseen(rows)
     groups = defaultdict(list)
     for row, time, held in zip(rows, times, memory, strict=True):
-        family = find_family(row.workload)
-        groups[family].append((row, time))
-        groups[f"{row.source}, {family}"].append((row, time))
+        groups[find_family(row.workload)].append((row, time))
         if not row.workload.args.moe:
             groups["dense"].append((row, time))
         if row.gib:
             groups["memory"].append((row, held))
-            groups[f"memory, {row.source}"].append((row, held))
     for name, pairs in groups.items():
         print(f'"{name}": {make_bar(*zip(*pairs, strict=True))},')
     print(f"rank correlation within a source and model: {rank_correlation(rows, times):.2f}")

@@ -11,6 +11,7 @@ Legend in workload.py.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from operator import mul
@@ -54,12 +55,12 @@ class Phases(NamedTuple):
         return self.forward + self.backward_input + self.backward_weight
 
 
+@dataclass
 class StepTime:
     """Estimates the seconds of one step of a workload on a cluster."""
 
-    def __init__(self, workload: Workload, cluster: Cluster):
-        self.workload = workload
-        self.cluster = cluster
+    workload: Workload
+    cluster: Cluster
 
     def place(self, axis: str) -> tuple[int, int]:
         """Return the distance between neighbors in a group of ranks, and the size of the group."""
@@ -165,12 +166,10 @@ class StepTime:
             seconds += self.cluster.memory_time(2 * w.hidden_bytes)
         if w.async_tp:
             seconds *= 1 - self.cluster.async_tp_hidden
-        n_calls = kind.n_gathers + len(kind.rowwise)
-        n_again = kind.average(full=n_calls)
-        if w.sequence_parallel:
-            gathers = kind.n_gathers
-            full = n_calls - kind.ends_in_rowwise
-            n_again = kind.average(op=gathers, alternate=gathers, full=full)
+        n_calls = kind.n_gathers + kind.n_scatters
+        n_again = kind.gathers_again + kind.scatters_again
+        if not w.sequence_parallel:
+            n_again = kind.average(full=n_calls)
         return seconds * n_calls, seconds * n_calls, seconds * n_again
 
     def linear_times_of(self, kind: LayerKind) -> tuple[float, float, float, float]:
@@ -215,7 +214,7 @@ class StepTime:
         if not kind.is_moe or n == 1:
             return 0.0, 0.0, 0.0
         n_near = min(n, self.cluster.node_size)
-        n_bytes = w.n_rows * w.args.dim * w.compute_bytes / n
+        n_bytes = w.rows_bytes / n
         near = (n_near - 1) * n_bytes / self.cluster.links
         far = (n - n_near) * n_bytes / self.cluster.network
         latency = self.cluster.find_latency(1, n)
@@ -232,7 +231,7 @@ class StepTime:
         w = self.workload
         expose = self.cluster.expose
         fetch = self.collective_time("cp", w.keys_values_bytes)
-        reduce = self.collective_time("cp", w.keys_values_bytes / w.compute_bytes * MASTER_BYTES)
+        reduce = self.collective_time("cp", w.fp32_keys_values_bytes)
         attend, attend_back = self.attention_times
         if w.ring:
             forward = expose(fetch, attend)
@@ -337,20 +336,19 @@ class StepTime:
         of a stage after its last backward. Gradients of replicas are reduced per block, in the last backward.
         """
         w = self.workload
-        sizes = Counter()
-        at_rest = 0.0
+        stages = w.stages_of(pp_rank)
+        sizes = w.count_by_axis(stages)
         forward = 0.0
         backward = 0.0
         for index in w.layout.stages_of(pp_rank):
-            sizes += w.count_by_axis(w.stages[index])
-            at_rest += w.count_at_rest(w.stages[index])
             forward += self.stages[index].forward
             backward += self.stages[index].backward_input + self.stages[index].backward_weight
         first = max(self.gather_time(kind.sizes) for kind in w.kinds)
         last = max(self.reduce_time(kind.sizes) for kind in w.kinds)
         gather = self.gather_time(sizes)
         reduce = self.reduce_time(sizes)
-        replicas = 2 * self.collective_time("dp_replicate", at_rest * w.reduce_bytes)
+        gradients_bytes = w.count_at_rest(stages) * w.reduce_bytes
+        replicas = 2 * self.collective_time("dp_replicate", gradients_bytes)
         is_freed = w.layout.zero_stage == 3
         if w.layout.pp > 1 and not w.overlaps_reduction:
             return (first if is_freed else gather) + reduce + replicas
@@ -363,22 +361,18 @@ class StepTime:
 
     @cached_property
     def optimizer_s(self) -> float:
-        """Seconds of the optimizer on the rank with the most parameters.
+        """Seconds of the optimizer on the slowest rank."""
+        return max(map(self.update_time, range(self.workload.layout.pp)))
 
-        The norm reads the gradient; the update reads gradient, weight and moments, and writes weight and moments.
+    def update_time(self, pp_rank: int) -> float:
+        """Return the seconds of the optimizer on one pp rank.
+
+        The norm reads the gradient; the update reads gradient, weight and moments, and writes weight and moments. In
+        each round of Muon, Newton-Schulz of the largest matrix and the all-to-alls overlap with nothing.
         """
         w = self.workload
-        seconds = []
         per_parameter = MASTER_BYTES * 4 + 2 * w.moment_bytes
-        for rank in range(w.layout.pp):
-            n = sum(w.count_at_rest(w.stages[index]) for index in w.layout.stages_of(rank))
-            seconds.append(self.cluster.memory_time(n * per_parameter) + self.matrices_time(rank))
-        return max(seconds)
-
-    def matrices_time(self, pp_rank: int) -> float:
-        """Return the seconds of Muon's rounds: Newton-Schulz of the largest matrix, and all-to-alls. No overlap."""
-        w = self.workload
-        seconds = 0.0
+        seconds = self.cluster.memory_time(w.count_at_rest(w.stages_of(pp_rank)) * per_parameter)
         for (*batch, rows, columns), elements in w.deal_rounds(pp_rank):
             m, n = sorted((rows, columns))
             for sizes in ((m, m, n), (m, m, m), (m, n, m)):

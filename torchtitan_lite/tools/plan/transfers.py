@@ -145,19 +145,14 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
     recompute also repeats all or all but one scatters. Over ep, counts and rows go to experts, and results come back.
     """
     again = kind.average(full=1)
-    n_gathers = kind.n_gathers
-    n_scatters = len(kind.rowwise)
-    n_both = n_gathers + n_scatters
-    gathers_again = n_gathers * kind.average(op=1, full=1)
-    scatters_again = (n_scatters - kind.ends_in_rowwise) * again
+    n_both = kind.n_gathers + kind.n_scatters
     calls = [
-        ("tp", "all-gather", n_both + gathers_again, w.hidden_bytes),
-        ("tp", "reduce-scatter", n_both + scatters_again, w.hidden_bytes),
+        ("tp", "all-gather", n_both + kind.gathers_again, w.hidden_bytes),
+        ("tp", "reduce-scatter", n_both + kind.scatters_again, w.hidden_bytes),
     ]
     if kind.is_moe:
         n_experts = w.args.moe.n_experts
-        rows_bytes = w.n_rows * w.args.dim * w.compute_bytes
-        calls.append(("ep", "all-to-all", 4 + 2 * again, rows_bytes))
+        calls.append(("ep", "all-to-all", 4 + 2 * again, w.rows_bytes))
         calls.append(("ep", "all-to-all", 1 + again, n_experts * 8))
         if w.balances_by_loss:  # number of routes to each expert in whole sequences, int64
             routes_bytes = w.layout.microbatch_size * n_experts * 8
@@ -165,16 +160,15 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
             calls.append(("tp", "all-reduce", 1, routes_bytes))
     n = w.layout.cp
     n_bytes = w.keys_values_bytes
-    fp32_bytes = n_bytes / w.compute_bytes * MASTER_BYTES
     if w.documents:
         calls.append(("cp", "all-gather", 1 + kind.average(op=1, full=1), n_bytes))
         calls.append(("cp", "reduce-scatter", 1, n_bytes))
     elif w.ring and n > 1:  # each call sends a shard (1/n) to the next rank
         calls.append(("cp", "all-to-all", (2 + again) * (n - 1), n_bytes / (n - 1)))
-        calls.append(("cp", "all-to-all", n, fp32_bytes / (n - 1)))
+        calls.append(("cp", "all-to-all", n, w.fp32_keys_values_bytes / (n - 1)))
     else:
         calls.append(("cp", "all-gather", 2 + again, n_bytes))
-        calls.append(("cp", "reduce-scatter", 1, fp32_bytes))
+        calls.append(("cp", "reduce-scatter", 1, w.fp32_keys_values_bytes))
     return calls
 
 

@@ -11,6 +11,7 @@ FSDP shards the experts and routers over the axis "efsdp", and all other paramet
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil, prod
@@ -78,7 +79,6 @@ class LayerKind:
         known.update(module.name for module in self.colwise + self.rowwise + self.norms)
         others = [module.name for module in self.block if module.kind in ("linear", "norm")]
         self.untimed = [name for name in others if name not in known]
-        self.n_gathers = len(list_gathered(self.block))  # one for wq, wk, wv
         # The first rowwise matmul multiplies heads, the others multiply products: of SwiGLU, and of shared experts.
         self.products_dim = sum(module.weight[1] for module in self.rowwise[1:])
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
@@ -87,6 +87,11 @@ class LayerKind:
         # Full recompute stops before a rowwise matmul at the end of a block, because backward does not need its output.
         # Backward needs the outputs of experts, because routing weights multiply them.
         self.ends_in_rowwise = self.block[-1].kind == "linear"
+        # tp gathers once for wq, wk, wv, and scatters partial sums. Recompute repeats a part of these calls.
+        self.n_gathers = len(list_gathered(self.block))
+        self.n_scatters = len(self.rowwise)
+        self.gathers_again = self.average(op=1, alternate=1, full=1) * self.n_gathers
+        self.scatters_again = self.average(full=1) * (self.n_scatters - self.ends_in_rowwise)
 
     def count(self, stage: Stage) -> int:
         """Return the number of layers of this kind in a stage."""
@@ -143,11 +148,13 @@ class Workload:
         self.n_rows = 0  # R
         if args.moe:
             self.n_rows = self.n_tokens // layout.tp * args.moe.top_k
+        self.rows_bytes = self.n_rows * args.dim * self.compute_bytes
         # Hidden states of a microbatch, (B, S/cp, D), before tp shards them
         self.hidden_bytes = self.n_tokens * args.dim * self.compute_bytes
         # Keys and values of a microbatch on all cp ranks: 2 x (B, K/tp, S, E)
         width = 2 * args.n_kv_heads * args.head_dim // layout.tp
         self.keys_values_bytes = row_tokens * width * self.compute_bytes
+        self.fp32_keys_values_bytes = row_tokens * width * MASTER_BYTES
         # A stage on a single rank in fp32 runs without FSDP (parallelize.py).
         is_alone = layout.dp * layout.cp * layout.tp == 1
         self.is_whole = is_alone and self.compute_dtype == "float32"
@@ -193,16 +200,22 @@ class Workload:
                 groups.append((axis, sizes, kind.count(stage)))
         return groups
 
-    def count_by_axis(self, stage: Stage) -> Counter[str]:
-        """Return axis -> number of parameters of a stage on one rank, before FSDP shards them."""
+    def stages_of(self, pp_rank: int) -> list[Stage]:
+        """Return the stages of one pp rank, first to last."""
+        return [self.stages[index] for index in self.layout.stages_of(pp_rank)]
+
+    def count_by_axis(self, stages: Iterable[Stage]) -> Counter[str]:
+        """Return axis -> number of parameters of these stages on one rank, before FSDP shards them."""
         counts = Counter()
-        for axis, sizes, n_groups in self.groups_of(stage):
-            counts[axis] += n_groups * sum(sizes)
+        for stage in stages:
+            for axis, sizes, n_groups in self.groups_of(stage):
+                counts[axis] += n_groups * sum(sizes)
         return +counts
 
-    def count_at_rest(self, stage: Stage) -> float:
-        """Return the number of parameters of a stage that one rank holds between steps."""
-        return sum(n / getattr(self.layout, axis) for axis, n in self.count_by_axis(stage).items())
+    def count_at_rest(self, stages: Iterable[Stage]) -> float:
+        """Return the number of parameters of these stages that one rank holds between steps."""
+        counts = self.count_by_axis(stages)
+        return sum(n / getattr(self.layout, axis) for axis, n in counts.items())
 
     # ------------------------------------------------------------ Muon
 
@@ -210,11 +223,11 @@ class Workload:
         """List the matrices of a pp rank that Muon updates."""
         matrices = []
         if self.updates_matrices:
-            for index in self.layout.stages_of(pp_rank):
+            for stage in self.stages_of(pp_rank):
                 for kind in self.kinds:
                     modules = [row for row in kind.block if row.kind in ("linear", "experts")]
                     of_layer = list(map(self.describe_matrix, modules))
-                    matrices += of_layer * kind.count(self.stages[index])
+                    matrices += of_layer * kind.count(stage)
         return matrices
 
     def describe_matrix(self, module: ModuleRow) -> Matrix:
