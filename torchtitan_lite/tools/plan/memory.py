@@ -204,19 +204,19 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     gathered, gradients, kept, working = max(moments, key=sum)
     if layout.zero_stage < 3 and not w.is_whole:
         sizes = sorted(w.count_by_axis([stage]).total() for stage in stages)
-        if w.receive_buffers is None:  # torch's pipeline
+        if w.engine == "torch":
             sizes = sizes[-STAGES_GATHERED:]
         gathered += sum(sizes) * w.compute_bytes
     # Receive buffers hold hidden states for all stages except the first, and gradients for all except the last.
     n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in indices)
-    buffer_bytes = (w.receive_buffers or layout.n_microbatches) * w.hidden_bytes / layout.tp
+    n_buffers = layout.n_microbatches if w.engine == "torch" else layout.pp
     return Memory(
         parameters=at_rest * MASTER_BYTES,
         gradients=gradients,
         optimizer=moment_bytes,
         gathered=gathered,
         activations=kept,
-        received=n_received * buffer_bytes,
+        received=n_received * n_buffers * w.hidden_bytes / layout.tp,
         working=working,
     )
 
@@ -251,7 +251,7 @@ def list_moments_of_pipeline(
         kept[index] = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
         if index == 0 and not kept[index]:  # the embedding alone
             kept[index] = w.hidden_bytes / tp  # its output. Other stages keep a receive buffer.
-        elif kept[index] and w.receive_buffers is None:
+        elif kept[index] and w.engine == "torch":
             kept[index] += w.n_tokens * w.args.head_dim * ANGLE_BYTES
     moments = []
     for with_gradients, held in in_flight.items():

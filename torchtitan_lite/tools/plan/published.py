@@ -75,7 +75,7 @@ class Row:
         self.source = values["source"].split()[0]
         self.is_deepspeed = values["engine"] == "deepspeed"
         # DTensor copies what tp gathers, other engines do not.
-        self.tp = values["tp"] if self.workload.copies_gathered else 1
+        self.tp = values["tp"] if values["engine"] == "torch" else 1
         self.gib = values.get("memory_gib", 0.0)
 
     def find_cluster(self, constants: dict[str, float]) -> Cluster:
@@ -167,8 +167,7 @@ def describe_row(values: dict[str, object], schedule: str) -> Workload:
     recompute = Counter({values["recompute"]: n_again}) + Counter(none=n_layers - n_again)
     in_float8 = set()
     if values["float8"]:
-        block = list_block(args, moe=bool(moe))
-        in_float8 = {module.name for module in block if module.kind in ("linear", "experts")}
+        in_float8 = {module.name for module in list_block(args, moe=bool(moe))}
     return make(
         Workload,
         values,

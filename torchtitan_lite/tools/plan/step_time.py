@@ -162,7 +162,7 @@ class StepTime:
         """
         w = self.workload
         seconds = self.collective_time("tp", w.hidden_bytes)
-        if w.copies_gathered and w.layout.tp > 1:
+        if w.engine == "torch" and w.layout.tp > 1:
             seconds += self.cluster.memory_time(2 * w.hidden_bytes)
         if w.async_tp:
             seconds *= 1 - self.cluster.async_tp_hidden

@@ -130,11 +130,11 @@ class Workload:
     documents: bool = False  # attention stays inside documents
     balances_by_loss: bool = False  # the auxiliary loss counts routes over whole sequences
     # Properties of other trainers, for published runs. The defaults describe this trainer.
+    # torch: DTensor copies what tp gathers, and a pipeline has a receive buffer per microbatch; others: one per pp rank
+    engine: Literal["torch", "megatron", "deepspeed"] = "torch"
     keeps_logits: bool = False  # fp32 logits, log-softmax and gradients of all tokens at once
     sequence_parallel: bool = True
-    copies_gathered: bool = True  # by tp, because DTensor gathers along the sequence
     overlaps_reduction: bool = False  # in a pipeline, gradients are reduced beside last backwards
-    receive_buffers: int | None = None  # per stage; None: one per microbatch, as torch's pipeline
     grad_bytes: int = MASTER_BYTES  # bytes per gradient element at rest ...
     reduce_bytes: int = MASTER_BYTES  # ... and during the reduction over dp
 
