@@ -12,6 +12,7 @@ These are live bytes; the allocator reserves more (Cluster.reserve_factor). Test
 Legend in workload.py.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -121,31 +122,30 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
     layout = w.layout
     width = w.compute_bytes
     rest = list_kept(w, kind)
-    if not kind.is_moe:
-        again = max(rest["none"] - rest[mode] for mode in kind.recompute)
-        temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width
-        return kind.average(**rest) * w.n_tokens, (max(0, again) + temporary) * w.n_tokens
-
-    experts = list_kept_by_experts(w)
-    # Outputs of the experts in fp32, which the routing weights multiply
-    weighted = w.n_rows * args.dim * MASTER_BYTES
-    of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
-    exchanged = 5 * w.rows_bytes if layout.ep > 1 else 0
-    # First the gradients of the weighted rows and of their weights, then those of the experts or of the all-to-alls.
-    temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
-    gathered = kind.sizes["efsdp"] * width
-    reduced = kind.sizes["efsdp"] * MASTER_BYTES
+    experts = Counter()
+    temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width * w.n_tokens
     moments = []
-    if layout.zero_stage == 3:  # FSDP concatenates slices of experts: another copy
-        moments.append(gathered * (2 if w.cuts_experts else 1))
-    else:
-        reduced += gathered
+    if kind.is_moe:
+        experts.update(list_kept_by_experts(w))
+        # Outputs of the experts in fp32, which the routing weights multiply
+        weighted = w.n_rows * args.dim * MASTER_BYTES
+        of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
+        exchanged = 5 * w.rows_bytes if layout.ep > 1 else 0
+        # First the gradients of the weighted rows and of their weights, then those of the experts or of the
+        # all-to-alls.
+        temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
+        gathered = kind.sizes["efsdp"] * width
+        reduced = kind.sizes["efsdp"] * MASTER_BYTES
+        if layout.zero_stage == 3:  # FSDP concatenates slices of experts: another copy
+            moments.append(gathered * (2 if w.cuts_experts else 1))
+        else:
+            reduced += gathered
     for mode in kind.recompute:
         of_rest = rest["none"] - rest[mode]
         of_moe = experts["none"] - experts[mode]
         again = max(of_rest, of_moe) if mode == "op" else of_rest + of_moe
         moments.append(again * w.n_tokens + temporary)
-        if layout.pp == 1:
+        if kind.is_moe and layout.pp == 1:
             freed = experts[mode] - (of_rest if mode == "full" else 0)
             moments.append(reduced - freed * w.n_tokens)
     return (kind.average(**rest) + kind.average(**experts)) * w.n_tokens, max(moments)
