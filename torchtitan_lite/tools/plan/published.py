@@ -10,10 +10,11 @@ No constant is fitted to rows with experts. A source is the first word of its co
 import csv
 import json
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from math import ceil, log
-from statistics import median
+from statistics import mean, median
 
 import torch
 
@@ -179,7 +180,10 @@ def describe_row(values: dict[str, object], schedule: str) -> Workload:
     )
 
 
-def weigh(rows: list[Row]) -> torch.Tensor:
+Unseen = tuple[Row, float]  # a row and its log error, by a fit that has not seen its source
+
+
+def weigh(rows: Sequence[Row]) -> torch.Tensor:
     """Return the weight of each row: a source of n rows counts as n to the power 0.65."""
     n_rows = Counter(row.source for row in rows)
     weights = torch.tensor([n_rows[row.source] ** -0.35 for row in rows], dtype=DOUBLE)
@@ -218,21 +222,26 @@ def fit(rows: list[Row]) -> dict[str, float]:
     return constants
 
 
-def find_unseen(rows: list[Row]) -> tuple[list[float], list[float]]:
-    """Return the log errors of throughput and of memory (0 without memory), each by a fit without the row's source."""
+def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
+    """Return family, "dense" or "memory" -> the errors of its rows, each by a fit without the row's source."""
     fits = {}
-    times = []
-    memory = []
+    groups = defaultdict(list)
     for row in rows:
         if row.source not in fits:
             fits[row.source] = fit([other for other in rows if other.source != row.source])
-        times.append(row.miss_time(fits[row.source]))
-        memory.append(row.miss_memory(fits[row.source]) if row.gib else 0.0)
-    return times, memory
+        constants = fits[row.source]
+        unseen = (row, row.miss_time(constants))
+        groups[find_family(row.workload)].append(unseen)
+        if not row.workload.args.moe:
+            groups["dense"].append(unseen)
+        if row.gib:
+            groups["memory"].append((row, row.miss_memory(constants)))
+    return groups
 
 
-def make_bar(rows: list[Row], errors: list[float]) -> Bar:
+def make_bar(unseen: list[Unseen]) -> Bar:
     """Return the bar of these rows. A source of many rows counts less per row, as in the fit."""
+    rows, errors = zip(*unseen, strict=True)
     ratios, order = torch.tensor(errors, dtype=DOUBLE).exp().sort()
     below = weigh(rows)[order].cumsum(0)
     ends = torch.searchsorted(below, torch.tensor([0.1, 0.9], dtype=DOUBLE) - 1e-9)
@@ -243,20 +252,18 @@ def make_bar(rows: list[Row], errors: list[float]) -> Bar:
     return Bar(round(low, 2), round(high, 2), round(middle, 3), n_sources, dict(n_rows))
 
 
-def rank_correlation(rows: list[Row], errors: list[float]) -> float:
+def rank_correlation(unseen: list[Unseen]) -> float:
     """Return Spearman's coefficient within one source and model of three rows or more, averaged by rows."""
     groups = defaultdict(list)
-    for row, error in zip(rows, errors, strict=True):
+    for row, error in unseen:
         published = log(row.values["tokens_per_s_per_gpu"])
         groups[row.source, row.values["model"]].append((published, published + error))
-    total = 0.0
-    n_rows = 0
+    coefficients = []
     for pairs in groups.values():
         if len(pairs) > 2:
             ranks = torch.tensor(pairs, dtype=DOUBLE).argsort(0).argsort(0).double()
-            total += len(pairs) * torch.corrcoef(ranks.T)[0, 1].item()
-            n_rows += len(pairs)
-    return total / n_rows
+            coefficients += [torch.corrcoef(ranks.T)[0, 1].item()] * len(pairs)
+    return mean(coefficients)
 
 
 def main() -> None:
@@ -265,17 +272,11 @@ def main() -> None:
     rows = read_rows()
     for name, value in fit(rows).items():
         print(f"{name:24} {value:.3g}")
-    times, memory = find_unseen(rows)
-    groups = defaultdict(list)
-    for row, time, held in zip(rows, times, memory, strict=True):
-        groups[find_family(row.workload)].append((row, time))
-        if not row.workload.args.moe:
-            groups["dense"].append((row, time))
-        if row.gib:
-            groups["memory"].append((row, held))
+    groups = find_unseen(rows)
     for name, pairs in groups.items():
-        print(f'"{name}": {make_bar(*zip(*pairs, strict=True))},')
-    print(f"rank correlation within a source and model: {rank_correlation(rows, times):.2f}")
+        print(f'"{name}": {make_bar(pairs)},')
+    ranked = rank_correlation(groups["dense"] + groups["float8 experts"])
+    print(f"rank correlation within a source and model: {ranked:.2f}")
 
 
 if __name__ == "__main__":
