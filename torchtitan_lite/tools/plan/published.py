@@ -190,6 +190,17 @@ def weigh(rows: Sequence[Row]) -> torch.Tensor:
     return weights / weights.sum()
 
 
+def name_constants(logs: torch.Tensor) -> dict[str, float]:
+    """Return the constants of these logarithms, in the order of PRIORS."""
+    return dict(zip(PRIORS, logs.exp().tolist(), strict=True))
+
+
+def miss_times(rows: list[Row], logs: torch.Tensor) -> torch.Tensor:
+    """Return the log error of each row."""
+    constants = name_constants(logs)
+    return torch.tensor([row.miss_time(constants) for row in rows], dtype=DOUBLE)
+
+
 def fit(rows: list[Row]) -> dict[str, float]:
     """Return the constants that minimize the absolute log error of throughput.
 
@@ -200,21 +211,18 @@ def fit(rows: list[Row]) -> dict[str, float]:
     weights = weigh(dense)
     priors = torch.tensor(list(PRIORS.values()), dtype=DOUBLE).log()
     logs = priors
-
-    def miss_times(logs: torch.Tensor) -> torch.Tensor:
-        constants = dict(zip(PRIORS, logs.exp().tolist(), strict=True))
-        return torch.tensor([row.miss_time(constants) for row in dense], dtype=DOUBLE)
-
-    pull = STIFFNESS * torch.eye(len(PRIORS), dtype=DOUBLE)
-    moves = MOVE * torch.eye(len(PRIORS), dtype=DOUBLE)
+    units = torch.eye(len(PRIORS), dtype=DOUBLE)
+    pull = STIFFNESS * units
     for _ in range(6):
-        errors = miss_times(logs)
-        moved = [miss_times(logs + move) for move in moves]
+        errors = miss_times(dense, logs)
+        moved = [miss_times(dense, logs + MOVE * unit) for unit in units]
         slopes = (torch.stack(moved) - errors) / MOVE
-        weighted = slopes * (weights / (1e-3 + errors**2).sqrt())
+        distances = (1e-3 + errors**2).sqrt()
+        weighted = slopes * weights / distances
         force = pull @ (priors - logs) - weighted @ errors
-        logs = logs + torch.linalg.solve(weighted @ slopes.T + pull, force)
-    constants = dict(zip(PRIORS, logs.exp().tolist(), strict=True))
+        curvature = weighted @ slopes.T + pull
+        logs = logs + torch.linalg.solve(curvature, force)
+    constants = name_constants(logs)
     with_memory = [row for row in rows if row.gib]
     for name, has_tp in (("reserve_factor", False), ("tp_reserve_factor", True)):
         alike = [row for row in with_memory if (row.tp > 1) == has_tp]
@@ -247,9 +255,15 @@ def make_bar(unseen: list[Unseen]) -> Bar:
     ends = torch.searchsorted(below, torch.tensor([0.1, 0.9], dtype=DOUBLE) - 1e-9)
     low, high = ratios[ends].tolist()
     middle = median((ratios - 1).abs().tolist())
-    n_sources = len({row.source for row in rows})
+    sources = {row.source for row in rows}
     n_rows = Counter(row.values["gpu"] for row in rows)
-    return Bar(round(low, 2), round(high, 2), round(middle, 3), n_sources, dict(n_rows))
+    return Bar(
+        low=round(low, 2),
+        high=round(high, 2),
+        median=round(middle, 3),
+        n_sources=len(sources),
+        n_rows=dict(n_rows),
+    )
 
 
 def rank_correlation(unseen: list[Unseen]) -> float:

@@ -87,15 +87,17 @@ class StepTime(LayerTime):
         each round of Muon, Newton-Schulz of the largest matrix and the all-to-alls overlap with nothing.
         """
         w = self.workload
+        n_parameters = w.count_at_rest(w.stages_of(pp_rank))
         per_parameter = MASTER_BYTES * 4 + 2 * w.moment_bytes
-        seconds = self.cluster.memory_time(w.count_at_rest(w.stages_of(pp_rank)) * per_parameter)
+        seconds = self.cluster.memory_time(n_parameters * per_parameter)
         for (*batch, rows, columns), elements in w.deal_rounds(pp_rank):
             m, n = sorted((rows, columns))
             for sizes in ((m, m, n), (m, m, m), (m, n, m)):
                 product = self.cluster.matmul_time(*sizes, w.compute_dtype)
                 seconds += NEWTON_SCHULZ_STEPS * prod(batch) * product
             for axis, n_elements in elements.items():
-                seconds += 2 * self.collective_time(axis, n_elements * w.compute_bytes)
+                n_bytes = n_elements * w.compute_bytes
+                seconds += 2 * self.collective_time(axis, n_bytes)
         return seconds
 
     @cached_property

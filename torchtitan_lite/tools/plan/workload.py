@@ -247,8 +247,9 @@ class Workload:
         for matrix in self.list_matrices(pp_rank):
             alike[matrix.tp, matrix.axis, matrix.n_shards].append(matrix)
         for (tp, axis, n), matrices in alike.items():
-            for indices in deal_matrices([matrix.sizes for matrix in matrices], n * tp):
-                blocks = [prod(matrices[index].sizes) // tp for index in indices]
+            sizes = [matrix.sizes for matrix in matrices]
+            for indices in deal_matrices(sizes, n * tp):
+                blocks = [prod(sizes[index]) // tp for index in indices]
                 slices = [matrices[index].n_at_rest for index in indices]
                 # The owners of the first tp matrices are rank 0 and its tp peers. Rank 0 owns the first.
                 over_fsdp = sum(slices[tp:]) + sum(blocks[:tp]) - sum(slices[:tp])
@@ -259,7 +260,8 @@ class Workload:
                     elements[axis] = over_fsdp / 2 * n / (n - 1)
                 if tp > 1:
                     elements["tp"] = over_tp / 2 * tp / (tp - 1)
-                rounds.append((matrices[indices[0]].sizes, elements))
+                largest = indices[0]
+                rounds.append((sizes[largest], elements))
         return rounds
 
 
