@@ -86,7 +86,7 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
     return kept
 
 
-def list_kept_by_experts(w: Workload) -> dict[str, float]:
+def list_kept_by_experts(w: Workload) -> Counter[str]:
     """Return recompute mode -> bytes per token kept by router and experts for backward. A rank has 1/tp of the tokens.
 
     none    in fp32: input and scores of the router, routing weights, the rows they multiply; routes and orders (int64);
@@ -96,19 +96,18 @@ def list_kept_by_experts(w: Workload) -> dict[str, float]:
     args = w.args
     moe = args.moe
     c = w.compute_bytes
-    is_sent = w.layout.ep > 1
     weights = 4 * moe.top_k
     if moe.normalize_top_k:  # also the weights before normalization, and their sum
         weights += 4 * (moe.top_k + 1)
     router = 4 * (args.dim + moe.n_experts) + weights
     rows = 3 * 8 + 4 * args.dim + (args.dim + 4 * moe.expert_ffn_dim) * c
     matmuls = (2 * moe.expert_ffn_dim + args.dim) * c
-    if is_sent:
+    if w.layout.ep > 1:
         rows += 2 * 8
         matmuls += 2 * args.dim * c
     none = router + moe.top_k * rows
     op = 4 * moe.n_experts + moe.top_k * (4 + 8 + matmuls)
-    return {"none": none / w.layout.tp, "op": op / w.layout.tp, "full": 0.0}
+    return Counter(none=none / w.layout.tp, op=op / w.layout.tp)
 
 
 def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
@@ -126,7 +125,7 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
     temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width * w.n_tokens
     moments = []
     if kind.is_moe:
-        experts.update(list_kept_by_experts(w))
+        experts = list_kept_by_experts(w)
         # Outputs of the experts in fp32, which the routing weights multiply
         weighted = w.n_rows * args.dim * MASTER_BYTES
         of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
@@ -158,12 +157,12 @@ def estimate_loss(w: Workload) -> float:
     their gradient, or the gradient of the logits and the chunk's contribution to the weight's gradient. A trainer that
     keeps all logits holds three fp32 tensors (T, V): log-softmax and two gradients; one if compiled.
     """
-    width, vocab_size = w.compute_bytes, w.args.vocab_size
+    width = w.compute_bytes
+    vocab_size = w.args.vocab_size / w.layout.tp
     if w.keeps_logits:
-        return (4 if w.compiles_loss else 12) * w.n_tokens * vocab_size / w.layout.tp
-    weight = vocab_size * w.args.dim / w.layout.tp
-    chunk_tokens = min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
-    logits = chunk_tokens * vocab_size / w.layout.tp
+        return (4 if w.compiles_loss else 12) * w.n_tokens * vocab_size
+    weight = vocab_size * w.args.dim
+    logits = vocab_size * min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
     if width == MASTER_BYTES:
         # The logits need one tensor, and the weight's gradient is accumulated in place.
         return (weight + logits) * MASTER_BYTES
@@ -232,7 +231,6 @@ def list_moments_of_pipeline(
     w: Workload, layers: Layers, indices: list[int], in_flight: InFlight
 ) -> list[Moment]:
     """List the peaks of a pp rank: one while each set of stages has gradients. A stage reduces them at its end."""
-    tp = w.layout.tp
     stages = {index: w.stages[index] for index in indices}
     has_head = any(stage.has_head for stage in stages.values())
     working = max((working for *_, working in layers), default=0.0)
@@ -250,7 +248,9 @@ def list_moments_of_pipeline(
     for index, stage in stages.items():
         kept[index] = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
         if index == 0 and not kept[index]:  # the embedding alone
-            kept[index] = w.hidden_bytes / tp  # its output. Other stages keep a receive buffer.
+            kept[index] = (
+                w.hidden_bytes / w.layout.tp
+            )  # its output. Other stages keep a receive buffer.
         elif kept[index] and w.engine == "torch":
             kept[index] += w.n_tokens * w.args.head_dim * ANGLE_BYTES
     moments = []
