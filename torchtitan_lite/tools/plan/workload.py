@@ -42,9 +42,7 @@ class Matrix(NamedTuple):
     """A matrix that Muon updates, or a batch of experts."""
 
     sizes: tuple[int, ...]  # (..., rows, columns)
-    tp: int  # number of ranks among which tp cuts it; 1 for experts
-    axis: str  # of FSDP
-    n_shards: int  # number of ranks among which FSDP cuts it
+    owners: tuple[str, int, int]  # axis of FSDP, number of its ranks that cut the matrix, and of tp
     n_at_rest: int  # elements on rank 0
 
 
@@ -235,17 +233,17 @@ class Workload:
         if module.kind == "experts":  # each FSDP rank has whole experts, or a slice of all experts
             n_shards = layout.efsdp if self.cuts_experts else 1
             sizes = (rows * n_shards // layout.efsdp, *others)
-            return Matrix(sizes, 1, "efsdp", n_shards, prod(sizes) // n_shards)
+            return Matrix(sizes, ("efsdp", n_shards, 1), prod(sizes) // n_shards)
         n_at_rest = pad(rows, layout.fsdp) * others[0] // layout.fsdp
-        return Matrix(module.weight, layout.tp, "fsdp", layout.fsdp, n_at_rest)
+        return Matrix(module.weight, ("fsdp", layout.fsdp, layout.tp), n_at_rest)
 
     def deal_rounds(self, pp_rank: int) -> list[tuple[tuple[int, ...], dict[str, float]]]:
         """Return the rounds of Muon: sizes of the largest matrix, axis -> elements in an all-to-all of rank 0."""
         rounds = []
         alike = defaultdict(list)
         for matrix in self.list_matrices(pp_rank):
-            alike[matrix.tp, matrix.axis, matrix.n_shards].append(matrix)
-        for (tp, axis, n), matrices in alike.items():
+            alike[matrix.owners].append(matrix)
+        for (axis, n, tp), matrices in alike.items():
             sizes = [matrix.sizes for matrix in matrices]
             for indices in deal_matrices(sizes, n * tp):
                 blocks = [prod(sizes[index]) // tp for index in indices]
