@@ -76,7 +76,8 @@ class Row:
         self.source = values["source"].split()[0]
         self.is_deepspeed = values["engine"] == "deepspeed"
         # DTensor copies what tp gathers, other engines do not.
-        self.tp = values["tp"] if values["engine"] == "torch" else 1
+        copies = values["engine"] == "torch" and values["tp"] > 1
+        self.reserve = "tp_reserve_factor" if copies else "reserve_factor"
         self.gib = values.get("memory_gib", 0.0)
 
     def find_cluster(self, constants: dict[str, float]) -> Cluster:
@@ -118,7 +119,7 @@ class Row:
 
     def miss_memory(self, constants: dict[str, float]) -> float:
         """Return the logarithm of forecast over published memory."""
-        return log(self.find_cluster(constants).reserve(1.0, self.tp) / self.reserved_per_live)
+        return log(constants[self.reserve] / self.reserved_per_live)
 
 
 def read_rows() -> list[Row]:
@@ -223,9 +224,8 @@ def fit(rows: list[Row]) -> dict[str, float]:
         curvature = weighted @ slopes.T + pull
         logs = logs + torch.linalg.solve(curvature, force)
     constants = name_constants(logs)
-    with_memory = [row for row in rows if row.gib]
-    for name, has_tp in (("reserve_factor", False), ("tp_reserve_factor", True)):
-        alike = [row for row in with_memory if (row.tp > 1) == has_tp]
+    for name in ("reserve_factor", "tp_reserve_factor"):
+        alike = [row for row in rows if row.gib and row.reserve == name]
         constants[name] = median(row.reserved_per_live for row in alike)
     return constants
 
