@@ -110,11 +110,9 @@ class Cluster:
         self, m: float, n: float, k: float, dtype: str, float8_recipe: str = ""
     ) -> float:
         """Return the seconds of a matmul (m, k) x (k, n)."""
-        efficiency = (
-            getattr(self, f"{float8_recipe}_efficiency")
-            if dtype == "float8"
-            else self.matmul_efficiency
-        )
+        efficiency = self.matmul_efficiency
+        if dtype == "float8":
+            efficiency = getattr(self, f"{float8_recipe}_efficiency")
         waves = m * n / (TILE * self.n_multiprocessors)
         # A result of less than one wave leaves multiprocessors idle, so the kernel splits the inner dim among them.
         splits = max(1.0, min(1 / waves, sqrt(k / (self.tile_depth * waves))))
@@ -129,9 +127,8 @@ class Cluster:
         """Return the seconds to all-gather or reduce-scatter a tensor over n ranks that are `stride` ranks apart."""
         if n == 1:
             return 0.0
-        return whole_bytes * (n - 1) / n / self.find_bandwidth(stride, n) + self.find_latency(
-            stride, n
-        )
+        seconds = whole_bytes * (n - 1) / n / self.find_bandwidth(stride, n)
+        return seconds + self.find_latency(stride, n)
 
     def expose(self, seconds: float, work: float, share: float = 1.0) -> float:
         """Return the seconds that a collective adds to `work` seconds of kernels that it overlaps with.
@@ -159,11 +156,9 @@ class Cluster:
     def find_latency(self, stride: int, n: int) -> float:
         """Return the seconds of a collective on zero bytes in such a group."""
         n_nodes = self.count_nodes(stride, n)
-        return (
-            self.latency_s
-            + (n - n_nodes) * self.link_latency_s
-            + (n_nodes - 1) * self.network_latency_s
-        )
+        links_s = (n - n_nodes) * self.link_latency_s
+        network_s = (n_nodes - 1) * self.network_latency_s
+        return self.latency_s + links_s + network_s
 
 
 A100 = PEAK_BF16_FLOPS["A100"]

@@ -75,8 +75,7 @@ class LayerKind:
         # The closed forms know matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
         known = {"attention.q_norm", "attention.k_norm"}
         known.update(module.name for module in self.colwise + self.rowwise + self.norms)
-        others = [module.name for module in self.block if module.kind in ("linear", "norm")]
-        self.untimed = [name for name in others if name not in known]
+        self.untimed = {row.name for row in self.block if row.kind in ("linear", "norm")} - known
         # The first rowwise matmul multiplies heads, the others multiply products: of SwiGLU, and of shared experts.
         self.products_dim = sum(module.weight[1] for module in self.rowwise[1:])
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
