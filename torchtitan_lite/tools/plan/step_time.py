@@ -66,11 +66,12 @@ class StepTime(LayerTime):
         gradients_bytes = w.count_at_rest(stages) * w.reduce_bytes
         replicas = 2 * self.collective_time("dp_replicate", gradients_bytes)
         is_freed = w.layout.zero_stage == 3
-        if w.layout.pp > 1:
+        if w.layout.pp > 1 and not w.overlaps_reduction:
             return (first if is_freed else gather) + reduce + replicas
+        if not is_freed or w.layout.pp > 1:
+            last = max(last, self.expose("fsdp", reduce, backward))
         if not is_freed:
             first = max(first, self.expose("fsdp", gather, forward))
-            last = max(last, self.expose("fsdp", reduce, backward))
         beside = max(0.0, backward - reduce)
         return first + last + self.expose("dp_replicate", replicas, beside)
 

@@ -131,6 +131,7 @@ class Workload:
     engine: Literal["torch", "megatron", "deepspeed"] = "torch"
     keeps_logits: bool = False  # fp32 logits, log-softmax and gradients of all tokens at once
     sequence_parallel: bool = True
+    overlaps_reduction: bool = False  # in a pipeline, gradients are reduced beside last backwards
     grad_bytes: int = MASTER_BYTES  # bytes per gradient element at rest ...
     reduce_bytes: int = MASTER_BYTES  # ... and during the reduction over dp
 
