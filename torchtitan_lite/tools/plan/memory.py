@@ -180,7 +180,7 @@ STAGES_GATHERED = 3  # torch gathers the next three stages of a pp rank, and fre
 
 
 def estimate_memory(w: Workload, in_flight: Mapping[int, InFlight]) -> list[Memory]:
-    """Return the peak memory of some pp ranks. `in_flight`: pp rank -> the result of timeline.count_in_flight."""
+    """Return the peak memory of some pp ranks. `in_flight`: pp rank -> the result of in_flight.count_in_flight."""
     layers = [(kind, *estimate_layer(w, kind)) for kind in w.kinds]
     return [estimate_rank(w, layers, pp_rank, each) for pp_rank, each in in_flight.items()]
 
