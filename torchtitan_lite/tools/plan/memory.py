@@ -65,7 +65,7 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
     norms = hidden * len(kind.norms)
     gathered = args.dim * kind.n_gathers if w.sequence_parallel else 0
     of_colwise = sum(module.weight[0] for module in kind.colwise) / tp
-    of_rowwise = args.dim * len(kind.rowwise)
+    of_rowwise = args.dim * kind.n_scatters
     activated = kind.products_dim * (2 if kind.is_gated else 1)
     normalized = (heads + keys) * args.qk_norm
     saved = {

@@ -82,11 +82,11 @@ def estimate_traffic(
     if moe := w.args.moe:  # expert loads of all layers, float64
         calls.append(("world", "all-reduce", 1, w.args.n_layers * (moe.n_experts + 1) * 8))
     for index in layout.stages_of(pp_rank):
-        calls += list_calls_of_ends(w, w.stages[index])
+        stage = w.stages[index]
+        calls += list_calls_of_stage(w, index)
         for kind in w.kinds:
-            calls += list_calls_of_layers(w, kind, kind.count(w.stages[index]))
-        calls += list_calls_of_fsdp(w, w.stages[index], n_gathers[index])
-        calls += list_sends(w, index)
+            calls += list_calls_of_layers(w, kind, kind.count(stage))
+        calls += list_calls_of_fsdp(w, stage, n_gathers[index])
     calls += list_calls_of_tied_matrix(w, pp_rank)
     for _, elements in w.deal_rounds(pp_rank):
         for axis, n_elements in elements.items():
@@ -101,19 +101,27 @@ def estimate_traffic(
     return sum_moved(moved)
 
 
-def list_calls_of_ends(w: Workload, stage: Stage) -> list[Call]:
-    """List the calls over tp of the embedding, the final norm, the head and the loss."""
+def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
+    """List the calls over tp of embedding, final norm, head and loss, and those between stages on different ranks."""
     m = w.layout.n_microbatches
+    stage = w.stages[index]
     n_ends = stage.has_embedding + stage.has_head
     # Per token, two fp32 numbers of each rank: the sum of exponentials and the target's logit
     sums_bytes = w.n_tokens * w.layout.tp * 8
     n_chunks = ceil(w.n_tokens / (w.loss_chunk_tokens or w.n_tokens))
     norm_bytes = w.args.dim * w.reduced_bytes
+    # One send and one receive per neighbor: hidden states one way, gradients the other
+    ranks = w.layout.stage_ranks
+    nearest = ranks[max(0, index - 1) : index + 2]  # and this stage's own rank
+    n_neighbors = sum(rank != ranks[index] for rank in nearest)
+    sent_bytes = w.hidden_bytes / w.layout.tp
     return [
         ("tp", "all-gather", m * n_ends, w.hidden_bytes),
         ("tp", "reduce-scatter", m * n_ends, w.hidden_bytes),
         ("tp", "all-gather", m * n_chunks * stage.has_head, sums_bytes / n_chunks),
         ("tp", "all-reduce", w.n_reductions * stage.has_head, norm_bytes),
+        ("pp", "send", m * n_neighbors, sent_bytes),
+        ("pp", "receive", m * n_neighbors, sent_bytes),
     ]
 
 
@@ -231,13 +239,3 @@ def list_calls_of_tied_matrix(w: Workload, pp_rank: int) -> list[Call]:
     n_bytes = w.table / w.layout.fsdp * MASTER_BYTES
     # An all-reduce of P bytes moves P between two ranks, and 2P(pp-1)/pp among all pp ranks.
     return [("pp", "broadcast", 1, n_bytes), ("pp", "all-reduce", 1, n_bytes * pp / (2 * pp - 2))]
-
-
-def list_sends(w: Workload, index: int) -> list[Call]:
-    """List the sends and receives of hidden states and gradients between stages on different ranks."""
-    ranks = w.layout.stage_ranks
-    n_bytes = w.hidden_bytes / w.layout.tp
-    neighbors = ranks[max(0, index - 1) : index + 2]  # and this stage's own rank
-    n_calls = sum(rank != ranks[index] for rank in neighbors) * w.layout.n_microbatches
-    # One of each per neighbor: hidden states one way, gradients the other.
-    return [("pp", "send", n_calls, n_bytes), ("pp", "receive", n_calls, n_bytes)]
