@@ -104,18 +104,6 @@ class LayerTime:
             return self.linear_times(w.n_tokens / w.layout.tp, *shape, "float32")
         return self.linear_times(w.n_tokens, *shape, dtype)
 
-    def linear_times_of(self, kind: LayerKind) -> tuple[float, float, float, float]:
-        """Return the seconds of a layer's matmuls: forward, gradients of inputs and of weights, recompute.
-
-        Full recompute stops before the last matmul: backward does not need its output.
-        """
-        times = [self.module_times(module) for module in kind.block if module.kind != "norm"]
-        forward, of_inputs, of_weights = map(sum, zip(*times, strict=True))
-        full = forward
-        if kind.ends_in_rowwise and self.workload.sequence_parallel:
-            full -= self.module_times(kind.rowwise[-1])[0]
-        return forward, of_inputs, of_weights, kind.average(full=full, alternate=forward / 3)
-
     @cached_property
     def attention_times(self) -> tuple[float, float]:
         """Seconds of a layer's attention, forward and backward. The causal half has 2*T*S*H*E FLOPs in forward."""
@@ -266,12 +254,22 @@ class LayerTime:
     # ------------------------------------------------------------ a layer, and the head
 
     def describe_layer(self, kind: LayerKind) -> Phases:
-        """Return the phases of a layer, averaged over its recompute modes."""
-        linear, of_inputs, of_weights, linear_again = self.linear_times_of(kind)
+        """Return the phases of a layer, averaged over its recompute modes.
+
+        Full recompute stops before the last matmul: backward does not need its output.
+        """
+        times = [self.module_times(module) for module in kind.block if module.kind != "norm"]
+        linear, of_inputs, of_weights = map(sum, zip(*times, strict=True))
+        linear_again = linear
+        if kind.ends_in_rowwise and self.workload.sequence_parallel:
+            linear_again -= self.module_times(kind.rowwise[-1])[0]
         attend, attend_back = self.attention_times
         elementwise = self.elementwise_time(kind)
-        again = linear_again + attend * kind.average(full=1)
-        again += elementwise * kind.average(op=0.5, full=1, alternate=1)
+        again = kind.average(
+            op=elementwise / 2,
+            full=linear_again + attend + elementwise,
+            alternate=linear / 3 + elementwise,
+        )
         waits = [
             self.tensor_parallel_times(kind),
             self.context_parallel_times(kind),

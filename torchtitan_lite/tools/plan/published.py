@@ -167,9 +167,7 @@ def describe_row(values: dict[str, object], schedule: str) -> Workload:
     )
     n_again = values["recomputed_layers"]
     recompute = Counter({values["recompute"]: n_again}) + Counter(none=n_layers - n_again)
-    in_float8 = set()
-    if values["float8"]:
-        in_float8 = {module.name for module in list_block(args, moe=bool(moe))}
+    modules = {module.name for module in list_block(args, moe=bool(moe))}
     return make(
         Workload,
         values,
@@ -177,7 +175,7 @@ def describe_row(values: dict[str, object], schedule: str) -> Workload:
         layout=layout,
         recompute=recompute,
         recompute_of_moes=recompute if moe else Counter(),
-        float8=frozenset(in_float8),
+        float8=frozenset(modules if values["float8"] else ()),
     )
 
 
