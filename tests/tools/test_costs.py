@@ -72,7 +72,6 @@ LAYOUTS = {
         4,
         {PP: 2, BATCH: 4, SCHEDULE: "Interleaved1F1B", LAYERS: 1, "model.n_layers": 8},
     ),
-    "pp2 x tp2, V": (4, {PP: 2, TP: 2, BATCH: 4, **V_SCHEDULE}),
     "norm and head alone": (
         12,
         {PP: 6, TP: 2, BATCH: 4, SCHEDULE: "GPipe", "model.n_layers": 4, MODE: "none"},
@@ -209,7 +208,7 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(
     ("name", "pp_rank"),
     [
         ("dp2 x tp2", 0),
-        pytest.param("pp2 x tp2, V", 1, marks=pytest.mark.slow),
+        pytest.param("pp2 x tp2, V, tied, biases", 1, marks=pytest.mark.slow),
         ("experts, dp2, ep2", 0),
     ],
 )

@@ -25,20 +25,25 @@ TILE = 128 * 256  # elements of a matmul's result that one multiprocessor comput
 
 @dataclass(frozen=True)
 class Cluster:
-    """Identical GPUs in identical nodes. Bandwidths are bytes/s per GPU, in one direction. The defaults are for Hopper.
+    """Identical GPUs in identical nodes. Bandwidths are bytes/s per GPU, in one direction. The defaults are H100's.
 
     An efficiency is the fraction of the datasheet's number that a large kernel or message reaches.
     """
 
-    peak_bfloat16: float  # dense FLOP/s
-    peak_float32: float
-    peak_float8: float  # peak_bfloat16 if the GPU has no float8 units
-    memory_bytes: float  # of one GPU, as the driver reports it
-    memory_bandwidth: float
-    node_size: int  # GPUs connected by the fast links
-    link_bandwidth: float  # inside a node
-    network_bandwidth: float  # between nodes
-    n_multiprocessors: int  # each computes one tile at a time
+    # nvidia.com, H100 SXM and DGX H100 datasheets: NVLink 900 GB/s, eight cards of 400 Gb/s
+    peak_bfloat16: float = PEAK_BF16_FLOPS["H100"]  # dense FLOP/s
+    peak_float32: float = 67e12
+    peak_float8: float = 2 * PEAK_BF16_FLOPS["H100"]  # peak_bfloat16 if the GPU has no float8 units
+    memory_bytes: float = (
+        81559 * MIB
+    )  # of one GPU, as the driver reports it: the total in nvidia-smi
+    memory_bandwidth: float = 3.35e12
+    node_size: int = 8  # GPUs connected by the fast links
+    link_bandwidth: float = (
+        450 * GB
+    )  # inside a node: half of the datasheet's number, which counts both directions
+    network_bandwidth: float = 50 * GB  # between nodes
+    n_multiprocessors: int = 132  # each computes one tile at a time
 
     # Of an infinitely large matmul, at the power limit. Fit.
     matmul_efficiency: float = 0.64
@@ -46,9 +51,8 @@ class Cluster:
     tensorwise_efficiency: float = 0.65
     rowwise_efficiency: float = 0.35
     te_efficiency: float = 0.67
-    tile_depth: float = (
-        256.0  # cost of a tile's prologue and epilogue, in elements of the inner dim. Fit.
-    )
+    # Cost of a tile's prologue and epilogue, in elements of the inner dim. Fit.
+    tile_depth: float = 256.0
     kernel_s: float = 5e-6  # start and end of a kernel. Fit.
     # FlashAttention-2 on Hopper: 335 TFLOP/s causal forward, arXiv:2407.08608, figure 5. Backward: fit.
     flash2_forward: float = 0.34
@@ -59,9 +63,8 @@ class Cluster:
     # Triton kernels: flex attention, and llm-foundry's kernel. Fit.
     triton_forward: float = 0.26
     triton_backward: float = 0.16
-    unfused_efficiency: float = (
-        0.54  # matmuls of unfused attention, which writes its scores to memory. Fit.
-    )
+    # Matmuls of unfused attention, which writes its scores to memory. Fit.
+    unfused_efficiency: float = 0.54
     memory_efficiency: float = (
         0.72  # of elementwise kernels. Fit; STREAM-like copies reach 80 to 90 %
     )
@@ -107,11 +110,9 @@ class Cluster:
         self, m: float, n: float, k: float, dtype: str, float8_recipe: str = ""
     ) -> float:
         """Return the seconds of a matmul (m, k) x (k, n)."""
-        efficiency = (
-            getattr(self, f"{float8_recipe}_efficiency")
-            if dtype == "float8"
-            else self.matmul_efficiency
-        )
+        efficiency = self.matmul_efficiency
+        if dtype == "float8":
+            efficiency = getattr(self, f"{float8_recipe}_efficiency")
         waves = m * n / (TILE * self.n_multiprocessors)
         # A result of less than one wave leaves multiprocessors idle, so the kernel splits the inner dim among them.
         splits = max(1.0, min(1 / waves, sqrt(k / (self.tile_depth * waves))))
@@ -126,20 +127,15 @@ class Cluster:
         """Return the seconds to all-gather or reduce-scatter a tensor over n ranks that are `stride` ranks apart."""
         if n == 1:
             return 0.0
-        return whole_bytes * (n - 1) / n / self.find_bandwidth(stride, n) + self.find_latency(
-            stride, n
-        )
+        seconds = whole_bytes * (n - 1) / n / self.find_bandwidth(stride, n)
+        return seconds + self.find_latency(stride, n)
 
     def expose(self, seconds: float, work: float, share: float = 1.0) -> float:
         """Return the seconds that a collective adds to `work` seconds of kernels that it overlaps with.
 
-        `share`: bandwidth of the collective over the bandwidth of the links (find_share).
+        `share`: bandwidth of the collective over the bandwidth of the links.
         """
         return max(0.0, seconds - work) + self.contention * share * min(seconds, work)
-
-    def find_share(self, stride: int, n: int) -> float:
-        """Return the bandwidth of a collective in such a group over the bandwidth of the links."""
-        return self.find_bandwidth(stride, n) / self.links
 
     def count_nodes(self, stride: int, n: int) -> int:
         """Return the number of nodes spanned by a group of n ranks that are `stride` ranks apart."""
@@ -160,37 +156,71 @@ class Cluster:
     def find_latency(self, stride: int, n: int) -> float:
         """Return the seconds of a collective on zero bytes in such a group."""
         n_nodes = self.count_nodes(stride, n)
-        return (
-            self.latency_s
-            + (n - n_nodes) * self.link_latency_s
-            + (n_nodes - 1) * self.network_latency_s
-        )
+        links_s = (n - n_nodes) * self.link_latency_s
+        network_s = (n_nodes - 1) * self.network_latency_s
+        return self.latency_s + links_s + network_s
 
 
-# One row for each --gpu. Memory: the total in nvidia-smi. Links: one direction, half of the number in the datasheet.
-# FLOP/s in bfloat16, float32, float8 | bytes of memory, bytes/s | GPUs per node, link, network | multiprocessors
-H100, H200, A100, B200 = (PEAK_BF16_FLOPS[name] for name in ("H100", "H200", "A100", "B200"))
+A100 = PEAK_BF16_FLOPS["A100"]
+B200 = PEAK_BF16_FLOPS["B200"]
+# One row for each --gpu, with the values in which it differs from H100
 CLUSTERS = {
-    # nvidia.com, H100 SXM and DGX H100 datasheets: NVLink 900 GB/s, eight cards of 400 Gb/s
-    "h100": Cluster(H100, 67e12, 2 * H100, 81559 * MIB, 3.35e12, 8, 450 * GB, 50 * GB, 132),
+    "h100": Cluster(),
     # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s, which leaves more power for matmuls
-    "h200": Cluster(H200, 67e12, 2 * H200, 143771 * MIB, 4.8e12, 8, 450 * GB, 50 * GB, 132, matmul_efficiency=0.75),
+    "h200": Cluster(memory_bytes=143771 * MIB, memory_bandwidth=4.8e12, matmul_efficiency=0.75),
     # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight cards of 200 Gb/s. torch's default kernel on
     # A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6
-    "a100-80": Cluster(A100, 19.5e12, A100, 81920 * MIB, 2.039e12, 8, 300 * GB, 25 * GB, 108, matmul_efficiency=0.83,
-                       flash2_forward=0.60, flash2_backward=0.50, cudnn_forward=0.60, cudnn_backward=0.50),
+    "a100-80": Cluster(
+        A100,
+        19.5e12,
+        A100,
+        81920 * MIB,
+        2.039e12,
+        link_bandwidth=300 * GB,
+        network_bandwidth=25 * GB,
+        n_multiprocessors=108,
+        matmul_efficiency=0.83,
+        flash2_forward=0.60,
+        flash2_backward=0.50,
+        cudnn_forward=0.60,
+        cudnn_backward=0.50,
+    ),
     # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8, NVLink 1.8 TB/s, cards of 400 Gb/s. Efficiencies are
     # copied from Hopper: no published run has been compared with this row
-    "b200": Cluster(B200, 75e12, 2 * B200, 180 * GB, 8e12, 8, 900 * GB, 50 * GB, 148),
+    "b200": Cluster(
+        B200,
+        75e12,
+        2 * B200,
+        180 * GB,
+        8e12,
+        link_bandwidth=900 * GB,
+        n_multiprocessors=148,
+    ),
     # torchtitan's machine of 2024: 96 GB of HBM2e at 2.4 TB/s, and a limit of 500 W, which lowers the clock. 0.88: an
     # earlier fit, which published.py does not repeat
-    "h100-96": Cluster(H100, 67e12, 2 * H100, 96 * GB, 2.4e12, 8, 450 * GB, 50 * GB, 132, clock=0.88),
+    "h100-96": Cluster(memory_bytes=96 * GB, memory_bandwidth=2.4e12, clock=0.88),
     # one rank on one core of an x86 server with AVX-512, gloo over loopback: measured, to one digit; free() returns
     # memory to the system
-    "cpu": Cluster(9e10, 9e10, 9e10, 4 * GIB, 4e10, 64, 1e9, 1e9, 1, matmul_efficiency=0.5, cudnn_forward=0.35,
-                   cudnn_backward=0.35, latency_s=200e-6, kernel_s=20e-6, reserve_factor=1.0,
-                   tp_reserve_factor=1.0, context_bytes=GIB // 4),
-}  # fmt: skip
+    "cpu": Cluster(
+        9e10,
+        9e10,
+        9e10,
+        4 * GIB,
+        4e10,
+        64,
+        1e9,
+        1e9,
+        1,
+        matmul_efficiency=0.5,
+        cudnn_forward=0.35,
+        cudnn_backward=0.35,
+        latency_s=200e-6,
+        kernel_s=20e-6,
+        reserve_factor=1.0,
+        tp_reserve_factor=1.0,
+        context_bytes=GIB // 4,
+    ),
+}
 
 
 def describe_node(gpu: str, cluster: Cluster, n_ranks: int) -> Machine:

@@ -5,16 +5,12 @@ from dataclasses import dataclass
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.in_flight import count_in_flight, extrapolate_in_flight
+from torchtitan_lite.tools.plan.layer_time import Phases
 from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
 from torchtitan_lite.tools.plan.orders import Order
 from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.timeline import Timeline, simulate
 from torchtitan_lite.tools.plan.workload import Workload
-
-PARTS = {
-    "recompute": "again",
-    **{f"waiting for {axis}": axis for axis in ("tp", "cp", "ep", "dp")},
-}  # fields of Phases
 
 
 @dataclass(frozen=True)
@@ -24,9 +20,7 @@ class Forecast:
     workload: Workload
     cluster: Cluster
     step_time_s: float
-    parts_s: dict[
-        str, float
-    ]  # "compute", "recompute", "bubble", ... -> seconds, averaged over pp ranks
+    parts_s: dict[str, float]  # "compute", "bubble", ... -> seconds, averaged over pp ranks
     bubble: float  # idle fraction of a step, averaged over pp ranks
     timeline: Timeline  # of the whole step, or of the first sample of list_samples
     tokens_per_s_per_gpu: float
@@ -46,15 +40,20 @@ def forecast(model: StepTime, orders: list[tuple[Order, int]]) -> Forecast:
         end_time += weight * timelines[-1].end_time
     step_time_s = end_time + model.once_s + model.optimizer_s
     n_times = layout.n_microbatches / layout.pp
-    parts = {}
-    for what, name in PARTS.items():
-        parts[what] = n_times * sum(getattr(phases, name) for phases in model.stages)
-    parts["waiting for dp"] += model.once_s
-    parts["bubble"] = 0.0
+    averages = [n_times * sum(seconds) for seconds in zip(*model.stages, strict=True)]
+    average = Phases(*averages)  # of a step
+    bubble = 0.0
     if layout.pp > 1:
-        busy = n_times * sum(phases.total for phases in model.stages)
-        parts["bubble"] = max(0.0, end_time - busy)
-    parts["optimizer"] = model.optimizer_s
+        bubble = max(0.0, end_time - average.total)
+    parts = {
+        "recompute": average.again,
+        "waiting for tp": average.tp,
+        "waiting for cp": average.cp,
+        "waiting for ep": average.ep,
+        "waiting for dp": average.dp + model.once_s,
+        "bubble": bubble,
+        "optimizer": model.optimizer_s,
+    }
     speed = w.tokens_per_step / step_time_s / layout.world_size
     flops = count_flops_per_token(w.args, w.seq_len)
     mfu_of_one_flop = speed / model.cluster.peak(w.compute_dtype)
@@ -63,7 +62,7 @@ def forecast(model: StepTime, orders: list[tuple[Order, int]]) -> Forecast:
         cluster=model.cluster,
         step_time_s=step_time_s,
         parts_s={"compute": step_time_s - sum(parts.values()), **parts},
-        bubble=parts["bubble"] / step_time_s,
+        bubble=bubble / step_time_s,
         timeline=timelines[0],
         tokens_per_s_per_gpu=speed,
         mfu_full=flops.full * mfu_of_one_flop,

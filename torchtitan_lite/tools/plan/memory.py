@@ -12,6 +12,7 @@ These are live bytes; the allocator reserves more (Cluster.reserve_factor). Test
 Legend in workload.py.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,9 +21,6 @@ from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, 
 # Between the two halves of a split backward, a microbatch also holds the gradients of the outputs of norms and linear
 # layers: in a block of Llama 8B, 264 KiB per token instead of 164.
 WAITING = 1.6
-
-
-EMBEDDING_ALONE = Stage(0, 0, has_embedding=True, has_head=False)
 ANGLE_BYTES = 3 * 4  # rotary angles per token and element of a head, which each stage keeps
 
 
@@ -67,12 +65,11 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
     norms = hidden * len(kind.norms)
     gathered = args.dim * kind.n_gathers if w.sequence_parallel else 0
     of_colwise = sum(module.weight[0] for module in kind.colwise) / tp
-    of_rowwise = args.dim * len(kind.rowwise)
-    attended, *products = (module.weight[1] for module in kind.rowwise)
-    activated = sum(products) * (2 if kind.is_gated else 1)
+    of_rowwise = args.dim * kind.n_scatters
+    activated = kind.products_dim * (2 if kind.is_gated else 1)
     normalized = (heads + keys) * args.qk_norm
     saved = {
-        "none": norms + gathered + of_colwise + (attended + activated + normalized) / tp,
+        "none": norms + gathered + of_colwise + (heads + activated + normalized) / tp,
         "op": hidden + of_colwise + of_rowwise + heads / tp,
         "full": hidden,
         "alternate": hidden + (heads + keys + args.ffn_dim + heads) / tp + args.dim,
@@ -89,7 +86,7 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
     return kept
 
 
-def list_kept_by_experts(w: Workload) -> dict[str, float]:
+def list_kept_by_experts(w: Workload) -> Counter[str]:
     """Return recompute mode -> bytes per token kept by router and experts for backward. A rank has 1/tp of the tokens.
 
     none    in fp32: input and scores of the router, routing weights, the rows they multiply; routes and orders (int64);
@@ -99,19 +96,18 @@ def list_kept_by_experts(w: Workload) -> dict[str, float]:
     args = w.args
     moe = args.moe
     c = w.compute_bytes
-    is_sent = w.layout.ep > 1
     weights = 4 * moe.top_k
     if moe.normalize_top_k:  # also the weights before normalization, and their sum
         weights += 4 * (moe.top_k + 1)
     router = 4 * (args.dim + moe.n_experts) + weights
     rows = 3 * 8 + 4 * args.dim + (args.dim + 4 * moe.expert_ffn_dim) * c
     matmuls = (2 * moe.expert_ffn_dim + args.dim) * c
-    if is_sent:
+    if w.layout.ep > 1:
         rows += 2 * 8
         matmuls += 2 * args.dim * c
     none = router + moe.top_k * rows
     op = 4 * moe.n_experts + moe.top_k * (4 + 8 + matmuls)
-    return {"none": none / w.layout.tp, "op": op / w.layout.tp, "full": 0.0}
+    return Counter(none=none / w.layout.tp, op=op / w.layout.tp)
 
 
 def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
@@ -125,31 +121,30 @@ def estimate_layer(w: Workload, kind: LayerKind) -> tuple[float, float]:
     layout = w.layout
     width = w.compute_bytes
     rest = list_kept(w, kind)
-    if not kind.is_moe:
-        again = max(rest["none"] - rest[mode] for mode in kind.recompute)
-        temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width
-        return kind.average(**rest) * w.n_tokens, (max(0, again) + temporary) * w.n_tokens
-
-    experts = list_kept_by_experts(w)
-    # Outputs of the experts in fp32, which the routing weights multiply
-    weighted = w.n_rows * args.dim * MASTER_BYTES
-    of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
-    exchanged = 5 * w.n_rows * args.dim * width if layout.ep > 1 else 0
-    # First the gradients of the weighted rows and of their weights, then those of the experts or of the all-to-alls.
-    temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
-    gathered = kind.moe.n_parameters * width
-    reduced = kind.moe.n_parameters * MASTER_BYTES
+    experts = Counter()
+    temporary = (3 * args.ffn_dim / layout.tp + args.dim) * width * w.n_tokens
     moments = []
-    if layout.zero_stage == 3:  # FSDP concatenates slices of experts: another copy
-        moments.append(gathered * (2 if w.cuts_experts else 1))
-    else:
-        reduced += gathered
+    if kind.is_moe:
+        experts = list_kept_by_experts(w)
+        # Outputs of the experts in fp32, which the routing weights multiply
+        weighted = w.n_rows * args.dim * MASTER_BYTES
+        of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
+        exchanged = 5 * w.rows_bytes if layout.ep > 1 else 0
+        # First the gradients of the weighted rows and of their weights, then those of the experts or of the
+        # all-to-alls.
+        temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
+        gathered = kind.sizes["efsdp"] * width
+        reduced = kind.sizes["efsdp"] * MASTER_BYTES
+        if layout.zero_stage == 3:  # FSDP concatenates slices of experts: another copy
+            moments.append(gathered * (2 if w.cuts_experts else 1))
+        else:
+            reduced += gathered
     for mode in kind.recompute:
         of_rest = rest["none"] - rest[mode]
         of_moe = experts["none"] - experts[mode]
         again = max(of_rest, of_moe) if mode == "op" else of_rest + of_moe
         moments.append(again * w.n_tokens + temporary)
-        if layout.pp == 1:
+        if kind.is_moe and layout.pp == 1:
             freed = experts[mode] - (of_rest if mode == "full" else 0)
             moments.append(reduced - freed * w.n_tokens)
     return (kind.average(**rest) + kind.average(**experts)) * w.n_tokens, max(moments)
@@ -162,19 +157,18 @@ def estimate_loss(w: Workload) -> float:
     their gradient, or the gradient of the logits and the chunk's contribution to the weight's gradient. A trainer that
     keeps all logits holds three fp32 tensors (T, V): log-softmax and two gradients; one if compiled.
     """
-    width, vocab_size = w.compute_bytes, w.args.vocab_size
+    width = w.compute_bytes
+    vocab_size = w.args.vocab_size / w.layout.tp
     if w.keeps_logits:
-        return (4 if w.compiles_loss else 12) * w.n_tokens * vocab_size / w.layout.tp
-    weight = vocab_size * w.args.dim / w.layout.tp
-    chunk_tokens = min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
-    logits = chunk_tokens * vocab_size / (w.layout.tp if w.shards_loss else 1)
-    if (
-        width == MASTER_BYTES
-    ):  # the logits need one tensor, and the weight's gradient is accumulated in place
+        return (4 if w.compiles_loss else 12) * w.n_tokens * vocab_size
+    weight = vocab_size * w.args.dim
+    logits = vocab_size * min(w.loss_chunk_tokens or w.n_tokens, w.n_tokens)
+    if width == MASTER_BYTES:
+        # The logits need one tensor, and the weight's gradient is accumulated in place.
         return (weight + logits) * MASTER_BYTES
-    return weight * MASTER_BYTES + max(
-        logits * (2 * width + MASTER_BYTES), (weight + logits) * width
-    )
+    in_forward = logits * (2 * width + MASTER_BYTES)
+    in_backward = (weight + logits) * width
+    return weight * MASTER_BYTES + max(in_forward, in_backward)
 
 
 Held = Mapping[tuple[int, str], float]  # (stage, last action of the microbatch: F or I) -> number
@@ -186,7 +180,7 @@ STAGES_GATHERED = 3  # torch gathers the next three stages of a pp rank, and fre
 
 
 def estimate_memory(w: Workload, in_flight: Mapping[int, InFlight]) -> list[Memory]:
-    """Return the peak memory of some pp ranks. `in_flight`: pp rank -> the result of timeline.count_in_flight."""
+    """Return the peak memory of some pp ranks. `in_flight`: pp rank -> the result of in_flight.count_in_flight."""
     layers = [(kind, *estimate_layer(w, kind)) for kind in w.kinds]
     return [estimate_rank(w, layers, pp_rank, each) for pp_rank, each in in_flight.items()]
 
@@ -195,33 +189,33 @@ def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight
     """Return the peak memory of one pp rank."""
     layout = w.layout
     indices = layout.stages_of(pp_rank)
-    stages = [w.stages[index] for index in indices]
+    stages = w.stages_of(pp_rank)
     layers = [layer for layer in layers if any(map(layer[0].count, stages))]
-    at_rest = sum(map(w.count_at_rest, stages))
+    at_rest = w.count_at_rest(stages)
     moment_bytes = at_rest * w.moment_bytes
     moment_bytes -= MASTER_BYTES * sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
     if layout.tied and any(stage.has_head for stage in stages):  # the first stage has the moments
-        moment_bytes -= w.embedding.n_parameters / w.n_shards * w.moment_bytes
+        moment_bytes -= w.table / layout.fsdp * w.moment_bytes
     if layout.pp > 1:
         moments = list_moments_of_pipeline(w, layers, indices, in_flight)
     else:
         moments = list_moments(w, layers, stages[0], at_rest)
     gathered, gradients, kept, working = max(moments, key=sum)
     if layout.zero_stage < 3 and not w.is_whole:
-        sizes = sorted(map(w.count_parameters, stages))
-        if w.receive_buffers is None:  # torch's pipeline
+        sizes = sorted(w.count_by_axis([stage]).total() for stage in stages)
+        if w.engine == "torch":
             sizes = sizes[-STAGES_GATHERED:]
         gathered += sum(sizes) * w.compute_bytes
     # Receive buffers hold hidden states for all stages except the first, and gradients for all except the last.
     n_received = sum((index > 0) + (index < len(layout.stages) - 1) for index in indices)
-    buffer_bytes = (w.receive_buffers or layout.n_microbatches) * w.hidden_bytes / layout.tp
+    n_buffers = layout.n_microbatches if w.engine == "torch" else layout.pp
     return Memory(
         parameters=at_rest * MASTER_BYTES,
         gradients=gradients,
         optimizer=moment_bytes,
         gathered=gathered,
         activations=kept,
-        received=n_received * buffer_bytes,
+        received=n_received * n_buffers * w.hidden_bytes / layout.tp,
         working=working,
     )
 
@@ -237,11 +231,10 @@ def list_moments_of_pipeline(
     w: Workload, layers: Layers, indices: list[int], in_flight: InFlight
 ) -> list[Moment]:
     """List the peaks of a pp rank: one while each set of stages has gradients. A stage reduces them at its end."""
-    tp = w.layout.tp
     stages = {index: w.stages[index] for index in indices}
     has_head = any(stage.has_head for stage in stages.values())
     working = max((working for *_, working in layers), default=0.0)
-    table = w.embedding.n_parameters * w.compute_bytes
+    table = w.table * w.compute_bytes
     if has_head:
         working = max(working, estimate_head(w))
     if any(stage.has_embedding for stage in stages.values()):
@@ -254,13 +247,15 @@ def list_moments_of_pipeline(
     kept = {}  # stage -> bytes of a microbatch
     for index, stage in stages.items():
         kept[index] = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
-        if stage == EMBEDDING_ALONE:
-            kept[index] = w.hidden_bytes / tp  # its output. Other stages keep a receive buffer.
-        elif kept[index] and w.receive_buffers is None:
+        if index == 0 and not kept[index]:  # the embedding alone
+            kept[index] = (
+                w.hidden_bytes / w.layout.tp
+            )  # its output. Other stages keep a receive buffer.
+        elif kept[index] and w.engine == "torch":
             kept[index] += w.n_tokens * w.args.head_dim * ANGLE_BYTES
     moments = []
     for with_gradients, held in in_flight.items():
-        n_gradients = sum(w.count_parameters(stages[index]) for index in with_gradients)
+        n_gradients = w.count_by_axis(stages[index] for index in with_gradients).total()
         n_bytes = 0.0
         for (index, action), n in held.items():
             n_bytes += (WAITING if action == "I" else 1) * n * kept[index]
@@ -270,7 +265,7 @@ def list_moments_of_pipeline(
 
 def find_largest_block(w: Workload, layers: Layers) -> float:
     """Return the bytes of the largest gathered layer."""
-    sizes = [kind.dense.n_parameters + kind.moe.n_parameters for kind, *_ in layers]
+    sizes = [kind.sizes.total() for kind, *_ in layers]
     return max(sizes, default=0) * w.compute_bytes
 
 
@@ -284,30 +279,30 @@ def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> l
     """
     layout = w.layout
     width = w.compute_bytes
-    table = w.embedding.n_parameters
+    table = w.table
     kept = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
     last = max(n_bytes for _, n_bytes, _ in layers)
     working = max(working for *_, working in layers)
-    dense = max(kind.dense.n_parameters for kind, *_ in layers)
+    dense = max(kind.sizes["fsdp"] for kind, *_ in layers)
     head = 0.0
     block = 0.0
     if layout.zero_stage == 3 and not w.is_whole:
         head = table * width
         block = find_largest_block(w, layers)
-    n_gradients = w.count_parameters(stage) if layout.zero_stage == 1 else at_rest
+    n_gradients = w.count_by_axis([stage]).total() if layout.zero_stage == 1 else at_rest
     gradients = MASTER_BYTES * n_gradients  # after the step
     before = gradients if layout.n_microbatches > 1 else 0.0
-    to_come = 0.0 if before else MASTER_BYTES * (dense + table) / w.n_shards
+    to_come = 0.0 if before else MASTER_BYTES * (dense + table) / layout.fsdp
     reduce_bytes = 0
     if not w.is_whole and (layout.zero_stage > 1 or layout.n_microbatches == 1):
         reduce_bytes = w.reduce_bytes
     near = 0.0  # copies inside a node that hpZ keeps of each block
     if "hpz" in w.zero_plus_plus:
         for kind in w.kinds:
-            for group, n in kind.groups:
-                n_near = w.count_ranks(group.near)
+            for axis, n_parameters in kind.sizes.items():
+                n_near = getattr(layout, f"{axis}_near")
                 if n_near > 1:
-                    near += group.n_parameters * n / n_near * kind.count(stage)
+                    near += n_parameters / n_near * kind.count(stage)
         near *= 1 if "qwz" in w.zero_plus_plus else width
     packing = 6 + 4 / layout.fsdp_near if "qgz" in w.zero_plus_plus else 0.0  # bytes per element
     return [

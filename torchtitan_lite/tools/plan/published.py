@@ -10,10 +10,11 @@ No constant is fitted to rows with experts. A source is the first word of its co
 import csv
 import json
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
-from math import log
-from statistics import median
+from math import ceil, log
+from statistics import mean, median
 
 import torch
 
@@ -22,7 +23,8 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow, MoEArgs
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.config.schedule import name_modules
+from torchtitan_lite.config.schedule import place_stages, plan_stages
+from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.bars import Bar, find_family
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster
@@ -69,12 +71,13 @@ class Row:
 
     def __init__(self, values: dict[str, object]):
         self.values = values
-        self.workload = describe_row(values)
-        self.source = values["source"].split()[0]
         self.schedule = "Interleaved1F1B" if values["stages_per_rank"] > 1 else "1F1B"
+        self.workload = describe_row(values, self.schedule)
+        self.source = values["source"].split()[0]
         self.is_deepspeed = values["engine"] == "deepspeed"
         # DTensor copies what tp gathers, other engines do not.
-        self.tp = values["tp"] if self.workload.copies_gathered else 1
+        copies = values["engine"] == "torch" and values["tp"] > 1
+        self.reserve = "tp_reserve_factor" if copies else "reserve_factor"
         self.gib = values.get("memory_gib", 0.0)
 
     def find_cluster(self, constants: dict[str, float]) -> Cluster:
@@ -92,8 +95,9 @@ class Row:
     def idle(self) -> float:
         """Time of the pipeline over its lower bound, which hardly depends on constants."""
         model = StepTime(self.workload, self.find_cluster({}))
-        numbers = self.values["pp"], self.workload.layout.n_microbatches
-        samples = list_samples(self.schedule, *numbers, self.values["stages_per_rank"])
+        layout = self.workload.layout
+        per_rank = len(layout.stages) // layout.pp
+        samples = list_samples(self.schedule, layout.pp, layout.n_microbatches, per_rank)
         once_s = model.once_s + model.optimizer_s
         return (forecast(model, samples).step_time_s - once_s) / (model.lower_bound_s - once_s)
 
@@ -114,10 +118,8 @@ class Row:
         return (self.gib - outside) * GIB / estimate_peak(self.workload, self.schedule)
 
     def miss_memory(self, constants: dict[str, float]) -> float:
-        """Return the logarithm of forecast over published memory, 0 if there is none."""
-        if not self.gib:
-            return 0.0
-        return log(self.find_cluster(constants).reserve(1.0, self.tp) / self.reserved_per_live)
+        """Return the logarithm of forecast over published memory."""
+        return log(constants[self.reserve] / self.reserved_per_live)
 
 
 def read_rows() -> list[Row]:
@@ -140,32 +142,32 @@ def make(kind: type, values: dict[str, object], **others: object) -> object:
     return kind(**own | others)
 
 
-def describe_row(values: dict[str, object]) -> Workload:
+def describe_row(values: dict[str, object], schedule: str) -> Workload:
     moe = make(MoEArgs, values) if "n_experts" in values else None
     args = make(ModelArgs, values, moe=moe)
     n_layers = args.n_layers
     n_stages = values["pp"] * values["stages_per_rank"]
     # Embedding and head count as a layer each if the layers alone do not divide.
-    ends = int(n_layers % n_stages > 0)
-    bounds = [i * (n_layers + 2 * ends) // n_stages - ends for i in range(n_stages + 1)]
-    stages = []
-    for i in range(n_stages):
-        layers = range(max(0, bounds[i]), min(n_layers, bounds[i + 1]))
-        stages.append(name_modules(layers, first=i == 0, last=i == n_stages - 1))
+    load = int(n_layers % n_stages > 0)
+    section = Parallelism(
+        pipeline_parallel_degree=values["pp"],
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_layers_per_stage=ceil((n_layers + 2 * load) / n_stages),
+        pipeline_parallel_first_stage_less_layers=load,
+        pipeline_parallel_last_stage_less_layers=load,
+    )
+    stages, _ = plan_stages(section, n_layers)
     n_sequences = values["dp_replicate"] * values["dp_shard"] * values["microbatch_size"]
     layout = make(
         Layout,
         values,
-        stages=tuple(stages),
-        stage_ranks=tuple(i % values["pp"] for i in range(n_stages)),
+        stages=stages,
+        stage_ranks=place_stages(section, n_stages),
         n_microbatches=values["global_batch_size"] // n_sequences,
     )
     n_again = values["recomputed_layers"]
     recompute = Counter({values["recompute"]: n_again}) + Counter(none=n_layers - n_again)
-    in_float8 = set()
-    if values["float8"]:
-        block = list_block(args, moe=bool(moe))
-        in_float8 = {module.name for module in block if module.kind in ("linear", "experts")}
+    modules = {module.name for module in list_block(args, moe=bool(moe))}
     return make(
         Workload,
         values,
@@ -173,11 +175,14 @@ def describe_row(values: dict[str, object]) -> Workload:
         layout=layout,
         recompute=recompute,
         recompute_of_moes=recompute if moe else Counter(),
-        float8=frozenset(in_float8),
+        float8=frozenset(modules if values["float8"] else ()),
     )
 
 
-def weigh(rows: list[Row]) -> torch.Tensor:
+Unseen = tuple[Row, float]  # a row and its log error, by a fit that has not seen its source
+
+
+def weigh(rows: Sequence[Row]) -> torch.Tensor:
     """Return the weight of each row: a source of n rows counts as n to the power 0.65."""
     n_rows = Counter(row.source for row in rows)
     weights = torch.tensor([n_rows[row.source] ** -0.35 for row in rows], dtype=DOUBLE)
@@ -204,84 +209,86 @@ def fit(rows: list[Row]) -> dict[str, float]:
     dense = [row for row in rows if not row.workload.args.moe]
     weights = weigh(dense)
     priors = torch.tensor(list(PRIORS.values()), dtype=DOUBLE).log()
+    logs = priors
     units = torch.eye(len(PRIORS), dtype=DOUBLE)
     pull = STIFFNESS * units
-    logs = priors
     for _ in range(6):
         errors = miss_times(dense, logs)
-        slopes = []
-        for unit in units:
-            moved = miss_times(dense, logs + MOVE * unit)
-            slopes.append((moved - errors) / MOVE)
-        slopes = torch.stack(slopes, dim=1)
-        weighted = slopes.T * (weights / (1e-3 + errors**2).sqrt())
+        moved = [miss_times(dense, logs + MOVE * unit) for unit in units]
+        slopes = (torch.stack(moved) - errors) / MOVE
+        distances = (1e-3 + errors**2).sqrt()
+        weighted = slopes * weights / distances
         force = pull @ (priors - logs) - weighted @ errors
-        logs = logs + torch.linalg.solve(weighted @ slopes + pull, force)
+        curvature = weighted @ slopes.T + pull
+        logs = logs + torch.linalg.solve(curvature, force)
     constants = name_constants(logs)
-    with_memory = [row for row in rows if row.gib]
-    for name, has_tp in (("reserve_factor", False), ("tp_reserve_factor", True)):
-        alike = [row for row in with_memory if (row.tp > 1) == has_tp]
+    for name in ("reserve_factor", "tp_reserve_factor"):
+        alike = [row for row in rows if row.gib and row.reserve == name]
         constants[name] = median(row.reserved_per_live for row in alike)
     return constants
 
 
-def find_unseen(rows: list[Row]) -> tuple[list[float], list[float]]:
-    """Return the log errors of throughput and of memory (0 without memory), each by a fit without the row's source."""
+def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
+    """Return family, "dense" or "memory" -> the errors of its rows, each by a fit without the row's source."""
     fits = {}
-    for source in {row.source for row in rows}:
-        fits[source] = fit([row for row in rows if row.source != source])
-    times = [row.miss_time(fits[row.source]) for row in rows]
-    return times, [row.miss_memory(fits[row.source]) for row in rows]
+    groups = defaultdict(list)
+    for row in rows:
+        if row.source not in fits:
+            fits[row.source] = fit([other for other in rows if other.source != row.source])
+        constants = fits[row.source]
+        unseen = (row, row.miss_time(constants))
+        groups[find_family(row.workload)].append(unseen)
+        if not row.workload.args.moe:
+            groups["dense"].append(unseen)
+        if row.gib:
+            groups["memory"].append((row, row.miss_memory(constants)))
+    return groups
 
 
-def make_bar(rows: list[Row], errors: list[float]) -> Bar:
+def make_bar(unseen: list[Unseen]) -> Bar:
     """Return the bar of these rows. A source of many rows counts less per row, as in the fit."""
+    rows, errors = zip(*unseen, strict=True)
     ratios, order = torch.tensor(errors, dtype=DOUBLE).exp().sort()
     below = weigh(rows)[order].cumsum(0)
     ends = torch.searchsorted(below, torch.tensor([0.1, 0.9], dtype=DOUBLE) - 1e-9)
     low, high = ratios[ends].tolist()
     middle = median((ratios - 1).abs().tolist())
-    n_sources = len({row.source for row in rows})
+    sources = {row.source for row in rows}
     n_rows = Counter(row.values["gpu"] for row in rows)
-    return Bar(round(low, 2), round(high, 2), round(middle, 3), n_sources, dict(n_rows))
+    return Bar(
+        low=round(low, 2),
+        high=round(high, 2),
+        median=round(middle, 3),
+        n_sources=len(sources),
+        n_rows=dict(n_rows),
+    )
 
 
-def rank_correlation(rows: list[Row], errors: list[float]) -> float:
+def rank_correlation(unseen: list[Unseen]) -> float:
     """Return Spearman's coefficient within one source and model of three rows or more, averaged by rows."""
     groups = defaultdict(list)
-    for row, error in zip(rows, errors, strict=True):
+    for row, error in unseen:
         published = log(row.values["tokens_per_s_per_gpu"])
         groups[row.source, row.values["model"]].append((published, published + error))
-    total = 0.0
-    n_rows = 0
+    coefficients = []
     for pairs in groups.values():
         if len(pairs) > 2:
             ranks = torch.tensor(pairs, dtype=DOUBLE).argsort(0).argsort(0).double()
-            total += len(pairs) * torch.corrcoef(ranks.T)[0, 1].item()
-            n_rows += len(pairs)
-    return total / n_rows
+            coefficients += [torch.corrcoef(ranks.T)[0, 1].item()] * len(pairs)
+    return mean(coefficients)
 
 
 def main() -> None:
-    """Print the fitted constants, the rows of BARS, and the errors of each source."""
+    """Print the fitted constants, and the rows of BARS."""
     MODELS["gpt"] = GPT
     rows = read_rows()
     for name, value in fit(rows).items():
         print(f"{name:24} {value:.3g}")
-    times, memory = find_unseen(rows)
-    groups = defaultdict(list)
-    for row, time, held in zip(rows, times, memory, strict=True):
-        family = find_family(row.workload)
-        groups[family].append((row, time))
-        groups[f"{row.source}, {family}"].append((row, time))
-        if not row.workload.args.moe:
-            groups["dense"].append((row, time))
-        if row.gib:
-            groups["memory"].append((row, held))
-            groups[f"memory, {row.source}"].append((row, held))
+    groups = find_unseen(rows)
     for name, pairs in groups.items():
-        print(f'"{name}": {make_bar(*zip(*pairs, strict=True))},')
-    print(f"rank correlation within a source and model: {rank_correlation(rows, times):.2f}")
+        print(f'"{name}": {make_bar(pairs)},')
+    ranked = rank_correlation(groups["dense"] + groups["float8 experts"])
+    print(f"rank correlation within a source and model: {ranked:.2f}")
 
 
 if __name__ == "__main__":

@@ -18,22 +18,22 @@ tests compare the closed form and the dry run to the byte. parallel/ explains wh
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
+from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.config.degrees import MESH_DIMS
 from torchtitan_lite.tools.plan.in_flight import count_gathers
 from torchtitan_lite.tools.plan.orders import Order
-from torchtitan_lite.tools.plan.workload import (
-    MASTER_BYTES,
-    SHARD_DIMS,
-    FsdpGroup,
-    LayerKind,
-    Stage,
-    Workload,
-    list_summed_over_tp,
-)
+from torchtitan_lite.tools.plan.workload import MASTER_BYTES, Group, LayerKind, Stage, Workload
 
-REPLICAS = ("dp_replicate",)
+# Axis -> its mesh dims, if there are several
+DIMS = {
+    "fsdp": ("dp_shard", "cp"),
+    "dp": ("dp_replicate", "dp_shard", "cp"),  # ranks that read different tokens
+    "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
+    "world": MESH_DIMS,
+}
+Call = tuple[str, str, float, float]  # axis, operation, number of calls, bytes of the whole tensor
 
 
 @dataclass(frozen=True)
@@ -70,186 +70,172 @@ def estimate_traffic(
     workload: Workload, pp_rank: int, order: Order
 ) -> dict[tuple[str, str], Moved]:
     """Return (axis, operation) -> the calls and bytes of one rank of `pp_rank` in one step."""
-    traffic = Traffic(workload)
+    w = workload
+    layout = w.layout
     n_gathers = count_gathers(order[pp_rank])
-    for index in workload.layout.stages_of(pp_rank):
-        stage = workload.stages[index]
-        traffic.add_ends(stage)
-        for kind in workload.kinds:
-            n_layers = kind.count(stage)
-            traffic.add_tensor_parallel(kind, n_layers)
-            traffic.add_context_parallel(kind, n_layers)
-            if kind.is_moe:
-                traffic.add_expert_parallel(kind, n_layers)
-        traffic.add_sharding(stage, n_gathers[index])
-        traffic.add_sends(index)
-    traffic.add_tied_matrix(pp_rank)
-    for _, elements in workload.deal_rounds(pp_rank):
-        for dims, n_elements in elements.items():
-            traffic.add(dims, "all-to-all", 2, n_elements * workload.compute_bytes)
     # Once per step: token count (int64), loss (fp32), squared gradient norm and two signals (float64).
-    dp = REPLICAS + SHARD_DIMS["fsdp"]
-    traffic.add(dp, "all-reduce", 1, 8)
-    traffic.add(("pp", *dp), "all-reduce", 1, 4)
-    traffic.add(MESH_DIMS, "all-reduce", 1, 24)
-    if moe := workload.args.moe:  # expert loads of all layers, float64
-        traffic.add(MESH_DIMS, "all-reduce", 1, workload.args.n_layers * (moe.n_experts + 1) * 8)
-    return sum_moved(traffic.calls)
-
-
-class Traffic:
-    """Collects the calls of one rank for each part of its model."""
-
-    def __init__(self, workload: Workload):
-        self.workload = workload
-        self.layout = workload.layout
-        # (axis, operation), number of calls, total bytes
-        self.calls: list[tuple[tuple[str, str], float, float]] = []
-        # Bytes per element of a gradient that is reduced over tp or ep. Sums over several microbatches are in fp32.
-        sums_each = workload.n_reductions == workload.layout.n_microbatches
-        self.reduced_bytes = workload.compute_bytes if sums_each else MASTER_BYTES
-
-    def add(
-        self, dims: tuple[str, ...], operation: str, n_calls: float, whole_bytes: float
-    ) -> None:
-        """Add `n_calls` on a tensor of `whole_bytes` over the mesh dims `dims`. A group of one rank makes no calls."""
-        used = [dim for dim in dims if getattr(self.layout, dim) > 1]
-        if used and n_calls:
-            n_bytes = whole_bytes * fraction_moved(operation, self.workload.count_ranks(used))
-            self.calls.append(((" x ".join(used), operation), n_calls, n_calls * n_bytes))
-
-    def add_ends(self, stage: Stage) -> None:
-        """Add the calls over tp of the embedding, the final norm, the head and the loss."""
-        w = self.workload
-        tp = ("tp",)
-        m = self.layout.n_microbatches
-        n_ends = stage.has_embedding + stage.has_head
-        self.add(tp, "all-gather", m * n_ends, w.hidden_bytes)
-        self.add(tp, "reduce-scatter", m * n_ends, w.hidden_bytes)
-        if stage.has_head:
-            self.add(tp, "all-reduce", w.n_reductions, w.args.dim * self.reduced_bytes)
-            # All logits, or two fp32 numbers per rank and token: the sum of exponentials and the target's logit
-            token_bytes = (
-                self.layout.tp * 8 if w.shards_loss else w.args.vocab_size * w.compute_bytes
-            )
-            n_chunks = ceil(w.n_tokens / (w.loss_chunk_tokens or w.n_tokens))
-            self.add(tp, "all-gather", m * n_chunks, w.n_tokens * token_bytes / n_chunks)
-
-    def add_tensor_parallel(self, kind: LayerKind, n_layers: int) -> None:
-        """Add the calls over tp: forward gathers inputs of colwise layers and scatters outputs of rowwise layers.
-
-        Backward mirrors this. Recompute repeats the gathers. Full recompute also repeats all or all but one scatters.
-        """
-        w = self.workload
-        n_passes = self.layout.n_microbatches * n_layers
-        n_gathers = kind.n_gathers
-        n_scatters = len(kind.rowwise)
-        gathers_again = kind.average(op=n_gathers, full=n_gathers)
-        scatters_again = kind.average(full=n_scatters - kind.ends_in_rowwise)
-        both = n_gathers + n_scatters
-        self.add(("tp",), "all-gather", n_passes * (both + gathers_again), w.hidden_bytes)
-        self.add(("tp",), "reduce-scatter", n_passes * (both + scatters_again), w.hidden_bytes)
-        # A norm on a tp rank saw a shard of the sequence or of the heads, so its gradient is also reduced over tp.
-        for size in list_summed_over_tp(kind.block):
-            self.add(("tp",), "all-reduce", n_layers * w.n_reductions, size * self.reduced_bytes)
-
-    def add_expert_parallel(self, kind: LayerKind, n_layers: int) -> None:
-        """Add the calls over ep: counts and rows go to experts, results come back. Backward mirrors the last two."""
-        w = self.workload
-        ep = ("ep",)
-        n_experts = w.args.moe.n_experts
-        n_passes = self.layout.n_microbatches * n_layers
-        again = kind.average(full=1)
-        rows_bytes = w.n_rows * w.args.dim * w.compute_bytes
-        self.add(ep, "all-to-all", n_passes * (4 + 2 * again), rows_bytes)
-        self.add(ep, "all-to-all", n_passes * (1 + again), n_experts * 8)
-        # The router of each ep rank saw different tokens.
-        router_bytes = n_experts * w.args.dim * self.reduced_bytes
-        self.add(ep, "all-reduce", n_layers * w.n_reductions, router_bytes)
-        if w.balances_by_loss:  # number of routes to each expert in whole sequences, int64
-            routes_bytes = self.layout.microbatch_size * n_experts * 8
-            self.add(("cp",), "all-reduce", n_passes, routes_bytes)
-            self.add(("tp",), "all-reduce", n_passes, routes_bytes)
-
-    def add_context_parallel(self, kind: LayerKind, n_layers: int) -> None:
-        """Add the calls over cp: keys and values, and their gradients in fp32."""
-        w = self.workload
-        cp = ("cp",)
-        n = self.layout.cp
-        n_passes = self.layout.n_microbatches * n_layers
-        n_bytes = w.keys_values_bytes
-        fp32_bytes = n_bytes / w.compute_bytes * MASTER_BYTES
-        again = kind.average(full=1)
-        if w.documents:
-            n_gathers = 1 + kind.average(op=1, full=1)
-            self.add(cp, "all-gather", n_passes * n_gathers, n_bytes)
-            self.add(cp, "reduce-scatter", n_passes, n_bytes)
-        elif w.ring and n > 1:  # each call sends a shard (1/n) to the next rank
-            self.add(cp, "all-to-all", n_passes * (2 + again) * (n - 1), n_bytes / (n - 1))
-            self.add(cp, "all-to-all", n_passes * n, fp32_bytes / (n - 1))
-        else:
-            self.add(cp, "all-gather", n_passes * (2 + again), n_bytes)
-            self.add(cp, "reduce-scatter", n_passes, fp32_bytes)
-
-    def add_sharding(self, stage: Stage, n_gathers: int) -> None:
-        """Add the calls of FSDP (fsdp.py). `n_gathers`: how often a stage is gathered if ZeRO 3 does not free it."""
-        w = self.workload
-        n_head_gathers = n_gathers
-        n_embedding_gathers = n_gathers
-        if self.layout.zero_stage == 3:
-            # Blocks are freed after forward and backward. The head is not freed between its forward and its backward,
-            # and the backward of the embedding needs no weight.
-            m = self.layout.n_microbatches
-            n_gathers = 2 * m
-            n_head_gathers = m
-            n_embedding_gathers = m
-            if self.layout.pp > 1:  # torch frees nothing after a backward
-                n_gathers = m + 1
-                n_head_gathers = 1
+    calls = [
+        ("dp", "all-reduce", 1, 8),
+        ("loss", "all-reduce", 1, 4),
+        ("world", "all-reduce", 1, 24),
+    ]
+    if moe := w.args.moe:  # expert loads of all layers, float64
+        calls.append(("world", "all-reduce", 1, w.args.n_layers * (moe.n_experts + 1) * 8))
+    for index in layout.stages_of(pp_rank):
+        stage = w.stages[index]
+        calls += list_calls_of_stage(w, index)
         for kind in w.kinds:
-            for group, n in kind.groups:
-                self.add_group(group, n * kind.count(stage), n_gathers)
-        if stage.has_head:
-            self.add_group(w.head, 1, n_head_gathers)
-        if w.has_own_embedding(stage):
-            self.add_group(w.embedding, 1, n_embedding_gathers)
+            calls += list_calls_of_layers(w, kind, kind.count(stage))
+        calls += list_calls_of_fsdp(w, stage, n_gathers[index])
+    calls += list_calls_of_tied_matrix(w, pp_rank)
+    for _, elements in w.deal_rounds(pp_rank):
+        for axis, n_elements in elements.items():
+            calls.append((axis, "all-to-all", 2, n_elements * w.compute_bytes))
+    moved = []
+    for axis, operation, n_calls, whole_bytes in calls:
+        used = [dim for dim in DIMS.get(axis, [axis]) if getattr(layout, dim) > 1]
+        if used and n_calls:
+            n_ranks = prod(getattr(layout, dim) for dim in used)
+            n_bytes = n_calls * whole_bytes * fraction_moved(operation, n_ranks)
+            moved.append(((" x ".join(used), operation), n_calls, n_bytes))
+    return sum_moved(moved)
 
-    def add_group(self, group: FsdpGroup, n_groups: int, n_gathers: int) -> None:
-        """Add the gathers of some equal FSDP groups, and the reductions of their gradients."""
-        w = self.workload
-        shards = SHARD_DIMS[group.axis]
-        n_near = w.count_ranks(group.near)
-        n_again = 0  # gathers inside a node
-        if "hpz" in w.zero_plus_plus and n_near > 1:
-            n_again = n_gathers - self.layout.n_microbatches
-        packed = group.packed_bytes
-        gathered = packed if "qwz" in w.zero_plus_plus else group.n_parameters * w.compute_bytes
-        self.add(shards, "all-gather", n_groups * (n_gathers - n_again), gathered)
-        self.add(group.near, "all-gather", n_groups * n_again, gathered)
-        n_reductions = n_groups * w.n_reductions
-        n_bytes = group.n_parameters * MASTER_BYTES
-        if "qgz" in w.zero_plus_plus:
-            self.add(group.near if n_near > 1 else shards, "all-to-all", n_reductions, packed)
-            self.add(group.far, "all-to-all", n_reductions, packed / n_near)
-        else:
-            self.add(shards, "reduce-scatter", n_reductions, n_bytes)
-        self.add(REPLICAS, "all-reduce", n_groups, n_bytes / group.n_shards)
 
-    def add_tied_matrix(self, pp_rank: int) -> None:
-        """Add the calls of tied_embeddings.py: weights one way, gradients both ways, between two ranks."""
-        ends = {self.layout.stage_ranks[0], self.layout.stage_ranks[-1]}
-        if self.layout.tied and len(ends) == 2 and pp_rank in ends:
-            w = self.workload
-            n_bytes = w.embedding.n_parameters / w.n_shards * MASTER_BYTES
-            self.calls.append((("pp", "broadcast"), 1, n_bytes))
-            self.calls.append((("pp", "all-reduce"), 1, n_bytes))  # 2P(n-1)/n for two ranks
+def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
+    """List the calls over tp of embedding, final norm, head and loss, and those between stages on different ranks."""
+    m = w.layout.n_microbatches
+    stage = w.stages[index]
+    n_ends = stage.has_embedding + stage.has_head
+    # Per token, two fp32 numbers of each rank: the sum of exponentials and the target's logit
+    sums_bytes = w.n_tokens * w.layout.tp * 8
+    n_chunks = ceil(w.n_tokens / (w.loss_chunk_tokens or w.n_tokens))
+    norm_bytes = w.args.dim * w.reduced_bytes
+    # One send and one receive per neighbor: hidden states one way, gradients the other
+    ranks = w.layout.stage_ranks
+    nearest = ranks[max(0, index - 1) : index + 2]  # and this stage's own rank
+    n_neighbors = sum(rank != ranks[index] for rank in nearest)
+    sent_bytes = w.hidden_bytes / w.layout.tp
+    return [
+        ("tp", "all-gather", m * n_ends, w.hidden_bytes),
+        ("tp", "reduce-scatter", m * n_ends, w.hidden_bytes),
+        ("tp", "all-gather", m * n_chunks * stage.has_head, sums_bytes / n_chunks),
+        ("tp", "all-reduce", w.n_reductions * stage.has_head, norm_bytes),
+        ("pp", "send", m * n_neighbors, sent_bytes),
+        ("pp", "receive", m * n_neighbors, sent_bytes),
+    ]
 
-    def add_sends(self, index: int) -> None:
-        """Add the sends and receives of hidden states and gradients between stages on different ranks."""
-        ranks = self.layout.stage_ranks
-        n_bytes = self.workload.hidden_bytes / self.layout.tp
-        neighbors = ranks[max(0, index - 1) : index + 2]  # and this stage's own rank
-        n_calls = sum(rank != ranks[index] for rank in neighbors) * self.layout.n_microbatches
-        # One of each per neighbor: hidden states one way, gradients the other.
-        self.add(("pp",), "send", n_calls, n_bytes)
-        self.add(("pp",), "receive", n_calls, n_bytes)
+
+def list_calls_of_layers(w: Workload, kind: LayerKind, n_layers: int) -> list[Call]:
+    """List the calls over tp, ep and cp of `n_layers` layers. Backward mirrors forward, recompute repeats a part."""
+    calls = []
+    for axis, operation, n_calls, n_bytes in list_calls_of_pass(w, kind):
+        calls.append((axis, operation, n_calls * w.layout.n_microbatches * n_layers, n_bytes))
+    for module in kind.block:
+        axis = "tp"
+        sizes = list(map(prod, module.tensors.values()))
+        if module.kind == "router":  # the router of each ep rank saw different tokens
+            axis = "ep"
+        elif module.split == "rowwise":  # a bias is added after the scatter
+            sizes = sizes[1:]
+        elif module.split not in ("sequence", "heads"):
+            continue
+        # A norm on a tp rank saw a shard of the sequence or of the heads.
+        for size in sizes:
+            n_bytes = size * w.reduced_bytes
+            calls.append((axis, "all-reduce", n_layers * w.n_reductions, n_bytes))
+    return calls
+
+
+def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
+    """List the calls over tp, ep and cp of one layer and microbatch, forward and backward.
+
+    tp gathers inputs of colwise layers and scatters outputs of rowwise layers. Recompute repeats the gathers, and full
+    recompute also repeats all or all but one scatters. Over ep, counts and rows go to experts, and results come back.
+    """
+    again = kind.average(full=1)
+    n_both = kind.n_gathers + kind.n_scatters
+    calls = [
+        ("tp", "all-gather", n_both + kind.gathers_again, w.hidden_bytes),
+        ("tp", "reduce-scatter", n_both + kind.scatters_again, w.hidden_bytes),
+    ]
+    if kind.is_moe:
+        n_experts = w.args.moe.n_experts
+        calls.append(("ep", "all-to-all", 4 + 2 * again, w.rows_bytes))
+        calls.append(("ep", "all-to-all", 1 + again, n_experts * 8))
+        if w.balances_by_loss:  # number of routes to each expert in whole sequences, int64
+            routes_bytes = w.layout.microbatch_size * n_experts * 8
+            calls.append(("cp", "all-reduce", 1, routes_bytes))
+            calls.append(("tp", "all-reduce", 1, routes_bytes))
+    n = w.layout.cp
+    n_bytes = w.keys_values_bytes
+    if w.documents:
+        calls.append(("cp", "all-gather", 1 + kind.average(op=1, full=1), n_bytes))
+        calls.append(("cp", "reduce-scatter", 1, n_bytes))
+    elif w.ring and n > 1:  # each call sends a shard (1/n) to the next rank
+        calls.append(("cp", "all-to-all", (2 + again) * (n - 1), n_bytes / (n - 1)))
+        calls.append(("cp", "all-to-all", n, w.fp32_keys_values_bytes / (n - 1)))
+    else:
+        calls.append(("cp", "all-gather", 2 + again, n_bytes))
+        calls.append(("cp", "reduce-scatter", 1, w.fp32_keys_values_bytes))
+    return calls
+
+
+def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
+    """List the calls of FSDP (fsdp.py). `n_gathers`: how often a stage is gathered if ZeRO 3 does not free it."""
+    m = w.layout.n_microbatches
+    of_embedding = n_gathers
+    of_head = n_gathers
+    if w.layout.zero_stage == 3:
+        # Blocks are freed after forward and backward. The head is not freed between its forward and its backward,
+        # and the backward of the embedding needs no weight.
+        of_embedding = m
+        of_head = m
+        n_gathers = 2 * m
+        if w.layout.pp > 1:  # torch frees nothing after a backward
+            of_head = 1
+            n_gathers = m + 1
+    embedding, head, *blocks = w.groups_of(stage)
+    calls = list_calls_of_group(w, embedding, of_embedding) + list_calls_of_group(w, head, of_head)
+    for group in blocks:
+        calls += list_calls_of_group(w, group, n_gathers)
+    return calls
+
+
+def list_calls_of_group(w: Workload, group: Group, n_gathers: int) -> list[Call]:
+    """List the gathers of some equal FSDP groups, and the reductions of their gradients."""
+    axis, sizes, n_groups = group
+    near = f"{axis}_near"  # the ranks inside a node
+    n_shards = getattr(w.layout, axis)
+    n_near = getattr(w.layout, near)
+    n_again = 0  # gathers inside a node
+    if "hpz" in w.zero_plus_plus and n_near > 1:
+        n_again = n_gathers - w.layout.n_microbatches
+    packed = 0  # bytes of all shards in the blocks of zero_plus_plus.py
+    for size in sizes:
+        n_blocks = ceil(size / n_shards / INT8_BLOCK)
+        packed += n_shards * n_blocks * (INT8_BLOCK + 4)
+    gathered = packed if "qwz" in w.zero_plus_plus else sum(sizes) * w.compute_bytes
+    n_reductions = n_groups * w.n_reductions
+    n_bytes = sum(sizes) * MASTER_BYTES
+    calls = [
+        (axis, "all-gather", n_groups * (n_gathers - n_again), gathered),
+        (near, "all-gather", n_groups * n_again, gathered),
+        ("dp_replicate", "all-reduce", n_groups, n_bytes / n_shards),
+    ]
+    if "qgz" in w.zero_plus_plus:
+        calls.append((near if n_near > 1 else axis, "all-to-all", n_reductions, packed))
+        calls.append((f"{axis}_far", "all-to-all", n_reductions, packed / n_near))
+    else:
+        calls.append((axis, "reduce-scatter", n_reductions, n_bytes))
+    return calls
+
+
+def list_calls_of_tied_matrix(w: Workload, pp_rank: int) -> list[Call]:
+    """List the calls of tied_embeddings.py: weights one way, gradients both ways, between two ranks of pp."""
+    pp = w.layout.pp
+    ends = {w.layout.stage_ranks[0], w.layout.stage_ranks[-1]}
+    if not w.layout.tied or len(ends) == 1 or pp_rank not in ends:
+        return []
+    n_bytes = w.table / w.layout.fsdp * MASTER_BYTES
+    # An all-reduce of P bytes moves P between two ranks, and 2P(pp-1)/pp among all pp ranks.
+    return [("pp", "broadcast", 1, n_bytes), ("pp", "all-reduce", 1, n_bytes * pp / (2 * pp - 2))]

@@ -1,0 +1,295 @@
+"""Estimate the seconds of one layer on a cluster: its kernels, and the exposed part of its collectives.
+
+    matmuls       by module of the block; tp shards them, ep shards the experts
+    attention     FLOPs of the causal half, 2.5 times that in backward, at the efficiency of the attention kernel
+    elementwise   norms, rotary, SwiGLU, residual, casts, loss; less if compiled
+    tp, ep        not overlapped; async TP hides most of tp
+    cp            overlaps with attention on the local shard
+    FSDP          overlaps with the block (ZeRO 3), or with forward and backward (ZeRO 1, 2)
+
+Legend in workload.py.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torchtitan_lite.config.model_rows import ModuleRow
+from torchtitan_lite.tools.plan.cluster import Cluster
+from torchtitan_lite.tools.plan.workload import LayerKind, Workload
+
+# Tokens. Attention reaches S/(S+300) of its rate, so short sequences are slow. Fit
+CAUSAL_EDGE = 300
+# Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
+SCORE_BYTES = 13
+KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in forward
+# compiled -> tensors that these kernels read and write: a norm with a residual addition, SwiGLU, GPT's activation
+TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
+# Bytes per element that ZeRO++'s kernels read and write around a gather, and around a reduction
+QWZ_BYTES = 4
+QGZ_BYTES = 48
+LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes per logit, in each direction
+# Seconds of matmuls: forward, gradients of inputs, gradients of weights
+Times = tuple[float, float, float]
+Waits = tuple[float, float, float]  # seconds: forward, backward, recompute
+
+
+class Phases(NamedTuple):
+    """Seconds of one microbatch on a rank. These include the waits for each mesh axis and the recompute (`again`)."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    again: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    dp: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass
+class LayerTime:
+    """Estimates the seconds of a layer of a workload on a cluster."""
+
+    workload: Workload
+    cluster: Cluster
+
+    def place(self, axis: str) -> tuple[int, int]:
+        """Return the distance between neighbors in a group of ranks, and the size of the group."""
+        layout = self.workload.layout
+        return layout.strides[axis], getattr(layout, axis)
+
+    def collective_time(self, axis: str, whole_bytes: float) -> float:
+        """Return the seconds to all-gather or reduce-scatter a tensor over an axis of the mesh."""
+        return self.cluster.collective_time(*self.place(axis), whole_bytes)
+
+    def expose(self, axis: str, seconds: float, work: float) -> float:
+        """Return the seconds that collectives over `axis` add to `work` seconds of kernels."""
+        share = self.cluster.find_bandwidth(*self.place(axis)) / self.cluster.links
+        return self.cluster.expose(seconds, work, share)
+
+    # ------------------------------------------------------------ kernels
+
+    def linear_times(
+        self, rows: float, out: float, into: float, dtype: str, n_experts: int = 1
+    ) -> Times:
+        """Return the seconds of a linear layer, or of a grouped matmul over the local experts."""
+        recipe = self.workload.float8_recipe
+        forward = self.cluster.matmul_time(rows, out, into, dtype, recipe)
+        of_inputs = self.cluster.matmul_time(rows, into, out, dtype, recipe)
+        each = rows / n_experts
+        of_weights = self.cluster.matmul_time(n_experts * out, into, each, dtype, recipe)
+        if dtype == "float8" and n_experts == 1:
+            # Transformer Engine fuses casts into other kernels, and casts weights once per step.
+            n_bytes = rows * into if recipe == "te" else 3 * into * (rows + out)
+            cast = self.cluster.memory_time(n_bytes)
+            forward += cast
+            of_inputs += cast
+        return forward, of_inputs, of_weights
+
+    def module_times(self, module: ModuleRow) -> Times:
+        """Return the seconds of a module's matmuls on one rank, assuming that experts are equally loaded."""
+        w = self.workload
+        shape = w.shape_on_rank(module)
+        dtype = "float8" if module.name in w.float8 else w.compute_dtype
+        if module.kind == "experts":
+            n_experts, into, out = shape
+            return self.linear_times(max(w.n_rows, n_experts), out, into, dtype, n_experts)
+        if module.kind == "router":
+            return self.linear_times(w.n_tokens / w.layout.tp, *shape, "float32")
+        return self.linear_times(w.n_tokens, *shape, dtype)
+
+    @cached_property
+    def attention_times(self) -> tuple[float, float]:
+        """Seconds of a layer's attention, forward and backward. The causal half has 2*T*S*H*E FLOPs in forward."""
+        w = self.workload
+        cluster = self.cluster
+        n_scores = w.n_tokens * w.seq_len * w.args.n_heads / w.layout.tp
+        head_dim = w.args.head_dim
+        flops = 2 * n_scores * head_dim
+        peak = cluster.peak(w.compute_dtype) * cluster.clock
+        if w.attention == "unfused":  # computes both halves
+            rate = cluster.unfused_efficiency * peak
+            if head_dim % 8:  # tensor cores cannot compute it
+                rate = cluster.matmul_efficiency * cluster.peak_float32
+            forward = 2 * flops / rate + cluster.memory_time(SCORE_BYTES * n_scores)
+            return forward, 2 * forward
+        peak *= w.seq_len / (w.seq_len + CAUSAL_EDGE) * min(1.0, 0.5 + head_dim / 256)
+        forward = flops / (peak * getattr(cluster, f"{w.attention}_forward"))
+        backward = 2.5 * flops / (peak * getattr(cluster, f"{w.attention}_backward"))
+        return forward + cluster.kernel_s, backward + cluster.kernel_s
+
+    def elementwise_time(self, kind: LayerKind) -> float:
+        """Return the seconds of a layer's elementwise kernels in forward. An eager kernel reads and writes its tensors.
+
+        c: bytes per element. MoE rows are copied when sorted, twice more in the all-to-alls, and summed in fp32.
+        """
+        w = self.workload
+        args = w.args
+        c = w.compute_bytes
+        of_norm, of_gate, of_activation = TENSORS[w.compiled]
+        sharded_bytes = of_activation * c * kind.products_dim
+        if kind.is_gated:  # with rotary embeddings, in fp32 if eager
+            of_head = 2 * c + of_norm * c * args.qk_norm
+            if not w.compiled:
+                of_head += 16
+            heads_dim = (args.n_heads + args.n_kv_heads) * args.head_dim
+            sharded_bytes = of_head * heads_dim + of_gate * c * kind.products_dim
+        hidden_bytes = of_norm * c * len(kind.norms) * args.dim
+        if w.sequence_parallel:
+            sharded_bytes += hidden_bytes
+            hidden_bytes = 0
+        n_bytes = w.n_tokens * (sharded_bytes / w.layout.tp + hidden_bytes)
+        if kind.is_moe:
+            n_copies = 9 if w.layout.ep > 1 else 5
+            per_row = args.dim * (n_copies * c + 16) + 5 * c * args.moe.expert_ffn_dim
+            n_bytes += w.n_rows * per_row
+        launch_s = KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
+        return self.cluster.memory_time(n_bytes) + launch_s
+
+    # ------------------------------------------------------------ waits
+
+    def tensor_parallel_times(self, kind: LayerKind) -> Waits:
+        """Return the seconds of tp's collectives in the forward, the backward and the recompute of a layer.
+
+        Without sequence parallel, an all-reduce replaces each pair of calls. Recompute repeats either all or none.
+        """
+        w = self.workload
+        seconds = self.collective_time("tp", w.hidden_bytes)
+        if w.engine == "torch" and w.layout.tp > 1:
+            seconds += self.cluster.memory_time(2 * w.hidden_bytes)
+        if w.async_tp:
+            seconds *= 1 - self.cluster.async_tp_hidden
+        n_calls = kind.n_gathers + kind.n_scatters
+        n_again = kind.gathers_again + kind.scatters_again
+        if not w.sequence_parallel:
+            n_again = kind.average(full=n_calls)
+        return seconds * n_calls, seconds * n_calls, seconds * n_again
+
+    def expert_parallel_times(self, kind: LayerKind) -> Waits:
+        """Return the seconds of a layer's all-to-alls over ep: the counts, rows to experts, and their results.
+
+        A rank sends R rows, including those to itself. Rows for other nodes use the network card of the rank, in
+        parallel with rows inside the node.
+        """
+        w = self.workload
+        n = w.layout.ep
+        if not kind.is_moe or n == 1:
+            return 0.0, 0.0, 0.0
+        n_near = min(n, self.cluster.node_size)
+        n_bytes = w.rows_bytes / n
+        near = (n_near - 1) * n_bytes / self.cluster.links
+        far = (n - n_near) * n_bytes / self.cluster.network
+        latency = self.cluster.find_latency(1, n)
+        backward = 2 * (max(near, far) + latency)
+        forward = latency + backward
+        return forward, backward, forward * kind.average(full=1)
+
+    def context_parallel_times(self, kind: LayerKind) -> Waits:
+        """Return the seconds that a layer waits for keys and values.
+
+        An all-gather overlaps with attention on the local shard, 1/cp of the work; a ring overlaps with all of it. The
+        reduction of fp32 gradients overlaps with attention's backward in a ring, and otherwise with nothing.
+        """
+        w = self.workload
+        expose = self.cluster.expose
+        fetch = self.collective_time("cp", w.keys_values_bytes)
+        reduce = self.collective_time("cp", w.fp32_keys_values_bytes)
+        attend, attend_back = self.attention_times
+        if w.ring:
+            forward = expose(fetch, attend)
+            backward = expose(fetch + reduce, attend_back)
+        else:
+            forward = expose(fetch, attend / w.layout.cp)
+            backward = expose(fetch, attend_back / w.layout.cp) + reduce
+        return forward, backward, forward * kind.average(full=1)
+
+    def shard_times(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
+        """Return the seconds that a layer waits for FSDP, in forward (all-gather) and backward (and reduce-scatter)."""
+        w = self.workload
+        gather = 0.0
+        again = 0.0
+        if w.layout.zero_stage == 3:
+            gather = self.gather_time(kind.sizes)
+            again = self.gather_time(kind.sizes, again=True)
+        if w.layout.pp == 1 and w.n_reductions == w.layout.n_microbatches:
+            again += self.reduce_time(kind.sizes)
+        return self.expose("fsdp", gather, forward), self.expose("fsdp", again, backward)
+
+    def gather_time(self, sizes: Counter[str], *, again: bool = False) -> float:
+        """Return the seconds to all-gather `sizes` parameters (by axis); `again`: in backward."""
+        w = self.workload
+        seconds = 0.0
+        for axis, n_parameters in sizes.items():
+            width = w.compute_bytes
+            if w.gathers_float8 and axis == "fsdp":
+                width = 1
+            if "qwz" in w.zero_plus_plus:
+                width = 1
+                seconds += self.cluster.memory_time(n_parameters * QWZ_BYTES)
+            near = f"{axis}_near"
+            if again and "hpz" in w.zero_plus_plus and getattr(w.layout, near) > 1:
+                axis = near
+            seconds += self.collective_time(axis, n_parameters * width)
+        return seconds
+
+    def reduce_time(self, sizes: Counter[str]) -> float:
+        """Return the seconds to reduce-scatter the gradients of `sizes` parameters (by axis)."""
+        w = self.workload
+        seconds = 0.0
+        for axis, n_parameters in sizes.items():
+            width = w.reduce_bytes
+            if "qgz" in w.zero_plus_plus:
+                width = 1
+                seconds += self.cluster.memory_time(n_parameters * QGZ_BYTES)
+                seconds += self.collective_time(f"{axis}_near", n_parameters)
+            seconds += self.collective_time(axis, n_parameters * width)
+        return seconds
+
+    # ------------------------------------------------------------ a layer, and the head
+
+    def describe_layer(self, kind: LayerKind) -> Phases:
+        """Return the phases of a layer, averaged over its recompute modes.
+
+        Full recompute stops before the last matmul: backward does not need its output.
+        """
+        times = [self.module_times(module) for module in kind.block if module.kind != "norm"]
+        linear, of_inputs, of_weights = map(sum, zip(*times, strict=True))
+        linear_again = linear
+        if kind.ends_in_rowwise and self.workload.sequence_parallel:
+            linear_again -= self.module_times(kind.rowwise[-1])[0]
+        attend, attend_back = self.attention_times
+        elementwise = self.elementwise_time(kind)
+        again = kind.average(
+            op=elementwise / 2,
+            full=linear_again + attend + elementwise,
+            alternate=linear / 3 + elementwise,
+        )
+        waits = [
+            self.tensor_parallel_times(kind),
+            self.context_parallel_times(kind),
+            self.expert_parallel_times(kind),
+        ]
+        wait, wait_back, wait_again = map(sum, zip(*waits, strict=True))
+        forward = linear + attend + elementwise + wait
+        backward = of_inputs + attend_back + 2 * elementwise + wait_back + again + wait_again
+        dp, dp_back = self.shard_times(kind, forward, backward + of_weights)
+        tp, cp, ep = map(sum, waits)
+        return Phases(forward + dp, backward + dp_back, of_weights, again, tp, cp, ep, dp + dp_back)
+
+    def describe_head(self) -> Phases:
+        """Return the seconds of the head and its loss."""
+        w = self.workload
+        width = w.args.vocab_size // w.layout.tp
+        loss = self.cluster.memory_time(LOSS_BYTES[w.compiles_loss] * w.n_tokens * width)
+        loss += 10 * self.cluster.kernel_s
+        tp = self.collective_time("tp", w.hidden_bytes)
+        forward, of_inputs, of_weights = self.linear_times(
+            w.n_tokens, width, w.args.dim, w.compute_dtype
+        )
+        return Phases(forward + loss + tp, of_inputs + loss + tp, of_weights, tp=2 * tp)
