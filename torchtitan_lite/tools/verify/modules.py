@@ -5,13 +5,14 @@
                 of the sequence, the heads or the width
 
 Each rank cuts its piece out of the reference and compares, without communication. Rotary angles are compared in the
-same way in the first step of every trial: they are an input of each block.
+same way in every trial: they are an input of each block.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,40 +26,32 @@ from torchtitan_lite.tools.verify.plain import PlainStep
 
 @contextmanager
 def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[None]:
-    """Context manager: watch the modules in the first step of a run, and compare their outputs at its end."""
+    """Context manager: watch the modules in a step, and compare their outputs at its end."""
     angles = rotary_angles(plain.batch.positions, run.parts[0].model_args)
     pieces: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+
+    def keep(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+        is_recompute = torch._C._current_graph_task_id() != -1
+        if is_recompute:
+            return
+        if name in plain.outputs:
+            pieces["module output", name].append(local(output).clone())
+        if name.rpartition(".")[0] == "layers":
+            pieces["rotary angles", name].append(args[1].clone())
+
     hooks = []
     for part in run.parts:
         for name, module in part.named_modules():
-            is_block = name.startswith("layers.") and name.count(".") == 1
             is_inside = name.count(".") > 1  # layers.0.attention
             if run.config.compile.enable and is_inside:
                 continue  # a hook would cause a graph break
-
-            def keep(
-                module: nn.Module,
-                args: tuple,
-                output: Tensor,
-                name: str = name,
-                is_block: bool = is_block,
-            ) -> None:
-                is_recompute = torch._C._current_graph_task_id() != -1
-                if is_recompute:
-                    return
-                if name in plain.outputs:
-                    pieces["module output", name].append(local(output).clone())
-                if is_block:
-                    pieces["rotary angles", name].append(args[1].clone())
-
-            hooks.append(module.register_forward_hook(keep))
+            hooks.append(module.register_forward_hook(partial(keep, name)))
     yield
     for hook in hooks:
         hook.remove()
-    # The first step of a schedule also calls each part once to infer shapes.
-    n_extra = int(run.schedule is not None)
     for (measure, name), found in pieces.items():
-        microbatches = found[n_extra:]
+        # The first step of a schedule also calls each part once before, to infer shapes.
+        microbatches = found[-run.layout.n_microbatches :]
         right = angles if measure == "rotary angles" else plain.outputs[name]
         if name == "output":  # the head with its loss: a sum over tokens for each microbatch
             own = torch.stack(microbatches).sum()
