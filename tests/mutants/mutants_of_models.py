@@ -56,7 +56,12 @@ def a_bias_is_added_for_every_tp_rank(compute, style, module, ranks, x):
     return out if module.bias is None else out + (ranks.n - 1) * module.bias
 
 
-@mutant(Row(2, BIASES), "initial weights", "layers.0.attention.wq.bias", at=(initial_weights, "fill_tensor"))
+@mutant(
+    Row(2, BIASES),
+    "initial weights",
+    "layers.0.attention.wq.bias",
+    at=(initial_weights, "fill_tensor"),
+)
 def a_bias_starts_as_a_norm(fill_tensor, full, entry, generator):
     """Whatever has one dimension starts at one."""
     fill_tensor(full, entry, generator)

@@ -6,7 +6,7 @@
 No list of replaced keys is kept anywhere: a trial hands over its configs, and every key is compared.
 """
 
-import json
+import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -82,13 +82,12 @@ def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
 def find_without_effect(config: Config, layout: Layout) -> dict[str, str]:
     """Return keys that change nothing on the ranks of verify, each with the reason."""
     section = config.parallelism
-    uses = {"hpz": "hpz keeps nothing", "qgz": "qgz has no all-to-all between nodes"}
-    why = [text for name, text in uses.items() if name in section.zero_plus_plus]
-    if not why or layout.fsdp_far > 1 or layout.efsdp_far > 1:
+    for_nodes = [option for option in section.zero_plus_plus if option in ("hpz", "qgz")]
+    if not for_nodes or layout.fsdp_far > 1 or layout.efsdp_far > 1:
         return {}
-    n_ranks = layout.dp_shard * layout.cp
     node = f"nodes of {section.zero_plus_plus_node_size} ranks"
-    reason = f"{node} do not split an FSDP group of {n_ranks}, so {', '.join(why)}"
+    group = f"an FSDP group of {layout.dp_shard * layout.cp}"
+    reason = f"{', '.join(for_nodes)}: {node} do not split {group}"
     return {"parallelism.zero_plus_plus": reason}
 
 
@@ -121,8 +120,7 @@ def describe(report: dict) -> str:
 
 def format_change(key: str, change: tuple[object, object]) -> str:
     """Return the text of a change. A long value, such as a path, is cut in the middle."""
-    texts = [json.dumps(value, default=str) for value in change]
-    asked, ran = (text if len(text) <= 44 else f"{text[:20]}...{text[-20:]}" for text in texts)
+    asked, ran = map(reprlib.repr, change)
     return f"{key} {asked} -> {ran}"
 
 

@@ -57,30 +57,29 @@ def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[N
             own = torch.stack(microbatches).sum()
         else:
             own = torch.cat(microbatches)
-        seq_len = run.config.training.seq_len
-        whole = cut_piece(right, own, run.mesh.coordinates(), run.layout, seq_len)
+        sequence_dim = 2 if name.endswith("inner") else 1  # (B, heads, S, E), others (B, S, ...)
+        whole = cut_piece(right, own, sequence_dim, run.mesh.coordinates(), run.layout)
         if own.shape == whole.shape:
             note(measure, name, relative_error(own, whole))
         else:
             note("module output", name, math.inf)
 
 
-def cut_piece(whole: Tensor, own: Tensor, at: Coordinates, layout: Layout, seq_len: int) -> Tensor:
+def cut_piece(
+    whole: Tensor, own: Tensor, sequence_dim: int, at: Coordinates, layout: Layout
+) -> Tensor:
     """Return the expected value of the output `own` of one rank.
 
-    The sequence dim is recognized by its length, which no other dim has. A dim that is still longer than in `own` is
-    sharded over tp.
+    cp splits the sequence. A dim that is still longer than in `own` is sharded over tp.
     """
     data_rank = at["dp_replicate"] * layout.dp_shard + at["dp_shard"]
     n_rows = layout.global_batch_size // layout.dp
     right = whole[data_rank * n_rows : (data_rank + 1) * n_rows]
-    is_split = seq_len in right.shape[1:] and seq_len not in own.shape[1:]
-    if layout.cp > 1 and is_split:
-        dim = right.shape.index(seq_len, 1)
-        chunks = right.chunk(2 * layout.cp, dim)
+    if layout.cp > 1:
+        chunks = right.chunk(2 * layout.cp, sequence_dim)
         head = chunks[at["cp"]]
         tail = chunks[-1 - at["cp"]]
-        right = torch.cat((head, tail), dim)
+        right = torch.cat((head, tail), sequence_dim)
     if own.dim() == 0:
         return right.sum()
     for dim in range(right.dim()):

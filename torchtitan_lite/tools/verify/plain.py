@@ -45,6 +45,8 @@ STEPS = [  # max_norm in units of the gradient norm, and what to write into one 
 ]
 TIE = 5e-6  # a smaller margin between the last chosen and the first unchosen expert is a tie: about fifty roundings
 DECIDES = 10.0  # a bias larger than every score
+# The embedding gets smaller, so that layers matter beside it, and the eps of a norm. An exact factor: bits stay equal.
+EMBEDDING_SCALE = 1 / 16
 FIRST_EXPONENT = 13  # positions around 2**13 = 8,192 and the next six powers of two
 N_EXPONENTS = 7
 
@@ -181,6 +183,7 @@ class PlainModel:
             if name.endswith("attention") and config.model.attention == "document":
                 module.inner = PlainDocuments()
         initialize_weights(self.model, config.debug.seed)
+        self.model.tok_embeddings.weight.data *= EMBEDDING_SCALE
         biases_decide = self.section.mixed_precision_param == "bfloat16"
         self.experts: dict[int, PlainExperts] = {}
         for layer, moe in list_moes(self.model):

@@ -55,6 +55,7 @@ STAGES_BY_RULE = {  # values of the keys that define stages, with which stages f
     "parallelism.module_fqns_per_model_part": [],
 }
 TOKENIZER = "bytes"
+N_WORDS = 258  # of this tokenizer
 REPLACED = {
     "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
     "model.converters": [],  # so has float8
@@ -185,13 +186,13 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
         "model.n_kv_heads": n_kv_heads,
         "model.head_dim": head_dim,
         "model.ffn_dim": reduce_size(args.ffn_dim, dim * 3 // 2, unit, split),
-        "model.vocab_size": reduce_size(args.vocab_size, 256, tp, split),
+        "model.vocab_size": reduce_size(args.vocab_size, N_WORDS, tp, split),
     }
 
 
 def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
     """Return a size of about `wanted` that is a multiple of `unit`, and a multiple of `split` only if `real` is."""
-    size = round_up(min(real, wanted), unit)
+    size = round_up(wanted, unit)
     while unit % split and (real % split == 0) != (size % split == 0):
         size += unit
     return size
@@ -270,39 +271,24 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
         n_rows = min(2, real.microbatch_size)
         n_microbatches = reduce_microbatches(small, real)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
-    keys = give_batch(small, wide, n_rows, n_microbatches, 40, unit)
+    keys = give_batch(wide, n_rows, n_microbatches, 40, unit)
     if accumulates:
         keys["training.local_batch_size"] = n_rows
     return keys
 
 
 def give_batch(
-    small: Config,
-    layout: Layout,
-    n_rows: int,
-    n_microbatches: int,
-    least_tokens: int,
-    unit: int = 1,
+    layout: Layout, n_rows: int, n_microbatches: int, least_tokens: int, unit: int = 1
 ) -> dict[str, object]:
-    """Return the keys of a batch with `n_rows` per microbatch, and a multiple of `unit` tokens per piece of a row.
-
-    The sequence length differs from all model sizes: it identifies the sequence dim of a tensor.
-    """
+    """Return the keys of a batch with `n_rows` per microbatch, and a multiple of `unit` tokens per piece of a row."""
     local_batch_size = n_rows * n_microbatches
-    args = resolve_model(small.model)
-    sizes = {*vars(args).values(), args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim}
-    if args.moe:
-        sizes |= set(vars(args.moe).values())
     pieces = layout.tp * unit
     if layout.cp > 1:
         pieces *= 2 * layout.cp
-    seq_len = round_up(least_tokens, pieces)
-    while seq_len in sizes:
-        seq_len += pieces
     return {
         "training.local_batch_size": local_batch_size,
         "training.global_batch_size": local_batch_size * layout.dp,
-        "training.seq_len": seq_len,
+        "training.seq_len": round_up(least_tokens, pieces),
         "parallelism.pipeline_parallel_microbatch_size": n_rows if layout.pp > 1 else 1,
     }
 
@@ -310,16 +296,19 @@ def give_batch(
 def reduce_microbatches(small: Config, real: Layout) -> int:
     """Return more microbatches than stages, or the number of the real run if that is smaller.
 
-    The number is even, so that other layouts can resume with the same batch.
+    The number is even if possible, so that other layouts can resume with the same batch.
     """
     n_stages = len(plan_stages(small.parallelism, small.model.n_layers)[0])
     wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
-    candidates = [wanted, n_stages, 2 * n_stages]
-    return next(n for n in candidates if can_run(small.parallelism, n, n_stages))
+    return find_n_microbatches(small.parallelism, wanted, n_stages)
 
 
-def can_run(section: Parallelism, n_microbatches: int, n_stages: int) -> bool:
-    return not check_microbatches(section, n_microbatches, n_microbatches, n_stages)
+def find_n_microbatches(section: Parallelism, least: int, n_stages: int) -> int:
+    """Return the smallest number of microbatches, at least `least`, that the schedule can run."""
+    number = least
+    while check_microbatches(section, number, number, n_stages):
+        number += 1
+    return number
 
 
 # ---------------------------------------------------------------- the deep trial
@@ -349,9 +338,7 @@ def deepen(reduction: Reduction) -> Config:
     n_layers = max(N_LAYERS, n_stages)
     n_microbatches = 1
     if layout.pp > 1:
-        n_microbatches = N_MICROBATCHES
-        while not can_run(section, n_microbatches, n_stages):
-            n_microbatches += 1
+        n_microbatches = find_n_microbatches(section, N_MICROBATCHES, n_stages)
     keys |= {
         "model.n_layers": n_layers,
         "model.dim": DIM,
@@ -365,8 +352,8 @@ def deepen(reduction: Reduction) -> Config:
     n_tokens = N_TOKENS
     if ATTENTIONS[real.model.attention].uses_documents:
         n_tokens = 2 * N_TOKENS
-    small = override(reduction.config, keys)
-    return override(small, give_batch(small, layout, 1, n_microbatches, n_tokens))
+    keys |= give_batch(layout, 1, n_microbatches, n_tokens)
+    return override(reduction.config, keys)
 
 
 # ---------------------------------------------------------------- other trials
