@@ -45,10 +45,7 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
                 else:
                     replaced.setdefault(key, (asked[key], value))
         not_covered = replaced | not_covered
-        record = asdict(trial)
-        del record["ran"]
-        record["replaced"] = replaced
-        records.append(record)
+        records.append(asdict(trial) | {"replaced": replaced})
     for key in covered:
         not_covered.pop(key, None)
     layout = reduction.layout

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lite import build
-from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.model.rotary import rotary_angles
-from torchtitan_lite.tools.verify.measures import Coordinates, Note, local, relative_error
+from torchtitan_lite.tools.verify.measures import Note, local, relative_error
 from torchtitan_lite.tools.verify.plain import PlainStep
 
 
@@ -58,23 +57,21 @@ def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[N
         else:
             own = torch.cat(microbatches)
         sequence_dim = 2 if name.endswith("inner") else 1  # (B, heads, S, E), others (B, S, ...)
-        whole = cut_piece(right, own, sequence_dim, run.mesh.coordinates(), run.layout)
+        whole = cut_piece(right, own, sequence_dim, run)
         if own.shape == whole.shape:
             note(measure, name, relative_error(own, whole))
         else:
             note("module output", name, math.inf)
 
 
-def cut_piece(
-    whole: Tensor, own: Tensor, sequence_dim: int, at: Coordinates, layout: Layout
-) -> Tensor:
+def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> Tensor:
     """Return the expected value of the output `own` of one rank.
 
     cp splits the sequence. A dim that is still longer than in `own` is sharded over tp.
     """
-    data_rank = at["dp_replicate"] * layout.dp_shard + at["dp_shard"]
-    n_rows = layout.global_batch_size // layout.dp
-    right = whole[data_rank * n_rows : (data_rank + 1) * n_rows]
+    layout = run.layout
+    at = run.mesh.coordinates()
+    right = whole.chunk(layout.dp)[run.mesh.data_rank]
     if layout.cp > 1:
         chunks = right.chunk(2 * layout.cp, sequence_dim)
         head = chunks[at["cp"]]

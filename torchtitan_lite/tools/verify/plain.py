@@ -23,6 +23,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from torchtitan_lite import build
 from torchtitan_lite.checkpoint.load import set_step
@@ -190,15 +191,6 @@ class PlainModel:
             self.experts[layer] = PlainExperts(moe, layer, biases_decide=biases_decide)
         self.parameters = dict(self.model.named_parameters())
 
-    @property
-    def saved(self) -> dict[str, Tensor]:
-        """FQN -> parameter, or expert bias of a layer."""
-        tensors = dict(self.parameters)
-        for layer, experts in self.experts.items():
-            fqn = f"layers.{layer}.feed_forward.router.expert_bias"
-            tensors[fqn] = experts.moe.router.expert_bias
-        return tensors
-
     def keep_output(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
         self.outputs[name] = output.detach()
 
@@ -242,10 +234,9 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
         if number:
             set_step(scheduler, positions[number])
         batch = make_batch(config, number)
-        weights = copy_tensors(plain.saved)
+        weights = copy_tensors(plain.model.state_dict())
         loss, gradients = plain.backward(batch)
-        norms = [gradient.double().norm() for gradient in gradients.values()]
-        norm = torch.stack(norms).norm().item()
+        norm = get_total_norm([gradient.double() for gradient in gradients.values()]).item()
         if not spoiled_by:
             for fqn, parameter in plain.parameters.items():
                 parameter.grad = gradients[fqn] * min(1.0, clip * norm / (norm + 1e-6))
@@ -268,7 +259,7 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
                 norm=norm,
                 rate=scheduler.get_last_lr()[0],
                 loads={layer: experts.load for layer, experts in plain.experts.items()},
-                updated=copy_tensors(plain.saved),
+                updated=copy_tensors(plain.model.state_dict()),
                 state=state,
             )
         )

@@ -13,7 +13,6 @@ plain loop. It is recognized by its scores, so it can be on any rank and in any 
 """
 
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -33,6 +32,7 @@ from torchtitan_lite.data.dataset import rows_of_rank
 from torchtitan_lite.faults.copies import compare_copies
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import count_valid_tokens
+from torchtitan_lite.model.moe import Router
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.verify.measures import Note, Seen, cut, local, relative_error
 from torchtitan_lite.tools.verify.modules import outputs_compared
@@ -119,13 +119,14 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
         note("gradient norm", "all gradients", abs(norm - plain.norm) / plain.norm)
     note("finite flag", "train_step", float(bool(result.finite) != is_finite))
     compare_updates(run, plain, note)
-    if run.balance:
-        for layer in run.balance.routers:
-            error = (result.expert_loads[layer, :-1] - plain.loads[layer]).abs().max().item()
-            note("expert loads", f"layers.{layer}.feed_forward.router", error)
-        for fqn, bias in run.balance.biases.items():
-            error = (bias - plain.updated[fqn]).abs().max().item()
-            note("expert biases", fqn, error)
+    routers = run.balance.routers if run.balance else {}
+    for layer, router in routers.items():
+        name = f"layers.{layer}.feed_forward.router"
+        load_error = (result.expert_loads[layer, :-1] - plain.loads[layer]).abs().max()
+        note("expert loads", name, load_error.item())
+        bias = f"{name}.expert_bias"
+        bias_error = (router.expert_bias - plain.updated[bias]).abs().max()
+        note("expert biases", bias, bias_error.item())
     rate_error = abs(result.lr - plain.rate) / (run.config.optimizer.lr or 1.0)
     note("learning rate", "lr_scheduler", rate_error)
     n_steps_off = abs(run.lr_scheduler.last_epoch - plain.position - 1)
@@ -188,20 +189,17 @@ def give_weights(run: build.Run, weights: dict[str, Tensor]) -> None:
 
 def settle_ties(run: build.Run, plain: PlainStep) -> None:
     """Make the routers choose the experts of the plain loop for tokens with tied scores, and as usual otherwise."""
-    if run.balance is None:
-        return
-    for layer, router in run.balance.routers.items():
-        vars(router).pop("choose", None)  # remove the previous step's
-        scores, routes = plain.ties[layer]
-        if len(scores):
-            router.choose = partial(choose_with_ties, router.choose, scores, routes)
+    routers = run.balance.routers if run.balance else {}
+    for layer, router in routers.items():
+        router.choose = partial(choose_with_ties, router, *plain.ties[layer])
 
 
-def choose_with_ties(
-    choose: Callable[[Tensor], Tensor], of_ties: Tensor, routes: Tensor, scores: Tensor
-) -> Tensor:
+def choose_with_ties(router: Router, of_ties: Tensor, routes: Tensor, scores: Tensor) -> Tensor:
     """Replace Router.choose: scores (B, S, E) -> routes (B, S, K). `of_ties` (N, E), `routes` (N, K)."""
+    chosen = Router.choose(router, scores)
+    if len(routes) == 0:
+        return chosen
     distance = (scores[..., None, :] - of_ties).abs().amax(-1)  # (B, S, N)
     nearest = distance.min(-1)
     is_tie = nearest.values < SAME_TOKEN
-    return torch.where(is_tie[..., None], routes[nearest.indices], choose(scores))
+    return torch.where(is_tie[..., None], routes[nearest.indices], chosen)

@@ -77,6 +77,7 @@ REPLACED = {
     "checkpoint.initial_load_path": "",
     "checkpoint.last_save_model_only": False,
     "checkpoint.last_save_in_hf": False,
+    "comm.train_timeout_seconds": 300,
     "validation.enable": True,
     "validation.freq": 10**6,
     "validation.dataset": [],
@@ -107,7 +108,6 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
         "training.dataset": [f"corpus-{number}" for number in range(len(config.training.dataset))],
         "debug.compare_copies_every": min(1, config.debug.compare_copies_every),
-        "comm.train_timeout_seconds": max(300, config.comm.train_timeout_seconds),
         **reduce_stages(config.parallelism, args.n_layers, real),
         **reduce_sizes(config, args, wide),
     }
@@ -117,7 +117,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     if config.compile.enable:
         # Traces and differentiates like inductor, but generates no kernels.
         keys["compile.backend"] = "aot_eager"
-    keys |= reduce_experts(args, wide, keys["model.dim"], keys["model.n_layers"], N_EXPERTS)
+    keys |= reduce_experts(args, wide, keys["model.dim"], N_EXPERTS)
     small = override(config, keys)
     small = override(small, reduce_batch(small, config, real, wide))
     layout = plan_layout(small, resolve_model(small.model), wide.world_size)
@@ -198,13 +198,11 @@ def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
     return size
 
 
-def reduce_experts(
-    args: ModelArgs, layout: Layout, dim: int, n_layers: int, n_wanted: int
-) -> dict[str, int]:
+def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> dict[str, int]:
     """Return the sizes of an MoE: about `n_wanted` experts, and top_k of the real model, at most N_EXPERTS.
 
     FSDP shards whole experts if it does so in the real run, and otherwise matrices. If the real model has both MoE and
-    dense layers, so have the small ones with two or more layers. Empty for a dense model.
+    dense layers, so have the small ones. Empty for a dense model.
     """
     moe = args.moe
     if moe is None:
@@ -216,14 +214,12 @@ def reduce_experts(
     shares_experts = find_expert_dim(args, ep, efsdp) == 0 or efsdp == 1 or dim % efsdp > 0
     while (n_experts // ep % efsdp == 0) != shares_experts:
         n_experts += ep
-    width = min(moe.expert_ffn_dim, dim // 2)
-    has_dense_layers = n_layers > 1
     return {
         "flavor.n_experts": n_experts,
         "flavor.top_k": top_k,
-        "flavor.expert_ffn_dim": round_up(width, lcm(ALIGNED, efsdp, layout.tp)),
-        "flavor.n_first_dense_layers": min(moe.n_first_dense_layers, int(has_dense_layers)),
-        "flavor.moe_every": min(moe.moe_every, 1 + int(has_dense_layers)),
+        "flavor.expert_ffn_dim": round_up(dim // 2, lcm(ALIGNED, efsdp, layout.tp)),
+        "flavor.n_first_dense_layers": min(moe.n_first_dense_layers, 1),
+        "flavor.moe_every": min(moe.moe_every, 2),
     }
 
 
@@ -344,10 +340,10 @@ def deepen(reduction: Reduction) -> Config:
         "model.dim": DIM,
         "model.n_heads": layout.tp * min(2, args.n_heads // args.n_kv_heads),
         "model.n_kv_heads": layout.tp,
-        "model.head_dim": min(4, args.head_dim),
+        "model.head_dim": 4,
         "model.ffn_dim": reduce_size(args.ffn_dim, 24, layout.tp, 1),
         "model.vocab_size": reduce_size(args.vocab_size, 64, layout.tp, 1),
-        **reduce_experts(args, layout, DIM, n_layers, N_DEEP_EXPERTS),
+        **reduce_experts(args, layout, DIM, N_DEEP_EXPERTS),
     }
     n_tokens = N_TOKENS
     if ATTENTIONS[real.model.attention].uses_documents:

@@ -34,7 +34,7 @@ from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config, LRScheduler
+from torchtitan_lite.config.schema import Config, LRScheduler, with_value
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
@@ -51,8 +51,9 @@ from torchtitan_lite.tools.verify.reduction import (
 from torchtitan_lite.tools.verify.rounding import packing_checked
 from torchtitan_lite.tools.verify.trial import BOUNDS, RunRanks, Trial, judge
 
-ANY_LAYOUT = {  # values that any other layout can run
+RESUMED = {  # more steps, and values that any layout can run
     **STAGES_BY_RULE,
+    "training.steps": 4,
     "parallelism.pipeline_parallel_schedule": "GPipe",
     "parallelism.pipeline_parallel_microbatch_size": 1,
     "training.local_batch_size": 1,
@@ -65,41 +66,39 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     folder = folder.absolute() / "train.py"
     n_ranks = reduction.layout.world_size
     first = make_config(reduction, folder)
+    resumed = choose_other_layout(override(first, RESUMED), n_ranks)
+    alone = put_on_one_rank(resumed, first.training.global_batch_size)
+    alone = with_value(alone, "job.dump_folder", str(folder / "one process"))
     write_corpora(first)
-    other = choose_other_layout(override(first, ANY_LAYOUT), n_ranks)
-    alone = put_on_one_rank(first, first.training.global_batch_size)
-    right_folder = folder / "one process"
-    right = run_train(alone, 4, right_folder, 1, run_ranks)
-    own_folder = folder / "layout"
+    right = run_train(alone, 1, run_ranks)
     seen = Seen({})
     ran = []
-    for name, config, steps in (("first start", first, (1, 2)), ("resumed start", other, (3, 4))):
-        log = run_train(config, steps[-1], own_folder, n_ranks, run_ranks)
+    for name, config, steps in (("first start", first, (1, 2)), ("resumed start", resumed, (3, 4))):
+        log = run_train(config, n_ranks, run_ranks)
         ran.append(config)
         for step in steps:
             for key, expected in right[step].items():
                 if key in BOUNDS:
                     error = abs(log[step].get(key, math.inf) - expected) / abs(expected or 1.0)
                     seen.note(step - 1, key, name, error)
-            checkpoint = Path(config.checkpoint.folder, f"step-{step}")
-            compare_checkpoints(right_folder / checkpoint, own_folder / checkpoint, step, seen)
+            compare_checkpoints(alone, config, step, seen)
         trial = judge("train.py", [seen], lambda key: BOUNDS[key[1]])
         if trial.faults:
             break
     return replace(trial, ran=tuple(ran))
 
 
-def compare_checkpoints(right_folder: Path, folder: Path, step: int, seen: Seen) -> None:
+def compare_checkpoints(alone: Config, config: Config, step: int, seen: Seen) -> None:
     """Compare every tensor of a checkpoint, weights and optimizer state, with the checkpoint of one process."""
-    right = open_checkpoint(right_folder, verify=False)
-    own = open_checkpoint(folder, verify=False)
+    name = Path(config.checkpoint.folder, f"step-{step}")
+    right = open_checkpoint(Path(alone.job.dump_folder) / name, verify=False)
+    own = open_checkpoint(Path(config.job.dump_folder) / name, verify=False)
     saved = own.manifest.tensors
     expected = right.manifest.tensors
     errors = {}
-    for name in expected:
+    for name, entry in expected.items():
         errors[name] = math.inf
-        is_alike = name in saved and saved[name][:2] == expected[name][:2]  # dtype, shape
-        if is_alike:
+        if name in saved and saved[name][:2] == entry[:2]:  # dtype, shape
             errors[name] = relative_error(own.read(name), right.read(name))
     # A wrong state makes weights wrong, but less so: the largest error comes first.
     for name in sorted(errors, key=errors.get, reverse=True):
@@ -109,17 +108,13 @@ def compare_checkpoints(right_folder: Path, folder: Path, step: int, seen: Seen)
         seen.note(step - 1, measure, name, errors[name])
 
 
-def run_train(config: Config, n_steps: int, folder: Path, n_ranks: int, run_ranks: RunRanks) -> Log:
-    """Run train.py up to step `n_steps` on ranks of the pool, and return its log. Raises RankFailure."""
-    keys = {
-        "training.steps": n_steps,
-        "job.dump_folder": str(folder),
-        "model.flavor": "debug",  # replaced by `flavors`: a TOML file cannot set the number of experts
-        "model.row": None,
-    }
-    flavors = {"debug": resolve_model(config.model)}
+def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> Log:
+    """Run train.py on ranks of the pool, and return its log. Raises RankFailure."""
+    flavors = {"debug": resolve_model(config.model)}  # a TOML file cannot set the number of experts
+    config = override(config, {"model.flavor": "debug", "model.row": None})
+    folder = Path(config.job.dump_folder)
     path = folder.with_suffix(".toml")
-    path.write_text(dump_config_toml(override(config, keys)), encoding="utf-8")
+    path.write_text(dump_config_toml(config), encoding="utf-8")
     # As in torchrun, the parent hosts the store for the rendezvous, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_ranks(start_train, n_ranks, ["--config", str(path)], store.port, flavors)
@@ -215,6 +210,8 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
     return override(
         small,
         {
+            "training.steps": 2,
+            "job.dump_folder": str(folder / "layout"),
             "optimizer": optimizer,
             "lr_scheduler": LRScheduler(warmup_steps=2, total_steps=6, decay_type=decay_type),
             "training.expert_bias_rate": 1e-3,

@@ -136,7 +136,7 @@ def judge(
     measures: dict[str, tuple[float, float]] = {}
     faults: dict[str, Culprit] = {}
     for key in sorted(keys, key=lambda key: (key[0], order.index(key[1]), places.get(key[2], 0))):
-        step, measure, what = key
+        _, measure, _ = key
         bound = choose_bound(key)
         if bound is None:
             continue
@@ -145,26 +145,22 @@ def judge(
         if worst >= measures.get(measure, (0.0, bound))[0]:
             measures[measure] = (worst, bound)
         if worst > bound and measure not in faults:
-            detail = f"{measure}: {what}, off by {worst:.1e} in step {step + 1}"
-            faults[measure] = blame(measure, what, detail, errors, bound)
+            faults[measure] = blame(key, errors, bound)
     return Trial(name, measures, faults)
 
 
-def blame(
-    kind: str,
-    name: str,
-    text: str,
-    errors: Iterable[tuple[Coordinates, float]],
-    bound: float,
-) -> Culprit:
+def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Culprit:
     """Describe how many ranks are wrong, and along which mesh dims a correct and a wrong rank are neighbors."""
-    is_wrong = [error > bound for _, error in errors]
+    step, measure, name = key
+    worst = max(error for _, error in errors)
+    n_wrong = sum(error > bound for _, error in errors)
     dims = set()
     for (here, one), (there, other) in combinations(errors, 2):
         apart = [dim for dim in here if here[dim] != there[dim]]
         if len(apart) == 1 and (one > bound) != (other > bound):
             dims.add(apart[0])
-    text += f" on {sum(is_wrong)} of the {len(is_wrong)} ranks that compared it"
+    text = f"{measure}: {name}, off by {worst:.1e} in step {step + 1}"
+    text += f" on {n_wrong} of the {len(errors)} ranks that compared it"
     if dims:
         text += f"; correct and wrong ranks differ along {', '.join(sorted(dims))}"
-    return Culprit(kind, name, text, tuple(sorted(dims)))
+    return Culprit(measure, name, text, tuple(sorted(dims)))
