@@ -10,7 +10,7 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.tools.verify.plain import choose_positions, make_batch, run_plainly
+from torchtitan_lite.tools.verify.plain import make_batch, run_plainly
 from torchtitan_lite.tools.verify.reduction import (
     count_layers,
     deepen,
@@ -210,12 +210,6 @@ def test_the_batch_masks_unequally_and_documents_are_many_and_far_away():
     assert counted[0] > 500 and counted[1] == 0 and len(set(counted.tolist())) > 5
     assert batch.doc_ids.max() > 256
     assert {0, 1, 2**13, 2**13 + 1, 2**19} <= set(batch.positions[0].tolist())
-
-
-def test_steps_are_made_at_the_start_the_peak_the_decay_and_the_end_of_the_schedule():
-    keys = {"lr_scheduler.warmup_steps": 3, "lr_scheduler.total_steps": 30}
-    section = override(read("debug"), keys).lr_scheduler
-    assert choose_positions(section) == [0, 2, 27, 28, 29]
 
 
 def test_loads_are_uneven_and_one_expert_of_each_layer_gets_no_token():
