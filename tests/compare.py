@@ -13,7 +13,6 @@ from torchtitan_lite.config.layout import plan_degrees, resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler, Model, Optimizer, Training
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.tools.verify import plain
-from torchtitan_lite.tools.verify.plain import Inputs
 from torchtitan_lite.tools.verify.rank import build_small_run, local, own_rows, relative_error
 from torchtitan_lite.tools.verify.reduction import Reduction, override, reduce_config
 from torchtitan_lite.tools.verify.trial import RunRanks, Trial, try_layout
@@ -72,7 +71,7 @@ def reduce_row(row) -> Reduction:
 def try_row(row, run_ranks: RunRanks, folder: Path) -> Trial:
     """One step of the table model on a layout, beside one process."""
     config = complete(row.overrides, row.world_size)
-    return try_layout("table", config, row.world_size, run_ranks, folder, Inputs(n_steps=1))
+    return try_layout("table", config, row.world_size, run_ranks, folder, 1)
 
 
 def build_table_run(

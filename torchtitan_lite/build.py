@@ -8,7 +8,6 @@
 train.py, verify, plan, explain and bench all build their runs here, so they cannot drift apart.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -88,20 +87,15 @@ def build_parts(
     return parts
 
 
-def materialize(
-    parts: list[nn.Module], config: Config, device: torch.device, fill: Callable | None
-) -> None:
-    """Allocate this rank's shards on `device` (on the CPU with offload), and initialize their weights.
-
-    `fill`: as in initialize_weights.
-    """
+def materialize(parts: list[nn.Module], config: Config, device: torch.device) -> None:
+    """Allocate this rank's shards on `device` (on the CPU with offload), and initialize their weights."""
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         if is_tied_inside(part):  # to_empty made two tensors out of the shared one
             part.output.weight = part.tok_embeddings.weight
         for _, moe in list_moes(part):
             moe.router.reset(device)
-        initialize_weights(part, config.debug.seed, device, fill)
+        initialize_weights(part, config.debug.seed, device)
         part.train()
 
 
@@ -111,15 +105,14 @@ def build_run(
     layout: Layout,
     mesh: Mesh,
     device: torch.device,
-    fill: Callable | None = None,
     parts: list[nn.Module] | None = None,
 ) -> Run:
     """Build a run at step 0. `config` is resolved. Collective.
 
-    `fill`: as in initialize_weights. `parts`: the result of `build_parts`, if the caller has it.
+    `parts`: the result of `build_parts`, if the caller has it.
     """
     parts = parts or build_parts(config, model_args, layout, mesh)
-    materialize(parts, config, device, fill)
+    materialize(parts, config, device)
     float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
     parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
     tied = None

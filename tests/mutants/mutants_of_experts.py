@@ -82,9 +82,7 @@ def rows_beyond_the_capacity_dropped(original, rows, matrices, ends):
 # ---------------------------------------------------------------- the choice
 
 
-@mutant(
-    EP2, "module output", "layers.0.feed_forward", at=(moe.Router, "choose"), dims=("dp_shard",)
-)
+@mutant(EP2, "module output", "layers.0.feed_forward", at=(moe.Router, "choose"))
 def scores_rounded_before_the_choice(original, router, scores):
     """Experts are chosen by scores in bf16, of which many are equal."""
     return (scores + router.expert_bias).bfloat16().topk(router.args.top_k, dim=-1).indices

@@ -7,9 +7,9 @@ from layouts import BIASES, PP, TIED, TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite import step
+from torchtitan_lite.parallel import initial_weights
 from torchtitan_lite.parallel.tensor_parallel import ColwiseLinear
 from torchtitan_lite.parallel.tied_embeddings import TiedMatrix
-from torchtitan_lite.tools.verify import plain
 
 STAGES = Row(2, {PP: 2, **TIED})
 
@@ -56,7 +56,12 @@ def a_bias_is_added_for_every_tp_rank(compute, style, module, ranks, x):
     return out if module.bias is None else out + (ranks.n - 1) * module.bias
 
 
-@mutant(Row(2, BIASES), "initial weights", "layers.0.attention.wq.bias", at=(plain, "fill_tensor"))
+@mutant(
+    Row(2, BIASES),
+    "initial weights",
+    "layers.0.attention.wq.bias",
+    at=(initial_weights, "fill_tensor"),
+)
 def a_bias_starts_as_a_norm(fill_tensor, full, entry, generator):
     """Whatever has one dimension starts at one."""
     fill_tensor(full, entry, generator)

@@ -21,6 +21,7 @@ from torchtitan_lite.tools.verify.rank import local
 
 in_first_start = partial(mutant, name="first start", trial="train.py")
 in_resumed_start = partial(mutant, name="resumed start", trial="train.py")
+in_saved_tensor = partial(mutant, kind="saved tensor", trial="train.py")
 
 
 @in_first_start("dp2 x tp2", kind="loss", at=(dataset, "rows_of_rank"))
@@ -35,7 +36,7 @@ def data_begins_anew_after_a_resume(original, data, steps):
     return original(data, range(len(steps)))
 
 
-@in_resumed_start("pp2 1F1B", kind="loss", at=(loading, "set_step"))
+@in_saved_tensor("pp2 1F1B", name="model.layers.1.attention.wo.weight", at=(loading, "set_step"))
 def only_rank_0_resumes_its_schedule(original, lr_scheduler, step):
     """Other ranks begin their warm-up again; the logged rate is right."""
     if dist.get_rank() == 0:
@@ -50,7 +51,7 @@ def schedule_as_long_as_this_start(original, config, layout, device_type):
     return replace(config, lr_scheduler=section)
 
 
-@in_resumed_start(Row(2, ADAMW), kind="loss")
+@in_saved_tensor(Row(2, ADAMW), name="optimizer.layers.1.feed_forward.w3.weight.exp_avg_sq")
 def moments_forgotten_by_a_resume():
     """Weights alone are loaded; AdamW begins with moments of zero."""
     return put_in_place(
@@ -58,11 +59,9 @@ def moments_forgotten_by_a_resume():
     )
 
 
-@mutant(
+@in_saved_tensor(
     Row(2, ADAMW),
-    "saved tensor",
-    "optimizer.layers.1.feed_forward.w2.weight.exp_avg_sq",
-    trial="train.py",
+    name="optimizer.layers.1.feed_forward.w3.weight.exp_avg_sq",
     at=(loading, "load_checkpoint"),
 )
 def second_moments_rounded_by_a_resume(original, path, tensors, **options):
@@ -74,9 +73,9 @@ def second_moments_rounded_by_a_resume(original, path, tensors, **options):
     return manifest
 
 
-@in_resumed_start(
+@in_saved_tensor(
     Row(2, {**ADAMW, "optimizer.moments_dtype": "bfloat16"}),
-    kind="loss",
+    name="model.layers.1.attention.wo.weight",
     at=(loading, "load_checkpoint"),
 )
 def moments_in_bfloat16_not_restored(original, path, tensors, **options):
@@ -94,12 +93,7 @@ def schedule_shifted_by_a_resume(original, lr_scheduler, step):
     original(lr_scheduler, step - 1)
 
 
-@mutant(
-    FAST["experts, dp2, ep2"],
-    "saved tensor",
-    "model.layers.0.feed_forward.experts.w3",
-    trial="train.py",
-)
+@in_saved_tensor(FAST["experts, dp2, ep2"], name="model.layers.0.feed_forward.experts.w3")
 @contextmanager
 def experts_saved_in_another_order():
     """Experts are written in turns, one from each ep rank, and read so: right as long as ep stays."""

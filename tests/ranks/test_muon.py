@@ -22,7 +22,7 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.timeline import plan_order
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
-from torchtitan_lite.tools.verify.plain import Inputs
+from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.trial import try_layout
 
 H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3")
@@ -105,7 +105,7 @@ def test_weights_and_state_are_those_of_one_process(pool, tmp_path, name):
         world_size,
         pool.run,
         tmp_path,
-        Inputs(),
+        len(STEPS),
     )
     assert not trial.faults and {"state", "updates"} <= trial.measures.keys()
 

@@ -12,7 +12,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.schedule import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.schema import Parallelism
-from torchtitan_lite.tools.verify.plain import Inputs, run_plainly
+from torchtitan_lite.tools.verify.plain import run_plainly
 from torchtitan_lite.tools.verify.precision import try_precision
 
 
@@ -161,7 +161,7 @@ KINDS = ("1F1B", "LoopedBFS", "DualPipeV")  # a loop of its own, several stages 
     ],
 )
 def test_validation_runs_forward_through_every_schedule_and_zero_stage(pool, overrides):
-    (plain,) = run_plainly(compare.TABLE_CONFIG, Inputs(n_steps=1))
+    (plain,) = run_plainly(compare.TABLE_CONFIG, 1)
     expected = plain.loss
     overrides = {**overrides, "activation_checkpoint.mode": "none"}
     for validated, trained, disturbed in pool.run(validate_then_train, 4, overrides):

@@ -18,7 +18,6 @@ from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
-from torchtitan_lite.tools.verify.plain import init_leveled
 from torchtitan_lite.validation import validate
 
 SEQ_LEN = compare.SEQ_LEN
@@ -80,7 +79,7 @@ def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, fl
     """The same by a plain loop over samples of the held-out row, one at a time; `starts`: their first tokens."""
     config = compare.override(compare.TABLE_CONFIG, BYTES)
     model = Llama3(resolve_model(config.model))
-    initialize_weights(model, config.debug.seed, fill=init_leveled)  # as build_table_run
+    initialize_weights(model, config.debug.seed)
     validation = open_validation(folder)
     tokens, begins = validation.tokens.long(), torch.zeros(validation.n_tokens, dtype=torch.bool)
     begins[validation.documents] = True

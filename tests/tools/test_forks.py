@@ -180,7 +180,7 @@ def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(
     ]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3]
     status, out, err = walked["verify"]
-    assert status == 0 and json.loads(out)["certified"], out + err
+    assert status == 0 and json.loads(out)["verdict"] == "certified", out + err
     status, out, err = walked["verify pp2"]
     assert status == 0 and ("loss formula not covered" in out) == ("a loss" in names), out + err
     for tool in ("generate", "convert"):

@@ -10,11 +10,10 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.tools.verify.plain import Inputs, choose_positions, make_batch, run_plainly
+from torchtitan_lite.tools.verify.plain import make_batch, run_plainly
 from torchtitan_lite.tools.verify.reduction import (
     count_layers,
     deepen,
-    find_far_position,
     override,
     reduce_config,
 )
@@ -173,7 +172,6 @@ def test_experts_keep_top_k_and_are_shared_as_before(args, efsdp, n_experts, n_d
             n,
             resolve_model(config.model).moe.top_k,
         )
-        assert small.training.seq_len not in (n, of_experts.expert_ffn_dim, of_experts.top_k)
 
 
 # ---------------------------------------------------------------- every shipped config, and the deep run
@@ -201,29 +199,20 @@ def test_each_small_run_keeps_the_layout_and_the_deep_one_is_deep_long_and_far(n
     assert reduction.config.optimizer == config.optimizer and deep.optimizer == config.optimizer
     assert deep.model.n_layers >= 12 and deep.training.seq_len > 256
     assert layout.n_microbatches >= 12 or layout.pp == 1
-    assert find_far_position(config) >= max(8192, config.training.seq_len)
-    assert deep.training.seq_len / layout.cp / deep.training.loss_chunk_tokens >= 11
+    assert deep.training.seq_len / deep.training.loss_chunk_tokens >= 11
 
 
-def test_the_batch_masks_unequally_and_documents_cross_a_far_position():
+def test_the_batch_masks_unequally_and_documents_are_many_and_far_away():
     keys = {"model.attention": "document", "training.seq_len": 560}
     config = compare.override(compare.TABLE_CONFIG, keys)
-    batch = make_batch(config, 0, Inputs(first_position=8192, tokens_per_document=2))
+    batch = make_batch(config, 0)
     counted = (batch.targets != -100).sum(1)
-    assert counted[0] == 560 and counted[1] == 0 and len(set(counted.tolist())) > 5
-    begins = batch.doc_ids.diff(dim=1) == 1
-    starts = batch.positions[0, 1:][begins[0]]
+    assert counted[0] > 500 and counted[1] == 0 and len(set(counted.tolist())) > 5
     assert batch.doc_ids.max() > 256
-    assert (starts == 8191).all()  # the second token of each document crosses the position
-
-
-def test_steps_are_made_at_the_start_the_peak_the_decay_and_the_end_of_the_schedule():
-    keys = {"lr_scheduler.warmup_steps": 3, "lr_scheduler.total_steps": 30}
-    section = override(read("debug"), keys).lr_scheduler
-    assert choose_positions(section) == [0, 2, 11, 20, 29]
+    assert {0, 1, 2**13, 2**13 + 1, 2**19} <= set(batch.positions[0].tolist())
 
 
 def test_loads_are_uneven_and_one_expert_of_each_layer_gets_no_token():
-    for step in run_plainly(reduce_config(read("debug_moe"), 2).config, Inputs(n_steps=2)):
+    for step in run_plainly(reduce_config(read("debug_moe"), 2).config, 2):
         for load in step.loads.values():
             assert sorted(load.tolist())[0] == 0 and load.max() > 1.5 * load.sort().values[-2]

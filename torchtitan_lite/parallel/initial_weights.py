@@ -12,7 +12,6 @@ Effect: parts are filled in place.
 """
 
 import hashlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +21,11 @@ from torchtitan_lite.config.block import Parameter, list_parameters
 
 
 @torch.no_grad()
-def initialize_weights(
-    part: nn.Module, seed: int, device: torch.device | None = None, fill: Callable | None = None
-) -> None:
+def initialize_weights(part: nn.Module, seed: int, device: torch.device | None = None) -> None:
     """Initialize the parameters of `part` as its model's table says.
 
-    `device`: where to draw, if not on the parameters' device. CPU and GPU draw different values. `fill` replaces
-    fill_tensor.
+    `device`: where to draw, if not on the parameters' device. CPU and GPU draw different values.
     """
-    fill = fill or fill_tensor
     table = list_parameters(part.model_args)
     for fqn, parameter in part.named_parameters():
         if fqn == "output.weight" and part.model_args.tie_embeddings:
@@ -39,7 +34,7 @@ def initialize_weights(
             parameter.shape, dtype=parameter.dtype, device=device or parameter.device
         )
         generator = torch.Generator(full.device).manual_seed(seed_of(seed, fqn))
-        fill(full, table[fqn], generator)
+        fill_tensor(full, table[fqn], generator)
         copy_local_shard(parameter, full)
 
 

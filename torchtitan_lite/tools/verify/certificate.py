@@ -6,92 +6,57 @@
 No list of replaced keys is kept anywhere: a trial hands over its configs, and every key is compared.
 """
 
-import json
+import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.config.layout import SIZES, Layout, resolve_config, resolve_model
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.tools.tables import format_table
 from torchtitan_lite.tools.verify.degrees import AUTOMATIC
-from torchtitan_lite.tools.verify.plain import has_own_loss
 from torchtitan_lite.tools.verify.reduction import Reduction
-from torchtitan_lite.tools.verify.trial import Trial
+from torchtitan_lite.tools.verify.trial import NOT_FINISHED, Trial
 
 Changes = dict[str, tuple[object, object]]  # key -> value asked, value that ran
-CERTIFIED, WRONG, NOT_FINISHED = "certified", "wrong", "not finished"
+CERTIFIED, WRONG = "certified", "wrong"
 OUTSIDE = (
-    "the model file and float8 arithmetic, which both sides share; kernels of CUDA and NCCL; real sizes; speed and "
-    "memory"
+    "the model file, a loss formula of its own and float8 arithmetic, which both sides share; kernels of CUDA and "
+    "NCCL; real sizes; speed and memory"
 )
-# Sections that a step reads, and keys in them that it does not. train.py reads all keys.
-OF_A_STEP = (
-    "model",
-    "training",
-    "parallelism",
-    "optimizer",
-    "lr_scheduler",
-    "activation_checkpoint",
-    "compile",
-    "quantize",
-)
-OF_TRAIN_PY = ("model.hf_assets_path", "training.dataset", "training.cache_folder")
 
 
 def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial]) -> dict:
     """Return the certificate in JSON types. `trials` end with the first that found a fault."""
-    verdict = CERTIFIED
-    if trials[-1].unfinished:
+    faults = trials[-1].faults
+    verdict = WRONG if faults else CERTIFIED
+    if NOT_FINISHED in faults:
         verdict = NOT_FINISHED
-    elif trials[-1].faults:
-        verdict = WRONG
-    layout = reduction.layout
-    model = build_on_meta(reduction.config, resolve_model(reduction.config.model))
+    asked = list_values(reduction, reduction.real)
+    covered = set()
+    not_covered: Changes = {}
     records = []
     for trial in trials:
-        record = asdict(trial)
-        del record["ran"]
-        record["replaced"] = list_replaced(reduction, trial)
-        records.append(record)
+        replaced: Changes = {}
+        for config in trial.ran:
+            for key, value in list_values(reduction, config).items():
+                if value == asked[key]:
+                    covered.add(key)
+                else:
+                    replaced.setdefault(key, (asked[key], value))
+        not_covered = replaced | not_covered
+        records.append(asdict(trial) | {"replaced": replaced})
+    for key in covered:
+        not_covered.pop(key, None)
+    layout = reduction.layout
     return {
         "config": config_name,
         "layout": f"{layout}, {layout.world_size} ranks",
         "verdict": verdict,
-        "certified": verdict == CERTIFIED,
-        "degrees": layout.degrees | {"ep": layout.ep},
-        "loss_covered": not has_own_loss(model),
-        "not_covered": find_not_covered(reduction, trials),
+        "not_covered": not_covered,
         "without_effect": find_without_effect(reduction.real, layout),
         "trials": records,
     }
-
-
-def find_not_covered(reduction: Reduction, trials: Sequence[Trial]) -> Changes:
-    """Return the keys that no trial ran with the value asked."""
-    asked = list_values(reduction, reduction.real)
-    not_covered: Changes = {}
-    for key, value in asked.items():
-        is_of_train_py = key.startswith(OF_TRAIN_PY) or not key.startswith(OF_A_STEP)
-        ran = []
-        for trial in trials:
-            if trial.name == "train.py" or not is_of_train_py:
-                ran += [list_values(reduction, config)[key] for config in trial.ran]
-        if ran and value not in ran:
-            not_covered[key] = (value, ran[0])
-    return not_covered
-
-
-def list_replaced(reduction: Reduction, trial: Trial) -> Changes:
-    """Return every key whose value differs in one of the configs of a trial."""
-    asked = list_values(reduction, reduction.real)
-    replaced: Changes = {}
-    for config in trial.ran:
-        for key, value in list_values(reduction, config).items():
-            if value != asked[key]:
-                replaced.setdefault(key, (asked[key], value))
-    return replaced
 
 
 def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
@@ -102,8 +67,6 @@ def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
         values[key] = get_value(config, key)
         if values[key] in (AUTOMATIC, "auto", None):
             values[key] = get_value(resolved, key)
-    if not reduction.real.compile.enable:
-        del values["compile.backend"]  # not read
     args = resolve_model(config.model)
     for name in SIZES:
         values[f"model.{name}"] = getattr(args, name)
@@ -116,13 +79,12 @@ def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
 def find_without_effect(config: Config, layout: Layout) -> dict[str, str]:
     """Return keys that change nothing on the ranks of verify, each with the reason."""
     section = config.parallelism
-    uses = {"hpz": "hpz keeps nothing", "qgz": "qgz has no all-to-all between nodes"}
-    why = [text for name, text in uses.items() if name in section.zero_plus_plus]
-    if not why or layout.fsdp_far > 1 or layout.efsdp_far > 1:
+    for_nodes = [option for option in section.zero_plus_plus if option in ("hpz", "qgz")]
+    if not for_nodes or layout.fsdp_far > 1 or layout.efsdp_far > 1:
         return {}
-    n_ranks = layout.dp_shard * layout.cp
     node = f"nodes of {section.zero_plus_plus_node_size} ranks"
-    reason = f"{node} do not split an FSDP group of {n_ranks}, so {', '.join(why)}"
+    group = f"an FSDP group of {layout.dp_shard * layout.cp}"
+    reason = f"{', '.join(for_nodes)}: {node} do not split {group}"
     return {"parallelism.zero_plus_plus": reason}
 
 
@@ -132,17 +94,12 @@ def find_without_effect(config: Config, layout: Layout) -> dict[str, str]:
 def describe(report: dict) -> str:
     """Return the verdict, what it does not cover, and the measured errors as text."""
     last = report["trials"][-1]
-    subject = f"{report['verdict']}: {report['config']} on {report['layout']}"
-    if report["certified"]:
-        lines = [f"{subject}: this layout computes the one-process model"]
-    elif last["unfinished"]:
-        lines = [f"{subject}: trial {last['name']}: {last['unfinished']}"]
+    lines = [f"{report['verdict']}: {report['config']} on {report['layout']}"]
+    if report["verdict"] == CERTIFIED:
+        lines[0] += ": this layout computes the one-process model"
     else:
-        lines = [f"{subject}: this layout does not compute the one-process model"]
         lines.append(f"trial {last['name']}, in the order of a step:")
-        lines += [f"  {text}" for text in last["faults"].values()]
-    if not report["loss_covered"]:
-        lines.append("loss formula not covered: both sides call the head of the model")
+        lines += [f"  {culprit['text']}" for culprit in last["faults"].values()]
     lines.append(f"not covered: {OUTSIDE}. By key:")
     for key, reason in report["without_effect"].items():
         lines.append(f"  {key}: no effect: {reason}")
@@ -160,8 +117,7 @@ def describe(report: dict) -> str:
 
 def format_change(key: str, change: tuple[object, object]) -> str:
     """Return the text of a change. A long value, such as a path, is cut in the middle."""
-    texts = [json.dumps(value, default=str) for value in change]
-    asked, ran = (text if len(text) <= 44 else f"{text[:20]}...{text[-20:]}" for text in texts)
+    asked, ran = map(reprlib.repr, change)
     return f"{key} {asked} -> {ran}"
 
 

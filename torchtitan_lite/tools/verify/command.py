@@ -1,7 +1,7 @@
 """`verify`: compare a reduced config with one process; print a certificate or the first difference.
 
 wide        five steps with the optimizer and schedule of the run; two of them have a gradient that is not finite
-deep        one step: twelve layers, twelve microbatches, rows of 280 tokens or more across position 8,192 and beyond
+deep        one step: twelve layers, twelve microbatches, rows of 280 tokens or more
 train.py    three starts of train.py: one process; the layout; another layout that resumes
 bfloat16    one step (float8: three steps), compared with one rank that rounds in the same places
 """
@@ -18,16 +18,11 @@ import torch
 
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.preflight import read_run_config
-from torchtitan_lite.tools.verify.certificate import describe, make_report
-from torchtitan_lite.tools.verify.plain import Inputs
+from torchtitan_lite.tools.verify.certificate import CERTIFIED, describe, make_report
+from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.precision import try_precision
 from torchtitan_lite.tools.verify.ranks import RankPool
-from torchtitan_lite.tools.verify.reduction import (
-    Reduction,
-    deepen,
-    find_far_position,
-    reduce_config,
-)
+from torchtitan_lite.tools.verify.reduction import Reduction, deepen, reduce_config
 from torchtitan_lite.tools.verify.train_py import try_train
 from torchtitan_lite.tools.verify.trial import RunRanks, Trial, make_trial, try_layout
 
@@ -44,7 +39,7 @@ def main(options: Namespace) -> int:
         trials = make_trials(reduction, run_ranks, Path(folder))
     report = make_report(reading.config_name, reduction, trials)
     print(json.dumps(report, default=str) if options.json else describe(report))
-    return 0 if report["certified"] else 1
+    return 0 if report["verdict"] == CERTIFIED else 1
 
 
 def list_trials(
@@ -52,12 +47,11 @@ def list_trials(
 ) -> dict[str, Callable[[], Trial]]:
     """Return the trials of a run by name, in the order in which they run."""
     real = reduction.real
+    wide = reduction.config
     n_ranks = reduction.layout.world_size
-    far = Inputs(n_steps=1, first_position=find_far_position(real), tokens_per_document=2)
-    deep = deepen(reduction)
     trials = {
-        "wide": partial(try_layout, "wide", reduction.config, n_ranks, run_ranks, folder, Inputs()),
-        "deep": partial(try_layout, "deep", deep, n_ranks, run_ranks, folder, far),
+        "wide": partial(try_layout, "wide", wide, n_ranks, run_ranks, folder, len(STEPS)),
+        "deep": partial(try_layout, "deep", deepen(reduction), n_ranks, run_ranks, folder, 1),
         "train.py": partial(try_train, reduction, run_ranks, folder),
     }
     if real.training.mixed_precision_param != "float32":
@@ -73,6 +67,6 @@ def make_trials(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> list
     for name, call in list_trials(reduction, run_ranks, folder).items():
         print(f"  {name} ...", file=sys.stderr)
         trials.append(make_trial(name, call))
-        if trials[-1].faults or trials[-1].unfinished:
+        if trials[-1].faults:
             break
     return trials

@@ -23,7 +23,6 @@ class Seen:
 
     coordinates: Coordinates
     errors: dict[Key, float] = field(default_factory=dict)
-    held: set[str] = field(default_factory=set)  # FQNs of the rank's parameters
     results: list[dict] = field(default_factory=list)  # of each step, if there is only one rank
 
     def note(self, step: int, measure: str, name: str, error: float) -> None:

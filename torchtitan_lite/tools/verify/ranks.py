@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -39,16 +40,13 @@ class NoAnswer(RankFailure):
     """Ranks were killed or timed out, so their results are unknown."""
 
 
-class RankPool:
+class RankPool(AbstractContextManager):
     """Worker processes, which start when first needed. Use as a context manager, or call close()."""
 
     def __init__(self):
         self._processes: list = []
         self._connections: list[Connection] = []
         self._n_jobs = 0  # since the workers started
-
-    def __enter__(self) -> "RankPool":
-        return self
 
     def __exit__(self, *exception) -> None:
         self.close()
@@ -93,7 +91,7 @@ class RankPool:
 
     def _collect(self, world_size: int, timeout_s: float) -> list:
         results = [None] * world_size
-        pending = {self._connections[rank]: rank for rank in range(world_size)}
+        pending = dict(zip(self._connections, range(world_size), strict=False))
         failures: list[RankFailure] = []
         deadline = time.monotonic() + timeout_s
         while pending:

@@ -11,10 +11,10 @@
 
                 layers        sequence                         microbatches    experts
     wide        1 or 2 each   about 40                         like real run   8
-    deep        12 or more    280 tokens around position 8,192 12 under pp     20
+    deep        12 or more    280 tokens, 560 with documents   12 under pp     20
 
-Rows with documents have 560 tokens. The deep trial finds faults that need depth, length or large counts. It has the
-options of the wide one, except recompute and compile.
+The deep trial finds faults that need depth, length or large counts. It has the options of the wide one, except
+recompute and compile.
 
 The certificate lists every difference from the real config, because these are not certified. No torch here.
 """
@@ -24,13 +24,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import lcm
 
-from torchtitan_lite.config.block import FLOAT8_BLOCK, SKIP_SMALL, find_expert_dim
+from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim
 from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
 from torchtitan_lite.config.layout import Layout, find_row, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schedule import check_microbatches, name_modules, plan_stages
-from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
+from torchtitan_lite.config.schema import (
+    Config,
+    Metrics,
+    Parallelism,
+    Profiling,
+    get_value,
+    with_value,
+)
 from torchtitan_lite.tools.verify.degrees import (
     AUTOMATIC,
     DEGREES,
@@ -47,11 +54,34 @@ STAGES_BY_RULE = {  # values of the keys that define stages, with which stages f
     "parallelism.pipeline_parallel_layers_per_stage": None,
     "parallelism.module_fqns_per_model_part": [],
 }
+TOKENIZER = "bytes"
+N_WORDS = 258  # of this tokenizer
 REPLACED = {
     "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
     "model.converters": [],  # so has float8
     "parallelism.enable_async_tensor_parallel": False,  # needs inductor and GPUs
-    "compile.backend": "aot_eager",  # traces and differentiates like inductor, but generates no kernels
+    # Only train.py reads the keys below. Every step is logged and saved, the first and the last are validated.
+    "model.hf_assets_path": TOKENIZER,
+    "training.dataset_path": "",
+    "training.cache_folder": "",
+    "profiling": Profiling(),  # refused without a GPU
+    "metrics": Metrics(log_freq=1, enable_tensorboard=False),
+    "job.overwrite": False,
+    "checkpoint.enable": True,
+    "checkpoint.interval": 1,
+    "checkpoint.keep_latest_k": 0,
+    "checkpoint.local_folder": "",
+    "checkpoint.load_step": -1,
+    "checkpoint.load_only": False,
+    "checkpoint.exclude_from_loading": [],
+    "checkpoint.initial_load_path": "",
+    "checkpoint.last_save_model_only": False,
+    "checkpoint.last_save_in_hf": False,
+    "comm.train_timeout_seconds": 300,
+    "validation.enable": True,
+    "validation.freq": 10**6,
+    "validation.dataset": [],
+    "validation.dataset_path": "",
 }
 
 
@@ -76,13 +106,18 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         **REPLACED,
         SHARD: wide.dp_shard,
         "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
+        "training.dataset": [f"corpus-{number}" for number in range(len(config.training.dataset))],
+        "debug.compare_copies_every": min(1, config.debug.compare_copies_every),
         **reduce_stages(config.parallelism, args.n_layers, real),
         **reduce_sizes(config, args, wide),
     }
     if config.training.loss_chunk_tokens:
         # A small batch needs a smaller chunk to have several; 0 means no chunks and stays.
         keys["training.loss_chunk_tokens"] = 24
-    keys |= reduce_experts(args, wide, keys["model.dim"], keys["model.n_layers"], N_EXPERTS)
+    if config.compile.enable:
+        # Traces and differentiates like inductor, but generates no kernels.
+        keys["compile.backend"] = "aot_eager"
+    keys |= reduce_experts(args, wide, keys["model.dim"], N_EXPERTS)
     small = override(config, keys)
     small = override(small, reduce_batch(small, config, real, wide))
     layout = plan_layout(small, resolve_model(small.model), wide.world_size)
@@ -133,10 +168,15 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
     tp = layout.tp
     n_kv_heads = tp * min(2, args.n_kv_heads // tp)
     n_heads = n_kv_heads * (args.n_heads // args.n_kv_heads)
-    head_dim = min(8 if n_heads <= 32 else 4, args.head_dim)
+    head_dim = 8 if n_heads <= 32 else 4
+    unit = tp
+    if config.model.uses_float8:
+        head_dim = FLOAT8_BLOCK
+        unit = FLOAT8_BLOCK * tp
     dim = n_heads * head_dim
     if args.dim != args.n_heads * args.head_dim:
         dim += 16  # keep them different, so that code that confuses the two fails
+    dim = round_up(dim, unit)
     split = tp
     if config.parallelism.data_parallel_shard_degree != AUTOMATIC:
         split *= layout.dp_shard * layout.cp
@@ -145,26 +185,24 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
         "model.n_heads": n_heads,
         "model.n_kv_heads": n_kv_heads,
         "model.head_dim": head_dim,
-        "model.ffn_dim": reduce_size(args.ffn_dim, dim * 3 // 2, tp, split),
-        "model.vocab_size": reduce_size(args.vocab_size, 256, tp, split),
+        "model.ffn_dim": reduce_size(args.ffn_dim, dim * 3 // 2, unit, split),
+        "model.vocab_size": reduce_size(args.vocab_size, N_WORDS, tp, split),
     }
 
 
-def reduce_size(real: int, wanted: int, tp: int, split: int) -> int:
-    """Return a size of about `wanted` that is a multiple of tp, and a multiple of `split` only if `real` is."""
-    size = round_up(min(real, wanted), tp)
-    while split > tp and (real % split == 0) != (size % split == 0):
-        size += tp
+def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
+    """Return a size of about `wanted` that is a multiple of `unit`, and a multiple of `split` only if `real` is."""
+    size = round_up(wanted, unit)
+    while unit % split and (real % split == 0) != (size % split == 0):
+        size += unit
     return size
 
 
-def reduce_experts(
-    args: ModelArgs, layout: Layout, dim: int, n_layers: int, n_wanted: int
-) -> dict[str, int]:
+def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> dict[str, int]:
     """Return the sizes of an MoE: about `n_wanted` experts, and top_k of the real model, at most N_EXPERTS.
 
     FSDP shards whole experts if it does so in the real run, and otherwise matrices. If the real model has both MoE and
-    dense layers, so have the small ones with two or more layers. Empty for a dense model.
+    dense layers, so have the small ones. Empty for a dense model.
     """
     moe = args.moe
     if moe is None:
@@ -176,36 +214,17 @@ def reduce_experts(
     shares_experts = find_expert_dim(args, ep, efsdp) == 0 or efsdp == 1 or dim % efsdp > 0
     while (n_experts // ep % efsdp == 0) != shares_experts:
         n_experts += ep
-    width = min(moe.expert_ffn_dim, dim // 2)
-    has_dense_layers = n_layers > 1
     return {
         "flavor.n_experts": n_experts,
         "flavor.top_k": top_k,
-        "flavor.expert_ffn_dim": round_up(width, lcm(ALIGNED, efsdp, layout.tp)),
-        "flavor.n_first_dense_layers": min(moe.n_first_dense_layers, int(has_dense_layers)),
-        "flavor.moe_every": min(moe.moe_every, 1 + int(has_dense_layers)),
+        "flavor.expert_ffn_dim": round_up(dim // 2, lcm(ALIGNED, efsdp, layout.tp)),
+        "flavor.n_first_dense_layers": min(moe.n_first_dense_layers, 1),
+        "flavor.moe_every": min(moe.moe_every, 2),
     }
 
 
 def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
-
-
-def choose_float8_sizes(reduction: Reduction) -> dict[str, object]:
-    """Return the sizes of the wide trial, rounded up to multiples that every tp rank can compute in float8."""
-    small = reduction.config
-    layout = reduction.layout
-    width = FLOAT8_BLOCK * layout.tp
-    pieces = 2 * layout.cp if layout.cp > 1 else 1
-    filters = small.quantize.linear.float8.filter_fqns
-    dim = small.model.dim * FLOAT8_BLOCK // small.model.head_dim
-    return {
-        "quantize.linear.float8.filter_fqns": [fqn for fqn in filters if fqn != SKIP_SMALL],
-        "model.head_dim": FLOAT8_BLOCK,
-        "model.dim": round_up(dim, width),
-        "model.ffn_dim": round_up(small.model.ffn_dim, width),
-        "training.seq_len": round_up(small.training.seq_len, width * pieces),
-    }
 
 
 # ---------------------------------------------------------------- stages and batch
@@ -247,34 +266,25 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
     if real.pp > 1:
         n_rows = min(2, real.microbatch_size)
         n_microbatches = reduce_microbatches(small, real)
-    keys = give_batch(small, wide, n_rows, n_microbatches, 40)
+    unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
+    keys = give_batch(wide, n_rows, n_microbatches, 40, unit)
     if accumulates:
         keys["training.local_batch_size"] = n_rows
     return keys
 
 
 def give_batch(
-    small: Config, layout: Layout, n_rows: int, n_microbatches: int, least_tokens: int
+    layout: Layout, n_rows: int, n_microbatches: int, least_tokens: int, unit: int = 1
 ) -> dict[str, object]:
-    """Return the keys of a batch with `n_rows` per microbatch.
-
-    The sequence length differs from all model sizes: it identifies the sequence dim of a tensor.
-    """
+    """Return the keys of a batch with `n_rows` per microbatch, and a multiple of `unit` tokens per piece of a row."""
     local_batch_size = n_rows * n_microbatches
-    args = resolve_model(small.model)
-    sizes = {*vars(args).values(), args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim}
-    if args.moe:
-        sizes |= set(vars(args.moe).values())
-    pieces = layout.tp
+    pieces = layout.tp * unit
     if layout.cp > 1:
         pieces *= 2 * layout.cp
-    seq_len = round_up(least_tokens, pieces)
-    while seq_len in sizes:
-        seq_len += pieces
     return {
         "training.local_batch_size": local_batch_size,
         "training.global_batch_size": local_batch_size * layout.dp,
-        "training.seq_len": seq_len,
+        "training.seq_len": round_up(least_tokens, pieces),
         "parallelism.pipeline_parallel_microbatch_size": n_rows if layout.pp > 1 else 1,
     }
 
@@ -282,16 +292,19 @@ def give_batch(
 def reduce_microbatches(small: Config, real: Layout) -> int:
     """Return more microbatches than stages, or the number of the real run if that is smaller.
 
-    The number is even, so that other layouts can resume with the same batch.
+    The number is even if possible, so that other layouts can resume with the same batch.
     """
     n_stages = len(plan_stages(small.parallelism, small.model.n_layers)[0])
     wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
-    candidates = [wanted, n_stages, 2 * n_stages]
-    return next(n for n in candidates if can_run(small.parallelism, n, n_stages))
+    return find_n_microbatches(small.parallelism, wanted, n_stages)
 
 
-def can_run(section: Parallelism, n_microbatches: int, n_stages: int) -> bool:
-    return not check_microbatches(section, n_microbatches, n_microbatches, n_stages)
+def find_n_microbatches(section: Parallelism, least: int, n_stages: int) -> int:
+    """Return the smallest number of microbatches, at least `least`, that the schedule can run."""
+    number = least
+    while check_microbatches(section, number, number, n_stages):
+        number += 1
+    return number
 
 
 # ---------------------------------------------------------------- the deep trial
@@ -300,8 +313,6 @@ N_LAYERS = 12  # some layer indices have two digits: sorted as text, 10 comes be
 N_TOKENS = 280  # per row; twice that with documents of two tokens. Indices do not fit in a byte
 N_MICROBATCHES = 12
 N_DEEP_EXPERTS = 20
-N_CHUNKS = 12  # chunks of the loss per row
-FAR_POSITION = 8192  # rows cross it, unless seq_len or original_length is larger
 DIM = 16
 
 
@@ -310,46 +321,35 @@ def deepen(reduction: Reduction) -> Config:
     layout = reduction.layout
     real = reduction.real
     args = resolve_model(real.model)
-    section = reduction.config.parallelism
     # Recompute and the compiler would take most of the time. The wide trial finds their faults.
-    keys = {**STAGES_BY_RULE, "compile.enable": False, "activation_checkpoint.mode": "none"}
-    for end in ("first", "last"):
-        name = f"pipeline_parallel_{end}_stage_less_layers"
-        keys[f"parallelism.{name}"] = min(1, getattr(section, name))
+    keys = {
+        **STAGES_BY_RULE,
+        "parallelism.pipeline_parallel_first_stage_less_layers": 1,
+        "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+        "compile.enable": False,
+        "activation_checkpoint.mode": "none",
+    }
     section = override(reduction.config, keys).parallelism
     n_stages = len(plan_stages(section, 2**14)[0])
     n_layers = max(N_LAYERS, n_stages)
     n_microbatches = 1
     if layout.pp > 1:
-        n_microbatches = N_MICROBATCHES
-        while not can_run(section, n_microbatches, n_stages):
-            n_microbatches += 1
+        n_microbatches = find_n_microbatches(section, N_MICROBATCHES, n_stages)
     keys |= {
         "model.n_layers": n_layers,
         "model.dim": DIM,
         "model.n_heads": layout.tp * min(2, args.n_heads // args.n_kv_heads),
         "model.n_kv_heads": layout.tp,
-        "model.head_dim": min(4, args.head_dim),
+        "model.head_dim": 4,
         "model.ffn_dim": reduce_size(args.ffn_dim, 24, layout.tp, 1),
         "model.vocab_size": reduce_size(args.vocab_size, 64, layout.tp, 1),
-        **reduce_experts(args, layout, DIM, n_layers, N_DEEP_EXPERTS),
+        **reduce_experts(args, layout, DIM, N_DEEP_EXPERTS),
     }
     n_tokens = N_TOKENS
     if ATTENTIONS[real.model.attention].uses_documents:
         n_tokens = 2 * N_TOKENS
-    small = override(reduction.config, keys)
-    small = override(small, give_batch(small, layout, 1, n_microbatches, n_tokens))
-    if real.training.loss_chunk_tokens:
-        chunk = -(-small.training.seq_len // layout.cp // N_CHUNKS)
-        small = override(small, {"training.loss_chunk_tokens": chunk})
-    return small
-
-
-def find_far_position(real: Config) -> int:
-    """Return a position larger than all positions of the real run and than the original length of RoPE scaling."""
-    far = max(FAR_POSITION, real.training.seq_len)
-    scaling = resolve_model(real.model).rope_scaling
-    return max(far, scaling.original_length) if scaling else far
+    keys |= give_batch(layout, 1, n_microbatches, n_tokens)
+    return override(reduction.config, keys)
 
 
 # ---------------------------------------------------------------- other trials

@@ -1,11 +1,11 @@
 """Run train.py on this layout and in one process, and compare the logs: data, rates, validation, save and resume.
 
     one process       steps 1 2 3 4     without interruption
-    the layout        steps 1 2 3       saved after step 2
-    another layout            3 4       on the same ranks, with another ep if possible, from that checkpoint
+    the layout        steps 1 2
+    another layout            3 4       on the same ranks, with another ep if possible, from the last checkpoint
 
 train.py is started three times in warm workers. All numbers in metrics.jsonl are compared, and every tensor of the
-checkpoints after steps 2 and 4: a loss hides a state that a resume has rounded. A fault that one process has too is not
+checkpoint after each step: a loss hides a state that a resume has rounded. A fault that one process has too is not
 found here; the tests find those.
 """
 
@@ -16,7 +16,8 @@ import logging
 import math
 import os
 import random
-from collections.abc import Iterable, Iterator
+import runpy
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -33,41 +34,26 @@ from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config, LRScheduler, Metrics, Profiling
+from torchtitan_lite.config.schema import Config, LRScheduler, with_value
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.models.registry import MODELS
-from torchtitan_lite.parallel import initial_weights
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.verify.degrees import choose_other_layout
 from torchtitan_lite.tools.verify.measures import Seen, relative_error
-from torchtitan_lite.tools.verify.plain import init_leveled
 from torchtitan_lite.tools.verify.reduction import (
     STAGES_BY_RULE,
+    TOKENIZER,
     Reduction,
     leave_out_compiler,
     override,
     put_on_one_rank,
-    round_up,
 )
 from torchtitan_lite.tools.verify.rounding import packing_checked
-from torchtitan_lite.tools.verify.trial import SUMS, RunRanks, Trial, find_worst
+from torchtitan_lite.tools.verify.trial import BOUNDS, RunRanks, Trial, judge
 
-TRAIN_PY = REPOSITORY / "train.py"
-SAVED, FIRST_END, END = 2, 3, 4
-TOKENIZER, N_WORDS = "bytes", 258
-BOUNDS = {
-    "lr": 1e-12,
-    "tokens": 0.0,
-    "loss": SUMS,
-    "grad_norm": 1e-3,  # gradients are not replaced here: four steps amplify rounding, and faults far more
-    "val_loss": SUMS,
-    "val_bits_per_byte": SUMS,
-    "router_entropy": SUMS,
-    "saved tensor": 5e-4,  # rounding grows here too (1.2e-4 seen); a state rounded to bfloat16 is off by 1.4e-3
-    "saved bfloat16 tensor": 1e-2,  # a few elements are rounded to a neighbor
-}
-ANY_LAYOUT = {  # values that any other layout can run
+RESUMED = {  # more steps, and values that any layout can run
     **STAGES_BY_RULE,
+    "training.steps": 4,
     "parallelism.pipeline_parallel_schedule": "GPipe",
     "parallelism.pipeline_parallel_microbatch_size": 1,
     "training.local_batch_size": 1,
@@ -79,60 +65,40 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     """Start train.py three times. Files are written to `folder`."""
     folder = folder.absolute() / "train.py"
     n_ranks = reduction.layout.world_size
-    config = make_config(reduction, folder)
-    write_corpora(config)
-    alone = put_on_one_rank(config, config.training.global_batch_size)
-    checkpoints = Path(config.checkpoint.folder)
-    right = run_train(end_after(END, alone, folder / "one process"), 1, run_ranks)
-    starts = [
-        ("first start", config, range(1, FIRST_END + 1), SAVED),
-        ("resumed start", choose_other_layout(override(config, ANY_LAYOUT), n_ranks), (3, 4), END),
-    ]
+    first = make_config(reduction, folder)
+    resumed = choose_other_layout(override(first, RESUMED), n_ranks)
+    alone = put_on_one_rank(resumed, first.training.global_batch_size)
+    alone = with_value(alone, "job.dump_folder", str(folder / "one process"))
+    write_corpora(first)
+    right = run_train(alone, 1, run_ranks)
     seen = Seen({})
     ran = []
-    for name, config, steps, saved in starts:
-        if ran:
-            target = folder / name / checkpoints
-            target.mkdir(parents=True)
-            source = folder / "first start" / checkpoints / f"step-{SAVED}"
-            source.rename(target / source.name)
-        config = end_after(steps[-1], config, folder / name)
+    for name, config, steps in (("first start", first, (1, 2)), ("resumed start", resumed, (3, 4))):
         log = run_train(config, n_ranks, run_ranks)
-        compare_logs(right, log, steps, name, seen)
-        checkpoint = checkpoints / f"step-{saved}"
-        right_folder = folder / "one process" / checkpoint
-        compare_checkpoints(right_folder, folder / name / checkpoint, saved, seen)
         ran.append(config)
-        bounds = {key: BOUNDS[key[1]] for key in seen.errors}
-        trial = replace(find_worst("train.py", [seen], bounds), ran=tuple(ran))
+        for step in steps:
+            for key, expected in right[step].items():
+                if key in BOUNDS:
+                    error = abs(log[step].get(key, math.inf) - expected) / abs(expected or 1.0)
+                    seen.note(step - 1, key, name, error)
+            compare_checkpoints(alone, config, step, seen)
+        trial = judge("train.py", [seen], lambda key: BOUNDS[key[1]])
         if trial.faults:
             break
-    return trial
+    return replace(trial, ran=tuple(ran))
 
 
-def compare_logs(right: Log, logged: Log, steps: Iterable[int], name: str, seen: Seen) -> None:
-    """Compare the log of a start with one process. Only the first and the last step of a start are validated."""
-    for step in steps:
-        own = logged.get(step, {})
-        for key in BOUNDS:
-            expected = right[step].get(key)
-            if key in own and expected is not None:
-                seen.note(step - 1, key, name, abs(own[key] - expected) / abs(expected or 1.0))
-            elif expected is not None and not key.startswith("val_"):
-                seen.note(step - 1, key, name, math.inf)
-
-
-def compare_checkpoints(right_folder: Path, folder: Path, step: int, seen: Seen) -> None:
+def compare_checkpoints(alone: Config, config: Config, step: int, seen: Seen) -> None:
     """Compare every tensor of a checkpoint, weights and optimizer state, with the checkpoint of one process."""
-    right = open_checkpoint(right_folder, verify=False)
-    own = open_checkpoint(folder, verify=False)
+    name = Path(config.checkpoint.folder, f"step-{step}")
+    right = open_checkpoint(Path(alone.job.dump_folder) / name, verify=False)
+    own = open_checkpoint(Path(config.job.dump_folder) / name, verify=False)
     saved = own.manifest.tensors
     expected = right.manifest.tensors
     errors = {}
-    for name in expected:
+    for name, entry in expected.items():
         errors[name] = math.inf
-        is_alike = name in saved and saved[name][:2] == expected[name][:2]  # dtype, shape
-        if is_alike:
+        if name in saved and saved[name][:2] == entry[:2]:  # dtype, shape
             errors[name] = relative_error(own.read(name), right.read(name))
     # A wrong state makes weights wrong, but less so: the largest error comes first.
     for name in sorted(errors, key=errors.get, reverse=True):
@@ -142,20 +108,16 @@ def compare_checkpoints(right_folder: Path, folder: Path, step: int, seen: Seen)
         seen.note(step - 1, measure, name, errors[name])
 
 
-def end_after(step: int, config: Config, folder: Path) -> Config:
-    return override(config, {"training.steps": step, "job.dump_folder": str(folder)})
-
-
 def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> Log:
     """Run train.py on ranks of the pool, and return its log. Raises RankFailure."""
-    flavor = {"debug": resolve_model(config.model)}  # a TOML file cannot set the number of experts
+    flavors = {"debug": resolve_model(config.model)}  # a TOML file cannot set the number of experts
     config = override(config, {"model.flavor": "debug", "model.row": None})
     folder = Path(config.job.dump_folder)
     path = folder.with_suffix(".toml")
     path.write_text(dump_config_toml(config), encoding="utf-8")
     # As in torchrun, the parent hosts the store for the rendezvous, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run_ranks(start_train, n_ranks, ["--config", str(path)], store.port, flavor)
+    run_ranks(start_train, n_ranks, ["--config", str(path)], store.port, flavors)
     log: Log = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -181,14 +143,12 @@ def start_train(
         process_left_as_it_was(),
         patch.dict(os.environ, make_environment(rank, world_size, port)),
         patch.dict(MODELS[flavors["debug"].name].flavors, flavors),
-        patch.object(initial_weights, "fill_tensor", init_leveled),
         patch.object(Router, "choose", choose_by_bias),
         packing_checked(lambda *_: None),
         redirect_stdout(log),
         redirect_stderr(log),
     ):
-        names = {"__name__": "train", "__file__": str(TRAIN_PY)}
-        exec(compile(TRAIN_PY.read_text(encoding="utf-8"), str(TRAIN_PY), "exec"), names)
+        names = runpy.run_path(str(REPOSITORY / "train.py"), run_name="train")
         status = names["main"](args, StopRequest())
     if status != 0:
         raise RuntimeError(
@@ -241,44 +201,21 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
     """Return the config for train.py: few steps, in which every logged number depends on the layout being correct."""
     real = reduction.real
     small = leave_out_compiler(reduction.config)  # slow, and the wide trial has compiled
-    vocab_size = small.model.vocab_size
-    n_missing = max(0, N_WORDS - vocab_size)
     optimizer = real.optimizer
     if optimizer.name != "SGD":
         # With an eps of the size of gradients, updates depend on more than their signs.
         optimizer = replace(optimizer, lr=0.015, eps=1e-3)
     # The rate differs in every step, so that a step too many or too few is seen.
     decay_type = real.lr_scheduler.decay_type
-    corpora = [str(folder / f"corpus-{number}") for number in range(len(real.training.dataset))]
     return override(
         small,
         {
+            "training.steps": 2,
+            "job.dump_folder": str(folder / "layout"),
             "optimizer": optimizer,
             "lr_scheduler": LRScheduler(warmup_steps=2, total_steps=6, decay_type=decay_type),
-            "profiling": Profiling(),  # refused without a GPU
-            "metrics": Metrics(log_freq=1, enable_tensorboard=False),
-            "job.overwrite": False,
-            "debug.compare_copies_every": int(real.debug.compare_copies_every > 0),
-            "checkpoint.enable": True,
-            "checkpoint.interval": SAVED,
-            "checkpoint.keep_latest_k": 0,
-            "checkpoint.local_folder": "",
-            "checkpoint.load_step": -1,
-            "checkpoint.load_only": False,
-            "checkpoint.exclude_from_loading": [],
-            "checkpoint.initial_load_path": "",
-            "checkpoint.last_save_model_only": False,
-            "checkpoint.last_save_in_hf": False,
-            "validation.enable": True,
-            "validation.freq": 10**6,
-            "validation.dataset": [],
-            "validation.dataset_path": "",
-            "comm.train_timeout_seconds": max(300, real.comm.train_timeout_seconds),
-            "model.hf_assets_path": TOKENIZER,
-            "model.vocab_size": vocab_size + round_up(n_missing, reduction.layout.world_size),
             "training.expert_bias_rate": 1e-3,
-            "training.dataset": corpora,
-            "training.dataset_path": "",
+            "training.dataset": [str(folder / name) for name in small.training.dataset],
             "training.cache_folder": str(folder / "cache"),
             "training.enable_cpu_offload": False,  # refused without a GPU
         },
