@@ -9,11 +9,11 @@ Usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key value]...
   ./run_train.sh                                        configs/debug.toml on this machine's GPUs or CPU
   ./run_train.sh --config llama3_8b.toml                a bare name in configs/, or the path of a TOML file
   ./run_train.sh --config debug --training.steps 20     all other arguments override keys of the config
-  python -m torchtitan_lite check --keys [SECTION]      prints every key: type, meaning, default
+  python3 -m torchtitan_lite check --keys [SECTION]      prints every key: type, meaning, default
   NGPU=8 ./run_train.sh --config debug_3d               8 ranks on this host, on GPUs or CPUs
 
 What it does: uses the Python on the PATH if it has the packages in pyproject.toml, else creates .venv here once;
-refuses a config that cannot work, like `python -m torchtitan_lite check`; encodes a named corpus once; starts one
+refuses a config that cannot work, like `python3 -m torchtitan_lite check`; encodes a named corpus once; starts one
 process per rank with torchrun; exports the last checkpoint if checkpoint.last_save_in_hf is set. The working directory
 does not change. Exit status: 0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by SIGTERM, 1 otherwise.
 

@@ -199,7 +199,7 @@ class RunLog:
             raise
         else:
             name = shlex.quote(str(folder))
-            curves = f"python -m torchtitan_lite report {name}"
+            curves = f"python3 -m torchtitan_lite report {name}"
             if config.metrics.enable_tensorboard:
                 curves += f", or tensorboard --logdir {name}/{config.metrics.save_tb_folder}"
             logger.info(f"look at it: {curves}")

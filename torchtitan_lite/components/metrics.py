@@ -106,7 +106,7 @@ def read_peak_memory(device: torch.device) -> dict[str, float]:
 def describe_out_of_memory(dump_folder: Path, world_size: int) -> str:
     """Return one line: the memory in use on this rank, and the command that predicts memory."""
     peak, live = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-    command = f"python -m torchtitan_lite plan --gpus {world_size} --config {shlex.quote(f'{dump_folder}/config.toml')}"
+    command = f"python3 -m torchtitan_lite plan --gpus {world_size} --config {shlex.quote(f'{dump_folder}/config.toml')}"
     return f"out of memory: {peak:,} bytes at the peak, {live:,} bytes live. To see what uses the memory: {command}"
 
 

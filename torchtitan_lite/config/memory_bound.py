@@ -4,7 +4,7 @@
     bytes per rank        (parameters / ranks that share one copy of the model) * bytes per parameter
 
 Each GPU holds one rank. On a host without GPUs, all ranks share the memory. Activations come on top:
-`python -m torchtitan_lite plan` predicts them.
+`python3 -m torchtitan_lite plan` predicts them.
 """
 
 import shlex
@@ -82,9 +82,9 @@ def check_memory(
         command = shlex.join(args)
         # verify has 8, and 2 for an automatic degree
         ranks = " --ranks 16" if world_size > 4 else ""
-        verify = f"`python -m torchtitan_lite verify {command}{ranks}` checks the layout"
+        verify = f"`python3 -m torchtitan_lite verify {command}{ranks}` checks the layout"
         plan = (
-            f"`python -m torchtitan_lite plan {command} --gpus {n_gpus}` predicts the run on GPUs"
+            f"`python3 -m torchtitan_lite plan {command} --gpus {n_gpus}` predicts the run on GPUs"
         )
         remedy = f"Here {verify}; {plan}"
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]

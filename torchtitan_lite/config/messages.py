@@ -1,6 +1,9 @@
 """Problems with a config, each with a remedy, and the exceptions that carry them."""
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite import IS_INSTALLED, REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -30,3 +33,11 @@ class ConfigError(UserError):
         super().__init__(
             "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         )
+
+
+def name_command(line: str) -> str:
+    """Return what to type to run a tool with its arguments: `plan --gpus 8`, in the folder where the user is now."""
+    if IS_INSTALLED:
+        return f"torchtitan-lite {line}"
+    command = f"python3 -m torchtitan_lite {line}"
+    return command if Path.cwd() == REPOSITORY else f"PYTHONPATH={REPOSITORY} {command}"

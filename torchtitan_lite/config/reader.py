@@ -31,7 +31,10 @@ from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent, resol
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+    try:
+        import tomli as tomllib
+    except ModuleNotFoundError:
+        raise UserError("Python 3.10 cannot read TOML. Run `pip install tomli`.") from None
 
 CONFIG_FOLDER = REPOSITORY / "configs"
 
@@ -212,8 +215,11 @@ def convert(kind: Any, value: Any) -> Any:
         return check_limits(converted, inner[1])
     if origin is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in inner):
-            choices = ", ".join(map(repr, inner))
-            raise WrongValue("there is no such choice", f"Choose from {choices}")
+            remedy = f"Choose from {', '.join(map(repr, inner))}"
+            lower = {str(choice).lower(): choice for choice in inner}
+            for near in get_close_matches(str(value).lower(), lower, n=1):
+                remedy = f"The nearest is {lower[near]!r}. {remedy}"
+            raise WrongValue("there is no such choice", remedy)
         return value
     if origin is list:
         if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]

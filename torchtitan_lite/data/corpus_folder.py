@@ -1,7 +1,7 @@
 """Find corpora by their names in `training.dataset`, read their manifests, and check them before a run. Needs no torch.
 
     python_stdlib, c4    rows of DATASETS: the launcher prepares them in training.cache_folder
-    data/my_corpus       a folder that `python -m torchtitan_lite prepare` wrote
+    data/my_corpus       a folder that `python3 -m torchtitan_lite prepare` wrote
 
 A prepared corpus is a folder with a manifest and up to three files per split, "train" and "validation":
 
@@ -89,12 +89,12 @@ def read_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusManifest:
     path = folder / MANIFEST
     name = shlex.quote(str(folder))
     if not folder.exists():
-        remedy = f"Write it: python -m torchtitan_lite prepare FILES --out {name}"
+        remedy = f"Write it: python3 -m torchtitan_lite prepare FILES --out {name}"
         raise CorpusError(
             f"there is no folder {folder.absolute()}, and nothing is downloaded", remedy
         )
     if not path.exists():
-        remedy = f"Prepare its files: python -m torchtitan_lite prepare {name} --out NEW_FOLDER"
+        remedy = f"Prepare its files: python3 -m torchtitan_lite prepare {name} --out NEW_FOLDER"
         raise CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
     try:
         file = read_json(path)
@@ -290,5 +290,5 @@ def check_prepared(config: Config, tokenizer: Tokenizer) -> None:
         words = ["--dataset", name, "--tokenizer", str(tokenizer.path), "--cache-folder", folder]
         if path:
             words += ["--dataset-path", path]
-        command = f"python -m torchtitan_lite prepare {shlex.join(words)}"
+        command = f"python3 -m torchtitan_lite prepare {shlex.join(words)}"
         raise CorpusError(f"{name} is not prepared here", f"Run: {command}")

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.format import (
-    CheckpointError,
     commit,
     create_unfinished,
     discard,
@@ -50,7 +49,6 @@ BESIDE_TOKENIZER = (
     GENERATION_CONFIG,
 )
 MOST_FILE_BYTES = 5 * 10**9  # as in transformers
-REPORT = "{out}: {parameters:,} parameters from {source}, {bytes:,} bytes in {files} files"
 
 
 def main(options: argparse.Namespace) -> int:
@@ -61,14 +59,9 @@ def main(options: argparse.Namespace) -> int:
     source = open_source(options)
     convert(source, out, options.dtype)
     sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
-    report = {
-        "source": str(source.path),
-        "out": str(options.out),
-        "parameters": count_parameters(source.model_args),
-        "files": len(sizes),
-        "bytes": sum(sizes),
-    }
-    print(json.dumps(report) if options.json else REPORT.format(**report))
+    n_parameters = count_parameters(source.model_args)
+    found = f"{n_parameters:,} parameters from {source.path}"
+    print(f"{options.out}: {found}, {sum(sizes):,} bytes in {len(sizes)} files")
     return 0
 
 
@@ -135,7 +128,7 @@ def write_folder(
                 name = SINGLE_FILE
             tensors = {}
             for fqn in fqns:
-                tensor = to_finite(fqn, read(fqn), torch_dtype)
+                tensor = read(fqn).to(torch_dtype)
                 unit = find_unit(fqn, model_args)
                 if unit > 1:
                     tensor = to_their_order(tensor, unit)
@@ -169,16 +162,6 @@ def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[s
         files[-1].append(name)
         free_bytes -= size
     return files
-
-
-def to_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor to `dtype`. Raises CheckpointError if a finite value becomes infinite in float16."""
-    converted = tensor.to(dtype)
-    if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
-        raise CheckpointError(
-            f"{name} has values beyond 65,504, the float16 maximum: choose bfloat16 or float32"
-        )
-    return converted
 
 
 def copy_tokenizer(tokenizer: Tokenizer, out: Path, contents: dict[str, dict]) -> None:

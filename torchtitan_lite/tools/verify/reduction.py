@@ -105,7 +105,7 @@ def refuse_many_ranks(config: Config, max_ranks: int) -> Problem:
             degree = get_value(smaller, key)
             if degree != get_value(config, key):
                 command.append(f"--{key}={degree}")
-        remedy = f"Verify a smaller layout: python -m torchtitan_lite {shlex.join(command)}"
+        remedy = f"Verify a smaller layout: python3 -m torchtitan_lite {shlex.join(command)}"
         return Problem("--ranks", max_ranks, why, remedy)
     return Problem("--ranks", max_ranks, why, "Give a larger --ranks")
 
