@@ -7,11 +7,14 @@ record waits for the device, so the time between two records is right. Rank 0 wr
 import gc
 import logging
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,6 +31,7 @@ from torchtitan_lite.components.metrics import (
 from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
+from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.process_groups import Groups, set_timeouts
@@ -199,9 +203,12 @@ class RunLog:
             raise
         else:
             name = shlex.quote(str(folder))
-            curves = f"python3 -m torchtitan_lite report {name}"
+            curves = name_command(f"report {name}")
             if config.metrics.enable_tensorboard:
-                curves += f", or tensorboard --logdir {name}/{config.metrics.save_tb_folder}"
+                tensorboard = "tensorboard"
+                if not shutil.which(tensorboard):
+                    tensorboard = Path(sys.executable).with_name(tensorboard)
+                curves += f", or {tensorboard} --logdir {name}/{config.metrics.save_tb_folder}"
             logger.info(f"look at it: {curves}")
         finally:
             if self.writer:

@@ -259,6 +259,7 @@ NOTED = f"""
 --config own.toml --training.seq_len=1024 --training.local_batch_size=3 | 6 sequences of 1024 tokens
 --config own.toml {CP}=3 | training.seq_len is 510
 --config own.toml --training.steps=7 | time    roughly 0:
+--config own.toml | "selective" is slow without compile on a CPU
 """
 
 
@@ -287,6 +288,8 @@ ANSWERS = """
                                                     | NGPU=4         | EIGHT_H100 | 4
 --parallelism.tensor_parallel_degree=2              | NGPU=4 NNODES=2 | | 8
                                                     | NGPU=two       | | NGPU
+                                                    | LOG_RANK=x     | | LOG_RANK
+                                                    | MAX_RESTARTS=x | | MAX_RESTARTS
 --config debug_3d                                   | NNODES=3       | | NNODES
                                                     | NGPU=16        | EIGHT_H100 | NGPU
 --config llama3_70b --gpus 64                       |                | | 64

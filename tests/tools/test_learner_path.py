@@ -10,7 +10,7 @@ from torchtitan_lite.config.reader import REPOSITORY
 
 CHAPTER = (REPOSITORY / "torchtitan_lite" / "parallel" / "README.md").read_text(encoding="utf-8")
 PATH = CHAPTER.partition("## A path for learners")[2].partition("\n## ")[0]
-ANSWERS = re.findall(r"^python -m torchtitan_lite (.*\S) +# prints (.*)$", PATH, re.MULTILINE)
+ANSWERS = re.findall(r"^python3 -m torchtitan_lite (.*\S) +# prints (.*)$", PATH, re.MULTILINE)
 TRAINED = re.findall(r"`NGPU=(\d) ./run_train.sh(.*?)`", PATH)
 
 

@@ -27,6 +27,7 @@ import torch
 
 from torchtitan_lite.components.sinks import TensorBoardSink, WandbSink
 from torchtitan_lite.config.block import FlopsPerToken
+from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.schema import Metrics
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,8 @@ def read_peak_memory(device: torch.device) -> dict[str, float]:
 def describe_out_of_memory(dump_folder: Path, world_size: int) -> str:
     """Return one line: the memory in use on this rank, and the command that predicts memory."""
     peak, live = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-    command = f"python3 -m torchtitan_lite plan --gpus {world_size} --config {shlex.quote(f'{dump_folder}/config.toml')}"
+    config = shlex.quote(f"{dump_folder}/config.toml")
+    command = name_command(f"plan --gpus {world_size} --config {config}")
     return f"out of memory: {peak:,} bytes at the peak, {live:,} bytes live. To see what uses the memory: {command}"
 
 

@@ -14,7 +14,7 @@ from math import ceil, log2
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.machine import GIB, Machine
-from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.messages import Problem, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, Optimizer
 
@@ -82,9 +82,7 @@ def check_memory(
         command = shlex.join(args)
         # verify has 8, and 2 for an automatic degree
         ranks = " --ranks 16" if world_size > 4 else ""
-        verify = f"`python3 -m torchtitan_lite verify {command}{ranks}` checks the layout"
-        plan = (
-            f"`python3 -m torchtitan_lite plan {command} --gpus {n_gpus}` predicts the run on GPUs"
-        )
-        remedy = f"Here {verify}; {plan}"
+        verify = name_command(f"verify {command}{ranks}")
+        plan = name_command(f"plan {command} --gpus {n_gpus}")
+        remedy = f"Here `{verify}` checks the layout; `{plan}` predicts the run on GPUs"
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]

@@ -1,5 +1,6 @@
 """Problems with a config, each with a remedy, and the exceptions that carry them."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +37,13 @@ class ConfigError(UserError):
 
 
 def name_command(line: str) -> str:
-    """Return what to type to run a tool with its arguments: `plan --gpus 8`, in the folder where the user is now."""
+    """Return what to type, in the folder where the user is now, to run a tool with arguments: `plan --gpus 8`."""
     if IS_INSTALLED:
         return f"torchtitan-lite {line}"
+    is_here = Path.cwd() == REPOSITORY
+    folder = shlex.quote(str(REPOSITORY))
+    tool, _, args = line.partition(" ")
+    if tool == "train":
+        return f"{'.' if is_here else folder}/run_train.sh {args}".rstrip()
     command = f"python3 -m torchtitan_lite {line}"
-    return command if Path.cwd() == REPOSITORY else f"PYTHONPATH={REPOSITORY} {command}"
+    return command if is_here else f"PYTHONPATH={folder} {command}"

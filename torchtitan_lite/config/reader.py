@@ -23,7 +23,7 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.arguments import expand_path, parse_whole
 from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.memory_bound import MemoryBound
-from torchtitan_lite.config.messages import Problem, UserError
+from torchtitan_lite.config.messages import Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import PATH, Config, Job, get_value, with_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent, resolve_alias
@@ -279,7 +279,11 @@ def suggest_key(key: str) -> str:
     name = key.rpartition(".")[2]
     near = [known for known in (*KEYS, *ABSENT) if known.endswith(f".{name}")]
     near += get_close_matches(key, KEYS, n=1)
-    return f"The nearest key is {near[0]}" if near else "`check --keys` prints all keys"
+    return (
+        f"The nearest key is {near[0]}"
+        if near
+        else f"`{name_command('check --keys')}` prints all keys"
+    )
 
 
 # ---------------------------------------------------------------- writing

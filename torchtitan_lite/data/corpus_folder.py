@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_lite.config.files import read_json
-from torchtitan_lite.config.messages import Problem, UserError
+from torchtitan_lite.config.messages import Problem, UserError, name_command
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import Tokenizer
 
@@ -89,12 +89,12 @@ def read_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusManifest:
     path = folder / MANIFEST
     name = shlex.quote(str(folder))
     if not folder.exists():
-        remedy = f"Write it: python3 -m torchtitan_lite prepare FILES --out {name}"
+        remedy = f"Write it: {name_command(f'prepare FILES --out {name}')}"
         raise CorpusError(
             f"there is no folder {folder.absolute()}, and nothing is downloaded", remedy
         )
     if not path.exists():
-        remedy = f"Prepare its files: python3 -m torchtitan_lite prepare {name} --out NEW_FOLDER"
+        remedy = f"Prepare its files: {name_command(f'prepare {name} --out NEW_FOLDER')}"
         raise CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
     try:
         file = read_json(path)
@@ -290,5 +290,5 @@ def check_prepared(config: Config, tokenizer: Tokenizer) -> None:
         words = ["--dataset", name, "--tokenizer", str(tokenizer.path), "--cache-folder", folder]
         if path:
             words += ["--dataset-path", path]
-        command = f"python3 -m torchtitan_lite prepare {shlex.join(words)}"
+        command = name_command(f"prepare {shlex.join(words)}")
         raise CorpusError(f"{name} is not prepared here", f"Run: {command}")

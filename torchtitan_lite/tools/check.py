@@ -21,6 +21,7 @@ from torchtitan_lite.tools.plan.cluster import describe_node, find_cluster
 FIELD = re.compile(
     r"((?: *#.*\n)* *(\w+): .+)"
 )  # a key in schema.py: comments, name, type, default
+NUMBERS = {"LOG_RANK": r"\d+(,\d+)*", "MAX_RESTARTS": r"\d+"}  # variables of the launcher
 TABLE = re.compile(r'Literal\[[^"\]]+\]')  # choices that come from a table
 
 
@@ -42,6 +43,11 @@ def main(options: Namespace) -> int:
 
 def choose_host() -> tuple[Machine, int | None, int]:
     """Return this host, and the numbers of ranks and hosts in NGPU and NNODES. Raises ConfigError."""
+    for name, pattern in NUMBERS.items():
+        text = os.environ.get(name, "0")
+        if not re.fullmatch(pattern, text):
+            why = "it is not a number"
+            raise ConfigError([Problem(name, text, why, "Set it to a number, such as 0")])
     machine = detect_machine()
     n_hosts = read_count("NNODES") or 1
     n_each = read_count("NGPU")
@@ -108,6 +114,9 @@ def describe(prepared: Prepared, machine: Machine) -> str:
         n_cores = min(layout.world_size, os.cpu_count())
         seconds = flops.causal * tokens * config.training.steps / (n_cores * CPU_FLOPS_PER_CORE)
         rows["time"] = f"roughly {timedelta(seconds=ceil(seconds))} (h:mm:ss) on {n_cores} cores"
+        if config.activation_checkpoint.mode == "selective" and not config.compile.enable:
+            slow = 'activation_checkpoint.mode = "selective" is slow without compile on a CPU'
+            rows["note"] = f'{slow}. If memory allows, use "none"'
     if prepared.resumed_step:
         rows["resumes"] = f"after step {prepared.resumed_step}"
     where = machine.name if machine.is_here else f"{layout.world_size} x {machine.name}"

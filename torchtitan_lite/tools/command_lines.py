@@ -102,7 +102,9 @@ documents are skipped and counted. OUT is complete or does not exist.""",
             Option("inputs", "in the order of the corpus", path, nargs="*"),
             Option("--out", "folder of the new corpus", path),
             [
-                Option("--tokenizer", "folder, file, or bytes (%(default)s)", file, "assets/tokenizer"),
+                Option(
+                    "--tokenizer", "folder, file, or bytes (%(default)s)", file, "assets/tokenizer"
+                ),
                 Option("--train-tokenizer", "train one of this size (extra `hf`)", count, 0),
             ],
             [

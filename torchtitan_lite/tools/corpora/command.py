@@ -10,6 +10,7 @@ from math import ceil
 from pathlib import Path
 
 from torchtitan_lite.config.files import find_damage
+from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus_folder import DATASETS, CorpusManifest, read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace) -> str:
 def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> str:
     """Return a command that trains on the corpus: weights in the tokenizer's folder if any, else the debug model."""
     tokenizer = str(options.out / "tokenizer") if options.train_tokenizer else options.tokenizer
-    words = ["./run_train.sh", "--training.dataset", str(options.out)]
+    words = ["train", "--training.dataset", str(options.out)]
     if list(Path(tokenizer).glob("*.safetensors")):
         words += ["--config", "finetune", "--checkpoint.initial_load_path", tokenizer]
     else:
@@ -111,7 +112,7 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
         words += ["--job.dump_folder", f"outputs/{options.out.name}"]
     if "validation" not in manifest.splits:
         words.append("--validation.no_enable")
-    return shlex.join(words)
+    return name_command(shlex.join(words))
 
 
 def check(folder: Path) -> int:

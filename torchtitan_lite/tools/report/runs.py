@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from torchtitan_lite.config.block import count_parameters
-from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.messages import UserError, name_command
 from torchtitan_lite.tools.pictures import Points
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, find_row
 from torchtitan_lite.tools.plan.command import Plan
@@ -85,9 +85,8 @@ def describe_run(run: Run) -> list[str]:
     )
     if validation:
         results += f" The validation loss is {validation[-1][1]:.4f}."
-    command = (
-        f"./run_train.sh --config {shlex.quote(f'{run.folder}/config.toml')} --job.no_overwrite"
-    )
+    config_file = shlex.quote(f"{run.folder}/config.toml")
+    command = name_command(f"train --config {config_file} --job.no_overwrite")
     if layout.world_size <= 8:  # one host was enough
         command = f"NGPU={layout.world_size} {command}"
     if last_step >= n_steps:
