@@ -106,13 +106,13 @@ def test_one_file_is_in_memory(tmp_path, monkeypatch):
 def test_out_is_never_overwritten_and_a_folder_needs_no_conversion(ours, tmp_path, capsys):
     assert run(ours, tmp_path / "hf") == 0
     (tmp_path / "killed.tmp").mkdir()
-    for source, out, named in (
-        (ours, "hf", f"{tmp_path / 'hf'} already exists"),
-        (ours, "killed", f"{tmp_path / 'killed.tmp'} already exists"),
-        (tmp_path / "hf", "out", "is already a Hugging Face folder"),
-        (tmp_path / "nothing", "out", str(tmp_path / "nothing")),
+    for source, out, status, named in (
+        (ours, "hf", 1, f"{tmp_path / 'hf'} already exists"),
+        (ours, "killed", 1, f"{tmp_path / 'killed.tmp'} cannot be written: [Errno 17] File exists"),
+        (tmp_path / "hf", "out", 2, "is already a Hugging Face folder"),
+        (tmp_path / "nothing", "out", 2, str(tmp_path / "nothing")),
     ):
-        assert run(source, tmp_path / out, "--tokenizer", "bytes") == 2
+        assert run(source, tmp_path / out, "--tokenizer", "bytes") == status
         assert named in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"step-7", "hf", "killed.tmp"}
 

@@ -19,7 +19,6 @@ from torchtitan_lite.checkpoint.format import (
     commit,
     create_unfinished,
     discard,
-    name_unfinished,
     write_file,
 )
 from torchtitan_lite.checkpoint.hugging_face import find_unit, to_their_order
@@ -53,9 +52,6 @@ MOST_FILE_BYTES = 5 * 10**9  # as in transformers
 
 def main(options: argparse.Namespace) -> int:
     out = options.out.absolute()  # "." too has a name then
-    for path in (out, name_unfinished(out)):
-        if path.exists():
-            raise SourceError(f"{path} already exists, and is never overwritten. Name a new folder")
     source = open_source(options)
     convert(source, out, options.dtype)
     sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
