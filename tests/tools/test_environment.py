@@ -185,7 +185,7 @@ def test_only_a_torch_that_the_machine_comes_with_is_shared_with_the_venv(checko
 
 FAILURES = {  # what goes wrong -> what the one sentence says
     "venv": "apt install python3-venv",
-    "pip": "Other versions will do: {venv}/bin/python -m pip install 'alpha>=1,<2'",
+    "pip": "Other allowed versions will do: {venv}/bin/python -m pip install 'alpha>=1,<2'",
     "the folder is read-only": "{venv} cannot be used: [Errno 21] Is a directory",
 }
 

@@ -113,7 +113,7 @@ def install(python: str, requirements: list[str]) -> None:
     if any(text.startswith("torch>") for text in requirements):
         print(SIZE, file=sys.stderr, flush=True)
     command = [python, "-m", "pip", "install", "--disable-pip-version-check"]
-    remedy = f"Other versions will do: {python} -m pip install {packages}"
+    remedy = f"Other allowed versions will do: {python} -m pip install {packages}"
     run([*command, "-c", str(REPOSITORY / "constraints.txt"), *requirements], remedy)
 
 
