@@ -33,6 +33,7 @@ from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import Prepared
+from torchtitan_lite.config.schema import Metrics
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.process_groups import Groups, set_timeouts
 from torchtitan_lite.step import StepResult
@@ -202,14 +203,19 @@ class RunLog:
             self.record("stop", self.step, reason=reason)
             raise
         else:
-            name = shlex.quote(str(folder))
-            curves = name_command(f"report {name}")
-            if config.metrics.enable_tensorboard:
-                tensorboard = "tensorboard"
-                if not shutil.which(tensorboard):
-                    tensorboard = Path(sys.executable).with_name(tensorboard)
-                curves += f", or {tensorboard} --logdir {name}/{config.metrics.save_tb_folder}"
-            logger.info(f"look at it: {curves}")
+            logger.info(f"look at it: {name_views(folder, config.metrics)}")
         finally:
             if self.writer:
                 self.writer.close()
+
+
+def name_views(folder: Path, section: Metrics) -> str:
+    """Return the commands that show the curves of the run in `folder`."""
+    name = shlex.quote(str(folder))
+    views = name_command(f"report {name}")
+    if section.enable_tensorboard:
+        tensorboard = "tensorboard"
+        if not shutil.which(tensorboard):
+            tensorboard = Path(sys.executable).with_name(tensorboard)
+        views += f", or {tensorboard} --logdir {name}/{section.save_tb_folder}"
+    return views

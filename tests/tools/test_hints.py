@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from base64 import b64encode
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config import messages
+from torchtitan_lite.config.messages import ConfigError, name_command
+from torchtitan_lite.config.schema import Metrics
 from torchtitan_lite.data.corpus_folder import read_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import read_run_config
+from torchtitan_lite.run_log import name_views
 from torchtitan_lite.tools import check
 from torchtitan_lite.tools.command_lines import parse_command
 from torchtitan_lite.tools.verify.reduction import reduce_config
@@ -171,3 +175,39 @@ def test_a_model_that_is_too_large_for_this_host_is_verified_here_and_planned_el
     assert options.config_args == args.split()
     assert reduce_config(read_run_config(options.config_args).config, options.ranks)
     assert follow(plan) == 0
+
+
+COMMANDS = [  # tool and arguments | in the repository | in another folder | of an installed package
+    (
+        "plan --gpus 8",
+        "python3 -m torchtitan_lite plan --gpus 8",
+        f"PYTHONPATH={REPOSITORY} python3 -m torchtitan_lite plan --gpus 8",
+        "torchtitan-lite plan --gpus 8",
+    ),
+    (
+        "train --config debug",
+        "./run_train.sh --config debug",
+        f"{REPOSITORY}/run_train.sh --config debug",
+        "torchtitan-lite train --config debug",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "here", "elsewhere", "installed"), COMMANDS)
+def test_a_command_is_what_the_users_shell_runs(line, here, elsewhere, installed, monkeypatch):
+    assert name_command(line) == elsewhere
+    monkeypatch.chdir(REPOSITORY)
+    assert name_command(line) == here
+    monkeypatch.setattr(messages, "IS_INSTALLED", True)
+    assert name_command(line) == installed
+
+
+@pytest.mark.parametrize("is_on_path", [True, False])
+def test_tensorboard_is_named_by_its_path_if_the_shell_does_not_find_it(
+    is_on_path, monkeypatch, tmp_path
+):
+    (tmp_path / "tensorboard").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / ("" if is_on_path else "elsewhere")))
+    name = "tensorboard" if is_on_path else str(Path(sys.executable).with_name("tensorboard"))
+    views = name_views(Path("outputs/my run"), Metrics(enable_tensorboard=True))
+    assert views.endswith(f"report 'outputs/my run', or {name} --logdir 'outputs/my run'/tb")
