@@ -6,6 +6,7 @@ record waits for the device, so the time between two records is right. Rank 0 wr
 
 import gc
 import logging
+import os
 import shlex
 import shutil
 import sys
@@ -216,6 +217,6 @@ def name_views(folder: Path, section: Metrics) -> str:
     if section.enable_tensorboard:
         tensorboard = "tensorboard"
         if not shutil.which(tensorboard):
-            tensorboard = Path(sys.executable).with_name(tensorboard)
+            tensorboard = os.path.relpath(Path(sys.executable).with_name(tensorboard))
         views += f", or {tensorboard} --logdir {name}/{section.save_tb_folder}"
     return views

@@ -1,6 +1,7 @@
 """Every command that a message prints is correct: each hint is provoked, and its command runs or passes `check`."""
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -208,6 +209,10 @@ def test_tensorboard_is_named_by_its_path_if_the_shell_does_not_find_it(
 ):
     (tmp_path / "tensorboard").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / ("" if is_on_path else "elsewhere")))
-    name = "tensorboard" if is_on_path else str(Path(sys.executable).with_name("tensorboard"))
+    name = (
+        "tensorboard"
+        if is_on_path
+        else os.path.relpath(Path(sys.executable).with_name("tensorboard"))
+    )
     views = name_views(Path("outputs/my run"), Metrics(enable_tensorboard=True))
     assert views.endswith(f"report 'outputs/my run', or {name} --logdir 'outputs/my run'/tb")
