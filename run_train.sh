@@ -9,11 +9,11 @@ Usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key value]...
   ./run_train.sh                                        configs/debug.toml on this machine's GPUs or CPU
   ./run_train.sh --config llama3_8b.toml                a bare name in configs/, or the path of a TOML file
   ./run_train.sh --config debug --training.steps 20     all other arguments override keys of the config
-  python -m torchtitan_lite check --keys [SECTION]      prints every key: type, meaning, default
+  python3 -m torchtitan_lite check --keys [NAME]        prints every key: type, meaning, default
   NGPU=8 ./run_train.sh --config debug_3d               8 ranks on this host, on GPUs or CPUs
 
-What it does: uses the Python on the PATH if it has the packages in pyproject.toml, else creates .venv here once;
-refuses a config that cannot work, like `python -m torchtitan_lite check`; encodes a named corpus once; starts one
+What it does: uses the Python on the PATH, or .venv here, if it has the packages in pyproject.toml, else creates .venv
+once; refuses a config that cannot work, like `python3 -m torchtitan_lite check`; encodes a named corpus once; starts one
 process per rank with torchrun; exports the last checkpoint if checkpoint.last_save_in_hf is set. The working directory
 does not change. Exit status: 0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by SIGTERM, 1 otherwise.
 
@@ -33,8 +33,8 @@ Environment:
   PYTHON         the Python to start with (default python3; 3.10 or newer)
   OMP_NUM_THREADS, GLOO_SOCKET_IFNAME   defaults: 1 thread per rank; the loopback interface on a single host
   PYTORCH_ALLOC_CONF   for GPUs; default expandable_segments:True, unless PYTORCH_CUDA_ALLOC_CONF is set
-  PIP_*          pip settings for creating .venv. On Linux pip installs the CUDA build of torch, several GB. On a
-                 machine without a GPU, set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds
+  PIP_*          pip settings for creating .venv. On Linux pip installs the CUDA build of torch, about 5 GB. With
+                 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu it installs the CPU build, 1 GB
 
 Several hosts: start the same command on each, with
   NNODES         number of hosts

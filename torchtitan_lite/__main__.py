@@ -1,26 +1,28 @@
-"""Run a tool: `python -m torchtitan_lite TOOL ...`, or `torchtitan-lite TOOL ...` if pip installed the package.
+"""Run a tool: `python3 -m torchtitan_lite TOOL ...`, or `torchtitan-lite TOOL ...` if pip installed the package.
 
-The command line is parsed first, so --help and error messages need no packages. If this Python lacks the packages, the
-command is run again with the Python that run_train.sh would use. Only the chosen tool is imported.
+The command line is parsed first, so --help and error messages need no packages. If a tool needs packages that this
+Python lacks, the command is run again with the Python that run_train.sh would use. Only the chosen tool is imported.
 """
 
 import importlib
 import os
 import sys
 from difflib import get_close_matches
-from importlib.util import find_spec
 
-from torchtitan_lite.config.messages import ConfigError, UserError
+from torchtitan_lite.config.messages import ConfigError, UserError, name_command
 from torchtitan_lite.tools.command_lines import TOOLS, parse_command
 from torchtitan_lite.tools.processes import start_fork_server
+
+WITHOUT_PACKAGES = {"check", "plan.command", "faults.hang", "labs.command"}  # modules of tools
 
 
 def main(args: list[str] | None = None) -> int:
     """Run the tool. Return its exit status: 0 success, 1 the answer is no, 2 wrong input, 130 stopped by Ctrl-C."""
     try:
-        status = run_tool(sys.argv[1:] if args is None else args)
-        sys.stdout.flush()
-        return status
+        try:
+            return run_tool(sys.argv[1:] if args is None else args)
+        finally:
+            sys.stdout.flush()
     except UserError as error:
         text = f"This run cannot start:\n{error}" if isinstance(error, ConfigError) else error
         print(text, file=sys.stderr)
@@ -37,7 +39,7 @@ def main(args: list[str] | None = None) -> int:
 def run_tool(args: list[str]) -> int:
     """Run the tool that the first argument names. Return its exit status. Raises UserError."""
     if not args or args[0] in ("-h", "--help"):
-        print("python -m torchtitan_lite TOOL ...    (TOOL --help lists its options)\n")
+        print(f"{name_command('TOOL ...')}    (TOOL --help lists its options)\n")
         for name, tool in TOOLS.items():
             print(f"  {name:10} {tool.description.splitlines()[0]}")
         return 0
@@ -47,13 +49,13 @@ def run_tool(args: list[str]) -> int:
         print(f"There is no tool named {name!r}. Use {', '.join(near)}.", file=sys.stderr)
         return 2
     options = parse_command(name, rest)
-    # check needs only a TOML parser
-    if name != "check" or not (find_spec("tomllib") or find_spec("tomli")):
+    # an option may select another module
+    module = vars(options).get("module", TOOLS[name].module)
+    is_judge = vars(options).get("action") == "check"  # of a lab
+    if module not in WITHOUT_PACKAGES or is_judge:
         importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()
     if name == "verify":  # its ranks import torch while it does
         start_fork_server()
-    # an option may select another module
-    module = vars(options).get("module", TOOLS[name].module)
     return importlib.import_module(f"torchtitan_lite.tools.{module}").main(options)
 
 

@@ -2,7 +2,7 @@
 
 config.toml     the resolved config      log.txt, metrics.jsonl, tb/<run name>/     logs
 checkpoint/     step-N/, run_id          traces/, comm_traces/, memory_snapshot/    if enabled
-hang/           what hanging ranks did: `python -m torchtitan_lite hang FOLDER`
+hang/           what hanging ranks did: `python3 -m torchtitan_lite hang FOLDER`
 wandb/          Weights & Biases if enabled; job.overwrite keeps it, because some of it may not be uploaded yet
 wandb_id        id of the run in Weights & Biases
 lock            locked by the run that writes here

@@ -6,12 +6,16 @@ record waits for the device, so the time between two records is right. Rank 0 wr
 
 import gc
 import logging
+import os
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,7 +32,9 @@ from torchtitan_lite.components.metrics import (
 from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import describe_launch, peak_flops
+from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import Prepared
+from torchtitan_lite.config.schema import Metrics
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.process_groups import Groups, set_timeouts
 from torchtitan_lite.step import StepResult
@@ -199,11 +205,19 @@ class RunLog:
             self.record("stop", self.step, reason=reason)
             raise
         else:
-            name = shlex.quote(str(folder))
-            curves = f"python -m torchtitan_lite report {name}"
-            if config.metrics.enable_tensorboard:
-                curves += f", or tensorboard --logdir {name}/{config.metrics.save_tb_folder}"
-            logger.info(f"look at it: {curves}")
+            logger.info(f"look at it: {name_views(folder, config.metrics)}")
         finally:
             if self.writer:
                 self.writer.close()
+
+
+def name_views(folder: Path, section: Metrics) -> str:
+    """Return the commands that show the curves of the run in `folder`."""
+    name = shlex.quote(str(folder))
+    views = name_command(f"report {name}")
+    if section.enable_tensorboard:
+        tensorboard = "tensorboard"
+        if not shutil.which(tensorboard):
+            tensorboard = os.path.relpath(Path(sys.executable).with_name(tensorboard))
+        views += f", or {tensorboard} --logdir {name}/{section.save_tb_folder}"
+    return views

@@ -1,6 +1,5 @@
 """convert: a checkpoint becomes a Hugging Face folder that is complete or does not exist."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from watching import PeakMemory
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.block import count_parameters, list_expert_biases
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -66,13 +64,12 @@ def test_a_checkpoint_becomes_a_folder_that_gives_our_logits(name, tmp_path, cap
     save_ours(tmp_path / "step-7", args)
     monkeypatch.setattr(convert, "MOST_FILE_BYTES", 100_000)
     out = tmp_path / "hf"
-    assert run(tmp_path, out, "--json") == 0  # the newest checkpoint there
-    report = json.loads(capsys.readouterr().out)
+    assert run(tmp_path, out) == 0  # the newest checkpoint there
     sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
-    assert report["files"] == len(sizes) > 1
-    assert report["bytes"] == sum(sizes)
-    assert report["parameters"] == count_parameters(args)
-    assert max(sizes) < 1.1e5
+    assert len(sizes) > 1 and max(sizes) < 1.1e5
+    said = capsys.readouterr().out
+    assert f"{count_parameters(args):,} parameters" in said
+    assert f"{sum(sizes):,} bytes in {len(sizes)} files" in said
     positions = torch.arange(200)[None]
     tokens = positions % 258
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
@@ -91,8 +88,6 @@ def test_the_dtype_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path)
         assert run(tmp_path / "step-7", tmp_path / dtype, *arguments) == 0
         held = LlamaForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto").lm_head.weight
         assert torch.equal(held, weights["model.output.weight"].to(getattr(torch, dtype)))
-    with pytest.raises(CheckpointError, match="norm.weight has values beyond 65,504"):
-        convert.to_finite("norm.weight", torch.tensor([70_000.0]), torch.float16)
 
 
 def test_one_file_is_in_memory(tmp_path, monkeypatch):
@@ -111,13 +106,13 @@ def test_one_file_is_in_memory(tmp_path, monkeypatch):
 def test_out_is_never_overwritten_and_a_folder_needs_no_conversion(ours, tmp_path, capsys):
     assert run(ours, tmp_path / "hf") == 0
     (tmp_path / "killed.tmp").mkdir()
-    for source, out, named in (
-        (ours, "hf", f"{tmp_path / 'hf'} already exists"),
-        (ours, "killed", f"{tmp_path / 'killed.tmp'} already exists"),
-        (tmp_path / "hf", "out", "is already a Hugging Face folder"),
-        (tmp_path / "nothing", "out", str(tmp_path / "nothing")),
+    for source, out, status, named in (
+        (ours, "hf", 1, f"{tmp_path / 'hf'} already exists"),
+        (ours, "killed", 1, f"{tmp_path / 'killed.tmp'} cannot be written: [Errno 17] File exists"),
+        (tmp_path / "hf", "out", 2, "is already a Hugging Face folder"),
+        (tmp_path / "nothing", "out", 2, str(tmp_path / "nothing")),
     ):
-        assert run(source, tmp_path / out, "--tokenizer", "bytes") == 2
+        assert run(source, tmp_path / out, "--tokenizer", "bytes") == status
         assert named in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"step-7", "hf", "killed.tmp"}
 
@@ -128,7 +123,6 @@ def test_a_wrong_tokenizer_or_a_damaged_file_is_refused(ours, tmp_path, capsys):
     flip_bit(ours / "rank-00000.safetensors", -100)
     assert run(ours, tmp_path / "out") == 1
     assert str(ours / "rank-00000.safetensors") in capsys.readouterr().err
-    assert run(ours, tmp_path / "out", "--no-verify") == 0
 
 
 @pytest.mark.parametrize(

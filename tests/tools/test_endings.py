@@ -60,7 +60,7 @@ ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per se
         [],
         1,
         "rank 1 was killed by SIGKILL, as Linux does when memory runs out; newest checkpoint outputs/debug/"
-        "checkpoint/step-4; to continue: NGPU=2 ./run_train.sh --model.dim=64",
+        f"checkpoint/step-4; to continue: NGPU=2 {REPOSITORY}/run_train.sh --model.dim=64",
     ),
 }  # fmt: skip
 

@@ -1,14 +1,19 @@
 """environment.py finds or makes a Python that has the packages, whatever happened before. No network is used.
 
-Stubs replace `python -m venv` and pip, and record their arguments.
+`mine` is the Python that starts, an environment without packages. A stub of venv leaves pip out, and a stub of pip
+records its arguments and writes what importlib.metadata finds of an installed package.
 """
 
-import os
 import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
+import time
+import venv
 from pathlib import Path
 
+import packaging
 import pytest
 from packaging.requirements import Requirement
 from test_run_train import Checkout as RunCheckout
@@ -17,20 +22,32 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.reader import load_toml
 from torchtitan_lite.tools import environment
 
-# A stub of the venv module: the Python that it makes is a script, with a stub of pip.
 STUB_VENV = """
 import os, sys
-from pathlib import Path
-folder = Path(sys.argv[-1])
+if "venv" in os.environ["FAILING"]:
+    os.makedirs(sys.argv[1])
+    sys.exit(1)
 with open(os.environ["CALLS"], "a") as calls:
-    print("venv", *sys.argv[1:-1], file=calls)
-(folder / "bin").mkdir(parents=True, exist_ok=True)
-python = folder / "bin" / "python"
-python.write_text(f'''#!/bin/sh
-echo "$@" >> "$CALLS"
-''')
-python.chmod(0o755)
+    print("venv", *sys.argv[2:], file=calls)
+sys.path.remove(os.environ["STUBS"])
+del sys.modules["venv"]
+import venv
+venv.main(["--without-pip", *sys.argv[1:]])
 """
+STUB_PIP = """
+import os, re, sys, sysconfig, time
+from pathlib import Path
+with open(os.environ["CALLS"], "a") as calls:
+    print(Path(sys.prefix).name, *sys.argv[5:], file=calls)
+if "pip" in os.environ["FAILING"]:
+    sys.exit(1)
+time.sleep(float(os.environ["PIP_S"]))
+for requirement in sys.argv[5:]:
+    info = Path(sysconfig.get_path("purelib"), re.match("[a-z]+", requirement)[0] + "-1.5.dist-info")
+    info.mkdir(parents=True)
+    info.joinpath("METADATA").write_text(f"Name: {info.name.split('-')[0]}\\nVersion: 1.5\\n")
+"""
+NEEDS = 'dependencies = [\n    "alpha>=1,<2",\n]\ntest = [\n    "beta",\n]\n'
 
 
 class Checkout(RunCheckout):
@@ -38,21 +55,28 @@ class Checkout(RunCheckout):
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        self.write(
-            "pyproject.toml", 'dependencies = [\n    "alpha>=1,<2",\n]\ntest = [\n    "beta",\n]\n'
-        )
+        stubs = self.root / "stubs"
+        self.write("pyproject.toml", NEEDS)
         self.write("constraints.txt", "alpha==1.5\n")
         self.write("stubs/venv/__init__.py", "")
         self.write("stubs/venv/__main__.py", STUB_VENV)
-        self.variables["PYTHONPATH"] = str(self.root / "stubs")
-        self.variables["HOME"] = str(folder)
+        self.write("stubs/pip/__init__.py", "")
+        self.write("stubs/pip/__main__.py", STUB_PIP)
+        (stubs / "packaging").symlink_to(Path(packaging.__file__).parent)
+        self.variables |= {"PYTHONPATH": str(stubs), "STUBS": str(stubs), "HOME": str(folder)}
+        self.variables |= {"FAILING": "", "PIP_S": "0"}
         self.venv = self.root / ".venv"
-        self.python = str(self.venv / "bin" / "python")
+        self.mine = folder / "mine"
+        venv.create(self.mine)
 
     def start(self, *args: str, **variables: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "torchtitan_lite.tools.environment", *args]
+        module = args or ["-m", "torchtitan_lite.tools.environment"]
+        command = [str(self.mine / "bin" / "python"), *module]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, env=self.variables | variables, cwd=self.root, **pipes)
+
+    def find(self, *extras: str, **variables: str) -> subprocess.CompletedProcess:
+        return self.run("-m", "torchtitan_lite.tools.environment", *extras, **variables)
 
     def calls(self) -> list[str]:
         return self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
@@ -69,6 +93,14 @@ def add_package(folder: Path, name: str, version: str) -> str:
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n", encoding="utf-8")
     return str(folder)
+
+
+def fill(environment: Path, packages: str) -> None:
+    """Add packages such as "alpha-1.5" to an environment."""
+    variables = {"base": str(environment), "platbase": str(environment)}
+    site = Path(sysconfig.get_path("purelib", "venv", variables))
+    for package in packages.split():
+        add_package(site, *package.split("-"))
 
 
 def test_requirements_are_read_as_toml_has_them_and_the_tested_versions_meet_them():
@@ -108,48 +140,123 @@ def test_a_package_counts_only_within_its_bounds(
     assert environment.is_met(requirement) == is_met
 
 
-def test_this_python_is_taken_if_it_has_the_packages(checkout, tmp_path):
-    answer = checkout.run(PYTHONPATH=add_package(tmp_path / "site", "alpha", "1.9"))
-    assert (answer.returncode, answer.stdout, answer.stderr) == (0, sys.executable, "")
-    assert not checkout.venv.exists()
+FOUND = [  # packages of the Python that starts | of .venv, None: absent | extras | calls | which Python
+    ("alpha-1.9", None, [], [], "mine"),
+    ("", None, [], ["venv", ".venv alpha>=1,<2"], ".venv"),
+    ("alpha-2.0", None, [], ["venv", ".venv alpha>=1,<2"], ".venv"),  # out of bounds
+    ("", None, ["test"], ["venv", ".venv alpha>=1,<2 beta"], ".venv"),
+    ("", "alpha-1.2", [], [], ".venv"),  # made by the user
+    ("", "alpha-1.2", ["test"], [".venv beta"], ".venv"),
+    ("", "alpha-2.0", [], [".venv alpha>=1,<2"], ".venv"),
+    ("alpha-1.9", "alpha-1.2", ["test"], ["mine beta"], "mine"),
+    ("alpha-1.9 beta-3", None, ["test"], [], "mine"),
+]
 
 
-def test_a_venv_is_made_once_and_only_what_it_lacks_is_added(checkout, tmp_path):
-    checkout.variables["PYTHONPATH"] += os.pathsep + add_package(
-        tmp_path / "site", "alpha", "2.0"
-    )  # out of bounds
-    install = f"-m pip --disable-pip-version-check install -c {checkout.root}/constraints.txt"
-    for _ in range(2):
-        answer = checkout.run()
-        assert (answer.returncode, answer.stdout) == (0, checkout.python)
-    assert checkout.calls() == ["venv", f"{install} alpha>=1,<2"]
-    assert checkout.run("test").stdout == checkout.python
-    assert checkout.calls()[3:] == [f"{install} beta"]
-
-
-@pytest.mark.parametrize(
-    ("package", "flags"), [("torch", " --system-site-packages"), ("alpha", "")]
-)
-def test_only_a_torch_that_the_machine_comes_with_is_shared_with_the_venv(
-    checkout, tmp_path, package, flags
+@pytest.mark.parametrize(("mine", "venv_packages", "extras", "calls", "name"), FOUND)
+def test_a_python_that_can_train_is_taken_and_only_what_it_lacks_is_added(
+    checkout, mine, venv_packages, extras, calls, name
 ):
-    checkout.write("pyproject.toml", 'dependencies = [\n    "torch>=99",\n    "alpha",\n]\n')
-    checkout.variables["PYTHONPATH"] += os.pathsep + add_package(tmp_path / "site", package, "99.0")
-    checkout.run()
+    fill(checkout.mine, mine)
+    if venv_packages is not None:
+        venv.create(checkout.venv)
+        fill(checkout.venv, venv_packages)
+    answer = checkout.find(*extras)
+    assert answer.stdout.endswith(f"/{name}/bin/python"), answer.stderr
+    assert checkout.calls() == calls
+    assert (answer.stderr == "") == (calls == [])
+    for line in calls:
+        if line != "venv":
+            assert line.split()[-1] in answer.stderr
+    if "alpha-2.0" not in (mine, venv_packages):  # the stub does not remove it
+        assert checkout.find(*extras).stdout == answer.stdout
+        assert checkout.calls() == calls
+
+
+@pytest.mark.parametrize(("package", "flags"), [("torch", " --system-site-packages"), ("beta", "")])
+def test_only_a_torch_that_the_machine_comes_with_is_shared_with_the_venv(checkout, package, flags):
+    checkout.write(
+        "pyproject.toml", NEEDS.replace("alpha>=1,<2", "torch>=1").replace("]", '"tt",\n]', 1)
+    )
+    fill(checkout.mine, f"{package}-99.0")
+    checkout.find()
     assert checkout.calls()[0] == f"venv{flags}"
 
 
+FAILURES = {  # what goes wrong -> what the one sentence says
+    "venv": "apt install python3-venv",
+    "pip": "Other allowed versions will do: {venv}/bin/python -m pip install 'alpha>=1,<2'",
+    "the folder is read-only": "{venv} cannot be used: [Errno 21] Is a directory",
+}
+
+
+@pytest.mark.parametrize("failing", FAILURES)
+def test_a_failure_has_one_sentence_and_the_next_start_tries_again(checkout, failing):
+    lock = checkout.root / ".venv.lock"
+    if failing not in ("venv", "pip"):
+        lock.mkdir()
+    answer = checkout.find(FAILING=failing)
+    assert answer.returncode == 1 and answer.stdout == ""
+    assert FAILURES[failing].format(venv=checkout.venv) in answer.stderr.splitlines()[-1]
+    assert "Traceback" not in answer.stderr
+    shutil.rmtree(lock, ignore_errors=True)
+    assert checkout.find().stdout == str(checkout.venv / "bin" / "python")
+
+
+def test_ctrl_c_while_packages_are_installed_is_one_sentence(checkout):
+    checkout.write("pyproject.toml", NEEDS.replace("alpha", "torch"))
+    process = checkout.start(PIP_S="99")
+    while len(checkout.calls()) < 2:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in said
+    first, *size, last = said.splitlines()
+    assert first.startswith("Installing once") and last.startswith("stopped by Ctrl-C")
+    assert "about 5 GB" in size[0] and "PIP_EXTRA_INDEX_URL" in size[1]
+    assert checkout.find().returncode == 0
+    assert checkout.calls()[2:] == [".venv torch>=1,<2"]
+
+
 def test_a_command_continues_in_the_python_that_has_the_packages(checkout):
-    shutil.copytree(
-        REPOSITORY / "torchtitan_lite", checkout.root / "torchtitan_lite", dirs_exist_ok=True
-    )
-    command = [sys.executable, "-m", "torchtitan_lite", "verify", "--ranks", "2"]
-    answer = subprocess.run(
-        command, cwd=checkout.root, env=checkout.variables, capture_output=True, text=True
-    )
-    assert checkout.calls()[-1] == " ".join(command[1:])
-    (line,) = answer.stderr.splitlines()
-    assert line.startswith("Setting up ") and "once, as ./run_train.sh does" in line
+    code = "import sys; from torchtitan_lite.tools import environment as e; e.continue_with_packages(); "
+    answer = checkout.run("-c", code + "print(sys.executable, *sys.argv)", "a  b")
+    assert answer.stdout == f"{checkout.venv}/bin/python -c a  b"
+
+
+# ---------------------------------------------------------------- a Python without packages
+
+BARE = ["--help", "check", "check --keys optimizer.lr", "plan --config llama3_8b --gpus 8"]
+BARE += ["plan --config llama3_8b --gpus 8 --search", "lab", "lab 1", "verify --help"]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """A clone in which no environment can be made, beside a Python without packages."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder / "mine")
+    for name in ("torchtitan_lite", "configs", "assets/tokenizer", "assets/labs"):
+        shutil.copytree(REPOSITORY / name, folder / name)
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)
+    (folder / ".venv.lock").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("command", BARE)
+def test_tools_that_need_no_torch_run_without_any_package(bare, command):
+    words = [bare / "mine" / "bin" / "python", "-m", "torchtitan_lite", *command.split()]
+    variables = {"PATH": "/usr/bin:/bin"}
+    answer = subprocess.run(words, cwd=bare, env=variables, capture_output=True, text=True)
+    assert (answer.returncode, answer.stderr) == (0, "")
+
+
+def test_a_python_without_a_toml_reader_says_so():
+    code = "import sys; sys.modules |= {'tomllib': None, 'tomli': None}\n"
+    code += "from torchtitan_lite.__main__ import main; sys.exit(main(['check']))"
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert answer.returncode == 2
+    assert answer.stderr == "Python 3.10 cannot read TOML. Run `pip install tomli`.\n"
 
 
 def test_a_python_that_is_too_old_is_refused():

@@ -80,15 +80,15 @@ def answers(checkout) -> Answers:
     calls = list_walk(WHOLE_WALK)
     for name, fork in FORKS.items():
         keys = [*SMALL, *fork.keys]
-        calls[f"check {name}"] = ["check", *keys, "--ranks=4"]
+        calls[f"check {name}"] = ["check", *keys, "--gpus=4"]
         calls[f"plan {name}"] = ["plan", *keys, "--gpus=4"]
         if name in MODEL_FORKS:
             calls[f"explain {name}"] = ["explain", *keys, "--gpus=4"]
     attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2"]
-    calls["refuse an attention"] = ["check", *attention, "--ranks=4"]
+    calls["refuse an attention"] = ["check", *attention, "--gpus=4"]
     for name in ("a norm", "an attention"):
         export = [*SMALL, *FORKS[name].keys, "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
-        calls[f"refuse an export of {name}"] = ["check", *export, "--ranks=4"]
+        calls[f"refuse an export of {name}"] = ["check", *export, "--gpus=4"]
     return run_calls(checkout, calls)
 
 

@@ -119,25 +119,18 @@ def test_greedy_text_is_that_of_transformers_on_the_exported_model(
     assert len(expected) == 100 and len(set(expected)) > 10  # it does not only repeat itself
     for source in (checkpoint, export):
         report = generate(source, *GREEDY, "--max-new-tokens", 100)
-        (sample,) = report["samples"]
-        assert report["prompt_tokens"] == prompt and sample["tokens"] == expected
-        assert (
-            sample["text"] == tokenizer.decode(expected) and sample["stopped"] == "max_new_tokens"
-        )
+        assert report["prompt_tokens"] == prompt
+        assert report["tokens"] == expected
+        assert report["text"] == tokenizer.decode(expected)
+        assert report["stopped"] == "max_new_tokens"
 
 
-def test_samples_go_to_standard_output_and_each_depends_on_its_own_seed(
-    checkpoint, generate, capsys
-):
+def test_the_text_goes_to_standard_output_and_depends_on_its_seed(checkpoint, generate, capsys):
     arguments = ["--prompt", PROMPT, "--max-new-tokens", "12", "--temperature", "1.5"]
-    samples = generate(checkpoint, *arguments, "--n", 3, "--seed", 7)["samples"]
-    assert [sample["seed"] for sample in samples] == [7, 8, 9]
-    texts = [sample["text"] for sample in samples]
-    assert len(set(texts)) == 3
-    assert main(["generate", str(checkpoint), *arguments, "--n", "2", "--seed", "8"]) == 0
-    expected = f"--- sample 1 of 2, seed 8 ---\n{PROMPT}{texts[1]}\n"
-    expected += f"--- sample 2 of 2, seed 9 ---\n{PROMPT}{texts[2]}\n"
-    assert capsys.readouterr().out == expected
+    texts = [generate(checkpoint, *arguments, "--seed", seed)["text"] for seed in (7, 8, 8)]
+    assert texts[0] != texts[1] == texts[2]
+    assert main(["generate", str(checkpoint), *arguments, "--seed", "8"]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{texts[1]}\n"
 
 
 def test_the_prompt_is_an_argument_or_standard_input(checkpoint, generate, monkeypatch):
@@ -151,24 +144,19 @@ def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config
     checkpoint, export, tokenizer, generate, tmp_path
 ):
     n_tokens = len(tokenizer.encode(PROMPT, bos=True))
-    for arguments, n_new in (
-        ((), 128 - n_tokens),
-        (("--context", n_tokens + 3), 3),
-    ):
-        (sample,) = generate(checkpoint, *GREEDY, "--max-new-tokens", 1000, *arguments)["samples"]
-        assert len(sample["tokens"]) == n_new
-        assert sample["stopped"] == "context"
-    (unbroken,) = generate(checkpoint, *GREEDY, "--max-new-tokens", 40)["samples"]
-    tokens = unbroken["tokens"]
+    report = generate(checkpoint, *GREEDY, "--max-new-tokens", 1000)
+    assert len(report["tokens"]) == 128 - n_tokens
+    assert report["stopped"] == "context"
+    tokens = generate(checkpoint, *GREEDY, "--max-new-tokens", 40)["tokens"]
     at = 6
     while tokens[at] in tokens[:at]:
         at += 1
     folder = shutil.copytree(export, tmp_path / "llama")
     ends = {"eos_token_id": [tokens[at]]}
     (folder / "generation_config.json").write_text(json.dumps(ends))
-    (sample,) = generate(folder, *GREEDY, "--max-new-tokens", 40)["samples"]
-    assert sample["tokens"] == tokens[:at]
-    assert sample["stopped"] == "end_of_document"
+    report = generate(folder, *GREEDY, "--max-new-tokens", 40)
+    assert report["tokens"] == tokens[:at]
+    assert report["stopped"] == "end_of_document"
 
 
 @pytest.mark.parametrize("assets", ["bytes", SHIPPED])
@@ -186,9 +174,9 @@ def test_characters_are_shown_whole_as_soon_as_their_last_byte_is_there(assets):
 
 
 def test_rows_of_the_head_without_a_token_are_never_drawn(export, generate):
-    arguments = "--tokenizer bytes --prompt x --temperature 50 --max-new-tokens 60 --n 3"
-    for sample in generate(export, *arguments.split())["samples"]:
-        assert set(sample["tokens"]) < set(range(258)) - {257}
+    arguments = "--tokenizer bytes --prompt x --temperature 50 --max-new-tokens 90"
+    tokens = generate(export, *arguments.split())["tokens"]
+    assert set(tokens) < set(range(258)) - {257}
 
 
 # ---------------------------------------------------------------- conversations
@@ -215,7 +203,7 @@ def test_without_chat_a_line_says_that_special_names_are_text(export, capsys):
 def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_at_once(
     export, tokenizer, monkeypatch, capsys
 ):
-    lines = ["and then?", "no <|eot_id|> names", "Hi"]
+    lines = ["and then?", "Hi"]
 
     def read_line(prompt: str) -> str:
         if not lines:
@@ -227,7 +215,6 @@ def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_a
     arguments = ["generate", str(export), "--max-new-tokens", "5", "--temperature", "0", "--chat"]
     assert main(arguments) == 0
     printed = capsys.readouterr()
-    assert "<|eot_id|> would become" in printed.err
     first, second = printed.out.split("\n", 1)
     messages = [
         {"role": "user", "content": "Hi"},
@@ -258,12 +245,13 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
     config["max_position_embeddings"] = None
     (without_context / "config.json").write_text(json.dumps(config))
     for source, prompt, named, *options in (
-        (checkpoint, "x " * 200, "has 202 tokens, but the context has 128. Shorten it, or set"),
+        (checkpoint, "x " * 200, "has 202 tokens, but the context has 128. Shorten it"),
         (tmp_path / "nowhere", "a", "nowhere"),
         (foreign, "a", f"{SHIPPED} is not the tokenizer that it was trained with"),
         (other, "a", "of_another_fork"),
         (bare, "a", "Name it with --tokenizer FOLDER"),
-        (without_context, "a", "--context N"),
+        (without_context, "a", "max_position_embeddings"),
+        (export, "no <|eot_id|> names", "would become a special token", "--chat"),
         (export, "<2303>", "but its model has 2304 rows", "--tokenizer", str(larger)),
     ):
         assert main(["generate", str(source), "--prompt", prompt, *options]) == 2

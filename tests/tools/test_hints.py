@@ -1,8 +1,10 @@
 """Every command that a message prints is correct: each hint is provoked, and its command runs or passes `check`."""
 
 import json
+import os
 import re
 import shlex
+import sys
 from base64 import b64encode
 from pathlib import Path
 
@@ -11,13 +13,17 @@ from test_check import LAPTOP
 from test_fine_tuning import CASES, publish
 from test_tokenizers import SHIPPED
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config import messages
+from torchtitan_lite.config.messages import ConfigError, name_command
+from torchtitan_lite.config.schema import Metrics
 from torchtitan_lite.data.corpus_folder import read_corpus_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import read_run_config
+from torchtitan_lite.run_log import name_views
 from torchtitan_lite.tools import check
 from torchtitan_lite.tools.command_lines import parse_command
 from torchtitan_lite.tools.verify.reduction import reduce_config
@@ -38,12 +44,18 @@ def folder(tmp_path, monkeypatch):
 
 def follow(command: str) -> int:
     """Run the check before a command that trains or plans, whose parser must know it. Return the exit status."""
-    words = shlex.split(command)
-    if words[0] == "./run_train.sh":
-        return main(["check", *words[1:]])
-    assert words[:4] == ["python", "-m", "torchtitan_lite", "plan"]
-    options = parse_command("plan", words[4:])
+    if "run_train.sh " in command:
+        assert command.startswith(f"{REPOSITORY}/run_train.sh ")
+        return main(["check", *shlex.split(command)[1:]])
+    options = parse_command("plan", split_tool("plan", command))
     return main(["check", *options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu])
+
+
+def split_tool(name: str, command: str) -> list[str]:
+    """Return the arguments of a tool in a command for this folder, which is not the repository."""
+    start = f"PYTHONPATH={REPOSITORY} python3 -m torchtitan_lite {name} "
+    assert command.startswith(start)
+    return shlex.split(command.removeprefix(start))
 
 
 def run_prepare(*args: str) -> int:
@@ -147,11 +159,9 @@ def test_the_number_of_gpus_elsewhere_passes_and_the_verdict_sends_to_plan(capsy
     verdict = capsys.readouterr().out
     assert verdict.startswith("llama3_70b on 16 x H100: nothing found wrong\n")
     assert " sound" not in verdict and "at least 65.71 GiB for weights" in verdict
-    plan = re.search(r"python -m torchtitan_lite plan.*", verdict)[0]
-    assert (
-        shlex.split(plan)[4:] == ["--config", "llama3_70b", "--gpus", "16", "--gpu", "h100"]
-        and follow(plan) == 0
-    )
+    plan = re.search(r"PYTHONPATH=.* plan .*", verdict)[0]
+    assert plan.endswith(" plan --config llama3_70b --gpus 16 --gpu h100")
+    assert follow(plan) == 0
 
 
 @pytest.mark.parametrize(
@@ -162,17 +172,47 @@ def test_a_model_that_is_too_large_for_this_host_is_verified_here_and_planned_el
 ):
     assert main(["check", *args.split()]) == 2
     verify, plan = re.findall(r"`(.*?)`", capsys.readouterr().err)
-    options = parse_command("verify", shlex.split(verify)[4:])
-    assert (
-        verify.startswith("python -m torchtitan_lite verify")
-        and options.config_args == args.split()
-    )
+    options = parse_command("verify", split_tool("verify", verify))
+    assert options.config_args == args.split()
     assert reduce_config(read_run_config(options.config_args).config, options.ranks)
     assert follow(plan) == 0
 
 
-def test_memory_that_was_not_judged_is_judged_with_the_options_named(capsys):
-    assert main(["check", "--config", "llama3_70b", "--ranks", "64"]) == 0
-    options = re.search(r"(--gpus \d+ --gpu \w+)", capsys.readouterr().out)[1]
-    assert main(["check", "--config", "llama3_70b", *options.split()]) == 0
-    assert "a rank has" in capsys.readouterr().out
+COMMANDS = [  # tool and arguments | in the repository | in another folder | of an installed package
+    (
+        "plan --gpus 8",
+        "python3 -m torchtitan_lite plan --gpus 8",
+        f"PYTHONPATH={REPOSITORY} python3 -m torchtitan_lite plan --gpus 8",
+        "torchtitan-lite plan --gpus 8",
+    ),
+    (
+        "train --config debug",
+        "./run_train.sh --config debug",
+        f"{REPOSITORY}/run_train.sh --config debug",
+        "torchtitan-lite train --config debug",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "here", "elsewhere", "installed"), COMMANDS)
+def test_a_command_is_what_the_users_shell_runs(line, here, elsewhere, installed, monkeypatch):
+    assert name_command(line) == elsewhere
+    monkeypatch.chdir(REPOSITORY)
+    assert name_command(line) == here
+    monkeypatch.setattr(messages, "IS_INSTALLED", True)
+    assert name_command(line) == installed
+
+
+@pytest.mark.parametrize("is_on_path", [True, False])
+def test_tensorboard_is_named_by_its_path_if_the_shell_does_not_find_it(
+    is_on_path, monkeypatch, tmp_path
+):
+    (tmp_path / "tensorboard").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / ("" if is_on_path else "elsewhere")))
+    name = (
+        "tensorboard"
+        if is_on_path
+        else os.path.relpath(Path(sys.executable).with_name("tensorboard"))
+    )
+    views = name_views(Path("outputs/my run"), Metrics(enable_tensorboard=True))
+    assert views.endswith(f"report 'outputs/my run', or {name} --logdir 'outputs/my run'/tb")

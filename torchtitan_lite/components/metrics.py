@@ -27,6 +27,7 @@ import torch
 
 from torchtitan_lite.components.sinks import TensorBoardSink, WandbSink
 from torchtitan_lite.config.block import FlopsPerToken
+from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.schema import Metrics
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def describe_out_of_memory(dump_folder: Path, world_size: int) -> str:
     peak = torch.cuda.max_memory_allocated()
     live = torch.cuda.memory_allocated()
     config = shlex.quote(f"{dump_folder}/config.toml")
-    command = f"python -m torchtitan_lite plan --gpus {world_size} --config {config}"
+    command = name_command(f"plan --gpus {world_size} --config {config}")
     return f"out of memory: {peak:,} bytes at the peak, {live:,} bytes live. To see what uses the memory: {command}"
 
 

@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.schema import Config
 
 logger = logging.getLogger(__name__)
@@ -110,10 +111,10 @@ def describe_stop(
 
 def describe_newest(newest: Path, config: Config, args: list[str], ngpu: str | None) -> str:
     """Name the newest checkpoint and the command that resumes from it. For the arguments see describe_stop."""
-    command = ["./run_train.sh", *args]
+    command = ["train", *args]
     if config.job.overwrite:
         command.append("--job.no_overwrite")
     if config.checkpoint.load_step != -1:
         command.append("--checkpoint.load_step=-1")
     variable = f"NGPU={ngpu} " if ngpu else ""
-    return f"newest checkpoint {newest}; to continue: {variable}{shlex.join(command)}"
+    return f"newest checkpoint {newest}; to continue: {variable}{name_command(shlex.join(command))}"

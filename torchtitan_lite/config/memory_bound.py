@@ -4,7 +4,7 @@
     bytes per rank        (parameters / ranks that share one copy of the model) * bytes per parameter
 
 Each GPU holds one rank. On a host without GPUs, all ranks share the memory. Activations come on top:
-`python -m torchtitan_lite plan` predicts them.
+`python3 -m torchtitan_lite plan` predicts them.
 """
 
 import shlex
@@ -14,7 +14,7 @@ from math import ceil, log2
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.machine import GIB, Machine
-from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.messages import Problem, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, Optimizer
 
@@ -80,7 +80,9 @@ def check_memory(
     remedy = f"Use {n_gpus} such GPUs"
     if not on_gpu:
         command = shlex.join(args)
-        verify = f"`python -m torchtitan_lite verify {command}` checks the layout here"
-        plan = f"`python -m torchtitan_lite plan {command} --gpus {n_gpus}` predicts the run"
-        remedy = f"{verify}, and {plan}"
+        # verify has 8, and 2 for an automatic degree
+        ranks = " --ranks 16" if world_size > 4 else ""
+        verify = name_command(f"verify {command}{ranks}")
+        plan = name_command(f"plan {command} --gpus {n_gpus}")
+        remedy = f"Here `{verify}` checks the layout; `{plan}` predicts the run on GPUs"
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]

@@ -1,6 +1,10 @@
 """Problems with a config, each with a remedy, and the exceptions that carry them."""
 
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite import IS_INSTALLED, REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -30,3 +34,16 @@ class ConfigError(UserError):
         super().__init__(
             "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         )
+
+
+def name_command(line: str) -> str:
+    """Return what to type, in the folder where the user is now, to run a tool with arguments: `plan --gpus 8`."""
+    if IS_INSTALLED:
+        return f"torchtitan-lite {line}"
+    is_here = Path.cwd() == REPOSITORY
+    folder = shlex.quote(str(REPOSITORY))
+    tool, _, args = line.partition(" ")
+    if tool == "train":
+        return f"{'.' if is_here else folder}/run_train.sh {args}".rstrip()
+    command = f"python3 -m torchtitan_lite {line}"
+    return command if is_here else f"PYTHONPATH={folder} {command}"

@@ -23,7 +23,7 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.arguments import expand_path, parse_whole
 from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.memory_bound import MemoryBound
-from torchtitan_lite.config.messages import Problem, UserError
+from torchtitan_lite.config.messages import Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import PATH, Config, Job, get_value, with_value
 from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent, resolve_alias
@@ -31,7 +31,10 @@ from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent, resol
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+    try:
+        import tomli as tomllib
+    except ModuleNotFoundError:
+        raise UserError("Python 3.10 cannot read TOML. Run `pip install tomli`.") from None
 
 CONFIG_FOLDER = REPOSITORY / "configs"
 
@@ -210,8 +213,11 @@ def convert(kind: Any, value: Any) -> Any:
         return check_limits(converted, inner[1])
     if origin is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in inner):
-            choices = ", ".join(map(repr, inner))
-            raise WrongValue("there is no such choice", f"Choose from {choices}")
+            remedy = f"Choose from {', '.join(map(repr, inner))}"
+            lower = {str(choice).lower(): choice for choice in inner}
+            for near in get_close_matches(str(value).lower(), lower, n=1):
+                remedy = f"The nearest is {lower[near]!r}. {remedy}"
+            raise WrongValue("there is no such choice", remedy)
         return value
     if origin is list:
         if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
@@ -271,7 +277,11 @@ def suggest_key(key: str) -> str:
     name = key.rpartition(".")[2]
     near = [known for known in (*KEYS, *ABSENT) if known.endswith(f".{name}")]
     near += get_close_matches(key, KEYS, n=1)
-    return f"The nearest key is {near[0]}" if near else "`check --keys` prints all keys"
+    return (
+        f"The nearest key is {near[0]}"
+        if near
+        else f"`{name_command('check --keys')}` prints all keys"
+    )
 
 
 # ---------------------------------------------------------------- writing

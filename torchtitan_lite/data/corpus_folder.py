@@ -1,7 +1,7 @@
 """Find corpora by their names in `training.dataset`, read their manifests, and check them before a run. Needs no torch.
 
     python_stdlib, c4    rows of DATASETS: the launcher prepares them in training.cache_folder
-    data/my_corpus       a folder that `python -m torchtitan_lite prepare` wrote
+    data/my_corpus       a folder that `python3 -m torchtitan_lite prepare` wrote
 
 A prepared corpus is a folder with a manifest and up to three files per split, "train" and "validation":
 
@@ -28,7 +28,7 @@ from typing import Literal
 
 from torchtitan_lite.config.checks import Problems
 from torchtitan_lite.config.files import read_json
-from torchtitan_lite.config.messages import Problem, UserError
+from torchtitan_lite.config.messages import Problem, UserError, name_command
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
 
@@ -90,12 +90,12 @@ def read_corpus_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusMan
     path = folder / MANIFEST
     name = shlex.quote(str(folder))
     if not folder.exists():
-        remedy = f"Write it: python -m torchtitan_lite prepare FILES --out {name}"
+        remedy = f"Write it: {name_command(f'prepare FILES --out {name}')}"
         raise CorpusError(
             f"there is no folder {folder.absolute()}, and nothing is downloaded", remedy
         )
     if not path.exists():
-        remedy = f"Prepare its files: python -m torchtitan_lite prepare {name} --out NEW_FOLDER"
+        remedy = f"Prepare its files: {name_command(f'prepare {name} --out NEW_FOLDER')}"
         raise CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
     try:
         file = read_json(path)
@@ -305,5 +305,5 @@ def check_prepared(config: Config, tokenizer: Tokenizer) -> None:
         words = ["--dataset", name, "--tokenizer", str(tokenizer.path), "--cache-folder", folder]
         if path:
             words += ["--dataset-path", path]
-        command = f"python -m torchtitan_lite prepare {shlex.join(words)}"
+        command = name_command(f"prepare {shlex.join(words)}")
         raise CorpusError(f"{name} is not prepared here", f"Run: {command}")

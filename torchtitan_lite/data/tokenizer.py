@@ -25,8 +25,6 @@ from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 
-import tiktoken
-
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.files import import_extra, read_json, refuse_pointer
@@ -42,6 +40,11 @@ from torchtitan_lite.data.vocabulary import (
     read_byte_level_bpe,
     spell_token,
 )
+
+try:
+    import tiktoken
+except ModuleNotFoundError:  # `check` and `plan` read vocabularies and encode nothing
+    tiktoken = None
 
 KEY = "model.hf_assets_path"
 BYTES = "bytes"  # value of the key that means plain bytes
@@ -172,7 +175,7 @@ def make_llama3_tokenizer(
 
 def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callable, Callable]:
     """Return Tokenizer.encode_text and encode_special, implemented with tiktoken."""
-    encoding = tiktoken.Encoding(
+    encoding = tiktoken and tiktoken.Encoding(
         "torchtitan_lite", pat_str=pairs.pattern, mergeable_ranks=pairs.ranks, special_tokens=added
     )
 

@@ -2,18 +2,27 @@
 
 import inspect
 import os
+import re
 import shlex
 from argparse import Namespace
-from dataclasses import replace
+from datetime import timedelta
 from math import ceil
+from typing import get_args
 
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine, detect_machine
-from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.reader import SECTIONS
+from torchtitan_lite.config.messages import ConfigError, Problem, name_command
+from torchtitan_lite.config.reader import KEYS, SECTIONS, suggest_key
 from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.config.torchtitan_keys import resolve_alias
 from torchtitan_lite.preflight import Prepared, preflight
 from torchtitan_lite.tools.plan.cluster import describe_node, find_cluster
+
+FIELD = re.compile(
+    r"((?: *#.*\n)* *(\w+): .+)"
+)  # a key in schema.py: comments, name, type, default
+NUMBERS = {"LOG_RANK": r"\d+(,\d+)*", "MAX_RESTARTS": r"\d+"}  # variables of the launcher
+TABLE = re.compile(r'Literal\[[^"\]]+\]')  # choices that come from a table
 
 
 def main(options: Namespace) -> int:
@@ -21,25 +30,24 @@ def main(options: Namespace) -> int:
     if options.keys is not None:
         print(describe_keys(options.keys))
         return 0
-    n_hosts = 1
-    if options.gpus:
-        n_ranks = options.gpus
-        machine = describe_node(options.gpu, find_cluster(options.gpu), n_ranks)
-    elif options.ranks:
-        n_ranks = options.ranks
-        machine = replace(detect_machine(), memory_bytes_per_device=None, is_here=False)
-    else:
+    if options.gpus is None:
         machine, n_ranks, n_hosts = choose_host()
-    prepared = check(options.config_args, machine, n_ranks, n_hosts)
-    print(describe(prepared, machine))
-    if options.gpus:
-        args = shlex.join([*options.config_args, "--gpus", str(n_ranks), "--gpu", options.gpu])
-        print(f"  next    for activations, run: python -m torchtitan_lite plan {args}")
+        print(describe(check(options.config_args, machine, n_ranks, n_hosts), machine))
+        return 0
+    machine = describe_node(options.gpu, find_cluster(options.gpu), options.gpus)
+    print(describe(check(options.config_args, machine, options.gpus, 1), machine))
+    args = shlex.join([*options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu])
+    print(f"  next    for activations, run: {name_command(f'plan {args}')}")
     return 0
 
 
 def choose_host() -> tuple[Machine, int | None, int]:
     """Return this host, and the numbers of ranks and hosts in NGPU and NNODES. Raises ConfigError."""
+    for name, pattern in NUMBERS.items():
+        text = os.environ.get(name, "0")
+        if not re.fullmatch(pattern, text):
+            why = "it is not a number"
+            raise ConfigError([Problem(name, text, why, "Set it to a number, such as 0")])
     machine = detect_machine()
     n_hosts = read_count("NNODES") or 1
     n_each = read_count("NGPU")
@@ -82,7 +90,6 @@ def describe(prepared: Prepared, machine: Machine) -> str:
     tokens = layout.global_batch_size * config.training.seq_len
     flops = count_flops_per_token(args, config.training.seq_len)
     active = f" ({count_parameters(args, active=True):,} active)" if args.moe else ""
-    unjudged = f"not checked, because its size is unknown. Use, for example, --gpus {layout.world_size} --gpu h100"
     n_local = config.training.local_batch_size
     bound = ""
     if layout.pp == 1 and layout.microbatch_size < n_local:
@@ -95,7 +102,7 @@ def describe(prepared: Prepared, machine: Machine) -> str:
         "batch": f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens make {tokens:,} per step: "
         f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}"
         f"{bound}",
-        "memory": prepared.memory or unjudged,
+        "memory": prepared.memory or "not checked, because its size is unknown",
         "files": f"{prepared.dump_folder}, tokens cached in {config.training.cache_folder}",
     }
     if layout.pp > 1:
@@ -104,9 +111,12 @@ def describe(prepared: Prepared, machine: Machine) -> str:
             f"{n_layers} layers on {layout.pp} pp ranks, {config.parallelism.pipeline_parallel_schedule}"
         )
     if machine.device_type == "cpu" and machine.is_here:
-        rows["time"] = describe_time(
-            flops.causal * tokens, config.training.steps, layout.world_size
-        )
+        n_cores = min(layout.world_size, os.cpu_count())
+        seconds = flops.causal * tokens * config.training.steps / (n_cores * CPU_FLOPS_PER_CORE)
+        rows["time"] = f"roughly {timedelta(seconds=ceil(seconds))} (h:mm:ss) on {n_cores} cores"
+        if config.activation_checkpoint.mode == "selective" and not config.compile.enable:
+            slow = 'activation_checkpoint.mode = "selective" is slow without compile on a CPU'
+            rows["note"] = f'{slow}. If memory allows, use "none"'
     if prepared.resumed_step:
         rows["resumes"] = f"after step {prepared.resumed_step}"
     where = machine.name if machine.is_here else f"{layout.world_size} x {machine.name}"
@@ -119,30 +129,24 @@ def describe(prepared: Prepared, machine: Machine) -> str:
     return "\n".join(lines).rstrip()
 
 
-def describe_time(step_flops: float, n_steps: int, n_ranks: int) -> str:
-    """Return a rough time of a step and of the run on this CPU, from the FLOPs of a step."""
-    n_cores = min(n_ranks * int(os.environ.get("OMP_NUM_THREADS") or 1), os.cpu_count())
-    step_s = step_flops / (n_cores * CPU_FLOPS_PER_CORE)
-    rate = f"{CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s on each of {n_cores} cores"
-    return (
-        f"roughly {format_time(step_s)} per step, {format_time(step_s * n_steps)} in all, at {rate}"
-    )
-
-
-def format_time(seconds: float) -> str:
-    """Return "0.12 s", "15 s", "12 min" or "3.5 h"."""
-    if seconds < 100:
-        return f"{seconds:.2g} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:,.1f} h"
-
-
-def describe_keys(sections: list[str]) -> str:
-    """Return the schema.py lines of the sections whose names start so, or of all sections if none does."""
+def describe_keys(names: list[str]) -> str:
+    """Return the schema.py lines of the keys whose names start so; without names, of all keys. Raises ConfigError."""
+    starts = list(map(resolve_alias, names)) or [""]
+    problems = []
+    for start in starts:
+        if not any(key.startswith(start) for key in KEYS):
+            problems.append(Problem("--keys", start, "there is no such key", suggest_key(start)))
+    if problems:
+        raise ConfigError(problems)
     texts = []
-    for name in [name for name in SECTIONS if name.startswith(tuple(sections))] or SECTIONS:
-        source = inspect.getsource(type(get_value(Config(), name)))
-        fields, _, _ = source.partition(":\n")[2].partition("\n\n")
-        texts.append(f"[{name}]\n{inspect.cleandoc(fields)}")
+    for section in SECTIONS:
+        source = inspect.getsource(type(get_value(Config(), section)))
+        lines = [f"[{section}]"]
+        for text, name in FIELD.findall(source):
+            key = f"{section}.{name}"
+            if key in KEYS and key.startswith(tuple(starts)):
+                choices = " | ".join(map(str, get_args(KEYS[key])))
+                lines.append(TABLE.sub(choices, inspect.cleandoc(text)))
+        if len(lines) > 1:
+            texts.append("\n".join(lines))
     return "\n\n".join(texts)

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.format import (
-    CheckpointError,
     commit,
     create_unfinished,
     discard,
-    name_unfinished,
     write_file,
 )
 from torchtitan_lite.checkpoint.hugging_face import find_unit, to_their_order
@@ -50,25 +48,16 @@ BESIDE_TOKENIZER = (
     GENERATION_CONFIG,
 )
 MOST_FILE_BYTES = 5 * 10**9  # as in transformers
-REPORT = "{out}: {parameters:,} parameters from {source}, {bytes:,} bytes in {files} files"
 
 
 def main(options: argparse.Namespace) -> int:
     out = options.out.absolute()  # "." too has a name then
-    for path in (out, name_unfinished(out)):
-        if path.exists():
-            raise SourceError(f"{path} already exists, and is never overwritten. Name a new folder")
     source = open_source(options)
     convert(source, out, options.dtype)
     sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
-    report = {
-        "source": str(source.path),
-        "out": str(options.out),
-        "parameters": count_parameters(source.model_args),
-        "files": len(sizes),
-        "bytes": sum(sizes),
-    }
-    print(json.dumps(report) if options.json else REPORT.format(**report))
+    n_parameters = count_parameters(source.model_args)
+    found = f"{n_parameters:,} parameters from {source.path}"
+    print(f"{options.out}: {found}, {sum(sizes):,} bytes in {len(sizes)} files")
     return 0
 
 
@@ -135,7 +124,7 @@ def write_folder(
                 name = SINGLE_FILE
             tensors = {}
             for fqn in fqns:
-                tensor = to_finite(fqn, read(fqn), torch_dtype)
+                tensor = read(fqn).to(torch_dtype)
                 unit = find_unit(fqn, model_args)
                 if unit > 1:
                     tensor = to_their_order(tensor, unit)
@@ -169,16 +158,6 @@ def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[s
         files[-1].append(name)
         free_bytes -= size
     return files
-
-
-def to_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor to `dtype`. Raises CheckpointError if a finite value becomes infinite in float16."""
-    converted = tensor.to(dtype)
-    if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
-        raise CheckpointError(
-            f"{name} has values beyond 65,504, the float16 maximum: choose bfloat16 or float32"
-        )
-    return converted
 
 
 def copy_tokenizer(tokenizer: Tokenizer, out: Path, contents: dict[str, dict]) -> None:

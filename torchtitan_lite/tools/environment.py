@@ -1,15 +1,17 @@
 """Print the path of a Python that has the required packages: `python3 -m torchtitan_lite.tools.environment [EXTRA]`.
 
-    if this Python has the packages in pyproject.toml    this Python
-    otherwise                                            .venv/bin/python, created with the versions in constraints.txt
+    if this Python has the packages in pyproject.toml    this Python; what it lacks of EXTRA is added to it
+    otherwise                                            .venv/bin/python: yours, or created with constraints.txt
 
-run_train.sh and tests/run.sh run it first; `python -m torchtitan_lite` calls continue_with_packages(). Progress goes to
-stderr. Exit status: 0, or 1 with the reason.
+run_train.sh and tests/run.sh run it first; `python3 -m torchtitan_lite` calls continue_with_packages(). Progress goes
+to stderr. Exit status: 0, 130 after Ctrl-C, or 1 with the reason. With --missing first, print what this Python lacks.
 """
 
 import fcntl
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -23,7 +25,8 @@ except ImportError:
     Requirement = Version = None
 
 VENV = REPOSITORY / ".venv"
-INSTALLED = VENV / "installed.txt"  # requirements that pip installed; written when pip succeeds
+SIZE = """The CUDA build of torch takes about 5 GB and ten minutes. The CPU build takes 1 GB:
+set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"""
 
 
 def continue_with_packages() -> None:
@@ -35,22 +38,36 @@ def continue_with_packages() -> None:
 
 def find_python(extras: list[str]) -> str:
     """Return the path of a Python that has the packages. Create .venv if there is none."""
-    requirements = []
-    for name in ("dependencies", *extras):
-        requirements += read_requirements(name)
-    if all(map(is_met, requirements)):
+    names = ["dependencies", *extras]
+    missing = list_missing(names)
+    if not missing:
         return sys.executable
     if IS_INSTALLED:
-        names = ", ".join(requirements)
-        sys.exit(f"{sys.executable} lacks packages. Install them into its environment: {names}.")
-    with open(REPOSITORY / ".venv.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits until the first one has finished
-        installed = INSTALLED.read_text().splitlines() if INSTALLED.exists() else []
-        missing = [requirement for requirement in requirements if requirement not in installed]
-        if missing:
-            set_up(missing)
-            INSTALLED.write_text("\n".join(installed + missing))
-    return str(VENV / "bin" / "python")
+        sys.exit(f"{sys.executable} lacks packages. Install them there: {shlex.join(missing)}")
+    python = sys.executable
+    try:
+        with open(REPOSITORY / ".venv.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits for the first one
+            if list_missing(names[:1]):
+                python = str(VENV / "bin" / "python")
+                if not VENV.exists():
+                    create_venv()
+                ask = [python, "-m", "torchtitan_lite.tools.environment", "--missing", *names]
+                missing = subprocess.check_output(ask, cwd=REPOSITORY, text=True).splitlines()
+            if missing:
+                install(python, missing)
+    except (OSError, subprocess.CalledProcessError) as error:  # such as a read-only folder
+        remedy = "Delete it, or set PYTHON to a Python that has the packages"
+        sys.exit(f"{VENV} cannot be used: {error}. {remedy}.")
+    return python
+
+
+def list_missing(names: list[str]) -> list[str]:
+    """Return the requirements of these arrays of pyproject.toml that this Python does not meet."""
+    requirements = []
+    for name in names:
+        requirements += read_requirements(name)
+    return [text for text in requirements if not is_met(text)]
 
 
 def read_requirements(name: str) -> list[str]:
@@ -75,27 +92,46 @@ def is_met(text: str) -> bool:
         return False
 
 
-def set_up(requirements: list[str]) -> None:
-    """Create .venv if necessary, and install the requirements with pip. Exits with the reason on failure."""
-    about = f"Setting up {VENV} once, as ./run_train.sh does: {', '.join(requirements)}. It takes a minute or more."
-    print(about, file=sys.stderr, flush=True)
-    create = [sys.executable, "-m", "venv", VENV]
-    if any(is_met(text) for text in requirements if text.startswith("torch>")):
+def create_venv() -> None:
+    """Create .venv. Exits with the reason on failure."""
+    command = [sys.executable, "-m", "venv", str(VENV)]
+    torch = [text for text in read_requirements("dependencies") if text.startswith("torch>")]
+    if any(map(is_met, torch)):
         # That build of torch fits the machine's GPUs, so .venv also uses the packages of this Python.
-        create.insert(3, "--system-site-packages")
-    run(create, "On Debian and Ubuntu: apt install python3-venv.")
-    install = [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
-    run(
-        [*install, "-c", REPOSITORY / "constraints.txt", *requirements], "See its last lines above."
-    )
+        command.append("--system-site-packages")
+    try:
+        run(command, "On Debian and Ubuntu: apt install python3-venv")
+    except BaseException:
+        shutil.rmtree(VENV, ignore_errors=True)  # it may have no pip
+        raise
 
 
-def run(command: list, remedy: str) -> None:
-    if subprocess.run(command, stdout=sys.stderr).returncode != 0:
-        sys.exit(
-            f"`{' '.join(map(str, command[:4]))}` failed. {remedy} The next start tries again."
-        )
+def install(python: str, requirements: list[str]) -> None:
+    """Install the requirements with pip in the tested versions. Exits with the reason on failure."""
+    packages = shlex.join(requirements)
+    print(f"Installing once, with {python} -m pip: {packages}.", file=sys.stderr, flush=True)
+    if any(text.startswith("torch>") for text in requirements):
+        print(SIZE, file=sys.stderr, flush=True)
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check"]
+    remedy = f"Other allowed versions will do: {python} -m pip install {packages}"
+    run([*command, "-c", str(REPOSITORY / "constraints.txt"), *requirements], remedy)
+
+
+def run(command: list[str], remedy: str) -> None:
+    """Run a command out of reach of Ctrl-C, which ends this process and with it the command."""
+    done = subprocess.run(command, stdout=sys.stderr, start_new_session=True)
+    if done.returncode != 0:
+        said = f"`{' '.join(command[:4])}` failed, see its last lines above"
+        sys.exit(f"{said}. {remedy}. The next start tries again.")
 
 
 if __name__ == "__main__":
-    print(find_python(sys.argv[1:]))
+    if sys.argv[1:2] == ["--missing"]:
+        for requirement in list_missing(sys.argv[2:]):
+            print(requirement)
+        sys.exit()
+    try:
+        print(find_python(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; the next start tries again", file=sys.stderr)
+        sys.exit(130)

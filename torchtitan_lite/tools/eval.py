@@ -24,7 +24,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
-from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files
+from torchtitan_lite.tools.corpora.text_files import find_files
 from torchtitan_lite.tools.model_source import SourceError, build_model, open_source
 from torchtitan_lite.validation import describe_loss, sum_nats
 
@@ -95,12 +95,8 @@ def open_text(data: str, tokenizer: Tokenizer, out: Path) -> Corpus:
     elif (Path(data) / MANIFEST).is_file():
         read_split(Path(data), split, tokenizer)
     else:
-        try:
-            files, skipped = find_files([Path(data)])
-            prepare(files, out, PrepareSettings(str(tokenizer.path), validation_share=0.0))
-        except PreparationError as error:
-            remedy = "Options named here belong to `prepare`: prepare the text first, then name its folder"
-            raise PreparationError(f"{error}. {remedy}") from None
+        files, skipped = find_files([Path(data)])
+        prepare(files, out, PrepareSettings(str(tokenizer.path), validation_share=0.0))
         for reason, n_files in skipped.items():
             print(n_files, reason, file=sys.stderr)
         data = str(out)

@@ -2,7 +2,7 @@
 
     logits  ->  / temperature  ->  top-k: the k most likely  ->  top-p: the fewest with total probability p  ->  draw
 
-Temperature 0 chooses the most likely token. Sample i is drawn on the CPU with seed + i, so equal logits and seeds give
+Temperature 0 chooses the most likely token. Tokens are drawn on the CPU with --seed, so equal logits and seeds give
 equal tokens on every device. A text ends at an end token, after --max-new-tokens, or when the context is full.
 Source: top-p arXiv:1904.09751. Legend: V vocabulary.
 """
@@ -12,6 +12,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from math import inf
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.format import CheckpointError
+from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, LENGTH
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.kv_cache import CachedModel
@@ -28,7 +30,7 @@ from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_m
 
 
 def main(options: Namespace) -> int:
-    """Generate and print all samples. Raises SourceError for wrong input before loading the weights."""
+    """Generate and print the text. Raises SourceError for wrong input before loading the weights."""
     source = open_source(options)
     if not ATTENTIONS.get(source.attention, AttentionRow()).is_plain:
         why = f'model/kv_cache.py does not support model.attention = "{source.attention}" (config/choices.py: is_plain)'
@@ -42,106 +44,103 @@ def main(options: Namespace) -> int:
     show = partial(print, end="", flush=True, file=text_stream)
     model = None
     messages = []  # of a conversation
-    for prompt in read_prompts(options, chat):
-        messages.append({"role": "user", "content": prompt.rstrip("\n")})
-        prompt_tokens = encode_prompt(prompt, messages, source, chat)
+    for prompt in read_prompts(options):
+        if chat:
+            messages.append({"role": "user", "content": prompt.rstrip("\n")})
+            prompt_tokens = encode_conversation(messages, chat)
+        else:
+            prompt_tokens = encode_text(prompt, source.tokenizer)
         n_new_tokens = count_new_tokens(prompt_tokens, source, options)
         if model is None:
             print(f"loading {source.path}", file=sys.stderr)
             model = CachedModel(build_model(source))
+        if not chat:
+            show(prompt)
         model.rewind(0)  # a template can write earlier turns in another way
-        logits = model.read(prompt_tokens)  # once for all samples
-        samples = []
-        for seed in range(options.seed, options.seed + options.n):
-            if options.n > 1:
-                show(f"--- sample {len(samples) + 1} of {options.n}, seed {seed} ---\n")
-            if not chat:
-                show(prompt)
-            model.rewind(len(prompt_tokens))
-            tokens = generate(model, logits, options, seed, source.tokenizer)
-            taken = take(islice(tokens, n_new_tokens), source.tokenizer, end_ids, show)
-            show("\n")
-            stopped = "end_of_document"
-            if len(taken) == n_new_tokens:
-                stopped = "context" if n_new_tokens < options.max_new_tokens else "max_new_tokens"
-            print(f"[{len(taken)} tokens, {stopped}]", file=sys.stderr)
-            text = source.tokenizer.decode(taken)
-            samples.append({"seed": seed, "text": text, "tokens": taken, "stopped": stopped})
+        tokens = generate(model, model.read(prompt_tokens), options, source.tokenizer)
+        taken = take(islice(tokens, n_new_tokens), source.tokenizer, end_ids, show)
+        show("\n")
+        stopped = "end_of_document"
+        if len(taken) == n_new_tokens:
+            stopped = "context" if n_new_tokens < options.max_new_tokens else "max_new_tokens"
+        print(f"[{len(taken)} tokens, {stopped}]", file=sys.stderr)
+        text = source.tokenizer.decode(taken)
         messages.append({"role": "assistant", "content": text})
     if options.json:
-        about = {"source": str(source.path), "prompt_tokens": prompt_tokens}
-        print(json.dumps({**about, "samples": samples}))
+        report = {
+            "source": str(source.path),
+            "prompt_tokens": prompt_tokens,
+            "text": text,
+            "tokens": taken,
+            "stopped": stopped,
+        }
+        print(json.dumps(report))
     return 0
 
 
 # ---------------------------------------------------------------- the prompt
 
 
-def read_prompts(options: Namespace, chat: ChatFormat | None) -> Iterator[str]:
+def read_prompts(options: Namespace) -> Iterator[str]:
     """Yield the prompt, or in a conversation each line from the terminal until the end of its input."""
     if options.prompt is not None:
         yield options.prompt
-    elif not chat or options.json or not sys.stdin.isatty():
+    elif not options.chat or options.json or not sys.stdin.isatty():
         yield sys.stdin.read()
     else:
         print("Ctrl-D ends the conversation.", file=sys.stderr)
-        while True:
-            try:
-                line = input("> ")
-            except EOFError:
-                return
-            named = [name for name in chat.tokenizer.special if name in line]
-            if named:
-                why = "would become a special token. Write it in another way."
-                print(named[0], why, file=sys.stderr)
-            else:
-                yield line
+        with suppress(EOFError):
+            while True:
+                yield input("> ")
 
 
-def encode_prompt(
-    prompt: str, messages: list[dict], source: ModelSource, chat: ChatFormat | None
-) -> list[int]:
-    """Return the tokens of a prompt: BOS and text, or with `chat` a whole conversation. Raises SourceError."""
-    tokenizer = source.tokenizer
-    named = [name for name in tokenizer.special if name in prompt]
-    if not chat:
-        if named:
-            about = "is plain text here. With --chat, special tokens are recognized."
-            print(named[0], about, file=sys.stderr)
-        tokens = tokenizer.encode(prompt, bos=True)
+def encode_text(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """Return BOS and the tokens of a text."""
+    for name in tokenizer.special:
+        if name in prompt:
+            print(f"{name} is plain text here. See --chat.", file=sys.stderr)
+    return tokenizer.encode(prompt, bos=True)
+
+
+def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
+    """Return the tokens of a conversation and of the start of an answer. Raises SourceError.
+
+    A message that has names of special tokens is taken as a whole conversation, already formatted.
+    """
+    tokenizer = chat.tokenizer
+    text = messages[-1]["content"]
+    named = [name for name in tokenizer.special if name in text]
+    if named:
+        about = "is a special token, so the prompt is a formatted conversation."
+        print(named[0], about, file=sys.stderr)
     else:
-        text = prompt
-        if named:
-            about = "is a special token, so the prompt is a formatted conversation."
-            print(named[0], about, file=sys.stderr)
-        else:
-            try:
-                text, _ = chat.write({"messages": messages, "add_generation_prompt": True})
-            except ValueError as error:
-                raise SourceError(f"The conversation cannot be written: {error}.") from None
-        tokens, _ = tokenizer.encode_special(tokenizer.normalize(text))
-    if not tokens:
-        why = "and this tokenizer has no BOS token to start from"
-        raise SourceError(f"The prompt is empty, {why}. Set a prompt.")
-    n_rows = source.model_args.vocab_size
-    if max(tokens) >= n_rows:
-        name = tokenizer.decode([max(tokens)])
-        why = f"token {name!r} of the prompt has the id {max(tokens)}, but its model has {n_rows} rows"
-        raise SourceError(f"{source.path}: {why}. Change the prompt, or set another --tokenizer.")
+        try:
+            text, _ = chat.write({"messages": messages, "add_generation_prompt": True})
+        except ValueError as error:
+            raise SourceError(f"The conversation cannot be written: {error}.") from None
+    tokens, _ = tokenizer.encode_special(tokenizer.normalize(text))
     return tokens
 
 
 def count_new_tokens(tokens: list[int], source: ModelSource, options: Namespace) -> int:
-    """Return the most tokens to generate after these. Raises SourceError if the context is full."""
-    limit = options.context or source.context
-    if limit is None:
-        why = "does not say which context length it was trained with"
-        raise SourceError(f"{source.path} {why}. Set --context N.")
-    if len(tokens) >= limit:
-        remedy = "Shorten it, or set a longer context than in training with --context N"
-        why = f"The prompt has {len(tokens)} tokens, but the context has {limit}"
-        raise SourceError(f"{why}. {remedy}.")
-    return min(options.max_new_tokens, limit - len(tokens))
+    """Return the most tokens to generate after these. Raises SourceError if they cannot be continued."""
+    n_rows = source.model_args.vocab_size
+    why = ""
+    if not tokens:
+        why = "the prompt is empty, and this tokenizer has no BOS token to start from. Set a prompt"
+    elif max(tokens) >= n_rows:
+        name = source.tokenizer.decode([max(tokens)])
+        why = f"token {name!r} of the prompt has the id {max(tokens)}, but its model has {n_rows} rows. "
+        why += "Change the prompt, or set another --tokenizer"
+    elif source.context is None:
+        why = f"{CONFIG} has no {LENGTH}, the length of the context"
+    elif len(tokens) >= source.context:
+        why = (
+            f"the prompt has {len(tokens)} tokens, but the context has {source.context}. Shorten it"
+        )
+    if why:
+        raise SourceError(f"{source.path}: {why}.")
+    return min(options.max_new_tokens, source.context - len(tokens))
 
 
 # ---------------------------------------------------------------- the next tokens
@@ -166,13 +165,13 @@ def take(
 
 
 def generate(
-    model: CachedModel, logits: Tensor, options: Namespace, seed: int, tokenizer: Tokenizer
+    model: CachedModel, logits: Tensor, options: Namespace, tokenizer: Tokenizer
 ) -> Iterator[int]:
-    """Yield tokens without end. Each depends on earlier tokens and `seed`. `logits` (V,) predict the first token."""
+    """Yield tokens without end. Each depends on earlier tokens and --seed. `logits` (V,) predict the first token."""
     n_rows = len(logits)
     usable = torch.zeros(n_rows, dtype=torch.bool)  # a model may have more rows than tokens
     usable[[id for id in tokenizer.bytes_of_id if id < n_rows]] = True
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(options.seed)
     while True:
         token = choose_token(logits, options, generator, usable)
         yield token

@@ -67,7 +67,7 @@ def open_source(options: Namespace) -> ModelSource:
         published = read_published(path)
     else:
         path = find_checkpoint(path)
-        checkpoint = open_checkpoint(path, verify=not options.no_verify)
+        checkpoint = open_checkpoint(path)
         manifest = checkpoint.manifest
         model_args = parse_model_args(manifest)
         config = manifest.run["config"]
@@ -75,7 +75,11 @@ def open_source(options: Namespace) -> ModelSource:
         attention = config["model"]["attention"]
         assets = config["model"]["hf_assets_path"]
         n_trained = config["training"]["seq_len"]
-    found = load_named_tokenizer(options.tokenizer or assets, path)
+    try:
+        found = load_tokenizer(options.tokenizer or assets)
+    except ConfigError as error:
+        why = f"its tokenizer cannot be loaded: {error.problems[0].why}"
+        raise SourceError(f"{path}: {why}. Name it with --tokenizer FOLDER.") from None
     why = ""
     if found.eos_id >= model_args.vocab_size:
         why = f"its model has {model_args.vocab_size} rows, but the end token of {found.path} is {found.eos_id}"
@@ -128,15 +132,6 @@ def read_end_ids(published: dict[str, dict[str, Any]]) -> frozenset[int]:
         if value:
             return frozenset(value)
     return frozenset()
-
-
-def load_named_tokenizer(assets: str | Path, path: Path) -> Tokenizer:
-    """Load the tokenizer `assets` for the model in `path`. Raises SourceError if there is none."""
-    try:
-        return load_tokenizer(assets)
-    except ConfigError as error:
-        why = f"its tokenizer cannot be loaded: {error.problems[0].why}"
-        raise SourceError(f"{path}: {why}. Name it with --tokenizer FOLDER.") from None
 
 
 @torch.no_grad()

@@ -3,20 +3,23 @@
 
 def format_bytes(n_bytes: float) -> str:
     """Format a number of bytes: 524288 as 512.0 KiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if n_bytes < 1024:
-            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+    if n_bytes < 1024:
+        return f"{n_bytes:.0f} B"
+    for unit in ("KiB", "MiB"):
         n_bytes /= 1024
-    return f"{n_bytes:.1f} GiB"
+        if n_bytes < 1024:
+            return f"{n_bytes:.1f} {unit}"
+    return f"{n_bytes / 1024:.1f} GiB"
 
 
 def format_table(rows: list[tuple[str, ...]], align: str = "") -> str:
     """Align the columns of a table. `align`: "<" or ">" for each of the first columns; default "<"."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = align.ljust(len(widths), "<")
-    forms = [f"{side}{width}" for side, width in zip(sides, widths, strict=False)]
     lines = []
     for row in rows:
-        cells = map(format, row, forms)
+        cells = []
+        for cell, side, width in zip(row, sides, widths, strict=True):
+            cells.append(f"{cell:{side}{width}}")
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torchtitan_lite.config.files import find_damage
+from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus_folder import (
     DATASETS,
@@ -136,7 +137,7 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
     """Return a command that trains on the corpus: weights in the tokenizer's folder if any, else the debug model."""
     assets = str(options.out / "tokenizer") if options.train_tokenizer else options.tokenizer
     run_folder = f"outputs/{options.out.name}"
-    words = ["--training.dataset", str(options.out), "--job.dump_folder", run_folder]
+    words = ["train", "--training.dataset", str(options.out), "--job.dump_folder", run_folder]
     if list(Path(assets).glob("*.safetensors")):
         words += ["--config", "finetune", "--checkpoint.initial_load_path", assets]
     else:
@@ -144,7 +145,7 @@ def suggest_command(options: argparse.Namespace, manifest: CorpusManifest) -> st
         words += ["--model.hf_assets_path", assets, "--model.vocab_size", str(n_rows)]
     if "validation" not in manifest.splits:
         words.append("--validation.no_enable")
-    return shlex.join(["./run_train.sh", *words])
+    return name_command(shlex.join(words))
 
 
 def check(folder: Path) -> int:

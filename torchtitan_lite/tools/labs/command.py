@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.messages import UserError, name_command
 from torchtitan_lite.tools.labs import working_copy
 from torchtitan_lite.tools.labs.lab import Lab, compute_answer, find_lab, list_labs, read_quantity
 
@@ -15,7 +15,7 @@ def main(options: Namespace) -> int:
     if options.number is None:
         for lab in list_labs():
             print(f"  {lab.number:2}  {lab.title}")
-        print("\nRead one: python3 -m torchtitan_lite lab 1")
+        print(f"\nRead one: {name_command('lab 1')}")
         return 0
     lab = find_lab(options.number)
     folder = Path("outputs") / "labs" / str(lab.number)
@@ -26,9 +26,7 @@ def main(options: Namespace) -> int:
         return judge_answer(lab, options)
     if options.action == "start":
         working_copy.start(lab, folder)
-        print(
-            f"The working copy is {folder}. Then: python3 -m torchtitan_lite lab {lab.number} check"
-        )
+        print(f"The working copy is {folder}. Then: {name_command(f'lab {lab.number} check')}")
         return 0
     status = working_copy.judge(lab, folder)
     print(f"lab {lab.number}: {'not yet' if status else 'solved'}")
@@ -46,7 +44,7 @@ def judge_answer(lab: Lab, options: Namespace) -> int:
     is_count = right.printed.replace(",", "").isdecimal() and right.value < 10_000
     tolerance = 0.0 if is_count else TOLERANCE
     if abs(ratio - 1) <= tolerance:
-        print(f"right: {right.printed}. See: python3 -m torchtitan_lite {right.command}")
+        print(f"right: {right.printed}. See: {name_command(right.command)}")
         return 0
     hint = lab.find_hint(options.name, ratio)
     print(f"{describe_error(ratio)}: {hint}" if hint else describe_error(ratio))

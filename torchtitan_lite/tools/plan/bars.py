@@ -27,7 +27,7 @@ class Bar(NamedTuple):
         return text if is_compared else f"never compared on {gpu}; elsewhere {text}"
 
 
-# Printed by `python -m torchtitan_lite.tools.plan.published`.
+# Printed by `python3 -m torchtitan_lite.tools.plan.published`.
 BARS = {
     "FSDP": Bar(0.96, 1.12, 0.048, 4, {"h100-96": 5, "h100": 39, "a100-80": 3}),
     "TP or PP": Bar(0.91, 1.12, 0.053, 6, {"h100": 3, "a100-80": 69, "h100-96": 5}),

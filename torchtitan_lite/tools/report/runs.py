@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from torchtitan_lite.config.block import count_parameters
-from torchtitan_lite.config.messages import ConfigError, UserError
+from torchtitan_lite.config.messages import ConfigError, UserError, name_command
 from torchtitan_lite.config.reader import flatten_table, load_toml
 from torchtitan_lite.tools.pictures import Points
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, find_row
@@ -177,7 +177,7 @@ def summarize(run: RecordedRun) -> list[str]:
     if not settings["checkpoint.enable"]:
         return [*sentences, "The run saved nothing, so it cannot be continued."]
     config = shlex.quote(f"{run.folder}/config.toml")
-    command = f"./run_train.sh --config {config} --job.no_overwrite"
+    command = name_command(f"train --config {config} --job.no_overwrite")
     if n_ranks <= 8:  # one host was enough
         command = f"NGPU={n_ranks} {command}"
     if last_step >= n_steps:

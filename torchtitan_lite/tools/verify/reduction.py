@@ -27,7 +27,7 @@ from math import lcm
 from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim
 from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
 from torchtitan_lite.config.layout import Layout, find_row, plan_layout, resolve_model
-from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.config.messages import ConfigError, Problem, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schedule import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.schema import (
@@ -140,7 +140,7 @@ def refuse_many_ranks(config: Config, max_ranks: int) -> Problem:
             degree = get_value(smaller, key)
             if degree != get_value(config, key):
                 command.append(f"--{key}={degree}")
-        remedy = f"Verify a smaller layout: python -m torchtitan_lite {shlex.join(command)}"
+        remedy = f"Verify a smaller layout: {name_command(shlex.join(command))}"
         return Problem("--ranks", max_ranks, why, remedy)
     return Problem("--ranks", max_ranks, why, "Give a larger --ranks")
 

@@ -1,17 +1,15 @@
-"""`bench step`: time one optimizer step of several implementations, with the same model and batch.
+"""Time one optimizer step of several implementations, with the same model and batch.
 
     trainer        train_step as in train.py, which reads its flags after every step
     bare_loop      a hand-written loop with the same model class
     transformers   the same loop with Hugging Face's Llama of the same size
-    compiled       trainer with compile.enable
 
-They take turns in one process, on one thread or one GPU. A ratio is the median over rounds of one speed divided by
-another in the same round: on a shared machine, speeds drift but these ratios do not. Before the timing starts, trainer,
-compiled and bare_loop must have the same losses.
+They take turns in one process, on one thread or one GPU. A ratio is the median over rounds of one time divided by the
+time of the trainer in the same round: on a shared machine, speeds drift but these ratios do not. Before the timing
+starts, trainer and bare_loop must have the same losses.
 """
 
 import gc
-import json
 import sys
 import time
 from argparse import Namespace
@@ -20,18 +18,22 @@ from functools import partial
 from statistics import median
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.build import find_model_class
+from torchtitan_lite.build import Run, build_run, find_model_class
 from torchtitan_lite.checkpoint.hugging_face_config import make_config
 from torchtitan_lite.config.files import import_extra
-from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.machine import find_missing_compiler
+from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.tools.bench.one_rank import build_alone, make_step, one_rank
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.parallel.process_groups import choose_device
+from torchtitan_lite.step import train_step
 from torchtitan_lite.tools.verify.reduction import override
 
 # As in the bare loop: float32 (on CUDA too) and a constant learning rate.
@@ -53,45 +55,38 @@ STEP_CONFIG = override(
         "activation_checkpoint.mode": "none",
     },
 )
-RATIO_OF = {  # ratio -> (contender, reference); if the ratio is above 1, the contender is faster
-    "bare_loop": ("trainer", "bare_loop"),
-    "transformers": ("trainer", "transformers"),
-    "compile_over_eager": ("compiled", "trainer"),
-}
 
 
 def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
-    """Print the ratios. Return the exit status: 0 measured, 1 the losses of contenders differ."""
+    """Print speeds and ratios. Return the exit status: 0 measured, 1 the losses of contenders differ."""
     torch.set_num_threads(1)
-    with one_rank() as device:
+    device = choose_device(0, detect_machine().device_type)
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
         contenders = build_contenders(config, device)
-        # The first step allocates and compiles. The second loss also depends on gradients and the optimizer.
+        # The first step allocates. The second loss also depends on gradients and the optimizer.
         losses = {name: torch.stack([step(), step()]) for name, step in contenders.items()}
-        for name in losses.keys() & {"trainer", "compiled"}:
-            if not torch.allclose(losses[name], losses["bare_loop"], rtol=1e-5, atol=0):
-                print(f"the losses of {name} and bare_loop differ: {losses}", file=sys.stderr)
-                return 1
+        if not torch.allclose(losses["trainer"], losses["bare_loop"], rtol=1e-5, atol=0):
+            print(f"the losses of trainer and bare_loop differ: {losses}", file=sys.stderr)
+            return 1
         rounds = measure_rounds(contenders, options)
+    finally:
+        dist.destroy_process_group()
     tokens_per_step = config.training.local_batch_size * config.training.seq_len
-    speeds = {}
-    for name in contenders:
-        speeds[name] = tokens_per_step / median(times_s[name] for times_s in rounds)
-    ratios = compare_rounds(rounds)
-    medians = {ratio: median(values) for ratio, values in ratios.items()}
-    if options.json:
-        print(json.dumps({"ratios": medians, "tokens_per_s": speeds}))
-        return 0
-    for name, speed in speeds.items():
-        print(f"{name:20}{speed:.0f} tokens/s")
-    for ratio, values in ratios.items():
-        print(f"{ratio:20}{medians[ratio]:.3f} ({min(values):.3f} - {max(values):.3f})")
+    for name, ratios in compare_rounds(rounds).items():
+        speed = tokens_per_step / median(times_s[name] for times_s in rounds)
+        spread = f"{median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f})"
+        print(f"{name:14}{speed:8.0f} tokens/s  trainer / {name} {spread}")
     return 0
 
 
 def build_contenders(config: Config, device: torch.device) -> dict[str, Callable]:
     """Build the contenders that can run here. Each runs one step and returns its loss, a scalar on the device."""
     model_args = resolve_model(config.model)
-    run, batch = build_alone(config, device)
+    layout = plan_layout(config, model_args, 1)
+    mesh = build_mesh(layout, device.type)
+    run = build_run(resolve_config(config, layout, device.type), model_args, layout, mesh, device)
+    batch = draw_batch(config, model_args.vocab_size).to(device)
     model = find_model_class(model_args.name)(model_args).to(device)
     initialize_weights(model, config.debug.seed)
     compute_logits = partial(model, batch.tokens, positions=batch.positions)
@@ -101,20 +96,35 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
     }
     try:
         transformers = import_extra("transformers", "test")
-        fields = make_config(model_args, dtype="float32", bos_id=None, eos_id=None)
-        fields |= {"attn_implementation": "sdpa", "use_cache": False}
-        hf_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-        llama = transformers.AutoModelForCausalLM.from_config(hf_config)  # other initial weights
-        llama.train().to(device)
-        contenders["transformers"] = write_loop(
-            llama, lambda: llama(batch.tokens).logits, batch.targets, config
-        )
     except UserError as error:
         print(error, file=sys.stderr)
-    if not find_missing_compiler(device.type):
-        compiled, _ = build_alone(override(config, {"compile.enable": True}), device)
-        contenders["compiled"] = partial(make_step, compiled, batch)
+        return contenders
+    fields = make_config(model_args, dtype="float32", bos_id=None, eos_id=None)
+    fields |= {"attn_implementation": "sdpa", "use_cache": False}
+    hf_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    llama = transformers.AutoModelForCausalLM.from_config(hf_config)  # other initial weights
+    llama.train().to(device)
+    contenders["transformers"] = write_loop(
+        llama, lambda: llama(batch.tokens).logits, batch.targets, config
+    )
     return contenders
+
+
+def draw_batch(config: Config, vocab_size: int) -> Batch:
+    """Return random tokens, (B, S). All of them count for the loss."""
+    n_rows = config.training.local_batch_size
+    seq_len = config.training.seq_len
+    generator = torch.Generator().manual_seed(config.debug.seed)
+    tokens = torch.randint(vocab_size, (n_rows, seq_len + 1), generator=generator)
+    positions = torch.arange(seq_len).repeat(n_rows, 1)
+    return Batch(tokens[:, :-1], tokens[:, 1:], positions, torch.zeros_like(positions))
+
+
+def make_step(run: Run, batch: Batch) -> Tensor:
+    """Run one step and wait for it, as train.py does. Return its loss, a scalar on the device."""
+    result = train_step(run, batch)
+    assert result.read()[0], "the gradient norm is not finite"
+    return result.loss
 
 
 def write_loop(
@@ -165,9 +175,8 @@ def measure_rounds(contenders: dict[str, Callable], options: Namespace) -> list[
 
 
 def compare_rounds(rounds: list[dict]) -> dict[str, list[float]]:
-    """Return ratio -> its value in each round. Leaves out ratios of missing contenders."""
+    """Return contender -> speed of the trainer divided by its speed, in each round."""
     ratios = {}
-    for ratio, (contender, reference) in RATIO_OF.items():
-        if contender in rounds[0] and reference in rounds[0]:
-            ratios[ratio] = [times_s[reference] / times_s[contender] for times_s in rounds]
+    for name in rounds[0]:
+        ratios[name] = [times_s[name] / times_s["trainer"] for times_s in rounds]
     return ratios

@@ -1,0 +1,64 @@
+"""Arguments of the command line: their fields, and the types that parse their values."""
+
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan_lite.config.arguments import expand_path, parse_whole
+from torchtitan_lite.config.messages import UserError
+
+
+class Option(NamedTuple):
+    """An argument of a tool. `ArgumentParser.add_argument` takes the same fields."""
+
+    name: str
+    help: str
+    type: Callable | None = None  # its name is the metavar; None: a flag
+    default: object = None
+    nargs: str | None = None
+    action: str = "store"
+    choices: tuple | None = None
+
+
+def add_option(parser: ArgumentParser, option: Option) -> None:
+    if option.type:
+        fields = option._asdict()
+        name = fields.pop("name")
+        word = option.type.__name__ if name.startswith("-") else name
+        parser.add_argument(name, metavar=word.upper(), **fields)
+    else:
+        parser.add_argument(option.name, action="store_true", help=option.help)
+
+
+def count(text: str) -> int:
+    """Parse a positive integer; used as the type of an argument."""
+    if (number := parse_whole(text)) < 1:
+        raise ValueError
+    return number
+
+
+def share(text: str) -> float:
+    """Parse a number from 0 to below 1; used as the type of an argument."""
+    number = float(text)
+    if not 0 <= number < 1:
+        raise ArgumentTypeError(f"{text} is not a number from 0 to below 1, such as 0.01")
+    return number
+
+
+def file(text: str) -> str:
+    """Expand ~ and $VAR; used as the type of an argument."""
+    try:
+        return expand_path(text)
+    except UserError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def path(text: str) -> Path:
+    """Return a path with ~ and $VAR expanded; used as the type of an argument."""
+    return Path(file(text))
+
+
+def words(text: str) -> list[str]:
+    """Split a list at commas; used as the type of an argument."""
+    return text.split(",")
