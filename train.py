@@ -37,7 +37,7 @@ logger = logging.getLogger("torchtitan_lite.train")
 def main(args: list[str], stop: StopRequest) -> int:
     """Train. Return the exit status. `stop` holds the signals of this process.
 
-    0 trained and saved, 1 a step was not finite or a checkpoint was not written, 130 stopped by SIGINT, 143 by SIGTERM.
+    0 trained and saved, 1 a step was not finite or a checkpoint was not written, 128 + n stopped by signal n.
     """
     # ---- config: report every mistake before creating any process group
     end_with_parent()
@@ -84,7 +84,7 @@ def main(args: list[str], stop: StopRequest) -> int:
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
     # all ranks: all-gather of hosts and process ids; if snapshots are on, rank 0 broadcasts the id of the run
-    guards = Guards(run, plan, place, groups, data.fingerprint)
+    guards = Guards(run, plan, place, groups, data.fingerprint, stop)
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots, and of damaged files
     resumed_step = guards.resume()
 
@@ -143,12 +143,12 @@ def run_rank(args: list[str], stop: StopRequest) -> int:
     except UserError as error:
         print(f"The run stopped: {error}", file=sys.stderr)
         raise
-    except Exception as error:
-        if stop.received is None:
+    except Exception:
+        if (
+            stop.received is None
+        ):  # otherwise a peer has ended, and a collective of this rank has failed
             traceback.print_exc()
-            raise
-        # A peer exited immediately (a second signal, or its first step), and a collective of this rank failed.
-        stop.end(stop.received, f"in the middle of a step: {type(error).__name__}")
+        raise
 
 
 if __name__ == "__main__":  # under a bare torchrun

@@ -45,7 +45,7 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     """
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
-    # all-reduces 24 bytes over all ranks
+    # all-reduces 40 bytes over all ranks
     grad_norm, stop = measure_grad_norm(run.parameters.values(), stop_signal)
     finite = update_weights(run.optimizer, grad_norm, run.config.training.max_norm)  # clips too
     expert_loads = None

@@ -4,7 +4,6 @@ Sources: AdamW arXiv:1711.05101; warm-up, stable, decay (WSD) arXiv:2404.06395.
 """
 
 import math
-import signal
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -18,6 +17,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16, local_tensor
 from torchtitan_lite.components.muon import Muon
+from torchtitan_lite.components.shutdown import SIGNALS
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
@@ -72,8 +72,8 @@ def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> Lambd
 def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[Tensor, Tensor]:
     """Compute the 2-norm of all gradients of the model, and decide on all ranks together whether to stop.
 
-    `stop_signal`: the signal that this rank received (SIGINT or SIGTERM), or 0.
-    Returns the norm, () fp32, and the signal that stops all ranks, () int64: 0 for none; SIGTERM wins.
+    `stop_signal`: the signal that this rank received, one of SIGNALS, or 0.
+    Returns the norm, () fp32, and the signal that stops all ranks, () int64: 0 for none; the last of SIGNALS wins.
     """
     # Work on local shards: planning a DTensor operation costs more than summing a small tensor.
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
@@ -87,13 +87,13 @@ def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[T
     for n_copies, shards in by_copies.items():
         squares = squares + sum_squares(shards) / n_copies
     # Fill the flags on the device, because a copy from the host would wait for the device.
-    is_sigint = squares.new_full((), stop_signal == signal.SIGINT)
-    is_sigterm = squares.new_full((), stop_signal == signal.SIGTERM)
-    numbers = torch.stack([squares, is_sigint, is_sigterm])
-    dist.all_reduce(numbers)  # 24 bytes over all ranks
-    squares, n_sigint, n_sigterm = numbers.unbind()
-    stop = torch.where(n_sigint > 0, int(signal.SIGINT), 0)
-    stop = torch.where(n_sigterm > 0, int(signal.SIGTERM), stop)
+    flags = [squares.new_full((), stop_signal == number) for number in SIGNALS]
+    numbers = torch.stack([squares, *flags])
+    dist.all_reduce(numbers)  # 40 bytes over all ranks
+    squares, *n_ranks = numbers.unbind()
+    stop: int | Tensor = 0
+    for number, n_received in zip(SIGNALS, n_ranks, strict=True):
+        stop = torch.where(n_received > 0, int(number), stop)
     return squares.sqrt().float(), stop
 
 

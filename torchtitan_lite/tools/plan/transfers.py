@@ -87,11 +87,11 @@ def estimate_traffic(
     for _, elements in workload.deal_rounds(pp_rank):
         for dims, n_elements in elements.items():
             traffic.add(dims, "all-to-all", 2, n_elements * workload.compute_bytes)
-    # Once per step: token count (int64), loss (fp32), squared gradient norm and two signals (float64).
+    # Once per step: token count (int64), loss (fp32), squared gradient norm and four signals (float64).
     dp = REPLICAS + SHARD_DIMS["fsdp"]
     traffic.add(dp, "all-reduce", 1, 8)
     traffic.add(("pp", *dp), "all-reduce", 1, 4)
-    traffic.add(MESH_DIMS, "all-reduce", 1, 24)
+    traffic.add(MESH_DIMS, "all-reduce", 1, 40)
     if moe := workload.args.moe:  # expert loads of all layers, float64
         traffic.add(MESH_DIMS, "all-reduce", 1, workload.args.n_layers * (moe.n_experts + 1) * 8)
     return sum_moved(traffic.calls)
