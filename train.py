@@ -5,6 +5,7 @@ with "all ranks" is above each call in which ranks meet, and says what they send
 """
 
 import logging
+import math
 import os
 import sys
 import traceback
@@ -101,8 +102,8 @@ def main(args: list[str], stop: StopRequest) -> int:
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
             result = train_step(run, batch, stop.requested)
             # the same on every rank; the host waits for the device, and so for all ranks
-            is_finite, stop_signal = result.read()
-            if not is_finite:
+            is_applied, grad_norm, stop_signal = result.read()
+            if not math.isfinite(grad_norm):
                 repeat = partial(compute_gradients, run, batch)
                 # all ranks repeat forward and backward; all-gather of what each has found
                 culprit = find_non_finite(run.parts, mesh.coordinates(), repeat)
@@ -115,7 +116,7 @@ def main(args: list[str], stop: StopRequest) -> int:
             # all ranks, if due: weights and activations; all-reduce of the loss (8 bytes) and of token counts (16)
             validation = validate(run, data, step)
             # all ranks, after the first step only: a barrier, then shorter time-outs
-            log.after_step(step, result, validation)
+            log.after_step(step, result, validation, is_applied=is_applied, grad_norm=grad_norm)
             is_stopped = stop_signal > 0 and step < last
             # all ranks, if due: rank 0 gathers lists of shards, and scatters who writes which; then a barrier
             guards.save(step, log.record, is_stopped=is_stopped)

@@ -15,7 +15,7 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.tools.pictures import choose_ticks, thin
 from torchtitan_lite.tools.report.page import main
-from torchtitan_lite.tools.report.runs import Run, describe_run, list_remarks
+from torchtitan_lite.tools.report.runs import Run, describe_run, list_remarks, list_spikes
 from torchtitan_lite.tools.report.traces import read_traces
 
 FIELDS = (
@@ -125,6 +125,27 @@ def test_a_large_bubble_has_a_remedy(run):
     assert len(actions) == 2 * 2 * 4  # ranks, forward and backward, microbatches
     assert run.pipeline.bubble > 0.15
     assert re.search("is idle for .* of a step. Use .* microbatches", list_remarks(run)[0])
+
+
+NORMS = [(step, 8.0 + step % 5) for step in range(1, 13)]
+
+
+@pytest.mark.parametrize(
+    ("norms", "found"),
+    [
+        ([*NORMS, (20, 61.0), (21, 12.0)], [(20, 61.0, 10.0)]),
+        ([(1, 61.0), *NORMS], []),  # a first step is no spike
+        (NORMS[:4] + [(5, 61.0)], []),  # too few to judge
+    ],
+)
+def test_a_spike_of_the_gradient_norm_stands_out(run, norms, found, monkeypatch):
+    assert list_spikes(norms) == found
+    values = {"grad_norm_max": norms, "skipped_steps": [(20, 1)]}
+    monkeypatch.setattr(run, "list_values", lambda name: values.get(name, []))
+    monkeypatch.setattr(run, "find_median", lambda name: 1.0)
+    remarks = "; ".join(list_remarks(run))
+    assert ("first by step 20: 61 after a median of 10" in remarks) == bool(found)
+    assert "1 step skipped (training.skip_spikes)" in remarks
 
 
 def test_parts_of_a_step_add_up_and_name_their_axes(folder, run):

@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.format import (
     read_manifest,
     require_undamaged,
 )
-from torchtitan_lite.checkpoint.save import name_tensors, name_weights
+from torchtitan_lite.checkpoint.save import GRADIENT_NORMS, name_tensors, name_weights
 from torchtitan_lite.config.schema import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,12 @@ def load_checkpoint(
     since it was saved; `tensors` are then undefined.
     """
     checkpoint = OpenCheckpoint(path)
+    own_tensors = tensors
+    tensors = {}
+    for name, tensor in own_tensors.items():
+        # A run that only now skips spikes has no history of gradient norms.
+        if name in checkpoint.manifest.tensors or GRADIENT_NORMS not in name:
+            tensors[name] = tensor
     require_tensors(checkpoint, tensors)
     if verify:
         require_undamaged(path, group.rank(), group.size())

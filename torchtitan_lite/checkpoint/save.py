@@ -63,6 +63,9 @@ from torchtitan_lite.config.schema import Checkpoint, Config
 
 logger = logging.getLogger(__name__)
 
+GRADIENT_NORMS = (
+    "gradient_norms"  # key of the optimizer's state; in a checkpoint only with training.skip_spikes
+)
 # Keys of the file header that tell torch's reader the offsets of a shard in its tensor.
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
@@ -301,8 +304,9 @@ def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
 def name_tensors(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
     """Return name in a checkpoint -> tensor, for all parameters and the optimizer state."""
     named = name_weights(parameters)
-    for fqn, parameter in parameters.items():
-        for name, value in optimizer.state.get(parameter, {}).items():
+    owners = {**parameters, GRADIENT_NORMS: GRADIENT_NORMS}
+    for fqn, owner in owners.items():
+        for name, value in optimizer.state.get(owner, {}).items():
             if isinstance(value, Tensor):
                 named[f"optimizer.{fqn}.{name}"] = value
     return named

@@ -1,4 +1,4 @@
-"""Build the optimizer and the learning-rate schedule; measure the gradient norm; clip and update.
+"""Build the optimizer and the learning-rate schedule; measure the gradient norm; skip spikes; clip and update.
 
 Sources: AdamW arXiv:1711.05101; warm-up, stable, decay (WSD) arXiv:2404.06395.
 """
@@ -21,6 +21,9 @@ from torchtitan_lite.components.shutdown import SIGNALS
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
+
+NORMS = "gradient_norms"  # key in the optimizer's state, beside its parameters
+N_NORMS = 32
 
 # optimizer.name, a row of config/choices.py -> builder of the optimizer for all parameters of this rank
 BUILDERS = {
@@ -95,6 +98,33 @@ def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[T
     for number, n_received in zip(SIGNALS, n_ranks, strict=True):
         stop = torch.where(n_received > 0, int(number), stop)
     return squares.sqrt().float(), stop
+
+
+def remember_norms(optimizer: TorchOptimizer, device: torch.device) -> None:
+    """Add an empty history of gradient norms to the optimizer's state, with which it is saved: see skip_spike."""
+    history = torch.full((N_NORMS,), math.inf, device=device)
+    skipped = torch.zeros((), device=device)
+    optimizer.state[NORMS] = {"history": history, "skipped": skipped}
+
+
+@torch.no_grad()
+def skip_spike(optimizer: TorchOptimizer, grad_norm: Tensor, factor: float) -> Tensor:
+    """Return the norm, () fp32, or infinity if it is a spike: more than `factor` times the running median.
+
+    The median is over the last N_NORMS = 32 steps that changed the weights. A step is judged if there are 16 of them.
+    All ranks have the same norm and history, so they decide the same. `factor` 0 turns this off. The history stays on
+    the device.
+    """
+    if factor == 0:
+        return grad_norm
+    state = optimizer.state[NORMS]
+    history = state["history"]
+    is_spike = grad_norm > factor * history.median()
+    judged = grad_norm.masked_fill(is_spike, math.inf)
+    newer = torch.cat([history[1:], judged[None]])
+    history.copy_(torch.where(judged.isfinite(), newer, history))
+    state["skipped"] += is_spike
+    return judged
 
 
 def count_copies(tensor: Tensor) -> int:

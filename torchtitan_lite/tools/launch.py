@@ -44,12 +44,15 @@ from torchtitan_lite.components.shutdown import (
     handle_signals,
 )
 from torchtitan_lite.config.machine import FROM_LAUNCHER
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.reader import flatten_table
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.preflight import Prepared
 from torchtitan_lite.tools.check import check, choose_host, describe
 from torchtitan_lite.tools.corpora.named import prepare_datasets
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.faults import hang
+from torchtitan_lite.tools.hosts import STORE_TIMEOUT_S, agree_on_cause, meet_hosts
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit status
@@ -75,9 +78,8 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
         return 1
     os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
-    n_local = prepared.layout.world_size // n_hosts
     signals = Signals(folder, prepared.dump_folder / HANG)
-    status, reason = run_ranks(work or run_rank, args, n_local, n_hosts, signals)
+    status, reason = run_ranks(work or run_rank, args, prepared, n_hosts, signals)
     if status == 1 and prepared.config.checkpoint.enable:
         checkpoints = prepared.dump_folder / prepared.config.checkpoint.folder
         for step in find_steps(checkpoints)[-1:]:
@@ -158,7 +160,7 @@ class Signals:
 
 
 def run_ranks(
-    work: Callable, args: list[str], n_local: int, n_hosts: int, signals: Signals
+    work: Callable, args: list[str], prepared: Prepared, n_hosts: int, signals: Signals
 ) -> tuple[int, str]:
     """Call `work(args, folder)` on each rank of this host. Return the exit status, and the reason if it is not 0."""
     handle_signals(signals.pass_on)
@@ -167,23 +169,40 @@ def run_ranks(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if n_hosts == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    n_local = prepared.layout.world_size // n_hosts
+    store = None
     try:
         start_fork_server()
-        # These imports load torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
-        torchrun = importlib.import_module("torch.distributed.run")
-        errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
-        config = make_launch_config(torchrun, n_local, n_hosts, signals.folder)
-        if config.max_restarts == 0:  # hide torchrun's long failure report
-            logging.disable(logging.ERROR)
-        signals.may_interrupt = n_hosts > 1  # it may wait for other hosts
-        try:
-            statuses = torchrun.elastic_launch(config, work)(args, signals.folder)
-        except errors.ChildFailedError as error:
-            return explain_failure(*error.get_first_failure(), signals)
-        except Exception as error:  # hosts cannot connect, or a port is in use
-            return 1, f"torchrun failed: {type(error).__name__}: {error}"
+        if n_hosts > 1:
+            store = meet_hosts(n_hosts, dict(flatten_table(asdict(prepared.config))))
+        status, reason = run_torchrun(work, args, n_local, n_hosts, signals)
+    except UserError as error:
+        return 2, str(error)
     except KeyboardInterrupt:
-        statuses = {0: 128 + signals.received[0]}
+        status = 128 + signals.received[0]
+        reason = name_signal(signals.received[0])
+    if store:
+        return agree_on_cause(store, n_hosts, status, reason)
+    return status, reason
+
+
+def run_torchrun(
+    work: Callable, args: list[str], n_local: int, n_hosts: int, signals: Signals
+) -> tuple[int, str]:
+    """Start the ranks and wait. Return as run_ranks does."""
+    # These imports load torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
+    torchrun = importlib.import_module("torch.distributed.run")
+    errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    config = make_launch_config(torchrun, n_local, n_hosts, signals.folder)
+    if config.max_restarts == 0:  # hide torchrun's long failure report
+        logging.disable(logging.ERROR)
+    signals.may_interrupt = n_hosts > 1  # it may wait for other hosts
+    try:
+        statuses = torchrun.elastic_launch(config, work)(args, signals.folder)
+    except errors.ChildFailedError as error:
+        return explain_failure(*error.get_first_failure(), signals)
+    except Exception as error:  # hosts cannot connect, or a port is in use
+        return 1, f"torchrun failed: {type(error).__name__}: {error}"
     status = max(statuses.values())
     return status, name_signal(status - 128) if status else ""
 
@@ -271,7 +290,7 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
         role="rank",
         rdzv_backend="c10d",
         rdzv_endpoint=address,
-        rdzv_configs={"is_host": is_first_host()},
+        rdzv_configs={"is_host": is_first_host(), "read_timeout": STORE_TIMEOUT_S},
         local_addr=local_address,
         max_restarts=int(os.environ.get("MAX_RESTARTS", 0)),
         start_method="forkserver",

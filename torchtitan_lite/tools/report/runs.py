@@ -17,6 +17,11 @@ from torchtitan_lite.tools.plan.remedies import warn_of_bubble
 from torchtitan_lite.tools.plan.timeline import Timeline
 from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_traces
 
+# A spike is a gradient norm above SPIKE times the median of the last N_NORMS records, if there are FEWEST_NORMS.
+SPIKE = 3
+N_NORMS = 32
+FEWEST_NORMS = 5
+
 
 class Run(Plan):
     """A run: its plan, the records in metrics.jsonl, and the traces."""
@@ -135,7 +140,27 @@ def list_remarks(run: Run) -> list[str]:
         remarks.append(
             f"steps that took more than twice the median ({len(slow_steps)} records, first step {slow_steps[0]:,})"
         )
+    if skipped := run.list_values("skipped_steps"):
+        remarks.append(f"{plural(skipped[-1][1], 'step')} skipped (training.skip_spikes)")
+    spikes = list_spikes(run.list_values("grad_norm_max"))
+    if spikes:
+        step, norm, usual = spikes[0]
+        first = f"first by step {step:,}: {norm:.4g} after a median of {usual:.4g}"
+        remarks.append(f"spikes of the gradient norm ({plural(len(spikes), 'record')}, {first})")
     losses = [loss for _, loss in run.list_values("val_loss")]
     if losses and losses[-1] > 1.01 * min(losses):
         remarks.append("the validation loss is above its minimum")
     return remarks
+
+
+def list_spikes(norms: Points) -> list[tuple[int, float, float]]:
+    """Return step, norm and running median for each norm far above the median of the records before it."""
+    spikes = []
+    before: list[float] = []
+    for step, norm in norms:
+        usual = median(before[-N_NORMS:] or [norm])
+        if len(before) >= FEWEST_NORMS and norm > SPIKE * usual:
+            spikes.append((step, norm, usual))
+        else:
+            before.append(norm)
+    return spikes

@@ -121,7 +121,7 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
         note("loss", "sum_losses", abs(loss - plain.loss) / abs(plain.loss))
         note("gradient norm", "all gradients", abs(norm - plain.norm) / plain.norm)
         results["loss"] = loss
-    note("finite flag", "train_step", float(bool(result.finite) != is_finite))
+    note("finite flag", "train_step", float(bool(result.applied) != is_finite))
     compare_updates(run, plain, note)
     if run.balance:
         for layer in run.balance.routers if is_finite else ():
