@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from torchtitan_lite import PACKAGE
@@ -29,7 +30,7 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 MEET_WITHIN_S = 600.0
 SAY_AFTER_S = 10.0
 STORE_TIMEOUT_S = 20  # a host that is cut off gives up after this time
-END_WITHIN_S = 5.0  # NODE_RANK=0, which has the store, waits for the other hosts
+END_WITHIN_S = 10.0  # NODE_RANK=0, which has the store, waits for the other hosts
 
 
 def meet_hosts(n_hosts: int, config: dict[str, object]) -> Any:
@@ -53,7 +54,7 @@ def meet_hosts(n_hosts: int, config: dict[str, object]) -> Any:
         with socket.create_connection((address, port)) as connection:
             own = connection.getsockname()[0]
             master = connection.getpeername()[0]
-    c10d = importlib.import_module("torch.distributed")
+    c10d = import_quietly("torch.distributed")
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
     options = {"wait_for_workers": False, "multi_tenant": True, "timeout": timeout}
     store = c10d.TCPStore(address, port, is_master=node_rank == 0, **options)
@@ -81,6 +82,17 @@ def meet_hosts(n_hosts: int, config: dict[str, object]) -> Any:
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return store
+
+
+def import_quietly(name: str) -> ModuleType:
+    """Import torch so that its C++ code prints errors only, but no warnings with stacks. Ranks print both."""
+    variable = "TORCH_CPP_LOG_LEVEL"
+    if variable in os.environ:
+        return importlib.import_module(name)
+    os.environ[variable] = "ERROR"
+    module = importlib.import_module(name)
+    del os.environ[variable]
+    return module
 
 
 def find_interface(address: str) -> str | None:

@@ -172,9 +172,9 @@ def run_ranks(
     n_local = prepared.layout.world_size // n_hosts
     store = None
     try:
-        start_fork_server()
         if n_hosts > 1:
             store = meet_hosts(n_hosts, dict(flatten_table(asdict(prepared.config))))
+        start_fork_server()
         status, reason = run_torchrun(work, args, n_local, n_hosts, signals)
     except UserError as error:
         return 2, str(error)
