@@ -206,7 +206,7 @@ class CheckpointSaver:
         except CheckpointError as error:
             if kind is None:
                 raise
-            logger.error(f"NOT SAVED: {error}")  # in addition to the error that ends the run
+            logger.error(f"the last save failed: {error}")  # the run ends with another error
         finally:
             if self.thread is not None:
                 self.thread.shutdown()

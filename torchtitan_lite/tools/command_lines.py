@@ -128,7 +128,7 @@ TOOLS = {
         """Train a model: check the config, then start one process per rank on this host and wait for them.
 
 The same as ./run_train.sh, whose --help lists the environment variables for several hosts, Slurm and restarts.""",
-        "0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by SIGTERM, 1 otherwise",
+        "0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 otherwise",
         True,
     ),
     "check": Tool(
