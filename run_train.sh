@@ -15,12 +15,13 @@ Usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key value]...
 What it does: uses the Python on the PATH, or .venv here, if it has the packages in pyproject.toml, else creates .venv
 once; refuses a config that cannot work, like `python3 -m torchtitan_lite check`; encodes a named corpus once; starts one
 process per rank with torchrun; exports the last checkpoint if checkpoint.last_save_in_hf is set. The working directory
-does not change. Exit status: 0 trained, 2 refused by check, 130 stopped by Ctrl-C, 143 stopped by SIGTERM, 1 otherwise.
+does not change. Exit status: 0 trained, 2 refused by check, 1 failed, 128 + number if a signal stopped the run: 130
+Ctrl-C, 143 SIGTERM.
 
-On Ctrl-C or SIGTERM to any process of the run, all ranks finish the step, save it if checkpoint.enable is set, print
-the command that resumes, and exit. All signals within 5 s count as one, because timeout, systemd and scancel signal
-every process. A later signal ends the run immediately. Before the first step is done, the first signal already does,
-because there is nothing to save.
+On Ctrl-C, SIGTERM, SIGQUIT or a closed terminal (SIGHUP), to any process of the run, all ranks finish the step, save it
+if checkpoint.enable is set, print the command that resumes, and exit. All signals within 5 s count as one, because
+timeout, systemd and scancel signal every process. A later signal ends the run immediately, and so does the first one if
+the step hangs. Before the first step is done, the first signal already does, because there is nothing to save.
 
 Environment:
   CONFIG_FILE    same as --config; --config wins if both are given
@@ -31,18 +32,21 @@ Environment:
                  restarted run resumes from the newest complete checkpoint
   TOOL           pulse: measure the ranks and links of this run instead of training
   PYTHON         the Python to start with (default python3; 3.10 or newer)
-  OMP_NUM_THREADS, GLOO_SOCKET_IFNAME   defaults: 1 thread per rank; the loopback interface on a single host
+  OMP_NUM_THREADS, GLOO_SOCKET_IFNAME   defaults: 1 thread per rank; the loopback interface on a single host, on
+                 several hosts the one that reaches MASTER_ADDR
   PYTORCH_ALLOC_CONF   for GPUs; default expandable_segments:True, unless PYTORCH_CUDA_ALLOC_CONF is set
   PIP_*          pip settings for creating .venv. On Linux pip installs the CUDA build of torch, about 5 GB. With
                  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu it installs the CPU build, 1 GB
 
 Several hosts: start the same command on each, with
-  NNODES         number of hosts
+  NNODES         number of hosts, which is fixed: a range such as 2:4 is refused
   NODE_RANK      0 on the host that MASTER_ADDR names, a different number on every other host; torchrun numbers the
                  ranks by host name
   MASTER_ADDR    name or address of the host with NODE_RANK=0
   MASTER_PORT    a free port on that host (default 29500)
   PET_LOCAL_ADDR    address of this host, if the other hosts cannot resolve its name
+Before torchrun starts, the hosts meet at MASTER_ADDR and MASTER_PORT, and say which host is missing or was started
+with another config, MAX_RESTARTS or version.
 With Slurm: start it once in an allocation of several nodes, and it starts itself on every node with srun. NNODES=1
 keeps it on one node. assets/slurm/train.sbatch does this, and requeues the job when its time limit is reached.
 HELP

@@ -5,6 +5,7 @@ with "all ranks" is above each call in which ranks meet, and says what they send
 """
 
 import logging
+import math
 import os
 import sys
 import traceback
@@ -37,7 +38,7 @@ logger = logging.getLogger("torchtitan_lite.train")
 def main(args: list[str], stop: StopRequest) -> int:
     """Train. Return the exit status. `stop` holds the signals of this process.
 
-    0 trained and saved, 1 a step was not finite or a checkpoint was not written, 130 stopped by SIGINT, 143 by SIGTERM.
+    0 trained and saved, 1 a step was not finite or a checkpoint was not written, 128 + n stopped by signal n.
     """
     # ---- config: report every mistake before creating any process group
     end_with_parent()
@@ -84,7 +85,7 @@ def main(args: list[str], stop: StopRequest) -> int:
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
     # all ranks: all-gather of hosts and process ids; if snapshots are on, rank 0 broadcasts the id of the run
-    guards = Guards(run, plan, place, groups, data.fingerprint)
+    guards = Guards(run, plan, place, groups, data.fingerprint, stop)
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots, and of damaged files
     resumed_step = guards.resume()
 
@@ -101,8 +102,8 @@ def main(args: list[str], stop: StopRequest) -> int:
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
             result = train_step(run, batch, stop.requested)
             # the same on every rank; the host waits for the device, and so for all ranks
-            is_finite, stop_signal = result.read()
-            if not is_finite:
+            is_applied, grad_norm, stop_signal = result.read()
+            if not math.isfinite(grad_norm):
                 repeat = partial(compute_gradients, run, batch)
                 # all ranks repeat forward and backward; all-gather of what each has found
                 culprit = find_non_finite(run.parts, mesh.coordinates(), repeat)
@@ -115,7 +116,7 @@ def main(args: list[str], stop: StopRequest) -> int:
             # all ranks, if due: weights and activations; all-reduce of the loss (8 bytes) and of token counts (16)
             validation = validate(run, data, step)
             # all ranks, after the first step only: a barrier, then shorter time-outs
-            log.after_step(step, result, validation)
+            log.after_step(step, result, validation, is_applied=is_applied, grad_norm=grad_norm)
             is_stopped = stop_signal > 0 and step < last
             # all ranks, if due: rank 0 gathers lists of shards, and scatters who writes which; then a barrier
             guards.save(step, log.record, is_stopped=is_stopped)
@@ -143,12 +144,12 @@ def run_rank(args: list[str], stop: StopRequest) -> int:
     except UserError as error:
         print(f"The run stopped: {error}", file=sys.stderr)
         raise
-    except Exception as error:
-        if stop.received is None:
+    except Exception:
+        if (
+            stop.received is None
+        ):  # otherwise a peer has ended, and a collective of this rank has failed
             traceback.print_exc()
-            raise
-        # A peer exited immediately (a second signal, or its first step), and a collective of this rank failed.
-        stop.end(stop.received, f"in the middle of a step: {type(error).__name__}")
+        raise
 
 
 if __name__ == "__main__":  # under a bare torchrun

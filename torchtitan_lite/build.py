@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.components.expert_balance import ExpertBalance, build_balance
-from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
+from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, remember_norms
 from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import UserError
@@ -129,6 +129,8 @@ def build_run(
             if dim.size() > 1:
                 groups.append(dim.get_group())
         balance = build_balance(parts, config.training, layout.global_batch_size, groups, device)
+    if config.training.skip_spikes:
+        remember_norms(optimizer, next(iter(parameters.values())).device)
     schedule = None
     if layout.pp > 1:
         schedule = build_schedule(

@@ -29,6 +29,7 @@ from torchtitan_lite.components.metrics import (
     describe_step,
     read_peak_memory,
 )
+from torchtitan_lite.components.optim import NORMS
 from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import describe_launch, peak_flops
@@ -113,26 +114,34 @@ class RunLog:
             yield batch
 
     def restart_clock(self) -> None:
+        self.highest_norm = 0.0  # since the last record
         self.started_s = time.perf_counter()
         self.data_time_s = 0.0
         self.n_timed = 0
 
     def after_step(
-        self, step: int, result: StepResult, validation: dict[str, float] | None
+        self,
+        step: int,
+        result: StepResult,
+        validation: dict[str, float] | None,
+        *,
+        is_applied: bool,
+        grad_norm: float,
     ) -> None:
-        """Record the step if it is due. `validation`: the result of `validate` for this step.
+        """Record the step if it is due or was skipped. `validation`: the result of `validate` for this step.
 
         Collective over all ranks once, when the run is warm.
         """
         config = self.run.config
         self.step = step
         self.n_timed += 1
+        self.highest_norm = max(self.highest_norm, grad_norm)
         is_due = step % config.metrics.log_freq == 0
         is_end = step in (self.resumed_step + 1, self.n_steps)
         if validation:
             self.started_s += validation["val_time_s"]
-        if self.writer and (validation or is_due or is_end):
-            self.write_step(step, result)
+        if self.writer and (validation or is_due or is_end or not is_applied):
+            self.write_step(step, result, is_applied)
             if validation:
                 self.record("validation", step, **validation)
         if not self.is_warm and (validation or not config.validation.enable):
@@ -142,11 +151,12 @@ class RunLog:
         if step % config.training.gc_freq == 0:
             gc.collect(1)
 
-    def write_step(self, step: int, result: StepResult) -> None:
+    def write_step(self, step: int, result: StepResult, is_applied: bool) -> None:
         """Write the record of a step, with average times since the last record. Waits for the device."""
         fields = {
             "loss": result.loss.item(),
             "grad_norm": result.grad_norm.item(),
+            "grad_norm_max": self.highest_norm,  # since the last record
             "lr": result.lr,
             "tokens": step * self.tokens_per_step,  # of all ranks, from the first step to this one
         }
@@ -161,6 +171,10 @@ class RunLog:
             self.n_collapsed = count_collapsed(step, load, moe, self.n_collapsed)
             fields |= load
             fields["expert_loads"] = result.expert_loads[:, :-1].int().tolist()
+        if spikes := self.run.optimizer.state.get(NORMS):
+            fields["skipped_steps"] = int(spikes["skipped"])
+            if not is_applied:
+                fields["skipped_above"] = spikes["history"].median().item()
         self.record("step", step, **fields)
         self.restart_clock()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.components.optim import measure_grad_norm, update_weights
+from torchtitan_lite.components.optim import measure_grad_norm, skip_spike, update_weights
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel.context_parallel import shard_sequence
@@ -26,15 +26,16 @@ class StepResult:
 
     loss: Tensor  # of the global batch, the same on every rank
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
-    finite: Tensor  # False: the gradient norm was not finite and no weight was changed
+    applied: Tensor  # False: the gradient norm was not finite or a spike, and no weight was changed
     stop: Tensor  # number of the signal that makes all ranks stop after this step; 0: none
     lr: float  # learning rate of this step
     expert_loads: Tensor | None = None  # as ExpertBalance.update returns them
 
-    def read(self) -> tuple[bool, int]:
-        """Return `finite` and `stop` in one device-to-host copy. The host waits for the device."""
-        finite, stop = torch.stack([self.finite.to(self.stop.dtype), self.stop]).tolist()
-        return bool(finite), stop
+    def read(self) -> tuple[bool, float, int]:
+        """Return `applied`, `grad_norm` and `stop` in one device-to-host copy. The host waits for the device."""
+        scalars = [self.applied.double(), self.grad_norm.double(), self.stop.double()]
+        applied, grad_norm, stop = torch.stack(scalars).tolist()
+        return bool(applied), grad_norm, int(stop)
 
 
 def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
@@ -44,17 +45,19 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     """
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
-    # all-reduces 24 bytes over all ranks
+    # all-reduces 40 bytes over all ranks
     grad_norm, stop = measure_grad_norm(run.parameters.values(), stop_signal)
-    finite = update_weights(run.optimizer, grad_norm, run.config.training.max_norm)  # clips too
+    training = run.config.training
+    judged = skip_spike(run.optimizer, grad_norm, training.skip_spikes)
+    applied = update_weights(run.optimizer, judged, training.max_norm)  # clips too
     expert_loads = None
     if run.balance:
-        expert_loads = run.balance.update(finite)  # all-reduces layers x (experts + 1) x 8 bytes
+        expert_loads = run.balance.update(applied)  # all-reduces layers x (experts + 1) x 8 bytes
     # if enabled: all-reduces one float per weight
     precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)
     lr = run.lr_scheduler.get_last_lr()[0]
     run.lr_scheduler.step()
-    return StepResult(loss, grad_norm, finite, stop, lr, expert_loads)
+    return StepResult(loss, grad_norm, applied, stop, lr, expert_loads)
 
 
 def compute_gradients(run: Run, batch: Batch) -> Tensor:

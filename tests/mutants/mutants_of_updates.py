@@ -93,7 +93,7 @@ def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm)
 def schedule_waits_for_a_finite_gradient(train_step, run, batch):
     """A step that changes no weight does not count for the schedule either."""
     result = train_step(run, batch)
-    if not result.finite:
+    if not result.applied:
         set_step(run.lr_scheduler, run.lr_scheduler.last_epoch - 1)
     return result
 

@@ -133,7 +133,7 @@ def list_waits(rank: int, world_size: int, runs: dict[str, dict[str, object]]) -
         try:
             with NoWaiting():
                 result = stepping.train_step(run, batches[1])
-            assert result.finite
+            assert result.applied
         except HostWaits as error:
             waits[name] = str(error)
     return waits
@@ -198,4 +198,4 @@ def test_cuda_sees_no_wait_inside_a_step(gpu, name):
     torch.cuda.set_sync_debug_mode("error")  # raises in the operator that waits
     result = stepping.train_step(run, batches[1])
     torch.cuda.set_sync_debug_mode("default")
-    assert result.finite
+    assert result.applied

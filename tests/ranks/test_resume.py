@@ -41,6 +41,7 @@ ROWS = {
 }
 ROWS["AdamW, bfloat16 moments"] = {NAME: "AdamW", IMPLEMENTATION: "fused", MOMENTS: "bfloat16"}
 ROWS["AdamW, offloaded"] = {NAME: "AdamW", IMPLEMENTATION: "fused", **OFFLOAD}
+ROWS["AdamW, spikes skipped"] = {NAME: "AdamW", "training.skip_spikes": 3.0}
 ROWS["AdamW, experts"] = {NAME: "AdamW", IMPLEMENTATION: "fused", **MOE}
 MODES = {
     "sync": Checkpoint(enable=True),

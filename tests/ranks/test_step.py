@@ -27,6 +27,7 @@ from layouts import (
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.diagnosis import find_non_finite
+from torchtitan_lite.components.optim import NORMS, remember_norms, skip_spike
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.model.batch import Batch
 
@@ -44,7 +45,7 @@ def break_a_step(rank: int, world_size: int, overrides: dict[str, object]) -> tu
     unchanged = before.keys() == after.keys() and all(
         torch.equal(before[name], after[name]) for name in before
     )
-    return bool(result.finite), unchanged
+    return bool(result.applied), unchanged
 
 
 def snapshot(run: build.Run) -> dict[str, torch.Tensor]:
@@ -69,6 +70,46 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_loss_that_is_not_finite_changes_nothing(pool, name):
     assert pool.run(break_a_step, 2, BROKEN[name]) == [(False, True)] * 2
+
+
+def meet_a_spike(rank: int, world_size: int, overrides: dict[str, object]) -> list[tuple]:
+    """Worker: a step whose norm is a spike, then one without. Return what is applied, what changed, and the count."""
+    run = compare.build_table_run(world_size, overrides | {"training.skip_spikes": 2.0})
+    vocab_size = resolve_model(run.config.model).vocab_size
+    state = run.optimizer.state[NORMS]
+    seen = []
+    for step, usual_norm in enumerate((math.inf, 1e-6, 1e6)):  # unknown, far below, far above
+        state["history"].fill_(usual_norm)
+        before = snapshot(run)
+        batch = compare.own_rows(run, compare.make_batch(step, vocab_size))
+        is_applied, norm, _ = stepping.train_step(run, batch).read()
+        after = snapshot(run)
+        is_equal = before.keys() == after.keys()
+        is_equal = is_equal and all(torch.equal(before[name], after[name]) for name in before)
+        is_remembered = state["history"][-1].item() == pytest.approx(norm)
+        seen.append((is_applied, is_equal, is_remembered, int(state["skipped"])))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{**ADAMW, PP: 2}, {**ADAMW, TP: 2}, {"optimizer.name": "Muon"}, {}, MOE],
+    ids=["pp2", "tp2", "Muon", "SGD", "experts"],
+)
+def test_a_spike_changes_nothing_on_any_rank_and_is_counted(pool, overrides):
+    applied, skipped = (True, False, True), (False, True, False)
+    expected = [(*applied, 0), (*skipped, 1), (*applied, 1)]
+    assert pool.run(meet_a_spike, 2, overrides) == [expected] * 2
+
+
+def test_a_norm_is_judged_by_the_median_of_the_last_applied_steps():
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    remember_norms(optimizer, torch.device("cpu"))
+    norms = [1.0] * 15 + [9.0] + [1.0, 3.1, math.nan, 2.9] + [2.0] * 20 + [5.0]
+    judged = [skip_spike(optimizer, torch.tensor(norm), 3.0) for norm in norms]
+    # 9 is the 16th norm, which nothing judges yet; at the end, most of the last 32 norms are 2
+    skipped = [at for at, norm in enumerate(judged) if not norm.isfinite()]
+    assert skipped == [norms.index(3.1), norms.index(3.1) + 1]
 
 
 # --- who made the first number that is not finite ---

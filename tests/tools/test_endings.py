@@ -49,6 +49,21 @@ sys.exit(launch.main(command_lines.parse_command("train", sys.argv[1:])))
 """
 ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per second, its exit status, the last line
     "SIGTERM": ("", [signal.SIGTERM], 143, "stopped by SIGTERM"),
+    "a closed terminal": ("", [signal.SIGHUP], 129, "stopped by SIGHUP"),
+    "SIGTERM, and the peer of a failed rank ends first": (
+        "wait(stop)\n    if rank == '1': raise OSError('disk full')\n"
+        "    time.sleep(0.5); stop.end(stop.received, 'because it has lost a peer')",
+        [signal.SIGTERM],
+        1,
+        "rank 1 failed: OSError: disk full",
+    ),
+    "SIGTERM to one rank, and its peer fails": (
+        "if rank == '1': stop.end(signal.SIGTERM, 'before its first step')\n"
+        "    time.sleep(0.2); raise RuntimeError('Connection closed by peer')",
+        [],
+        143,
+        "stopped by SIGTERM",
+    ),
     "copies": ("wait(stop); time.sleep(3); print('saved', flush=True)", [signal.SIGTERM] * 3, 143, "stopped"),
     "Ctrl-C twice, and ranks do not listen": ("stop.note = print", [signal.SIGINT] * 2, 130, "stopped by SIGINT"),
     "SIGTERM, and the save fails": ("wait(stop); raise OSError('disk full')", [signal.SIGTERM], 1, "rank"),

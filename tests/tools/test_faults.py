@@ -24,6 +24,7 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.checkpoint.save import name_tensors
+from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Checkpoint, Comm
 from torchtitan_lite.faults import start as start_module
@@ -32,7 +33,7 @@ from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.parallel.tied_embeddings import TiedMatrix
-from torchtitan_lite.tools.faults.hang import explain
+from torchtitan_lite.tools.faults.hang import explain, read_files
 from torchtitan_lite.tools.plan.pulse import Measured, judge
 
 SHARD = "parallelism.data_parallel_shard_degree"
@@ -42,7 +43,10 @@ SHARD = "parallelism.data_parallel_shard_degree"
 
 @pytest.mark.parametrize(
     "faults",
-    ["stop,flip_snapshot", pytest.param("kill,flip_weight,kill_torchrun", marks=pytest.mark.slow)],
+    [
+        "stop,flip_snapshot",
+        pytest.param("kill,flip_weight,kill_torchrun,extra", marks=pytest.mark.slow),
+    ],
 )
 def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_run(
     tmp_path, faults
@@ -170,6 +174,8 @@ def test_a_pulse_measures_ranks_and_links_of_a_run(tmp_path):
 WAITS = {"mesh_tp [0, 1]": (7, "all_reduce", [[3]], False)}
 ELSEWHERE = {"mesh_dp [0, 1]": (3, "all_gather", [[4]], False, 200)}
 CAME = {"mesh_tp [0, 1]": (6, "all_reduce", [[3]], True)}
+OTHER_SHAPE = {"mesh_tp [0, 1]": (7, "all_reduce", [[5]], False)}
+IN_LOG = ["torch/c10d.py:1 wait", "torch/c10d.py:2 all_reduce", "run_log.py:7 write_step"]
 HANGS = {  # what ranks 0 and 1 of a tp group of two wrote, the state of rank 1's process, who is named, and how
     "stopped": ({0: {"calls": WAITS}}, "T", {1}, "is stopped"),
     "ended": ({0: {"calls": WAITS}}, "Z", {1}, "has ended"),
@@ -189,6 +195,19 @@ HANGS = {  # what ranks 0 and 1 of a tp group of two wrote, the state of rank 1'
         {1},
         "it is in c.py:1 wait < own.py:7 f",
     ),
+    "other shape": (
+        {0: {"calls": WAITS}, 1: {"calls": OTHER_SHAPE}},
+        "S",
+        {0, 1},
+        "differs in call 7 of mesh_tp [0, 1]: all_reduce [[3]] on ranks [0], all_reduce [[5]] on ranks [1]",
+    ),
+    "between two steps": (
+        {0: {"calls": WAITS}, 1: {"calls": CAME | ELSEWHERE, "in_step": False, "stack": IN_LOG}},
+        "S",
+        {1},
+        "it is in torch/c10d.py:1 wait < run_log.py:7 write_step. Its process is 101",
+    ),
+    "no calls": ({0: {"calls": {}}, 1: {"calls": {}}}, "S", set(), "2 ranks wait in unknown calls"),
     "nobody differs": ({0: {"calls": WAITS}, 1: {"calls": WAITS}}, "S", set(), "Cause unknown"),
 }
 
@@ -205,9 +224,11 @@ def make_file(rank: int, state: str, written: dict) -> dict:
         str(one): [100 + one, state if one else "S", f"rank {one} (tp {one})"] for one in range(2)
     }
     return {
+        "kind": "HANG",
         "rank": rank,
         "world_size": 2,
         "step": 4,
+        "in_step": written.get("in_step", True),
         "seconds": 5.0,
         "host": host,
         "stack": written.get("stack", ["c10d.py:1 wait"]),
@@ -220,7 +241,7 @@ def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(name):
     written, state, named, words = HANGS[name]
     culprits, text = explain({rank: make_file(rank, state, row) for rank, row in written.items()})
     assert set(culprits) == named and words in text, text
-    if named:
+    if named == {1}:
         assert (
             "rank 1 (tp 1) is missing from call 7 on axis tp, all_reduce [[3]], which rank 0 waits for"
             in text
@@ -233,21 +254,38 @@ def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, capsys):
     folder.mkdir(parents=True)
     file = make_file(0, "T", {"calls": WAITS})
     (folder / "rank-00000.json").write_text(json.dumps(file))
+    (folder / "rank-00001.json").touch()  # an empty file does not hide the others
     assert main(["hang", str(tmp_path)]) == 0
     assert "rank 1 (tp 1) is missing from call 7" in capsys.readouterr().out
 
 
 def open_watch(rank: int, world_size: int, folder: str) -> None:
     run = compare.build_table_run(world_size, {})
-    HangWatch(Path(folder), Comm(), run.mesh, 0, dist.group.WORLD)
+    stop = StopRequest()
+    watch = HangWatch(Path(folder), Comm(), run.mesh, 0, dist.group.WORLD, stop)
+    watch.begin(1)
+    assert not stop.has_lost_peer()
+    ended = subprocess.Popen("true")
+    ended.wait()
+    host = watch.ranks[rank][0]
+    watch.ranks[1 - rank] = (host, ended.pid, "rank of this host")
+    with patch.object(os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit):
+        stop.note(signal.SIGTERM)
+    assert stop.received is None, "nothing is said of the end of a step"
 
 
-def test_a_start_on_fewer_ranks_removes_the_hang_files_of_the_earlier_start(pool, tmp_path):
-    earlier = tmp_path / "hang" / "restart-0" / "rank-00007.json"
-    earlier.parent.mkdir(parents=True)
-    earlier.touch()
+def test_a_start_removes_earlier_hang_files_and_a_rank_without_its_peer_ends_at_a_signal(
+    pool, tmp_path
+):
+    earlier = [tmp_path / "hang" / f"restart-{n}" / "rank-00007.json" for n in range(2)]
+    for path in earlier:
+        path.parent.mkdir(parents=True)
+        path.touch()
     pool.run(open_watch, 2, str(tmp_path))
-    assert not earlier.exists()
+    assert not any(path.exists() for path in earlier)
+    files = read_files(tmp_path / "hang" / "restart-0", "failed")
+    assert list(files) == [0, 1]
+    assert explain({0: files[0]})[0] == [1], "the last call counts as the one that failed"
 
 
 # ---------------------------------------------------------------- silent damage

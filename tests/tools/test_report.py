@@ -15,7 +15,7 @@ from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.tools.pictures import choose_ticks, thin
 from torchtitan_lite.tools.report.page import main
-from torchtitan_lite.tools.report.runs import RecordedRun, list_findings, summarize
+from torchtitan_lite.tools.report.runs import RecordedRun, list_findings, list_spikes, summarize
 from torchtitan_lite.tools.report.traces import read_traces
 
 FIELDS = (
@@ -131,6 +131,27 @@ def test_a_large_bubble_has_a_remedy(run):
     assert re.search("is idle for .* of a step. Use .* microbatches", list_findings(run)[0])
 
 
+NORMS = [(step, 8.0 + step % 5) for step in range(1, 13)]
+
+
+@pytest.mark.parametrize(
+    ("norms", "found"),
+    [
+        ([*NORMS, (20, 61.0), (21, 12.0)], [(20, 61.0, 10.0)]),
+        ([(1, 61.0), *NORMS], []),  # a first step is no spike
+        (NORMS[:4] + [(5, 61.0)], []),  # too few to judge
+    ],
+)
+def test_a_spike_of_the_gradient_norm_stands_out(run, norms, found, monkeypatch):
+    assert list_spikes(norms) == found
+    values = {"grad_norm_max": norms, "skipped_steps": [(20, 1)]}
+    monkeypatch.setattr(run, "list_values", lambda name: values.get(name, []))
+    monkeypatch.setattr(run, "find_median", lambda name: 1.0)
+    remarks = "; ".join(list_findings(run))
+    assert ("first by step 20: 61 after a median of 10" in remarks) == bool(found)
+    assert "1 step skipped (training.skip_spikes)" in remarks
+
+
 def test_parts_of_a_step_add_up_and_name_their_axes(folder, run):
     assert [trace.rank for trace in run.traces] == [0, 1, 2, 3]
     for trace in run.traces:
@@ -225,21 +246,6 @@ def test_a_watched_page_is_reloaded_until_the_run_ends(folder, tmp_path, monkeyp
     assert write(run, watch=True) == 0
     assert refreshes == [True]
     assert "refresh" not in (run / "report.html").read_text()
-
-
-def test_a_spike_of_the_gradient_norm_is_named_first(folder, tmp_path):
-    run = copy_run(folder, tmp_path / "run")
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    step = next(record for record in records if record["kind"] == "step")
-    norms = [8.0, 12.0] * 10 + [61.0, 9.0]
-    lines = [json.dumps(records[0])]
-    for at, norm in enumerate(norms, 1):
-        lines.append(json.dumps({**step, "step": at, "grad_norm": norm}))
-    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    remark = list_findings(RecordedRun(run))[0]
-    assert remark.startswith(
-        "1 spike of the gradient norm; the largest, 61 in step 21, is 6.1 times"
-    )
 
 
 def test_a_folder_without_a_run_is_wrong_input(tmp_path, capsys):

@@ -28,7 +28,7 @@ from torchtitan_lite.checkpoint.format import (
     read_manifest,
     require_undamaged,
 )
-from torchtitan_lite.checkpoint.save import name_tensors, name_weights
+from torchtitan_lite.checkpoint.save import GRADIENT_NORMS, name_tensors, name_weights
 from torchtitan_lite.config.schema import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,11 @@ def load_checkpoint(
     since it was saved; `tensors` are then undefined.
     """
     checkpoint = OpenCheckpoint(path)
-    for name, tensor in tensors.items():
+    # A run that only now skips spikes has no history of gradient norms.
+    own = {name: tensor for name, tensor in tensors.items() if GRADIENT_NORMS not in name}
+    if any(GRADIENT_NORMS in name for name in checkpoint.manifest.tensors):
+        own = tensors
+    for name, tensor in own.items():
         record = checkpoint.manifest.tensors.get(name)
         found = record and list(record.shape)
         if found != list(tensor.shape):
@@ -122,7 +126,7 @@ def load_checkpoint(
             raise CheckpointError(f"{path} has a different model: {shapes}")
     if verify:
         require_undamaged(path, group.rank(), group.size())
-    for name, tensor in tensors.items():
+    for name, tensor in own.items():
         checkpoint.read_shard(name, tensor)
 
 

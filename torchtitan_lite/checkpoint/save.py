@@ -62,6 +62,9 @@ from torchtitan_lite.config.schema import Checkpoint, Config
 
 logger = logging.getLogger(__name__)
 
+GRADIENT_NORMS = (
+    "gradient_norms"  # key of the optimizer's state; in a checkpoint only with training.skip_spikes
+)
 # Keys of the file header that tell torch's reader the offsets of a shard in its tensor.
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
@@ -203,7 +206,7 @@ class CheckpointSaver:
         except CheckpointError as error:
             if kind is None:
                 raise
-            logger.error(f"NOT SAVED: {error}")  # in addition to the error that ends the run
+            logger.error(f"the last save failed: {error}")  # the run ends with another error
         finally:
             if self.thread is not None:
                 self.thread.shutdown()
@@ -301,8 +304,9 @@ def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
 def name_tensors(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
     """Return name in a checkpoint -> tensor, for all parameters and the optimizer state."""
     named = name_weights(parameters)
-    for fqn, parameter in parameters.items():
-        for name, value in optimizer.state.get(parameter, {}).items():
+    owners = {**parameters, GRADIENT_NORMS: GRADIENT_NORMS}
+    for fqn, owner in owners.items():
+        for name, value in optimizer.state.get(owner, {}).items():
             if isinstance(value, Tensor):
                 named[f"optimizer.{fqn}.{name}"] = value
     return named

@@ -174,6 +174,11 @@ def format_step(fields: dict[str, object]) -> str:
         speed += f"  MFU {fields['mfu_full']:.1%}"
     line = f"loss {fields['loss']:.5f}  grad_norm {fields['grad_norm']:.4f}  lr {fields['lr']:.2e}"
     line += f"  {speed}  {fields['peak_memory_gib']:.3g} GiB  {fields['step_time_s']:.3g} s"
+    if "skipped_above" in fields:
+        median = f"its median is {fields['skipped_above']:.4g}"
+        line += (
+            f"  SKIPPED, the norm is a spike: {median} ({fields['skipped_steps']} skipped so far)"
+        )
     if "expert_max_over_mean" in fields:
         dead = f", {fields['expert_dead_share']:.0%} dead" if fields["expert_dead_share"] else ""
         line += f"  experts {fields['expert_max_over_mean']:.1f}x mean{dead}"

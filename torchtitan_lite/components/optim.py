@@ -1,10 +1,9 @@
-"""Build the optimizer and the learning-rate schedule; measure the gradient norm; clip and update.
+"""Build the optimizer and the learning-rate schedule; measure the gradient norm; skip spikes; clip and update.
 
 Sources: AdamW arXiv:1711.05101; warm-up, stable, decay (WSD) arXiv:2404.06395.
 """
 
 import math
-import signal
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -18,9 +17,13 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16, local_tensor
 from torchtitan_lite.components.muon import Muon
+from torchtitan_lite.components.shutdown import SIGNALS
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
+
+NORMS = "gradient_norms"  # key in the optimizer's state, beside its parameters
+N_NORMS = 32
 
 # optimizer.name, a row of config/choices.py -> optimizer for all parameters of this rank. It reads the keys of its
 # groups, and ignores those that it does not know.
@@ -67,8 +70,8 @@ def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> Lambd
 def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[Tensor, Tensor]:
     """Compute the 2-norm of all gradients of the model, and decide on all ranks together whether to stop.
 
-    `stop_signal`: the signal that this rank received (SIGINT or SIGTERM), or 0.
-    Returns the norm, () fp32, and the signal that stops all ranks, () int64: 0 for none; SIGTERM wins.
+    `stop_signal`: the signal that this rank received, one of SIGNALS, or 0.
+    Returns the norm, () fp32, and the signal that stops all ranks, () int64: 0 for none; the last of SIGNALS wins.
     """
     # Work on local shards: planning a DTensor operation costs more than summing a small tensor.
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
@@ -82,14 +85,41 @@ def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[T
     for n_copies, shards in by_copies.items():
         squares = squares + sum_squares(shards) / n_copies
     # Fill the flags on the device, because a copy from the host would wait for the device.
-    is_sigint = squares.new_full((), stop_signal == signal.SIGINT)
-    is_sigterm = squares.new_full((), stop_signal == signal.SIGTERM)
-    numbers = torch.stack([squares, is_sigint, is_sigterm])
-    dist.all_reduce(numbers)  # 24 bytes over all ranks
-    squares, n_sigint, n_sigterm = numbers.unbind()
-    stop = torch.where(n_sigint > 0, int(signal.SIGINT), 0)
-    stop = torch.where(n_sigterm > 0, int(signal.SIGTERM), stop)
+    flags = [squares.new_full((), stop_signal == number) for number in SIGNALS]
+    numbers = torch.stack([squares, *flags])
+    dist.all_reduce(numbers)  # 40 bytes over all ranks
+    squares, *n_ranks = numbers.unbind()
+    stop: int | Tensor = 0
+    for number, n_received in zip(SIGNALS, n_ranks, strict=True):
+        stop = torch.where(n_received > 0, int(number), stop)
     return squares.sqrt().float(), stop
+
+
+def remember_norms(optimizer: TorchOptimizer, device: torch.device) -> None:
+    """Add an empty history of gradient norms to the optimizer's state, with which it is saved: see skip_spike."""
+    history = torch.full((N_NORMS,), math.inf, device=device)
+    skipped = torch.zeros((), device=device)
+    optimizer.state[NORMS] = {"history": history, "skipped": skipped}
+
+
+@torch.no_grad()
+def skip_spike(optimizer: TorchOptimizer, grad_norm: Tensor, factor: float) -> Tensor:
+    """Return the norm, () fp32, or infinity if it is a spike: more than `factor` times the running median.
+
+    The median is over the last N_NORMS = 32 steps that changed the weights. A step is judged if there are 16 of them.
+    All ranks have the same norm and history, so they decide the same. `factor` 0 turns this off. The history stays on
+    the device.
+    """
+    if factor == 0:
+        return grad_norm
+    state = optimizer.state[NORMS]
+    history = state["history"]
+    is_spike = grad_norm > factor * history.median()
+    judged = grad_norm.masked_fill(is_spike, math.inf)
+    newer = torch.cat([history[1:], judged[None]])
+    history.copy_(torch.where(judged.isfinite(), newer, history))
+    state["skipped"] += is_spike
+    return judged
 
 
 def count_copies(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Stop all ranks after the same step on SIGINT or SIGTERM: Ctrl-C, scancel, preemption, a spot termination notice.
+"""Stop all ranks after the same step on a signal: Ctrl-C, scancel, preemption, a spot notice, a closed terminal.
 
     rank that gets a signal   step s - 1 ... | forward, backward | all-reduce | update | save, end
                               stores it                            sends it
@@ -12,14 +12,19 @@ extra collective.
 All signals within 5 s count as one. `timeout`, systemd, Slurm and terminals signal the launcher and the ranks, and the
 launcher forwards the signal, so a rank gets several copies. A later signal ends the process immediately. During the
 first step even the first signal ends it, because there is nothing to save.
+
+After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank of this host has already ended, the
+step cannot end either. So a signal then ends the process without a word: the launcher says why the run failed.
 """
 
+import json
 import logging
 import os
 import shlex
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,8 +33,17 @@ from torchtitan_lite.config.schema import Config
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# If ranks get different signals, the last one in this order decides.
+SIGNALS = (signal.SIGQUIT, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+STOPPED_BY = "stopped by "  # begins the record of a rank that a signal has ended
 COPIES_ARRIVE_WITHIN_S = 5.0
+
+
+def handle_signals(handler: Callable | signal.Handlers) -> None:
+    """Set the handler of all SIGNALS. nohup ignores SIGHUP, and this stays so."""
+    for number in SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 class StopRequest:
@@ -40,6 +54,7 @@ class StopRequest:
         self.received: signal.Signals | None = None
         self.received_at_s = 0.0
         self.is_first_step = True  # there is nothing to save yet
+        self.has_lost_peer: Callable[[], bool] = lambda: False  # HangWatch replaces it
 
     @property
     def requested(self) -> int:
@@ -55,8 +70,8 @@ class StopRequest:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        handle_signals(lambda *_: None)
         for number in SIGNALS:
-            signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)  # do not interrupt system calls of libraries
         thread = threading.Thread(target=self.read, args=(reader,), name="signals", daemon=True)
         thread.start()
@@ -70,7 +85,9 @@ class StopRequest:
     def note(self, received: signal.Signals) -> None:
         """Store the first signal until the end of a step. End this process on a later one, or during the first step."""
         now_s = time.monotonic()
-        if self.is_first_step:
+        if self.has_lost_peer():
+            os._exit(128 + received)
+        elif self.is_first_step:
             self.end(
                 received,
                 "before the end of its first step, so there is nothing to save",
@@ -84,8 +101,15 @@ class StopRequest:
             self.end(received, "immediately, because this is the second signal")
 
     def end(self, received: signal.Signals, when: str) -> NoReturn:
-        """End this process from any thread, with exit status 128 + signal number, the convention of shells."""
-        os.write(2, f"rank {self.rank} was stopped by {received.name} {when}\n".encode())
+        """End this process from any thread, with exit status 128 + signal number, the convention of shells.
+
+        As for an exception, torchrun's error file keeps the reason, so the launcher knows what happened first.
+        """
+        reason = f"{STOPPED_BY}{received.name}"
+        os.write(2, f"rank {self.rank} was {reason} {when}\n".encode())
+        record = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if record:
+            Path(record).write_text(json.dumps({"message": reason}))
         os._exit(128 + received)
 
 
@@ -102,7 +126,7 @@ def describe_stop(
     `args` are the arguments of the run, `ngpu` is the environment variable NGPU.
     """
     stopped = (
-        f"stopped by {signal.Signals(received).name} after step {step} of {config.training.steps}"
+        f"{STOPPED_BY}{signal.Signals(received).name} after step {step} of {config.training.steps}"
     )
     if newest:
         return f"{stopped}; {describe_newest(newest, config, args, ngpu)}"

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
+from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.faults.copies import compare_copies
 from torchtitan_lite.faults.hang_watch import HangWatch
@@ -27,6 +28,7 @@ class Guards:
         place: Place,
         groups: Groups,
         fingerprint: dict[str, object],
+        stop: StopRequest,
     ):
         self.run = run
         self.place = place
@@ -42,7 +44,8 @@ class Guards:
         self.snapshots = None
         if section.local_folder and not section.load_only:
             self.snapshots = Snapshots(folder, section, place, groups.host, **options)
-        self.hangs = HangWatch(folder, run.config.comm, run.mesh, place.restarts, groups.host)
+        comm = run.config.comm
+        self.hangs = HangWatch(folder, comm, run.mesh, place.restarts, groups.host, stop)
 
     def resume(self) -> int:
         """Load the state that the run starts from. Return its step; 0: initial weights."""

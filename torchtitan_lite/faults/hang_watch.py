@@ -5,8 +5,12 @@
                        write hang/restart-0/rank-00003.json
     launcher       2 s after the first file: read all files, print one paragraph (tools/faults/hang.py)
 
-The limit is comm.hang_seconds. A rank that is stopped or never releases the GIL cannot write. So each file also has the
-state of every rank of its host, from /proc. If the step ends after all, the rank deletes its file.
+The limit is comm.hang_seconds; after a signal, STOP_WITHIN_S. If one rank writes, all do, also between two steps. A
+rank that is stopped or never releases the GIL cannot write. So each file also has the state of every rank of its host,
+from /proc. If the step ends after all, the rank deletes its file. A new start deletes the files of all earlier ones.
+
+If a collective fails, gloo may have aborted a rank whose call differs from that of the others. So a rank that ends with
+an error, or because another one has ended, writes the same as hang/restart-0/failed-00003.json.
 
 The calls come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and gloo,
 and on NCCL also sends and receives. On gloo, the main thread's stack tells that it waits in a pipeline.
@@ -22,10 +26,12 @@ import time
 import traceback
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from torchtitan_lite.components.log import describe_rank
+from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.parallel.mesh import Mesh
@@ -33,30 +39,47 @@ from torchtitan_lite.parallel.mesh import Mesh
 # Groups of checkpoints, which threads use beside the steps
 IN_THREADS = ("host", "saver", "snapshot")
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
+STOP_WITHIN_S = (
+    15.0  # after a signal, a step hangs if it takes longer, and twice as long as the last one
+)
+TORCH = Path(torch.__file__).parent
 
 
 class HangWatch:
     """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread. Collective."""
 
     def __init__(
-        self, dump_folder: Path, section: Comm, mesh: Mesh, restarts: int, group: dist.ProcessGroup
+        self,
+        dump_folder: Path,
+        section: Comm,
+        mesh: Mesh,
+        restarts: int,
+        group: dist.ProcessGroup,
+        stop: StopRequest,
     ):
         self.section = section
+        self.stop = stop
         self.rank = group.rank()
         self.folder = dump_folder / HANG / f"restart-{restarts}"
+        if self.rank == 0 and restarts == 0:
+            shutil.rmtree(dump_folder / HANG, ignore_errors=True)  # of an earlier start
         self.file = self.folder / f"rank-{self.rank:05}.json"
-        if self.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier start
+        self.failed = self.folder / f"failed-{self.rank:05}.json"
         name = describe_rank(self.rank, mesh.coordinates())
         own = (socket.gethostname(), os.getpid(), name)
         self.ranks: list[tuple[str, int, str]] = [own] * group.size()  # host, process, name
         dist.all_gather_object(self.ranks, own, group=group)
+        self.written_in_s: float | None = (
+            None  # `began_s` of the step in which the file was written
+        )
         self.last_s: float | None = None  # duration of the last step; None: no step has ended
         self.leaving = threading.Event()
+        stop.has_lost_peer = self.has_lost_peer
 
     def begin(self, step: int) -> None:
         """Note that a step begins."""
         self.step = step
+        self.is_in_step = step > 0
         self.began_s = time.monotonic()
         # The first step may take longer.
         self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
@@ -69,6 +92,7 @@ class HangWatch:
     def end(self) -> None:
         """Note that the step has ended. Validation, saves and logs follow, and may take longer than a step."""
         self.last_s = time.monotonic() - self.began_s
+        self.is_in_step = False
         self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         self.began_s = time.monotonic()
 
@@ -78,56 +102,85 @@ class HangWatch:
             threading.Thread(target=self.watch, name="hang", daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         self.leaving.set()
+        if kind is not None:
+            self.write(self.failed)
 
     def watch(self) -> None:
         while not self.leaving.wait(1.0):
-            is_late = time.monotonic() - self.began_s > self.limit_s
-            if is_late and not self.file.exists():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                unfinished = self.file.with_suffix(".tmp")
-                unfinished.write_text(json.dumps(self.collect()))
-                unfinished.rename(self.file)
-            elif not is_late and self.file.exists():
+            if self.written_in_s is None:
+                if self.is_late() or any(self.folder.glob("rank-*.json")):
+                    self.written_in_s = self.began_s
+                    self.write(self.file)
+            elif self.written_in_s != self.began_s:  # the step has ended after all
+                self.written_in_s = None
                 self.file.unlink()
 
-    def collect(self) -> dict[str, object]:
+    def is_late(self) -> bool:
+        """Return whether the step is older than its limit."""
+        now_s = time.monotonic()
+        if self.is_in_step and self.stop.received:
+            longest_s = max(STOP_WITHIN_S, 2 * self.last_s)
+            if now_s - self.stop.received_at_s > longest_s:
+                return True
+        return now_s - self.began_s > self.limit_s
+
+    def has_lost_peer(self) -> bool:
+        """Return whether a rank of this host has ended. If so, write what this rank does."""
+        own_host = self.ranks[self.rank][0]
+        for host, pid, _ in self.ranks:
+            if host == own_host and has_ended(pid):
+                self.write(self.failed)
+                return True
+        return False
+
+    def write(self, file: Path) -> None:
+        """Write what this rank does. The file is complete or does not exist."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(self.collect(has_failed=file == self.failed)))
+        unfinished.rename(file)
+
+    def collect(self, *, has_failed: bool) -> dict[str, object]:
         """Return what this rank does, as tools/faults/hang.py reads it."""
         main_thread = threading.main_thread().ident
         stack = []  # innermost call first
         for frame, line in traceback.walk_stack(sys._current_frames()[main_thread]):
-            file = Path(frame.f_code.co_filename).name
-            stack.append(f"{file}:{line} {frame.f_code.co_name}")
+            file = Path(frame.f_code.co_filename)
+            is_torch = file.is_relative_to(TORCH)
+            name = file.relative_to(TORCH.parent) if is_torch else file.name
+            stack.append(f"{name}:{line} {frame.f_code.co_name}")
         host = {}
         own_host = self.ranks[self.rank][0]
         for rank, (name, pid, described) in enumerate(self.ranks):
             if name == own_host:
                 host[rank] = (pid, read_state(pid), described)
         return {
+            "kind": "FAILED" if has_failed else "HANG",
             "rank": self.rank,
             "world_size": len(self.ranks),
             "step": self.step,
+            "in_step": self.is_in_step,
             "seconds": round(time.monotonic() - self.began_s, 1),
             "host": host,
             "stack": stack,
-            "groups": read_recorder(main_thread),
+            "groups": read_recorder(main_thread, has_failed),
         }
 
 
-def read_recorder(main_thread: int) -> dict[str, dict]:
+def read_recorder(main_thread: int, has_failed: bool) -> dict[str, dict]:
     """Return for each group the number of its last call, and the first call that is pending.
 
     The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. Calls of checkpoint threads are left out.
+    If a call `has_failed`, none may be pending any more. In this case the last one counts.
     """
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:
         ranks[group.group_name] = dist.get_process_group_ranks(group)
     entries = []  # the oldest first
-    for recorder in (
-        "_dump_fr_trace_json",
-        "_dump_nccl_trace_json",
-    ):  # gloo; NCCL in builds for CUDA
+    # gloo; NCCL in builds for CUDA
+    for recorder in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if dump := getattr(_distributed_c10d, recorder, None):
             entries += json.loads(dump(True, False)).get("entries", [])
     groups: dict[str, dict] = {}
@@ -138,15 +191,27 @@ def read_recorder(main_thread: int) -> dict[str, dict]:
         group = f"{description} {ranks.get(name, [])}"
         row = groups.setdefault(group, {"pending": None})
         row["n"] = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+        last = {
+            "group": group,
+            "number": row["n"],
+            "name": entry["profiling_name"].partition(":")[2],  # "gloo:all_reduce"
+            "sizes": entry["input_sizes"],
+            "at_ns": entry["time_created_ns"],
+        }
         if not entry["retired"] and row["pending"] is None:
-            row["pending"] = {
-                "group": group,
-                "number": row["n"],
-                "name": entry["profiling_name"].partition(":")[2],  # "gloo:all_reduce"
-                "sizes": entry["input_sizes"],
-                "at_ns": entry["time_created_ns"],
-            }
+            row["pending"] = last
+    if has_failed and not any(row["pending"] for row in groups.values()):
+        groups[group]["pending"] = last
     return groups
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether no process has this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def read_state(pid: int) -> str:

@@ -10,10 +10,8 @@ time-out of 30 minutes, because gloo cannot change the time-out of their group.
 Effect: creates the default process group; mesh.py creates the others.
 """
 
-import logging
 import os
 import resource
-import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,8 +23,6 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -157,8 +153,6 @@ def start_process_group(
 
     Offload needs both: its gradient norm is a CPU tensor, which NCCL cannot reduce.
     """
-    if place.n_hosts > 1:
-        warn_of_loopback()
     backend = "gloo" if device.type == "cpu" else "nccl"
     if device.type == "cuda" and config.training.enable_cpu_offload:
         backend = "cuda:nccl,cpu:gloo"
@@ -179,22 +173,6 @@ def start_process_group(
         timeout=timeout,
         device_id=device if connects_at_once else None,
     )
-
-
-def warn_of_loopback() -> None:
-    """Warn if gloo would give other hosts this host's loopback address."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    host = socket.gethostname()
-    try:
-        address = socket.getaddrinfo(host, None)[0][4][0]
-    except OSError:
-        address = "127.0.0.1"  # gloo's fallback for a name without an address
-    if address.startswith("127.") or address == "::1":
-        logger.warning(
-            f"gloo resolves {host} to {address} and gives this address to the other hosts, which cannot reach it. "
-            "Set GLOO_SOCKET_IFNAME to the interface that connects the hosts, such as eth0"
-        )
 
 
 def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:

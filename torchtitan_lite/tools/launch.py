@@ -2,13 +2,15 @@
 
     launcher  ->  fork server: imports train.py once  ->  rank 0, rank 1, ...     forks that share its memory
 
-SIGINT and SIGTERM are forwarded to the ranks, which finish a step, save and exit (components/shutdown.py). Copies of
-the signal within 5 s are ignored; a later signal kills the ranks. If a rank fails, torchrun ends the others, and the
-last line says which rank failed, why, and how to resume from the newest checkpoint.
+SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to the ranks, which finish a step, save and exit
+(components/shutdown.py). Copies of the signal within 5 s are ignored; a later signal kills the ranks, and so does the
+first one if a step hangs. If a rank fails, torchrun ends the others, and the last line says which rank failed first,
+why, and how to resume from the newest checkpoint.
 
 Environment: NGPU (ranks of this host), LOG_RANK (ranks whose output is shown, default 0), MAX_RESTARTS; for several
 hosts NNODES, NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
-Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 otherwise.
+Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP,
+131 by SIGQUIT, 1 otherwise.
 """
 
 import importlib
@@ -36,10 +38,14 @@ from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.components.shutdown import (
     COPIES_ARRIVE_WITHIN_S,
     SIGNALS,
+    STOPPED_BY,
     StopRequest,
     describe_newest,
+    handle_signals,
 )
 from torchtitan_lite.config.machine import FROM_LAUNCHER
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.reader import flatten_table
 from torchtitan_lite.data.corpus_folder import list_named
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.preflight import Prepared
@@ -47,8 +53,9 @@ from torchtitan_lite.tools.check import check, choose_host, describe
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.faults import hang
+from torchtitan_lite.tools.hosts import STORE_TIMEOUT_S, agree_on_cause, meet_hosts
 
-STOPPED = tuple(128 + number for number in SIGNALS)  # exit status of a rank that a signal stopped
+STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit status
 
 
@@ -73,12 +80,9 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         return 1
     os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
-    if is_first:
-        folder = prepared.dump_folder / HANG
-        threading.Thread(target=hang.watch, args=(folder,), name="hangs", daemon=True).start()
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
-    n_local = prepared.layout.world_size // n_hosts
-    status, reason = run_ranks(work or run_rank, args, n_local, n_hosts, folder)
+    signals = Signals(folder, prepared.dump_folder / HANG)
+    status, reason = run_ranks(work or run_rank, args, prepared, n_hosts, signals)
     if status == 1 and prepared.config.checkpoint.enable:
         checkpoints = prepared.dump_folder / prepared.config.checkpoint.folder
         for step in find_steps(checkpoints)[-1:]:
@@ -87,8 +91,7 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
             reason += f"; {describe_newest(newest, prepared.config, args, n_each)}"
     if status == 0 and is_first:
         status = export_last_checkpoint(prepared)
-    for number in SIGNALS:  # another copy of the signal must not change the exit status
-        signal.signal(number, signal.SIG_IGN)
+    handle_signals(signal.SIG_IGN)  # another copy of the signal must not change the exit status
     if status == 1 and list(folder.rglob("stderr.log")):
         print(f"The stderr of the other ranks is in {folder}.", file=sys.stderr)
     else:
@@ -115,67 +118,151 @@ def is_first_host() -> bool:
     return int(os.environ.get("NODE_RANK") or 0) == 0
 
 
+class Signals:
+    """Forwards the signals that this launcher receives to the ranks of this host.
+
+    `folder` has torchrun's files of this start; ranks that hang write into `hangs`.
+    """
+
+    def __init__(self, folder: Path, hangs: Path):
+        self.folder = folder
+        self.hangs = hangs
+        self.received: list[int] = []
+        self.received_at_s = 0.0  # time of the first signal
+        self.has_killed = False  # ranks ended because of this launcher
+        self.may_interrupt = True  # False: ranks may be half-forked
+
+    def pass_on(self, number: int, frame: object) -> None:
+        """Handle a signal. Raises KeyboardInterrupt if there are no ranks yet."""
+        now_s = time.monotonic()
+        if self.received and now_s - self.received_at_s <= COPIES_ARRIVE_WITHIN_S:
+            return
+        self.received_at_s = self.received_at_s or now_s
+        self.received.append(number)
+        # For ranks that start later, for example after a failure.
+        (self.folder / STOP_FILE).write_text(str(128 + number))
+        if self.may_interrupt and not multiprocessing.active_children():
+            raise KeyboardInterrupt
+        is_hanging = any(self.hangs.glob("restart-*/rank-*.json"))
+        if is_hanging or len(self.received) > 1:
+            number = signal.SIGKILL
+        self.end_ranks(number)
+
+    def end_ranks(self, number: int) -> None:
+        if number == signal.SIGKILL:
+            self.has_killed = True
+        for rank in multiprocessing.active_children():
+            with suppress(ProcessLookupError):  # the rank has just exited
+                os.kill(rank.pid, number)
+
+    def report_hang(self, text: str) -> None:
+        if is_first_host():
+            print(text, file=sys.stderr, flush=True)
+        if self.received:
+            self.end_ranks(signal.SIGKILL)
+
+
 def run_ranks(
-    work: Callable, args: list[str], n_local: int, n_hosts: int, folder: Path
+    work: Callable, args: list[str], prepared: Prepared, n_hosts: int, signals: Signals
 ) -> tuple[int, str]:
     """Call `work(args, folder)` on each rank of this host. Return the exit status, and the reason if it is not 0."""
-    received: list[int] = []
-    received_at_s = 0.0  # time of the first signal
-
-    def pass_on(number: int, frame: object) -> None:
-        nonlocal received_at_s
-        now_s = time.monotonic()
-        if received and now_s - received_at_s <= COPIES_ARRIVE_WITHIN_S:
-            return
-        received_at_s = received_at_s or now_s
-        received.append(number)
-        # For ranks that start later, for example after a failure.
-        (folder / STOP_FILE).write_text(str(128 + number))
-        ranks = multiprocessing.active_children()
-        if not ranks:
-            raise KeyboardInterrupt  # the launcher is still waiting for other hosts
-        for rank in ranks:
-            with suppress(ProcessLookupError):  # the rank has just exited
-                os.kill(rank.pid, number if len(received) == 1 else signal.SIGKILL)
-
-    for number in SIGNALS:
-        signal.signal(number, pass_on)
+    handle_signals(signals.pass_on)
+    hang_options = (signals.hangs, signals.report_hang)
+    threading.Thread(target=hang.watch, args=hang_options, name="hangs", daemon=True).start()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if n_hosts == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    n_local = prepared.layout.world_size // n_hosts
+    store = None
     try:
+        if n_hosts > 1:
+            store = meet_hosts(n_hosts, dict(flatten_table(asdict(prepared.config))))
         start_fork_server()
-        # These imports load torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
-        torchrun = importlib.import_module("torch.distributed.run")
-        errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
-        config = make_launch_config(torchrun, n_local, n_hosts, folder)
-        if config.max_restarts == 0:  # hide torchrun's long failure report
-            logging.disable(logging.ERROR)
-        try:
-            statuses = torchrun.elastic_launch(config, work)(args, folder)
-        except errors.ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            status = failure.exitcode
-            if received and status < 0:  # a rank that did not listen
-                status = 128 + received[0]
-            if status not in STOPPED:
-                return 1, f"rank {rank} {describe_failure(failure)}"
-            statuses = {0: status}
-        except Exception as error:  # hosts cannot connect, or a port is in use
-            return 1, f"torchrun failed: {type(error).__name__}: {error}"
+        status, reason = run_torchrun(work, args, n_local, n_hosts, signals)
+    except UserError as error:
+        return 2, str(error)
     except KeyboardInterrupt:
-        statuses = {0: 128 + received[0]}
+        status = 128 + signals.received[0]
+        reason = name_signal(signals.received[0])
+    if store:
+        return agree_on_cause(store, n_hosts, status, reason)
+    return status, reason
+
+
+def run_torchrun(
+    work: Callable, args: list[str], n_local: int, n_hosts: int, signals: Signals
+) -> tuple[int, str]:
+    """Start the ranks and wait. Return as run_ranks does."""
+    # These imports load torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
+    torchrun = importlib.import_module("torch.distributed.run")
+    errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    config = make_launch_config(torchrun, n_local, n_hosts, signals.folder)
+    if config.max_restarts == 0:  # hide torchrun's long failure report
+        logging.disable(logging.ERROR)
+    signals.may_interrupt = n_hosts > 1  # it may wait for other hosts
+    try:
+        statuses = torchrun.elastic_launch(config, work)(args, signals.folder)
+    except errors.ChildFailedError as error:
+        return explain_failure(*error.get_first_failure(), signals)
+    except Exception as error:  # hosts cannot connect, or a port is in use
+        return 1, f"torchrun failed: {type(error).__name__}: {error}"
     status = max(statuses.values())
-    return status, f"stopped by {signal.Signals(status - 128).name}" if status else ""
+    return status, name_signal(status - 128) if status else ""
+
+
+def name_signal(number: int) -> str:
+    return f"{STOPPED_BY}{signal.Signals(number).name}"
+
+
+def explain_failure(rank: int, failure: object, signals: Signals) -> tuple[int, str]:
+    """Return the exit status of the run, and the first cause on this host: an error, or a signal.
+
+    `failure` is torchrun's ProcessFailure of `rank`. If ranks end together, torchrun reports any of them, so the first
+    record decides. A rank that was killed, or returned a status, leaves no record.
+    """
+    received = signals.received
+    is_own = signals.has_killed or -failure.exitcode in received or failure.exitcode in STOPPED
+    record = None
+    if failure.exitcode in STOPPED or Path(failure.error_file).exists():
+        record = read_first_record(signals.folder)
+    if record:
+        local_rank, said = record
+        for number in SIGNALS:
+            if said == name_signal(number):
+                return 128 + number, said
+        return 1, f"rank {rank - failure.local_rank + local_rank} failed: {said}"
+    if received and is_own:
+        return 128 + received[0], name_signal(received[0])
+    if failure.exitcode == -signal.SIGABRT:  # gloo does so if calls differ
+        _, text = hang.explain_newest(signals.hangs, "failed")
+        print(text, file=sys.stderr)
+    return 1, f"rank {rank} {describe_failure(failure)}"
+
+
+def read_first_record(folder: Path) -> tuple[int, str] | None:
+    """Return the local rank that was the first to record why it ended, and the first line. None: no rank did.
+
+    `folder` has torchrun's files. Only the last attempt counts: torchrun restarted the ranks after the others.
+    """
+    attempts = folder.glob("*/attempt_*")
+    last = max(attempts, key=os.path.getmtime)
+    records = sorted(last.glob("*/error.json"), key=os.path.getmtime)
+    if not records:
+        return None
+    message = json.loads(records[0].read_text())["message"]
+    if isinstance(message, dict):  # an exception
+        message = message["message"]
+    return int(records[0].parent.name), message.splitlines()[0]
 
 
 def start_fork_server() -> None:
     """Start the fork server, which imports train.py once and forks the ranks.
 
-    It blocks both signals, and new ranks inherit this, so a signal stays pending until the rank can handle it.
+    It blocks all signals, and new ranks inherit this, so a signal stays pending until the rank can handle it.
     """
     multiprocessing.set_forkserver_preload(["train", "torchtitan_lite.tools.fork_server"])
-    resource_tracker.ensure_running()  # starting it later would unblock the signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    resource_tracker.ensure_running()  # starting it later would unblock the signals, as it does here
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     folder = os.getcwd()  # the user's folder may have another train.py
     os.chdir(REPOSITORY)
@@ -206,16 +293,16 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
         role="rank",
         rdzv_backend="c10d",
         rdzv_endpoint=address,
-        rdzv_configs={"is_host": is_first_host()},
+        rdzv_configs={"is_host": is_first_host(), "read_timeout": STORE_TIMEOUT_S},
         local_addr=local_address,
         max_restarts=int(os.environ.get("MAX_RESTARTS", 0)),
         start_method="forkserver",
-        signals_to_handle="SIGHUP,SIGQUIT",  # we forward SIGINT and SIGTERM ourselves
+        signals_to_handle="SIGUSR2",  # torchrun needs one; we forward SIGNALS ourselves
     )
 
 
 def run_rank(args: list[str], folder: Path) -> int:
-    """Train as one rank. Return 0, 130 or 143. On failure, end the process with another status."""
+    """Train as one rank. Return 0, or 128 + a signal. On failure, end the process with another status."""
     stop = StopRequest(os.environ["RANK"])
     stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -227,8 +314,7 @@ def run_rank(args: list[str], folder: Path) -> int:
         status = train.run_rank(args, stop)
     # torchrun's SIGTERM must end a failed rank. But if a late signal killed any other rank, the launcher would hang.
     is_failed = status not in (0, *STOPPED)
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL if is_failed else signal.SIG_IGN)
+    handle_signals(signal.SIG_DFL if is_failed else signal.SIG_IGN)
     if is_failed:
         # torchrun reports the first rank to exit: let the rank that caused the failure exit first.
         time.sleep(1)
@@ -242,9 +328,4 @@ def describe_failure(failure: object) -> str:
         return "was killed by SIGKILL, as Linux does when memory runs out"
     if failure.exitcode < 0:
         return f"was killed by {failure.signal_name()}"
-    if Path(failure.error_file).exists():  # an exception
-        message = failure.error_file_data["message"]
-        if isinstance(message, dict):
-            message = message["message"]
-        return f"failed: {message.splitlines()[0]}"
     return f"exited with status {failure.exitcode}"

@@ -46,6 +46,7 @@ KINDS = {  # function of inject.py -> what names its fault in the output; {rank}
     "flip_checkpoint": "DAMAGED CHECKPOINT",
     "stop": HANG,
     "loop": HANG,
+    "extra": r"FAILED in step .* rank {rank} .* is missing from call",  # gloo aborts this rank
 }
 N_STEPS = 8
 FIRST_FAULT = 5

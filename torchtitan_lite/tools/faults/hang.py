@@ -1,14 +1,17 @@
 """Say which rank makes the others wait: during a run, or afterwards from the files that hanging ranks wrote.
 
-    FOLDER/hang/restart-N/rank-00003.json    faults/hang_watch.py
-    FOLDER/comm_traces/rank_3                NCCL's flight recorder, on a time-out: read it with torch's `torchfrtrace`
+    FOLDER/hang/restart-N/rank-00003.json      faults/hang_watch.py
+    FOLDER/hang/restart-N/failed-00003.json    the same, of a rank that ended because another one did
+    FOLDER/comm_traces/rank_3                  NCCL's flight recorder, on a time-out: read it with `torchfrtrace`
 
     ranks        files with     a collective that has not completed, or a wait in the pipeline: they wait
     0 1 2 . 4    no file        stopped, ended, or busy without releasing the GIL: /proc on its host tells which
     5 6 7        neither        busy or asleep somewhere else: its stack tells where
+                 no calls       unknown: the flight recorder is off
 
-If every rank waits, the report names a rank that waits elsewhere, and has not made the call that another rank waits in
-for the longest time. If there is none, the cause is unknown.
+If every rank waits, the report names the ranks whose call differs from that of the others in the same group. If there
+are none: the ranks that wait between two steps while most wait in a step, or the other way round; else a rank that has
+not made the call that another rank waits in for the longest time. Otherwise the cause is unknown.
 """
 
 import json
@@ -16,8 +19,8 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections import Counter
-from contextlib import suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 LOOK_EVERY_S = 1.0
@@ -30,50 +33,84 @@ STATES = {  # of a rank without a file, from /proc
     "S": "it sleeps and holds the GIL, or is between two steps (validation, a save)",
 }
 IN_PIPELINE = " _wait_batch_p2p"  # function of torch's schedules
+UNEQUAL = ("all_to_all", "gather", "scatter")  # ranks may call these with different sizes
+N_LINES = 4  # of the code that has called torch
 
 
 def main(options: Namespace) -> int:
-    folders = {path.parent for path in options.folder.rglob("restart-*/rank-*.json")}
-    if not folders:
+    culprits, text = explain_newest(options.folder)
+    if not text:
         print(f"{options.folder} has no files of hanging ranks: no rank-*.json", file=sys.stderr)
         return 2
-    culprits, text = explain(read_files(max(folders, key=os.path.getmtime)))
     print(text)
     return 0 if culprits else 1
 
 
-def watch(folder: Path) -> None:
-    """Print a paragraph about each hang of a run whose ranks write into `folder`. A thread of the launcher."""
-    reported = {path.parent for path in folder.glob("restart-*/rank-*.json")}  # of an earlier run
+def explain_newest(folder: Path, kind: str = "rank") -> tuple[list[int], str]:
+    """Explain the files of the last start in `folder`, as `explain` does. `kind`: as in read_files."""
+    folders = {path.parent for path in folder.rglob(f"restart-*/{kind}-*.json")}
+    files = {}
+    if folders:
+        files = read_files(max(folders, key=os.path.getmtime), kind)
+    return explain(files)
+
+
+def watch(folder: Path, report: Callable[[str], None]) -> None:
+    """Call `report` with a paragraph about each hang of a run whose ranks write into `folder`. Runs in a thread."""
+    reported = list_kinds(folder)  # of an earlier run
     while True:
         time.sleep(LOOK_EVERY_S)
-        hanging = {path.parent for path in folder.glob("restart-*/rank-*.json")}
-        for one in hanging - reported:
+        found = list_kinds(folder)
+        for restart, kind in found - reported:
             time.sleep(WAIT_FOR_RANKS_S)
-            with suppress(FileNotFoundError, StopIteration):  # the step has ended after all
-                _, text = explain(read_files(one))
-                print(text, file=sys.stderr, flush=True)
-        reported = hanging
+            _, text = explain(read_files(restart, kind))
+            if text:  # otherwise the step has ended after all
+                report(text)
+        reported = found
 
 
-def read_files(folder: Path) -> dict[int, dict]:
-    """Return the contents of rank-*.json by rank."""
+def list_kinds(folder: Path) -> set[tuple[Path, str]]:
+    """Return the folders with files of ranks, each with the kind of its files: rank or failed."""
+    paths = folder.glob("restart-*/*-*.json")
+    return {(path.parent, path.name.partition("-")[0]) for path in paths}
+
+
+def read_files(folder: Path, kind: str = "rank") -> dict[int, dict]:
+    """Return the contents of rank-*.json, or of failed-*.json, by rank. Skip files that cannot be read."""
     files = {}
-    for path in sorted(folder.glob("rank-*.json")):
-        file = json.loads(path.read_text())
-        files[file["rank"]] = file
+    for path in sorted(folder.glob(f"{kind}-*.json")):
+        try:
+            file = json.loads(path.read_text())
+            files[file["rank"]] = file
+        except (OSError, ValueError):  # deleted because the step has ended, or damaged
+            print(f"{path} cannot be read", file=sys.stderr)
     return files
 
 
 def explain(files: dict[int, dict]) -> tuple[list[int], str]:
-    """Return the ranks that the others wait for, and a paragraph that tells what these ranks do instead."""
+    """Return the ranks that the others wait for, and a paragraph that tells what these ranks do instead.
+
+    The ranks are in ascending order. The paragraph is empty if there are no files, or if all ranks failed: their errors
+    say why.
+    """
+    if not files:
+        return [], ""
     first = next(iter(files.values()))
+    if first["kind"] == "FAILED" and len(files) == first["world_size"]:
+        return [], ""
     processes = {}
     for file in files.values():
         for rank, row in file["host"].items():
             processes[int(rank)] = row
     ranks = range(first["world_size"])
-    culprits = [rank for rank in ranks if rank not in files or not find_wait(files[rank])]
+    odd, differing = find_odd_calls(files)
+    culprits = odd or [rank for rank in ranks if is_elsewhere(files, rank)]
+    if not culprits:
+        by_place = [
+            [rank for rank in files if files[rank]["in_step"] == it] for it in (False, True)
+        ]
+        if all(by_place):  # some wait in a step, others between two steps
+            culprits = min(by_place, key=len)
     missed = {}
     for rank in culprits or ranks:
         if call := find_missed_call(files, rank):
@@ -81,25 +118,57 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     if missed and not culprits:
         culprits = [min(missed, key=missed.get)]
 
-    text = [f"HANG in step {first['step']}, {first['seconds']:g} s after it began."]
+    text = [f"{first['kind']} in step {first['step']}, {first['seconds']:g} s after it began."]
     for rank in culprits[:3]:
         pid, state, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
-        waiter = "and no rank with a file waits for it directly"
-        if rank in missed:
+        why = "is missing and no rank with a file waits for it directly"
+        if odd:
+            why = differing
+        elif rank in missed:
             _, other, call = missed[rank]
-            waiter = f"from {call}, which rank {other} waits for"
+            why = f"is missing from {call}, which rank {other} waits for"
         does = STATES.get(state, "unknown: no rank of its host has written")
         if rank in files:
-            does = "it is in " + " < ".join(files[rank]["stack"][:6])
-        text.append(f"{name} is missing {waiter}: {does}. Its process is {pid}.")
+            innermost, *outer = files[rank]["stack"]
+            code = [line for line in outer if not line.startswith("torch/")]
+            does = "it is in " + " < ".join([innermost, *code[:N_LINES]])
+        text.append(f"{name} {why}: {does}. Its process is {pid}.")
     if len(culprits) > 3:
         text.append(f"So are {len(culprits) - 3} more ranks: {culprits[3:20]}.")
     if not culprits:
-        waits = Counter(find_wait(file) for file in files.values())
+        waits = Counter(find_wait(file) or "unknown calls" for file in files.values())
         most = [f"{n} ranks wait in {wait}" for wait, n in waits.most_common(4)]
         text.append(f"Cause unknown. {'; '.join(most)}.")
     text.append(f"{len(files)} of {first['world_size']} ranks wrote what they do.")
     return culprits, " ".join(text)
+
+
+def is_elsewhere(files: dict[int, dict], rank: int) -> bool:
+    """Return whether a rank wrote nothing, or waits for no other rank. False if its calls are unknown."""
+    if rank not in files:
+        return True
+    return bool(files[rank]["groups"]) and not find_wait(files[rank])
+
+
+def find_odd_calls(files: dict[int, dict]) -> tuple[list[int], str]:
+    """Return the ranks that wait in another call than most ranks of the group, and who waits in which call.
+
+    Compares calls with the same number. If no call has a majority, all these ranks are returned.
+    """
+    waiting: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, file in files.items():
+        for group, row in file["groups"].items():
+            if call := row["pending"]:
+                sizes = "" if call["name"] in UNEQUAL else f" {call['sizes']}"
+                waiting[f"{call['number']} of {group}"][call["name"] + sizes].append(rank)
+    for number, by_call in waiting.items():
+        if len(by_call) > 1:
+            *fewer, most = sorted(by_call.values(), key=len)
+            if len(most) == len(fewer[-1]):
+                fewer.append(most)
+            made = [f"{call} on ranks {ranks}" for call, ranks in by_call.items()]
+            return sorted(sum(fewer, [])), f"differs in call {number}: {', '.join(made)}"
+    return [], ""
 
 
 def find_wait(file: dict) -> str:

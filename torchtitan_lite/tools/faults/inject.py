@@ -51,6 +51,10 @@ def loop(fault: Fault, run: Run) -> None:
         pass
 
 
+def extra(fault: Fault, run: Run) -> None:
+    dist.all_reduce(torch.ones(3))
+
+
 def nan(fault: Fault, run: Run) -> None:
     choose_weight(fault, run)[0] = float("nan")
 

@@ -73,11 +73,11 @@ def estimate_traffic(
     w = workload
     layout = w.layout
     n_gathers = count_gathers(order[pp_rank])
-    # Once per step: token count (int64), loss (fp32), squared gradient norm and two signals (float64).
+    # Once per step: token count (int64), loss (fp32), squared gradient norm and four signals (float64).
     calls = [
         ("dp", "all-reduce", 1, 8),
         ("loss", "all-reduce", 1, 4),
-        ("world", "all-reduce", 1, 24),
+        ("world", "all-reduce", 1, 40),
     ]
     if moe := w.args.moe:  # expert loads of all layers, float64
         calls.append(("world", "all-reduce", 1, w.args.n_layers * (moe.n_experts + 1) * 8))

@@ -22,8 +22,10 @@ from torchtitan_lite.tools.plan.remedies import warn_of_bubble
 from torchtitan_lite.tools.plan.timeline import Timeline
 from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_traces
 
-SPIKE = 4.0  # times the median of the gradient norms around it
-NEIGHBORS = 20  # records before a gradient norm to which it is compared
+# A spike is a gradient norm above SPIKE times the median of the last N_NORMS records, if there are FEWEST_NORMS.
+SPIKE = 3
+N_NORMS = 32
+FEWEST_NORMS = 5
 AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
 
 
@@ -201,7 +203,12 @@ def plural(count: int, noun: str) -> str:
 
 def list_findings(run: RecordedRun) -> list[str]:
     """Return what stands out: spikes, slow steps, a bubble, a validation loss that rises again."""
-    remarks = list_spikes(run)
+    remarks = []
+    spikes = list_spikes(run.list_values("grad_norm_max"))
+    if spikes:
+        step, norm, usual = spikes[0]
+        first = f"first by step {step:,}: {norm:.4g} after a median of {usual:.4g}"
+        remarks.append(f"spikes of the gradient norm ({plural(len(spikes), 'record')}, {first})")
     if run.pipeline:
         remarks += warn_of_bubble(run.plan.planned, run.pipeline.bubble)
     median_s = run.find_median("step_time_s")
@@ -211,25 +218,22 @@ def list_findings(run: RecordedRun) -> list[str]:
         remarks.append(
             f"steps that took more than twice the median ({len(slow_steps)} records, first step {slow_steps[0]:,})"
         )
+    if skipped := run.list_values("skipped_steps"):
+        remarks.append(f"{plural(skipped[-1][1], 'step')} skipped (training.skip_spikes)")
     losses = [loss for _, loss in run.list_values("val_loss")]
     if losses and losses[-1] > 1.01 * min(losses):
         remarks.append("the validation loss is above its minimum")
     return remarks
 
 
-def list_spikes(run: RecordedRun) -> list[str]:
-    """Return a sentence about gradient norms that are far above those before them."""
-    norms = run.list_values("grad_norm")
+def list_spikes(norms: Points) -> list[tuple[int, float, float]]:
+    """Return step, norm and running median for each norm far above the median of the records before it."""
     spikes = []
-    for at in range(NEIGHBORS // 4, len(norms)):
-        before = [norm for _, norm in norms[max(0, at - NEIGHBORS) : at]]
-        step, norm = norms[at]
-        if norm > SPIKE * median(before):
-            spikes.append((norm / median(before), norm, step))
-    if not spikes:
-        return []
-    ratio, norm, step = max(spikes)
-    return [
-        f"{plural(len(spikes), 'spike')} of the gradient norm; the largest, {norm:.4g} in step {step:,}, "
-        f"is {ratio:.1f} times the median of the records before it"
-    ]
+    before: list[float] = []
+    for step, norm in norms:
+        usual = median(before[-N_NORMS:] or [norm])
+        if len(before) >= FEWEST_NORMS and norm > SPIKE * usual:
+            spikes.append((step, norm, usual))
+        else:
+            before.append(norm)
+    return spikes

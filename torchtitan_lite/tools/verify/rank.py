@@ -117,7 +117,7 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
     if is_finite:
         norm = result.grad_norm.item()
         note("gradient norm", "all gradients", abs(norm - plain.norm) / plain.norm)
-    note("finite flag", "train_step", float(bool(result.finite) != is_finite))
+    note("finite flag", "train_step", float(bool(result.applied) != is_finite))
     compare_updates(run, plain, note)
     routers = run.balance.routers if run.balance else {}
     for layer, router in routers.items():

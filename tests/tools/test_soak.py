@@ -1,0 +1,60 @@
+"""A long run keeps the same memory, open files, threads and disk space, whatever it saves and validates."""
+
+import re
+from pathlib import Path
+
+import pytest
+import warm_start
+from warm_start import finish, launch, list_ranks, read_until
+
+from torchtitan_lite.checkpoint.format import find_steps
+
+KEYS = [
+    "--training.steps=1500",
+    "--training.local_batch_size=4",
+    "--training.skip_spikes=5",
+    "--debug.compare_copies_every=10",
+    "--checkpoint.interval=30",
+    "--checkpoint.keep_latest_k=2",
+    "--checkpoint.async_mode=async",
+    "--checkpoint.local_interval=10",
+    "--checkpoint.last_save_in_hf",
+    "--validation.freq=50",
+    "--validation.steps=1",
+]
+
+
+def measure(pid: int) -> tuple[int, int, int]:
+    """Return resident KiB, threads and open files of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    resident = int(re.search(r"VmRSS:\s+(\d+)", status)[1])
+    threads = int(re.search(r"Threads:\s+(\d+)", status)[1])
+    return resident, threads, len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def list_saved(folder: Path) -> list[int]:
+    """Return the sizes of all complete checkpoints and snapshots."""
+    manifests = [path for path in folder.rglob("manifest.json") if ".tmp" not in str(path)]
+    return [sum(file.stat().st_size for file in path.parent.iterdir()) for path in manifests]
+
+
+@pytest.mark.slow
+def test_1500_steps_need_no_more_memory_files_threads_or_disk_than_300(tmp_path):
+    keys = [*KEYS, *warm_start.write_letters(tmp_path / "letters")]
+    keys.append(f"--checkpoint.local_folder={tmp_path / 'snapshots'}")
+    run = launch(tmp_path / "run", tmp_path, *keys, n_ranks=2)
+    seen = []
+    for step in (305, 1445):
+        read_until(run, f"step +{step}/")
+        processes = [measure(pid) for pid in (run.pid, *list_ranks(run))]
+        seen.append((processes, sum(list_saved(tmp_path))))
+    finish(run)
+    (early, early_bytes), (late, late_bytes) = seen
+    for before, after in zip(early, late, strict=True):
+        assert after[0] < 1.05 * before[0] + 4096, "KiB of memory"
+        assert after[1] <= before[1] + 1, "threads"
+        assert after[2] <= before[2] + 3, "open files"
+    assert late_bytes <= 1.5 * early_bytes, "a save may be in flight"
+    assert find_steps(tmp_path / "run" / "checkpoint") == [1470, 1500]
+    assert list_saved(tmp_path / "snapshots") == []
+    assert (tmp_path / "run" / "checkpoint" / "step-1500-hf" / "config.json").exists()

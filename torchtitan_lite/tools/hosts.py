@@ -1,0 +1,146 @@
+"""Let the launchers of several hosts meet before torchrun starts, and agree on the cause if the run fails.
+
+NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT: a store of torch, which torchrun's rendezvous uses too
+others         connect to it
+all            write what they were started with; whoever differs from NODE_RANK=0 is named on every host;
+               gloo gets the network interface of this connection
+at the end     the first host that fails writes why; the others repeat it
+"""
+
+import fcntl
+import importlib
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from torchtitan_lite import PACKAGE
+from torchtitan_lite.config.files import hash_file
+from torchtitan_lite.config.messages import UserError
+
+SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+MEET_WITHIN_S = 600.0
+SAY_AFTER_S = 10.0
+STORE_TIMEOUT_S = 20  # a host that is cut off gives up after this time
+END_WITHIN_S = 10.0  # NODE_RANK=0, which has the store, waits for the other hosts
+
+
+def meet_hosts(n_hosts: int, config: dict[str, object]) -> Any:
+    """Wait for all hosts, and compare what they were started with. Return a TCPStore that all of them share.
+
+    `config`: value of each key. Raises UserError on every host if one differs, or cannot be reached.
+    """
+    node_rank = int(os.environ.get("NODE_RANK") or 0)
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ.get("MASTER_PORT", "29500"))
+    place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+    try:
+        family, *_, endpoint = socket.getaddrinfo(address, port)[0]
+        if node_rank == 0:
+            socket.create_server(endpoint[:2], family=family).close()
+    except OSError as error:
+        raise UserError(f"NODE_RANK={node_rank} cannot use {place}: {error.strerror}") from None
+    own = master = ""
+    if node_rank > 0:
+        wait_until(partial(can_connect, address, port), f"NODE_RANK=0 at {place}")
+        with socket.create_connection((address, port)) as connection:
+            own = connection.getsockname()[0]
+            master = connection.getpeername()[0]
+    c10d = import_quietly("torch.distributed")
+    timeout = timedelta(seconds=STORE_TIMEOUT_S)
+    options = {"wait_for_workers": False, "multi_tenant": True, "timeout": timeout}
+    store = c10d.TCPStore(address, port, is_master=node_rank == 0, **options)
+    facts = {"NNODES": n_hosts, "MAX_RESTARTS": os.environ.get("MAX_RESTARTS"), **config}
+    for path in PACKAGE.rglob("*.py"):
+        facts[str(path.relative_to(PACKAGE))] = hash_file(path)
+    key = f"NODE_RANK={node_rank}"
+    store.set(key, json.dumps(facts))
+    store.set(f"{key} sees", master)
+    first: dict[str, object] = {}
+    for other in range(n_hosts):
+        key = f"NODE_RANK={other}"
+        wait_until(partial(store.check, [key]), key)
+        theirs = json.loads(store.get(key))
+        first = first or theirs
+        for name, value in first.items():
+            if theirs.get(name) != value:
+                time.sleep(END_WITHIN_S)  # the others need the store to read it
+                raise UserError(
+                    f"{name} is {value} on NODE_RANK=0, but {theirs.get(name)} on {key}"
+                )
+    if node_rank == 0:  # its own name may resolve to a loopback address
+        own = store.get("NODE_RANK=1 sees").decode()
+    interface = find_interface(own)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return store
+
+
+def import_quietly(name: str) -> ModuleType:
+    """Import torch so that its C++ code prints errors only, but no warnings with stacks. Ranks print both."""
+    variable = "TORCH_CPP_LOG_LEVEL"
+    if variable in os.environ:
+        return importlib.import_module(name)
+    os.environ[variable] = "ERROR"
+    module = importlib.import_module(name)
+    del os.environ[variable]
+    return module
+
+
+def find_interface(address: str) -> str | None:
+    """Return the network interface that has this IPv4 address."""
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with suppress(OSError):  # the interface or the argument has no IPv4 address
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
+                if answer[20:24] == socket.inet_aton(address):
+                    return name
+    return None
+
+
+def can_connect(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_until(is_ready: Callable[[], bool], what: str) -> None:
+    """Wait, and say so after SAY_AFTER_S. Raises UserError after MEET_WITHIN_S."""
+    host = socket.gethostname()
+    started_s = time.monotonic()
+    is_said = False
+    while not is_ready():
+        waited_s = time.monotonic() - started_s
+        if waited_s > MEET_WITHIN_S:
+            raise UserError(f"{host} has waited {MEET_WITHIN_S:g} s for {what}")
+        if waited_s > SAY_AFTER_S and not is_said:
+            print(f"{host} waits for {what}", file=sys.stderr, flush=True)
+            is_said = True
+        time.sleep(0.5)
+
+
+def agree_on_cause(store: Any, n_hosts: int, status: int, reason: str) -> tuple[int, str]:
+    """Return the exit status and the reason of the host that failed first; of this host if none did."""
+    with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
+        if status == 1:
+            reason = f"{reason} (on {socket.gethostname()})"
+            reason = store.compare_set("cause", "", reason).decode()
+        elif status and store.check(["cause"]):
+            status = 1
+            reason = store.get("cause").decode()
+        store.add("ended", 1)
+        deadline_s = time.monotonic() + END_WITHIN_S
+        while store.add("ended", 0) < n_hosts and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+    return status, reason
