@@ -76,6 +76,9 @@ class RunLog:
         self.step = resumed_step
         self.n_collapsed = 0  # consecutive logged steps with collapsed experts
         self.is_warm = False
+        self.first_record: tuple[int, float] | None = (
+            None  # step and time; the first step is slower
+        )
         self.writer = None
         if dist.get_rank() == 0:
             self.writer = MetricsWriter(
@@ -164,6 +167,7 @@ class RunLog:
         fields |= self.describe_step(
             step_time_s=seconds / self.n_timed, data_time_s=self.data_time_s / self.n_timed
         )
+        fields["remaining_s"] = self.estimate_remaining(step)
         fields |= read_peak_memory(self.run.device)
         if result.expert_loads is not None:
             moe = self.plan.model_args.moe
@@ -177,6 +181,15 @@ class RunLog:
                 fields["skipped_above"] = spikes["history"].median().item()
         self.record("step", step, **fields)
         self.restart_clock()
+
+    def estimate_remaining(self, step: int) -> float | None:
+        """Return the seconds until the last step, as fast as since the first record; with its validations and saves."""
+        now_s = time.perf_counter()
+        if self.first_record is None:
+            self.first_record = step, now_s
+            return None
+        first_step, first_s = self.first_record
+        return (now_s - first_s) / (step - first_step) * (self.n_steps - step)
 
     # ---------------------------------------------------------------- the last words
 

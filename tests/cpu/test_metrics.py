@@ -28,6 +28,7 @@ STEP = {
     "grad_norm": 1.23456,
     "lr": 8e-4,
     "peak_memory_gib": 1.5,
+    "remaining_s": 5025.4,
     **describe_step(**WORKLOAD),
 }
 VALIDATION = {"val_loss": 5.5, "val_perplexity": 244.69, "val_bits_per_byte": 2.25}
@@ -66,15 +67,20 @@ def test_a_step_is_one_console_line_and_one_json_object_with_throughput_and_mfu(
     writer.write("step", 10, **STEP)
     # By hand: 8,030 M parameters without embedding and norms are 7,505 M. 6 * 7.505e9 + 12 * 32 * 4096 * 8192 =
     # 45.03e9 + 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Half the attention less: 51.47 GFLOP.
-    assert console == [
-        "step   10/2000  loss 6.12346  grad_norm 1.2346  lr 8.00e-04  5,762 tok/s/rank  MFU 33.7%  1.5 GiB  1.42 s"
-    ]
+    line = "step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left  5,762 tok/s/rank  MFU 33.7%  "
+    assert console == [line + "lr 8.00e-04  1.5 GiB  1.42 s"]
     (values,) = read_lines(tmp_path)  # before close
     assert (values["mfu_full"], values["mfu_causal"]) == pytest.approx((0.3374, 0.2999), abs=5e-5)
     assert values["tokens_per_s_per_rank"] == pytest.approx(5762)
     assert values.pop("time").startswith("20")
     assert values == {"kind": "step", "step": 10, **STEP}
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_line_fits_the_terminal(tmp_path, console, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    make_writer(tmp_path).write("step", 10, **STEP)
+    assert console == ["step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left"]
 
 
 def test_mfu_is_left_out_if_no_peak_is_known_and_only_steps_and_validations_have_lines(
@@ -87,8 +93,9 @@ def test_mfu_is_left_out_if_no_peak_is_known_and_only_steps_and_validations_have
     writer.write("step", 10, **step, **EXPERTS)
     writer.write("validation", 10, **VALIDATION)
     assert "MFU" not in console[0]
+    experts = "  experts 2.0x mean, 12% dead"
     assert console[1:] == [
-        console[0] + "  experts 2.0x mean, 12% dead",
+        console[0].replace("  lr", experts + "  lr"),
         "step   10/2000  val_loss 5.50000  perplexity 244.7  2.2500 bits/byte",
     ]
     assert [line["kind"] for line in read_lines(tmp_path)] == [

@@ -19,8 +19,9 @@ import math
 import os
 import resource
 import shlex
+import shutil
 import sys
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from torchtitan_lite.config.schema import Metrics
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+NO_TERMINAL = (200, 24)  # columns and lines, if the output goes to a file
 # Field of a record -> tag in TensorBoard and wandb. The tags are torchtitan's, except for experts and validation.
 TAGS = {
     "loss": "loss_metrics/global_avg_loss",
@@ -159,7 +161,10 @@ class MetricsWriter:
                 sink.write(step, scalars)
         if kind in FORMATS:
             width = len(str(self.n_steps))
-            logger.info(f"step {step:{width}}/{self.n_steps}  {FORMATS[kind](fields)}")
+            figures = FORMATS[kind](fields)
+            figures[0] = f"step {step:{width}}/{self.n_steps}  {figures[0]}"
+            columns, _ = shutil.get_terminal_size(NO_TERMINAL)
+            logger.info(fit_line(figures, columns - len("12:30:01 ")))
 
     def close(self) -> None:
         self.jsonl.close()
@@ -167,30 +172,48 @@ class MetricsWriter:
             sink.close()
 
 
-def format_step(fields: dict[str, object]) -> str:
-    """Format a step for the console. metrics.jsonl has all figures."""
-    speed = f"{fields['tokens_per_s_per_rank']:,.0f} tok/s/rank"
-    if fields["mfu_full"] is not None:
-        speed += f"  MFU {fields['mfu_full']:.1%}"
-    line = f"loss {fields['loss']:.5f}  grad_norm {fields['grad_norm']:.4f}  lr {fields['lr']:.2e}"
-    line += f"  {speed}  {fields['peak_memory_gib']:.3g} GiB  {fields['step_time_s']:.3g} s"
+def format_step(fields: dict[str, object]) -> list[str]:
+    """Format a step for the console: its figures, most important first. metrics.jsonl has all of them."""
+    figures = [f"loss {fields['loss']:.5f}", f"grad_norm {fields['grad_norm']:.4f}"]
     if "skipped_above" in fields:
         median = f"its median is {fields['skipped_above']:.4g}"
-        line += (
-            f"  SKIPPED, the norm is a spike: {median} ({fields['skipped_steps']} skipped so far)"
-        )
+        count = f"{fields['skipped_steps']} skipped so far"
+        figures.append(f"SKIPPED, the norm is a spike: {median} ({count})")
+    if fields["remaining_s"]:
+        figures.append(f"{timedelta(seconds=round(fields['remaining_s']))} left")
+    figures.append(f"{fields['tokens_per_s_per_rank']:,.0f} tok/s/rank")
+    if fields["mfu_full"] is not None:
+        figures.append(f"MFU {fields['mfu_full']:.1%}")
     if "expert_max_over_mean" in fields:
         dead = f", {fields['expert_dead_share']:.0%} dead" if fields["expert_dead_share"] else ""
-        line += f"  experts {fields['expert_max_over_mean']:.1f}x mean{dead}"
-    return line
+        figures.append(f"experts {fields['expert_max_over_mean']:.1f}x mean{dead}")
+    figures.append(f"lr {fields['lr']:.2e}")
+    figures.append(f"{fields['peak_memory_gib']:.3g} GiB")
+    figures.append(f"{fields['step_time_s']:.3g} s")
+    return figures
 
 
-def format_validation(fields: dict[str, object]) -> str:
-    line = f"val_loss {fields['val_loss']:.5f}  perplexity {fields['val_perplexity']:.4g}"
-    return f"{line}  {fields['val_bits_per_byte']:.4f} bits/byte"
+def format_validation(fields: dict[str, object]) -> list[str]:
+    """Format a validation for the console."""
+    return [
+        f"val_loss {fields['val_loss']:.5f}",
+        f"perplexity {fields['val_perplexity']:.4g}",
+        f"{fields['val_bits_per_byte']:.4f} bits/byte",
+    ]
 
 
 FORMATS = {"step": format_step, "validation": format_validation}  # kinds of records on the console
+
+
+def fit_line(figures: list[str], width: int) -> str:
+    """Join figures to a line of at most `width` characters. The last ones are left out if there is no room."""
+    line = figures[0]
+    for figure in figures[1:]:
+        longer = f"{line}  {figure}"
+        if len(longer) > width:
+            break
+        line = longer
+    return line
 
 
 def drop_later_steps(path: Path, last_step: int) -> None:
