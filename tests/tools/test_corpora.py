@@ -249,7 +249,14 @@ def test_a_file_is_read_in_its_encoding(encoding, suffix, here):
 def test_links_are_followed_once_and_what_is_skipped_is_counted_by_its_reason(here):
     Path("in/a").mkdir(parents=True)
     Path("elsewhere").mkdir()
-    for name in ("in/a/1.txt", "in/2.LOG", "in/.hidden", "in/3.png", "elsewhere/4.txt"):
+    for name in (
+        "in/a/1.txt",
+        "in/2.LOG",
+        "in/.hidden",
+        "in/3.png",
+        "in/README",
+        "elsewhere/4.txt",
+    ):
         Path(name).write_text("text")
     for name, target in {
         "link": "../elsewhere",
@@ -257,8 +264,9 @@ def test_links_are_followed_once_and_what_is_skipped_is_counted_by_its_reason(he
         "same.txt": "a/1.txt",
     }.items():
         Path("in", name).symlink_to(target)
-    files, skipped = find_files([Path("in"), Path("in/a/1.txt")], ["log"])
-    assert [str(path) for path in files] == ["in/2.LOG", "in/a/1.txt", "in/link/4.txt"]
+    files, skipped = find_files([Path("in"), Path("in/a/1.txt")], ["log", ""])
+    names = ["in/2.LOG", "in/README", "in/a/1.txt", "in/link/4.txt"]
+    assert [str(path) for path in files] == names
     assert skipped == {
         "files or folders reached twice": 3,
         "hidden files or folders left out": 1,

@@ -121,7 +121,7 @@ def find_files(
     Links are followed, also to folders. What is reached twice is read once. Raises PreparationError.
     """
     suffixes = ROW_SUFFIXES | TEXT_SUFFIXES
-    suffixes |= {f".{suffix.lstrip('*.').lower()}" for suffix in more_suffixes}
+    suffixes |= {f".{suffix.lstrip('*.').lower()}".rstrip(".") for suffix in more_suffixes}
     files = []
     skipped = Counter()
     seen = set()
@@ -143,7 +143,7 @@ def find_files(
             files.append(path)
         elif is_named:
             raise PreparationError(
-                f"{path} has an unknown suffix. Unpack an archive, name a text .txt, or set --suffix {get_kind(path)}"
+                f"{path} has an unknown suffix. Unpack an archive, name a text .txt, or set --suffix {get_kind(path)!r}"
             )
         else:
             reason = f"files of unknown suffix {path.suffix.lower()!r} left out"
