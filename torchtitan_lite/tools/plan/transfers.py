@@ -73,24 +73,25 @@ def estimate_traffic(
     w = workload
     layout = w.layout
     n_gathers = count_gathers(order[pp_rank])
+    calls = []
+    for index in layout.stages_of(pp_rank):
+        stage = w.stages[index]
+        for kind in w.kinds:
+            calls += list_calls_of_layers(w, kind, kind.count(stage))
+        calls += list_calls_of_fsdp(w, stage, n_gathers[index])
+        calls += list_calls_of_stage(w, index)
+    calls += list_calls_of_tied_matrix(w, pp_rank)
+    for _, elements in w.deal_rounds(pp_rank):
+        for axis, n_elements in elements.items():
+            calls.append((axis, "all-to-all", 2, n_elements * w.compute_bytes))
     # Once per step: token count (int64), loss (fp32), squared gradient norm and four signals (float64).
-    calls = [
+    calls += [
         ("dp", "all-reduce", 1, 8),
         ("loss", "all-reduce", 1, 4),
         ("world", "all-reduce", 1, 40),
     ]
     if moe := w.args.moe:  # expert loads of all layers, float64
         calls.append(("world", "all-reduce", 1, w.args.n_layers * (moe.n_experts + 1) * 8))
-    for index in layout.stages_of(pp_rank):
-        stage = w.stages[index]
-        calls += list_calls_of_stage(w, index)
-        for kind in w.kinds:
-            calls += list_calls_of_layers(w, kind, kind.count(stage))
-        calls += list_calls_of_fsdp(w, stage, n_gathers[index])
-    calls += list_calls_of_tied_matrix(w, pp_rank)
-    for _, elements in w.deal_rounds(pp_rank):
-        for axis, n_elements in elements.items():
-            calls.append((axis, "all-to-all", 2, n_elements * w.compute_bytes))
     moved = []
     for axis, operation, n_calls, whole_bytes in calls:
         used = [dim for dim in DIMS.get(axis, [axis]) if getattr(layout, dim) > 1]
