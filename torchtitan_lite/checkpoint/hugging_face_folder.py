@@ -32,9 +32,8 @@ from torchtitan_lite.config.model_rows import ModelArgs
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-NO_WEIGHTS = (
-    "rotary_emb.inv_freq"  # a constant that old versions of transformers saved in every layer
-)
+# a constant that old versions of transformers saved in every layer
+NO_WEIGHTS = "rotary_emb.inv_freq"
 DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
 MOST_NAMED = 8  # tensors per message
 

@@ -33,9 +33,8 @@ class Weights:
     path: Path
     model_args: ModelArgs
     assets: str  # folder of the tokenizer they were trained with
-    published: dict[
-        str, dict
-    ]  # config.json and generation_config.json, if they came from a Hugging Face folder
+    # config.json and generation_config.json, if they came from a Hugging Face folder
+    published: dict[str, dict]
     manifest: Manifest | None = None  # None: a Hugging Face folder
     is_resumed: bool = False  # the checkpoint is in the dump folder
 

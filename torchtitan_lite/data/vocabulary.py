@@ -60,9 +60,8 @@ class BytePairs:
     ranks: dict[bytes, int]
     pattern: str  # cuts a text into words
     nfc: bool = False  # normalize texts to NFC first
-    found_in_text: frozenset[str] = (
-        frozenset()
-    )  # added tokens that are not special, so they are matched in plain text
+    # added tokens that are not special, so they are matched in plain text
+    found_in_text: frozenset[str] = frozenset()
 
 
 def parse_tokenizer_model(content: bytes) -> BytePairs:
