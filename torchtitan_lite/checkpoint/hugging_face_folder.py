@@ -90,7 +90,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             problems.append(f"{file_of[name].name}: {name} is {shapes}")
     if problems:
         raise HuggingFaceError(path, problems)
-    return HuggingFaceFolder(model_args, {name: file_of[name] for name in expected})
+    return HuggingFaceFolder(model_args, file_of)
 
 
 def list_names(kind: str, names: set[str]) -> list[str]:

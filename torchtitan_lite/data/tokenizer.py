@@ -86,8 +86,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of `text`. Special tokens in it are encoded as plain text."""
-        before = [self.bos_id] if bos and self.bos_id is not None else []
-        return [*before, *self.encode_text(text), *[self.eos_id] * eos]
+        ids = self.encode_text(text)
+        if bos and self.bos_id is not None:
+            ids = [self.bos_id, *ids]
+        return [*ids, self.eos_id] if eos else ids
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD. Raises KeyError for an unused id."""
@@ -96,11 +98,12 @@ class Tokenizer:
 
     def bytes_of_tokens(self) -> list[int]:
         """Return the number of text bytes of each id; 0 for special tokens and unused ids."""
-        names = set(self.special.values())
-        return [
-            0 if id in names else len(self.bytes_of_id.get(id, b""))
-            for id in range(self.vocab_size)
-        ]
+        special = set(self.special.values())
+        n_bytes = [0] * self.vocab_size
+        for token_id, token in self.bytes_of_id.items():
+            if token_id not in special:
+                n_bytes[token_id] = len(token)
+        return n_bytes
 
 
 def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
