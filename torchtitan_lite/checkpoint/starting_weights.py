@@ -53,9 +53,7 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
         # A run that saves would save the later steps a second time.
         usable = steps if section.load_only else steps[-1:]
         if section.load_step not in usable:
-            why = (
-                f"the run has the steps {steps}, and without load_only it resumes from the last one"
-            )
+            why = f"the run has the steps {steps}, and resumes from the last one without load_only"
             remedy = f"Use {usable}" if usable else "Leave it out to start from the beginning"
             raise ConfigError([Problem(key, section.load_step, why, remedy)])
         steps = [section.load_step]
