@@ -144,17 +144,15 @@ def find_unsupported(config: JsonObject, family: Family, rope: JsonObject) -> li
     problems = []
     for key, value in (COMMON_CONSTANTS | family.must_be).items():
         if config.get(key, value) != value:
-            problems.append(
-                f"{key} = {config[key]!r}; for {family.title} only {value!r} is supported"
-            )
+            supported = f"for {family.title} only {value!r} is supported"
+            problems.append(f"{key} = {config[key]!r}; {supported}")
     layer_types = config.take("layer_types", list[str], [])
     if set(layer_types) - {"full_attention"}:
         problems.append(f"layer_types = {layer_types!r}; only full attention is supported")
     dense = config.take(DENSE_LAYERS, list[int], [])
     if dense != list(range(len(dense))):
-        problems.append(
-            f"{DENSE_LAYERS} = {dense!r}; only the first layers can be dense, such as [0, 1]"
-        )
+        why = "only the first layers can be dense, such as [0, 1]"
+        problems.append(f"{DENSE_LAYERS} = {dense!r}; {why}")
     kind = read_rope_type(rope)
     if kind not in ("default", "linear", "llama3"):
         problems.append(f"rope_type = {kind!r}; supported: 'default', 'linear' and 'llama3'")

@@ -32,9 +32,8 @@ from torchtitan_lite.config.model_rows import ModelArgs
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-NO_WEIGHTS = (
-    "rotary_emb.inv_freq"  # a constant that old versions of transformers saved in every layer
-)
+# a constant that old versions of transformers saved in every layer
+NO_WEIGHTS = "rotary_emb.inv_freq"
 DTYPES = ("F32", "BF16", "F16")  # supported dtypes, as safetensors headers spell them
 MOST_NAMED = 8  # tensors per message
 
@@ -91,7 +90,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             problems.append(f"{file_of[name].name}: {name} is {shapes}")
     if problems:
         raise HuggingFaceError(path, problems)
-    return HuggingFaceFolder(model_args, {name: file_of[name] for name in expected})
+    return HuggingFaceFolder(model_args, file_of)
 
 
 def list_names(kind: str, names: set[str]) -> list[str]:

@@ -154,9 +154,8 @@ class CheckpointSaver:
         if self.stager is None:
             self.write(step, tensors)
             return
-        if (
-            self.on_cuda
-        ):  # the stager's stream does not wait for kernels that still write the tensors
+        if self.on_cuda:
+            # the stager's stream does not wait for kernels that still write the tensors
             torch.cuda.current_stream().synchronize()
         self.in_flight = self.thread.submit(self.write, step, self.stager.stage(tensors))
 

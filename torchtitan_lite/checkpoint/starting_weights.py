@@ -33,9 +33,8 @@ class Weights:
     path: Path
     model_args: ModelArgs
     assets: str  # folder of the tokenizer they were trained with
-    published: dict[
-        str, dict
-    ]  # config.json and generation_config.json, if they came from a Hugging Face folder
+    # config.json and generation_config.json, if they came from a Hugging Face folder
+    published: dict[str, dict]
     manifest: Manifest | None = None  # None: a Hugging Face folder
     is_resumed: bool = False  # the checkpoint is in the dump folder
 
@@ -54,9 +53,7 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
         # A run that saves would save the later steps a second time.
         usable = steps if section.load_only else steps[-1:]
         if section.load_step not in usable:
-            why = (
-                f"the run has the steps {steps}, and without load_only it resumes from the last one"
-            )
+            why = f"the run has the steps {steps}, and resumes from the last one without load_only"
             remedy = f"Use {usable}" if usable else "Leave it out to start from the beginning"
             raise ConfigError([Problem(key, section.load_step, why, remedy)])
         steps = [section.load_step]

@@ -110,10 +110,9 @@ def check_batch(problems: Problems, layout: Layout) -> None:
     if layout.pp == 1 and n_sequences < unit:  # one microbatch per rank
         unit = layout.dp
     if n_sequences % unit:
-        shares = (
-            f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences"
-        )
-        why = f"{shares}, in full microbatches of training.local_batch_size = {n_local}"
+        ranks = f"{layout.dp} data-parallel ranks cannot have"
+        full = f"in full microbatches of training.local_batch_size = {n_local}"
+        why = f"{ranks} equal shares of {n_sequences} sequences, {full}"
         remedy = f"Use {list_multiples(n_sequences, unit)}"
         problems.refuse("training.global_batch_size", why, remedy)
     if layout.pp > 1 and n_local % layout.microbatch_size:
@@ -195,10 +194,9 @@ def check_experts(problems: Problems, layout: Layout) -> None:
     n_ranks = layout.fsdp * layout.tp
     largest = gcd(n_ranks, moe.n_experts)
     if largest % layout.ep:
-        both = (
-            f"the {n_ranks} ranks of dp_shard x cp x tp, and the {moe.n_experts} experts of a layer"
-        )
-        problems.refuse(EP, f"it must divide {both}", f"Use a divisor of {largest}")
+        ranks = f"the {n_ranks} ranks of dp_shard x cp x tp"
+        why = f"it must divide {ranks}, and the {moe.n_experts} experts of a layer"
+        problems.refuse(EP, why, f"Use a divisor of {largest}")
     elif find_expert_dim(problems.model_args, layout.ep, layout.efsdp) is None:
         sizes = f"{moe.n_experts} x {problems.model_args.dim} x {moe.expert_ffn_dim}"
         why = f"FSDP cannot shard any dim of {sizes} evenly"

@@ -33,9 +33,8 @@ class MemoryBound:
 
     def __str__(self) -> str:
         ranks = f"{self.n_ranks} ranks share" if self.n_ranks > 1 else "a rank has"
-        needed = (
-            f"at least {self.state_bytes / GIB:.2f} GiB for weights, gradients and optimizer state"
-        )
+        state = "weights, gradients and optimizer state"
+        needed = f"at least {self.state_bytes / GIB:.2f} GiB for {state}"
         more = "activations, gathered weights and the allocator's reserve come on top"
         return f"{needed}; {more}; {ranks} {self.available_bytes / GIB:.1f} GiB"
 
@@ -54,9 +53,8 @@ def bound_memory(
     on_gpu = machine.device_type == "cuda"
     n_sharing = 1 if on_gpu else ceil(world_size / n_hosts)
     row = OPTIMIZERS[config.optimizer.name]
-    state_bytes = count_parameters(model_args) * (
-        2 * MASTER_BYTES + count_moment_bytes(config.optimizer)
-    )
+    parameter_bytes = 2 * MASTER_BYTES + count_moment_bytes(config.optimizer)
+    state_bytes = count_parameters(model_args) * parameter_bytes
     if row.updates_matrices:
         n_matrices = count_parameters(model_args, prefix="layers.", linear_only=True)
         state_bytes -= n_matrices * MASTER_BYTES

@@ -24,9 +24,9 @@ class Range:
     auto: int | None = None
 
     def __str__(self) -> str:
-        bounds = (
-            f"{self.low} or more" if self.high == inf else f"a value from {self.low} to {self.high}"
-        )
+        bounds = f"{self.low} or more"
+        if self.high != inf:
+            bounds = f"a value from {self.low} to {self.high}"
         return bounds if self.auto is None else f"{bounds}, or {self.auto} for the automatic value"
 
 

@@ -90,10 +90,9 @@ def read_corpus_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusMan
     path = folder / MANIFEST
     name = shlex.quote(str(folder))
     if not folder.exists():
+        why = f"there is no folder {folder.absolute()}, and nothing is downloaded"
         remedy = f"Write it: {name_command(f'prepare FILES --out {name}')}"
-        raise CorpusError(
-            f"there is no folder {folder.absolute()}, and nothing is downloaded", remedy
-        )
+        raise CorpusError(why, remedy)
     if not path.exists():
         remedy = f"Prepare its files: {name_command(f'prepare {name} --out NEW_FOLDER')}"
         raise CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
@@ -113,9 +112,8 @@ def read_corpus_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusMan
     for name, n_bytes in sizes.items() if check_sizes else ():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != n_bytes:
-            raise CorpusError(
-                f"{folder / name} has {found or 'no'} bytes, but the manifest says {n_bytes}"
-            )
+            expected = f"but the manifest says {n_bytes}"
+            raise CorpusError(f"{folder / name} has {found or 'no'} bytes, {expected}")
     return manifest
 
 
@@ -124,9 +122,8 @@ def read_split(folder: Path, split: str, tokenizer: Tokenizer | None) -> CorpusM
     manifest = read_corpus_manifest(folder)
     if tokenizer and manifest.tokenizer != tokenizer.fingerprint:
         remedy = "Set model.hf_assets_path to that tokenizer, or prepare the corpus again with --tokenizer"
-        raise CorpusError(
-            f"{folder} was made with another tokenizer, not with {tokenizer.path}", remedy
-        )
+        why = f"{folder} was made with another tokenizer, not with {tokenizer.path}"
+        raise CorpusError(why, remedy)
     if split not in manifest.splits:
         remedy = "Prepare it again with a larger --validation-share, or name another corpus in validation.dataset"
         raise CorpusError(f"{folder} has no {split} documents", remedy)
@@ -153,10 +150,9 @@ def list_python_stdlib(_: str = "") -> list[Path]:
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = set(folders) - left_out
         # _sysconfigdata* is generated when Python is built, so it differs between machines with the same Python.
-        names = [
-            name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        ]
-        files += [Path(folder, name) for name in names]
+        for name in names:
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                files.append(Path(folder, name))
     return sorted(files)
 
 
@@ -167,9 +163,8 @@ def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -
     # Hugging Face metadata
     files = [file for file in files if not file.relative_to(path).parts[:1] == (".cache",)]
     if not files:
-        raise CorpusError(
-            f"{path.absolute()} has no {pattern}", f"{advice}, and set training.dataset_path"
-        )
+        remedy = f"{advice}, and set training.dataset_path"
+        raise CorpusError(f"{path.absolute()} has no {pattern}", remedy)
     return files
 
 
@@ -212,17 +207,17 @@ def find_corpus(name: str, tokenizer: Tokenizer, cache_folder: Path, dataset_pat
 
 def list_corpora(config: Config) -> list[tuple[str, str, str, str]]:
     """Return (config key, name, split, dataset_path) for every corpus that a run reads."""
-    training, validation = config.training, config.validation
-    corpora = [
-        ("training.dataset", name, "train", training.dataset_path) for name in training.dataset
-    ]
+    training = config.training
+    validation = config.validation
+    key = "training.dataset"
+    corpora = [(key, name, "train", training.dataset_path) for name in training.dataset]
     if validation.enable:
-        key = "validation.dataset" if validation.dataset else "training.dataset"
+        names = training.dataset
+        if validation.dataset:
+            key = "validation.dataset"
+            names = validation.dataset
         dataset_path = validation.dataset_path or training.dataset_path
-        corpora += [
-            (key, name, "validation", dataset_path)
-            for name in validation.dataset or training.dataset
-        ]
+        corpora += [(key, name, "validation", dataset_path) for name in names]
     return corpora
 
 

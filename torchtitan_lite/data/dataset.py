@@ -78,9 +78,8 @@ class SampleReader:
         begins = begins[:, :-1]
         begins[:, 0] = False  # documents are numbered from 0 in each row
         positions = torch.arange(self.seq_len).repeat(len(samples), 1)
-        if (
-            self.restart_positions
-        ):  # positions of a document from an earlier row count from the start of this row
+        if self.restart_positions:
+            # positions of a document from an earlier row count from the start of this row
             positions -= torch.where(begins, positions, 0).cummax(dim=1).values
         return Batch(tokens[:, :-1].contiguous(), targets, positions, doc_ids=begins.cumsum(dim=1))
 
@@ -259,9 +258,8 @@ def prefetch(
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as thread:
         reads = (thread.submit(load, step) for step in steps)
-        for read, _ in pairwise(
-            chain(reads, [None])
-        ):  # submits the next read before waiting for this one
+        # submits the next read before waiting for this one
+        for read, _ in pairwise(chain(reads, [None])):
             yield read.result().to(device, non_blocking=True)
 
 

@@ -48,11 +48,8 @@ except ModuleNotFoundError:  # `check` and `plan` read vocabularies and encode n
 
 KEY = "model.hf_assets_path"
 BYTES = "bytes"  # value of the key that means plain bytes
-IN_FOLDER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "original/tokenizer.model",
-)  # the first existing file is used
+# the first existing file is used
+IN_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets/tokenizer has a small one"
 
 # tiktoken's regular expression overflows its stack on longer runs of spaces. Llama 3's own code also cuts texts.
@@ -92,22 +89,24 @@ class Tokenizer:
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of `text`. Special tokens in it are encoded as plain text."""
-        before = [self.bos_id] if bos and self.bos_id is not None else []
-        return [*before, *self.encode_text(text), *[self.eos_id] * eos]
+        ids = self.encode_text(text)
+        if bos and self.bos_id is not None:
+            ids = [self.bos_id, *ids]
+        return [*ids, self.eos_id] if eos else ids
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD. Raises KeyError for an unused id."""
-        return b"".join(self.bytes_of_id[token_id] for token_id in ids).decode(
-            "utf-8", errors="replace"
-        )
+        tokens = [self.bytes_of_id[token_id] for token_id in ids]
+        return b"".join(tokens).decode(errors="replace")
 
     def bytes_of_tokens(self) -> list[int]:
         """Return the number of text bytes of each id; 0 for special tokens and unused ids."""
-        names = set(self.special.values())
-        return [
-            0 if id in names else len(self.bytes_of_id.get(id, b""))
-            for id in range(self.vocab_size)
-        ]
+        special = set(self.special.values())
+        n_bytes = [0] * self.vocab_size
+        for token_id, token in self.bytes_of_id.items():
+            if token_id not in special:
+                n_bytes[token_id] = len(token)
+        return n_bytes
 
 
 def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
@@ -146,9 +145,8 @@ def find_tokenizer(hf_assets_path: str | Path) -> Path | None:
 
 def make_byte_tokenizer() -> Tokenizer:
     """Return a tokenizer whose tokens are bytes."""
-    pairs = BytePairs(
-        {bytes([byte]): byte for byte in range(256)}, pattern="(?s:.{1,64})"
-    )  # merges nothing
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    pairs = BytePairs(ranks, pattern="(?s:.{1,64})")  # merges nothing
     return make_llama3_tokenizer(Path(BYTES), BYTES.encode(), pairs, SPECIAL_TOKENS[:2])
 
 
@@ -157,9 +155,8 @@ def make_llama3_tokenizer(
 ) -> Tokenizer:
     """Return a tokenizer whose special tokens have the ids after all other tokens."""
     special = {name: len(pairs.ranks) + number for number, name in enumerate(names)}
-    bytes_of_id = {id: token for token, id in pairs.ranks.items()} | {
-        id: name.encode() for name, id in special.items()
-    }
+    bytes_of_id = {id: token for token, id in pairs.ranks.items()}
+    bytes_of_id |= {id: name.encode() for name, id in special.items()}
     encode_text, encode_special = encode_by_tiktoken(pairs, special)
     return Tokenizer(
         path=path,
@@ -182,12 +179,10 @@ def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callabl
     def encode_text(text: str) -> list[int]:
         text = compose(text) if pairs.nfc else text
         ids = []
+        allowed = pairs.found_in_text
         for start in range(0, len(text), MAX_CHARACTERS):
-            ids += encoding.encode(
-                text[start : start + MAX_CHARACTERS],
-                allowed_special=pairs.found_in_text,
-                disallowed_special=(),
-            )
+            piece = text[start : start + MAX_CHARACTERS]
+            ids += encoding.encode(piece, allowed_special=allowed, disallowed_special=())
         return ids
 
     def encode_special(text: str) -> tuple[list[int], list[int]]:
@@ -220,13 +215,14 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     bos_id = ids.get(find_bos(file))
     eos_id = find_eos(path.parent, config, ids)
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("decoder"))
-    bytes_of_id = {
-        id: spell_token(token, is_byte_level=is_byte_level) for token, id in vocab.items()
-    }
+    bytes_of_id = {}
+    for token, id in vocab.items():
+        bytes_of_id[id] = spell_token(token, is_byte_level=is_byte_level)
     pairs = read_byte_level_bpe(file)
-    encode_text, encode_special = (
-        encode_by_tiktoken(pairs, added_ids) if pairs else encode_by_package(content)
-    )
+    if pairs:
+        encode_text, encode_special = encode_by_tiktoken(pairs, added_ids)
+    else:
+        encode_text, encode_special = encode_by_package(content)
     return Tokenizer(
         path=path,
         fingerprint=hashlib.sha256(content + f"\0{bos_id} {eos_id}".encode()).hexdigest(),

@@ -60,9 +60,8 @@ class BytePairs:
     ranks: dict[bytes, int]
     pattern: str  # cuts a text into words
     nfc: bool = False  # normalize texts to NFC first
-    found_in_text: frozenset[str] = (
-        frozenset()
-    )  # added tokens that are not special, so they are matched in plain text
+    # added tokens that are not special, so they are matched in plain text
+    found_in_text: frozenset[str] = frozenset()
 
 
 def parse_tokenizer_model(content: bytes) -> BytePairs:
@@ -70,14 +69,12 @@ def parse_tokenizer_model(content: bytes) -> BytePairs:
     if b"\0" in content:
         why = "it is a SentencePiece model, not Llama 3's list of base64 tokens"
         command = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        raise ValueError(
-            f"{why}. Use the tokenizer.json of the same model (extra `hf`); transformers writes it: {command}"
-        )
+        remedy = "Use the tokenizer.json of the same model (extra `hf`); transformers writes it"
+        raise ValueError(f"{why}. {remedy}: {command}")
     lines = [line.split() for line in content.splitlines()]
     ranks = {b64decode(token, validate=True): int(rank) for token, rank in lines}
-    if sorted(ranks.values()) != list(range(len(lines))) or not all(
-        bytes([n]) in ranks for n in range(256)
-    ):
+    single_bytes = {bytes([n]) for n in range(256)}
+    if sorted(ranks.values()) != list(range(len(lines))) or not ranks.keys() >= single_bytes:
         raise ValueError("its ranks are not 0, 1, 2, ..., or one of the 256 bytes is missing")
     return BytePairs(ranks, LLAMA3_PATTERN)
 
@@ -173,9 +170,8 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
         eos_ids = file.take("eos_token_id", int | list[int], [])
         if eos_ids != []:
             return eos_ids[0] if isinstance(eos_ids, list) else eos_ids
-    raise ValueError(
-        f"{TOKENIZER_CONFIG} and {SPECIAL_MAP} in the same folder have no eos_token, which ends a document"
-    )
+    files = f"{TOKENIZER_CONFIG} and {SPECIAL_MAP}"
+    raise ValueError(f"{files} in the same folder have no eos_token, which ends a document")
 
 
 def spell_token(token: str, *, is_byte_level: bool) -> bytes:
