@@ -117,15 +117,19 @@ def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
     shutil.rmtree(temporary)
 
 
-def ignore_sigterm() -> None:
+def ignore_sigterm(is_ready) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    is_ready.set()
     time.sleep(60)
 
 
 @pytest.mark.parametrize("is_reported", [True, False], ids=["reported before", "found after"])
 def test_one_signal_kills_ranks_that_hang(tmp_path, is_reported):
-    rank = multiprocessing.get_context("fork").Process(target=ignore_sigterm)
+    context = multiprocessing.get_context("fork")
+    is_ready = context.Event()
+    rank = context.Process(target=ignore_sigterm, args=(is_ready,))
     rank.start()
+    is_ready.wait()
     signals = launch.Signals(tmp_path, tmp_path / "hang")
     if is_reported:
         (tmp_path / "hang" / "restart-0").mkdir(parents=True)
