@@ -1,11 +1,13 @@
 """How a run ends: one clear last line and the exit status; no process and no temporary folder stays behind."""
 
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import warm_start
 from warm_start import finish, read_until
 
 from torchtitan_lite import REPOSITORY
+from torchtitan_lite.tools import launch
 
 # ---------------------------------------------------------------- the launcher, with another program as train.py
 
@@ -112,6 +115,42 @@ def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
         assert text.startswith("stderr of 1\n")
     assert list(temporary.iterdir()) == [kept] * bool(kept)
     shutil.rmtree(temporary)
+
+
+def ignore_sigterm(is_ready) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    is_ready.set()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("is_reported", [True, False], ids=["reported before", "found after"])
+def test_one_signal_kills_ranks_that_hang(tmp_path, is_reported):
+    context = multiprocessing.get_context("fork")
+    is_ready = context.Event()
+    rank = context.Process(target=ignore_sigterm, args=(is_ready,))
+    rank.start()
+    is_ready.wait()
+    signals = launch.Signals(tmp_path, tmp_path / "hang")
+    if is_reported:
+        (tmp_path / "hang" / "restart-0").mkdir(parents=True)
+        (tmp_path / "hang" / "restart-0" / "rank-00000.json").touch()
+    signals.pass_on(signal.SIGTERM, None)
+    if not is_reported:
+        rank.join(0.2)
+        assert rank.is_alive()
+        signals.report_hang("HANG in step 7")
+    rank.join(10)
+    assert rank.exitcode == -signal.SIGKILL and signals.has_killed
+
+
+def test_ctrl_c_interrupts_the_launcher_only_before_it_forks_ranks(tmp_path):
+    """In the middle of a fork, an exception would make the fork server or a rank print a traceback."""
+    signals = launch.Signals(tmp_path, tmp_path / "hang")
+    signals.may_interrupt = False
+    signals.pass_on(signal.SIGINT, None)
+    assert (tmp_path / launch.STOP_FILE).read_text() == "130", "ranks that start now read it"
+    with pytest.raises(KeyboardInterrupt):
+        launch.Signals(tmp_path, tmp_path / "hang").pass_on(signal.SIGINT, None)
 
 
 # ---------------------------------------------------------------- tools with workers

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -264,6 +265,16 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     stop = StopRequest()
     watch = HangWatch(Path(folder), Comm(), run.mesh, 0, dist.group.WORLD, stop)
     watch.begin(1)
+    watch.end()
+    watch.begin(2)
+    stop.received = signal.SIGTERM
+    stop.received_at_s = time.monotonic()
+    assert not watch.is_late()
+    stop.received_at_s = time.monotonic() - 16
+    assert watch.is_late(), "long before comm.hang_seconds"
+    watch.end()
+    assert not watch.is_late(), "a save may take longer"
+    stop.received = None
     assert not stop.has_lost_peer()
     ended = subprocess.Popen("true")
     ended.wait()

@@ -21,6 +21,7 @@ KEYS = [
     "--checkpoint.last_save_in_hf",
     "--validation.freq=50",
     "--validation.steps=1",
+    "--comm.trace_buf_size=500",  # entries of about 1 KiB; the default of 20,000 is full after some hundred steps
 ]
 
 

@@ -130,7 +130,7 @@ class HangWatch:
         """Return whether a rank of this host has ended. If so, write what this rank does."""
         own_host = self.ranks[self.rank][0]
         for host, pid, _ in self.ranks:
-            if host == own_host and has_ended(pid):
+            if host == own_host and read_state(pid) == "Z":
                 self.write(self.failed)
                 return True
         return False
@@ -205,18 +205,9 @@ def read_recorder(main_thread: int, has_failed: bool) -> dict[str, dict]:
     return groups
 
 
-def has_ended(pid: int) -> bool:
-    """Return whether no process has this id."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def read_state(pid: int) -> str:
     """Return the state of a process's main thread in /proc: R runs, S sleeps, D waits for a disk, T is stopped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"  # it has ended
+    except OSError:  # it has ended; unknown on other systems than Linux
+        return "Z" if sys.platform == "linux" else ""

@@ -7,26 +7,24 @@ all            write what they were started with; whoever differs from NODE_RANK
 at the end     the first host that fails writes why; the others repeat it
 """
 
-import fcntl
 import importlib
 import json
 import os
+import re
 import socket
-import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from torchtitan_lite import PACKAGE
 from torchtitan_lite.config.files import hash_file
 from torchtitan_lite.config.messages import UserError
 
-SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 MEET_WITHIN_S = 600.0
 SAY_AFTER_S = 10.0
 STORE_TIMEOUT_S = 20  # a host that is cut off gives up after this time
@@ -48,22 +46,18 @@ def meet_hosts(n_hosts: int, config: dict[str, object]) -> Any:
             socket.create_server(endpoint[:2], family=family).close()
     except OSError as error:
         raise UserError(f"NODE_RANK={node_rank} cannot use {place}: {error.strerror}") from None
-    own = master = ""
-    if node_rank > 0:
-        wait_until(partial(can_connect, address, port), f"NODE_RANK=0 at {place}")
-        with socket.create_connection((address, port)) as connection:
-            own = connection.getsockname()[0]
-            master = connection.getpeername()[0]
-    c10d = import_quietly("torch.distributed")
-    timeout = timedelta(seconds=STORE_TIMEOUT_S)
-    options = {"wait_for_workers": False, "multi_tenant": True, "timeout": timeout}
-    store = c10d.TCPStore(address, port, is_master=node_rank == 0, **options)
     facts = {"NNODES": n_hosts, "MAX_RESTARTS": os.environ.get("MAX_RESTARTS"), **config}
     for path in PACKAGE.rglob("*.py"):
         facts[str(path.relative_to(PACKAGE))] = hash_file(path)
-    key = f"NODE_RANK={node_rank}"
-    store.set(key, json.dumps(facts))
-    store.set(f"{key} sees", master)
+    own_address = ""
+    if node_rank > 0:
+        own_address = wait_until(partial(connect, address, port), f"NODE_RANK=0 at {place}")
+    c10d = importlib.import_module("torch.distributed")
+    timeout = timedelta(seconds=STORE_TIMEOUT_S)
+    options = {"wait_for_workers": False, "multi_tenant": True, "timeout": timeout}
+    store = c10d.TCPStore(address, port, is_master=node_rank == 0, **options)
+    store.set(f"address {node_rank}", own_address)
+    store.set(f"NODE_RANK={node_rank}", json.dumps(facts))
     first: dict[str, object] = {}
     for other in range(n_hosts):
         key = f"NODE_RANK={other}"
@@ -73,54 +67,32 @@ def meet_hosts(n_hosts: int, config: dict[str, object]) -> Any:
         for name, value in first.items():
             if theirs.get(name) != value:
                 time.sleep(END_WITHIN_S)  # the others need the store to read it
-                raise UserError(
-                    f"{name} is {value} on NODE_RANK=0, but {theirs.get(name)} on {key}"
-                )
-    if node_rank == 0:  # its own name may resolve to a loopback address
-        own = store.get("NODE_RANK=1 sees").decode()
-    interface = find_interface(own)
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+                why = f"{name} is {value} on NODE_RANK=0, but {theirs.get(name)} on {key}"
+                raise UserError(why)
+    if node_rank == 0:
+        address = store.get("address 1").decode()
+    with suppress(FileNotFoundError):  # a container without the command
+        route = subprocess.run(["ip", "route", "get", address], capture_output=True, text=True)
+        if interface := re.search(r" dev (\S+)", route.stdout):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface[1])
     return store
 
 
-def import_quietly(name: str) -> ModuleType:
-    """Import torch so that its C++ code prints errors only, but no warnings with stacks. Ranks print both."""
-    variable = "TORCH_CPP_LOG_LEVEL"
-    if variable in os.environ:
-        return importlib.import_module(name)
-    os.environ[variable] = "ERROR"
-    module = importlib.import_module(name)
-    del os.environ[variable]
-    return module
-
-
-def find_interface(address: str) -> str | None:
-    """Return the network interface that has this IPv4 address."""
-    with socket.socket(type=socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            with suppress(OSError):  # the interface or the argument has no IPv4 address
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
-                if answer[20:24] == socket.inet_aton(address):
-                    return name
-    return None
-
-
-def can_connect(address: str, port: int) -> bool:
+def connect(address: str, port: int) -> str:
+    """Return the address of this host on a connection to another one. Empty: it does not listen yet."""
     try:
-        socket.create_connection((address, port), timeout=5).close()
+        with socket.create_connection((address, port), timeout=5) as connection:
+            return connection.getsockname()[0]
     except OSError:
-        return False
-    return True
+        return ""
 
 
-def wait_until(is_ready: Callable[[], bool], what: str) -> None:
-    """Wait, and say so after SAY_AFTER_S. Raises UserError after MEET_WITHIN_S."""
+def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
+    """Return the first true result. Say what it waits for after SAY_AFTER_S. Raises UserError after MEET_WITHIN_S."""
     host = socket.gethostname()
     started_s = time.monotonic()
     is_said = False
-    while not is_ready():
+    while not (result := is_ready()):
         waited_s = time.monotonic() - started_s
         if waited_s > MEET_WITHIN_S:
             raise UserError(f"{host} has waited {MEET_WITHIN_S:g} s for {what}")
@@ -128,6 +100,7 @@ def wait_until(is_ready: Callable[[], bool], what: str) -> None:
             print(f"{host} waits for {what}", file=sys.stderr, flush=True)
             is_said = True
         time.sleep(0.5)
+    return result
 
 
 def agree_on_cause(store: Any, n_hosts: int, status: int, reason: str) -> tuple[int, str]:

@@ -227,9 +227,8 @@ def explain_failure(rank: int, failure: object, signals: Signals) -> tuple[int, 
         record = read_first_record(signals.folder)
     if record:
         local_rank, said = record
-        for number in SIGNALS:
-            if said == name_signal(number):
-                return 128 + number, said
+        if said.startswith(STOPPED_BY):
+            return 128 + signal.Signals[said.removeprefix(STOPPED_BY)], said
         return 1, f"rank {rank - failure.local_rank + local_rank} failed: {said}"
     if received and is_own:
         return 128 + received[0], name_signal(received[0])

@@ -121,6 +121,8 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     text = [f"{first['kind']} in step {first['step']}, {first['seconds']:g} s after it began."]
     for rank in culprits[:3]:
         pid, state, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
+        if first["kind"] == "FAILED":
+            state = "Z"  # the others may have looked too early
         why = "is missing and no rank with a file waits for it directly"
         if odd:
             why = differing

@@ -22,10 +22,8 @@ from torchtitan_lite.tools.plan.remedies import warn_of_bubble
 from torchtitan_lite.tools.plan.timeline import Timeline
 from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_traces
 
-# A spike is a gradient norm above SPIKE times the median of the last N_NORMS records, if there are FEWEST_NORMS.
-SPIKE = 3
-N_NORMS = 32
-FEWEST_NORMS = 5
+SPIKE = 3  # a gradient norm is a spike if it is more than this times the median
+WARM_UP = 3  # records at the start, whose norms may be large
 AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
 
 
@@ -204,11 +202,13 @@ def plural(count: int, noun: str) -> str:
 def list_findings(run: RecordedRun) -> list[str]:
     """Return what stands out: spikes, slow steps, a bubble, a validation loss that rises again."""
     remarks = []
-    spikes = list_spikes(run.list_values("grad_norm_max"))
+    norms = run.list_values("grad_norm_max")[WARM_UP:]
+    usual = median([norm for _, norm in norms] or [0.0])
+    spikes = [(step, norm) for step, norm in norms if norm > SPIKE * usual]
     if spikes:
-        step, norm, usual = spikes[0]
-        first = f"first by step {step:,}: {norm:.4g} after a median of {usual:.4g}"
-        remarks.append(f"spikes of the gradient norm ({plural(len(spikes), 'record')}, {first})")
+        step, norm = max(spikes, key=lambda spike: spike[1])
+        highest = f"{plural(len(spikes), 'record')}, the highest {norm:.4g} by step {step:,}"
+        remarks.append(f"spikes of the gradient norm, whose median is {usual:.4g} ({highest})")
     if run.pipeline:
         remarks += warn_of_bubble(run.plan.planned, run.pipeline.bubble)
     median_s = run.find_median("step_time_s")
@@ -224,16 +224,3 @@ def list_findings(run: RecordedRun) -> list[str]:
     if losses and losses[-1] > 1.01 * min(losses):
         remarks.append("the validation loss is above its minimum")
     return remarks
-
-
-def list_spikes(norms: Points) -> list[tuple[int, float, float]]:
-    """Return step, norm and running median for each norm far above the median of the records before it."""
-    spikes = []
-    before: list[float] = []
-    for step, norm in norms:
-        usual = median(before[-N_NORMS:] or [norm])
-        if len(before) >= FEWEST_NORMS and norm > SPIKE * usual:
-            spikes.append((step, norm, usual))
-        else:
-            before.append(norm)
-    return spikes
