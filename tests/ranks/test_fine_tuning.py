@@ -215,4 +215,4 @@ def test_every_tool_sees_the_model_of_the_folder(published, text, capsys):
     prepared = preflight(args, machine=LAPTOP, n_ranks=2)
     assert prepared.model_args == plan_run(args, 2, "cpu").model_args == UNTIED
     assert prepared.weights.published["config.json"] == read_json(published)
-    assert main(["check", *args, "--ranks", "2"]) == 0 and str(published) in capsys.readouterr().out
+    assert main(["check", *args, "--gpus", "2"]) == 0 and str(published) in capsys.readouterr().out

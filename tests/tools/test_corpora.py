@@ -21,6 +21,7 @@ from checkpoints import flip_bit
 from made_corpora import BYTES, WORDS, write_corpus
 
 from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus import Corpus
@@ -370,15 +371,15 @@ def test_a_named_corpus_is_prepared_once_by_the_first_process_and_ranks_say_how_
     config = read("tiny", "--training.dataset_path=in", "--training.cache_folder=cache")
     with pytest.raises(CorpusError) as error:
         check_prepared(config, BYTES)
-    command = shlex.split(error.value.remedy.removeprefix("Run: "))
-    assert command[:3] == ["python", "-m", "torchtitan_lite"]
+    command = error.value.remedy.removeprefix("Run: ")
+    assert command.startswith(name_command("prepare"))
 
     def prepare_as_another_does(files, out, settings, **options):  # two runs that start together
         prepare(files, out, settings, **options)
         prepare(files, out, settings, **options)
 
     monkeypatch.setattr(tool, "prepare", prepare_as_another_does)
-    assert main(command[3:]) == 0
+    assert main(shlex.split(command.partition("torchtitan_lite ")[2])) == 0
     check_prepared(config, BYTES)
     monkeypatch.setattr(tool, "prepare", lambda *_, **__: pytest.fail("prepared again"))
     tool.prepare_dataset("tiny", BYTES, Path("cache"), "in")

@@ -202,7 +202,8 @@ def plural(count: int, noun: str) -> str:
 def list_findings(run: RecordedRun) -> list[str]:
     """Return what stands out: spikes, slow steps, a bubble, a validation loss that rises again."""
     remarks = []
-    norms = run.list_values("grad_norm_max")[WARM_UP:]
+    norms = run.list_values("grad_norm_max") or run.list_values("grad_norm")
+    norms = norms[WARM_UP:]
     usual = median([norm for _, norm in norms] or [0.0])
     spikes = [(step, norm) for step, norm in norms if norm > SPIKE * usual]
     if spikes:
