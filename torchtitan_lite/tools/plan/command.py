@@ -7,7 +7,8 @@
 """
 
 import argparse
-from math import prod
+from datetime import timedelta
+from math import ceil, prod
 
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.tools.plan.bars import BARS, POOLED, find_family, find_most_taken
@@ -16,13 +17,10 @@ from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.forecast import forecast, list_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
-from torchtitan_lite.tools.plan.search import describe_layout, search_layouts
+from torchtitan_lite.tools.plan.search import search_layouts
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.timeline import plan_order
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
-
-UNITS = {"days": 86400, "hours": 3600, "minutes": 60}  # in seconds
 
 
 class Plan:
@@ -33,7 +31,7 @@ class Plan:
         self.gpu = gpu
         self.cluster = cluster
         workload = planned.workload
-        order = plan_order(planned.config.parallelism, planned.layout)
+        order = planned.order
         self.memory = list_memory(workload, order)  # peak of each pp rank
         live_bytes = max(memory.live for memory in self.memory)  # of the fullest GPU
         self.taken_bytes = find_most_taken(cluster, live_bytes, planned.layout.tp)
@@ -69,17 +67,13 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
     step_time_s = plan.forecast.step_time_s
     tokens = planned.workload.tokens_per_step
     n_steps = config.training.steps
-    schedule = config.parallelism.pipeline_parallel_schedule
     title = (
-        f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: "
-        f"{describe_layout(planned.workload, schedule)}\n"
-        f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens:,} tokens "
-        f"per step: data-parallel replicas {layout.dp} x microbatches {layout.n_microbatches} x "
-        f"sequences {layout.microbatch_size}"
+        f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: {planned}\n"
+        f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens:,} tokens per step"
     )
     if moe := planned.model_args.moe:
         title += f"\na token passes through {moe.top_k} of {moe.n_experts} equally loaded experts"
-    duration = format_duration(n_steps * step_time_s)
+    duration = timedelta(seconds=ceil(n_steps * step_time_s))
     blocks = [
         title,
         f"peak memory of a GPU with {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
@@ -98,31 +92,18 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
     return "\n\n".join(blocks)
 
 
-def format_duration(seconds: float) -> str:
-    """Return "16.1 minutes", in the largest unit of which there is at least one."""
-    for unit, length in UNITS.items():
-        if seconds >= length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.1f} seconds"
-
-
 def describe_memory(plan: Plan) -> str:
-    cluster = plan.cluster
-    tp = plan.planned.layout.tp
-    rows = [("", *vars(plan.memory[0]), "live", "taken (est.)", "at most")]
+    rows = [("", *vars(plan.memory[0]), "live", "at most")]
     for pp_rank, alike in group_pp_ranks(plan.planned).items():
         memory = plan.memory[pp_rank]
-        taken = cluster.reserve(memory.live, tp) + cluster.context_bytes
-        most = find_most_taken(cluster, memory.live, tp)
-        sizes = [*vars(memory).values(), memory.live, taken, most]
+        most = find_most_taken(plan.cluster, memory.live, plan.planned.layout.tp)
+        sizes = [*vars(memory).values(), memory.live, most]
         cells = list(map(format_bytes, sizes))
         if not memory.gradients:  # the peak is at the loss of the only microbatch
             cells[1] = "none yet"
         like = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
         rows.append((f"  pp rank {pp_rank}{like}", *cells))
-    legend = (
-        "taken: by the allocator and by CUDA; at most: upper end of the 80 % range, which must fit"
-    )
+    legend = "at most: with the allocator's reserve and CUDA; upper end of the 80 % range, which must fit"
     return f"{format_table(rows)}\n  {legend}\n  {BARS['memory'].describe(plan.gpu)}"
 
 

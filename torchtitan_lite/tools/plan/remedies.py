@@ -1,6 +1,7 @@
 """Remarks of `plan` on a layout: settings that waste time or memory, each with a better value."""
 
 from contextlib import suppress
+from dataclasses import replace
 from math import ceil, gcd
 
 from torchtitan_lite.config.layout import Layout, plan_layout
@@ -55,8 +56,8 @@ def list_levers(planned: PlannedRun, cluster: Cluster) -> list[str]:
         with suppress(ConfigError):
             config = with_value(planned.config, key, value)
             layout = plan_layout(config, planned.model_args, planned.layout.world_size)
-            candidate = Candidate(config, planned.model_args, layout, cluster)
-            if candidate.taken_bytes <= cluster.memory_bytes:
+            candidate = Candidate(replace(planned, config=config, layout=layout), cluster)
+            if candidate.fits:
                 levers.append(f"{key} = {value} ({candidate.taken_bytes / GIB:.1f} GiB)")
     return levers
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS
 from torchtitan_lite.config.model_rows import ModuleRow
-from torchtitan_lite.tools.plan.actions import Action
 from torchtitan_lite.tools.plan.cluster import Cluster
+from torchtitan_lite.tools.plan.orders import Action
 from torchtitan_lite.tools.plan.workload import (
     MASTER_BYTES,
     SHARD_DIMS,
