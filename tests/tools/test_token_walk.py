@@ -13,7 +13,7 @@ COMMAND = "explain --config debug_3d --gpus 8 --device cpu --rank 3"
 
 def test_the_walk_of_a_token_is_what_explain_prints(capsys):
     assert main(COMMAND.split()) == 0
-    printed = capsys.readouterr().out.partition("backward: ")[0]
+    printed = capsys.readouterr().out.partition("send over pp")[0]
     written = []
     for operation, dim, n_bytes in re.findall(rf"{COLLECTIVE} +([\d,]+)$", WALK, re.MULTILINE):
         kib = int(n_bytes.replace(",", "")) / 1024
