@@ -100,17 +100,15 @@ def join_layers(owners: list[str]) -> str:
 def format_collectives(collectives: list[Collective]) -> str:
     """Return a table of the collectives in forward, in backward and between. Repeated passes and layers are merged."""
     passes = Counter()
-    for phase, calls in groupby(collectives, key=find_pass):
+    for phase, calls in groupby(
+        collectives, key=lambda call: call.site.phase.replace("recompute", "backward")
+    ):
         passes[phase, tuple(list_rows(calls))] += 1
     table = [("", "collective", "whole tensor", "bytes of a rank", "module", "line")]
     for (phase, rows), n in passes.items():
         table.append((f"{phase}: {n} x", *[""] * 5))
         table += rows
     return format_table(table)
-
-
-def find_pass(call: Collective) -> str:
-    return call.site.phase.replace("recompute", "backward")
 
 
 def list_rows(calls: Iterable[Collective]) -> list[tuple[str, ...]]:
