@@ -78,7 +78,7 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
         title,
         f"peak memory of a GPU with {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
         f"one step {step_time_s:.3g} s, averaged over pp ranks\n{describe_time(plan)}\n"
-        f"  {n_steps:,} steps, {tokens * n_steps:,} tokens, take {duration}",
+        f"  {n_steps:,} steps, {tokens * n_steps:,} tokens, take {duration} (h:min:s)",
         f"traffic of one step, on the rank that moves most\n{describe_traffic(plan)}",
     ]
     if options.mtbf_hours:
