@@ -76,7 +76,7 @@ def test_experts_are_explained_with_their_mesh_slices_and_exchange(capsys):
 
 def test_collectives_are_printed_in_order_and_equal_layers_once(capsys):
     printed = explain(capsys, f"{SMALL} {TP2}")
-    in_order = "mesh: .*forward: 1 x.*layers.0-1: each.*backward: 1 x.*layers.1.*between: 1 x"
+    in_order = "mesh .*forward: 1 x.*layers.0-1: each.*backward: 1 x.*layers.1.*between: 1 x"
     assert re.search(in_order, printed, re.DOTALL)
     layer = printed[printed.index("layers.0-1: each") : printed.index("  output ")]
     assert layer.count("all-gather over tp") == layer.count("reduce-scatter over tp") == 2
