@@ -109,7 +109,6 @@ def describe_memory(plan: Plan) -> str:
 
 def describe_time(plan: Plan) -> str:
     expected = plan.forecast
-    layout = plan.planned.layout
     rows = []
     for what, seconds in expected.parts_s.items():
         if seconds:
@@ -118,9 +117,9 @@ def describe_time(plan: Plan) -> str:
     family = POOLED.get(family, family)
     low, high = BARS[family].widen(expected.tokens_per_s_per_gpu)
     bubble = f"bubble {expected.bubble:.1%}"
-    if layout.pp > 1:
-        n_actions = len(layout.stages) // layout.pp * layout.n_microbatches
-        even = (layout.pp - 1) / (layout.pp - 1 + n_actions)
+    _, p, m, v = plan.planned.pipeline
+    if p > 1:
+        even = (p - 1) / (v * m + p - 1)
         bubble += f" (1F1B with equal stages and free sends: {even:.1%})"
     return (
         f"{format_table(rows, '<>>')}\n"
