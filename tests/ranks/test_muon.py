@@ -20,7 +20,6 @@ from torchtitan_lite.tools.plan.dry_run import dry_run
 from torchtitan_lite.tools.plan.forecast import list_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.timeline import plan_order
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.trial import try_layout
@@ -132,13 +131,16 @@ def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
         PlannedRun("table", *plan(world_size, keys | {"optimizer.name": name}, "cuda"), "cuda")
         for name in ("AdamW", "Muon")
     )
-    order = plan_order(planned.config.parallelism, planned.layout)
     for pp_rank in {0, planned.layout.pp - 1}:
-        closed, run = estimate_traffic(planned.workload, pp_rank, order), dry_run(planned, pp_rank)
+        closed, run = (
+            estimate_traffic(planned.workload, pp_rank, planned.order),
+            dry_run(planned, pp_rank),
+        )
         assert_equal_traffic(closed, run.traffic)
         assert any(call.site.line.startswith("components/muon.py") for call in run.collectives)
         moments = [
-            list_memory(each.workload, order)[pp_rank].optimizer for each in (with_adamw, planned)
+            list_memory(each.workload, planned.order)[pp_rank].optimizer
+            for each in (with_adamw, planned)
         ]
         weights = {
             fqn: p

@@ -44,9 +44,8 @@ from torchtitan_lite.model.moe import Router
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.forecast import list_memory
 from torchtitan_lite.tools.plan.meter import Meter
-from torchtitan_lite.tools.plan.planned_run import PlannedRun, describe_workload, plan_run
-from torchtitan_lite.tools.plan.timeline import plan_order
-from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_moved
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
+from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
 
 EVERY_SECOND = {MODE: "selective", OPTION: "2"}
 SHARED, SOME_LAYERS = {"flavor.n_shared_experts": 1}, {"flavor.moe_every": 2, "model.n_layers": 4}
@@ -127,12 +126,12 @@ def assert_equal_traffic(predicted: dict[object, Moved], counted: dict[object, M
 def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
     """Calls and bytes of each operation over each axis, of the first and the last pp rank; in bf16, as on a GPU."""
     planned = read(name, **{DTYPE: "bfloat16"})
-    order, memory = plan_order(planned.config.parallelism, planned.layout), []
+    memory = []
     for pp_rank in {0, planned.layout.pp - 1}:
         run = dry_run(planned, pp_rank)
-        closed = estimate_traffic(planned.workload, pp_rank, order)
+        closed = estimate_traffic(planned.workload, pp_rank, planned.order)
         assert_equal_traffic(closed, run.traffic)
-        memory.append((run.peak_bytes, list_memory(planned.workload, order)[pp_rank].live))
+        memory.append((run.peak_bytes, list_memory(planned.workload, planned.order)[pp_rank].live))
     assert all(closed == pytest.approx(peak, rel=0.25) for peak, closed in memory), (
         "a tiny model: batch, angles, ids"
     )
@@ -197,7 +196,7 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(
     name, n_gpus, keys, pp_rank, n_microbatches, error
 ):
     planned = shorten(plan_run(["--config", name, *keys], n_gpus, "cuda"), n_microbatches)
-    memory = list_memory(planned.workload, plan_order(planned.config.parallelism, planned.layout))
+    memory = list_memory(planned.workload, planned.order)
     assert memory[pp_rank].live == pytest.approx(dry_run(planned, pp_rank).peak_bytes, rel=error)
 
 
@@ -237,12 +236,9 @@ def count_real_step(world_size: int, keys: dict) -> tuple[dict, dict]:
         stepping.train_step(run, batch)
         with meter.watching():
             stepping.train_step(run, batch)
-    order = plan_order(run.config.parallelism, run.layout)
-    workload = describe_workload(run.config, shape, run.layout)
-    forecast = estimate_traffic(workload, run.mesh.pp.get_local_rank(), order)
-    return forecast, sum_moved(
-        ((call.axis, call.operation), 1, call.n_bytes) for call in meter.collectives
-    )
+    planned = PlannedRun("table", run.config, shape, run.layout, "cpu")
+    pp_rank = run.mesh.pp.get_local_rank()
+    return estimate_traffic(planned.workload, pp_rank, planned.order), meter.traffic
 
 
 @pytest.mark.parametrize(

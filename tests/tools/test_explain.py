@@ -1,4 +1,4 @@
-"""`explain`: slices of weights, collectives with their lines, a token's way."""
+"""`explain`: slices of weights, collectives with their lines."""
 
 import re
 from collections import Counter
@@ -64,7 +64,7 @@ def test_experts_are_explained_with_their_mesh_slices_and_exchange(capsys):
     args = "--config debug_moe_3d --gpus 16 --parallelism.data_parallel_shard_degree 4 "
     args += "--training.global_batch_size 16 --training.seq_len 32"
     printed = explain(capsys, args)
-    assert "mesh: 8 groups of tp\n  pp 0  dp_shard 0  ranks 0..1\n" in printed
+    assert "mesh (pp, dp_shard, tp):\ntensor([[[ 0,  1],\n         [ 2,  3]," in printed
     (slices,) = re.findall("layers.2-3.feed_forward.experts.w1 .*", printed)
     held = [f"experts {first}..{first}" for first in (0, 2, 4, 6, 1, 3, 5, 7)]
     assert re.split(r"  +", slices)[1:] == ["[8, 128, 96]", *held]
@@ -76,35 +76,27 @@ def test_experts_are_explained_with_their_mesh_slices_and_exchange(capsys):
 
 def test_collectives_are_printed_in_order_and_equal_layers_once(capsys):
     printed = explain(capsys, f"{SMALL} {TP2}")
-    in_order = "mesh: .*forward: 1 x.*layers.0-1: each.*backward: 1 x.*layers.1.*between: 1 x"
+    in_order = "mesh .*forward: 1 x.*layers.0-1: each.*backward: 1 x.*layers.1.*between: 1 x"
     assert re.search(in_order, printed, re.DOTALL)
     layer = printed[printed.index("layers.0-1: each") : printed.index("  output ")]
     assert layer.count("all-gather over tp") == layer.count("reduce-scatter over tp") == 2
     assert layer.count("models/llama3/modules.py:") == 4
 
 
-# n: tables of equal layers. A stage of 1F1B has two layers; the others have stages of one, V schedules a local border.
-@pytest.mark.parametrize(
-    ("schedule", "n", "n_received"),
-    [("1F1B", 2, 1), ("Interleaved1F1B", 4, 3), ("DualPipeV", 4, 2)],
-)
-def test_a_tokens_way_has_the_rows_slices_and_collectives_of_one_forward(
-    capsys, schedule, n, n_received
-):
-    args = "--config debug_3d --gpus 8 --rank 3 --token --activation_checkpoint.mode=none"
-    printed = explain(capsys, f"{args} --parallelism.pipeline_parallel_schedule={schedule}")
-    assert "It reads rows 4..7 of 8" in printed
-    assert re.search(r"output.weight +\[2304, 128\] +rows 1728\.\.2303", printed)
-    moved = Counter(re.findall(r"(all-gather|reduce-scatter|receive) over (\S+) ", printed))
-    assert (moved["all-gather", "tp"], moved["reduce-scatter", "tp"]) == (2 * n + 2, 2 * n + 1)
-    assert (moved["all-gather", "dp_shard"], moved["receive", "pp"]) == (n + 2, n_received)
+def test_a_rank_is_explained_with_its_rows_and_its_slices_in_every_stage(capsys):
+    printed = explain(capsys, "--config debug_3d --gpus 8 --rank 3")
+    assert "rank 3 reads rows 4..7 of 8" in printed
+    assert re.search(r"tok_embeddings.weight +\[2304, 128\] +rows 1728\.\.2303\n", printed)
+    assert re.findall(r"(rank \d)\n", printed) == ["rank 3", "rank 7"]
+    moved = Counter(re.findall(r"(send|receive) over pp ", printed))
+    assert moved["send"] == moved["receive"] > 0
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
         (f"--config llama3_405b --gpus 320 --{TP} 3", "n_kv_heads"),
-        (f"{SMALL} --token --rank 2 {TP2}", "Use 0 to 1"),
+        (f"{SMALL} --rank 2 {TP2}", "Use 0 to 1"),
     ],
 )
 def test_wrong_input_ends_with_status_2(capsys, args, said):

@@ -13,6 +13,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
+from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.search import Candidate, list_candidates, rank
 
 H100 = CLUSTERS["h100"]
@@ -37,13 +38,14 @@ def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
     zero_stages = set()
     modes = set()
     for candidate in candidates:
-        layout = candidate.layout
-        keys.add((str(candidate), str(candidate.config)))
+        planned = candidate.planned
+        layout = planned.layout
+        keys.add((str(planned), str(planned.config)))
         degrees.add(tuple(layout.degrees.values()))
         if layout.pp > 1:
-            schedules.add(candidate.schedule)
+            schedules.add(planned.schedule)
         zero_stages.add(layout.zero_stage)
-        modes.add(" ".join(sorted(candidate.workload.recompute)))
+        modes.add(" ".join(sorted(planned.workload.recompute)))
     assert len(keys) == len(candidates) > 1000
     meshes = itertools.product((1, 2, 4, 8), [1], *[(1, 2, 4, 8)] * 3)
     assert degrees == {mesh for mesh in meshes if prod(mesh) == 8}
@@ -52,14 +54,14 @@ def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
     assert modes == {"none", "op", "full", "full none"}
     _, model_args = read("llama3_8b")
     for candidate in candidates[::101]:
-        layout = plan_layout(candidate.config, model_args, 8)
-        assert layout == candidate.layout
+        layout = plan_layout(candidate.planned.config, model_args, 8)
+        assert layout == candidate.planned.layout
         assert layout.global_batch_size == 16
 
 
 def test_a_search_of_experts_has_every_degree_that_divides_them():
     config, model_args = read("debug_moe", "--training.global_batch_size 8")
-    layouts = [each.layout for each in list_candidates(config, model_args, 8, H100)]
+    layouts = [each.planned.layout for each in list_candidates(config, model_args, 8, H100)]
     degrees = {(layout.pp, layout.ep) for layout in layouts}
     assert degrees == {(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)}
 
@@ -97,13 +99,13 @@ def test_large_models_get_what_practitioners_run(name, n_gpus, batch, expected):
     config, model_args = read(name, f"--training.global_batch_size {batch}")
     best = rank(list(list_candidates(config, model_args, n_gpus, H100)))
     assert len(best) == 10
-    assert all(words in str(best[0][0]) for words in expected), str(best[0][0])
+    assert all(words in str(best[0][0].planned) for words in expected), str(best[0][0].planned)
 
 
 def is_common(candidate: Candidate) -> bool:
     """Whether people run such layouts: no cp at 8k tokens, ep inside a node, at most 16 stages of 1F1B ranks."""
-    layout = candidate.layout
-    is_simple = candidate.schedule in ("1F1B", "Interleaved1F1B") and layout.pp <= 16
+    layout = candidate.planned.layout
+    is_simple = candidate.planned.schedule in ("1F1B", "Interleaved1F1B") and layout.pp <= 16
     return (is_simple or layout.pp == 1) and layout.cp == 1 and layout.ep <= H100.node_size
 
 
@@ -118,10 +120,11 @@ SHIPPED = [
 @pytest.mark.parametrize(("name", "n_gpus"), SHIPPED)
 def test_a_shipped_layout_is_within_5_percent_of_the_best_that_people_run(name, n_gpus):
     config, model_args = read(name)
-    own = Candidate(config, model_args, plan_layout(config, model_args, n_gpus), H100)
+    layout = plan_layout(config, model_args, n_gpus)
+    own = Candidate(PlannedRun(name, config, model_args, layout, "cuda"), H100)
     fitting = filter(is_common, list_candidates(config, model_args, n_gpus, H100))
     (_, best), *_ = rank(list(fitting))
-    assert own.taken_bytes <= H100.memory_bytes and not config.profiling.enable_profiling
+    assert own.fits and not config.profiling.enable_profiling
     assert own.forecast().step_time_s <= 1.05 * best.step_time_s
 
 

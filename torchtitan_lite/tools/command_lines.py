@@ -175,8 +175,7 @@ This is recorded while step.py runs as one rank of the layout, on tensors withou
                 default="cuda",
                 choices=("cuda", "cpu"),
             ),
-            Option("--token", "follow a token forward through all pipeline stages instead"),
-            Option("--rank", "with --token: the rank that reads the token (%(default)s)", int, 0),
+            Option("--rank", "only the shards of this rank and its peers in other stages", int),
         ),
     ),
     "convert": Tool(

@@ -5,12 +5,8 @@ import sys
 
 from one_f_one_b import write_rows
 
-from torchtitan_lite.tools.plan.actions import (
-    Action,
-    find_deadlock,
-    find_missing_action,
-    run_on_paper,
-)
+from torchtitan_lite.tools.plan.orders import Action
+from torchtitan_lite.tools.plan.timeline import find_fault, simulate
 
 SIZES = ((4, 8), (4, 16))  # stages, microbatches
 SECONDS = {"F": 1.0, "B": 2.0}
@@ -21,17 +17,13 @@ def read_action(text: str) -> Action:
     return Action(int(stage), kind, int(microbatch))
 
 
-def find_fault(n_stages: int, n_microbatches: int) -> str:
+def judge(n_stages: int, n_microbatches: int) -> str:
     """Return what is wrong with the schedule, or nothing."""
     rows = [[read_action(text) for text in row] for row in write_rows(n_stages, n_microbatches)]
-    for find in (find_missing_action, find_deadlock):
-        if fault := find(rows):
-            return f"the schedule {fault}"
-    times = list(run_on_paper(rows, lambda action: SECONDS[action.kind]))
-    end = max(time[2] for time in times)
-    useful = n_microbatches * sum(SECONDS.values())
+    if fault := find_fault(rows):
+        return f"the schedule {fault}"
+    bubble = simulate(rows, lambda action: SECONDS[action.kind]).bubble
     formula = (n_stages - 1) / (n_microbatches + n_stages - 1)
-    bubble = 1 - useful / end
     if abs(bubble - formula) > 1e-9:
         return f"the bubble is {bubble:.1%}, but 1F1B has {formula:.1%}"
     for row in rows:
@@ -46,7 +38,7 @@ def find_fault(n_stages: int, n_microbatches: int) -> str:
 
 def main() -> int:
     for n_stages, n_microbatches in SIZES:
-        fault = find_fault(n_stages, n_microbatches)
+        fault = judge(n_stages, n_microbatches)
         print(f"{n_stages} stages, {n_microbatches} microbatches: {fault or 'right'}")
         if fault:
             return 1

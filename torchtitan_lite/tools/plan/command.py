@@ -7,7 +7,8 @@
 """
 
 import argparse
-from math import prod
+from datetime import timedelta
+from math import ceil
 
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.tools.plan.bars import BARS, POOLED, find_family, find_most_taken
@@ -16,13 +17,10 @@ from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.forecast import forecast, list_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
-from torchtitan_lite.tools.plan.search import describe_layout, search_layouts
+from torchtitan_lite.tools.plan.search import search_layouts
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.timeline import plan_order
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
-
-UNITS = {"days": 86400, "hours": 3600, "minutes": 60}  # in seconds
 
 
 class Plan:
@@ -33,7 +31,7 @@ class Plan:
         self.gpu = gpu
         self.cluster = cluster
         workload = planned.workload
-        order = plan_order(planned.config.parallelism, planned.layout)
+        order = planned.order
         self.memory = list_memory(workload, order)  # peak of each pp rank
         live_bytes = max(memory.live for memory in self.memory)  # of the fullest GPU
         self.taken_bytes = find_most_taken(cluster, live_bytes, planned.layout.tp)
@@ -51,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
         return 0
     plan = make_plan(options)
     print(describe(plan, options))
-    return 0 if plan.fits else 1
+    return int(not plan.fits)
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -69,22 +67,18 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
     step_time_s = plan.forecast.step_time_s
     tokens = planned.workload.tokens_per_step
     n_steps = config.training.steps
-    schedule = config.parallelism.pipeline_parallel_schedule
     title = (
-        f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: "
-        f"{describe_layout(planned.workload, schedule)}\n"
-        f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens:,} tokens "
-        f"per step: data-parallel replicas {layout.dp} x microbatches {layout.n_microbatches} x "
-        f"sequences {layout.microbatch_size}"
+        f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: {planned}\n"
+        f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens:,} tokens per step"
     )
     if moe := planned.model_args.moe:
         title += f"\na token passes through {moe.top_k} of {moe.n_experts} equally loaded experts"
-    duration = format_duration(n_steps * step_time_s)
+    duration = timedelta(seconds=ceil(n_steps * step_time_s))
     blocks = [
         title,
         f"peak memory of a GPU with {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
         f"one step {step_time_s:.3g} s, averaged over pp ranks\n{describe_time(plan)}\n"
-        f"  {n_steps:,} steps, {tokens * n_steps:,} tokens, take {duration}",
+        f"  {n_steps:,} steps, {tokens * n_steps:,} tokens, take {duration} (h:min:s)",
         f"traffic of one step, on the rank that moves most\n{describe_traffic(plan)}",
     ]
     if options.mtbf_hours:
@@ -98,37 +92,23 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
     return "\n\n".join(blocks)
 
 
-def format_duration(seconds: float) -> str:
-    """Return "16.1 minutes", in the largest unit of which there is at least one."""
-    for unit, length in UNITS.items():
-        if seconds >= length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.1f} seconds"
-
-
 def describe_memory(plan: Plan) -> str:
-    cluster = plan.cluster
-    tp = plan.planned.layout.tp
-    rows = [("", *vars(plan.memory[0]), "live", "taken (est.)", "at most")]
+    rows = [("", *vars(plan.memory[0]), "live", "at most")]
     for pp_rank, alike in group_pp_ranks(plan.planned).items():
         memory = plan.memory[pp_rank]
-        taken = cluster.reserve(memory.live, tp) + cluster.context_bytes
-        most = find_most_taken(cluster, memory.live, tp)
-        sizes = [*vars(memory).values(), memory.live, taken, most]
+        most = find_most_taken(plan.cluster, memory.live, plan.planned.layout.tp)
+        sizes = [*vars(memory).values(), memory.live, most]
         cells = list(map(format_bytes, sizes))
         if not memory.gradients:  # the peak is at the loss of the only microbatch
             cells[1] = "none yet"
         like = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
         rows.append((f"  pp rank {pp_rank}{like}", *cells))
-    legend = (
-        "taken: by the allocator and by CUDA; at most: upper end of the 80 % range, which must fit"
-    )
+    legend = "at most: with the allocator's reserve and CUDA; upper end of the 80 % range, which must fit"
     return f"{format_table(rows)}\n  {legend}\n  {BARS['memory'].describe(plan.gpu)}"
 
 
 def describe_time(plan: Plan) -> str:
     expected = plan.forecast
-    layout = plan.planned.layout
     rows = []
     for what, seconds in expected.parts_s.items():
         if seconds:
@@ -137,9 +117,9 @@ def describe_time(plan: Plan) -> str:
     family = POOLED.get(family, family)
     low, high = BARS[family].widen(expected.tokens_per_s_per_gpu)
     bubble = f"bubble {expected.bubble:.1%}"
-    if layout.pp > 1:
-        n_actions = len(layout.stages) // layout.pp * layout.n_microbatches
-        even = (layout.pp - 1) / (layout.pp - 1 + n_actions)
+    _, p, m, v = plan.planned.pipeline
+    if p > 1:
+        even = (p - 1) / (v * m + p - 1)
         bubble += f" (1F1B with equal stages and free sends: {even:.1%})"
     return (
         f"{format_table(rows, '<>>')}\n"
@@ -154,7 +134,7 @@ def describe_traffic(plan: Plan) -> str:
     rows = []
     for (axis, operation), moved in plan.traffic.items():
         dims = axis.split(" x ")
-        n_ranks = prod(getattr(layout, dim) for dim in dims)
+        n_ranks = plan.planned.workload.count_ranks(dims)
         n_nodes = plan.cluster.count_nodes(layout.strides[dims[-1]], n_ranks)
         nodes = f"over {n_nodes} nodes" if n_nodes > 1 else "inside a node"
         calls = f"{moved.n_calls:,.0f} calls"

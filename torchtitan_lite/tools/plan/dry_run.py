@@ -13,42 +13,25 @@ kernels: no S x S mask, norms in one kernel. compile is off, so memory is an upp
 
 import argparse
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
+from torchtitan_lite.checkpoint.load import create_optimizer_state
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan import command, fake_world
 from torchtitan_lite.tools.plan.forecast import list_memory
-from torchtitan_lite.tools.plan.meter import Collective, Meter
+from torchtitan_lite.tools.plan.meter import Meter
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks
-from torchtitan_lite.tools.plan.timeline import plan_order
-from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic, sum_moved
+from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 CPU = torch.device("cpu")  # of fake tensors, because a CPU build of torch has no CUDA kernels
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """Memory and traffic of one rank in one step (not the first, which creates the optimizer state)."""
-
-    peak_bytes: int
-    collectives: list[Collective]  # in the order of the calls
-    parameters: dict[str, Tensor]  # by FQN, without storage
-
-    @property
-    def traffic(self) -> dict[tuple[str, str], Moved]:
-        """(axis, operation) -> calls and bytes of the rank in the step."""
-        return sum_moved(
-            ((call.axis, call.operation), 1, call.n_bytes) for call in self.collectives
-        )
 
 
 def shorten(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
@@ -61,8 +44,11 @@ def shorten(planned: PlannedRun, n_microbatches: int) -> PlannedRun:
     return replace(planned, layout=replace(layout, global_batch_size=rows, n_microbatches=n))
 
 
-def dry_run(planned: PlannedRun, pp_rank: int = 0) -> DryRun:
-    """Run one optimizer step of the first rank of a pipeline stage, with all its microbatches."""
+def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
+    """Run one optimizer step of the first rank of a pipeline stage, with all its microbatches.
+
+    Return the memory and traffic of a step that is not the first, which creates the optimizer state.
+    """
     config = with_value(planned.config, "compile.enable", False)
     model_args = planned.model_args
     layout = planned.layout
@@ -83,18 +69,11 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> DryRun:
         enter(meter.watching())
         run = build.build_run(config, model_args, layout, mesh, CPU, parts=parts)
         meter.sites.name_modules(parts)
-        make_optimizer_state(run)  # a second step would find it
+        create_optimizer_state(run.optimizer)
         meter.restart()
         stepping.train_step(run, fake_world.make_batch(layout, config.training.seq_len))
-        return DryRun(meter.peak_bytes, list(meter.collectives), run.parameters)
-
-
-def make_optimizer_state(run: build.Run) -> None:
-    """Step on gradients of zero."""
-    for parameter in run.parameters.values():
-        parameter.grad = torch.zeros_like(parameter)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+        meter.parameters = run.parameters
+    return meter
 
 
 def main(options: argparse.Namespace) -> int:
@@ -102,22 +81,20 @@ def main(options: argparse.Namespace) -> int:
     status = command.main(options)
     planned = command.make_plan(options).planned
     short = shorten(planned, 2 * planned.layout.pp)
-    order = plan_order(short.config.parallelism, short.layout)
-    memory = list_memory(short.workload, order)
+    memory = list_memory(short.workload, short.order)
     rows = [("", "", "closed form", "dry run")]
     for rank in group_pp_ranks(short):
         name = f"  pp rank {rank}"
         run = dry_run(short, rank)
         live = format_bytes(memory[rank].live)
         rows.append((name, "live memory at the peak", live, format_bytes(run.peak_bytes)))
-        closed = estimate_traffic(short.workload, rank, order)
+        closed = estimate_traffic(short.workload, rank, short.order)
         for key in closed | run.traffic:
             axis, operation = key
-            cells = [describe_moved(traffic.get(key)) for traffic in (closed, run.traffic)]
+            cells = []
+            for traffic in (closed, run.traffic):
+                moved = traffic.get(key, Moved(0, 0))
+                cells.append(f"{moved.n_calls:,.0f}, {format_bytes(moved.n_bytes)}")
             rows.append((name, f"{operation} over {axis}, calls and bytes", *cells))
     print(f"\na step of {short.layout.n_microbatches} microbatches\n{format_table(rows, '<<>>')}")
     return status
-
-
-def describe_moved(moved: Moved | None) -> str:
-    return f"{moved.n_calls:,.0f}, {format_bytes(moved.n_bytes)}" if moved else "none"

@@ -3,8 +3,8 @@
 import argparse
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import groupby, product
+from collections.abc import Iterable
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -14,95 +14,48 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.meter import Collective
-from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, plan_run
+from torchtitan_lite.tools.plan.planned_run import group_pp_ranks, plan_run
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
 FEW = 3  # microbatches of a dry run: the first, one in the middle, the last
-MOST_SHOWN = 8  # ranks or groups; of more, the first two and the last are shown
+MOST_SHOWN = 8  # ranks; of more, the first two and the last are shown
 
 
 def main(options: argparse.Namespace) -> int:
+    """Print the mesh, and slices and collectives of one rank per kind of stage."""
     planned = plan_run(options.config_args, options.gpus, options.device)
-    n = planned.layout.world_size
-    if not 0 <= options.rank < n:
-        raise ConfigError(
-            [Problem("--rank", options.rank, f"there are {n} ranks", f"Use 0 to {n - 1}")]
-        )
-    print(f"{planned.config_name} on {n:,} ranks: {planned.layout}\n")
-    if options.token:
-        explain_token(planned, options.rank)
-    else:
-        explain_step(planned)
-    return 0
-
-
-def explain_step(planned: PlannedRun) -> None:
-    """Print the mesh, and the parameters and collectives of one rank per kind of stage."""
     layout = planned.layout
+    n_ranks = layout.world_size
+    print(f"{planned.config_name} on {n_ranks:,} ranks: {layout}\n")
+    used = [dim for dim, degree in layout.degrees.items() if degree > 1]
+    mesh = torch.arange(n_ranks).view([layout.degrees[dim] for dim in used])
+    torch.set_printoptions(edgeitems=1)  # of a large mesh, the first and the last ranks
+    print(f"mesh ({', '.join(used)}):\n{mesh}")
+    if options.rank is not None:
+        if not 0 <= options.rank < n_ranks:
+            why = f"there are {n_ranks} ranks"
+            raise ConfigError([Problem("--rank", options.rank, why, f"Use 0 to {n_ranks - 1}")])
+        n_rows = layout.global_batch_size // layout.dp
+        first = options.rank // layout.strides["dp_shard"] % layout.dp * n_rows
+        rows = f"rows {first}..{first + n_rows - 1} of {layout.global_batch_size}"
+        print(f"\nrank {options.rank} reads {rows}")
     short = shorten(planned, FEW)
-    print(draw_mesh(layout.degrees))
-    n_ranks = layout.strides["pp"]  # of a stage
+    per_stage = layout.strides["pp"]
     for pp_rank, alike in group_pp_ranks(planned).items():
         run = dry_run(short, pp_rank)
-        ranks = elide(range(pp_rank * n_ranks, (pp_rank + 1) * n_ranks))
-        title = f"pp rank {pp_rank} ({len(alike)} alike)"
-        print_part(title, format_parameters(run.parameters, ranks), run.collectives)
-    print(
-        f"\nThe dry run has {short.layout.n_microbatches} of {layout.n_microbatches} microbatches."
-    )
-
-
-def explain_token(planned: PlannedRun, rank: int) -> None:
-    """Follow the first microbatch of a rank forward through all stages: print weight slices and collectives."""
-    layout = planned.layout
-    short = shorten(planned, FEW)
-    at = {dim: rank // layout.strides[dim] % degree for dim, degree in layout.degrees.items()}
-    n_rows = layout.global_batch_size // layout.dp
-    first = (at["dp_replicate"] * layout.dp_shard + at["dp_shard"]) * n_rows
-    print(f"rank {rank} has the coordinates {', '.join(f'{dim} {at[dim]}' for dim in at)}.")
-    rows = f"rows {first}..{first + n_rows - 1} of {layout.global_batch_size}"
-    print(f"It reads {rows}. Forward of its first microbatch:")
-    runs = [dry_run(short, pp_rank) for pp_rank in range(layout.pp)]
-    before = layout.stage_ranks[0]
-    for stage, pp_rank in enumerate(layout.stage_ranks):
-        run = runs[pp_rank]
-        here = rank % layout.strides["pp"] + pp_rank * layout.strides["pp"]
-        # FSDP gathers "norm, output" together.
-        own = tuple(fqn + end for fqn in layout.stages[stage] for end in ".,")
-        parameters = {fqn: run.parameters[fqn] for fqn in run.parameters if fqn.startswith(own)}
-        calls = []
-        if pp_rank != before:
-            calls.append(next(call for call in run.collectives if call.operation == "receive"))
-        forward = [call for call in run.collectives if call.site.phase == "forward"]
-        forward = [call for call in forward if f"{call.site.module}.".startswith(own)]
-        n_calls = Counter(forward)
-        for call in forward:  # all microbatches make the same calls: keep those of one
-            if calls.count(call) * short.layout.n_microbatches < n_calls[call]:
-                calls.append(call)
-        print_part(f"stage {stage} on rank {here}", format_parameters(parameters, [here]), calls)
-        before = pp_rank
-
-
-def print_part(title: str, parameters: str, calls: list[Collective]) -> None:
-    print(f"\n---- {title}: parameters\n\n{parameters}")
-    print(f"\n---- {title}: collectives of one rank\n\n{format_collectives(calls)}")
-
-
-def draw_mesh(degrees: dict[str, int]) -> str:
-    """List the groups of the innermost dim, each with its place on the other dims."""
-    *outer, inner = [dim for dim, degree in degrees.items() if degree > 1] or ["tp"]
-    n = degrees[inner]
-    sizes = [range(degrees[dim]) for dim in outer]
-    lines = []
-    for group, place in enumerate(product(*sizes)):
-        labels = [f"{dim} {index}  " for dim, index in zip(outer, place, strict=True)]
-        lines.append(f"  {''.join(labels)}ranks {group * n}..{group * n + n - 1}")
-    return "\n".join([f"mesh: {len(lines)} groups of {inner}", *elide(lines)])
-
-
-def elide(values: Sequence) -> list:
-    return list(values) if len(values) <= MOST_SHOWN else [*values[:2], values[-1]]
+        first = pp_rank * per_stage
+        ranks = range(first, first + per_stage)
+        if options.rank is not None:
+            ranks = [first + options.rank % per_stage]
+        elif per_stage > MOST_SHOWN:
+            ranks = [*ranks[:2], ranks[-1]]
+        title = f"---- pp rank {pp_rank} ({len(alike)} alike)"
+        print(f"\n{title}: parameters\n\n{format_parameters(run.parameters, ranks)}")
+        print(f"\n{title}: collectives of one rank\n\n{format_collectives(run.collectives)}")
+    n = short.layout.n_microbatches
+    print(f"\nThe dry run has {n} of {layout.n_microbatches} microbatches.")
+    return 0
 
 
 def format_parameters(parameters: dict[str, Tensor], ranks: list[int]) -> str:
@@ -147,17 +100,15 @@ def join_layers(owners: list[str]) -> str:
 def format_collectives(collectives: list[Collective]) -> str:
     """Return a table of the collectives in forward, in backward and between. Repeated passes and layers are merged."""
     passes = Counter()
-    for phase, calls in groupby(collectives, key=find_pass):
+    for phase, calls in groupby(
+        collectives, key=lambda call: call.site.phase.replace("recompute", "backward")
+    ):
         passes[phase, tuple(list_rows(calls))] += 1
     table = [("", "collective", "whole tensor", "bytes of a rank", "module", "line")]
     for (phase, rows), n in passes.items():
         table.append((f"{phase}: {n} x", *[""] * 5))
         table += rows
     return format_table(table)
-
-
-def find_pass(call: Collective) -> str:
-    return call.site.phase.replace("recompute", "backward")
 
 
 def list_rows(calls: Iterable[Collective]) -> list[tuple[str, ...]]:

@@ -9,7 +9,6 @@ even_experts    all ep ranks receive the same number of rows
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -72,8 +72,8 @@ def fake_tensors() -> Iterator[None]:
 
 def make_batch(layout: Layout, seq_len: int) -> Batch:
     """Return one rank's batch for a step. Its values do not matter."""
-    shape = (layout.global_batch_size // layout.dp, seq_len)
-    return Batch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(4)))
+    n_rows = layout.global_batch_size // layout.dp
+    return Batch(*torch.zeros(4, n_rows, seq_len, dtype=torch.int64))
 
 
 @contextmanager
@@ -83,26 +83,22 @@ def static_stages(config: Config, model_args: ModelArgs, layout: Layout) -> Iter
     shape = (layout.microbatch_size, positions, model_args.dim)
     dtype = getattr(torch, config.training.mixed_precision_param)
     hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-    with patch.object(pipeline, "PatchedStage", partial(StaticStage, hidden=hidden)):
-        yield
+    tokens = torch.empty(layout.microbatch_size, dtype=torch.int64, device="meta")
+    loss = torch.empty((), device="meta", requires_grad=True)
+    stage_class = pipeline.PatchedStage
 
-
-class StaticStage(pipeline.PatchedStage):
-    """A stage whose input and output shapes are passed to the constructor."""
-
-    def __init__(self, part, index, n_stages, device, *, group, hidden: Tensor):
-        tokens = torch.empty(hidden.shape[:1], dtype=torch.int64, device="meta")
-        loss = torch.empty((), device="meta", requires_grad=True)
+    def make_stage(part, index, n_stages, device, *, group) -> PipelineStage:
         received = tokens if index == 0 else hidden
         sent = loss if index == n_stages - 1 else hidden
-        super().__init__(
+        stage = stage_class(
             part, index, n_stages, device, input_args=received, output_args=sent, group=group
         )
+        stage._warmup_forward_vote = lambda *args, **kwargs: torch.ones(1)  # it knows its shapes
+        stage._warmup_backward_result = stage._warmup_forward_vote
+        return stage
 
-    def _warmup_forward_vote(self, *args, **received) -> Tensor:
-        return torch.ones(1)  # the vote of a stage that knows its shapes
-
-    _warmup_backward_result = _warmup_forward_vote
+    with patch.object(pipeline, "PatchedStage", make_stage):
+        yield
 
 
 @contextmanager
@@ -127,19 +123,19 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Context manager: attention without a mask and fused norms, as on CUDA. CPU kernels differ."""
+    """Context manager: attention without a mask and fused norms, as on CUDA. CPU kernels differ.
+
+    A CPU computes F.rms_norm in steps that keep three more tensors of the size of x. Layer norm is one kernel: it
+    keeps its input and two numbers per row, much as CUDA's RMS norm does.
+    """
+    attend = "attend_within_documents"
     with (
-        patch.object(attention, "attend_within_documents", attend_without_mask),
-        patch.object(F, "rms_norm", normalize),
+        patch.object(attention, attend, attend_without_mask),
+        patch.object(
+            F, "rms_norm", lambda x, shape, weight=None, eps=None: F.layer_norm(x, shape, weight)
+        ),
     ):
         yield
-
-
-def normalize(
-    x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """Replacement for F.rms_norm."""
-    return FusedNorm.apply(x, weight)
 
 
 def attend_without_mask(
@@ -147,20 +143,3 @@ def attend_without_mask(
 ) -> Tensor:
     """Replace flex attention by a kernel that keeps the same tensors for backward."""
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-
-
-class FusedNorm(torch.autograd.Function):
-    """Keeps the tensors that CUDA's fused RMS norm keeps. On a CPU, unfused steps keep three more of the size of x."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor | None) -> Tensor:
-        size_of_rms = x.sum(-1, dtype=torch.float32)
-        ctx.save_for_backward(x, weight, size_of_rms)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight, _ = ctx.saved_tensors
-        if weight is None:
-            return torch.empty_like(x), None
-        return torch.empty_like(x), gradient.flatten(0, -2).sum(0, dtype=weight.dtype)

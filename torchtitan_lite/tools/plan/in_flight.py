@@ -11,9 +11,8 @@
 from collections import Counter, defaultdict
 from functools import lru_cache
 
-from torchtitan_lite.tools.plan.actions import Action
 from torchtitan_lite.tools.plan.memory import STAGES_GATHERED, WAITING
-from torchtitan_lite.tools.plan.timeline import list_samples
+from torchtitan_lite.tools.plan.orders import Action, list_samples
 
 # kind -> change of the number of microbatches in flight, by their last action
 CHANGES = {"F": {"F": 1}, "B": {"F": -1}, "I": {"F": -1, "I": 1}, "W": {"I": -1}}

@@ -7,6 +7,7 @@ A storage counts from the operator that returns it until it is freed, as in an a
 
 import re
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.tools.plan.call_sites import CallSite, CallSites
-from torchtitan_lite.tools.plan.transfers import fraction_moved
+from torchtitan_lite.tools.plan.transfers import Moved, fraction_moved, sum_moved
 
 OPERATIONS = {  # part of an operator's name, without "_" -> operation
     "allreduce": "all-reduce",
@@ -76,20 +77,16 @@ def find_group(args: tuple) -> dist.ProcessGroup:
 def measure(
     operation: str, group: dist.ProcessGroup, args: tuple, result: object
 ) -> tuple[Tensor, float]:
-    """Return the whole tensor of a collective (the first, if there are several) and the bytes that this rank moves."""
-    sides = []
-    for side in (*args, result):
-        tensors = [leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)]
-        sides.append(tensors)
-    whole = max(sides, key=lambda side: sum(tensor.numel() for tensor in side))
-    fraction = fraction_moved(operation, group.size())
+    """Return the whole tensor of a collective, and the bytes that this rank moves."""
+    tensors = [leaf for leaf in tree_leaves((result, args)) if isinstance(leaf, Tensor)]
+    whole = max(tensors, key=Tensor.numel)
+    n_rows = []
     if operation == "all-to-all":
-        whole = sides[1] or sides[0]  # the input, which c10d takes second
-        lists = [arg for arg in args if isinstance(arg, list)]
+        whole = tensors[-1]  # the input
+        lists = [argument for argument in args if isinstance(argument, list)]
         n_rows = lists[-1]  # sent to each rank
-        fraction = fraction_moved(operation, group.size(), group.rank(), n_rows)
-    n_bytes = sum(tensor.nbytes for tensor in whole)
-    return whole[0], n_bytes * fraction
+    fraction = fraction_moved(operation, group.size(), group.rank(), n_rows)
+    return whole, whole.nbytes * fraction
 
 
 class Meter(TorchDispatchMode):
@@ -100,8 +97,16 @@ class Meter(TorchDispatchMode):
         self.layout = layout
         self.sites = CallSites()
         self.collectives: list[Collective] = []
-        self.live_bytes = self.peak_bytes = 0
-        self._sizes: dict[int, int] = {}  # address of a live storage -> bytes
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.parameters: dict[str, Tensor] = {}  # of a dry run, by FQN
+        self._sizes: Counter[int] = Counter()  # address of a live storage -> bytes
+
+    @property
+    def traffic(self) -> dict[tuple[str, str], Moved]:
+        """(axis, operation) -> calls and bytes of this rank."""
+        calls = [((call.axis, call.operation), 1, call.n_bytes) for call in self.collectives]
+        return sum_moved(calls)
 
     def restart(self) -> None:
         """Clear the collectives and reset the peak. Live storages stay counted."""
@@ -122,13 +127,14 @@ class Meter(TorchDispatchMode):
             yield
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # these subclasses call the operator again on their plain tensors
         site = self.sites.find()
         if func in CONTEXT_ATTENTION:
             with self:
-                return CONTEXT_ATTENTION[func](*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
+                return CONTEXT_ATTENTION[func](*args, **kwargs)
+        result = func(*args, **kwargs)
         if (operation := name_operation(func)) and (group := find_group(args)).size() > 1:
             whole, n_bytes = measure(operation, group, args, result)
             dtype = str(whole.dtype).removeprefix("torch.")
@@ -148,7 +154,6 @@ class Meter(TorchDispatchMode):
         key = storage._cdata
         n_bytes = storage.nbytes()
         if key not in self._sizes:
-            self._sizes[key] = 0
             weakref.finalize(storage, self._release, key)
         self.live_bytes += n_bytes - self._sizes[key]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

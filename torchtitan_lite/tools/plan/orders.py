@@ -12,14 +12,49 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
-from torchtitan_lite.tools.plan.actions import HALVES, Action, Order
+
+class Action(NamedTuple):
+    """One action of a pp rank: `0F3` is stage 0, forward, microbatch 3."""
+
+    stage: int
+    kind: str  # F forward; B backward, or its halves I (gradients of inputs) and W (of weights)
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+Order = list[list[Action]]  # the actions of each pp rank in one step
+HALVES = {"F": "F", "B": "IW", "I": "I", "W": "W"}  # kind -> work that is done after the action
 
 
 def list_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> Order:
     """Return the order of a schedule. If pp is 1: forward and backward of each microbatch in turn."""
     list_row = ORDERS["1F1B" if pp == 1 else schedule]
-    return [list_row(rank, pp, n_microbatches, n_stages_per_rank) for rank in range(pp)]
+    order = []
+    for rank in range(pp):
+        stages = range(rank, pp * n_stages_per_rank, pp)
+        order.append(list_row(rank, pp, n_microbatches, stages))
+    return order
+
+
+def list_samples(
+    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int
+) -> list[tuple[Order, int]]:
+    """Return short orders with weights. The weighted sum of their results is the result of the long order.
+
+    In a full pipeline, each round of microbatches adds the same time and the same number of microbatches in flight:
+    f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. An order of at most four rounds is not shortened.
+    """
+    size = n_microbatches // max(1, n_microbatches // pp)
+    n_skipped = (n_microbatches - 3 * size) // size
+    lengths = [(n_microbatches, 1)]
+    if n_skipped > 1:
+        short = n_microbatches - n_skipped * size
+        lengths = [(short, 1 - n_skipped), (short + size, n_skipped)]
+    return [(list_order(schedule, pp, n, n_stages_per_rank), weight) for n, weight in lengths]
 
 
 def run_stages(stages: Sequence[int], kind: str, microbatches: Sequence[int]) -> list[Action]:
@@ -28,9 +63,8 @@ def run_stages(stages: Sequence[int], kind: str, microbatches: Sequence[int]) ->
     return [Action(stage, kind, microbatch) for stage, microbatch in pairs]
 
 
-def fill_and_drain(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
+def fill_and_drain(rank: int, pp: int, n_microbatches: int, stages: range) -> list[Action]:
     """GPipe, or LoopedBFS with several stages per rank: all forwards, then all backwards, stage by stage."""
-    stages = range(rank, pp * n_stages_per_rank, pp)
     microbatches = range(n_microbatches)
     # Backward starts with the last microbatch in LoopedBFS, and with the first in GPipe.
     backwards = microbatches[::-1] if len(stages) > 1 else microbatches
@@ -41,7 +75,7 @@ def interleave(
     rank: int,
     pp: int,
     n_microbatches: int,
-    n_stages_per_rank: int,
+    stages: range,
     *,
     hops: int,
     splits_backward: bool = False,
@@ -51,7 +85,6 @@ def interleave(
     `hops`: additional warm-up forwards per pp rank after this one. 1F1B has one stage per rank and `hops` = 1. If the
     backward is split (InterleavedZeroBubble), each W runs `rank` backwards after its I.
     """
-    stages = range(rank, pp * n_stages_per_rank, pp)
     size = n_microbatches // max(1, n_microbatches // pp)
     forwards = []
     backwards = []
@@ -59,7 +92,7 @@ def interleave(
         one_round = range(n_microbatches)[start : start + size]
         forwards += run_stages(stages, "F", one_round)
         backwards += run_stages(stages[::-1], "I" if splits_backward else "B", one_round)
-    n_warm_up = (n_stages_per_rank - 1) * size + hops * (pp - 1 - rank)
+    n_warm_up = (len(stages) - 1) * size + hops * (pp - 1 - rank)
     row = forwards[:n_warm_up]
     weights: deque[Action] = deque()
     for at, backward in enumerate(backwards, n_warm_up):
@@ -85,7 +118,7 @@ def run_steps(rank: int, pp: int, steps: str) -> list[Action]:
     return row
 
 
-def zero_bubble_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
+def zero_bubble_v(rank: int, pp: int, n_microbatches: int, stages: range) -> list[Action]:
     """ZBVZeroBubble: forwards fill both arms, then F, I and W alternate, then I runs before the remaining W."""
     n_after = pp - rank - 1  # ranks after this one
     # Minimum of the pattern. Extra microbatches are dropped at the end.
@@ -103,7 +136,7 @@ def zero_bubble_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: in
     return [action for action in row if action.microbatch < n_microbatches]
 
 
-def dual_pipe_v(rank: int, pp: int, n_microbatches: int, n_stages_per_rank: int) -> list[Action]:
+def dual_pipe_v(rank: int, pp: int, n_microbatches: int, stages: range) -> list[Action]:
     """DualPipeV: forwards of one arm alternate with backwards of the other. The last backwards are split."""
     n_after = pp - rank - 1  # ranks after this one
     steps = "aF aF " * n_after

@@ -19,8 +19,10 @@ from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import count_moment_bytes
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.preflight import choose_n_ranks, read_run_config
+from torchtitan_lite.tools.plan.orders import Order, list_order
 from torchtitan_lite.tools.plan.workload import Workload
 
 ANY_CPU = Machine("cpu", 1, 0, "CPU")
@@ -73,7 +75,7 @@ class PlannedRun:
     """A run on other machines, with a valid config."""
 
     config_name: str
-    config: Config  # resolved
+    config: Config
     model_args: ModelArgs
     layout: Layout
     device_type: Literal["cuda", "cpu"]
@@ -82,23 +84,54 @@ class PlannedRun:
     def workload(self) -> Workload:
         return describe_workload(self.config, self.model_args, self.layout)
 
+    @property
+    def schedule(self) -> str:
+        return self.config.parallelism.pipeline_parallel_schedule
 
-def plan_run(
-    args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]
-) -> PlannedRun:
-    """Return the run for these config arguments. Raises ConfigError with all problems.
+    @property
+    def pipeline(self) -> tuple[str, int, int, int]:
+        """Schedule, pp ranks, microbatches and stages per rank: the arguments of list_order and list_samples."""
+        layout = self.layout
+        n_stages_per_rank = len(layout.stages) // layout.pp
+        return self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank
+
+    @property
+    def order(self) -> Order:
+        """The actions of each pp rank in one step."""
+        return list_order(*self.pipeline)
+
+    def __str__(self) -> str:
+        """Return "pp4 x tp2, Interleaved1F1B, 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op (32)"."""
+        layout = self.layout
+        parts = [str(layout)]
+        if layout.pp > 1:
+            parts += [self.schedule, f"{len(layout.stages)} stages"]
+        parts.append(f"microbatches: {layout.n_microbatches} x {layout.microbatch_size}")
+        parts.append(f"ZeRO {layout.zero_stage}")
+        modes = [f"{mode} ({n})" for mode, n in self.workload.recompute.items()]
+        return f"{', '.join(parts)}, recompute {' and '.join(modes)}"
+
+
+def read_target(args: list[str], n_gpus: int | None) -> tuple[Prepared, int]:
+    """Return a config with its model, and the number of ranks. Raises ConfigError with all problems.
 
     If n_gpus is None: the product of the degrees, or 2 if a degree is automatic.
     """
     reading = read_run_config(args)
     if reading.problems:
         raise ConfigError(reading.problems)
-    model_args = resolve_model(reading.config.model)
-    layout = plan_layout(
-        reading.config, model_args, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1)
-    )
+    reading.model_args = resolve_model(reading.config.model)
+    return reading, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1)
+
+
+def plan_run(
+    args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]
+) -> PlannedRun:
+    """Return the run for these config arguments. See `read_target`."""
+    reading, n_ranks = read_target(args, n_gpus)
+    layout = plan_layout(reading.config, reading.model_args, n_ranks)
     config = resolve_config(reading.config, layout, device_type)
-    return PlannedRun(reading.config_name, config, model_args, layout, device_type)
+    return PlannedRun(reading.config_name, config, reading.model_args, layout, device_type)
 
 
 def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:

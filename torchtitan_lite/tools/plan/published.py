@@ -29,8 +29,8 @@ from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.bars import Bar, find_family
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster
 from torchtitan_lite.tools.plan.forecast import estimate_peak, forecast
+from torchtitan_lite.tools.plan.orders import list_samples
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.timeline import list_samples
 from torchtitan_lite.tools.plan.workload import Workload
 
 ROWS = REPOSITORY / "assets" / "benchmarks" / "published_layouts.csv"

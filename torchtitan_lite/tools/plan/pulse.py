@@ -12,10 +12,8 @@ import os
 import signal
 import socket
 import tempfile
-import time
+import timeit
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median, median_low
@@ -84,86 +82,76 @@ def run_rank(args: list[str], folder: Path) -> int:
     measured = {"matmul": of_matmul}
     for dim, degree in plan.layout.degrees.items():
         if degree > 1:
-            dist.barrier(groups.host)
             stride = plan.layout.strides[dim]
-            link = measure_link(dim, mesh.world[dim], stride, cluster, device)
-            measured[f"all-gather over {dim}"] = link
-    row = {"name": name, "checksum": checksum, "measured": measured}
-    rows = [{}] * place.world_size if place.rank == 0 else None
-    dist.gather_object(row, rows, group=groups.host)
-    if rows:
+            measured[f"all-gather over {dim}"] = measure_link(
+                dim, mesh.world[dim], stride, cluster, device
+            )
+    rows: list[dict] = [{}] * place.world_size
+    row = {"checksum": checksum, "measured": measured}
+    dist.all_gather_object(rows, row, group=groups.host)
+    if place.rank == 0:
         text, found = judge(rows, SIZES[device.type][-1])
-        lines = [f"{plan.config_name} on {plan.layout}", text, *(found or ["nothing found wrong"])]
-        print("\n".join(lines), flush=True)
+        print(f"{plan.config_name} on {plan.layout}\n{text}")
+        print("\n".join(found) or "nothing found wrong", flush=True)
         if found:
             (folder / FOUND).touch()
     end_process(groups)
     return 0
 
 
-def time_each(call: Callable[[], object], n_calls: int, device: torch.device) -> float:
-    """Return the seconds of a call, the median of `n_calls`."""
-    times_s = []
-    for _ in range(n_calls):
-        started_s = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times_s.append(time.perf_counter() - started_s)
-    return median(times_s)
-
-
 def measure_matmul(place: str, cluster: Cluster, device: torch.device) -> tuple[int, Measured]:
-    """Multiply the same random matrices often. Return a checksum of all results, and the time of a matmul."""
+    """Multiply the same random matrices often. Return a checksum of all results, and the median time of a matmul."""
     n, dtype, n_products, *_ = SIZES[device.type]
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, n, n, generator=generator).to(device, getattr(torch, dtype))
-    checksums = []
-    seconds = time_each(lambda: checksums.append(compute_checksum(a @ b)), n_products, device)
+    checksums: list[int] = []
+
+    def multiply() -> None:
+        checksums.append(int(compute_checksum(a @ b)))  # int: the host waits for the device
+
+    times_s = timeit.repeat(multiply, repeat=n_products, number=1)
     expected_s = cluster.matmul_time(n, n, n, dtype)
-    return sum(map(int, checksums)), Measured(place, seconds, expected_s)
+    return sum(checksums), Measured(place, median(times_s), expected_s)
 
 
 def measure_link(
     dim: str, mesh: DeviceMesh, stride: int, cluster: Cluster, device: torch.device
 ) -> Measured:
-    """Return the time of an all-gather in this rank's group, of the bytes in SIZES from each rank. Collective."""
+    """Return the median time of an all-gather in this rank's group, of SIZES' bytes from each rank. Collective."""
     ranks = list_ranks(mesh)
     n_bytes = SIZES[device.type][3]
     own = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
 
     def gather() -> None:
         gathered = collectives.all_gather_into_tensor.default(own, ranks.n, ranks.group_name)
-        collectives.wait_tensor.default(gathered)
+        int(collectives.wait_tensor.default(gathered)[0])  # int: the host waits for the device
 
-    seconds = time_each(gather, N_CALLS, device)
+    times_s = timeit.repeat(gather, repeat=N_CALLS, number=1)
     expected_s = cluster.collective_time(stride, ranks.n, n_bytes * ranks.n)
-    return Measured(f"{dim} of ranks {mesh.mesh.tolist()}", seconds, expected_s)
+    return Measured(f"{dim} of ranks {mesh.mesh.tolist()}", median(times_s), expected_s)
 
 
 def judge(rows: list[dict], limit: float) -> tuple[str, list[str]]:
     """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""
-    found = find_wrong(rows)
+    usual = median(row["checksum"] for row in rows)  # of most ranks; of none if two halves differ
+    found = []
+    for row in rows:
+        if row["checksum"] != usual:
+            rank = row["measured"]["matmul"].place
+            found.append(f"{rank} computes wrong: equal matmuls have another checksum there")
     table = [("", "median", "slowest", "expected", "the slowest")]
     for what in rows[0]["measured"]:
-        measured = [row["measured"][what] for row in rows]
-        usual_s = median_low(each.seconds for each in measured)
-        slowest = max(measured, key=lambda each: each.seconds)
+        measured = {}  # by place, because all ranks of a group measure the same link
+        for row in rows:
+            each = row["measured"][what]
+            measured[each.place] = each
+        usual_s = median_low(each.seconds for each in measured.values())
+        slowest = max(measured.values(), key=lambda each: each.seconds)
         times_s = (usual_s, slowest.seconds, slowest.expected_s)
         times = [f"{1000 * seconds:.3g} ms" for seconds in times_s]
         table.append((what, *times, slowest.place))
-        for place, seconds in {each.place: each.seconds for each in measured}.items():
-            ratio = seconds / usual_s
+        for each in measured.values():
+            ratio = each.seconds / usual_s
             if ratio > limit:
-                found.append(f"{place} is slow: {what} takes {ratio:.2f} times the median")
+                found.append(f"{each.place} is slow: {what} takes {ratio:.2f} times the median")
     return format_table(table, "<>>>"), found
-
-
-def find_wrong(rows: list[dict]) -> list[str]:
-    """Return a sentence for each rank whose checksum is not the one of most ranks."""
-    counts = Counter(row["checksum"] for row in rows)
-    ((usual, n_usual),) = counts.most_common(1)
-    if 2 * n_usual <= len(rows):
-        usual = None
-    wrong = [row["name"] for row in rows if row["checksum"] != usual]
-    return [f"{name} computes wrong: equal matmuls have another checksum there" for name in wrong]

@@ -1,6 +1,7 @@
 """Remarks of `plan` on a layout: settings that waste time or memory, each with a better value."""
 
 from contextlib import suppress
+from dataclasses import replace
 from math import ceil, gcd
 
 from torchtitan_lite.config.layout import Layout, plan_layout
@@ -55,24 +56,24 @@ def list_levers(planned: PlannedRun, cluster: Cluster) -> list[str]:
         with suppress(ConfigError):
             config = with_value(planned.config, key, value)
             layout = plan_layout(config, planned.model_args, planned.layout.world_size)
-            candidate = Candidate(config, planned.model_args, layout, cluster)
-            if candidate.taken_bytes <= cluster.memory_bytes:
+            candidate = Candidate(replace(planned, config=config, layout=layout), cluster)
+            if candidate.fits:
                 levers.append(f"{key} = {value} ({candidate.taken_bytes / GIB:.1f} GiB)")
     return levers
 
 
 def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
     """Suggest more microbatches or stages. The bubble is about h/(v*m + h), h >= p-1: solve for h, then for v*m."""
-    layout = planned.layout
     if bubble <= MOST_IDLE:
         return []
-    per_rank = len(layout.stages) // layout.pp
-    needed = per_rank * layout.n_microbatches * bubble / (1 - bubble) * (1 / MOST_IDLE - 1)
-    n = ceil(needed / per_rank / layout.pp) * layout.pp
-    stages = ceil(needed / layout.n_microbatches)
+    layout = planned.layout
+    _, p, m, v = planned.pipeline
+    needed = v * m * bubble / (1 - bubble) * (1 / MOST_IDLE - 1)
+    n = ceil(needed / v / p) * p
+    stages = ceil(needed / m)
     batch = n * layout.microbatch_size * layout.dp
     advice = f"Use {n} microbatches (training.global_batch_size = {batch})"
-    if stages * layout.pp <= planned.model_args.n_layers + 2:
+    if stages * p <= planned.model_args.n_layers + 2:
         advice += f", or about {stages} stages per rank (Interleaved1F1B, pipeline_parallel_layers_per_stage)"
     return [f"the pipeline is idle for {bubble:.0%} of a step. {advice}"]
 

@@ -15,27 +15,18 @@ from math import ceil
 
 from torchtitan_lite.config.checks import find_refused
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.layout import (
-    Layout,
-    plan_batch,
-    plan_degrees,
-    plan_layout,
-    resolve_config,
-    resolve_model,
-)
+from torchtitan_lite.config.layout import plan_batch, plan_degrees, plan_layout, resolve_config
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism
-from torchtitan_lite.preflight import read_run_config
 from torchtitan_lite.tools.plan.bars import find_most_taken
 from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
 from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast
-from torchtitan_lite.tools.plan.planned_run import describe_workload
+from torchtitan_lite.tools.plan.orders import list_samples
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, read_target
 from torchtitan_lite.tools.plan.step_time import StepTime
-from torchtitan_lite.tools.plan.timeline import list_samples
-from torchtitan_lite.tools.plan.workload import Workload
 from torchtitan_lite.tools.tables import format_table
 
 N_BEST = 10
@@ -51,37 +42,18 @@ RECOMPUTE = [
 
 
 class Candidate:
-    """A layout that `check` accepts, and its memory and step time on a cluster."""
+    """A run that `check` accepts, and its memory and step time on a cluster."""
 
-    def __init__(self, config: Config, model_args: ModelArgs, layout: Layout, cluster: Cluster):
-        self.config = config
-        self.layout = layout
-        self.workload = describe_workload(config, model_args, layout)
-        self.schedule = config.parallelism.pipeline_parallel_schedule
-        live_bytes = estimate_peak(self.workload, self.schedule)
+    def __init__(self, planned: PlannedRun, cluster: Cluster):
+        self.planned = planned
+        live_bytes = estimate_peak(planned.workload, planned.schedule)
         # Of the fullest GPU, at the upper end of the error bar
-        self.taken_bytes = find_most_taken(cluster, live_bytes, layout.tp)
-        self.step_time = StepTime(self.workload, cluster)
+        self.taken_bytes = find_most_taken(cluster, live_bytes, planned.layout.tp)
+        self.fits = self.taken_bytes <= cluster.memory_bytes
+        self.step_time = StepTime(planned.workload, cluster)
 
     def forecast(self) -> Forecast:
-        layout = self.layout
-        n_stages_per_rank = len(layout.stages) // layout.pp
-        samples = list_samples(self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
-        return forecast(self.step_time, samples)
-
-    def __str__(self) -> str:
-        return describe_layout(self.workload, self.schedule)
-
-
-def describe_layout(workload: Workload, schedule: str) -> str:
-    """Return "pp4 x tp2, Interleaved1F1B, 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op (32)"."""
-    layout = workload.layout
-    parts = [str(layout)]
-    if layout.pp > 1:
-        parts += [schedule, f"{len(layout.stages)} stages"]
-    parts.append(f"microbatches: {layout.n_microbatches} x {layout.microbatch_size}")
-    modes = [f"{mode} ({n})" for mode, n in workload.recompute.items()]
-    return ", ".join([*parts, f"ZeRO {layout.zero_stage}", f"recompute {' and '.join(modes)}"])
+        return forecast(self.step_time, list_samples(*self.planned.pipeline))
 
 
 def list_candidates(
@@ -95,8 +67,9 @@ def list_candidates(
                 config = replace(proposal, activation_checkpoint=section)
                 if find_refused(config, model_args, layout.zero_stage):
                     continue
-                candidate = Candidate(config, model_args, layout, cluster)
-                if candidate.taken_bytes <= cluster.memory_bytes:
+                planned = PlannedRun("search", config, model_args, layout, "cuda")
+                candidate = Candidate(planned, cluster)
+                if candidate.fits:
                     yield candidate
 
 
@@ -186,16 +159,9 @@ def rank(fitting: list[Candidate]) -> list[tuple[Candidate, Forecast]]:
 
 def search_layouts(options: argparse.Namespace) -> str:
     """Search, write the best layout to `--toml`, and return the report. Raises ConfigError if no layout fits."""
-    reading = read_run_config(options.config_args)
-    n_gpus = options.gpus
-    if n_gpus is None:
-        why = "a search needs the number of GPUs"
-        reading.problems.append(Problem("--gpus", None, why, "For example, use --gpus 64"))
-    if reading.problems:
-        raise ConfigError(reading.problems)
-    model_args = resolve_model(reading.config.model)
+    reading, n_gpus = read_target(options.config_args, options.gpus)
     cluster = find_cluster(options.gpu)
-    fitting = list(list_candidates(reading.config, model_args, n_gpus, cluster))
+    fitting = list(list_candidates(reading.config, reading.model_args, n_gpus, cluster))
     if not fitting:
         why = "no layout that check accepts fits in memory"
         remedy = (
@@ -204,8 +170,8 @@ def search_layouts(options: argparse.Namespace) -> str:
         )
         raise ConfigError([Problem("--gpus", n_gpus, why, remedy)])
     best = rank(fitting)
-    winner, _ = best[0]
     if options.toml:
+        winner = best[0][0].planned
         config = resolve_config(winner.config, winner.layout, "cuda")
         title = f"# Found by plan --search for {n_gpus:,} GPUs: {winner}"
         options.toml.write_text(f"{title}\n\n{dump_config_toml(config)}", encoding="utf-8")
@@ -217,7 +183,7 @@ def search_layouts(options: argparse.Namespace) -> str:
             f"{expected.mfu_full:.1%}",
             f"{expected.bubble:.1%}",
             f"{candidate.taken_bytes / GIB:.1f}",
-            str(candidate),
+            str(candidate.planned),
         )
         table.append(row)
     return (

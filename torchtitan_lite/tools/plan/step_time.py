@@ -5,8 +5,8 @@ from math import prod
 from operator import mul
 
 from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS
-from torchtitan_lite.tools.plan.actions import Action
 from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
+from torchtitan_lite.tools.plan.orders import Action
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES
 
 

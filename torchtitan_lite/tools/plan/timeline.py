@@ -1,4 +1,4 @@
-"""Simulate a pipeline schedule: duration of a step, bubble and a picture.
+"""Simulate a pipeline schedule: when each action runs, the bubble, a picture, and what is wrong with an order.
 
     pp rank 0  F0F1....B0--F2B1--F3B2--..B3--    F forward, B backward, or its halves: I gradients of inputs,
     pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....    W gradients of weights. Dots are idle time: the bubble
@@ -7,30 +7,32 @@ With p pp ranks, v stages per rank and m microbatches, the bubble is (p-1)/(v*m+
 takes 2F and sends take no time. The often quoted (p-1)/m is idle time over *ideal* time.
 """
 
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
+from typing import NamedTuple
 
-from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_rows
-from torchtitan_lite.tools.plan.actions import Action, Event, Order, run_on_paper
-from torchtitan_lite.tools.plan.orders import list_order
+from torchtitan_lite.tools.plan.orders import HALVES, Action, Order
 
 
-def plan_order(section: Parallelism, layout: Layout) -> Order:
-    """Return the order of a layout's schedule."""
-    n_stages_per_rank = len(layout.stages) // layout.pp
-    return list_order(
-        section.pipeline_parallel_schedule, layout.pp, layout.n_microbatches, n_stages_per_rank
-    )
+class Event(NamedTuple):
+    """An action of a simulated step, with its start and end."""
+
+    rank: int  # pp rank
+    start: float  # seconds from the start of the step
+    end: float
+    action: Action
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one simulated step."""
+    """The events of one step."""
 
     events: list[Event]
     n_ranks: int
+    stuck: Sequence[Action] = ()  # wait for one another
 
     @property
     def end_time(self) -> float:
@@ -44,25 +46,59 @@ class Timeline:
 
 
 def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float = 0.0) -> Timeline:
-    """Simulate an order, which must not deadlock."""
-    return Timeline(run_on_paper(order, seconds_of, send_s), len(order))
+    """Simulate an order until no rank can continue. Sending to another rank takes `send_s` seconds."""
+    last_stage = max(chain(*order)).stage
+    done: dict[tuple[int, str, int], tuple[float, int]] = {}  # work -> its end and pp rank
+    clocks_s = [0.0] * len(order)
+    to_come = [deque(row) for row in order]
+    events: list[Event] = []
+    n_before = -1
+    while len(events) > n_before:
+        n_before = len(events)
+        for rank, row in enumerate(to_come):
+            while row and (needs := list_needs(row[0], last_stage)) <= done.keys():
+                action = row.popleft()
+                start_s = clocks_s[rank]
+                for need in needs:
+                    sent_s, sender = done[need]
+                    if sender != rank:
+                        sent_s += send_s
+                    start_s = max(start_s, sent_s)
+                end_s = start_s + seconds_of(action)
+                for half in HALVES[action.kind]:
+                    done[action.stage, half, action.microbatch] = end_s, rank
+                clocks_s[rank] = end_s
+                events.append(Event(rank, start_s, end_s, action))
+    return Timeline(events, len(order), [row[0] for row in to_come if row])
 
 
-def list_samples(
-    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int
-) -> list[tuple[Order, int]]:
-    """Return short orders with weights. The weighted sum of their results is the result of the long order.
+def list_needs(action: Action, last_stage: int) -> set[tuple[int, str, int]]:
+    """Return what an action waits for. F: the previous stage. Backward: its F and the next stage. W: its I."""
+    stage, kind, microbatch = action
+    if kind == "W":
+        return {(stage, "I", microbatch)}
+    if kind == "F":
+        return {(stage - 1, "F", microbatch)} if stage else set()
+    needs = {(stage, "F", microbatch)}
+    if stage < last_stage:
+        needs.add((stage + 1, "I", microbatch))
+    return needs
 
-    In a full pipeline, each round of microbatches adds the same time and the same number of microbatches in flight:
-    f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. An order of at most four rounds is not shortened.
-    """
-    size = n_microbatches // max(1, n_microbatches // pp)
-    n_skipped = (n_microbatches - 3 * size) // size
-    lengths = [(n_microbatches, 1)]
-    if n_skipped > 1:
-        short = n_microbatches - n_skipped * size
-        lengths = [(short, 1 - n_skipped), (short + size, n_skipped)]
-    return [(list_order(schedule, pp, n, n_stages_per_rank), weight) for n, weight in lengths]
+
+def find_fault(order: Order) -> str:
+    """Describe work that is not done exactly once, or actions that wait for each other; empty if there is none."""
+    times: Counter[tuple[int, str, int]] = Counter()
+    for stage, kind, microbatch in chain(*order):
+        for half in HALVES[kind]:
+            times[stage, half, microbatch] += 1
+    last_stage, _, _ = max(times)
+    n_microbatches = 1 + max(microbatch for _, _, microbatch in times)
+    for stage, half, microbatch in product(range(last_stage + 1), "FIW", range(n_microbatches)):
+        n = times[stage, half, microbatch]
+        if n != 1:
+            return f"runs {half} of microbatch {microbatch} of stage {stage} {n} times, not once (B is I and W)"
+    stuck = simulate(order, lambda action: 1.0).stuck
+    return f"deadlocks: {', '.join(map(str, stuck))} wait for one another" if stuck else ""
 
 
 def draw_timeline(timeline: Timeline) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.tools.plan.actions import Action
+from torchtitan_lite.tools.plan.orders import Action
 from torchtitan_lite.tools.plan.timeline import Event, Timeline
 
 MOST_RANKS = 16  # maximum number of traces that are read, evenly spaced
