@@ -39,7 +39,7 @@ def test_the_files_of_a_lab_exist_and_its_training_would_start(lab, tmp_path, mo
         assert (REPOSITORY / file).exists(), file
     monkeypatch.chdir(tmp_path)
     for n_ranks, keys in re.findall(r"NGPU=(\d) ./run_train.sh ([^`\n]*)", lab.text):
-        assert main(["check", "--ranks", n_ranks, *shlex.split(keys)]) == 0
+        assert main(["check", "--gpus", n_ranks, *shlex.split(keys)]) == 0
 
 
 @pytest.mark.parametrize("number, name", [mark_slow(*question) for question in QUESTIONS])

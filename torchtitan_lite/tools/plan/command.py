@@ -8,7 +8,7 @@
 
 import argparse
 from datetime import timedelta
-from math import ceil
+from math import ceil, prod
 
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.tools.plan.bars import BARS, POOLED, find_family, find_most_taken
@@ -134,7 +134,7 @@ def describe_traffic(plan: Plan) -> str:
     rows = []
     for (axis, operation), moved in plan.traffic.items():
         dims = axis.split(" x ")
-        n_ranks = plan.planned.workload.count_ranks(dims)
+        n_ranks = prod(getattr(layout, dim) for dim in dims)
         n_nodes = plan.cluster.count_nodes(layout.strides[dims[-1]], n_ranks)
         nodes = f"over {n_nodes} nodes" if n_nodes > 1 else "inside a node"
         calls = f"{moved.n_calls:,.0f} calls"
