@@ -35,6 +35,7 @@ NOTED = (
     "training.mixed_precision_reduce",
     "training.expert_bias_rate",
     "training.expert_balance_loss",
+    "training.skip_spikes",
     "parallelism.zero_plus_plus",
     "parallelism.zero_plus_plus_node_size",
     "optimizer",
