@@ -24,6 +24,7 @@ from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
 NORMS = "gradient_norms"  # key in the optimizer's state, beside its parameters
 N_NORMS = 32
+UNKNOWN_NORM = 1e18  # above every norm; finite, so that `verify` can compare checkpoints
 
 # optimizer.name, a row of config/choices.py -> optimizer for all parameters of this rank. It reads the keys of its
 # groups, and ignores those that it does not know.
@@ -97,7 +98,7 @@ def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[T
 
 def remember_norms(optimizer: TorchOptimizer, device: torch.device) -> None:
     """Add an empty history of gradient norms to the optimizer's state, with which it is saved: see skip_spike."""
-    history = torch.full((N_NORMS,), math.inf, device=device)
+    history = torch.full((N_NORMS,), UNKNOWN_NORM, device=device)
     skipped = torch.zeros((), device=device)
     optimizer.state[NORMS] = {"history": history, "skipped": skipped}
 

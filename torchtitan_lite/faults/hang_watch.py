@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -69,9 +70,7 @@ class HangWatch:
         own = (socket.gethostname(), os.getpid(), name)
         self.ranks: list[tuple[str, int, str]] = [own] * group.size()  # host, process, name
         dist.all_gather_object(self.ranks, own, group=group)
-        self.written_in_s: float | None = (
-            None  # `began_s` of the step in which the file was written
-        )
+        self.written_in_s: float | None = None  # `began_s` of the step that the file is about
         self.last_s: float | None = None  # duration of the last step; None: no step has ended
         self.leaving = threading.Event()
         stop.has_lost_peer = self.has_lost_peer
@@ -115,7 +114,7 @@ class HangWatch:
                     self.write(self.file)
             elif self.written_in_s != self.began_s:  # the step has ended after all
                 self.written_in_s = None
-                self.file.unlink()
+                self.file.unlink(missing_ok=True)
 
     def is_late(self) -> bool:
         """Return whether the step is older than its limit."""
@@ -127,7 +126,9 @@ class HangWatch:
         return now_s - self.began_s > self.limit_s
 
     def has_lost_peer(self) -> bool:
-        """Return whether a rank of this host has ended. If so, write what this rank does."""
+        """Return whether a rank of this host has ended before the run. If so, write what this rank does."""
+        if self.leaving.is_set():
+            return False
         own_host = self.ranks[self.rank][0]
         for host, pid, _ in self.ranks:
             if host == own_host and read_state(pid) == "Z":
@@ -137,10 +138,12 @@ class HangWatch:
 
     def write(self, file: Path) -> None:
         """Write what this rank does. The file is complete or does not exist."""
-        file.parent.mkdir(parents=True, exist_ok=True)
+        content = json.dumps(self.collect(has_failed=file == self.failed))
         unfinished = file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(self.collect(has_failed=file == self.failed)))
-        unfinished.rename(file)
+        with suppress(OSError):  # a full disk
+            file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(content)
+            unfinished.rename(file)
 
     def collect(self, *, has_failed: bool) -> dict[str, object]:
         """Return what this rank does, as tools/faults/hang.py reads it."""
@@ -200,7 +203,7 @@ def read_recorder(main_thread: int, has_failed: bool) -> dict[str, dict]:
         }
         if not entry["retired"] and row["pending"] is None:
             row["pending"] = last
-    if has_failed and not any(row["pending"] for row in groups.values()):
+    if has_failed and groups and not any(row["pending"] for row in groups.values()):
         groups[group]["pending"] = last
     return groups
 
