@@ -247,6 +247,7 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
     for source, prompt, named, *options in (
         (checkpoint, "x " * 200, "has 202 tokens, but the context has 128. Shorten it"),
         (tmp_path / "nowhere", "a", "nowhere"),
+        (Path("outputs/absent"), "a", "outputs/absent is no folder with a checkpoint"),
         (foreign, "a", f"{SHIPPED} is not the tokenizer that it was trained with"),
         (other, "a", "of_another_fork"),
         (bare, "a", "Name it with --tokenizer FOLDER"),

@@ -31,7 +31,7 @@ def expand_path(text: str) -> str:
 def explain_hub_name(text: str | Path) -> str:
     """Return why a name of the Hugging Face Hub is no path, and how to download it; "" for any other text."""
     prefix = r"hf:/+|https?:/+huggingface\.co/"
-    match = re.fullmatch(rf"(?:{prefix})?(\w[\w.-]*)/(\w[\w.-]*)", str(text))
+    match = re.fullmatch(rf"(?:{prefix})?(?!outputs/)(\w[\w.-]*)/(\w[\w.-]*)", str(text))
     if not match or os.path.exists(text) or os.path.exists(match[1]):
         return ""
     name = f"{match[1]}/{match[2]}"
