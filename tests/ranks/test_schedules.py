@@ -12,7 +12,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.schedule import check_microbatches, name_modules, plan_stages
 from torchtitan_lite.config.schema import Parallelism
-from torchtitan_lite.tools.verify.plain import run_plainly
+from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, run_plainly
 from torchtitan_lite.tools.verify.precision import try_precision
 
 
@@ -135,6 +135,8 @@ def validate_then_train(
 ) -> tuple[float, float, bool]:
     """Worker: the loss forward only, the loss of training on the same batch, and whether validation left a gradient."""
     run = compare.build_table_run(world_size, overrides)
+    if "tok_embeddings.weight" in run.parameters:  # as in the plain loop
+        compare.local(run.parameters["tok_embeddings.weight"]).mul_(EMBEDDING_SCALE)
     batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
     n_tokens = stepping.count_global_tokens(run, batch)
     validated = stepping.sum_losses(run, stepping.forward_only(run, batch, n_tokens)).item()
