@@ -34,7 +34,8 @@ END_WITHIN_S = 10.0  # NODE_RANK=0, which has the store, waits for the other hos
 def meet_hosts(c10d: ModuleType, n_hosts: int, config: dict[str, object]) -> Any:
     """Wait for all hosts, and compare what they were started with. Return a TCPStore that all of them share.
 
-    `c10d`: torch.distributed. `config`: value of each key. Raises UserError on every host if one differs, or cannot be reached.
+    `c10d`: torch.distributed. `config`: value of each key. Raises UserError on every host if one differs, or cannot be
+    reached.
     """
     node_rank = int(os.environ.get("NODE_RANK") or 0)
     address = os.environ["MASTER_ADDR"]
