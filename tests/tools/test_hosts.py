@@ -13,12 +13,12 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import hosts
 
 MEET = """
-import os, sys
+import os, sys, torch.distributed
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import hosts
 hosts.SAY_AFTER_S = hosts.END_WITHIN_S = 0.6
 try:
-    hosts.meet_hosts(2, {"optimizer.lr": float(sys.argv[1])})
+    hosts.meet_hosts(torch.distributed, 2, {"optimizer.lr": float(sys.argv[1])})
     print("met over", os.environ["GLOO_SOCKET_IFNAME"])
 except UserError as error:
     print(error)
@@ -78,7 +78,7 @@ def test_an_address_that_the_first_host_cannot_use_is_refused(monkeypatch, addre
         with pytest.raises(
             UserError, match=f"NODE_RANK=0 cannot use MASTER_ADDR={address}.*({said})"
         ):
-            hosts.meet_hosts(2, {})
+            hosts.meet_hosts(dist, 2, {})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ all            write what they were started with; whoever differs from NODE_RANK
 at the end     the first host that fails writes why; the others repeat it
 """
 
-import importlib
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from torchtitan_lite import PACKAGE
@@ -31,10 +31,11 @@ STORE_TIMEOUT_S = 20  # a host that is cut off gives up after this time
 END_WITHIN_S = 10.0  # NODE_RANK=0, which has the store, waits for the other hosts
 
 
-def meet_hosts(n_hosts: int, config: dict[str, object]) -> Any:
+def meet_hosts(c10d: ModuleType, n_hosts: int, config: dict[str, object]) -> Any:
     """Wait for all hosts, and compare what they were started with. Return a TCPStore that all of them share.
 
-    `config`: value of each key. Raises UserError on every host if one differs, or cannot be reached.
+    `c10d`: torch.distributed. `config`: value of each key. Raises UserError on every host if one differs, or cannot be
+    reached.
     """
     node_rank = int(os.environ.get("NODE_RANK") or 0)
     address = os.environ["MASTER_ADDR"]
@@ -52,7 +53,6 @@ def meet_hosts(n_hosts: int, config: dict[str, object]) -> Any:
     own_address = ""
     if node_rank > 0:
         own_address = wait_until(partial(connect, address, port), f"NODE_RANK=0 at {place}")
-    c10d = importlib.import_module("torch.distributed")
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
     options = {"wait_for_workers": False, "multi_tenant": True, "timeout": timeout}
     store = c10d.TCPStore(address, port, is_master=node_rank == 0, **options)
@@ -106,12 +106,11 @@ def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
 def agree_on_cause(store: Any, n_hosts: int, status: int, reason: str) -> tuple[int, str]:
     """Return the exit status and the reason of the host that failed first; of this host if none did."""
     with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
-        if status == 1:
-            reason = f"{reason} (on {socket.gethostname()})"
-            reason = store.compare_set("cause", "", reason).decode()
-        elif status and store.check(["cause"]):
+        own_cause = f"{reason} (on {socket.gethostname()})" if status == 1 else ""
+        cause = store.compare_set("cause", "", own_cause).decode()
+        if cause and status:
             status = 1
-            reason = store.get("cause").decode()
+            reason = cause
         store.add("ended", 1)
         deadline_s = time.monotonic() + END_WITHIN_S
         while store.add("ended", 0) < n_hosts and time.monotonic() < deadline_s:

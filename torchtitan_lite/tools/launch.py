@@ -176,7 +176,8 @@ def run_ranks(
     store = None
     try:
         if n_hosts > 1:
-            store = meet_hosts(n_hosts, dict(flatten_table(asdict(prepared.config))))
+            config = dict(flatten_table(asdict(prepared.config)))
+            store = meet_hosts(importlib.import_module("torch.distributed"), n_hosts, config)
         start_fork_server()
         status, reason = run_torchrun(work, args, n_local, n_hosts, signals)
     except UserError as error:
