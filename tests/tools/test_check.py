@@ -173,6 +173,7 @@ stray | argument
 --training.dataset c4 | training.dataset
 --training.dataset_weights 1,2 | training.dataset_weights
 --training.dataset_weights=-1 | training.dataset_weights
+--training.dataset=python_stdlib,python_stdlib --training.dataset_weights=1,1e-9 | training.dataset_weights
 --training.dataset_path file | training.dataset_path  # the named corpus reads none
 --model.hf_assets_path nowhere | model.hf_assets_path
 --model.vocab_size 2000 | model.vocab_size

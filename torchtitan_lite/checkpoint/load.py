@@ -120,10 +120,11 @@ def load_checkpoint(
         own = tensors
     for name, tensor in own.items():
         record = checkpoint.manifest.tensors.get(name)
-        found = record and list(record.shape)
-        if found != list(tensor.shape):
-            shapes = f"{name} has shape {list(tensor.shape)} in this run, but {found} there"
-            raise CheckpointError(f"{path} has a different model: {shapes}")
+        if record is None:
+            raise CheckpointError(f"{path} has a different model: it has no {name}")
+        if record.shape != tuple(tensor.shape):
+            shapes = f"{list(tensor.shape)} in this run, but {list(record.shape)} there"
+            raise CheckpointError(f"{path} has a different model: {name} has shape {shapes}")
     if verify:
         require_undamaged(path, group.rank(), group.size())
     for name, tensor in own.items():

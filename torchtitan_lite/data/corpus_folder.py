@@ -271,9 +271,14 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Problems:
     if len(training.dataset_weights) not in (0, n_corpora):
         remedy = "Give one weight per corpus, or none to draw every sample equally often"
         problems.refuse("training.dataset_weights", f"there are {n_corpora} corpora", remedy)
+    for name, weight in zip(training.dataset, training.dataset_weights, strict=False):
+        if weight < SMALLEST_SHARE * sum(training.dataset_weights):
+            why = f"the share of {name} is below {SMALLEST_SHARE:g}, so hardly any sample of it is drawn"
+            problems.refuse("training.dataset_weights", why, "Leave it out, or raise its weight")
     return problems
 
 
+SMALLEST_SHARE = 1e-6  # of a corpus with training.dataset_weights; data/dataset.py draws in cycles of 2**20
 STDLIB_TOKENS = 3_600_000  # of Python 3.11, with the shipped tokenizer
 MOST_EPOCHS = 4  # more epochs of the same text help little: arXiv:2305.16264
 
