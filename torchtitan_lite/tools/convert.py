@@ -40,6 +40,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.vocabulary import TOKENIZER_CONFIG
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
+from torchtitan_lite.tools.progress import show_progress
 
 BESIDE_TOKENIZER = (
     TOKENIZER_CONFIG,
@@ -123,7 +124,7 @@ def write_folder(
             if len(files) == 1:
                 name = SINGLE_FILE
             tensors = {}
-            for fqn in fqns:
+            for fqn in show_progress(fqns, len(fqns), "tensors"):
                 tensor = read(fqn).to(torch_dtype)
                 unit = find_unit(fqn, model_args)
                 if unit > 1:

@@ -26,6 +26,7 @@ from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
 from torchtitan_lite.tools.model_source import SourceError, build_model, open_source
+from torchtitan_lite.tools.progress import show_progress
 from torchtitan_lite.validation import describe_loss, sum_nats
 
 BATCH_TOKENS = 8192  # tokens per batch, and per window unless --seq-len is larger
@@ -64,6 +65,7 @@ def main(options: Namespace) -> int:
             )
 
         batches = prefetch(windows, range(n_rows), steps=range(windows.n_batches), device=device)
+        batches = show_progress(batches, windows.n_batches, "batches")
         bytes_of_tokens = torch.tensor(source.tokenizer.bytes_of_tokens(), device=device)
         nats, counts = sum_nats(batches, compute_loss, bytes_of_tokens)
     if not math.isfinite(nats):

@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def prepare_named(options: argparse.Namespace) -> str:
+def prepare_named(options: argparse.Namespace) -> Path:
     """Prepare a corpus of DATASETS, and return its folder."""
     if options.inputs or options.out or options.validation or options.train_tokenizer:
         raise PreparationError("--dataset takes no other inputs, and no --out")
@@ -48,14 +48,13 @@ def prepare_named(options: argparse.Namespace) -> str:
         raise PreparationError(
             f"There is no corpus named {options.dataset!r}. Use {', '.join(DATASETS)}"
         )
-    folder = prepare_dataset(
+    return prepare_dataset(
         options.dataset,
         load_tokenizer(options.tokenizer),
         Path(options.cache_folder or Training.cache_folder),
         options.dataset_path,
         skip_bad=options.skip_bad,
     )
-    return str(folder)
 
 
 def prepare_dataset(
@@ -94,8 +93,6 @@ def run(options: argparse.Namespace) -> str:
         raise PreparationError(
             "Name the input files and the output folder: prepare texts/ --out data/mine"
         )
-    if options.train_tokenizer and options.chat:
-        raise PreparationError("--train-tokenizer makes a tokenizer without the template of --chat")
     files, counts = find_files([*options.validation, *options.inputs], options.suffix)
     share = options.validation_share
     tail = 0.0
@@ -158,4 +155,4 @@ def check(folder: Path) -> int:
     problems = find_damage(hashes)
     whole = f"{folder} is complete: every file has the SHA-256 in its manifest"
     print("\n".join(problems or [whole]))
-    return 1 if problems else 0
+    return bool(problems)

@@ -41,6 +41,7 @@ from torchtitan_lite.tools.corpora.text_files import (
     is_text,
     read_file,
 )
+from torchtitan_lite.tools.progress import show_bytes
 
 BOS = "<|begin_of_text|>"  # of a new tokenizer
 EOS = "<|end_of_text|>"
@@ -102,6 +103,7 @@ def prepare(
         documents = map_in_order(
             partial(encode_row, settings), read_rows(files, settings), n_processes
         )
+        documents = show_bytes(documents, files)
         splits, counts = write_documents(documents, folder, has_floor=settings.validation_share > 0)
         if "train" not in splits:
             raise PreparationError(f"these {len(files)} files have no text to train on")

@@ -1,0 +1,51 @@
+"""A tool shows on a terminal how far it is, and writes nothing elsewhere."""
+
+import os
+import pty
+import subprocess
+import sys
+import time
+
+from torchtitan_lite.tools import progress
+
+
+def test_prepare_shows_a_line_within_two_seconds_of_its_start_on_a_terminal_only(tmp_path):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "a line of a text"}\n' * 20_000)
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_lite",
+        "prepare",
+        str(texts),
+        "--tokenizer",
+        "bytes",
+    ]
+    shown, terminal = pty.openpty()
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "a")], stdout=subprocess.DEVNULL, stderr=terminal
+    )
+    os.close(terminal)
+    line = os.read(shown, 100).decode()
+    assert "0% of 0.58 MB" in line
+    assert process.wait() == 0
+    assert time.monotonic() - started < 60
+    done = subprocess.run([*command, "--out", str(tmp_path / "b")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_share_rate_and_remaining_time(monkeypatch, capsys):
+    clock = iter(range(100, 1000, 10))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert list(progress.show_progress("abcd", 4, "letters")) == list("abcd")
+    lines = capsys.readouterr().err.split("\r\033[K")
+    assert lines == [
+        "",
+        "0% of 4 letters",
+        "25% of 4 letters, 0.05 letters/s, 0:01:00 left",
+        "50% of 4 letters, 0.0667 letters/s, 0:00:30 left",
+        "75% of 4 letters, 0.075 letters/s, 0:00:13 left",
+        "",
+    ]
