@@ -32,11 +32,10 @@ def main(options: argparse.Namespace) -> int:
     if options.check:
         return check(options.check)
     try:
-        output = prepare_named(options) if options.dataset else run(options)
+        print(prepare_named(options) if options.dataset else run(options))
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be made: {error}", file=sys.stderr)
         return 1
-    print(output)
     return 0
 
 
