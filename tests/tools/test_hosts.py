@@ -81,6 +81,28 @@ def test_an_address_that_the_first_host_cannot_use_is_refused(monkeypatch, addre
             hosts.meet_hosts(dist, 2, {})
 
 
+CUT_OFF = """
+from torchtitan_lite.tools import hosts
+hosts.CONNECT_EVERY_S = 0.1
+print("watches", flush=True)
+hosts.end_if_cut_off(0.5)
+"""
+
+
+def test_a_launcher_that_is_cut_off_from_the_first_host_ends():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        environment = {**os.environ, **master, "PYTHONPATH": str(REPOSITORY)}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-c", CUT_OFF]
+        launcher = subprocess.Popen(command, env=environment, **streams)
+        launcher.stdout.readline()
+        for _ in range(10):  # a second
+            server.accept()[0].close()
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and "has not reached NODE_RANK=0 for 0.5 s" in said
+
+
 @pytest.mark.parametrize(
     ("endings", "agreed"),
     [

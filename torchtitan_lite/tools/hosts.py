@@ -27,7 +27,8 @@ from torchtitan_lite.config.messages import UserError
 
 MEET_WITHIN_S = 600.0
 SAY_AFTER_S = 10.0
-STORE_TIMEOUT_S = 20  # a host that is cut off gives up after this time
+CONNECT_EVERY_S = 5.0
+STORE_TIMEOUT_S = 20
 END_WITHIN_S = 10.0  # NODE_RANK=0, which has the store, waits for the other hosts
 
 
@@ -38,8 +39,7 @@ def meet_hosts(c10d: ModuleType, n_hosts: int, config: dict[str, object]) -> Any
     reached.
     """
     node_rank = int(os.environ.get("NODE_RANK") or 0)
-    address = os.environ["MASTER_ADDR"]
-    port = int(os.environ.get("MASTER_PORT", "29500"))
+    address, port = find_master()
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     try:
         family, *_, endpoint = socket.getaddrinfo(address, port)[0]
@@ -52,7 +52,7 @@ def meet_hosts(c10d: ModuleType, n_hosts: int, config: dict[str, object]) -> Any
         facts[str(path.relative_to(PACKAGE))] = hash_file(path)
     own_address = ""
     if node_rank > 0:
-        own_address = wait_until(partial(connect, address, port), f"NODE_RANK=0 at {place}")
+        own_address = wait_until(connect, f"NODE_RANK=0 at {place}")
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
     options = {"wait_for_workers": False, "multi_tenant": True, "timeout": timeout}
     store = c10d.TCPStore(address, port, is_master=node_rank == 0, **options)
@@ -78,13 +78,32 @@ def meet_hosts(c10d: ModuleType, n_hosts: int, config: dict[str, object]) -> Any
     return store
 
 
-def connect(address: str, port: int) -> str:
-    """Return the address of this host on a connection to another one. Empty: it does not listen yet."""
+def find_master() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
+
+
+def connect() -> str:
+    """Return the address of this host on a connection to NODE_RANK=0. Empty: it cannot be reached."""
     try:
-        with socket.create_connection((address, port), timeout=5) as connection:
+        with socket.create_connection(find_master(), timeout=5) as connection:
             return connection.getsockname()[0]
     except OSError:
         return ""
+
+
+def end_if_cut_off(timeout_s: float) -> None:
+    """End this launcher, and so its ranks, if NODE_RANK=0 cannot be reached for so long. Runs in a thread.
+
+    torchrun would wait forever for the store: its time-out only ends if the other side answers (torch 2.13).
+    """
+    reached_at_s = time.monotonic()
+    while time.monotonic() - reached_at_s < timeout_s:
+        time.sleep(CONNECT_EVERY_S)
+        if connect():
+            reached_at_s = time.monotonic()
+    lost = f"{socket.gethostname()} has not reached NODE_RANK=0 for {timeout_s:g} s"
+    print(f"run_train.sh: {lost}, and ends", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def wait_until(is_ready: Callable[[], Any], what: str) -> Any:

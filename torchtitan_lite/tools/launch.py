@@ -53,7 +53,7 @@ from torchtitan_lite.tools.check import check, choose_host, describe
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.faults import hang
-from torchtitan_lite.tools.hosts import STORE_TIMEOUT_S, agree_on_cause, meet_hosts
+from torchtitan_lite.tools.hosts import STORE_TIMEOUT_S, agree_on_cause, end_if_cut_off, meet_hosts
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit status
@@ -178,6 +178,9 @@ def run_ranks(
         if n_hosts > 1:
             config = dict(flatten_table(asdict(prepared.config)))
             store = meet_hosts(importlib.import_module("torch.distributed"), n_hosts, config)
+            timeout_s = prepared.config.comm.train_timeout_seconds
+            if not is_first_host():
+                threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
         start_fork_server()
         status, reason = run_torchrun(work, args, n_local, n_hosts, signals)
     except UserError as error:
