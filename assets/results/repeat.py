@@ -155,8 +155,17 @@ def main() -> None:
         f"200 steps on pp2 x dp2 x tp2: no loss differs from one process by more than {largest:.1e}"
     )
 
-    tool = (sys.executable, "-m", "torchtitan_lite", "generate", folder / "Muon-1")
-    print(run(*tool, "--prompt", "PROSPERO.\n", "--max-new-tokens", "300", "--temperature", "0.8"))
+    print(write_sample(folder / "Muon-1"))
+
+
+def write_sample(run_folder: Path) -> str:
+    """Return about 400 bytes of the model, 32 at a time: it was trained with a context of 64."""
+    text = "PROSPERO.\n"
+    tool = (sys.executable, "-m", "torchtitan_lite", "generate", run_folder, "--json")
+    for seed in range(12):
+        told = run(*tool, "--prompt", text[-32:], "--max-new-tokens", "32", "--seed", str(seed))
+        text += json.loads(told)["text"]
+    return text
 
 
 if __name__ == "__main__":

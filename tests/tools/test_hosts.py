@@ -31,16 +31,8 @@ def find_port() -> int:
 
 
 def start_host(node_rank: int, port: int, rate: str, restarts: str) -> subprocess.Popen:
-    variables = {
-        "NODE_RANK": str(node_rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "MAX_RESTARTS": restarts,
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", MEET, rate]
-    return subprocess.Popen(command, env=os.environ | variables, **streams)
+    variables = {"NODE_RANK": str(node_rank), "MAX_RESTARTS": restarts}
+    return start(MEET, rate, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **variables)
 
 
 @pytest.mark.parametrize(
@@ -89,18 +81,22 @@ hosts.end_if_cut_off(0.5)
 """
 
 
+def start(program: str, *args: str, **variables: str) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", program, *args], env=environment, **streams)
+
+
 def test_a_launcher_that_is_cut_off_from_the_first_host_ends():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-        environment = {**os.environ, **master, "PYTHONPATH": str(REPOSITORY)}
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, "-c", CUT_OFF]
-        launcher = subprocess.Popen(command, env=environment, **streams)
+        port = str(server.getsockname()[1])
+        launcher = start(CUT_OFF, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         launcher.stdout.readline()
         for _ in range(10):  # a second
             server.accept()[0].close()
     _, said = launcher.communicate(timeout=60)
-    assert launcher.returncode == 1 and "has not reached NODE_RANK=0 for 0.5 s" in said
+    assert launcher.returncode == 1
+    assert "has not reached NODE_RANK=0 for 0.5 s" in said
 
 
 @pytest.mark.parametrize(
