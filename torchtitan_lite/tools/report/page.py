@@ -11,6 +11,7 @@ from statistics import mean
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, Points, draw_curves, draw_rows, thin
+from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.timeline import draw_timeline
 from torchtitan_lite.tools.report.runs import (
     RecordedRun,
@@ -264,10 +265,11 @@ def compare(run: RecordedRun) -> str:
     if run.plan is None:
         return f"<p><i>No forecast and no traces. This checkout refuses the config: {escape(run.no_plan)}</i></p>"
     forecast = run.plan.forecast
+    [memory] = estimate_memory(run.plan.workload, [0])
     peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
     bubble = f"{run.pipeline.bubble:.1%}" if run.pipeline else "not traced"
     rows = [
-        ["", "measured", f"forecast, {run.gpu}"],
+        ["", "measured", f"forecast, {run.plan.cluster.name}"],
         [
             "step (median)",
             f"{run.find_median('step_time_s'):.3g} s",
@@ -281,7 +283,7 @@ def compare(run: RecordedRun) -> str:
         [
             "memory of rank 0 (on a CPU with Python)",
             format_bytes(peak_bytes),
-            format_bytes(run.plan.memory[0].live),
+            format_bytes(memory.live),
         ],
         ["bubble of the pipeline (traces)", bubble, f"{forecast.bubble:.1%}"],
     ]
