@@ -96,9 +96,9 @@ class RecordedRun:
                 points.append((record["step"], record[field]))
         return points
 
-    def list_points(self, field: str, axis: str) -> Points:
-        """Return (place on an axis, value) for each record that has this field."""
-        return [(self.places[step][axis], value) for step, value in self.list_values(field)]
+    def show(self, key: str) -> str:
+        """Return the value of a key as text."""
+        return json.dumps(self.settings.get(key), ensure_ascii=False).strip('"')
 
     def find_median(self, field: str) -> float:
         """Return the median over the records. Ignore the first record (warm-up) if there are others."""
@@ -106,40 +106,23 @@ class RecordedRun:
         return median(values[1:] or values)
 
 
-def list_differences(runs: list[RecordedRun]) -> dict[str, list[str]]:
-    """Return key -> its value in each run, for the keys whose values differ. Folders always differ."""
+def list_differences(runs: list[RecordedRun]) -> list[str]:
+    """Return the keys whose values differ, except the folder."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
-    differences = {}
-    for key in keys:
-        values = [json.dumps(run.settings.get(key), ensure_ascii=False) for run in runs]
-        if len(set(values)) > 1 and key != "job.dump_folder":
-            differences[key] = [value.strip('"') for value in values]
-    return differences
+    keys.pop("job.dump_folder", None)
+    return [key for key in keys if len({run.show(key) for run in runs}) > 1]
 
 
-def name_runs(runs: list[RecordedRun], differences: dict[str, list[str]]) -> None:
+def name_runs(runs: list[RecordedRun], keys: list[str]) -> None:
     """Name each run by the values of the keys that differ, if they are few and enough; else by its folder."""
     names = []
-    for at in range(len(runs)):
-        values = [f"{key.rpartition('.')[2]} {each[at]}" for key, each in differences.items()]
+    for run in runs:
+        values = [f"{key.rpartition('.')[2]} {run.show(key)}" for key in keys]
         names.append(", ".join(values))
-    are_short = 1 <= len(differences) <= 3
-    if not are_short or len(set(names)) < len(names):
-        names = [run.name for run in runs]
-    if len(set(names)) < len(names):
+    if len(keys) > 3 or len(set(names)) < len(names):
         names = [str(run.folder) for run in runs]
     for run, name in zip(runs, names, strict=True):
         run.name = name
-
-
-def group_runs(runs: list[RecordedRun], key: str) -> dict[str, list[RecordedRun]]:
-    """Return the value of a key -> the runs that have it. Raises UserError for a key that no run has."""
-    groups: dict[str, list[RecordedRun]] = {}
-    if not any(key in run.settings for run in runs):
-        raise UserError(f"--group {key}: no run has this key. See config.toml in its folder.")
-    for run in runs:
-        groups.setdefault(f"{key} = {run.settings.get(key)}", []).append(run)
-    return groups
 
 
 def summarize(run: RecordedRun) -> list[str]:
