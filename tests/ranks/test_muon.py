@@ -17,9 +17,8 @@ from torchtitan_lite.config.schema import Optimizer
 from torchtitan_lite.preflight import preflight
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
 from torchtitan_lite.tools.plan.dry_run import dry_run
-from torchtitan_lite.tools.plan.forecast import list_memory
+from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
-from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.trial import try_layout
@@ -127,21 +126,17 @@ for layout in LAYOUTS:
 def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
     world_size, keys = LAYOUTS[name]
     keys = {**MODEL, **MUON, **keys, "training.mixed_precision_param": "bfloat16"}
-    with_adamw, planned = (
-        PlannedRun("table", *plan(world_size, keys | {"optimizer.name": name}, "cuda"), "cuda")
-        for name in ("AdamW", "Muon")
-    )
+    runs = []
+    for optimizer in ("AdamW", "Muon"):
+        parts = plan(world_size, keys | {"optimizer.name": optimizer}, "cuda")
+        runs.append(PlannedRun("table", *parts, CLUSTERS["h100"]))
+    planned = runs[1]
     for pp_rank in {0, planned.layout.pp - 1}:
-        closed, run = (
-            estimate_traffic(planned.workload, pp_rank, planned.order),
-            dry_run(planned, pp_rank),
-        )
+        closed = estimate_traffic(planned.workload, pp_rank)
+        run = dry_run(planned, pp_rank)
         assert_equal_traffic(closed, run.traffic)
         assert any(call.site.line.startswith("components/muon.py") for call in run.collectives)
-        moments = [
-            list_memory(each.workload, planned.order)[pp_rank].optimizer
-            for each in (with_adamw, planned)
-        ]
+        moments = [estimate_memory(each.workload, [pp_rank])[0].optimizer for each in runs]
         weights = {
             fqn: p
             for fqn, p in run.parameters.items()
@@ -156,10 +151,10 @@ def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
 def test_plan_of_the_8b_adds_newton_schulz_to_the_step():
     """0.67 PFLOP on 8 GPUs, by hand, at 0.65 of the peak less the edges of small matmuls; 2 x 1.4 GiB at 360 GB/s."""
     runs = [
-        plan_run(["--config", "llama3_8b", f"--optimizer.name={name}"], 8, "cuda")
+        plan_run(["--config", "llama3_8b", f"--optimizer.name={name}"], 8, "h100")
         for name in ("Muon", "AdamW")
     ]
-    muon, adamw = (StepTime(run.workload, CLUSTERS["h100"]).optimizer_s for run in runs)
+    muon, adamw = (run.step_time.optimizer_s for run in runs)
     assert muon - adamw == pytest.approx(
         0.67e15 / 8 / (989e12 * 0.65) + 2 * 1.42 * 2**30 / 360e9, rel=0.3
     )

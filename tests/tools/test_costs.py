@@ -41,8 +41,9 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import bound_memory
 from torchtitan_lite.model.moe import Router
+from torchtitan_lite.tools.plan.cluster import CLUSTERS
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
-from torchtitan_lite.tools.plan.forecast import list_memory
+from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.meter import Meter
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
@@ -102,13 +103,14 @@ LAYOUTS = {
 }
 
 
-def make(world_size: int, keys: dict, device_type: str = "cuda") -> PlannedRun:
-    return PlannedRun("table", *plan(world_size, keys, device_type), device_type)
+def make(world_size: int, keys: dict, gpu: str = "h100") -> PlannedRun:
+    device_type = "cpu" if gpu == "cpu" else "cuda"
+    return PlannedRun("table", *plan(world_size, keys, device_type), CLUSTERS[gpu])
 
 
-def read(name: str, device_type: str = "cuda", **extra: object) -> PlannedRun:
+def read(name: str, gpu: str = "h100", **extra: object) -> PlannedRun:
     world_size, keys = LAYOUTS[name]
-    return make(world_size, {**MODEL, **TWO_LAYERS, **keys, **extra}, device_type)
+    return make(world_size, {**MODEL, **TWO_LAYERS, **keys, **extra}, gpu)
 
 
 def assert_equal_traffic(predicted: dict[object, Moved], counted: dict[object, Moved]) -> None:
@@ -129,9 +131,10 @@ def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
     memory = []
     for pp_rank in {0, planned.layout.pp - 1}:
         run = dry_run(planned, pp_rank)
-        closed = estimate_traffic(planned.workload, pp_rank, planned.order)
+        closed = estimate_traffic(planned.workload, pp_rank)
         assert_equal_traffic(closed, run.traffic)
-        memory.append((run.peak_bytes, list_memory(planned.workload, planned.order)[pp_rank].live))
+        [closed_memory] = estimate_memory(planned.workload, [pp_rank])
+        memory.append((run.peak_bytes, closed_memory.live))
     assert all(closed == pytest.approx(peak, rel=0.25) for peak, closed in memory), (
         "a tiny model: batch, angles, ids"
     )
@@ -195,9 +198,9 @@ LARGE_AND_SLOW = [  # up to a minute each
 def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(
     name, n_gpus, keys, pp_rank, n_microbatches, error
 ):
-    planned = shorten(plan_run(["--config", name, *keys], n_gpus, "cuda"), n_microbatches)
-    memory = list_memory(planned.workload, planned.order)
-    assert memory[pp_rank].live == pytest.approx(dry_run(planned, pp_rank).peak_bytes, rel=error)
+    planned = shorten(plan_run(["--config", name, *keys], n_gpus, "h100"), n_microbatches)
+    [memory] = estimate_memory(planned.workload, [pp_rank])
+    assert memory.live == pytest.approx(dry_run(planned, pp_rank).peak_bytes, rel=error)
 
 
 # ---------------------------------------------------------------- dry run = real tensors
@@ -236,9 +239,9 @@ def count_real_step(world_size: int, keys: dict) -> tuple[dict, dict]:
         stepping.train_step(run, batch)
         with meter.watching():
             stepping.train_step(run, batch)
-    planned = PlannedRun("table", run.config, shape, run.layout, "cpu")
+    planned = PlannedRun("table", run.config, shape, run.layout, CLUSTERS["cpu"])
     pp_rank = run.mesh.pp.get_local_rank()
-    return estimate_traffic(planned.workload, pp_rank, planned.order), meter.traffic
+    return estimate_traffic(planned.workload, pp_rank), meter.traffic
 
 
 @pytest.mark.parametrize(

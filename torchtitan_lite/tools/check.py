@@ -16,7 +16,7 @@ from torchtitan_lite.config.reader import KEYS, SECTIONS, suggest_key
 from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.config.torchtitan_keys import resolve_alias
 from torchtitan_lite.preflight import Prepared, preflight
-from torchtitan_lite.tools.plan.cluster import describe_node, find_cluster
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, describe_node
 
 FIELD = re.compile(
     r"((?: *#.*\n)* *(\w+): .+)"
@@ -34,7 +34,7 @@ def main(options: Namespace) -> int:
         machine, n_ranks, n_hosts = choose_host()
         print(describe(check(options.config_args, machine, n_ranks, n_hosts), machine))
         return 0
-    machine = describe_node(options.gpu, find_cluster(options.gpu), options.gpus)
+    machine = describe_node(CLUSTERS[options.gpu], options.gpus)
     print(describe(check(options.config_args, machine, options.gpus, 1), machine))
     args = shlex.join([*options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu])
     print(f"  next    for activations, run: {name_command(f'plan {args}')}")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.tools.options import Option, add_option, count, file, path, share, words
+from torchtitan_lite.tools.plan.cluster import CLUSTERS
 
 CONFIG = f"""config:
   --config NAME_OR_PATH  a bare name in configs/, or the path of a TOML file; default: debug
@@ -55,7 +56,13 @@ def parse_command(name: str, args: list[str]) -> Namespace:
 
 
 JSON = Option("--json", "print for programs")
-GPU = Option("--gpu", "GPU type, a row of tools/plan/cluster.py (%(default)s)", str, default="h100")
+GPU = Option(
+    "--gpu",
+    "GPU type, a row of tools/plan/cluster.py (%(default)s)",
+    str,
+    default="h100",
+    choices=tuple(CLUSTERS),
+)
 GPUS = Option("--gpus", "default: the product of the degrees", count)
 SEED = Option("--seed", "equal seeds give equal results (%(default)s)", int, 0)
 SOURCE = Option("source", "checkpoint, run (its newest checkpoint), or Hugging Face folder", path)
@@ -168,13 +175,7 @@ This is recorded while step.py runs as one rank of the layout, on tensors withou
         True,
         (
             GPUS,
-            Option(
-                "--device",
-                "cuda or cpu (%(default)s)",
-                str,
-                default="cuda",
-                choices=("cuda", "cpu"),
-            ),
+            GPU,
             Option("--rank", "only the shards of this rank and its peers in other stages", int),
         ),
     ),

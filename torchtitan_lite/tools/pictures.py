@@ -6,6 +6,7 @@ The page that contains it has the style sheet (report/page.py). Each point and e
 
 from html import escape
 from math import ceil, floor, log10
+from statistics import mean
 
 LEFT = 13.0  # start of the horizontal axis, in percent
 WIDTH = 83.0  # length of the horizontal axis, in percent
@@ -14,8 +15,8 @@ ROW_HEIGHT = 20  # pixels
 MOST_POINTS = 300  # per curve
 
 Points = list[tuple[float, float]]  # (place on the horizontal axis, value)
-Curve = tuple[str, str, str, Points]  # name, color, dashes of the line, points
-Band = tuple[str, list[tuple[float, float, float]]]  # color, (place, lowest, highest)
+Samples = list[tuple[float, list[float]]]  # (place on the horizontal axis, value of each run)
+Curve = tuple[str, str, str, Samples]  # name, color, dashes of the line, samples
 Box = tuple[float, float, str, str, str]  # start, end, color, title, text inside
 
 
@@ -42,20 +43,18 @@ def thin(points: Points) -> Points:
 
 
 def draw_curves(
-    curves: list[Curve],
-    marks: list[tuple[float, str, str]],
-    bands: list[Band],
-    *,
-    axis: str,
-    from_zero: bool,
+    curves: list[Curve], marks: list[tuple[float, str, str]], *, axis: str, from_zero: bool
 ) -> str:
-    """Draw curves. `marks` are ticks below them: (place, color, title). `axis`: its unit, such as steps."""
-    all_points = [point for *_, points in curves for point in points]
-    places = [place for place, _ in all_points]
-    values = [value for _, value in all_points]
-    for _, band in bands:
-        for _, lowest, highest in band:
-            values += [lowest, highest]
+    """Draw the mean of several runs, in a band from the lowest to the highest value.
+
+    `marks` are ticks below the curves: (place, color, title). `axis`: its unit, such as steps.
+    """
+    places = []
+    values = []
+    for *_, samples in curves:
+        for place, of_runs in samples:
+            places.append(place)
+            values += of_runs
     first = min(places)
     last = max(places)
     if last <= first:
@@ -89,17 +88,16 @@ def draw_curves(
     frame = (
         f'<svg viewBox="0 0 1000 {PLOT_HEIGHT}" preserveAspectRatio="none" height="{PLOT_HEIGHT}">'
     )
-    for color, band in bands:
-        edge = [(at, highest) for at, _, highest in band]
-        edge += [(at, lowest) for at, lowest, _ in reversed(band)]
+    for name, color, dashes, samples in curves:
+        edge = [(at, max(of_runs)) for at, of_runs in samples]
+        edge += [(at, min(of_runs)) for at, of_runs in reversed(samples)]
         corners = " ".join(f"{across(at) * 10:.1f},{down(value):.1f}" for at, value in edge)
-        if edge:
+        if len(samples[0][1]) > 1:
             shapes.append(f'{frame}<polygon class="band" points="{corners}" fill="{color}"/></svg>')
-    for name, color, dashes, points in curves:
         path = []
         circles = []
-        look = f'r="3" fill="{color}" class="{"far" if len(points) > 40 else "near"}"'
-        for at, value in thin(points):
+        look = f'r="3" fill="{color}" class="{"far" if len(samples) > 40 else "near"}"'
+        for at, value in thin([(at, mean(of_runs)) for at, of_runs in samples]):
             x = across(at)
             y = down(value)
             path.append(f"{x * 10:.1f},{y:.1f}")

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.workload import Workload
 
 
@@ -49,9 +48,3 @@ def find_family(w: Workload) -> str:
     if w.layout.dp_replicate > 1:
         return "HSDP"
     return "TP or PP" if w.layout.tp * w.layout.pp > 1 else "FSDP"
-
-
-def find_most_taken(cluster: Cluster, live_bytes: float, tp: int) -> float:
-    """Return the memory of a GPU at the upper end of the bar, if a rank has `live_bytes` in use."""
-    _, most_reserved = BARS["memory"].widen(cluster.reserve(live_bytes, tp))
-    return most_reserved + cluster.context_bytes

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from math import ceil, log2, sqrt
 
 from torchtitan_lite.config.machine import GIB, MIB, PEAK_BF16_FLOPS, Machine
-from torchtitan_lite.config.messages import ConfigError, Problem
 
 GB = 10**9
 TILE = 128 * 256  # elements of a matmul's result that one multiprocessor computes at a time
@@ -29,6 +28,8 @@ class Cluster:
 
     An efficiency is the fraction of the datasheet's number that a large kernel or message reaches.
     """
+
+    name: str  # of the GPU: a value of --gpu
 
     # nvidia.com, H100 SXM and DGX H100 datasheets: NVLink 900 GB/s, eight cards of 400 Gb/s
     peak_bfloat16: float = PEAK_BF16_FLOPS["H100"]  # dense FLOP/s
@@ -102,10 +103,6 @@ class Cluster:
         """Return the dense FLOP/s of matmuls in `bfloat16`, `float32` or `float8`."""
         return getattr(self, f"peak_{dtype}")
 
-    def reserve(self, live_bytes: float, tp: int) -> float:
-        """Return the bytes that the allocator of a rank reserves, if `live_bytes` are in use."""
-        return live_bytes * (self.tp_reserve_factor if tp > 1 else self.reserve_factor)
-
     def matmul_time(
         self, m: float, n: float, k: float, dtype: str, float8_recipe: str = ""
     ) -> float:
@@ -164,13 +161,14 @@ class Cluster:
 A100 = PEAK_BF16_FLOPS["A100"]
 B200 = PEAK_BF16_FLOPS["B200"]
 # One row for each --gpu, with the values in which it differs from H100
-CLUSTERS = {
-    "h100": Cluster(),
+ROWS = [
+    Cluster("h100"),
     # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s, which leaves more power for matmuls
-    "h200": Cluster(memory_bytes=143771 * MIB, memory_bandwidth=4.8e12, matmul_efficiency=0.75),
+    Cluster("h200", memory_bytes=143771 * MIB, memory_bandwidth=4.8e12, matmul_efficiency=0.75),
     # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight cards of 200 Gb/s. torch's default kernel on
     # A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6
-    "a100-80": Cluster(
+    Cluster(
+        "a100-80",
         A100,
         19.5e12,
         A100,
@@ -187,7 +185,8 @@ CLUSTERS = {
     ),
     # nvidia.com, DGX B200 datasheet: 1,440 GB and 64 TB/s for 8, NVLink 1.8 TB/s, cards of 400 Gb/s. Efficiencies are
     # copied from Hopper: no published run has been compared with this row
-    "b200": Cluster(
+    Cluster(
+        "b200",
         B200,
         75e12,
         2 * B200,
@@ -198,10 +197,11 @@ CLUSTERS = {
     ),
     # torchtitan's machine of 2024: 96 GB of HBM2e at 2.4 TB/s, and a limit of 500 W, which lowers the clock. 0.88: an
     # earlier fit, which published.py does not repeat
-    "h100-96": Cluster(memory_bytes=96 * GB, memory_bandwidth=2.4e12, clock=0.88),
+    Cluster("h100-96", memory_bytes=96 * GB, memory_bandwidth=2.4e12, clock=0.88),
     # one rank on one core of an x86 server with AVX-512, gloo over loopback: measured, to one digit; free() returns
     # memory to the system
-    "cpu": Cluster(
+    Cluster(
+        "cpu",
         9e10,
         9e10,
         9e10,
@@ -220,14 +220,15 @@ CLUSTERS = {
         tp_reserve_factor=1.0,
         context_bytes=GIB // 4,
     ),
-}
+]
+CLUSTERS = {row.name: row for row in ROWS}
 
 
-def describe_node(gpu: str, cluster: Cluster, n_ranks: int) -> Machine:
-    """Return a remote host with `n_ranks` GPUs of the row `gpu`."""
-    if gpu == "cpu":  # the row describes one core with its share of the memory
+def describe_node(cluster: Cluster, n_ranks: int) -> Machine:
+    """Return a remote host with `n_ranks` such GPUs."""
+    if cluster.name == "cpu":  # the row describes one core with its share of the memory
         return Machine("cpu", 1, int(cluster.memory_bytes * n_ranks), "CPU", is_here=False)
-    return Machine("cuda", n_ranks, int(cluster.memory_bytes), gpu.upper(), is_here=False)
+    return Machine("cuda", n_ranks, int(cluster.memory_bytes), cluster.name.upper(), is_here=False)
 
 
 def find_row(device_name: str) -> str:
@@ -235,12 +236,3 @@ def find_row(device_name: str) -> str:
     return next(
         (name for name in CLUSTERS if name.partition("-")[0] in device_name.lower()), "h100"
     )
-
-
-def find_cluster(gpu: str) -> Cluster:
-    """Return the row of CLUSTERS for `gpu`. Raises ConfigError if there is none."""
-    if gpu not in CLUSTERS:
-        raise ConfigError(
-            [Problem("--gpu", gpu, "there is no such row", f"Known: {', '.join(CLUSTERS)}")]
-        )
-    return CLUSTERS[gpu]

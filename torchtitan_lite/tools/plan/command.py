@@ -11,64 +11,34 @@ from datetime import timedelta
 from math import ceil, prod
 
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.tools.plan.bars import BARS, POOLED, find_family, find_most_taken
+from torchtitan_lite.tools.plan.bars import BARS, POOLED, find_family
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
-from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
-from torchtitan_lite.tools.plan.forecast import forecast, list_memory
-from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks, plan_run
+from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
 from torchtitan_lite.tools.plan.search import search_layouts
-from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
-
-
-class Plan:
-    """The forecast costs of a run: memory, time and traffic."""
-
-    def __init__(self, planned: PlannedRun, gpu: str, cluster: Cluster):
-        self.planned = planned
-        self.gpu = gpu
-        self.cluster = cluster
-        workload = planned.workload
-        order = planned.order
-        self.memory = list_memory(workload, order)  # peak of each pp rank
-        live_bytes = max(memory.live for memory in self.memory)  # of the fullest GPU
-        self.taken_bytes = find_most_taken(cluster, live_bytes, planned.layout.tp)
-        self.fits = self.taken_bytes <= cluster.memory_bytes
-        self.forecast = forecast(StepTime(workload, cluster), [(order, 1)])
-        self.remarks = list_remarks(planned, self.forecast, self.taken_bytes)
-        traffics = [estimate_traffic(workload, rank, order) for rank in group_pp_ranks(planned)]
-        # Figures of the busiest rank
-        self.traffic = max(traffics, key=lambda each: sum(moved.n_bytes for moved in each.values()))
 
 
 def main(options: argparse.Namespace) -> int:
     if options.search:
         print(search_layouts(options))
         return 0
-    plan = make_plan(options)
-    print(describe(plan, options))
-    return int(not plan.fits)
+    planned = plan_run(options.config_args, options.gpus, options.gpu)
+    print(describe(planned, options))
+    return int(not planned.fits)
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
-    """Return the plan for these command-line options. Raises ConfigError."""
-    device_type = "cpu" if options.gpu == "cpu" else "cuda"
-    planned = plan_run(options.config_args, options.gpus, device_type)
-    return Plan(planned, options.gpu, find_cluster(options.gpu))
-
-
-def describe(plan: Plan, options: argparse.Namespace) -> str:
+def describe(planned: PlannedRun, options: argparse.Namespace) -> str:
     """Return the full answer as text."""
-    planned = plan.planned
     config = planned.config
     layout = planned.layout
-    step_time_s = plan.forecast.step_time_s
+    step_time_s = planned.forecast.step_time_s
     tokens = planned.workload.tokens_per_step
     n_steps = config.training.steps
     title = (
-        f"{planned.config_name} on {layout.world_size:,} x {plan.gpu}: {planned}\n"
+        f"{planned.config_name} on {layout.world_size:,} x {options.gpu}: {planned}\n"
         f"{layout.global_batch_size:,} sequences of {config.training.seq_len:,} are {tokens:,} tokens per step"
     )
     if moe := planned.model_args.moe:
@@ -76,10 +46,10 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
     duration = timedelta(seconds=ceil(n_steps * step_time_s))
     blocks = [
         title,
-        f"peak memory of a GPU with {plan.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(plan)}",
-        f"one step {step_time_s:.3g} s, averaged over pp ranks\n{describe_time(plan)}\n"
+        f"peak memory of a GPU with {planned.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(planned)}",
+        f"one step {step_time_s:.3g} s, averaged over pp ranks\n{describe_time(planned)}\n"
         f"  {n_steps:,} steps, {tokens * n_steps:,} tokens, take {duration} (h:min:s)",
-        f"traffic of one step, on the rank that moves most\n{describe_traffic(plan)}",
+        f"traffic of one step, on the rank that moves most\n{describe_traffic(planned)}",
     ]
     if options.mtbf_hours:
         mtbf_s = options.mtbf_hours * 3600
@@ -88,54 +58,56 @@ def describe(plan: Plan, options: argparse.Namespace) -> str:
         n = max(1, round(interval_s / step_time_s))
         minutes = f"{interval_s / 60:.1f} minutes (checkpoint.interval = {n})"
         blocks.append(f"checkpoints: save every {minutes}: goodput {goodput:.1%}")
-    blocks += [f"remark: {remark}" for remark in plan.remarks]
+    blocks += [f"remark: {remark}" for remark in list_remarks(planned)]
     return "\n\n".join(blocks)
 
 
-def describe_memory(plan: Plan) -> str:
-    rows = [("", *vars(plan.memory[0]), "live", "at most")]
-    for pp_rank, alike in group_pp_ranks(plan.planned).items():
-        memory = plan.memory[pp_rank]
-        most = find_most_taken(plan.cluster, memory.live, plan.planned.layout.tp)
-        sizes = [*vars(memory).values(), memory.live, most]
+def describe_memory(planned: PlannedRun) -> str:
+    rows = [("", *Memory._fields, "live", "at most")]
+    for pp_rank, alike in planned.workload.group_pp_ranks().items():
+        [memory] = estimate_memory(planned.workload, [pp_rank])
+        sizes = [*memory, memory.live, planned.find_most_taken(memory.live)]
         cells = list(map(format_bytes, sizes))
         if not memory.gradients:  # the peak is at the loss of the only microbatch
             cells[1] = "none yet"
         like = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
         rows.append((f"  pp rank {pp_rank}{like}", *cells))
     legend = "at most: with the allocator's reserve and CUDA; upper end of the 80 % range, which must fit"
-    return f"{format_table(rows)}\n  {legend}\n  {BARS['memory'].describe(plan.gpu)}"
+    return f"{format_table(rows)}\n  {legend}\n  {BARS['memory'].describe(planned.cluster.name)}"
 
 
-def describe_time(plan: Plan) -> str:
-    expected = plan.forecast
+def describe_time(planned: PlannedRun) -> str:
+    expected = planned.forecast
     rows = []
     for what, seconds in expected.parts_s.items():
         if seconds:
             rows.append((f"  {what}", f"{seconds:.3f} s", f"{seconds / expected.step_time_s:.1%}"))
-    family = find_family(expected.workload)
+    family = find_family(planned.workload)
     family = POOLED.get(family, family)
     low, high = BARS[family].widen(expected.tokens_per_s_per_gpu)
     bubble = f"bubble {expected.bubble:.1%}"
-    _, p, m, v = plan.planned.pipeline
+    _, p, m, v = planned.workload.pipeline
     if p > 1:
         even = (p - 1) / (v * m + p - 1)
         bubble += f" (1F1B with equal stages and free sends: {even:.1%})"
     return (
         f"{format_table(rows, '<>>')}\n"
         f"  {expected.tokens_per_s_per_gpu:,.0f} tokens/s/GPU (80 % range: {low:,.0f} to {high:,.0f}; "
-        f"bar of {family}: {BARS[family].describe(plan.gpu)})\n"
+        f"bar of {family}: {BARS[family].describe(planned.cluster.name)})\n"
         f"  MFU {expected.mfu_full:.1%}, {expected.mfu_causal:.1%} with causal attention; {bubble}"
     )
 
 
-def describe_traffic(plan: Plan) -> str:
-    layout = plan.planned.layout
+def describe_traffic(planned: PlannedRun) -> str:
+    layout = planned.layout
+    w = planned.workload
+    traffics = [estimate_traffic(w, rank) for rank in w.group_pp_ranks()]
+    busiest = max(traffics, key=lambda each: sum(moved.n_bytes for moved in each.values()))
     rows = []
-    for (axis, operation), moved in plan.traffic.items():
+    for (axis, operation), moved in busiest.items():
         dims = axis.split(" x ")
         n_ranks = prod(getattr(layout, dim) for dim in dims)
-        n_nodes = plan.cluster.count_nodes(layout.strides[dims[-1]], n_ranks)
+        n_nodes = planned.cluster.count_nodes(layout.strides[dims[-1]], n_ranks)
         nodes = f"over {n_nodes} nodes" if n_nodes > 1 else "inside a node"
         calls = f"{moved.n_calls:,.0f} calls"
         rows.append((f"  {axis}", operation, calls, format_bytes(moved.n_bytes), nodes))

@@ -25,9 +25,9 @@ from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.plan import command, fake_world
-from torchtitan_lite.tools.plan.forecast import list_memory
+from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.meter import Meter
-from torchtitan_lite.tools.plan.planned_run import PlannedRun, group_pp_ranks
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
@@ -59,7 +59,7 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
         mesh = build_mesh(layout, CPU.type)
         parts = build.build_parts(config, model_args, layout, mesh)
         enter(fake_world.static_stages(config, model_args, layout))
-        if planned.device_type == "cuda":
+        if planned.cluster.name != "cpu":
             enter(fake_world.gpu_kernels())
         if model_args.moe:
             enter(fake_world.even_experts(planned.workload))
@@ -79,16 +79,17 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
 def main(options: argparse.Namespace) -> int:
     """Print the plan, then compare the closed form with dry runs of a short step, for one rank per kind of stage."""
     status = command.main(options)
-    planned = command.make_plan(options).planned
+    planned = plan_run(options.config_args, options.gpus, options.gpu)
     short = shorten(planned, 2 * planned.layout.pp)
-    memory = list_memory(short.workload, short.order)
+    w = short.workload
     rows = [("", "", "closed form", "dry run")]
-    for rank in group_pp_ranks(short):
+    for rank in w.group_pp_ranks():
         name = f"  pp rank {rank}"
         run = dry_run(short, rank)
-        live = format_bytes(memory[rank].live)
-        rows.append((name, "live memory at the peak", live, format_bytes(run.peak_bytes)))
-        closed = estimate_traffic(short.workload, rank, short.order)
+        [memory] = estimate_memory(w, [rank])
+        sizes = map(format_bytes, (memory.live, run.peak_bytes))
+        rows.append((name, "live memory at the peak", *sizes))
+        closed = estimate_traffic(w, rank)
         for key in closed | run.traffic:
             axis, operation = key
             cells = []

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.meter import Collective
-from torchtitan_lite.tools.plan.planned_run import group_pp_ranks, plan_run
+from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
@@ -24,7 +24,7 @@ MOST_SHOWN = 8  # ranks; of more, the first two and the last are shown
 
 def main(options: argparse.Namespace) -> int:
     """Print the mesh, and slices and collectives of one rank per kind of stage."""
-    planned = plan_run(options.config_args, options.gpus, options.device)
+    planned = plan_run(options.config_args, options.gpus, options.gpu)
     layout = planned.layout
     n_ranks = layout.world_size
     print(f"{planned.config_name} on {n_ranks:,} ranks: {layout}\n")
@@ -42,7 +42,7 @@ def main(options: argparse.Namespace) -> int:
         print(f"\nrank {options.rank} reads {rows}")
     short = shorten(planned, FEW)
     per_stage = layout.strides["pp"]
-    for pp_rank, alike in group_pp_ranks(planned).items():
+    for pp_rank, alike in planned.workload.group_pp_ranks().items():
         run = dry_run(short, pp_rank)
         first = pp_rank * per_stage
         ranks = range(first, first + per_stage)

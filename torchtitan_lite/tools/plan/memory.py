@@ -13,19 +13,16 @@ Legend in workload.py.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
+from torchtitan_lite.tools.plan.in_flight import STAGES_GATHERED, WAITING, extrapolate_in_flight
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 
-# Between the two halves of a split backward, a microbatch also holds the gradients of the outputs of norms and linear
-# layers: in a block of Llama 8B, 264 KiB per token instead of 164.
-WAITING = 1.6
 ANGLE_BYTES = 3 * 4  # rotary angles per token and element of a head, which each stage keeps
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes that one rank holds at its peak."""
 
     parameters: float
@@ -38,7 +35,7 @@ class Memory:
 
     @property
     def live(self) -> float:
-        return sum(vars(self).values())
+        return sum(self)
 
 
 def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
@@ -176,13 +173,22 @@ Held = Mapping[tuple[int, str], float]  # (stage, last action of the microbatch:
 InFlight = Mapping[frozenset[int], Held]
 Layers = list[tuple[LayerKind, float, float]]  # kind, and the two results of estimate_layer
 Moment = tuple[float, float, float, float]  # bytes: gathered, gradients, activations, working
-STAGES_GATHERED = 3  # torch gathers the next three stages of a pp rank, and frees the others
 
 
-def estimate_memory(w: Workload, in_flight: Mapping[int, InFlight]) -> list[Memory]:
-    """Return the peak memory of some pp ranks. `in_flight`: pp rank -> the result of in_flight.count_in_flight."""
+def estimate_memory(w: Workload, pp_ranks: Iterable[int]) -> list[Memory]:
+    """Return the peak memory of these pp ranks."""
     layers = [(kind, *estimate_layer(w, kind)) for kind in w.kinds]
-    return [estimate_rank(w, layers, pp_rank, each) for pp_rank, each in in_flight.items()]
+    in_flight = extrapolate_in_flight(*w.pipeline)
+    return [estimate_rank(w, layers, pp_rank, in_flight[pp_rank]) for pp_rank in pp_ranks]
+
+
+def estimate_peak(w: Workload) -> float:
+    """Return the peak live bytes of the fullest rank.
+
+    Only the first pp rank, the second (it may have one layer more) and the last (the logits) can be the fullest.
+    """
+    last = w.layout.pp - 1
+    return max(memory.live for memory in estimate_memory(w, {0, min(1, last), last}))
 
 
 def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight) -> Memory:

@@ -1,9 +1,8 @@
-"""Describe a run on other machines: config + number of GPUs -> layout -> Workload."""
+"""Describe a run on a cluster: config + number of GPUs -> layout -> Workload -> memory and time."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
 
 from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.choices import OPTIMIZERS
@@ -22,7 +21,11 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.preflight import choose_n_ranks, read_run_config
-from torchtitan_lite.tools.plan.orders import Order, list_order
+from torchtitan_lite.tools.plan.bars import BARS
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
+from torchtitan_lite.tools.plan.memory import estimate_peak
+from torchtitan_lite.tools.plan.orders import list_samples
+from torchtitan_lite.tools.plan.step_time import Forecast, StepTime
 from torchtitan_lite.tools.plan.workload import Workload
 
 ANY_CPU = Machine("cpu", 1, 0, "CPU")
@@ -40,6 +43,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
     return Workload(
         args=args,
         layout=layout,
+        schedule=config.parallelism.pipeline_parallel_schedule,
         seq_len=config.training.seq_len,
         recompute=Counter(recompute.values()),
         recompute_of_moes=Counter(mode for layer, mode in recompute.items() if args.is_moe(layer)),
@@ -57,7 +61,6 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         compiles_loss=config.compile.enable and "loss" in config.compile.components,
         async_tp=config.parallelism.enable_async_tensor_parallel,
         ring=config.parallelism.context_parallel_rotate_method == "ring",
-        documents=config.model.attention == "document",
     )
 
 
@@ -72,40 +75,52 @@ def choose_float8(
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run on other machines, with a valid config."""
+    """A run on a cluster, with a valid config, and what it costs there."""
 
     config_name: str
     config: Config
     model_args: ModelArgs
     layout: Layout
-    device_type: Literal["cuda", "cpu"]
+    cluster: Cluster
 
     @cached_property
     def workload(self) -> Workload:
         return describe_workload(self.config, self.model_args, self.layout)
 
-    @property
-    def schedule(self) -> str:
-        return self.config.parallelism.pipeline_parallel_schedule
+    def find_most_taken(self, live_bytes: float) -> float:
+        """Return the memory of a GPU at the upper end of the error bar, if a rank has `live_bytes` in use."""
+        cluster = self.cluster
+        factor = cluster.tp_reserve_factor if self.layout.tp > 1 else cluster.reserve_factor
+        _, most_reserved = BARS["memory"].widen(live_bytes * factor)
+        return most_reserved + cluster.context_bytes
+
+    @cached_property
+    def taken_bytes(self) -> float:
+        """Memory taken on the fullest GPU, at the upper end of the error bar."""
+        return self.find_most_taken(estimate_peak(self.workload))
 
     @property
-    def pipeline(self) -> tuple[str, int, int, int]:
-        """Schedule, pp ranks, microbatches and stages per rank: the arguments of list_order and list_samples."""
-        layout = self.layout
-        n_stages_per_rank = len(layout.stages) // layout.pp
-        return self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank
+    def fits(self) -> bool:
+        return self.taken_bytes <= self.cluster.memory_bytes
 
-    @property
-    def order(self) -> Order:
-        """The actions of each pp rank in one step."""
-        return list_order(*self.pipeline)
+    @cached_property
+    def step_time(self) -> StepTime:
+        return StepTime(self.workload, self.cluster)
+
+    @cached_property
+    def forecast(self) -> Forecast:
+        return self.step_time.forecast([(self.workload.order, 1)])
+
+    def forecast_quickly(self) -> Forecast:
+        """Forecast the step from short orders, without the timeline of the whole step."""
+        return self.step_time.forecast(list_samples(*self.workload.pipeline))
 
     def __str__(self) -> str:
         """Return "pp4 x tp2, Interleaved1F1B, 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op (32)"."""
         layout = self.layout
         parts = [str(layout)]
         if layout.pp > 1:
-            parts += [self.schedule, f"{len(layout.stages)} stages"]
+            parts += [self.workload.schedule, f"{len(layout.stages)} stages"]
         parts.append(f"microbatches: {layout.n_microbatches} x {layout.microbatch_size}")
         parts.append(f"ZeRO {layout.zero_stage}")
         modes = [f"{mode} ({n})" for mode, n in self.workload.recompute.items()]
@@ -124,20 +139,9 @@ def read_target(args: list[str], n_gpus: int | None) -> tuple[Prepared, int]:
     return reading, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1)
 
 
-def plan_run(
-    args: list[str], n_gpus: int | None, device_type: Literal["cuda", "cpu"]
-) -> PlannedRun:
-    """Return the run for these config arguments. See `read_target`."""
+def plan_run(args: list[str], n_gpus: int | None, gpu: str) -> PlannedRun:
+    """Return the run for these config arguments on GPUs of this row of CLUSTERS. See `read_target`."""
     reading, n_ranks = read_target(args, n_gpus)
     layout = plan_layout(reading.config, reading.model_args, n_ranks)
-    config = resolve_config(reading.config, layout, device_type)
-    return PlannedRun(reading.config_name, config, reading.model_args, layout, device_type)
-
-
-def group_pp_ranks(planned: PlannedRun) -> dict[int, list[int]]:
-    """Group pp ranks with equal stages: first rank -> all ranks of its group. The first rank uses the most memory."""
-    alike = defaultdict(list)
-    for rank in range(planned.layout.pp):
-        indices = planned.layout.stages_of(rank)
-        alike[tuple(planned.workload.stages[index] for index in indices)].append(rank)
-    return {ranks[0]: ranks for ranks in alike.values()}
+    config = resolve_config(reading.config, layout, "cpu" if gpu == "cpu" else "cuda")
+    return PlannedRun(reading.config_name, config, reading.model_args, layout, CLUSTERS[gpu])

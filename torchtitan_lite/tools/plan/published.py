@@ -28,7 +28,7 @@ from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.bars import Bar, find_family
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster
-from torchtitan_lite.tools.plan.forecast import estimate_peak, forecast
+from torchtitan_lite.tools.plan.memory import estimate_peak
 from torchtitan_lite.tools.plan.orders import list_samples
 from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.workload import Workload
@@ -71,8 +71,7 @@ class Row:
 
     def __init__(self, values: dict[str, object]):
         self.values = values
-        self.schedule = "Interleaved1F1B" if values["stages_per_rank"] > 1 else "1F1B"
-        self.workload = describe_row(values, self.schedule)
+        self.workload = describe_row(values)
         self.source = values["source"].split()[0]
         self.is_deepspeed = values["engine"] == "deepspeed"
         # DTensor copies what tp gathers, other engines do not.
@@ -95,11 +94,9 @@ class Row:
     def idle(self) -> float:
         """Time of the pipeline over its lower bound, which hardly depends on constants."""
         model = StepTime(self.workload, self.find_cluster({}))
-        layout = self.workload.layout
-        per_rank = len(layout.stages) // layout.pp
-        samples = list_samples(self.schedule, layout.pp, layout.n_microbatches, per_rank)
+        samples = list_samples(*self.workload.pipeline)
         once_s = model.once_s + model.optimizer_s
-        return (forecast(model, samples).step_time_s - once_s) / (model.lower_bound_s - once_s)
+        return (model.forecast(samples).step_time_s - once_s) / (model.lower_bound_s - once_s)
 
     def miss_time(self, constants: dict[str, float]) -> float:
         """Return the logarithm of forecast over published throughput."""
@@ -115,7 +112,7 @@ class Row:
     def reserved_per_live(self) -> float:
         """Published bytes that the allocator reserves, per byte in use by the closed form."""
         outside = DEEPSPEED_GIB if self.is_deepspeed else 0.0
-        return (self.gib - outside) * GIB / estimate_peak(self.workload, self.schedule)
+        return (self.gib - outside) * GIB / estimate_peak(self.workload)
 
     def miss_memory(self, constants: dict[str, float]) -> float:
         """Return the logarithm of forecast over published memory."""
@@ -142,13 +139,14 @@ def make(kind: type, values: dict[str, object], **others: object) -> object:
     return kind(**own | others)
 
 
-def describe_row(values: dict[str, object], schedule: str) -> Workload:
+def describe_row(values: dict[str, object]) -> Workload:
     moe = make(MoEArgs, values) if "n_experts" in values else None
     args = make(ModelArgs, values, moe=moe)
     n_layers = args.n_layers
     n_stages = values["pp"] * values["stages_per_rank"]
     # Embedding and head count as a layer each if the layers alone do not divide.
     load = int(n_layers % n_stages > 0)
+    schedule = "Interleaved1F1B" if values["stages_per_rank"] > 1 else "1F1B"
     section = Parallelism(
         pipeline_parallel_degree=values["pp"],
         pipeline_parallel_schedule=schedule,
@@ -173,6 +171,7 @@ def describe_row(values: dict[str, object], schedule: str) -> Workload:
         values,
         args=args,
         layout=layout,
+        schedule=schedule,
         recompute=recompute,
         recompute_of_moes=recompute if moe else Counter(),
         float8=frozenset(modules if values["float8"] else ()),

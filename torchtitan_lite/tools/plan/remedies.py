@@ -9,9 +9,7 @@ from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.tools.plan.cluster import Cluster
-from torchtitan_lite.tools.plan.forecast import Forecast
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
-from torchtitan_lite.tools.plan.search import Candidate
 
 MOST_IDLE = 0.15  # fraction of a step
 LEVERS = [  # key, value: from the one that costs least time
@@ -26,12 +24,13 @@ LEVERS = [  # key, value: from the one that costs least time
 ]
 
 
-def list_remarks(planned: PlannedRun, expected: Forecast, taken_bytes: float) -> list[str]:
-    """Return all remarks. `taken_bytes`: memory taken on the fullest GPU."""
-    cluster = expected.cluster
+def list_remarks(planned: PlannedRun) -> list[str]:
+    """Return all remarks."""
+    cluster = planned.cluster
+    expected = planned.forecast
     remarks = warn_of_bubble(planned, expected.bubble)
     remarks += warn_of_groups(planned.layout, cluster)
-    untimed = set().union(*(kind.untimed for kind in expected.workload.kinds))
+    untimed = set().union(*(kind.untimed for kind in planned.workload.kinds))
     if untimed:
         names = ", ".join(sorted(untimed))
         remarks.append(f"the time and memory of {names} are not in this forecast")
@@ -41,22 +40,22 @@ def list_remarks(planned: PlannedRun, expected: Forecast, taken_bytes: float) ->
         remarks.append(
             f"{waiting:.0%} of a step waits for gathers and reductions over dp. {advice}"
         )
-    if taken_bytes > cluster.memory_bytes:
-        sizes = f"{taken_bytes / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB"
-        levers = list_levers(planned, cluster) or ["more GPUs, or `--search`"]
+    if not planned.fits:
+        sizes = f"{planned.taken_bytes / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB"
+        levers = list_levers(planned) or ["more GPUs, or `--search`"]
         advice = f"What helps: {'; '.join(levers)}"
         remarks.append(f"the layout does not fit in memory: it may take {sizes}. {advice}")
     return remarks
 
 
-def list_levers(planned: PlannedRun, cluster: Cluster) -> list[str]:
+def list_levers(planned: PlannedRun) -> list[str]:
     """Return the settings that make the layout fit, each alone, with the memory that the run may take then."""
     levers = []
     for key, value in LEVERS:
         with suppress(ConfigError):
             config = with_value(planned.config, key, value)
             layout = plan_layout(config, planned.model_args, planned.layout.world_size)
-            candidate = Candidate(replace(planned, config=config, layout=layout), cluster)
+            candidate = replace(planned, config=config, layout=layout)
             if candidate.fits:
                 levers.append(f"{key} = {value} ({candidate.taken_bytes / GIB:.1f} GiB)")
     return levers
@@ -67,7 +66,7 @@ def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
     if bubble <= MOST_IDLE:
         return []
     layout = planned.layout
-    _, p, m, v = planned.pipeline
+    _, p, m, v = planned.workload.pipeline
     needed = v * m * bubble / (1 - bubble) * (1 / MOST_IDLE - 1)
     n = ceil(needed / v / p) * p
     stages = ceil(needed / m)

@@ -21,12 +21,9 @@ from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism
-from torchtitan_lite.tools.plan.bars import find_most_taken
-from torchtitan_lite.tools.plan.cluster import Cluster, find_cluster
-from torchtitan_lite.tools.plan.forecast import Forecast, estimate_peak, forecast
-from torchtitan_lite.tools.plan.orders import list_samples
+from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, read_target
-from torchtitan_lite.tools.plan.step_time import StepTime
+from torchtitan_lite.tools.plan.step_time import Forecast
 from torchtitan_lite.tools.tables import format_table
 
 N_BEST = 10
@@ -41,24 +38,9 @@ RECOMPUTE = [
 ]
 
 
-class Candidate:
-    """A run that `check` accepts, and its memory and step time on a cluster."""
-
-    def __init__(self, planned: PlannedRun, cluster: Cluster):
-        self.planned = planned
-        live_bytes = estimate_peak(planned.workload, planned.schedule)
-        # Of the fullest GPU, at the upper end of the error bar
-        self.taken_bytes = find_most_taken(cluster, live_bytes, planned.layout.tp)
-        self.fits = self.taken_bytes <= cluster.memory_bytes
-        self.step_time = StepTime(planned.workload, cluster)
-
-    def forecast(self) -> Forecast:
-        return forecast(self.step_time, list_samples(*self.planned.pipeline))
-
-
 def list_candidates(
     config: Config, model_args: ModelArgs, world_size: int, cluster: Cluster
-) -> Iterator[Candidate]:
+) -> Iterator[PlannedRun]:
     """Yield the layouts that `check` accepts and that fit in memory, with the config's model and global batch."""
     for proposal in list_proposals(config, model_args, world_size, cluster.node_size):
         with suppress(ConfigError):
@@ -67,10 +49,9 @@ def list_candidates(
                 config = replace(proposal, activation_checkpoint=section)
                 if find_refused(config, model_args, layout.zero_stage):
                     continue
-                planned = PlannedRun("search", config, model_args, layout, "cuda")
-                candidate = Candidate(planned, cluster)
-                if candidate.fits:
-                    yield candidate
+                planned = PlannedRun("search", config, model_args, layout, cluster)
+                if planned.fits:
+                    yield planned
 
 
 def list_proposals(
@@ -145,13 +126,13 @@ def divisors(n: int, most: int) -> list[int]:
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
 
-def rank(fitting: list[Candidate]) -> list[tuple[Candidate, Forecast]]:
+def rank(fitting: list[PlannedRun]) -> list[tuple[PlannedRun, Forecast]]:
     """Return the N_BEST fastest of these layouts."""
     best = []
-    for candidate in sorted(fitting, key=lambda candidate: candidate.step_time.lower_bound_s):
-        if len(best) == N_BEST and candidate.step_time.lower_bound_s >= best[-1][1].step_time_s:
+    for planned in sorted(fitting, key=lambda planned: planned.step_time.lower_bound_s):
+        if len(best) == N_BEST and planned.step_time.lower_bound_s >= best[-1][1].step_time_s:
             break
-        best.append((candidate, candidate.forecast()))
+        best.append((planned, planned.forecast_quickly()))
         best.sort(key=lambda pair: pair[1].step_time_s)
         del best[N_BEST:]
     return best
@@ -160,7 +141,7 @@ def rank(fitting: list[Candidate]) -> list[tuple[Candidate, Forecast]]:
 def search_layouts(options: argparse.Namespace) -> str:
     """Search, write the best layout to `--toml`, and return the report. Raises ConfigError if no layout fits."""
     reading, n_gpus = read_target(options.config_args, options.gpus)
-    cluster = find_cluster(options.gpu)
+    cluster = CLUSTERS[options.gpu]
     fitting = list(list_candidates(reading.config, reading.model_args, n_gpus, cluster))
     if not fitting:
         why = "no layout that check accepts fits in memory"
@@ -171,19 +152,19 @@ def search_layouts(options: argparse.Namespace) -> str:
         raise ConfigError([Problem("--gpus", n_gpus, why, remedy)])
     best = rank(fitting)
     if options.toml:
-        winner = best[0][0].planned
+        winner = best[0][0]
         config = resolve_config(winner.config, winner.layout, "cuda")
         title = f"# Found by plan --search for {n_gpus:,} GPUs: {winner}"
         options.toml.write_text(f"{title}\n\n{dump_config_toml(config)}", encoding="utf-8")
     table = [("", "tok/s/GPU", "MFU", "bubble", "GiB", "layout")]
-    for number, (candidate, expected) in enumerate(best, 1):
+    for number, (planned, expected) in enumerate(best, 1):
         row = (
             str(number),
             f"{expected.tokens_per_s_per_gpu:,.0f}",
             f"{expected.mfu_full:.1%}",
             f"{expected.bubble:.1%}",
-            f"{candidate.taken_bytes / GIB:.1f}",
-            str(candidate.planned),
+            f"{planned.taken_bytes / GIB:.1f}",
+            str(planned),
         )
         table.append(row)
     return (

@@ -1,13 +1,29 @@
-"""Estimate the seconds of each pipeline stage on a cluster, and of what a step does once: waits for FSDP, optimizer."""
+"""Forecast the time of one step on a cluster: pipeline stages, waits for FSDP, optimizer."""
 
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from operator import mul
 
-from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS
+from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, count_flops_per_token
 from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
-from torchtitan_lite.tools.plan.orders import Action
+from torchtitan_lite.tools.plan.orders import Action, Order
+from torchtitan_lite.tools.plan.timeline import Timeline, simulate
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The forecast time of one step."""
+
+    step_time_s: float
+    parts_s: dict[str, float]  # "compute", "bubble", ... -> seconds, averaged over pp ranks
+    bubble: float  # idle fraction of a step, averaged over pp ranks
+    timeline: Timeline  # of the whole step, or of the first sample of list_samples
+    tokens_per_s_per_gpu: float
+    # Model FLOP/s over the bf16 peak (fp32 runs: the fp32 peak), with full attention and with its causal half
+    mfu_full: float
+    mfu_causal: float
 
 
 class StepTime(LayerTime):
@@ -112,3 +128,41 @@ class StepTime(LayerTime):
             busy = sum(self.stages[index].total for index in indices)
             bounds.append(fill + layout.n_microbatches * busy)
         return max(bounds) + self.once_s + self.optimizer_s
+
+    def forecast(self, orders: list[tuple[Order, int]]) -> Forecast:
+        """Forecast one step from weighted orders: the whole step with weight 1, or the samples of list_samples."""
+        w = self.workload
+        layout = w.layout
+        timelines = []
+        end_time = 0.0
+        for order, weight in orders:
+            timelines.append(simulate(order, self.seconds_of, self.send_s))
+            end_time += weight * timelines[-1].end_time
+        step_time_s = end_time + self.once_s + self.optimizer_s
+        n_times = layout.n_microbatches / layout.pp
+        averages = [n_times * sum(seconds) for seconds in zip(*self.stages, strict=True)]
+        average = Phases(*averages)  # of a step
+        bubble = 0.0
+        if layout.pp > 1:
+            bubble = max(0.0, end_time - average.total)
+        parts = {
+            "recompute": average.again,
+            "waiting for tp": average.tp,
+            "waiting for cp": average.cp,
+            "waiting for ep": average.ep,
+            "waiting for dp": average.dp + self.once_s,
+            "bubble": bubble,
+            "optimizer": self.optimizer_s,
+        }
+        speed = w.tokens_per_step / step_time_s / layout.world_size
+        flops = count_flops_per_token(w.args, w.seq_len)
+        mfu_of_one_flop = speed / self.cluster.peak(w.compute_dtype)
+        return Forecast(
+            step_time_s=step_time_s,
+            parts_s={"compute": step_time_s - sum(parts.values()), **parts},
+            bubble=bubble / step_time_s,
+            timeline=timelines[0],
+            tokens_per_s_per_gpu=speed,
+            mfu_full=flops.full * mfu_of_one_flop,
+            mfu_causal=flops.causal * mfu_of_one_flop,
+        )

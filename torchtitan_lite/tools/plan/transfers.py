@@ -23,7 +23,6 @@ from math import ceil, prod
 from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.config.degrees import MESH_DIMS
 from torchtitan_lite.tools.plan.in_flight import count_gathers
-from torchtitan_lite.tools.plan.orders import Order
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, Group, LayerKind, Stage, Workload
 
 # Axis -> its mesh dims, if there are several
@@ -66,13 +65,10 @@ def fraction_moved(
     return {"all-reduce": 2 * ring, "broadcast": 1, "send": 1, "receive": 1}.get(operation, ring)
 
 
-def estimate_traffic(
-    workload: Workload, pp_rank: int, order: Order
-) -> dict[tuple[str, str], Moved]:
+def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
     """Return (axis, operation) -> the calls and bytes of one rank of `pp_rank` in one step."""
-    w = workload
     layout = w.layout
-    n_gathers = count_gathers(order[pp_rank])
+    n_gathers = count_gathers(w.order[pp_rank])
     calls = []
     for index in layout.stages_of(pp_rank):
         stage = w.stages[index]
@@ -169,7 +165,7 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
             calls.append(("tp", "all-reduce", 1, routes_bytes))
     n = w.layout.cp
     n_bytes = w.keys_values_bytes
-    if w.documents:
+    if w.attention == "triton":  # inside documents
         calls.append(("cp", "all-gather", 1 + kind.average(op=1, full=1), n_bytes))
         calls.append(("cp", "reduce-scatter", 1, n_bytes))
     elif w.ring and n > 1:  # each call sends a shard (1/n) to the next rank

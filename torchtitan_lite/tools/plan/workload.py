@@ -13,7 +13,7 @@ FSDP shards the experts and routers over the axis "efsdp", and all other paramet
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil, prod
 from typing import Literal, NamedTuple
 
@@ -22,6 +22,7 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.memory_bound import MASTER_BYTES
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
 from torchtitan_lite.config.schedule import Stages
+from torchtitan_lite.tools.plan.orders import Order, list_order
 
 # Parameters of one rank that FSDP gathers together: axis, elements of each parameter before FSDP shards it (with
 # padding), and how often such a group occurs
@@ -115,7 +116,8 @@ class Workload:
     float8_recipe: str = "tensorwise"  # selects the field "<recipe>_efficiency" of Cluster
     gathers_float8: bool = False  # FSDP all-gathers in float8
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
-    # unfused: scores are written to memory
+    schedule: str = "1F1B"  # of the pipeline
+    # triton: the kernel of this trainer for documents; unfused: scores are written to memory
     attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"
     moment_bytes: int = 8  # optimizer state per parameter
     updates_matrices: bool = False  # by Muon, which keeps MASTER_BYTES less for them
@@ -124,7 +126,6 @@ class Workload:
     compiles_loss: bool = False
     async_tp: bool = False
     ring: bool = False  # cp passes keys and values around a ring; otherwise it all-gathers them
-    documents: bool = False  # attention stays inside documents
     balances_by_loss: bool = False  # the auxiliary loss counts routes over whole sequences
     # Properties of other trainers, for published runs. The defaults describe this trainer.
     # torch: DTensor copies what tp gathers, and a pipeline has a receive buffer per microbatch; others: one per pp rank
@@ -181,6 +182,27 @@ class Workload:
         elif module.split == "experts":
             shape[0] //= max(1, self.layout.ep)
         return shape
+
+    # ------------------------------------------------------------ pipeline
+
+    @property
+    def pipeline(self) -> tuple[str, int, int, int]:
+        """Schedule, pp ranks, microbatches and stages per rank: the arguments of list_order and list_samples."""
+        layout = self.layout
+        n_stages_per_rank = len(layout.stages) // layout.pp
+        return self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank
+
+    @cached_property
+    def order(self) -> Order:
+        """The actions of each pp rank in one step."""
+        return list_order(*self.pipeline)
+
+    def group_pp_ranks(self) -> dict[int, list[int]]:
+        """Group pp ranks with equal stages: first rank -> all ranks of its group. The first uses the most memory."""
+        alike = defaultdict(list)
+        for rank in range(self.layout.pp):
+            alike[tuple(self.stages_of(rank))].append(rank)
+        return {ranks[0]: ranks for ranks in alike.values()}
 
     # ------------------------------------------------------------ parameters
 

@@ -2,19 +2,21 @@
 
 import argparse
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.tools.pictures import ROW_HEIGHT, Points, draw_curves, draw_rows, thin
+from torchtitan_lite.tools.pictures import ROW_HEIGHT, Points, Samples, draw_curves, draw_rows, thin
+from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.timeline import draw_timeline
 from torchtitan_lite.tools.report.runs import (
+    AXES,
     RecordedRun,
-    group_runs,
     list_differences,
     name_runs,
     summarize,
@@ -24,11 +26,7 @@ from torchtitan_lite.tools.tables import format_bytes
 REFRESH_S = 10  # between two pages of a watched run
 MOST_CURVES = 12  # as many colors as the style sheet has
 MOST_DETAILED = 2  # runs of a page that shows their summaries, traces and forecasts
-FINAL_FIELDS = {  # field -> heading
-    "loss": "loss",
-    "val_loss": "validation loss",
-    "tokens_per_s_per_rank": "tokens/s per rank",
-}
+FINAL_FIELDS = ("loss", "val_loss", "tokens_per_s_per_rank")
 MARKS = {  # kind of record -> color
     "start": "var(--run2)",
     "save": "var(--pale)",
@@ -66,31 +64,22 @@ rect { stroke: var(--page); fill: color-mix(in srgb, currentColor 62%, var(--pag
 """
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """What one curve shows: a run, or the mean and the spread of several."""
 
     name: str
     color: str
     runs: list[RecordedRun]
 
-    def list_points(self, field: str, axis: str) -> Points:
-        """Return (place on an axis, mean) for each step that all runs have."""
-        return [(place, mean(values)) for place, values in self.gather(field, axis)]
-
-    def list_band(self, field: str, axis: str) -> list[tuple[float, float, float]]:
-        """Return (place on an axis, lowest, highest); empty for a single run."""
-        if len(self.runs) == 1:
-            return []
-        return [(place, min(values), max(values)) for place, values in self.gather(field, axis)]
-
-    def gather(self, field: str, axis: str) -> Iterator[tuple[float, list[float]]]:
-        """Yield the mean place on an axis and the values of all runs, step by step."""
+    def list_samples(self, field: str, axis: str) -> Samples:
+        """Return (mean place on an axis, value of each run) for each step that all runs have."""
         by_run = [dict(run.list_values(field)) for run in self.runs]
+        samples = []
         for step in by_run[0]:
             if all(step in values for values in by_run):
                 place = mean(run.places[step][axis] for run in self.runs)
-                yield place, [values[step] for values in by_run]
+                samples.append((place, [values[step] for values in by_run]))
+        return samples
 
 
 def main(options: argparse.Namespace) -> int:
@@ -128,8 +117,13 @@ def write_page(
 ) -> str:
     """Return the page. `key`: runs with the same value of it are one curve. `refresh`: the browser reloads the page."""
     differences = list_differences(runs)
-    name_runs(runs, differences)
-    groups = group_runs(runs, key) if key else {run.name: [run] for run in runs}
+    if len(runs) > 1:
+        name_runs(runs, differences)
+    if key and not any(key in run.settings for run in runs):
+        raise UserError(f"--group {key}: no run has this key. See config.toml in its folder.")
+    groups = defaultdict(list)
+    for run in runs:
+        groups[f"{key} = {run.show(key)}" if key else run.name].append(run)
     if len(groups) > MOST_CURVES:
         raise UserError(
             f"{len(groups)} runs: there are colors for {MOST_CURVES}. Name fewer, or use --group KEY."
@@ -140,7 +134,9 @@ def write_page(
     title = escape(" and ".join(groups))
     parts = [f"<h1>{title}</h1>"]
     if len(runs) > 1:
-        parts += draw_comparison(runs, series, differences)
+        parts.append(
+            f"<h2>Final results, and keys that differ</h2>{compare_runs(series, differences)}"
+        )
     has_details = len(runs) <= MOST_DETAILED and not key
     if has_details:
         for each in series:
@@ -160,14 +156,14 @@ def write_page(
             parts += draw_experts(run)
             if not refresh:
                 parts += draw_traces(run)
-            parts.append(compare(run))
+            parts.append(compare_with_forecast(run))
     head = f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style>'
     if refresh:
         head = f'<meta http-equiv="refresh" content="{REFRESH_S}">{head}'
     return f'<!doctype html><html lang="en"><meta charset="utf-8">{head}<body>{"".join(parts)}</body></html>\n'
 
 
-def draw_table(rows: list[list[str]]) -> str:
+def draw_table(rows: Iterable[Sequence[str]]) -> str:
     """Draw a table; its first row is the heading."""
     body = ""
     for row in rows:
@@ -176,31 +172,24 @@ def draw_table(rows: list[list[str]]) -> str:
     return f"<div class=wide><table>{body}</table></div>"
 
 
-def draw_comparison(
-    runs: list[RecordedRun], series: list[Series], differences: dict[str, list[str]]
-) -> Iterator[str]:
-    """Draw the table of final results, and the keys that differ."""
-    rows = [["", "runs", "steps", "tokens", *FINAL_FIELDS.values(), "hours"]]
+def compare_runs(series: list[Series], keys: list[str]) -> str:
+    """Draw a table of the final results and of these keys, a column for each curve."""
+    columns = [["", "runs", *AXES, *FINAL_FIELDS, *keys]]
     for each in series:
-        steps = []
-        places = []
+        last_places = []
         for run in each.runs:
             last_step, _ = run.list_values("loss")[-1]
-            steps.append(f"{last_step:,}")
-            places.append(run.places[last_step])
-        row = [each.name, str(len(each.runs)), " or ".join(sorted(set(steps)))]
-        row.append(f"{mean(place['tokens'] for place in places):,.0f}")
+            last_places.append(run.places[last_step])
+        column = [each.name, str(len(each.runs))]
+        for axis in AXES:
+            column.append(f"{mean(place[axis] for place in last_places):,.7g}")
         for field in FINAL_FIELDS:
-            row.append(format_last([run.list_values(field) for run in each.runs]))
-        hours = mean(place["hours"] for place in places)
-        rows.append([*row, f"{hours:.3g}"])
-    yield f"<h2>Final results</h2>{draw_table(rows)}"
-    rows = [["key", *(run.name for run in runs)]]
-    rows += [[key, *values] for key, values in differences.items()]
-    if len(rows) == 1:
-        yield "<p>No key differs except the folder.</p>"
-    else:
-        yield f"<h2>Keys that differ</h2>{draw_table(rows)}"
+            column.append(format_last([run.list_values(field) for run in each.runs]))
+        for key in keys:
+            values = dict.fromkeys(run.show(key) for run in each.runs)
+            column.append(" or ".join(values))
+        columns.append(column)
+    return draw_table(zip(*columns, strict=True))
 
 
 def format_last(curves: list[Points]) -> str:
@@ -225,18 +214,16 @@ def draw_plots(series: list[Series], axis: str) -> Iterator[str]:
                     marks.append((place, kind_color, f"{run.name}: {record['kind']}"))
     for title, (field, dashed_field, from_zero) in PLOTS.items():
         curves = []
-        bands = []
         values = ""
         for each in series:
             for name, dashes in ((field, "none"), (dashed_field, "4 4")):
-                points = each.list_points(name, axis)
-                if points:
-                    curves.append((f"{each.name}, {name}", each.color, dashes, points))
-                    bands.append((each.color, each.list_band(name, axis)))
-                    last = f"{name} {points[-1][1]:,.4g}"
+                samples = each.list_samples(name, axis)
+                if samples:
+                    curves.append((f"{each.name}, {name}", each.color, dashes, samples))
+                    last = f"{name} {mean(samples[-1][1]):,.4g}"
                     values += f' <span style="color: {each.color}">{last}</span>'
         if curves:
-            picture = draw_curves(curves, marks, bands, axis=axis, from_zero=from_zero)
+            picture = draw_curves(curves, marks, axis=axis, from_zero=from_zero)
             yield f"<figure><b>{title}</b>{values}{picture}</figure>"
 
 
@@ -259,15 +246,16 @@ def draw_experts(run: RecordedRun) -> Iterator[str]:
     yield f"<h3>Experts</h3><p><i>{about}</i></p>{draw_rows(rows, len(rows[0][2]))}"
 
 
-def compare(run: RecordedRun) -> str:
+def compare_with_forecast(run: RecordedRun) -> str:
     """Draw a table of measurements and forecast."""
     if run.plan is None:
         return f"<p><i>No forecast and no traces. This checkout refuses the config: {escape(run.no_plan)}</i></p>"
     forecast = run.plan.forecast
+    [memory] = estimate_memory(run.plan.workload, [0])
     peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
     bubble = f"{run.pipeline.bubble:.1%}" if run.pipeline else "not traced"
     rows = [
-        ["", "measured", f"forecast, {run.gpu}"],
+        ["", "measured", f"forecast, {run.plan.cluster.name}"],
         [
             "step (median)",
             f"{run.find_median('step_time_s'):.3g} s",
@@ -281,7 +269,7 @@ def compare(run: RecordedRun) -> str:
         [
             "memory of rank 0 (on a CPU with Python)",
             format_bytes(peak_bytes),
-            format_bytes(run.plan.memory[0].live),
+            format_bytes(memory.live),
         ],
         ["bubble of the pipeline (traces)", bubble, f"{forecast.bubble:.1%}"],
     ]

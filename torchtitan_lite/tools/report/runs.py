@@ -15,8 +15,7 @@ from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.messages import ConfigError, UserError, name_command
 from torchtitan_lite.config.reader import flatten_table, load_toml
 from torchtitan_lite.tools.pictures import Points
-from torchtitan_lite.tools.plan.cluster import CLUSTERS, find_row
-from torchtitan_lite.tools.plan.command import Plan
+from torchtitan_lite.tools.plan.cluster import find_row
 from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.plan.remedies import warn_of_bubble
 from torchtitan_lite.tools.plan.timeline import Timeline
@@ -42,14 +41,12 @@ class RecordedRun:
         self.start = [record for record in self.records if record["kind"] == "start"][-1]
         table = load_toml(folder / "config.toml")
         self.settings = dict(flatten_table(table))  # "optimizer.lr" -> 0.001
-        self.gpu = find_row(self.start["device"])
-        device_type = "cpu" if self.gpu == "cpu" else "cuda"
         args = ["--config", str(folder / "config.toml")]
         self.plan = None
         self.no_plan = ""  # why there is no forecast
         try:
-            planned = plan_run(args, self.start["world_size"], device_type)
-            self.plan = Plan(planned, self.gpu, CLUSTERS[self.gpu])
+            gpu = find_row(self.start["device"])
+            self.plan = plan_run(args, self.start["world_size"], gpu)
         except ConfigError as error:
             self.no_plan = str(error)
 
@@ -62,15 +59,14 @@ class RecordedRun:
     def traces(self) -> list[Trace]:
         if self.plan is None:
             return []
-        planned = self.plan.planned
-        folder = self.folder / planned.config.profiling.save_traces_folder
-        return read_traces(folder, planned.layout)
+        folder = self.folder / self.plan.config.profiling.save_traces_folder
+        return read_traces(folder, self.plan.layout)
 
     @cached_property
     def pipeline(self) -> Timeline | None:
         if not self.traces:
             return None
-        return measure_pipeline(self.traces, self.plan.planned.layout)
+        return measure_pipeline(self.traces, self.plan.layout)
 
     @cached_property
     def places(self) -> dict[int, dict[str, float]]:
@@ -100,9 +96,9 @@ class RecordedRun:
                 points.append((record["step"], record[field]))
         return points
 
-    def list_points(self, field: str, axis: str) -> Points:
-        """Return (place on an axis, value) for each record that has this field."""
-        return [(self.places[step][axis], value) for step, value in self.list_values(field)]
+    def show(self, key: str) -> str:
+        """Return the value of a key as text."""
+        return json.dumps(self.settings.get(key), ensure_ascii=False).strip('"')
 
     def find_median(self, field: str) -> float:
         """Return the median over the records. Ignore the first record (warm-up) if there are others."""
@@ -110,40 +106,23 @@ class RecordedRun:
         return median(values[1:] or values)
 
 
-def list_differences(runs: list[RecordedRun]) -> dict[str, list[str]]:
-    """Return key -> its value in each run, for the keys whose values differ. Folders always differ."""
+def list_differences(runs: list[RecordedRun]) -> list[str]:
+    """Return the keys whose values differ, except the folder."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
-    differences = {}
-    for key in keys:
-        values = [json.dumps(run.settings.get(key), ensure_ascii=False) for run in runs]
-        if len(set(values)) > 1 and key != "job.dump_folder":
-            differences[key] = [value.strip('"') for value in values]
-    return differences
+    keys.pop("job.dump_folder", None)
+    return [key for key in keys if len({run.show(key) for run in runs}) > 1]
 
 
-def name_runs(runs: list[RecordedRun], differences: dict[str, list[str]]) -> None:
+def name_runs(runs: list[RecordedRun], keys: list[str]) -> None:
     """Name each run by the values of the keys that differ, if they are few and enough; else by its folder."""
     names = []
-    for at in range(len(runs)):
-        values = [f"{key.rpartition('.')[2]} {each[at]}" for key, each in differences.items()]
+    for run in runs:
+        values = [f"{key.rpartition('.')[2]} {run.show(key)}" for key in keys]
         names.append(", ".join(values))
-    are_short = 1 <= len(differences) <= 3
-    if not are_short or len(set(names)) < len(names):
-        names = [run.name for run in runs]
-    if len(set(names)) < len(names):
+    if len(keys) > 3 or len(set(names)) < len(names):
         names = [str(run.folder) for run in runs]
     for run, name in zip(runs, names, strict=True):
         run.name = name
-
-
-def group_runs(runs: list[RecordedRun], key: str) -> dict[str, list[RecordedRun]]:
-    """Return the value of a key -> the runs that have it. Raises UserError for a key that no run has."""
-    groups: dict[str, list[RecordedRun]] = {}
-    if not any(key in run.settings for run in runs):
-        raise UserError(f"--group {key}: no run has this key. See config.toml in its folder.")
-    for run in runs:
-        groups.setdefault(f"{key} = {run.settings.get(key)}", []).append(run)
-    return groups
 
 
 def summarize(run: RecordedRun) -> list[str]:
@@ -190,9 +169,8 @@ def describe_model(run: RecordedRun) -> tuple[str, str]:
     if run.plan is None:
         degrees = [f"{dim}{degree}" for dim, degree in run.start["layout"].items() if degree > 1]
         return run.settings["model.name"], " x ".join(degrees)
-    planned = run.plan.planned
-    n_parameters = count_parameters(planned.model_args)
-    return f"{planned.model_args.name}, {n_parameters:,} parameters", str(planned.layout)
+    args = run.plan.model_args
+    return f"{args.name}, {count_parameters(args):,} parameters", str(run.plan.layout)
 
 
 def plural(count: int, noun: str) -> str:
@@ -211,7 +189,7 @@ def list_findings(run: RecordedRun) -> list[str]:
         highest = f"{plural(len(spikes), 'record')}, the highest {norm:.4g} by step {step:,}"
         remarks.append(f"spikes of the gradient norm, whose median is {usual:.4g} ({highest})")
     if run.pipeline:
-        remarks += warn_of_bubble(run.plan.planned, run.pipeline.bubble)
+        remarks += warn_of_bubble(run.plan, run.pipeline.bubble)
     median_s = run.find_median("step_time_s")
     times = run.list_values("step_time_s")[1:]
     slow_steps = [step for step, step_s in times if step_s > 2 * median_s]
