@@ -24,13 +24,13 @@ from torchtitan_lite.config.schema import (
 from torchtitan_lite.models.registry import MODELS
 
 # keys of [model]
-SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
+MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
 
 
 def resolve_model(model: Model) -> ModelArgs:
     """Return the model of the flavor, or of the loaded weights, with the sizes in [model]. Raises ConfigError."""
     row = find_row(model)
-    sizes = {name: getattr(model, name) or getattr(row, name) for name in SIZES}
+    sizes = {name: getattr(model, name) or getattr(row, name) for name in MODEL_SIZES}
     if model.head_dim is None and (model.dim or model.n_heads):
         sizes["head_dim"] = sizes["dim"] // sizes["n_heads"]
     model_args = replace(row, **sizes, name=model.name)

@@ -32,10 +32,10 @@ def main(options: Namespace) -> int:
         return 0
     if options.gpus is None:
         machine, n_ranks, n_hosts = choose_host()
-        print(describe(check(options.config_args, machine, n_ranks, n_hosts), machine))
+        print(describe_prepared(check(options.config_args, machine, n_ranks, n_hosts), machine))
         return 0
     machine = describe_node(CLUSTERS[options.gpu], options.gpus)
-    print(describe(check(options.config_args, machine, options.gpus, 1), machine))
+    print(describe_prepared(check(options.config_args, machine, options.gpus, 1), machine))
     args = shlex.join([*options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu])
     print(f"  next    for activations, run: {name_command(f'plan {args}')}")
     return 0
@@ -82,7 +82,7 @@ def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts
     return prepared
 
 
-def describe(prepared: Prepared, machine: Machine) -> str:
+def describe_prepared(prepared: Prepared, machine: Machine) -> str:
     """Return the result for people, one line per topic."""
     config = prepared.config
     layout = prepared.layout

@@ -60,7 +60,7 @@ STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit s
 
 
 def main(options: Namespace, work: Callable[[list[str], Path], int] | None = None) -> int:
-    """Train. Return the exit status. `work`: what each rank calls instead of `run_rank`. Raises UserError."""
+    """Train. Return the exit status. `work`: what each rank calls instead of `train_rank`. Raises UserError."""
     args = options.config_args
     is_first = is_first_host()
     try:
@@ -82,7 +82,7 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
     os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     signals = Signals(folder, prepared.dump_folder / HANG)
-    status, reason = run_ranks(work or run_rank, args, prepared, n_hosts, signals)
+    status, reason = run_ranks(work or train_rank, args, prepared, n_hosts, signals)
     if status == 1 and prepared.config.checkpoint.enable:
         checkpoints = prepared.dump_folder / prepared.config.checkpoint.folder
         for step in find_steps(checkpoints)[-1:]:
@@ -304,7 +304,7 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
     )
 
 
-def run_rank(args: list[str], folder: Path) -> int:
+def train_rank(args: list[str], folder: Path) -> int:
     """Train as one rank. Return 0, or 128 + a signal. On failure, end the process with another status."""
     stop = StopRequest(os.environ["RANK"])
     stop.listen()

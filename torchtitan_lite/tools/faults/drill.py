@@ -84,7 +84,7 @@ class Fault:
 def main(options: Namespace) -> int:
     if VARIABLE in os.environ:  # this process is a run of the drill
         os.environ[LAUNCHER] = str(os.getpid())
-        return launch.main(options, run_rank)
+        return launch.main(options, train_with_faults)
     kinds = options.faults or list(KINDS)
     for kind in kinds:
         if kind not in KINDS:
@@ -102,11 +102,11 @@ def main(options: Namespace) -> int:
     return 0 if is_good else 1
 
 
-def run_rank(args: list[str], folder: Path) -> int:
+def train_with_faults(args: list[str], folder: Path) -> int:
     """Train as one rank; torchrun calls it. Only ranks import torch."""
     inject = importlib.import_module("torchtitan_lite.tools.faults.inject")
     inject.replace_step(Fault(**json.loads(os.environ[VARIABLE])))
-    return launch.run_rank(args, folder)
+    return launch.train_rank(args, folder)
 
 
 def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> Fault:

@@ -26,11 +26,11 @@ def main(options: argparse.Namespace) -> int:
         print(search_layouts(options))
         return 0
     planned = plan_run(options.config_args, options.gpus, options.gpu)
-    print(describe(planned, options))
+    print(describe_plan(planned, options))
     return int(not planned.fits)
 
 
-def describe(planned: PlannedRun, options: argparse.Namespace) -> str:
+def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
     """Return the full answer as text."""
     config = planned.config
     layout = planned.layout

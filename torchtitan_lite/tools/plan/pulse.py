@@ -38,7 +38,7 @@ from torchtitan_lite.tools.tables import format_table
 
 # By device: rows and dtype of the matrices, number of products, bytes of a rank in a large all-gather, and how many
 # times the median is slow. Ranks on CPUs share the cores, so their times differ.
-SIZES = {"cuda": (8192, "bfloat16", 1000, 2**26, 1.1), "cpu": (256, "float32", 300, 2**20, 4.0)}
+LOADS = {"cuda": (8192, "bfloat16", 1000, 2**26, 1.1), "cpu": (256, "float32", 300, 2**20, 4.0)}
 N_CALLS = 20
 FOUND = "found"
 
@@ -58,14 +58,16 @@ def main(options: Namespace) -> int:
     os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
     with tempfile.TemporaryDirectory(prefix="torchtitan_lite.") as name:
         folder = Path(name)
-        status, reason = launch.run_ranks(run_rank, options.config_args, n_local, n_hosts, folder)
+        status, reason = launch.run_ranks(
+            measure_rank, options.config_args, n_local, n_hosts, folder
+        )
         is_sound = not (folder / FOUND).exists()
     if reason:
         print(f"pulse: {reason}")
     return status if is_sound else 1
 
 
-def run_rank(args: list[str], folder: Path) -> int:
+def measure_rank(args: list[str], folder: Path) -> int:
     """Measure as one rank; torchrun calls it. Rank 0 prints, and leaves a file in `folder` if something is wrong."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, without a KeyboardInterrupt
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -90,7 +92,7 @@ def run_rank(args: list[str], folder: Path) -> int:
     row = {"checksum": checksum, "measured": measured}
     dist.all_gather_object(rows, row, group=groups.host)
     if place.rank == 0:
-        text, found = judge(rows, SIZES[device.type][-1])
+        text, found = judge(rows, LOADS[device.type][-1])
         print(f"{plan.config_name} on {plan.layout}\n{text}")
         print("\n".join(found) or "nothing found wrong", flush=True)
         if found:
@@ -101,7 +103,7 @@ def run_rank(args: list[str], folder: Path) -> int:
 
 def measure_matmul(place: str, cluster: Cluster, device: torch.device) -> tuple[int, Measured]:
     """Multiply the same random matrices often. Return a checksum of all results, and the median time of a matmul."""
-    n, dtype, n_products, *_ = SIZES[device.type]
+    n, dtype, n_products, *_ = LOADS[device.type]
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, n, n, generator=generator).to(device, getattr(torch, dtype))
     checksums: list[int] = []
@@ -117,9 +119,9 @@ def measure_matmul(place: str, cluster: Cluster, device: torch.device) -> tuple[
 def measure_link(
     dim: str, mesh: DeviceMesh, stride: int, cluster: Cluster, device: torch.device
 ) -> Measured:
-    """Return the median time of an all-gather in this rank's group, of SIZES' bytes from each rank. Collective."""
+    """Return the median time of an all-gather in this rank's group, of LOADS' bytes from each rank. Collective."""
     ranks = list_ranks(mesh)
-    n_bytes = SIZES[device.type][3]
+    n_bytes = LOADS[device.type][3]
     own = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
 
     def gather() -> None:
