@@ -87,7 +87,7 @@ def test_an_export_gives_our_logits_in_transformers_and_comes_back_bit_by_bit(
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "dtype", "file_size"),
+    "name, version, dtype, file_size",
     [
         ("Llama 3.1, scaled RoPE", 4, "float32", "1GB"),
         ("Llama 3.2, tied", 5, "bfloat16", "30KB"),

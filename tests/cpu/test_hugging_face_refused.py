@@ -85,7 +85,7 @@ WRONG_CONFIGS = [  # model, changes, named
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "named"), WRONG_CONFIGS, ids=str)
+@pytest.mark.parametrize("name, changes, named", WRONG_CONFIGS, ids=str)
 def test_a_config_that_our_model_does_not_compute_is_refused_by_its_key(
     name, changes, named, saved, tmp_path
 ):

@@ -179,7 +179,7 @@ SGD = ["--optimizer.name=SGD", "--optimizer.implementation=foreach"]
 
 
 @pytest.mark.parametrize(
-    ("args", "differing"),
+    "args, differing",
     [
         (
             ["--optimizer.lr=1e-4", "--training.steps=300", "--training.local_batch_size=1"],

@@ -159,7 +159,7 @@ def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(po
 
 
 @pytest.mark.parametrize(
-    ("overrides", "more", "message"),
+    "overrides, more, message",
     [
         (
             {"model.n_layers": 5},

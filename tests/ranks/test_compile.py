@@ -106,7 +106,7 @@ def test_a_second_run_finds_what_the_first_has_compiled(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device_type", "there", "environment", "missing"),
+    "device_type, there, environment, missing",
     [
         ("cpu", ["g++", "Python.h"], {}, ""),
         ("cpu", ["mine", "Python.h"], {"CXX": "mine"}, ""),

@@ -74,7 +74,7 @@ def refuse_nothing():
     return patch.object(layout, "find_refused", lambda *args: [])
 
 
-@pytest.mark.parametrize(("key", "row", "symptom"), REFUSED)
+@pytest.mark.parametrize("key, row, symptom", REFUSED)
 def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, key, row, symptom):
     config = compare.complete(row.overrides, row.world_size)
     with pytest.raises(ConfigError) as refusal:

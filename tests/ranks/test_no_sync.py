@@ -158,7 +158,7 @@ def count_waits(rank: int, world_size: int, overrides: dict[str, object]) -> int
     return reader.call_count
 
 
-@pytest.mark.parametrize(("mode", "n_waits"), [("none", 2 * 4), ("full", 2 * 2 * 4)])
+@pytest.mark.parametrize("mode, n_waits", [("none", 2 * 4), ("full", 2 * 2 * 4)])
 def test_with_ep_the_host_waits_once_a_layer_and_microbatch_and_again_where_it_is_recomputed(
     pool, mode, n_waits
 ):

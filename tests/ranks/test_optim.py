@@ -20,7 +20,7 @@ from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
 
 @pytest.mark.parametrize(
-    ("keys", "first", "rates"),
+    "keys, first, rates",
     [
         ({"total_steps": 10, "warmup_steps": 4}, 0, [0.25, 0.5, 0.75, 1.0]),
         # without decay_ratio the decay follows the warmup at once; with it, the rate stays at the peak until then
@@ -113,7 +113,7 @@ def step_on_given_gradients(
 
 
 @pytest.mark.parametrize(
-    ("name", "implementation"),
+    "name, implementation",
     [
         ("AdamW", "fused"),
         ("AdamW", "foreach"),
@@ -157,7 +157,7 @@ def agree_to_stop(rank: int, world_size: int, signals: list[int]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("signals", "stop"),
+    "signals, stop",
     [((0, 0), 0), ((0, 2), 2), ((15, 0), 15), ((15, 2), 15), ((2, 15), 15), ((1, 3), 1)],
 )
 def test_all_ranks_stop_for_one_signal_and_sigterm_wins(pool, signals, stop):
@@ -174,7 +174,7 @@ def test_all_ranks_stop_for_one_signal_and_sigterm_wins(pool, signals, stop):
         Optimizer(moments_dtype="bfloat16"),
     ],
 )
-@pytest.mark.parametrize(("norm", "max_norm"), [(0.5, 1.0), (4.0, 1.0), (4.0, 0.0)])
+@pytest.mark.parametrize("norm, max_norm", [(0.5, 1.0), (4.0, 1.0), (4.0, 0.0)])
 def test_an_update_clips_as_torch_does_or_never_if_max_norm_is_0(section, norm, max_norm):
     gradient = torch.randn(3, 1024, generator=torch.Generator().manual_seed(1))
     gradient *= norm / gradient.norm()

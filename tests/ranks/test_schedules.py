@@ -34,7 +34,7 @@ def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "n_layers", "layers"),
+    "parallelism, n_layers, layers",
     [
         (pipeline(4), 32, [8, 9, 8, 7]),  # embedding and head weigh one layer each
         (pipeline(2, first_stage_less_layers=5), 8, [2, 6]),
@@ -59,7 +59,7 @@ GIVEN = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "n
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    "given, why",
     [
         ([GIVEN[0], GIVEN[1][1:]], "in the order of the model"),
         ([GIVEN[0], GIVEN[1][:-1]], "in the order of the model"),

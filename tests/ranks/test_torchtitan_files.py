@@ -145,7 +145,7 @@ def find_problems(args: list[str], **options) -> list[tuple[str, object]]:
 # ---------------------------------------------------------------- the files
 
 
-@pytest.mark.parametrize(("version", "file"), SHIPPED)
+@pytest.mark.parametrize("version, file", SHIPPED)
 def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
     tmp_path, monkeypatch, c4, tokenizer, version, file
 ):

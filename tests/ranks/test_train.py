@@ -61,7 +61,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "layout"),
+    "n_ranks, layout",
     [
         (3, "--training.local_batch_size=4"),
         pytest.param(1, LAYOUT, marks=pytest.mark.slow),

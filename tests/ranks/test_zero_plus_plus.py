@@ -155,7 +155,7 @@ def test_memory_of_a_large_model_on_two_nodes_and_no_bytes_between_them_in_backw
 
 
 @pytest.mark.parametrize(
-    ("world_size", "keys", "why"),
+    "world_size, keys, why",
     [
         (2, {**ALL, PP: 2}, "a single shard"),
         (8, {**ALL, TP: 2}, "hpZ has nothing to keep"),

@@ -126,7 +126,7 @@ def test_a_wrong_tokenizer_or_a_damaged_file_is_refused(ours, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "saved", "named"),
+    "name, changes, saved, named",
     [
         ("Llama 3", {"n_heads": 6}, {}, "multiple of 6"),
         ("Llama 3", {}, {"attention": "of a fork"}, "model.attention = 'of a fork'"),

@@ -189,7 +189,7 @@ LARGE_AND_SLOW = [  # up to a minute each
 
 
 @pytest.mark.parametrize(
-    ("name", "n_gpus", "keys", "pp_rank", "n_microbatches", "error"),
+    "name, n_gpus, keys, pp_rank, n_microbatches, error",
     [*LARGE, *(pytest.param(*row, marks=pytest.mark.slow) for row in LARGE_AND_SLOW)],
 )
 def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(
@@ -204,7 +204,7 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(
 
 
 @pytest.mark.parametrize(
-    ("name", "pp_rank"),
+    "name, pp_rank",
     [
         ("dp2 x tp2", 0),
         pytest.param("pp2 x tp2, V, tied, biases", 1, marks=pytest.mark.slow),
@@ -315,7 +315,7 @@ def save_on_gpu(keys: dict) -> int:
 
 
 @pytest.mark.parametrize(
-    ("keys", "n_bytes"),
+    "keys, n_bytes",
     [({"optimizer.moments_dtype": "bfloat16"}, 4), ({"optimizer.name": "SGD"}, 8)],
 )
 def test_a_dry_run_has_the_state_of_the_optimizer(keys, n_bytes):

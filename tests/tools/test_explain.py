@@ -29,7 +29,7 @@ def cut(full: torch.Tensor, text: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("keys", "rank"),
+    "keys, rank",
     [
         ({TP: 2, REPLICATE: 2, BATCH: 2}, 3),
         ({CP: 2, TP: 2, BATCH: 2}, 4),
@@ -93,7 +93,7 @@ def test_a_rank_is_explained_with_its_rows_and_its_slices_in_every_stage(capsys)
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    "args, said",
     [
         (f"--config llama3_405b --gpus 320 --{TP} 3", "n_kv_heads"),
         (f"{SMALL} --rank 2 {TP2}", "Use 0 to 1"),

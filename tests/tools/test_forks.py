@@ -142,7 +142,7 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
 
 
 @pytest.mark.parametrize(
-    ("what", "key"),
+    "what, key",
     [
         ("an attention", "model.attention"),  # context parallel cannot compute it
         (

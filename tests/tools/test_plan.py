@@ -111,7 +111,7 @@ def test_a_dry_run_prints_the_plan_and_both_columns(capsys):
 
 
 @pytest.mark.parametrize(
-    ("args", "key"),
+    "args, key",
     [
         ([*SMALL, "--gpu", "h1000"], "--gpu"),
         ([*SMALL, "--gpus", "8", f"--{TP}=3"], "model.n_kv_heads"),

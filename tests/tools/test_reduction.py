@@ -39,7 +39,7 @@ def read(*args: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("max_ranks", "asked", "layout"),
+    "max_ranks, asked, layout",
     [
         (8, {SHARD: 6}, "dp_shard6"),
         (8, {PP: 2, REPLICATE: 2, CP: 2, SHARD: 1}, "pp2 x dp_replicate2 x cp2"),
@@ -61,7 +61,7 @@ def test_a_layout_that_fits_is_tried_exactly_as_asked(max_ranks, asked, layout):
 
 
 @pytest.mark.parametrize(
-    ("max_ranks", "config", "asked", "layout"),
+    "max_ranks, config, asked, layout",
     [
         # tp8 would leave no rank for an automatic dp_shard
         (8, "llama3_70b", {TP: 8}, "dp_shard2 x tp4"),
@@ -102,7 +102,7 @@ INTERLEAVED = (*EVEN, f"--{SCHEDULE}=Interleaved1F1B")
 
 
 @pytest.mark.parametrize(
-    ("args", "layers_of_stages"),
+    "args, layers_of_stages",
     [
         (EVEN, [1, 2, 2, 1]),
         ((*EVEN, "--model.n_layers=31"), [2, 2, 2, 1]),
@@ -117,7 +117,7 @@ def test_stages_stay_as_many_per_rank_and_as_even(args, layers_of_stages):
 
 
 @pytest.mark.parametrize(
-    ("n_real", "schedule", "n_small"),
+    "n_real, schedule, n_small",
     [(4, "1F1B", 4), (16, "1F1B", 6), (2, "GPipe", 2)],
 )
 def test_microbatches_keep_their_relation_to_the_stages(n_real, schedule, n_small):
@@ -146,7 +146,7 @@ def test_accumulation_documents_recompute_and_sizes_that_do_not_divide_are_kept(
 
 
 @pytest.mark.parametrize(
-    ("args", "efsdp", "n_experts", "n_deep"),
+    "args, efsdp, n_experts, n_deep",
     [
         (
             ("mixtral_8x22b", f"--{PP}=1", f"--{TP}=1", f"--{EP}=4", f"--{SHARD}=8", ONE_COPY),

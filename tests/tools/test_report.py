@@ -135,7 +135,7 @@ NORMS = [(step, 8.0 + step % 5) for step in range(1, 13)]
 
 
 @pytest.mark.parametrize(
-    ("norms", "is_found"),
+    "norms, is_found",
     [
         ([*NORMS, (20, 61.0), (21, 12.0)], True),
         ([(1, 61.0), *NORMS], False),  # a first step is no spike

@@ -136,7 +136,7 @@ STEP = {
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    "given, said",
     [
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
         (STEP, "--ntasks-per-node=1"),

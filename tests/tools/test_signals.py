@@ -50,7 +50,7 @@ def test_a_signal_in_the_first_step_ends_the_process():
 
 
 @pytest.mark.parametrize(
-    ("args", "change"),
+    "args, change",
     [
         (["--job.no_overwrite"], ""),
         (["--job.overwrite"], " --job.no_overwrite"),
@@ -99,7 +99,7 @@ def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Pat
 
 
 @pytest.mark.parametrize(
-    ("whom", "received", "when"),
+    "whom, received, when",
     [
         pytest.param(*row, marks=[] if row in DEFAULT else pytest.mark.slow)
         for row in itertools.product(WHOM, (signal.SIGTERM, signal.SIGINT), WHEN)

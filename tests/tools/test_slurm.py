@@ -123,7 +123,7 @@ def test_a_job_before_its_limit_saves_is_queued_again_and_resumes(cluster, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("received", "status", "calls"),
+    "received, status, calls",
     [
         (signal.SIGUSR1, 143, "scontrol requeue 34567\n"),
         (signal.SIGUSR1, 1, ""),  # the save failed

@@ -69,7 +69,7 @@ def test_the_command_certifies_a_config_from_a_cold_start():
 
 
 @pytest.mark.parametrize(
-    ("args", "key"),
+    "args, key",
     [
         (("debug", "--parallelism.tensor_paralel_degree=2"), "parallelism.tensor_paralel_degree"),
         (("debug", f"--{TP}=4", f"--{SHARD}=1"), TP),
@@ -175,7 +175,7 @@ def fail(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "timeout_s", "verdict", "text"),
+    "function, timeout_s, verdict, text",
     [
         (hang, 1, "not finished", "no answer within 1 s"),
         (kill, 60, "not finished", "killed by SIGKILL"),
@@ -203,7 +203,7 @@ def test_ranks_disagree_along_the_dims_on_which_neighbors_differ():
 
 
 @pytest.mark.parametrize(
-    ("row", "other"),
+    "row, other",
     [
         (Row(2), "tp2"),
         (Row(4, {PP: 4}), "dp_shard2 x tp2"),
