@@ -152,10 +152,14 @@ def list_children(pid: int) -> list[int]:
         return []
 
 
+def read_records(dump_folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (dump_folder / "metrics.jsonl").open()]
+
+
 def read_losses(dump_folder: Path, name: str = "loss") -> dict[int, float]:
     """Return step -> its loss, or another number that was measured."""
-    lines = [json.loads(line) for line in (dump_folder / "metrics.jsonl").read_text().splitlines()]
-    numbers = [(line["step"], line[name]) for line in lines if name in line]
+    records = read_records(dump_folder)
+    numbers = [(record["step"], record[name]) for record in records if name in record]
     assert len(dict(numbers)) == len(numbers), "a step was logged twice"
     return dict(numbers)
 

@@ -54,6 +54,7 @@ def read_without_cache(model: Llama3, tokens: list[int]) -> Tensor:
         ("Llama 3.2, tied", [40, 30, 1, 19]),
         ("head dim of its own", [90]),
         ("one key/value head", [60] + [1] * 30),
+        ("Qwen3-MoE, a dense layer, weights as they are", [85] + [1] * 5),
     ],
 )
 def test_logits_with_a_cache_are_those_without(name, pieces):

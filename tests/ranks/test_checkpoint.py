@@ -20,7 +20,8 @@ from checkpoints import (
     train_and_save,
     whole_state,
 )
-from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP
+from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TIED, TP
+from marks import choose_fast, slow
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -37,7 +38,6 @@ ADAMW = {
     "lr_scheduler.total_steps": 10,
     MODE: "none",  # what is computed again, is not saved
 }
-TIED = {"flavor.tie_embeddings": True}
 IN_3D = (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B", **ADAMW})
 KEEP_ALL = Checkpoint(enable=True, keep_latest_k=0)
 
@@ -75,7 +75,7 @@ def open_on(
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OPENED_ON],
+    choose_fast(OPENED_ON, FAST),
 )
 def test_a_checkpoint_of_3d_opens_on_another_layout_and_comes_back_with_every_element_equal(
     pool, saved, tmp_path, name
@@ -212,9 +212,7 @@ def save_beside(rank: int, world_size: int, folder: str, mode: str, n_saves: int
     return states
 
 
-@pytest.mark.parametrize(
-    "mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mode", ["async", slow("async_with_pinned_mem")])
 def test_an_asynchronous_save_holds_the_step_it_was_asked_for(pool, tmp_path, mode):
     states = pool.run(save_beside, 2, str(tmp_path), mode, 3)[0]
     rounded = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm_start
+from marks import slow
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.parallel.process_groups import (
@@ -94,7 +95,7 @@ def name_group(group: dist.ProcessGroup) -> str:
     return f"{group.group_desc}, {group.group_name}"
 
 
-@pytest.mark.parametrize("layout", ["dp2", "pp2", pytest.param("tp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["dp2", "pp2", slow("tp2")])
 def test_no_two_threads_use_one_group_and_every_group_has_a_time_out_of_comm(
     pool, letters, tmp_path, layout
 ):

@@ -1,6 +1,5 @@
 """The heart of the tests: every layout computes the single-device model, and each refused one really does not."""
 
-from functools import partial
 from unittest.mock import patch
 
 import compare
@@ -22,6 +21,7 @@ from layouts import (
     ZERO,
     Row,
 )
+from marks import slow
 
 from torchtitan_lite.config import layout
 from torchtitan_lite.config.layout import resolve_model
@@ -29,8 +29,6 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.verify.precision import try_precision
 from torchtitan_lite.tools.verify.ranks import RankFailure
 from torchtitan_lite.tools.verify.trial import make_trial
-
-slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [*FAST, *map(slow, CROSSES)])

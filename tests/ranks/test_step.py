@@ -9,20 +9,22 @@ from unittest.mock import patch
 import compare
 import pytest
 import torch
+from checkpoints import list_differing
 from layouts import (
     ADAMW,
     BFLOAT16,
     COMPILED,
     CP,
     DOCUMENTS,
+    EVERY_SECOND,
     GATHER,
     MOE,
     PP,
-    RECOMPUTE,
     RING,
     TP,
     TWO_LAYERS,
 )
+from marks import choose_fast
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
@@ -41,11 +43,7 @@ def break_a_step(rank: int, world_size: int, overrides: dict[str, object]) -> tu
     if rank == 1:
         run.parts[-1].register_forward_hook(lambda module, args, output: output * math.nan)
     result = stepping.train_step(run, compare.own_rows(run, compare.make_batch(1, vocab_size)))
-    after = snapshot(run)
-    unchanged = before.keys() == after.keys() and all(
-        torch.equal(before[name], after[name]) for name in before
-    )
-    return bool(result.applied), unchanged
+    return bool(result.applied), list_differing(before, snapshot(run)) == []
 
 
 def snapshot(run: build.Run) -> dict[str, torch.Tensor]:
@@ -83,9 +81,7 @@ def meet_a_spike(rank: int, world_size: int, overrides: dict[str, object]) -> li
         before = snapshot(run)
         batch = compare.own_rows(run, compare.make_batch(step, vocab_size))
         is_applied, norm, _ = stepping.train_step(run, batch).read()
-        after = snapshot(run)
-        is_equal = before.keys() == after.keys()
-        is_equal = is_equal and all(torch.equal(before[name], after[name]) for name in before)
+        is_equal = list_differing(before, snapshot(run)) == []
         is_remembered = state["history"][-1].item() == pytest.approx(norm)
         seen.append((is_applied, is_equal, is_remembered, int(state["skipped"])))
     return seen
@@ -178,27 +174,20 @@ DIAGNOSED = {  # ranks, layout
     "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, **TWO_LAYERS}),
     "cp2 ring, every second layer recomputed": (
         2,
-        {CP: 2, **RING, **RECOMPUTE["every-second-layer"]},
+        {CP: 2, **RING, **EVERY_SECOND},
     ),
     "cp2 documents, compiled": (2, {CP: 2, **DOCUMENTS, **COMPILED}),
     "dp2 float8": (2, {**GATHER, **BFLOAT16, **TWO_LAYERS}),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=pytest.mark.slow if n_ranks == 8 or keys.items() >= COMPILED.items() else ()
-        )
-        for name, (n_ranks, keys) in DIAGNOSED.items()
-    ],
-)
+SLOW = ("pp2 x dp2 x tp2", "cp2 documents, compiled")
+
+
+@pytest.mark.parametrize("name", choose_fast(DIAGNOSED, DIAGNOSED.keys() - SLOW))
 def test_the_rank_and_the_module_that_made_the_first_nan_are_named(pool, name):
     n_ranks, overrides = DIAGNOSED[name]
-    by_rank = pool.run(
-        break_many_steps, n_ranks, overrides, 3 if len(name) > 20 or "float8" in name else N_TRIALS
-    )
+    by_rank = pool.run(break_many_steps, n_ranks, overrides, N_TRIALS)
     for trial, (broken_rank, _, found) in enumerate(by_rank[0]):
         assert all(answers[trial][2] == found for answers in by_rank)
         if broken_rank is None:

@@ -90,15 +90,3 @@ def test_a_rank_is_explained_with_its_rows_and_its_slices_in_every_stage(capsys)
     assert re.findall(r"(rank \d)\n", printed) == ["rank 3", "rank 7"]
     moved = Counter(re.findall(r"(send|receive) over pp ", printed))
     assert moved["send"] == moved["receive"] > 0
-
-
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (f"--config llama3_405b --gpus 320 --{TP} 3", "n_kv_heads"),
-        (f"{SMALL} --rank 2 {TP2}", "Use 0 to 1"),
-    ],
-)
-def test_wrong_input_ends_with_status_2(capsys, args, said):
-    assert main(["explain", *args.split()]) == 2
-    assert said in capsys.readouterr().err

@@ -110,18 +110,6 @@ def test_a_dry_run_prints_the_plan_and_both_columns(capsys):
     assert closed == dry
 
 
-@pytest.mark.parametrize(
-    "args, key",
-    [
-        ([*SMALL, "--gpu", "h1000"], "--gpu"),
-        ([*SMALL, "--gpus", "8", f"--{TP}=3"], "model.n_kv_heads"),
-    ],
-)
-def test_wrong_input_ends_with_status_2_and_its_key(capsys, args, key):
-    assert main(["plan", *args]) == 2
-    assert key in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------- remarks
 
 

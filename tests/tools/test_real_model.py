@@ -12,6 +12,7 @@ from real_model import make_real_model
 from test_check import LAPTOP
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm_start import read_losses
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -160,12 +161,8 @@ def test_fine_tuning_takes_the_steps_of_transformers_and_exports_its_weights(
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"weights of {folder}" in (tmp_path / "run/log.txt").read_text()
-    seen = []
-    for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if record["kind"] == "step":
-            seen.append(record["loss"])
-    assert seen == pytest.approx(losses, rel=1e-5)
+    seen = read_losses(tmp_path / "run")
+    assert list(seen.values()) == pytest.approx(losses, rel=1e-5)
     exported = AutoModelForCausalLM.from_pretrained(
         tmp_path / f"run/checkpoint/step-{N_STEPS}-hf"
     ).state_dict()

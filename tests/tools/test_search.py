@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from marks import slow
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.choices import SCHEDULES
@@ -112,8 +113,8 @@ def is_common(candidate: Candidate) -> bool:
 SHIPPED = [
     ("llama3_8b", 64),
     ("llama3_70b", 64),
-    pytest.param("mixtral_8x22b", 2048, marks=pytest.mark.slow),
-    pytest.param("llama3_405b", 16384, marks=pytest.mark.slow),
+    slow("mixtral_8x22b", 2048),
+    slow("llama3_405b", 16384),
 ]
 
 
