@@ -26,6 +26,7 @@ from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.parallel import process_groups
 from torchtitan_lite.tools.verify.train_py import make_environment, process_left_as_it_was
 
+STREAMS = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 MARK = "RUN_UNDER_TEST"  # variable in the environment of every process of a run: its dump folder
 
 
@@ -108,8 +109,7 @@ def launch(
         "PYTHON": sys.executable,
         **environment,
     }
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+    return subprocess.Popen(command, env=environment, start_new_session=True, **STREAMS)
 
 
 def read_until(process: subprocess.Popen, pattern: str) -> str:

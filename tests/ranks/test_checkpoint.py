@@ -6,6 +6,7 @@ import subprocess
 import threading
 
 import compare
+import layouts
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,19 +22,17 @@ from checkpoints import (
     whole_state,
 )
 from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TIED, TP
-from marks import choose_fast, slow
+from marks import choose_fast
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtitan_lite.checkpoint.format import find_steps
-from torchtitan_lite.checkpoint.save import name_tensors, name_weights
+from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
 ADAMW = {
-    "optimizer.name": "AdamW",
-    "optimizer.lr": 0.01,
-    "optimizer.weight_decay": 0.1,
+    **layouts.ADAMW,
     "lr_scheduler.warmup_steps": 4,
     "lr_scheduler.total_steps": 10,
     MODE: "none",  # what is computed again, is not saved
@@ -192,36 +191,6 @@ def test_moments_begin_anew_where_the_optimizer_is_excluded(pool, saved):
 
 
 # ---------------------------------------------------------------- asynchronous
-
-
-def save_beside(rank: int, world_size: int, folder: str, mode: str, n_saves: int) -> list[dict]:
-    """Worker: saves after every step, then weights in bfloat16. The whole states at those steps."""
-    run = compare.build_table_run(world_size, ADAMW)
-    states = []
-    with make_saver(
-        folder, Checkpoint(enable=True, async_mode=mode, keep_latest_k=0), run.optimizer
-    ) as saver:
-        for step in range(n_saves):
-            train(run, range(step, step + 1))
-            states.append(whole_state(run))
-            saver.save(step + 1, name_tensors(run.parameters, run.optimizer))
-        saver.save(
-            n_saves + 1,
-            {name: weight.bfloat16() for name, weight in name_weights(run.parameters).items()},
-        )
-    return states
-
-
-@pytest.mark.parametrize("mode", ["async", slow("async_with_pinned_mem")])
-def test_an_asynchronous_save_holds_the_step_it_was_asked_for(pool, tmp_path, mode):
-    states = pool.run(save_beside, 2, str(tmp_path), mode, 3)[0]
-    rounded = {
-        name: weight.bfloat16().float()
-        for name, weight in states[-1].items()
-        if name.startswith("model.")
-    }
-    for step, state in enumerate([*states, rounded], 1):
-        assert list_differing(assemble(tmp_path / f"step-{step}"), state) == []
 
 
 def delay_the_copy(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:

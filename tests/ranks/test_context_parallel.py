@@ -235,8 +235,6 @@ def attend_in_parts(query, key, value, grad_out) -> list[torch.Tensor]:
     ],
 )
 def test_parts_of_an_attention_merge_to_the_whole(device, dtype):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     query, key, value, grad_out = [tensor.to(device, dtype) for tensor in make_inputs(2)]
     inputs = query[:, :, N_EARLY:], key, value, grad_out[:, :, N_EARLY:]
     found = attend_in_parts(*inputs)

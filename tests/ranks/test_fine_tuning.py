@@ -134,7 +134,7 @@ def read_json(folder: Path, name: str = "config.json") -> dict:
 
 @pytest.mark.parametrize("name", choose_fast(CASES, CASES.keys() - SLOW))
 def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
-    name, pool, tmp_path, capsys
+    name, pool, tmp_path, run_json
 ):
     case = CASES[name]
     source = publish(tmp_path / "source", case)
@@ -162,10 +162,8 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
 
     theirs = load_equal(step_6, out, before)
 
-    capsys.readouterr()
-    options = ["--prompt", "The cat", "--temperature", "0", "--max-new-tokens", "50", "--json"]
-    assert main(["generate", str(step_6), *options]) == 0
-    written = json.loads(capsys.readouterr().out)
+    options = ["--prompt", "The cat", "--temperature", "0", "--max-new-tokens", "50"]
+    written = run_json("generate", step_6, *options)
     prompt = AutoTokenizer.from_pretrained(out)("The cat", return_tensors="pt").input_ids
     assert prompt[0].tolist() == written["prompt_tokens"]
     expected = theirs.generate(prompt, do_sample=False, max_new_tokens=50)[

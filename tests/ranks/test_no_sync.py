@@ -177,9 +177,6 @@ def gpu(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU: CUDA itself reports what waits for it"
-)
 @pytest.mark.parametrize(
     "name", [name for name, (world_size, _) in RUNS.items() if world_size == 1]
 )

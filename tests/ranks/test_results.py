@@ -19,7 +19,7 @@ def test_a_hundred_steps_of_the_plays_learn_what_the_table_says(pool, tmp_path):
         "--lr_scheduler.total_steps=2000",
         "--debug.seed=1",
         "--checkpoint.no_enable",
-        "--validation.steps=20",
+        "--validation.no_enable",
     ]
     assert pool.run(start, 1, keys) == [0]
     *_, last = read_losses(tmp_path).values()

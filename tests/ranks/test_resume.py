@@ -48,6 +48,7 @@ FAST = [name for name in ROWS if "AdamW" in name or "fused" in name]
 MODES = {
     "sync": Checkpoint(enable=True),
     "async": Checkpoint(enable=True, async_mode="async"),
+    "pinned": Checkpoint(enable=True, async_mode="async_with_pinned_mem"),
     "snapshot": Checkpoint(enable=True, local_folder="snapshots"),
 }
 
@@ -69,14 +70,15 @@ def copy_state(run) -> dict[str, torch.Tensor]:
 
 
 def save_and_resume(rank: int, world_size: int, overrides: dict, folder: str) -> dict[str, list]:
-    """Worker: save after two steps in every mode. Return mode -> what differs after a resume, and two steps later."""
+    """Worker: save steps 1 and 2 in every mode. Return mode -> what differs after a resume, and two steps later."""
     run, differing, saved = compare.build_table_run(world_size, overrides), {}, {}
-    losses = train(run, range(2))
     with ExitStack() as stack:
-        for mode in MODES:
-            saver = stack.enter_context(open_saver(run, mode, Path(folder)))
-            saver.save(2, name_tensors(run.saved, run.optimizer))
-            saved[mode] = Saved(2, saver.folder / "step-2", dist.group.WORLD)
+        savers = [stack.enter_context(open_saver(run, mode, Path(folder))) for mode in MODES]
+        for step in (1, 2):
+            train(run, range(step - 1, step))
+            for mode, saver in zip(MODES, savers, strict=True):
+                saver.save(step, name_tensors(run.saved, run.optimizer))
+                saved[mode] = Saved(step, saver.folder / f"step-{step}", dist.group.WORLD)
         state = copy_state(run)
         losses = train(run, range(2, 4))
     last_state = copy_state(run)

@@ -56,9 +56,7 @@ def ours(tmp_path) -> Path:
     return tmp_path / "step-7"
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama 3.1, scaled RoPE", "Llama 3.2, tied", "Mixtral", "Qwen3-MoE", "Qwen3, tied"]
-)
+@pytest.mark.parametrize("name", ["Llama 3.2, tied", "Qwen3-MoE"])
 def test_a_checkpoint_becomes_a_folder_that_gives_our_logits(name, tmp_path, capsys, monkeypatch):
     args = replace(FLAVORS[name], vocab_size=258)
     save_ours(tmp_path / "step-7", args)

@@ -16,6 +16,7 @@ from layouts import (
     CP,
     DOCUMENTS,
     EP,
+    EVERY_SECOND,
     MODE,
     OPTION,
     PP,
@@ -65,7 +66,7 @@ RECOMPUTE = [
     {MODE: "none"},
     {MODE: "full"},
     {MODE: "selective", OPTION: "op"},
-    {MODE: "selective", OPTION: "2"},
+    EVERY_SECOND,
 ]
 
 

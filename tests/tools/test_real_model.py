@@ -1,6 +1,5 @@
 """A real model from end to end, compared with transformers: ids, loss, text, fine-tuning on three layouts, export."""
 
-import json
 import os
 import subprocess
 import sys
@@ -48,19 +47,13 @@ def theirs(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def test_ids_and_the_loss_of_a_text_are_those_of_transformers(folder, theirs, tmp_path, capsys):
+def test_ids_and_the_loss_of_a_text_are_those_of_transformers(folder, theirs, tmp_path, run_json):
     tokenizer = load_tokenizer(folder)
     text = TEXT[:3000]
     ids = tokenizer.encode(text)
     assert ids == AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    assert (
-        main(
-            ["eval", str(folder), "--data", str(tmp_path / "text.txt"), "--seq-len=8192", "--json"]
-        )
-        == 0
-    )
-    report = json.loads(capsys.readouterr().out)
+    report = run_json("eval", folder, "--data", tmp_path / "text.txt", "--seq-len=8192")
     tokens = torch.tensor([*ids, tokenizer.eos_id])
     with torch.no_grad():
         logits = theirs(tokens[None, :-1]).logits[0].double()
@@ -69,17 +62,16 @@ def test_ids_and_the_loss_of_a_text_are_those_of_transformers(folder, theirs, tm
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_the_likeliest_text_is_that_of_transformers(is_chat, folder, theirs, capsys):
+def test_the_likeliest_text_is_that_of_transformers(is_chat, folder, theirs, run_json):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for prompt in PROMPTS[: 1 if is_chat else None]:
-        options = ["--prompt", prompt, "--temperature=0", "--max-new-tokens=24", "--json"]
+        options = ["--prompt", prompt, "--temperature=0", "--max-new-tokens=24"]
         ids = tokenizer(prompt).input_ids
         if is_chat:
             options.append("--chat")
             talk = [{"role": "user", "content": prompt}]
             ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
-        assert main(["generate", str(folder), *options]) == 0
-        report = json.loads(capsys.readouterr().out)
+        report = run_json("generate", folder, *options)
         assert report["prompt_tokens"] == ids
         found = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=24)
         expected = found[0, len(ids) :].tolist()

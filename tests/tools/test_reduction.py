@@ -1,16 +1,13 @@
 """A real config made small: exactly its degrees, the relations that are kept, and the deep run."""
 
-from pathlib import Path
-
 import compare
 import pytest
 from layouts import CP, EP, PP, REPLICATE, SCHEDULE, SHARD, TP
 
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.reader import CONFIG_FOLDER, read_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.tools.verify.plain import make_batch, run_plainly
 from torchtitan_lite.tools.verify.reduction import (
     count_layers,
     deepen,
@@ -18,9 +15,7 @@ from torchtitan_lite.tools.verify.reduction import (
     reduce_config,
 )
 
-CONFIGS = sorted(
-    path.stem for path in (Path(__file__).resolve().parent.parent.parent / "configs").glob("*.toml")
-)
+CONFIGS = sorted(path.stem for path in CONFIG_FOLDER.glob("*.toml"))
 LAYERS_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 
 
@@ -200,19 +195,3 @@ def test_each_small_run_keeps_the_layout_and_the_deep_one_is_deep_long_and_far(n
     assert deep.model.n_layers >= 12 and deep.training.seq_len > 256
     assert layout.n_microbatches >= 12 or layout.pp == 1
     assert deep.training.seq_len / deep.training.loss_chunk_tokens >= 11
-
-
-def test_the_batch_masks_unequally_and_documents_are_many_and_far_away():
-    keys = {"model.attention": "document", "training.seq_len": 560}
-    config = compare.override(compare.TABLE_CONFIG, keys)
-    batch = make_batch(config, 0)
-    counted = (batch.targets != -100).sum(1)
-    assert counted[0] > 500 and counted[1] == 0 and len(set(counted.tolist())) > 5
-    assert batch.doc_ids.max() > 256
-    assert {0, 1, 2**13, 2**13 + 1, 2**19} <= set(batch.positions[0].tolist())
-
-
-def test_loads_are_uneven_and_one_expert_of_each_layer_gets_no_token():
-    for step in run_plainly(reduce_config(read("debug_moe"), 2).config, 2):
-        for load in step.loads.values():
-            assert sorted(load.tolist())[0] == 0 and load.max() > 1.5 * load.sort().values[-2]
