@@ -1,10 +1,12 @@
-"""Fixtures of many tests: one thread, signals, one pool of ranks."""
+"""Fixtures of many tests: one thread, signals, one pool of ranks, what a tool prints."""
 
+import json
 import signal
 
 import pytest
 import torch
 
+from torchtitan_lite.__main__ import main
 from torchtitan_lite.tools.verify.ranks import RankPool
 
 
@@ -20,7 +22,27 @@ def ctrl_c_is_heard():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def skip_without_gpu(request):
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
 @pytest.fixture(scope="session")
 def pool():
     with RankPool() as ranks:
         yield ranks
+
+
+@pytest.fixture
+def run_json(capsys):
+    """Function: a tool and its arguments -> what --json prints."""
+
+    def run(*args: object) -> dict:
+        capsys.readouterr()
+        status = main([*map(str, args), "--json"])
+        printed = capsys.readouterr()
+        assert status == 0, printed.err
+        return json.loads(printed.out)
+
+    return run

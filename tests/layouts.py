@@ -70,15 +70,7 @@ ENDS_ALONE = [
 ]
 
 
-def accumulate(local_batch_size: int) -> dict[str, object]:
-    return {"training.local_batch_size": local_batch_size, "training.global_batch_size": 8}
-
-
-RECOMPUTE = {
-    "no": {MODE: "none"},
-    "full": {MODE: "full"},
-    "every-second-layer": {MODE: "selective", OPTION: "2"},
-}
+EVERY_SECOND = {MODE: "selective", OPTION: "2"}
 
 
 @dataclass(frozen=True)
@@ -104,8 +96,8 @@ FAST = {
     "dp2": Row(2),
     "dp4": Row(4),
     "ddp2": Row(2, {REPLICATE: 2}),
-    "hsdp2x2 accumulation 2": Row(4, {REPLICATE: 2, **accumulate(1), **TWO_LAYERS}),
-    "accumulation 2": Row(1, accumulate(4)),
+    "hsdp2x2 accumulation 2": Row(4, {REPLICATE: 2, **ACCUMULATION_4, **TWO_LAYERS}),
+    "accumulation 2": Row(1, {"training.local_batch_size": 4}),
     "dp2 accumulation 4 ZeRO-1": Row(2, {ZERO: 1, **ACCUMULATION_4}),
     "dp2 accumulation 4 ZeRO-2": Row(2, {ZERO: 2, **ACCUMULATION_4}),
     "dp2 accumulation 4 ZeRO-3": Row(2, {ZERO: 3, **ACCUMULATION_4}),
@@ -136,9 +128,7 @@ FAST = {
     "cp2, Qwen2 tied": Row(2, {CP: 2, **BIASES, **TIED, **TWO_LAYERS}),
     # recompute, compile, offload
     "full recompute": Row(1, {MODE: "full"}),
-    "pp2 GPipe, every-second-layer recompute": Row(
-        2, {PP: 2, SCHEDULE: "GPipe", **RECOMPUTE["every-second-layer"]}
-    ),
+    "pp2 GPipe, every-second-layer recompute": Row(2, {PP: 2, SCHEDULE: "GPipe", **EVERY_SECOND}),
     "pp2 Interleaved1F1B, full recompute": Row(
         2, {PP: 2, SCHEDULE: "Interleaved1F1B", MODE: "full"}
     ),

@@ -26,6 +26,7 @@ from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.parallel import process_groups
 from torchtitan_lite.tools.verify.train_py import make_environment, process_left_as_it_was
 
+STREAMS = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 MARK = "RUN_UNDER_TEST"  # variable in the environment of every process of a run: its dump folder
 
 
@@ -108,8 +109,7 @@ def launch(
         "PYTHON": sys.executable,
         **environment,
     }
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+    return subprocess.Popen(command, env=environment, start_new_session=True, **STREAMS)
 
 
 def read_until(process: subprocess.Popen, pattern: str) -> str:
@@ -152,10 +152,14 @@ def list_children(pid: int) -> list[int]:
         return []
 
 
+def read_records(dump_folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (dump_folder / "metrics.jsonl").open()]
+
+
 def read_losses(dump_folder: Path, name: str = "loss") -> dict[int, float]:
     """Return step -> its loss, or another number that was measured."""
-    lines = [json.loads(line) for line in (dump_folder / "metrics.jsonl").read_text().splitlines()]
-    numbers = [(line["step"], line[name]) for line in lines if name in line]
+    records = read_records(dump_folder)
+    numbers = [(record["step"], record[name]) for record in records if name in record]
     assert len(dict(numbers)) == len(numbers), "a step was logged twice"
     return dict(numbers)
 

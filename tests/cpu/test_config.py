@@ -189,7 +189,7 @@ def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml
 
 
 @pytest.mark.parametrize(
-    ("text", "key", "remedy"),
+    "text, key, remedy",
     [
         (
             "[paralelism]\ntensor_parallel_degree = 2",

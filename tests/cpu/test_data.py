@@ -263,7 +263,6 @@ def test_failure_in_the_thread_is_raised_at_its_batch_and_ends_the_thread(stream
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a GPU need a GPU")
 def test_batches_arrive_on_the_gpu(stream):
     batches = prefetch(stream, range(4), steps=range(3), device=torch.device("cuda", 0))
     for step, batch in enumerate(batches):

@@ -104,7 +104,6 @@ def test_attention_in_blocks_is_attention_document_by_document_and_compiles_with
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
     part, _ = make_part(2)
     found = []

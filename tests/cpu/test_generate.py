@@ -48,12 +48,13 @@ def read_without_cache(model: Llama3, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "pieces"),
+    "name, pieces",
     [
         ("Llama 3.1, scaled RoPE", [60] + [1] * 30),
         ("Llama 3.2, tied", [40, 30, 1, 19]),
         ("head dim of its own", [90]),
         ("one key/value head", [60] + [1] * 30),
+        ("Qwen3-MoE, a dense layer, weights as they are", [85] + [1] * 5),
     ],
 )
 def test_logits_with_a_cache_are_those_without(name, pieces):
@@ -83,7 +84,7 @@ def test_a_step_computes_one_token_and_the_head_only_the_last_one():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
+    "temperature, top_k, top_p",
     [(0.7, 0, 1), (1, 5, 1), (1, 500, 1), (1.3, 0, 0.3), (0.6, 20, 0.8)],
 )
 def test_limits_are_those_of_transformers(temperature, top_k, top_p):

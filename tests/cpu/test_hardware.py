@@ -87,7 +87,7 @@ def test_a_driver_that_fails_or_hides_every_gpu_leaves_the_cpu(nvidia_smi, monke
 
 
 @pytest.mark.parametrize(
-    ("visible", "n_devices"),
+    "visible, n_devices",
     [(None, 2), ("1, 0", 2), ("GPU-aab2", 1), ("0", 1), ("0,7", 0), ("-1", 0)],
 )
 def test_the_driver_lists_what_cuda_visible_devices_names(
@@ -111,7 +111,7 @@ def test_a_limit_of_the_control_group_or_any_around_it_is_a_limit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "tflops"),
+    "name, tflops",
     [
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA H100 80GB HBM3", 989),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import list_differing
 from safetensors.torch import load_file
 from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -80,21 +81,17 @@ def test_an_export_gives_our_logits_in_transformers_and_comes_back_bit_by_bit(
     assert index["metadata"]["total_size"] == expected["metadata"]["total_size"]
     assert index["weight_map"].keys() == expected["weight_map"].keys()
     assert open_folder(tmp_path / "theirs").model_args == FLAVORS[name]
-    back = dict(load_ours(tmp_path / "ours").named_parameters())
-    assert [
-        fqn for fqn, parameter in ours.named_parameters() if not torch.equal(parameter, back[fqn])
-    ] == []
+    for folder in ("ours", "theirs"):
+        back = load_ours(tmp_path / folder)
+        assert list_differing(back.state_dict(), ours.state_dict()) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "dtype", "file_size"),
+    "name, version, dtype, file_size",
     [
         ("Llama 3.1, scaled RoPE", 4, "float32", "1GB"),
         ("Llama 3.2, tied", 5, "bfloat16", "30KB"),
         ("linear scaling", 4, "float16", "1GB"),
-        ("Qwen3", 4, "float32", "1GB"),
-        ("Mixtral", 5, "bfloat16", "30KB"),
-        ("Qwen3-MoE, a dense layer, weights as they are", 5, "float32", "1GB"),
         ("Qwen3-MoE, each second layer", 4, "float32", "30KB"),
     ],
 )

@@ -6,12 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, Model
 from torchtitan_lite.parallel import tensor_parallel
-
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 # Floor of a module, by the longest name that it starts with. A module imports from floors below its own and from its
 # own row; rows on one floor never import each other.

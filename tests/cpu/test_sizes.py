@@ -124,7 +124,7 @@ OLMO_NORM = ModuleRow(
 
 
 @pytest.mark.parametrize(
-    ("row", "tp", "key"),
+    "row, tp, key",
     [
         (OLMO_NORM, 2, "parallelism.tensor_parallel_degree"),
         (OLMO_NORM, 1, None),

@@ -49,9 +49,14 @@ def working_folder(tmp_path, monkeypatch):
         run = describe_run(
             with_value(read_config(RUN).config, "model.hf_assets_path", assets), {}, {}
         )
-        unfinished = folders.create_unfinished(Path(f"step-{step}"))
-        folders.write_manifest(unfinished, Manifest(step, fingerprint, run, STATE), {})
-        folders.commit(Path(f"step-{step}"))
+        commit(Path(f"step-{step}"), Manifest(step, fingerprint, run, STATE))
+
+
+def commit(final: Path, manifest: Manifest) -> None:
+    """Write a checkpoint without files of tensors."""
+    unfinished = folders.create_unfinished(final)
+    folders.write_manifest(unfinished, manifest, {})
+    folders.commit(final)
 
 
 def write_hugging_face(name: str, args: ModelArgs, context: int | None = None) -> None:
@@ -169,9 +174,7 @@ def save(step: int, *args: str, tensors: dict[str, TensorRecord] = STATE) -> Pat
     )
     final = prepared.dump_folder / "checkpoint" / f"step-{step}"
     run = describe_run(prepared.config, {}, {})
-    unfinished = folders.create_unfinished(final)
-    folders.write_manifest(unfinished, Manifest(step, fingerprint, run, tensors), {})
-    folders.commit(final)
+    commit(final, Manifest(step, fingerprint, run, tensors))
     return final
 
 
@@ -179,7 +182,7 @@ SGD = ["--optimizer.name=SGD", "--optimizer.implementation=foreach"]
 
 
 @pytest.mark.parametrize(
-    ("args", "differing"),
+    "args, differing",
     [
         (
             ["--optimizer.lr=1e-4", "--training.steps=300", "--training.local_batch_size=1"],

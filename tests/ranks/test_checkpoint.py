@@ -6,6 +6,7 @@ import subprocess
 import threading
 
 import compare
+import layouts
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,24 +21,22 @@ from checkpoints import (
     train_and_save,
     whole_state,
 )
-from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TP
+from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TIED, TP
+from marks import choose_fast
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtitan_lite.checkpoint.format import find_steps
-from torchtitan_lite.checkpoint.save import name_tensors, name_weights
+from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
 ADAMW = {
-    "optimizer.name": "AdamW",
-    "optimizer.lr": 0.01,
-    "optimizer.weight_decay": 0.1,
+    **layouts.ADAMW,
     "lr_scheduler.warmup_steps": 4,
     "lr_scheduler.total_steps": 10,
     MODE: "none",  # what is computed again, is not saved
 }
-TIED = {"flavor.tie_embeddings": True}
 IN_3D = (8, {PP: 2, TP: 2, SCHEDULE: "Interleaved1F1B", **ADAMW})
 KEEP_ALL = Checkpoint(enable=True, keep_latest_k=0)
 
@@ -75,7 +74,7 @@ def open_on(
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OPENED_ON],
+    choose_fast(OPENED_ON, FAST),
 )
 def test_a_checkpoint_of_3d_opens_on_another_layout_and_comes_back_with_every_element_equal(
     pool, saved, tmp_path, name
@@ -159,7 +158,7 @@ def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(po
 
 
 @pytest.mark.parametrize(
-    ("overrides", "more", "message"),
+    "overrides, more, message",
     [
         (
             {"model.n_layers": 5},
@@ -192,38 +191,6 @@ def test_moments_begin_anew_where_the_optimizer_is_excluded(pool, saved):
 
 
 # ---------------------------------------------------------------- asynchronous
-
-
-def save_beside(rank: int, world_size: int, folder: str, mode: str, n_saves: int) -> list[dict]:
-    """Worker: saves after every step, then weights in bfloat16. The whole states at those steps."""
-    run = compare.build_table_run(world_size, ADAMW)
-    states = []
-    with make_saver(
-        folder, Checkpoint(enable=True, async_mode=mode, keep_latest_k=0), run.optimizer
-    ) as saver:
-        for step in range(n_saves):
-            train(run, range(step, step + 1))
-            states.append(whole_state(run))
-            saver.save(step + 1, name_tensors(run.parameters, run.optimizer))
-        saver.save(
-            n_saves + 1,
-            {name: weight.bfloat16() for name, weight in name_weights(run.parameters).items()},
-        )
-    return states
-
-
-@pytest.mark.parametrize(
-    "mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)]
-)
-def test_an_asynchronous_save_holds_the_step_it_was_asked_for(pool, tmp_path, mode):
-    states = pool.run(save_beside, 2, str(tmp_path), mode, 3)[0]
-    rounded = {
-        name: weight.bfloat16().float()
-        for name, weight in states[-1].items()
-        if name.startswith("model.")
-    }
-    for step, state in enumerate([*states, rounded], 1):
-        assert list_differing(assemble(tmp_path / f"step-{step}"), state) == []
 
 
 def delay_the_copy(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:

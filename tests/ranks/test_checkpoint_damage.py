@@ -192,7 +192,7 @@ def replace_by_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "resumed"),
+    "change, reason, resumed",
     [
         (flip_bit, "manifest.json has changed since it was written", 4),
         (lambda path: path.with_name("checksums").unlink(), "checksums is missing", 4),

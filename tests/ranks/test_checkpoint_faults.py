@@ -166,7 +166,7 @@ def test_loading_on_another_layout_takes_its_share_and_no_more_than_one_tensor(p
 
 
 @pytest.mark.parametrize(
-    ("keys", "steps"),
+    "keys, steps",
     [
         ({}, [5, 10, 12]),
         ({"enable_first_step_checkpoint": True}, [1, 5, 10, 12]),

@@ -9,14 +9,15 @@ import compare
 import pytest
 import torch
 from layouts import CHUNKS, COMPILED, MODE, PP, TP, TWO_LAYERS
+from marks import slow
 from torch._dynamo.utils import get_compilation_metrics
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config import machine
 from torchtitan_lite.config.checks import check_machine
 from torchtitan_lite.config.schema import Compile, Config
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 N_STEPS = 4
 
 
@@ -53,7 +54,7 @@ COMPILED_RUNS = {  # name -> ranks, keys
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("pp2", marks=pytest.mark.slow), "accumulation", "tp2, chunks of two sizes"],
+    [slow("pp2"), "accumulation", "tp2, chunks of two sizes"],
 )
 def test_nothing_is_compiled_after_the_second_step(pool, name):
     world_size, keys = COMPILED_RUNS[name]
@@ -106,7 +107,7 @@ def test_a_second_run_finds_what_the_first_has_compiled(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device_type", "there", "environment", "missing"),
+    "device_type, there, environment, missing",
     [
         ("cpu", ["g++", "Python.h"], {}, ""),
         ("cpu", ["mine", "Python.h"], {"CXX": "mine"}, ""),

@@ -105,7 +105,7 @@ def attend_on_rank(mesh: DeviceMesh, kind: str, inputs: list[torch.Tensor]) -> f
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "dtype", "n_kv_heads", "most"),
+    "n_ranks, dtype, n_kv_heads, most",
     [
         (2, torch.float32, (4, 2, 1), 1e-5),
         (3, torch.float32, (2,), 1e-5),
@@ -183,7 +183,7 @@ def test_all_ranks_do_the_same_attention_work_and_none_of_it_twice(pool, n_ranks
 
 
 @pytest.mark.parametrize(
-    ("method", "expected"),
+    "method, expected",
     [
         ("allgather", {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1}),
         (
@@ -226,7 +226,7 @@ def attend_in_parts(query, key, value, grad_out) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype"),
+    "device, dtype",
     [
         ("cpu", torch.float32),
         ("cpu", torch.bfloat16),
@@ -235,8 +235,6 @@ def attend_in_parts(query, key, value, grad_out) -> list[torch.Tensor]:
     ],
 )
 def test_parts_of_an_attention_merge_to_the_whole(device, dtype):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     query, key, value, grad_out = [tensor.to(device, dtype) for tensor in make_inputs(2)]
     inputs = query[:, :, N_EARLY:], key, value, grad_out[:, :, N_EARLY:]
     found = attend_in_parts(*inputs)

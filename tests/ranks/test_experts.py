@@ -1,7 +1,6 @@
 """Mixtures of experts: what one process computes, what is counted, how the bias moves, what the log says."""
 
 import copy
-from dataclasses import replace
 from functools import partial
 
 import compare
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import list_differing, load_and_train, merge_states, train_and_save
-from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, PP, SCHEDULE, TP, TWO_LAYERS
+from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, MOE, PP, SCHEDULE, TP
 from torch import Tensor
 
 from torchtitan_lite import step as stepping
@@ -18,20 +17,10 @@ from torchtitan_lite.components.expert_balance import (
     count_collapsed,
     describe_load,
 )
-from torchtitan_lite.config.block import list_parameters
-from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.model_rows import MoEArgs
-from torchtitan_lite.config.schema import Checkpoint, Model
-from torchtitan_lite.model.kv_cache import CachedModel
+from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.model.moe import MoE
-from torchtitan_lite.models.llama3.modules import Llama3
-from torchtitan_lite.parallel.initial_weights import fill_tensor
 
-MOE = {
-    "model.flavor": "debug_moe",
-    "flavor.expert_ffn_dim": 48,
-    "model.head_dim": 8,
-}
 TOKENS = compare.GLOBAL_BATCH_SIZE * compare.SEQ_LEN
 
 
@@ -128,7 +117,7 @@ def test_the_auxiliary_gradient_is_that_of_the_papers_loss():
 
 def count_step(rank: int, world_size: int, overrides: dict) -> dict:
     """Worker: return the loads of a step, and the biases after it, of all layers."""
-    run = compare.build_table_run(world_size, {**MOE, **TWO_LAYERS, **overrides})
+    run = compare.build_table_run(world_size, {**MOE, **overrides})
     batch = compare.make_batch(0, run.config.model.vocab_size)
     batch = compare.own_rows(run, batch)
     sharded = stepping.shard_for_cp(run, batch)
@@ -173,7 +162,7 @@ def test_every_layout_counts_each_token_once_and_moves_the_same_biases(pool, nam
 # ---------------------------------------------------------------- checkpoints
 
 
-TRAINED = {**MOE, **ADAMW, **TWO_LAYERS, "training.expert_bias_rate": 0.01}
+TRAINED = {**MOE, **ADAMW, "training.expert_bias_rate": 0.01}
 OPENED_ON = {
     "dp2, ep1": (2, {EP: 1}),
     "tp2 x dp2, ep4": (4, {TP: 2, EP: 4}),
@@ -213,7 +202,7 @@ def test_a_checkpoint_of_ep2_opens_on_another_layout_with_every_element_and_bias
 
 def count_and_sum(rank: int, world_size: int) -> tuple[list, list]:
     """Worker: return the loads of all ranks after two forward passes of many tokens, and this rank's own counts."""
-    run = compare.build_table_run(world_size, {**MOE, **TWO_LAYERS})
+    run = compare.build_table_run(world_size, MOE)
     own = []
     for layer, router in run.balance.routers.items():
         generator = torch.Generator().manual_seed(2 * rank + layer)
@@ -258,25 +247,3 @@ def test_a_load_that_stays_on_one_expert_is_warned_of_once_with_keys(caplog):
         n_collapsed = count_collapsed(step, load, moe_args, n_collapsed)
     (warning,) = caplog.messages
     assert warning.startswith("step 6: an expert gets 3.0 times the mean load of its layer")
-
-
-# ---------------------------------------------------------------- with the rest of the trainer
-
-
-def test_a_cache_gives_the_logits_of_the_whole_text():
-    torch.manual_seed(0)
-    args = resolve_model(Model(flavor="debug_moe", n_layers=2))
-    moe = replace(args.moe, n_shared_experts=1)
-    args = replace(args, qk_norm=True, moe=moe)
-    model = Llama3(args)
-    for fqn, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(len(fqn))
-        fill_tensor(parameter.data, list_parameters(args)[fqn], generator)
-    tokens = torch.randint(args.vocab_size, (9,))
-    with torch.inference_mode():
-        logits = model(tokens[None], positions=torch.arange(9)[None])
-    cached = CachedModel(model)
-    cached.read(tokens[:6].tolist())
-    for token in tokens[6:].tolist():
-        last = cached.read([token])
-    assert compare.relative_error(last, logits[0, -1]) < 1e-5

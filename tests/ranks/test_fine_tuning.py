@@ -10,6 +10,7 @@ import pytest
 import torch
 import warm_start
 from made_corpora import write_corpus
+from marks import choose_fast
 from test_check import LAPTOP
 from test_hugging_face import spell_as_version_4
 from test_model import PLAIN
@@ -51,7 +52,6 @@ class Case:
 CASES = {
     "untied, in several files": Case(UNTIED, version=4, shard_size="60KB"),
     "tied, published in bfloat16": Case(replace(UNTIED, tie_embeddings=True), dtype="bfloat16"),
-    "tied, on pp2 x dp2": Case(replace(UNTIED, tie_embeddings=True), n_ranks=4, layout=(PP,)),
     "Qwen2, tied, on pp2 x tp2": Case(
         replace(UNTIED, qkv_bias=True, tie_embeddings=True), n_ranks=4, layout=(PP, TP)
     ),
@@ -73,6 +73,7 @@ CASES = {
         layout=(BALANCE,),
     ),
 }
+SLOW = ["linear scaling, on dp2 x tp2"]
 
 
 def publish(folder: Path, case: Case) -> Path:
@@ -131,9 +132,9 @@ def read_json(folder: Path, name: str = "config.json") -> dict:
     return json.loads((folder / name).read_text())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", choose_fast(CASES, CASES.keys() - SLOW))
 def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
-    name, pool, tmp_path, capsys
+    name, pool, tmp_path, run_json
 ):
     case = CASES[name]
     source = publish(tmp_path / "source", case)
@@ -161,10 +162,8 @@ def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
 
     theirs = load_equal(step_6, out, before)
 
-    capsys.readouterr()
-    options = ["--prompt", "The cat", "--temperature", "0", "--max-new-tokens", "50", "--json"]
-    assert main(["generate", str(step_6), *options]) == 0
-    written = json.loads(capsys.readouterr().out)
+    options = ["--prompt", "The cat", "--temperature", "0", "--max-new-tokens", "50"]
+    written = run_json("generate", step_6, *options)
     prompt = AutoTokenizer.from_pretrained(out)("The cat", return_tensors="pt").input_ids
     assert prompt[0].tolist() == written["prompt_tokens"]
     expected = theirs.generate(prompt, do_sample=False, max_new_tokens=50)[

@@ -130,7 +130,7 @@ class Matmuls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("recipe_name", "n_matmuls"),
+    "recipe_name, n_matmuls",
     [
         ("tensorwise", 3),
         ("rowwise", 3),
@@ -156,7 +156,7 @@ def count_matmuls(rank: int, world_size: int, overrides: dict) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mode", "matmuls_per_linear"),
+    "mode, matmuls_per_linear",
     [
         ("none", 3),
         ("selective", 3),

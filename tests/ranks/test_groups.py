@@ -4,18 +4,11 @@ import threading
 from collections import defaultdict
 from functools import partial
 
-import compare
 import pytest
 import torch
 import torch.distributed as dist
 import warm_start
-
-from torchtitan_lite import step as stepping
-from torchtitan_lite.parallel.process_groups import (
-    Groups,
-    make_host_group,
-    set_timeouts,
-)
+from marks import slow
 
 FRONT = (
     torch.DispatchKey.BackendSelect
@@ -94,7 +87,7 @@ def name_group(group: dist.ProcessGroup) -> str:
     return f"{group.group_desc}, {group.group_name}"
 
 
-@pytest.mark.parametrize("layout", ["dp2", "pp2", pytest.param("tp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["dp2", "pp2", slow("tp2")])
 def test_no_two_threads_use_one_group_and_every_group_has_a_time_out_of_comm(
     pool, letters, tmp_path, layout
 ):
@@ -122,32 +115,3 @@ def check_timeouts(timeouts_s: dict[str, float]) -> None:
         else:
             assert timeout_s == TRAIN_TIMEOUT_S, group
     assert n_host_groups == 2
-
-
-# ---------------------------------------------------------------- time-outs
-
-
-def wait_for_hung_peer(rank: int, world_size: int) -> str:
-    """Worker: return the error of rank 0 if the other rank does not start the second step."""
-    run = compare.build_table_run(world_size, {})
-    batch = compare.make_batch(0, run.config.model.vocab_size)
-    batch = compare.own_rows(run, batch)
-    stepping.train_step(run, batch)
-    host = make_host_group("host", INIT_TIMEOUT_S)
-    saver = make_host_group("saver", INIT_TIMEOUT_S)
-    set_timeouts(1, Groups(host, saver))
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["rank 0 gave up"])
-        return ""
-    try:
-        stepping.train_step(run, batch)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        store.set("rank 0 gave up", "")
-    return "no time-out"
-
-
-def test_a_hung_peer_is_waited_for_as_long_as_was_set_and_no_longer(pool):
-    assert "1000ms" in pool.run(wait_for_hung_peer, 2)[0]

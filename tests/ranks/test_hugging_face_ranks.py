@@ -8,7 +8,8 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import ADAMW, PP, REPLICATE, SCHEDULE, TP
+from layouts import ADAMW, EP, PP, REPLICATE, SCHEDULE, TP
+from marks import slow
 from safetensors.torch import load_file
 from their_llama import make_their_config
 from torch import Tensor
@@ -24,7 +25,6 @@ from torchtitan_lite.faults.start import load_initial
 
 MODEL_ARGS = compare.resolve_model(compare.TABLE_CONFIG.model)
 SIX = {"training.global_batch_size": 6}  # a batch that three ranks can share
-EP = "parallelism.expert_parallel_degree"
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "head_dim": 24, "vocab_size": 64}
 EXPERTS = {"n_experts": 8, "top_k": 2, "expert_ffn_dim": 128}
 MIXTRAL = {"model.flavor": "debug_moe"} | {f"model.{key}": value for key, value in SIZES.items()}
@@ -81,7 +81,7 @@ def load_shards(
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS],
+    [slow(name) if name in SLOW else name for name in LAYOUTS],
 )
 def test_a_folder_is_loaded_on_any_layout_bit_by_bit(pool, tmp_path, name):
     world_size, overrides = LAYOUTS[name]

@@ -1,6 +1,5 @@
 """The heart of the tests: every layout computes the single-device model, and each refused one really does not."""
 
-from functools import partial
 from unittest.mock import patch
 
 import compare
@@ -22,6 +21,7 @@ from layouts import (
     ZERO,
     Row,
 )
+from marks import slow
 
 from torchtitan_lite.config import layout
 from torchtitan_lite.config.layout import resolve_model
@@ -29,8 +29,6 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.verify.precision import try_precision
 from torchtitan_lite.tools.verify.ranks import RankFailure
 from torchtitan_lite.tools.verify.trial import make_trial
-
-slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [*FAST, *map(slow, CROSSES)])
@@ -74,7 +72,7 @@ def refuse_nothing():
     return patch.object(layout, "find_refused", lambda *args: [])
 
 
-@pytest.mark.parametrize(("key", "row", "symptom"), REFUSED)
+@pytest.mark.parametrize("key, row, symptom", REFUSED)
 def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, key, row, symptom):
     config = compare.complete(row.overrides, row.world_size)
     with pytest.raises(ConfigError) as refusal:

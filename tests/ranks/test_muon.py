@@ -6,6 +6,7 @@ import compare
 import pytest
 import torch
 from layouts import ACCUMULATION_4, CP, EP, FIVE_EXPERTS, MOE, PP, REPLICATE, SHARED, TP, ZERO
+from marks import choose_fast
 from measure_memory import MODEL, plan
 from mutants_of_muon import MUON
 from test_costs import assert_equal_traffic
@@ -93,7 +94,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", choose_fast(LAYOUTS, LAYOUTS.keys() - {"dp4", "pp2 x dp2 x tp2"}))
 def test_weights_and_state_are_those_of_one_process(pool, tmp_path, name):
     """Five steps, some clipped and some skipped. Updates may differ by 1e-5."""
     world_size, keys = LAYOUTS[name]
@@ -114,15 +115,7 @@ def test_weights_and_state_are_those_of_one_process(pool, tmp_path, name):
 FAST = ("dp2 x tp2", "debug_moe_3d", "shared experts")
 
 
-CLOSED_FORMS = []
-for layout in LAYOUTS:
-    if layout in FAST:
-        CLOSED_FORMS.append(layout)
-    elif layout != "one rank":  # which sends nothing
-        CLOSED_FORMS.append(pytest.param(layout, marks=pytest.mark.slow))
-
-
-@pytest.mark.parametrize("name", CLOSED_FORMS)
+@pytest.mark.parametrize("name", choose_fast(LAYOUTS, FAST))
 def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
     world_size, keys = LAYOUTS[name]
     keys = {**MODEL, **MUON, **keys, "training.mixed_precision_param": "bfloat16"}

@@ -19,6 +19,7 @@ from layouts import (
     DOCUMENTS,
     EP,
     MODE,
+    MOE,
     PP,
     PRECOMPUTE,
     RING,
@@ -48,8 +49,6 @@ BY_MASK = (
     "_unsafe_index",
 )  # masks among the indices count
 
-EXPERTS = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 48}
-
 RUNS = {
     "one rank": (1, {}),
     "one rank, accumulation": (1, {"training.local_batch_size": 2}),
@@ -62,8 +61,8 @@ RUNS = {
     "dp2 x tp2, bf16 moments": (4, {TP: 2, "optimizer.moments_dtype": "bfloat16"}),
     "pp2": (2, {PP: 2}),
     "cp2": (2, {CP: 2}),
-    "one rank, experts": (1, EXPERTS),
-    "dp2 x tp2, experts without ep": (4, {TP: 2, **EXPERTS}),
+    "one rank, experts": (1, MOE),
+    "dp2 x tp2, experts without ep": (4, {TP: 2, **MOE}),
     "cp2, ring": (2, {CP: 2, **RING}),
 }
 
@@ -158,11 +157,11 @@ def count_waits(rank: int, world_size: int, overrides: dict[str, object]) -> int
     return reader.call_count
 
 
-@pytest.mark.parametrize(("mode", "n_waits"), [("none", 2 * 4), ("full", 2 * 2 * 4)])
+@pytest.mark.parametrize("mode, n_waits", [("none", 2 * 4), ("full", 2 * 2 * 4)])
 def test_with_ep_the_host_waits_once_a_layer_and_microbatch_and_again_where_it_is_recomputed(
     pool, mode, n_waits
 ):
-    overrides = {EP: 2, MODE: mode, **ACCUMULATION_4, **EXPERTS, **TWO_LAYERS}
+    overrides = {EP: 2, MODE: mode, **ACCUMULATION_4, **MOE}
     assert pool.run(count_waits, 2, overrides) == [n_waits] * 2
 
 
@@ -178,9 +177,6 @@ def gpu(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU: CUDA itself reports what waits for it"
-)
 @pytest.mark.parametrize(
     "name", [name for name, (world_size, _) in RUNS.items() if world_size == 1]
 )

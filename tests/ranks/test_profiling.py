@@ -1,11 +1,10 @@
-"""Profiling: where traces and snapshots are, what they hold, and the table in the log."""
+"""Profiling: where traces and snapshots are, and what they hold. Traces of a run on ranks: test_report.py."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-import warm_start
 
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.config.schema import Profiling
@@ -45,23 +44,6 @@ def test_traces_hold_the_last_steps_of_every_whole_period_and_bear_their_number(
     assert list_traces(tmp_path) == [f"elsewhere/step-{step}/rank-1.json" for step in steps]
     for step in steps:
         assert traced_matmuls(tmp_path / f"elsewhere/step-{step}/rank-1.json") == [step - 1, step]
-
-
-def test_train_py_traces_every_rank_and_rank_0_logs_the_file(pool, tmp_path):
-    keys = [
-        *warm_start.write_letters(tmp_path / "letters"),
-        f"--job.dump_folder={tmp_path}",
-        "--training.steps=2",
-    ]
-    keys += [
-        "--profiling.enable_profiling",
-        "--profiling.profile_freq=2",
-        "--profiling.profiler_warmup=1",
-    ]
-    assert pool.run(warm_start.start, 2, keys) == [0, 0]
-    assert list_traces(tmp_path / "traces") == ["step-2/rank-0.json", "step-2/rank-1.json"]
-    log = (tmp_path / "log.txt").read_text()
-    assert f" step 2 traced to {tmp_path}/traces/step-2/rank-0.json\n" in log
 
 
 # ---------------------------------------------------------------- memory snapshots

@@ -6,6 +6,7 @@ import compare
 import pytest
 import torch
 from layouts import BFLOAT16, MODE, PP, SCHEDULE, TP, ZERO, Row
+from marks import slow
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_lite import step as stepping
@@ -34,7 +35,7 @@ def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "n_layers", "layers"),
+    "parallelism, n_layers, layers",
     [
         (pipeline(4), 32, [8, 9, 8, 7]),  # embedding and head weigh one layer each
         (pipeline(2, first_stage_less_layers=5), 8, [2, 6]),
@@ -59,7 +60,7 @@ GIVEN = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "n
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    "given, why",
     [
         ([GIVEN[0], GIVEN[1][1:]], "in the order of the model"),
         ([GIVEN[0], GIVEN[1][:-1]], "in the order of the model"),
@@ -116,7 +117,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [1, slow(2)])
 def test_weight_halves_in_bfloat16_are_summed_in_float32(pool, tmp_path, name, tp):
     """Without tp, every gradient is compared with one rank that sums in float32; the bound is 1e-5."""
     overrides = {PP: 2, TP: tp, MODE: "none", **BFLOAT16, **SPLITS[name]}
@@ -155,17 +156,13 @@ KINDS = ("1F1B", "LoopedBFS", "DualPipeV")  # a loop of its own, several stages 
         {TP: 2, ZERO: 1},  # parameters stay whole
         {TP: 2, ZERO: 3},
         *({PP: 2, SCHEDULE: name} for name in KINDS),
-        *(
-            pytest.param({PP: 2, SCHEDULE: n}, marks=pytest.mark.slow)
-            for n in SCHEDULES
-            if n not in KINDS
-        ),
+        *(slow({PP: 2, SCHEDULE: name}) for name in SCHEDULES if name not in KINDS),
     ],
 )
 def test_validation_runs_forward_through_every_schedule_and_zero_stage(pool, overrides):
     (plain,) = run_plainly(compare.TABLE_CONFIG, 1)
     expected = plain.loss
-    overrides = {**overrides, "activation_checkpoint.mode": "none"}
+    overrides = {**overrides, MODE: "none"}
     for validated, trained, disturbed in pool.run(validate_then_train, 4, overrides):
         assert validated == pytest.approx(expected, rel=1e-6)
         assert trained == pytest.approx(expected, rel=1e-6)
@@ -186,7 +183,7 @@ def list_traced(rank: int, world_size: int, overrides: dict[str, object]) -> lis
 
 
 def test_a_trace_names_each_action_of_the_pipeline_once(pool):
-    overrides = {PP: 2, SCHEDULE: "ZBVZeroBubble", ZERO: 1, "activation_checkpoint.mode": "none"}
+    overrides = {PP: 2, SCHEDULE: "ZBVZeroBubble", ZERO: 1, MODE: "none"}
     for names, stages in zip(pool.run(list_traced, 2, overrides), ((0, 3), (1, 2)), strict=True):
         n_microbatches = sum(name.startswith("pp F") for name in names) // 2
         for stage in stages:

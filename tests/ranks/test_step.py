@@ -15,14 +15,15 @@ from layouts import (
     COMPILED,
     CP,
     DOCUMENTS,
+    EVERY_SECOND,
     GATHER,
     MOE,
     PP,
-    RECOMPUTE,
     RING,
     TP,
     TWO_LAYERS,
 )
+from marks import choose_fast
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
@@ -174,27 +175,20 @@ DIAGNOSED = {  # ranks, layout
     "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, **TWO_LAYERS}),
     "cp2 ring, every second layer recomputed": (
         2,
-        {CP: 2, **RING, **RECOMPUTE["every-second-layer"]},
+        {CP: 2, **RING, **EVERY_SECOND},
     ),
     "cp2 documents, compiled": (2, {CP: 2, **DOCUMENTS, **COMPILED}),
     "dp2 float8": (2, {**GATHER, **BFLOAT16, **TWO_LAYERS}),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=pytest.mark.slow if n_ranks == 8 or keys.items() >= COMPILED.items() else ()
-        )
-        for name, (n_ranks, keys) in DIAGNOSED.items()
-    ],
-)
+SLOW = ("pp2 x dp2 x tp2", "cp2 documents, compiled")
+
+
+@pytest.mark.parametrize("name", choose_fast(DIAGNOSED, DIAGNOSED.keys() - SLOW))
 def test_the_rank_and_the_module_that_made_the_first_nan_are_named(pool, name):
     n_ranks, overrides = DIAGNOSED[name]
-    by_rank = pool.run(
-        break_many_steps, n_ranks, overrides, 3 if len(name) > 20 or "float8" in name else N_TRIALS
-    )
+    by_rank = pool.run(break_many_steps, n_ranks, overrides, N_TRIALS)
     for trial, (broken_rank, _, found) in enumerate(by_rank[0]):
         assert all(answers[trial][2] == found for answers in by_rank)
         if broken_rank is None:
@@ -221,9 +215,7 @@ def break_a_weight(rank: int, world_size: int, kind: str) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"), [("value", "the weight"), ("gradient", "the gradient of")]
-)
+@pytest.mark.parametrize("kind, said", [("value", "the weight"), ("gradient", "the gradient of")])
 def test_a_weight_or_its_gradient_is_named(pool, kind, said):
     for found in pool.run(break_a_weight, 2, kind):
         assert found.startswith(f"{said} layers.2.feed_forward.w1.weight on rank 1 (")

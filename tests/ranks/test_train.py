@@ -1,6 +1,5 @@
 """train.py: killed and restarted under torchrun, resumed on another layout."""
 
-import json
 import os
 import random
 import shutil
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import warm_start
+from marks import slow
 from warm_start import finish, kill_rank, launch, list_differences, read_losses
 
 from torchtitan_lite.checkpoint.format import find_steps
@@ -61,11 +61,11 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "layout"),
+    "n_ranks, layout",
     [
         (3, "--training.local_batch_size=4"),
-        pytest.param(1, LAYOUT, marks=pytest.mark.slow),
-    ],  # slow: accumulates
+        slow(1, LAYOUT),  # accumulates
+    ],
 )
 def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(
     pool, unbroken, tmp_path, n_ranks, layout
@@ -99,9 +99,7 @@ def test_a_second_run_says_that_the_first_has_finished_and_changes_nothing(pool,
 
 
 def test_metrics_jsonl_tells_a_run_from_its_start_to_its_stop(unbroken):
-    records = [
-        json.loads(line) for line in (unbroken[0] / "metrics.jsonl").read_text().splitlines()
-    ]
+    records = warm_start.read_records(unbroken[0])
     kinds = {
         kind: [record["step"] for record in records if record["kind"] == kind] for kind in MARKS
     }

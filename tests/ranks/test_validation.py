@@ -22,7 +22,6 @@ from torchtitan_lite.validation import validate
 
 SEQ_LEN = compare.SEQ_LEN
 BYTES = {"model.vocab_size": 264}  # of the byte tokenizer 258, and a multiple of tp
-NO_RECOMPUTE = {MODE: "none"}  # a schedule that splits its backward allows none
 
 LAYOUTS = {  # name -> ranks, keys
     "one rank": (1, {}),
@@ -31,7 +30,7 @@ LAYOUTS = {  # name -> ranks, keys
     "dp4 ZeRO-1": (4, {ZERO: 1}),
     "tp2": (2, {TP: 2}),
     "dp2 x cp2 ring": (4, {CP: 2, **RING}),
-    "pp2 x dp2 x tp2 ZBVZeroBubble": (8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", **NO_RECOMPUTE}),
+    "pp2 x dp2 x tp2 ZBVZeroBubble": (8, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none"}),
     "pp2 Interleaved1F1B": (2, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
 }
 

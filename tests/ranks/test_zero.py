@@ -38,7 +38,7 @@ def count_calls(rank: int, world_size: int, overrides: dict[str, object]) -> dic
 
 
 @pytest.mark.parametrize(
-    ("world_size", "overrides", "gathers", "scatters", "all_reduces"),
+    "world_size, overrides, gathers, scatters, all_reduces",
     [
         (2, {ZERO: 1, **ACCUMULATION_4}, N_GROUPS, N_GROUPS, 0),
         (2, {ZERO: 2, **ACCUMULATION_4}, N_GROUPS, M * N_GROUPS, 0),
@@ -65,7 +65,7 @@ def test_collectives_per_step_are_those_of_the_table(
 
 
 @pytest.mark.parametrize(
-    ("stage", "gathers", "scatters"),
+    "stage, gathers, scatters",
     # 8 rows on 4 ranks are 2 microbatches. Each of 4 layers has a group of experts more, gathered as the blocks are.
     [(1, 4, 4), (2, 4, 2 * 4), (3, 2 * 2 * 4, 2 * 4)],
 )

@@ -20,6 +20,7 @@ from layouts import (
     ZERO,
     Row,
 )
+from marks import choose_fast, slow
 from mutant_table import put_in_place
 from test_costs import assert_equal_traffic, make
 
@@ -47,11 +48,7 @@ LAYOUTS = {
     "experts, dp4, matrices shared": Row(4, {**ALL, **FIVE_EXPERTS}),
     "experts, dp2 x tp2, ep2": Row(4, {**ALL, NODE: 4, **MOE, TP: 2, EP: 2}),
 }
-SOME = (
-    "dp4",
-    "experts, dp4",
-    "pp2 x dp2 x tp2",
-)  # the trials of `verify`, with a run that resumes on another layout
+RESUMED = ("dp4", "experts, dp4", "pp2 x dp2 x tp2")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -67,7 +64,7 @@ def try_trial(trial: str, row: Row, run_ranks, folder):
     return list_trials(compare.reduce_row(row), run_ranks, folder)[trial]()
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", choose_fast(RESUMED, RESUMED[:2]))
 def test_train_py_saves_and_resumes_on_another_layout(pool, tmp_path, name):
     assert try_trial("train.py", LAYOUTS[name], pool.run, tmp_path).faults == {}
 
@@ -130,7 +127,7 @@ def test_a_mutant_is_found(pool, tmp_path, function):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_the_closed_form_moves_what_a_dry_run_moves(name, dtype):
     row = LAYOUTS[name]
     planned = make(row.world_size, {**row.overrides, "training.mixed_precision_param": dtype})
@@ -141,7 +138,8 @@ def test_the_closed_form_moves_what_a_dry_run_moves(name, dtype):
 @pytest.mark.parametrize("uses", [["hpz"], ["hpz", "qwz", "qgz"]])
 def test_memory_of_a_large_model_on_two_nodes_and_no_bytes_between_them_in_backward(uses):
     keys = ["--activation_checkpoint.mode=full", f"--{KEY}={json.dumps(uses)}"]
-    planned = shorten(plan_run(["--config", "llama3_8b", *keys], 16, "h100"), 1)
+    keys = ["--config", "llama3_8b", "--model.n_layers=8", *keys]
+    planned = shorten(plan_run(keys, 16, "h100"), 1)
     run = dry_run(planned)
     [memory] = estimate_memory(planned.workload, [0])
     assert memory.live == pytest.approx(run.peak_bytes, rel=0.01)
@@ -154,7 +152,7 @@ def test_memory_of_a_large_model_on_two_nodes_and_no_bytes_between_them_in_backw
 
 
 @pytest.mark.parametrize(
-    ("world_size", "keys", "why"),
+    "world_size, keys, why",
     [
         (2, {**ALL, PP: 2}, "a single shard"),
         (8, {**ALL, TP: 2}, "hpZ has nothing to keep"),

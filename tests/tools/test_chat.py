@@ -318,7 +318,7 @@ def test_a_row_that_cannot_be_trained_is_named_and_skipped_with_skip_bad(
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    "template, reason",
     [
         (
             "{{ message.role }}: {{ message.content }}",

@@ -76,6 +76,26 @@ def test_every_tool_is_shown():
     } == TOOLS.keys() - {"train"}
 
 
+TP = "--parallelism.tensor_parallel_degree"
+WRONG = f"""
+plan --config debug --gpu h1000                              | --gpu
+plan --config debug --gpus 8 {TP}=3                          | model.n_kv_heads
+explain --config debug --gpus 8 {TP}=3                       | model.n_kv_heads
+explain --config debug --gpus 2 --rank 2                     | Use 0 to 1
+verify --config debug --parallelism.tensor_paralel_degree=2  | parallelism.tensor_paralel_degree
+verify --config debug {TP}=3                                 | This run cannot start:
+verify --config nothing                                      | job.config_file
+verify --config llama3_405b --ranks=8                        | --ranks
+"""
+
+
+@pytest.mark.parametrize("line", WRONG.strip().splitlines())
+def test_wrong_input_ends_a_tool_with_status_2_and_its_key(line, capsys):
+    args, key = map(str.strip, line.split("|"))
+    assert main(args.split()) == 2
+    assert key in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory) -> Path:
     """A working directory with the files and folders that the commands name."""

@@ -56,9 +56,7 @@ def ours(tmp_path) -> Path:
     return tmp_path / "step-7"
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama 3.1, scaled RoPE", "Llama 3.2, tied", "Mixtral", "Qwen3-MoE", "Qwen3, tied"]
-)
+@pytest.mark.parametrize("name", ["Llama 3.2, tied", "Qwen3-MoE"])
 def test_a_checkpoint_becomes_a_folder_that_gives_our_logits(name, tmp_path, capsys, monkeypatch):
     args = replace(FLAVORS[name], vocab_size=258)
     save_ours(tmp_path / "step-7", args)
@@ -126,7 +124,7 @@ def test_a_wrong_tokenizer_or_a_damaged_file_is_refused(ours, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "saved", "named"),
+    "name, changes, saved, named",
     [
         ("Llama 3", {"n_heads": 6}, {}, "multiple of 6"),
         ("Llama 3", {}, {"attention": "of a fork"}, "model.attention = 'of a fork'"),

@@ -118,10 +118,6 @@ REFUSED = {  # file -> content, words of the message
         ROW + b"5",
         "row 2: it has no text in 'text' (or set --text-column or --chat): 5",
     ),
-    "null.jsonl": (
-        b'{"text": null}',
-        "row 1: it has no text in 'text' (or set --text-column or --chat): {'text': None}",
-    ),
     "deep.jsonl": (ROW + b"[" * 100_000, "row 2: maximum recursion depth"),
     "surrogate.jsonl": (
         b'{"text": "\\ud800"}',

@@ -1,6 +1,7 @@
 """Closed form = dry run = real step: memory and traffic of the same layouts, three ways."""
 
 from collections import Counter
+from itertools import starmap
 from unittest.mock import patch
 
 import compare
@@ -14,10 +15,10 @@ from layouts import (
     CP,
     DOCUMENTS,
     EP,
+    EVERY_SECOND,
     EXPERTS,
     HEAD_NORMS,
     MODE,
-    OPTION,
     PP,
     REPLICATE,
     RING,
@@ -26,6 +27,7 @@ from layouts import (
     TWO_LAYERS,
     ZERO,
 )
+from marks import slow
 from measure_memory import (
     BATCH,
     GLOBAL_BATCH,
@@ -48,7 +50,6 @@ from torchtitan_lite.tools.plan.meter import Meter
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
 
-EVERY_SECOND = {MODE: "selective", OPTION: "2"}
 SHARED, SOME_LAYERS = {"flavor.n_shared_experts": 1}, {"flavor.moe_every": 2, "model.n_layers": 4}
 LAYERS = "parallelism.pipeline_parallel_layers_per_stage"
 DTYPE = "training.mixed_precision_param"
@@ -192,8 +193,8 @@ LARGE_AND_SLOW = [  # up to a minute each
 
 
 @pytest.mark.parametrize(
-    ("name", "n_gpus", "keys", "pp_rank", "n_microbatches", "error"),
-    [*LARGE, *(pytest.param(*row, marks=pytest.mark.slow) for row in LARGE_AND_SLOW)],
+    "name, n_gpus, keys, pp_rank, n_microbatches, error",
+    [*LARGE, *starmap(slow, LARGE_AND_SLOW)],
 )
 def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(
     name, n_gpus, keys, pp_rank, n_microbatches, error
@@ -207,10 +208,10 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(
 
 
 @pytest.mark.parametrize(
-    ("name", "pp_rank"),
+    "name, pp_rank",
     [
         ("dp2 x tp2", 0),
-        pytest.param("pp2 x tp2, V, tied, biases", 1, marks=pytest.mark.slow),
+        slow("pp2 x tp2, V, tied, biases", 1),
         ("experts, dp2, ep2", 0),
     ],
 )
@@ -318,7 +319,7 @@ def save_on_gpu(keys: dict) -> int:
 
 
 @pytest.mark.parametrize(
-    ("keys", "n_bytes"),
+    "keys, n_bytes",
     [({"optimizer.moments_dtype": "bfloat16"}, 4), ({"optimizer.name": "SGD"}, 8)],
 )
 def test_a_dry_run_has_the_state_of_the_optimizer(keys, n_bytes):

@@ -1,8 +1,8 @@
 """No healthy layout is accused: random ones are certified, as they were asked for.
 
-Mesh, schedule, stages, recompute, loss, optimizer and precision are drawn; what is refused is drawn again. The default
-run tries two cheap ones, `tests/run.sh --all` six. `LAYOUTS=60 SEED=1 pytest -m "slow or not slow"
-tests/tools/test_drawn_layouts.py` tries more of them, `ONLY=7,40` these alone.
+Mesh, schedule, stages, recompute, loss, optimizer and precision are drawn; what is refused is drawn again.
+`tests/run.sh --all` tries six. `LAYOUTS=60 SEED=1 pytest -m slow tests/tools/test_drawn_layouts.py` tries more of them,
+`ONLY=7,40` these alone.
 """
 
 import os
@@ -16,6 +16,7 @@ from layouts import (
     CP,
     DOCUMENTS,
     EP,
+    EVERY_SECOND,
     MODE,
     OPTION,
     PP,
@@ -37,7 +38,6 @@ from torchtitan_lite.tools.verify.command import make_trials
 from torchtitan_lite.tools.verify.reduction import reduce_config
 
 N_LAYOUTS, SEED = int(os.environ.get("LAYOUTS", 6)), int(os.environ.get("SEED", 0))
-CHEAP = (2,)  # of seed 0: neither compiled nor on 8 ranks
 ONLY = [int(n) for n in os.environ.get("ONLY", "").split(",") if n]
 
 FLOAT8 = "quantize.linear.float8"
@@ -66,7 +66,7 @@ RECOMPUTE = [
     {MODE: "none"},
     {MODE: "full"},
     {MODE: "selective", OPTION: "op"},
-    {MODE: "selective", OPTION: "2"},
+    EVERY_SECOND,
 ]
 
 
@@ -137,10 +137,10 @@ def draw_keys(draw: random.Random, degrees: dict[str, int]) -> dict[str, object]
     return keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
-    ONLY
-    or [n if n in CHEAP else pytest.param(n, marks=pytest.mark.slow) for n in range(N_LAYOUTS)],
+    ONLY or range(N_LAYOUTS),
 )
 def test_a_drawn_layout_is_certified_as_it_runs(pool, tmp_path, number):
     config, world_size = draw_layout(random.Random(1000 * SEED + number))

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import warm_start
-from warm_start import finish, read_until
+from marks import choose_fast
+from warm_start import STREAMS, finish, read_until
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.tools import launch
@@ -83,7 +84,10 @@ ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per se
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ENDINGS)
+SLOW = ("a closed terminal", "SIGTERM, and the save fails", "a rank raises")
+
+
+@pytest.mark.parametrize("name", choose_fast(ENDINGS, ENDINGS.keys() - SLOW))
 def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
     action, numbers, status, last_line = ENDINGS[name]
     # torchrun's SIGTERM ends a rank before its first step
@@ -96,8 +100,7 @@ def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
     variables = {"PYTHONPATH": str(REPOSITORY), "NGPU": "2", "TMPDIR": str(temporary)}
     copies_arrive_within_s = "5.0" if "copies" in name else "0.5"
     command = [sys.executable, "-c", LAUNCH, *keys, copies_arrive_within_s]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, env=os.environ | variables, cwd=tmp_path, **streams)
+    process = subprocess.Popen(command, env=os.environ | variables, cwd=tmp_path, **STREAMS)
     output = read_until(process, "ready") if numbers else ""
     for number in numbers:
         process.send_signal(number)

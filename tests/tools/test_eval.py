@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,16 +46,8 @@ def texts(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def evaluate(capsys):
-    """Function: arguments -> what --json prints."""
-
-    def call(*args: object) -> dict:
-        status = main(["eval", "--json", *map(str, args)])
-        printed = capsys.readouterr()
-        assert status == 0, printed.err
-        return json.loads(printed.out)
-
-    return call
+def evaluate(run_json):
+    return partial(run_json, "eval")
 
 
 def measure(model, window_size: int) -> dict[str, float]:

@@ -6,8 +6,8 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,16 +93,8 @@ def export(checkpoint, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def generate(capsys) -> Callable[..., dict]:
-    """Function: arguments -> what --json prints."""
-
-    def call(source: Path, *args: object) -> dict:
-        status = main(["generate", str(source), "--json", *map(str, args)])
-        printed = capsys.readouterr()
-        assert status == 0, printed.err
-        return json.loads(printed.out)
-
-    return call
+def generate(run_json):
+    return partial(run_json, "generate")
 
 
 # ---------------------------------------------------------------- the text

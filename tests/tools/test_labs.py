@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from marks import choose_fast, slow
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -16,11 +17,6 @@ from torchtitan_lite.tools.labs.lab import Lab, compute_answer, list_labs, read_
 BY_DEFAULT = (1, 4)  # labs whose answers and judge the default suite runs
 QUESTIONS = [(lab.number, name) for lab in list_labs() for name in lab.questions]
 JUDGED = [lab.number for lab in list_labs() if lab.judge]
-
-
-def mark_slow(number: int, *values):
-    marks = () if number in BY_DEFAULT else pytest.mark.slow
-    return pytest.param(number, *values, marks=marks)
 
 
 def test_ten_labs_have_three_questions_each():
@@ -42,7 +38,9 @@ def test_the_files_of_a_lab_exist_and_its_training_would_start(lab, tmp_path, mo
         assert main(["check", "--gpus", n_ranks, *shlex.split(keys)]) == 0
 
 
-@pytest.mark.parametrize("number, name", [mark_slow(*question) for question in QUESTIONS])
+@pytest.mark.parametrize(
+    "number, name", [row if row[0] in BY_DEFAULT else slow(*row) for row in QUESTIONS]
+)
 def test_an_answer_is_computed_and_judged(number, name, capsys):
     answer = compute_answer(Lab(number), name)
     assert answer.value > 0
@@ -80,7 +78,7 @@ def solve(lab: Lab, folder: Path) -> None:
         shutil.copy(lab.folder / "solution.toml", folder / "my_70b.toml")
 
 
-@pytest.mark.parametrize("number", [mark_slow(number) for number in JUDGED])
+@pytest.mark.parametrize("number", choose_fast(JUDGED, BY_DEFAULT))
 def test_unsolved_work_fails_its_judge_and_the_solution_passes(number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["lab", str(number), "start"]) == 0

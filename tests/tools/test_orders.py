@@ -72,7 +72,7 @@ def run(schedule: str, pp: int, m: int, v: int = 1, send: float = 0.0) -> Timeli
 
 
 @pytest.mark.parametrize(
-    ("schedule", "v", "pp", "m", "idle"),
+    "schedule, v, pp, m, idle",
     [
         ("GPipe", 1, 4, 1, 9),  # idles 75 %, though (P-1)/M, which is often quoted, says 300
         ("1F1B", 1, 8, 8, 21),
@@ -125,7 +125,7 @@ def test_a_long_schedule_is_known_from_a_short_one(schedule):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "v", "held"),
+    "schedule, v, held",
     [
         ("GPipe", 1, [8, 8, 8, 8]),
         ("1F1B", 1, [4, 3, 2, 1]),
@@ -139,7 +139,7 @@ def test_microbatches_in_flight_are_those_of_the_papers(schedule, v, held):
 
 # GPipe on two ranks, with one change each
 @pytest.mark.parametrize(
-    ("first", "second", "why"),
+    "first, second, why",
     [
         ("0F0 0F1 0B0 0B1", "1F0 1B0", "runs F of microbatch 1 of stage 1 0 times"),
         ("0F0 0B0 0B0", "1F0 1B0", "runs I of microbatch 0 of stage 0 2 times"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import warm_start
-from warm_start import MARK, read_until
+from warm_start import MARK, STREAMS, read_until
 
 from torchtitan_lite import REPOSITORY
 
@@ -34,9 +34,7 @@ def launch_bare(folder: Path, keys: list[str]) -> subprocess.Popen:
         cwd=REPOSITORY,
         env={**os.environ, MARK: str(folder), "GLOO_SOCKET_IFNAME": "lo"},
         start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        **STREAMS,
     )
 
 

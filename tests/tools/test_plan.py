@@ -22,15 +22,6 @@ ONE_STAGE = [
     "--parallelism.pipeline_parallel_schedule=1F1B",
     "--parallelism.pipeline_parallel_layers_per_stage=8",
 ]
-SMALL = [
-    "--config",
-    "debug",
-    "--training.seq_len",
-    "32",
-    "--model.n_layers",
-    "2",
-    "--training.global_batch_size=-1",
-]
 H100 = CLUSTERS["h100"]
 SECTIONS = {"local_batch_size": "training", "global_batch_size": "training", "seq_len": "training"}
 SECTIONS |= {"mode": "activation_checkpoint", "enable": "compile"}
@@ -95,20 +86,13 @@ def test_a_plan_names_the_nodes_of_each_axis_and_ends_with_status_1_if_it_does_n
 
 
 def test_a_dry_run_prints_the_plan_and_both_columns(capsys):
-    assert main(["plan", *SMALL, "--gpus", "2", f"--{TP}=2", "--dry-run"]) == 0
+    args = f"plan --config debug --gpus 2 --{TP}=2 --dry-run --model.n_layers=2"
+    assert main([*args.split(), "--training.seq_len=32", "--training.global_batch_size=-1"]) == 0
     plan, _, table = capsys.readouterr().out.partition("a step of ")
     assert "tokens/s/GPU" in plan and "live memory at the peak" in table
     (gathers,) = (line for line in table.splitlines() if "all-gather over tp, " in line)
     closed, dry = re.findall(r"[\d.]+ [KM]iB", gathers)
     assert closed == dry
-
-
-def test_wrong_input_ends_with_status_2_and_its_key(capsys):
-    assert main(["plan", *SMALL, "--gpus", "8", f"--{TP}=3"]) == 2
-    assert "model.n_kv_heads" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", *SMALL, "--gpu", "h1000"])
-    assert "--gpu: invalid choice: 'h1000' (choose from " in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- remarks

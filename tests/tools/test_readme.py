@@ -1,14 +1,13 @@
 """README and the chapters stay true: paths, configs, keys and links exist. Commands: test_commands.py."""
 
 import re
-from pathlib import Path
 
 import pytest
 from test_size import is_tool, is_trainer, measure
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.reader import KEYS, find_config_file
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 README = REPOSITORY / "README.md"
 PAGES = [
     README,

@@ -1,6 +1,5 @@
 """A real model from end to end, compared with transformers: ids, loss, text, fine-tuning on three layouts, export."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from real_model import make_real_model
 from test_check import LAPTOP
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm_start import read_losses
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -47,19 +47,13 @@ def theirs(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def test_ids_and_the_loss_of_a_text_are_those_of_transformers(folder, theirs, tmp_path, capsys):
+def test_ids_and_the_loss_of_a_text_are_those_of_transformers(folder, theirs, tmp_path, run_json):
     tokenizer = load_tokenizer(folder)
     text = TEXT[:3000]
     ids = tokenizer.encode(text)
     assert ids == AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    assert (
-        main(
-            ["eval", str(folder), "--data", str(tmp_path / "text.txt"), "--seq-len=8192", "--json"]
-        )
-        == 0
-    )
-    report = json.loads(capsys.readouterr().out)
+    report = run_json("eval", folder, "--data", tmp_path / "text.txt", "--seq-len=8192")
     tokens = torch.tensor([*ids, tokenizer.eos_id])
     with torch.no_grad():
         logits = theirs(tokens[None, :-1]).logits[0].double()
@@ -68,17 +62,16 @@ def test_ids_and_the_loss_of_a_text_are_those_of_transformers(folder, theirs, tm
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_the_likeliest_text_is_that_of_transformers(is_chat, folder, theirs, capsys):
+def test_the_likeliest_text_is_that_of_transformers(is_chat, folder, theirs, run_json):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for prompt in PROMPTS[: 1 if is_chat else None]:
-        options = ["--prompt", prompt, "--temperature=0", "--max-new-tokens=24", "--json"]
+        options = ["--prompt", prompt, "--temperature=0", "--max-new-tokens=24"]
         ids = tokenizer(prompt).input_ids
         if is_chat:
             options.append("--chat")
             talk = [{"role": "user", "content": prompt}]
             ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
-        assert main(["generate", str(folder), *options]) == 0
-        report = json.loads(capsys.readouterr().out)
+        report = run_json("generate", folder, *options)
         assert report["prompt_tokens"] == ids
         found = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=24)
         expected = found[0, len(ids) :].tolist()
@@ -160,12 +153,8 @@ def test_fine_tuning_takes_the_steps_of_transformers_and_exports_its_weights(
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"weights of {folder}" in (tmp_path / "run/log.txt").read_text()
-    seen = []
-    for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if record["kind"] == "step":
-            seen.append(record["loss"])
-    assert seen == pytest.approx(losses, rel=1e-5)
+    seen = read_losses(tmp_path / "run")
+    assert list(seen.values()) == pytest.approx(losses, rel=1e-5)
     exported = AutoModelForCausalLM.from_pretrained(
         tmp_path / f"run/checkpoint/step-{N_STEPS}-hf"
     ).state_dict()

@@ -111,10 +111,9 @@ def test_words_come_first(page, folder, run):
     assert f"from {losses[1]:.4f} to {losses[6]:.4f}" in how
     assert "trained 3 steps (4 to 6)" in end
     assert f"--config '{folder}/config.toml' --job.no_overwrite --training.steps=12" in command_line
-    assert (
-        f"report '{folder}', or tensorboard --logdir '{folder}'/tb"
-        in (folder / "log.txt").read_text()
-    )
+    log = (folder / "log.txt").read_text()
+    assert f"report '{folder}', or tensorboard --logdir '{folder}'/tb" in log
+    assert f" step 6 traced to {folder}/traces/step-6/rank-0.json\n" in log
     assert page.index(what[:20]) < page.index("By step")
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from marks import slow
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.choices import SCHEDULES
@@ -87,7 +88,7 @@ def test_the_report_names_the_winner_which_reads_back(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "n_gpus", "batch", "expected"),
+    "name, n_gpus, batch, expected",
     [
         ("llama3_70b", 64, 128, ("dp_shard64", "recompute full")),
         ("llama3_405b", 512, 128, ("dp_shard", " x tp4,")),
@@ -111,12 +112,12 @@ def is_common(planned: PlannedRun) -> bool:
 SHIPPED = [
     ("llama3_8b", 64),
     ("llama3_70b", 64),
-    pytest.param("mixtral_8x22b", 2048, marks=pytest.mark.slow),
-    pytest.param("llama3_405b", 16384, marks=pytest.mark.slow),
+    slow("mixtral_8x22b", 2048),
+    slow("llama3_405b", 16384),
 ]
 
 
-@pytest.mark.parametrize(("name", "n_gpus"), SHIPPED)
+@pytest.mark.parametrize("name, n_gpus", SHIPPED)
 def test_a_shipped_layout_is_within_5_percent_of_the_best_that_people_run(name, n_gpus):
     config, model_args = read(name)
     layout = plan_layout(config, model_args, n_gpus)
@@ -135,7 +136,7 @@ UNEVEN = "--training.seq_len=8191 --training.global_batch_size"
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    "args, said",
     [
         (f"debug_3d --gpus 16 {UNEVEN}=7", "training.global_batch_size"),
         ("llama3_70b --gpus 8", "fits in memory"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import warm_start
+from marks import slow
 from test_orphans import list_processes
 from warm_start import finish, launch, list_children, list_ranks, read_losses, read_until
 
@@ -50,7 +51,7 @@ def test_a_signal_in_the_first_step_ends_the_process():
 
 
 @pytest.mark.parametrize(
-    ("args", "change"),
+    "args, change",
     [
         (["--job.no_overwrite"], ""),
         (["--job.overwrite"], " --job.no_overwrite"),
@@ -99,9 +100,9 @@ def wait_for_moment(process: subprocess.Popen, when: str, whom: str, folder: Pat
 
 
 @pytest.mark.parametrize(
-    ("whom", "received", "when"),
+    "whom, received, when",
     [
-        pytest.param(*row, marks=[] if row in DEFAULT else pytest.mark.slow)
+        row if row in DEFAULT else slow(*row)
         for row in itertools.product(WHOM, (signal.SIGTERM, signal.SIGINT), WHEN)
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import warm_start
-from warm_start import finish, read_losses, read_until
+from warm_start import STREAMS, finish, read_losses, read_until
 
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.config.reader import REPOSITORY
@@ -89,8 +89,7 @@ class Cluster:
 
     def start(self, *keys: str, **variables: str) -> subprocess.Popen:
         command = ["bash", str(SCRIPT), "--config", "debug", *keys]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, env=self.variables | variables, **streams)
+        return subprocess.Popen(command, env=self.variables | variables, **STREAMS)
 
     def calls(self) -> str:
         return self.calls_file.read_text()
@@ -123,7 +122,7 @@ def test_a_job_before_its_limit_saves_is_queued_again_and_resumes(cluster, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("received", "status", "calls"),
+    "received, status, calls",
     [
         (signal.SIGUSR1, 143, "scontrol requeue 34567\n"),
         (signal.SIGUSR1, 1, ""),  # the save failed
