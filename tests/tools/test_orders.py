@@ -7,8 +7,14 @@ import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.tools.plan.in_flight import count_in_flight, extrapolate_in_flight
-from torchtitan_lite.tools.plan.orders import Action, Order, list_order, list_samples
+from torchtitan_lite.tools.plan.orders import (
+    Action,
+    Order,
+    count_in_flight,
+    extrapolate_in_flight,
+    list_order,
+    list_samples,
+)
 from torchtitan_lite.tools.plan.timeline import Timeline, draw_timeline, find_fault, simulate
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from torchtitan_lite.tools.plan.in_flight import STAGES_GATHERED, WAITING, extrapolate_in_flight
+from torchtitan_lite.tools.plan.orders import STAGES_GATHERED, WAITING, extrapolate_in_flight
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 
 ANGLE_BYTES = 3 * 4  # rotary angles per token and element of a head, which each stage keeps
