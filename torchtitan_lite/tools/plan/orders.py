@@ -177,6 +177,8 @@ ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch
 #         |       `-- stage 2 has gradients
 #         `-- 4 microbatches in flight at most
 
+# Stages that have gradients -> the most microbatches in flight meanwhile, by (stage, last action: F or I)
+InFlight = dict[frozenset[int], Counter[tuple[int, str]]]
 # Between the two halves of a split backward, a microbatch also holds the gradients of the outputs of norms and linear
 # layers: in a block of Llama 8B, 264 KiB per token instead of 164.
 WAITING = 1.6
@@ -185,11 +187,11 @@ STAGES_GATHERED = 3  # torch gathers the next three stages of a pp rank, and fre
 CHANGES = {"F": {"F": 1}, "B": {"F": -1}, "I": {"F": -1, "I": 1}, "W": {"I": -1}}
 
 
-def count_in_flight(row: list[Action]) -> dict[frozenset[int], Counter[tuple[int, str]]]:
-    """Return stages that have gradients -> the most microbatches in flight meanwhile.
+def count_in_flight(row: list[Action]) -> InFlight:
+    """Return the microbatches in flight on a pp rank at its peaks.
 
-    These are by (stage, last action of the microbatch, F or I). After F, a microbatch holds the activations for its
-    backward. Between I and W, it holds WAITING times as many bytes. A stage reduces its gradients after its last W.
+    After F, a microbatch holds the activations for its backward. Between I and W, it holds WAITING times as many bytes.
+    A stage reduces its gradients after its last W.
     """
     to_come = Counter(action.stage for action in row if action.kind in "BW")
     held: Counter[tuple[int, str]] = Counter()
@@ -215,7 +217,7 @@ def count_in_flight(row: list[Action]) -> dict[frozenset[int], Counter[tuple[int
 @lru_cache(maxsize=4096)
 def extrapolate_in_flight(
     schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int
-) -> list[dict[frozenset[int], Counter]]:
+) -> list[InFlight]:
     """Return the result of count_in_flight for each pp rank, extrapolated from short orders."""
     total = [defaultdict(Counter) for _ in range(pp)]
     for order, weight in list_samples(schedule, pp, n_microbatches, n_stages_per_rank):

@@ -16,9 +16,10 @@ With P bytes in the whole tensor and n ranks, an all-gather, reduce-scatter or a
 tests compare the closed form and the dry run to the byte. parallel/ explains why each collective is needed.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from math import ceil, prod
+from typing import NamedTuple
 
 from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.config.degrees import MESH_DIMS
@@ -35,8 +36,7 @@ DIMS = {
 Call = tuple[str, str, float, float]  # axis, operation, number of calls, bytes of the whole tensor
 
 
-@dataclass(frozen=True)
-class Moved:
+class Moved(NamedTuple):
     """Calls and bytes of one rank in one step, for example over one mesh axis."""
 
     n_calls: int
@@ -45,9 +45,9 @@ class Moved:
 
 def sum_moved(calls: Iterable[tuple[Hashable, float, float]]) -> dict[Hashable, Moved]:
     """Sum the calls of one rank by key. `calls`: (key, number of calls, total bytes)."""
-    moved: dict[Hashable, Moved] = {}
+    moved = defaultdict(lambda: Moved(0, 0))
     for key, n_calls, n_bytes in calls:
-        before = moved.get(key, Moved(0, 0))
+        before = moved[key]
         moved[key] = Moved(before.n_calls + n_calls, before.n_bytes + n_bytes)
     return moved
 

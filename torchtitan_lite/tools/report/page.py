@@ -5,7 +5,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
@@ -87,7 +86,10 @@ def main(options: argparse.Namespace) -> int:
     out = options.out or options.runs[0] / "report.html"
     is_new = True
     while True:
-        runs = open_runs(options.runs)
+        try:
+            runs = [RecordedRun(folder) for folder in options.runs]
+        except (OSError, ValueError) as error:
+            raise UserError(f"report cannot read a run: {error}") from None
         is_watched = options.watch and any(run.is_running for run in runs)
         page = write_page(runs, options.group, options.x, refresh=is_watched)
         out.write_text(page, encoding="utf-8")
@@ -97,19 +99,6 @@ def main(options: argparse.Namespace) -> int:
         if not is_watched:
             return 0
         time.sleep(REFRESH_S)
-
-
-def open_runs(folders: list[Path]) -> list[RecordedRun]:
-    """Read the runs in these folders. Raises UserError."""
-    runs = []
-    for folder in folders:
-        try:
-            runs.append(RecordedRun(folder))
-        except UserError:
-            raise
-        except (OSError, ValueError) as error:
-            raise UserError(f"report cannot read this run: {error}") from None
-    return runs
 
 
 def write_page(
