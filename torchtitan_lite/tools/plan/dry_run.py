@@ -68,7 +68,7 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
         enter(fake_world.fake_tensors())
         enter(meter.watching())
         run = build.build_run(config, model_args, layout, mesh, CPU, parts=parts)
-        meter.sites.name_modules(parts)
+        meter.name_modules(parts)
         create_optimizer_state(run.optimizer)
         meter.restart()
         stepping.train_step(run, fake_world.make_batch(layout, config.training.seq_len))

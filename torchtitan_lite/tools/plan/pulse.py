@@ -80,12 +80,10 @@ def run_rank(args: list[str], folder: Path) -> int:
     name = f"rank {place.rank} on {socket.gethostname()}"
     checksum, of_matmul = measure_matmul(name, cluster, device)
     measured = {"matmul": of_matmul}
-    for dim, degree in plan.layout.degrees.items():
-        if degree > 1:
-            stride = plan.layout.strides[dim]
-            measured[f"all-gather over {dim}"] = measure_link(
-                dim, mesh.world[dim], stride, cluster, device
-            )
+    for dim in plan.layout.used_dims:
+        stride = plan.layout.strides[dim]
+        link = measure_link(dim, mesh.world[dim], stride, cluster, device)
+        measured[f"all-gather over {dim}"] = link
     rows: list[dict] = [{}] * place.world_size
     row = {"checksum": checksum, "measured": measured}
     dist.all_gather_object(rows, row, group=groups.host)
