@@ -67,9 +67,8 @@ class LayerKind:
             self.groups[axis].append(rows * prod(others))
             if module.bias:
                 self.groups[axis].append(rows)
-        self.sizes = Counter()  # axis -> elements
-        for axis, sizes in self.groups.items():
-            self.sizes[axis] = sum(sizes)
+        # axis -> elements
+        self.sizes = Counter({axis: sum(sizes) for axis, sizes in self.groups.items()})
         self.colwise = by_split["colwise"]  # tp gathers their input
         self.rowwise = by_split["rowwise"]  # tp scatters their output
         self.norms = [module for module in by_split["sequence"] if module.kind == "norm"]

@@ -234,7 +234,6 @@ def compare_with_forecast(run: RecordedRun) -> str:
     forecast = run.plan.forecast
     [memory] = estimate_memory(run.plan.workload, [0])
     peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
-    bubble = f"{run.pipeline.bubble:.1%}" if run.pipeline else "not traced"
     rows = [
         ["", "measured", f"forecast, {run.plan.cluster.name}"],
         [
@@ -247,7 +246,6 @@ def compare_with_forecast(run: RecordedRun) -> str:
             format_bytes(peak_bytes),
             format_bytes(memory.live),
         ],
-        ["bubble of the pipeline (traces)", bubble, f"{forecast.bubble:.1%}"],
     ]
     return f"<h3>Measurements and forecast</h3>{draw_table(rows)}"
 
