@@ -48,6 +48,11 @@ class Layout:
         return {dim: getattr(self, dim) for dim in MESH_DIMS}
 
     @property
+    def used_dims(self) -> list[str]:
+        """Mesh dims with more than one rank, outermost first."""
+        return [dim for dim, degree in self.degrees.items() if degree > 1]
+
+    @property
     def world_size(self) -> int:
         return prod(self.degrees.values())
 
@@ -85,7 +90,7 @@ class Layout:
         return [stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank]
 
     def __str__(self) -> str:
-        used = [f"{dim}{degree}" for dim, degree in self.degrees.items() if degree > 1]
+        used = [f"{dim}{self.degrees[dim]}" for dim in self.used_dims]
         text = " x ".join(used) or "one rank"
         return f"{text}, ep{self.ep}" if self.ep > 1 else text
 

@@ -49,7 +49,7 @@ from torchtitan_lite.config.reader import flatten_table
 from torchtitan_lite.data.corpus_folder import list_named
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.preflight import Prepared
-from torchtitan_lite.tools.check import check, choose_host, describe
+from torchtitan_lite.tools.check import check, choose_host, describe_prepared
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.faults import hang
@@ -67,7 +67,11 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
         machine, n_ranks, n_hosts = choose_host()
         prepared = check(args, machine, n_ranks, n_hosts)
         if is_first:
-            print(prepared.finished or describe(prepared, machine), file=sys.stderr, flush=True)
+            print(
+                prepared.finished or describe_prepared(prepared, machine),
+                file=sys.stderr,
+                flush=True,
+            )
         if prepared.finished:
             return export_last_checkpoint(prepared) if is_first else 0
         cache_folder = Path(prepared.config.training.cache_folder)

@@ -2,11 +2,13 @@
 
 import re
 import sys
+from collections import Counter
+from itertools import chain, product
 
 from one_f_one_b import write_rows
 
-from torchtitan_lite.tools.plan.orders import Action
-from torchtitan_lite.tools.plan.timeline import find_fault, simulate
+from torchtitan_lite.tools.plan.orders import Action, Order
+from torchtitan_lite.tools.plan.timeline import simulate
 
 SIZES = ((4, 8), (4, 16))  # stages, microbatches
 SECONDS = {"F": 1.0, "B": 2.0}
@@ -15,6 +17,19 @@ SECONDS = {"F": 1.0, "B": 2.0}
 def read_action(text: str) -> Action:
     stage, kind, microbatch = re.fullmatch(r"(\d+)([FB])(\d+)", text).groups()
     return Action(int(stage), kind, int(microbatch))
+
+
+def find_fault(order: Order) -> str:
+    """Describe work that is not done exactly once, or actions that wait for each other; empty if there is none."""
+    times = Counter(chain(*order))
+    last_stage, _, _ = max(times)
+    n_microbatches = 1 + max(microbatch for _, _, microbatch in times)
+    for work in product(range(last_stage + 1), "FB", range(n_microbatches)):
+        n = times[work]
+        if n != 1:
+            return f"runs {Action(*work)} {n} times, not once"
+    stuck = simulate(order, lambda action: 1.0).stuck
+    return f"deadlocks: {', '.join(map(str, stuck))} wait for one another" if stuck else ""
 
 
 def judge(n_stages: int, n_microbatches: int) -> str:

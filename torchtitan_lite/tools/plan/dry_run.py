@@ -28,7 +28,7 @@ from torchtitan_lite.tools.plan import command, fake_world
 from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.meter import Meter
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
-from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
+from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 CPU = torch.device("cpu")  # of fake tensors, because a CPU build of torch has no CUDA kernels
@@ -68,7 +68,7 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
         enter(fake_world.fake_tensors())
         enter(meter.watching())
         run = build.build_run(config, model_args, layout, mesh, CPU, parts=parts)
-        meter.sites.name_modules(parts)
+        meter.name_modules(parts)
         create_optimizer_state(run.optimizer)
         meter.restart()
         stepping.train_step(run, fake_world.make_batch(layout, config.training.seq_len))
@@ -89,12 +89,12 @@ def main(options: argparse.Namespace) -> int:
         [memory] = estimate_memory(w, [rank])
         sizes = map(format_bytes, (memory.live, run.peak_bytes))
         rows.append((name, "live memory at the peak", *sizes))
-        closed = estimate_traffic(w, rank)
-        for key in closed | run.traffic:
+        traffics = estimate_traffic(w, rank), run.traffic
+        for key in traffics[0] | traffics[1]:
             axis, operation = key
             cells = []
-            for traffic in (closed, run.traffic):
-                moved = traffic.get(key, Moved(0, 0))
+            for traffic in traffics:
+                moved = traffic[key]
                 cells.append(f"{moved.n_calls:,.0f}, {format_bytes(moved.n_bytes)}")
             rows.append((name, f"{operation} over {axis}, calls and bytes", *cells))
     print(f"\na step of {short.layout.n_microbatches} microbatches\n{format_table(rows, '<<>>')}")

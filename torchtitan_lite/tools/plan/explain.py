@@ -28,10 +28,9 @@ def main(options: argparse.Namespace) -> int:
     layout = planned.layout
     n_ranks = layout.world_size
     print(f"{planned.config_name} on {n_ranks:,} ranks: {layout}\n")
-    used = [dim for dim, degree in layout.degrees.items() if degree > 1]
-    mesh = torch.arange(n_ranks).view([layout.degrees[dim] for dim in used])
+    mesh = torch.arange(n_ranks).view([layout.degrees[dim] for dim in layout.used_dims])
     torch.set_printoptions(edgeitems=1)  # of a large mesh, the first and the last ranks
-    print(f"mesh ({', '.join(used)}):\n{mesh}")
+    print(f"mesh ({', '.join(layout.used_dims)}):\n{mesh}")
     if options.rank is not None:
         if not 0 <= options.rank < n_ranks:
             why = f"there are {n_ranks} ranks"

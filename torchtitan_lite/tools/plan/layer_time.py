@@ -30,9 +30,8 @@ TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
 QWZ_BYTES = 4
 QGZ_BYTES = 48
 LOSS_BYTES = {False: 12, True: 6}  # compiled -> bytes per logit, in each direction
-# Seconds of matmuls: forward, gradients of inputs, gradients of weights
+# Seconds of matmuls: forward, gradients of inputs, gradients of weights; of waits: forward, backward, recompute
 Times = tuple[float, float, float]
-Waits = tuple[float, float, float]  # seconds: forward, backward, recompute
 
 
 class Phases(NamedTuple):
@@ -154,7 +153,7 @@ class LayerTime:
 
     # ------------------------------------------------------------ waits
 
-    def tensor_parallel_times(self, kind: LayerKind) -> Waits:
+    def tensor_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of tp's collectives in the forward, the backward and the recompute of a layer.
 
         Without sequence parallel, an all-reduce replaces each pair of calls. Recompute repeats either all or none.
@@ -171,7 +170,7 @@ class LayerTime:
             n_again = kind.average(full=n_calls)
         return seconds * n_calls, seconds * n_calls, seconds * n_again
 
-    def expert_parallel_times(self, kind: LayerKind) -> Waits:
+    def expert_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of a layer's all-to-alls over ep: the counts, rows to experts, and their results.
 
         A rank sends R rows, including those to itself. Rows for other nodes use the network card of the rank, in
@@ -190,7 +189,7 @@ class LayerTime:
         forward = latency + backward
         return forward, backward, forward * kind.average(full=1)
 
-    def context_parallel_times(self, kind: LayerKind) -> Waits:
+    def context_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds that a layer waits for keys and values.
 
         An all-gather overlaps with attention on the local shard, 1/cp of the work; a ring overlaps with all of it. The

@@ -13,10 +13,15 @@ Legend in workload.py.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from torchtitan_lite.tools.plan.in_flight import STAGES_GATHERED, WAITING, extrapolate_in_flight
+from torchtitan_lite.tools.plan.orders import (
+    STAGES_GATHERED,
+    WAITING,
+    InFlight,
+    extrapolate_in_flight,
+)
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, LayerKind, Stage, Workload
 
 ANGLE_BYTES = 3 * 4  # rotary angles per token and element of a head, which each stage keeps
@@ -168,9 +173,6 @@ def estimate_loss(w: Workload) -> float:
     return weight * MASTER_BYTES + max(in_forward, in_backward)
 
 
-Held = Mapping[tuple[int, str], float]  # (stage, last action of the microbatch: F or I) -> number
-# Stages that have gradients -> microbatches in flight at the peak of that time
-InFlight = Mapping[frozenset[int], Held]
 Layers = list[tuple[LayerKind, float, float]]  # kind, and the two results of estimate_layer
 Moment = tuple[float, float, float, float]  # bytes: gathered, gradients, activations, working
 

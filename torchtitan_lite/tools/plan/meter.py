@@ -3,29 +3,44 @@
     train_step(run, batch)  ->  operator  ->  Meter records it  ->  the same operator, on fake or real tensors
 
 A storage counts from the operator that returns it until it is freed, as in an allocator without fragmentation.
+
+The line and the module of a call come from Python's stack while the operator runs:
+
+    FSDPParamGroup.unshard      `self.modules` are the modules            -> module
+    nn.Module._call_impl        `self` is the module                      -> module, phase
+    models/llama3/modules.py:96         the innermost frame of this package       -> line
+    _engine_run_backward        autograd                                  -> phase
+
+In backward, the stack ends in autograd's engine. Autograd numbers its nodes in the order in which forward creates
+them, so the sequence number of the running node identifies the call site in forward.
 """
 
-import re
+import sys
 import weakref
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
+from pathlib import Path
+from types import CodeType
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from torchtitan_lite import PACKAGE
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
-from torchtitan_lite.tools.plan.call_sites import CallSite, CallSites
-from torchtitan_lite.tools.plan.transfers import Moved, fraction_moved, sum_moved
+from torchtitan_lite.tools.plan.transfers import Moved, fraction_moved, name_axis, sum_moved
 
 OPERATIONS = {  # part of an operator's name, without "_" -> operation
     "allreduce": "all-reduce",
@@ -36,6 +51,28 @@ OPERATIONS = {  # part of an operator's name, without "_" -> operation
     "send": "send",
     "recv": "receive",
 }
+CALL, ENGINE = nn.Module._call_impl.__code__, torch.autograd.graph._engine_run_backward.__code__
+# A pipeline schedule calls these outside of the model.
+FSDP = {"unshard": "forward", "post_backward": "backward"}
+# Helpers, whose callers are shown
+NO_CALL_SITES = ("parallel/exchange.py", "parallel/tensor_parallel.py", "tools/")
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """The line, the module and the phase in which an operator was called."""
+
+    line: str = ""  # "step.py:112"
+    module: str = ""  # FQN: "layers.3.attention"
+    phase: str = "between"  # forward, recompute, backward; between: outside of the model
+
+
+@cache
+def name_file(code: CodeType) -> str:
+    """Return the path of a call site within this package, such as "step.py"; "" for other code and NO_CALL_SITES."""
+    path = Path(code.co_filename)
+    name = str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else ""
+    return "" if name.startswith(NO_CALL_SITES) else name
 
 
 @dataclass(frozen=True)
@@ -56,13 +93,6 @@ def name_operation(func: OpOverload) -> str | None:
         return None
     name = func._opname.replace("_", "")
     return next((operation for part, operation in OPERATIONS.items() if part in name), None)
-
-
-def name_axis(layout: Layout, group: dist.ProcessGroup) -> str:
-    """Return the mesh dims of a group by its description, e.g. "mesh_dp_shard_cp"; all dims for the default group."""
-    dims = "e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp"
-    named = re.findall(dims, group.group_desc.removeprefix("mesh_"))
-    return " x ".join(named or [dim for dim, degree in layout.degrees.items() if degree > 1])
 
 
 def find_group(args: tuple) -> dist.ProcessGroup:
@@ -95,7 +125,9 @@ class Meter(TorchDispatchMode):
     def __init__(self, layout: Layout):
         super().__init__()
         self.layout = layout
-        self.sites = CallSites()
+        self._names: dict[int, str] = {}  # id of a module -> FQN
+        # By autograd's sequence number, ascending
+        self._in_forward: list[tuple[int, CallSite]] = [(-1, CallSite())]
         self.collectives: list[Collective] = []
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -107,6 +139,10 @@ class Meter(TorchDispatchMode):
         """(axis, operation) -> calls and bytes of this rank."""
         calls = [((call.axis, call.operation), 1, call.n_bytes) for call in self.collectives]
         return sum_moved(calls)
+
+    def name_modules(self, parts: list[nn.Module]) -> None:
+        """Register the FQNs of all modules in these model parts."""
+        self._names |= {id(module): fqn for part in parts for fqn, module in part.named_modules()}
 
     def restart(self) -> None:
         """Clear the collectives and reset the peak. Live storages stay counted."""
@@ -130,7 +166,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # these subclasses call the operator again on their plain tensors
-        site = self.sites.find()
+        site = self._find_site()  # of every operator: backward needs the sites of forward
         if func in CONTEXT_ATTENTION:
             with self:
                 return CONTEXT_ATTENTION[func](*args, **kwargs)
@@ -138,7 +174,7 @@ class Meter(TorchDispatchMode):
         if (operation := name_operation(func)) and (group := find_group(args)).size() > 1:
             whole, n_bytes = measure(operation, group, args, result)
             dtype = str(whole.dtype).removeprefix("torch.")
-            axis = name_axis(self.layout, group)
+            axis = name_axis(self.layout, group.group_desc)
             self.collectives.append(
                 Collective(operation, axis, tuple(whole.shape), dtype, n_bytes, site)
             )
@@ -149,6 +185,38 @@ class Meter(TorchDispatchMode):
             if value.device.type != "meta":
                 self._count(value.untyped_storage())
         return result
+
+    def _find_site(self) -> CallSite:
+        """Return the call site of the operator that is running."""
+        node, frame = torch._C._current_autograd_node(), sys._getframe(1)
+        line = module = phase = outside = ""
+        while frame and not (line and phase):
+            code = frame.f_code
+            if code is ENGINE:
+                phase = phase or "backward"
+                if node is not None:
+                    break  # the frames that called backward() are not of interest
+            elif code is CALL and not phase and id(frame.f_locals["self"]) in self._names:
+                phase = "forward" if node is None else "recompute"
+                module = module or self._names[id(frame.f_locals["self"])]
+            elif code.co_filename.endswith("_fsdp_param_group.py"):
+                group = getattr(frame.f_locals.get("self"), "modules", ())  # "norm, output"
+                module = module or ", ".join(self._names.get(id(each), "") for each in group)
+                outside = FSDP.get(code.co_name, outside)
+            elif not line and (file := name_file(code)):
+                line = f"{file}:{frame.f_lineno}"
+            frame = frame.f_back
+        site = CallSite(line, module, phase or outside or "between")
+        if phase == "backward" and node is not None:
+            # The first call site in forward after autograd numbered the node
+            at = bisect_left(self._in_forward, node._sequence_nr() + 1, key=itemgetter(0))
+            if at < len(self._in_forward):
+                _, forward = self._in_forward[at]
+                site = CallSite(line or forward.line, module or forward.module, phase)
+        counter = torch.autograd._get_sequence_nr()
+        if phase in ("forward", "recompute") and counter > self._in_forward[-1][0]:
+            self._in_forward.append((counter, site))
+        return site
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

@@ -1,6 +1,6 @@
 """Describe a run on a cluster: config + number of GPUs -> layout -> Workload -> memory and time."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -37,7 +37,9 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         why = "the compiler decides what to recompute, so there is no closed form"
         remedy = 'Plan with "none" and with "full": the result is between the two'
         raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
-    recompute = plan_recompute(config.activation_checkpoint, range(args.n_layers))
+    recompute = defaultdict(Counter)
+    for layer, mode in plan_recompute(config.activation_checkpoint, range(args.n_layers)).items():
+        recompute[args.is_moe(layer)][mode] += 1
     dtype, float8 = config.training.mixed_precision_param, config.quantize.linear.float8
     asked = args, tuple(float8.filter_fqns), layout.tp, float8.recipe_name
     return Workload(
@@ -45,8 +47,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         layout=layout,
         schedule=config.parallelism.pipeline_parallel_schedule,
         seq_len=config.training.seq_len,
-        recompute=Counter(recompute.values()),
-        recompute_of_moes=Counter(mode for layer, mode in recompute.items() if args.is_moe(layer)),
+        recompute=recompute,
         balances_by_loss=config.training.expert_balance_loss > 0,
         compute_dtype="bfloat16" if dtype == "auto" else dtype,
         float8=choose_float8(*asked) if config.model.uses_float8 else frozenset(),
@@ -123,7 +124,8 @@ class PlannedRun:
             parts += [self.workload.schedule, f"{len(layout.stages)} stages"]
         parts.append(f"microbatches: {layout.n_microbatches} x {layout.microbatch_size}")
         parts.append(f"ZeRO {layout.zero_stage}")
-        modes = [f"{mode} ({n})" for mode, n in self.workload.recompute.items()]
+        n_layers = sum(self.workload.recompute.values(), Counter())
+        modes = [f"{mode} ({n})" for mode, n in n_layers.items()]
         return f"{', '.join(parts)}, recompute {' and '.join(modes)}"
 
 

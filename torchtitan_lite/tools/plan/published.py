@@ -172,8 +172,7 @@ def describe_row(values: dict[str, object]) -> Workload:
         args=args,
         layout=layout,
         schedule=schedule,
-        recompute=recompute,
-        recompute_of_moes=recompute if moe else Counter(),
+        recompute={bool(moe): recompute},
         float8=frozenset(modules if values["float8"] else ()),
     )
 

@@ -54,13 +54,11 @@ class Measured(NamedTuple):
 def main(options: Namespace) -> int:
     machine, n_ranks, n_hosts = choose_host()
     plan = check(options.config_args, machine, n_ranks, n_hosts)
-    n_local = plan.layout.world_size // n_hosts
     os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
     with tempfile.TemporaryDirectory(prefix="torchtitan_lite.") as name:
         folder = Path(name)
-        status, reason = launch.run_ranks(
-            measure_rank, options.config_args, n_local, n_hosts, folder
-        )
+        signals = launch.Signals(folder, folder / "hang")
+        status, reason = launch.run_ranks(measure_rank, options.config_args, plan, n_hosts, signals)
         is_sound = not (folder / FOUND).exists()
     if reason:
         print(f"pulse: {reason}")
@@ -82,12 +80,10 @@ def measure_rank(args: list[str], folder: Path) -> int:
     name = f"rank {place.rank} on {socket.gethostname()}"
     checksum, of_matmul = measure_matmul(name, cluster, device)
     measured = {"matmul": of_matmul}
-    for dim, degree in plan.layout.degrees.items():
-        if degree > 1:
-            stride = plan.layout.strides[dim]
-            measured[f"all-gather over {dim}"] = measure_link(
-                dim, mesh.world[dim], stride, cluster, device
-            )
+    for dim in plan.layout.used_dims:
+        stride = plan.layout.strides[dim]
+        link = measure_link(dim, mesh.world[dim], stride, cluster, device)
+        measured[f"all-gather over {dim}"] = link
     rows: list[dict] = [{}] * place.world_size
     row = {"checksum": checksum, "measured": measured}
     dist.all_gather_object(rows, row, group=groups.host)

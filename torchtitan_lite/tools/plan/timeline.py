@@ -1,4 +1,4 @@
-"""Simulate a pipeline schedule: when each action runs, the bubble, a picture, and what is wrong with an order.
+"""Simulate a pipeline schedule: when each action runs, the bubble, a picture.
 
     pp rank 0  F0F1....B0--F2B1--F3B2--..B3--    F forward, B backward, or its halves: I gradients of inputs,
     pp rank 1  ..F0B0--F1B1--F2B2--F3B3--....    W gradients of weights. Dots are idle time: the bubble
@@ -7,10 +7,10 @@ With p pp ranks, v stages per rank and m microbatches, the bubble is (p-1)/(v*m+
 takes 2F and sends take no time. The often quoted (p-1)/m is idle time over *ideal* time.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from typing import NamedTuple
 
 from torchtitan_lite.tools.pictures import ROW_HEIGHT, draw_rows
@@ -83,22 +83,6 @@ def list_needs(action: Action, last_stage: int) -> set[tuple[int, str, int]]:
     if stage < last_stage:
         needs.add((stage + 1, "I", microbatch))
     return needs
-
-
-def find_fault(order: Order) -> str:
-    """Describe work that is not done exactly once, or actions that wait for each other; empty if there is none."""
-    times: Counter[tuple[int, str, int]] = Counter()
-    for stage, kind, microbatch in chain(*order):
-        for half in HALVES[kind]:
-            times[stage, half, microbatch] += 1
-    last_stage, _, _ = max(times)
-    n_microbatches = 1 + max(microbatch for _, _, microbatch in times)
-    for stage, half, microbatch in product(range(last_stage + 1), "FIW", range(n_microbatches)):
-        n = times[stage, half, microbatch]
-        if n != 1:
-            return f"runs {half} of microbatch {microbatch} of stage {stage} {n} times, not once (B is I and W)"
-    stuck = simulate(order, lambda action: 1.0).stuck
-    return f"deadlocks: {', '.join(map(str, stuck))} wait for one another" if stuck else ""
 
 
 def draw_timeline(timeline: Timeline) -> str:

@@ -16,13 +16,15 @@ With P bytes in the whole tensor and n ranks, an all-gather, reduce-scatter or a
 tests compare the closed form and the dry run to the byte. parallel/ explains why each collective is needed.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from math import ceil, prod
+from typing import NamedTuple
 
 from torchtitan_lite.config.block import INT8_BLOCK
-from torchtitan_lite.config.degrees import MESH_DIMS
-from torchtitan_lite.tools.plan.in_flight import count_gathers
+from torchtitan_lite.config.degrees import MESH_DIMS, Layout
+from torchtitan_lite.tools.plan.orders import count_gathers
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, Group, LayerKind, Stage, Workload
 
 # Axis -> its mesh dims, if there are several
@@ -32,11 +34,11 @@ DIMS = {
     "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
     "world": MESH_DIMS,
 }
+NAMES = re.compile("e?fsdp_[a-z]+|pp|dp_replicate|dp_shard|efsdp|ep|cp|tp")  # of mesh dims
 Call = tuple[str, str, float, float]  # axis, operation, number of calls, bytes of the whole tensor
 
 
-@dataclass(frozen=True)
-class Moved:
+class Moved(NamedTuple):
     """Calls and bytes of one rank in one step, for example over one mesh axis."""
 
     n_calls: int
@@ -45,9 +47,9 @@ class Moved:
 
 def sum_moved(calls: Iterable[tuple[Hashable, float, float]]) -> dict[Hashable, Moved]:
     """Sum the calls of one rank by key. `calls`: (key, number of calls, total bytes)."""
-    moved: dict[Hashable, Moved] = {}
+    moved = defaultdict(lambda: Moved(0, 0))
     for key, n_calls, n_bytes in calls:
-        before = moved.get(key, Moved(0, 0))
+        before = moved[key]
         moved[key] = Moved(before.n_calls + n_calls, before.n_bytes + n_bytes)
     return moved
 
@@ -63,6 +65,11 @@ def fraction_moved(
         return 1 - splits[rank] / max(1, sum(splits))
     ring = (n_ranks - 1) / n_ranks
     return {"all-reduce": 2 * ring, "broadcast": 1, "send": 1, "receive": 1}.get(operation, ring)
+
+
+def name_axis(layout: Layout, description: str) -> str:
+    """Return the mesh dims of a group by its description, "mesh_dp_shard_cp"; all dims for the default group."""
+    return " x ".join(NAMES.findall(description) or layout.used_dims)
 
 
 def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:

@@ -12,7 +12,7 @@ FSDP shards the experts and routers over the axis "efsdp", and all other paramet
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil, prod
 from typing import Literal, NamedTuple
@@ -67,9 +67,8 @@ class LayerKind:
             self.groups[axis].append(rows * prod(others))
             if module.bias:
                 self.groups[axis].append(rows)
-        self.sizes = Counter()  # axis -> elements
-        for axis, sizes in self.groups.items():
-            self.sizes[axis] = sum(sizes)
+        # axis -> elements
+        self.sizes = Counter({axis: sum(sizes) for axis, sizes in self.groups.items()})
         self.colwise = by_split["colwise"]  # tp gathers their input
         self.rowwise = by_split["rowwise"]  # tp scatters their output
         self.norms = [module for module in by_split["sequence"] if module.kind == "norm"]
@@ -108,9 +107,9 @@ class Workload:
     args: ModelArgs
     layout: Layout
     seq_len: int
-    # none, op, full, or (published runs only) alternate, torchtitan's policy of 2024 -> number of layers
-    recompute: Counter
-    recompute_of_moes: Counter = field(default_factory=Counter)  # the same, for the MoE layers only
+    # Whether layers have experts -> none, op, full, or (published runs only) alternate, torchtitan's policy of 2024 ->
+    # number of layers
+    recompute: dict[bool, Counter]
     compute_dtype: str = "bfloat16"  # dtype of activations and gathered parameters
     float8: frozenset[str] = frozenset()  # names of a block's modules that compute in float8
     float8_recipe: str = "tensorwise"  # selects the field "<recipe>_efficiency" of Cluster
@@ -166,11 +165,7 @@ class Workload:
         # Elements of the embedding, or of the head, on a tp rank
         self.table = pad(args.vocab_size // layout.tp, layout.fsdp) * args.dim
         self.stages = count_modules(layout.stages, args)
-        of_moes = self.recompute_of_moes
-        self.kinds = []
-        for is_moe, recompute in ((False, self.recompute - of_moes), (True, of_moes)):
-            if recompute:
-                self.kinds.append(LayerKind(self, recompute, is_moe))
+        self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
 
     def shape_on_rank(self, module: ModuleRow) -> list[int]:
         """Return the shape of a module's weight on one rank of tp and ep, before FSDP shards it."""

@@ -5,7 +5,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ from torchtitan_lite.tools.tables import format_bytes
 
 REFRESH_S = 10  # between two pages of a watched run
 MOST_CURVES = 12  # as many colors as the style sheet has
-MOST_DETAILED = 2  # runs of a page that shows their summaries, traces and forecasts
 FINAL_FIELDS = ("loss", "val_loss", "tokens_per_s_per_rank")
 MARKS = {  # kind of record -> color
     "start": "var(--run2)",
@@ -87,7 +85,10 @@ def main(options: argparse.Namespace) -> int:
     out = options.out or options.runs[0] / "report.html"
     is_new = True
     while True:
-        runs = open_runs(options.runs)
+        try:
+            runs = [RecordedRun(folder) for folder in options.runs]
+        except (OSError, ValueError) as error:
+            raise UserError(f"report cannot read a run: {error}") from None
         is_watched = options.watch and any(run.is_running for run in runs)
         page = write_page(runs, options.group, options.x, refresh=is_watched)
         out.write_text(page, encoding="utf-8")
@@ -99,25 +100,13 @@ def main(options: argparse.Namespace) -> int:
         time.sleep(REFRESH_S)
 
 
-def open_runs(folders: list[Path]) -> list[RecordedRun]:
-    """Read the runs in these folders. Raises UserError."""
-    runs = []
-    for folder in folders:
-        try:
-            runs.append(RecordedRun(folder))
-        except UserError:
-            raise
-        except (OSError, ValueError) as error:
-            raise UserError(f"report cannot read this run: {error}") from None
-    return runs
-
-
 def write_page(
     runs: list[RecordedRun], key: str | None, axis: str, *, refresh: bool = False
 ) -> str:
     """Return the page. `key`: runs with the same value of it are one curve. `refresh`: the browser reloads the page."""
     differences = list_differences(runs)
-    if len(runs) > 1:
+    is_alone = len(runs) == 1
+    if not is_alone:
         name_runs(runs, differences)
     if key and not any(key in run.settings for run in runs):
         raise UserError(f"--group {key}: no run has this key. See config.toml in its folder.")
@@ -133,30 +122,22 @@ def write_page(
         series.append(Series(name, f"var(--run{at})", members))
     title = escape(" and ".join(groups))
     parts = [f"<h1>{title}</h1>"]
-    if len(runs) > 1:
-        parts.append(
-            f"<h2>Final results, and keys that differ</h2>{compare_runs(series, differences)}"
-        )
-    has_details = len(runs) <= MOST_DETAILED and not key
-    if has_details:
-        for each in series:
-            parts.append(f'<h3 style="color: {each.color}">{escape(each.name)}</h3>')
-            for sentence in summarize(each.runs[0]):
-                parts.append(f"<p>{escape(sentence)}</p>")
+    if is_alone:
+        parts += [f"<p>{escape(sentence)}</p>" for sentence in summarize(runs[0])]
+    else:
+        table = compare_runs(series, differences)
+        parts.append(f"<h2>Final results, and keys that differ</h2>{table}")
     about = "Source: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red)."
     if key:
         about += " A line is the mean of the runs of a group; the band reaches from the lowest to the highest."
     parts.append(f'<h2>By {axis}</h2><p><i>{about}</i></p><div class="grid">')
     parts += draw_plots(series, axis)
     parts.append("</div>")
-    if has_details:
-        for each in series:
-            run = each.runs[0]
-            parts.append(f'<h2 style="color: {each.color}">{escape(each.name)}</h2>')
-            parts += draw_experts(run)
-            if not refresh:
-                parts += draw_traces(run)
-            parts.append(compare_with_forecast(run))
+    if is_alone:
+        parts += draw_experts(runs[0])
+        if not refresh:
+            parts += draw_traces(runs[0])
+        parts.append(compare_with_forecast(runs[0]))
     head = f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style>'
     if refresh:
         head = f'<meta http-equiv="refresh" content="{REFRESH_S}">{head}'
@@ -253,7 +234,6 @@ def compare_with_forecast(run: RecordedRun) -> str:
     forecast = run.plan.forecast
     [memory] = estimate_memory(run.plan.workload, [0])
     peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
-    bubble = f"{run.pipeline.bubble:.1%}" if run.pipeline else "not traced"
     rows = [
         ["", "measured", f"forecast, {run.plan.cluster.name}"],
         [
@@ -262,16 +242,10 @@ def compare_with_forecast(run: RecordedRun) -> str:
             f"{forecast.step_time_s:.3g} s",
         ],
         [
-            "tokens/s per rank (median)",
-            f"{run.find_median('tokens_per_s_per_rank'):,.0f}",
-            f"{forecast.tokens_per_s_per_gpu:,.0f}",
-        ],
-        [
             "memory of rank 0 (on a CPU with Python)",
             format_bytes(peak_bytes),
             format_bytes(memory.live),
         ],
-        ["bubble of the pipeline (traces)", bubble, f"{forecast.bubble:.1%}"],
     ]
     return f"<h3>Measurements and forecast</h3>{draw_table(rows)}"
 

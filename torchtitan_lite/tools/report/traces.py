@@ -18,9 +18,9 @@ from typing import NamedTuple
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.tools.plan.orders import Action
 from torchtitan_lite.tools.plan.timeline import Event, Timeline
+from torchtitan_lite.tools.plan.transfers import name_axis
 
 MOST_RANKS = 16  # maximum number of traces that are read, evenly spaced
-DIMS = "pp|dp_replicate|dp_shard|efsdp|ep|cp|tp"
 IGNORED = ("PythonDispatchMode", "gloo:send")
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
@@ -52,11 +52,10 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     annotations = [event for event in events if event["cat"] == "user_annotation"]
     *_, step = (event for event in annotations if event["name"].startswith("ProfilerStep"))
     step_start, step_end = find_span(step)
-    used = [dim for dim, degree in layout.degrees.items() if degree > 1]
     axes = {}  # process group -> axis
     for group in data["distributedInfo"]["pg_config"]:
-        dims = re.findall(DIMS, group["pg_desc"])
-        axes[group["pg_name"]] = " x ".join(dims or used)
+        axes[group["pg_name"]] = name_axis(layout, group["pg_desc"])
+    used = layout.used_dims
     if layout.ep > 1:
         used.append("ep")
     spans = defaultdict(list)  # by axis
