@@ -51,6 +51,7 @@ def read_lines(folder: Path) -> list[dict]:
 @pytest.fixture
 def console(monkeypatch) -> list[str]:
     lines: list[str] = []
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(
         metrics_module.logger,
         "info",

@@ -34,7 +34,7 @@ from torchtitan_lite.tools.verify.trial import make_trial
 @pytest.mark.parametrize("name", [*FAST, *map(slow, CROSSES)])
 def test_layout_computes_the_single_device_model(pool, tmp_path, name):
     trial = compare.try_row(LAYOUTS[name], pool.run, tmp_path)
-    assert trial.faults == {}, trial.culprit
+    assert trial.faults == {}
 
 
 @pytest.mark.parametrize("name", BFLOAT16_LAYOUTS)
@@ -81,9 +81,8 @@ def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, key, ro
 
     run_ranks = compare.ranks_inside(pool, refuse_nothing)
     trial = make_trial("table", lambda: compare.try_row(row, run_ranks, tmp_path))
-    assert any(symptom in text for fault in trial.faults.items() for text in fault), (
-        f"{key}: see find_refused"
-    )
+    said = [f"{kind}: {fault.text}" for kind, fault in trial.faults.items()]
+    assert any(symptom in each for each in said), f"{key}: see find_refused"
 
 
 def test_the_pool_names_the_failing_rank_and_works_again_afterwards(pool):

@@ -244,7 +244,6 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
         (other, "a", "of_another_fork"),
         (bare, "a", "Name it with --tokenizer FOLDER"),
         (without_context, "a", "max_position_embeddings"),
-        (export, "no <|eot_id|> names", "would become a special token", "--chat"),
         (export, "<2303>", "but its model has 2304 rows", "--tokenizer", str(larger)),
     ):
         assert main(["generate", str(source), "--prompt", prompt, *options]) == 2

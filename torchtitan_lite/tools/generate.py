@@ -46,7 +46,7 @@ def main(options: Namespace) -> int:
     messages = []  # of a conversation
     for prompt in read_prompts(options):
         if chat:
-            messages.append({"role": "user", "content": prompt.rstrip("\n")})
+            messages.append({"role": "user", "content": prompt})
             prompt_tokens = encode_conversation(messages, chat)
         else:
             prompt_tokens = encode_text(prompt, source.tokenizer)
@@ -105,11 +105,15 @@ def encode_text(prompt: str, tokenizer: Tokenizer) -> list[int]:
 def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
     """Return the tokens of a conversation and of the start of an answer. Raises SourceError.
 
-    A message that has names of special tokens is taken as a whole conversation, already formatted.
+    A first message that has names of special tokens is taken as a whole conversation, already formatted.
     """
     tokenizer = chat.tokenizer
     text = messages[-1]["content"]
+    messages[-1]["content"] = text.rstrip("\n")
     named = [name for name in tokenizer.special if name in text]
+    if named and len(messages) > 1:
+        why = "would become a special token. Write it in another way"
+        raise SourceError(f"{named[0]} {why}.")
     if named:
         about = "is a special token, so the prompt is a formatted conversation."
         print(named[0], about, file=sys.stderr)
