@@ -1,6 +1,7 @@
 """The numbers of a run: the clocks and the arithmetic behind them, console line, metrics.jsonl, TensorBoard."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -183,4 +184,8 @@ def test_a_resumed_run_is_the_same_run_in_wandb(tmp_path, monkeypatch):
     run_id = (tmp_path / "wandb_id").read_text()
     files = list(tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert len(files) == len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
-    assert all(b"throughput(tps)" in file.read_bytes() for file in files)
+    for file in files:
+        deadline_s = time.monotonic() + 20  # a process of wandb writes the file
+        while b"throughput(tps)" not in file.read_bytes() and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        assert b"throughput(tps)" in file.read_bytes()
