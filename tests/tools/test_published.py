@@ -20,11 +20,12 @@ def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
     groups = published.find_unseen(published.read_rows())
     for name, bar in BARS.items():
         ratios = [exp(error) for _, error in groups[name]]
-        assert sum(bar.n_rows.values()) == len(ratios), name
-        n_inside = sum(bar.low <= ratio <= bar.high for ratio in ratios)
-        assert 0.7 <= n_inside / len(ratios) <= 0.9, name
-        if name == "memory":
-            assert sum(ratio < bar.low for ratio in ratios) <= 0.1 * len(ratios)
+        n_runs = len(ratios)
+        n_low = sum(ratio < bar.low for ratio in ratios)
+        n_high = sum(ratio > bar.high for ratio in ratios)
+        assert sum(bar.n_rows.values()) == n_runs, name
+        assert 0.1 <= (n_low + n_high) / n_runs <= 0.3, name
+        assert n_low <= 0.1 * n_runs or name != "memory"
     assert BARS["dense"].median <= 0.06 and BARS["memory"].median <= 0.06
     assert published.rank_correlation(groups["dense"]) > 0.7
 

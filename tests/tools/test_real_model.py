@@ -51,14 +51,17 @@ def test_ids_and_the_loss_of_a_text_are_those_of_transformers(folder, theirs, tm
     tokenizer = load_tokenizer(folder)
     text = TEXT[:3000]
     ids = tokenizer.encode(text)
-    assert ids == AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids
-    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    report = run_json("eval", folder, "--data", tmp_path / "text.txt", "--seq-len=8192")
+    their_tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert ids == their_tokenizer(text, add_special_tokens=False).input_ids
+    file = tmp_path / "text.txt"
+    file.write_text(text, encoding="utf-8")
+    report = run_json("eval", folder, "--data", file, "--seq-len=8192")
     tokens = torch.tensor([*ids, tokenizer.eos_id])
     with torch.no_grad():
-        logits = theirs(tokens[None, :-1]).logits[0].double()
+        logits = theirs(tokens[None, :-1]).logits[0]
+    loss = cross_entropy(logits.double(), tokens[1:])
     assert report["tokens"] == len(tokens) - 1
-    assert report["loss"] == pytest.approx(cross_entropy(logits, tokens[1:]).item(), rel=1e-6)
+    assert report["loss"] == pytest.approx(loss.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

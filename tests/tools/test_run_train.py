@@ -53,15 +53,14 @@ class Checkout:
     def take_real(self, name: str) -> None:
         self.write(name, (REPOSITORY / name).read_text(encoding="utf-8"))
 
-    def start(self, *args: str, **variables: str) -> subprocess.Popen:
-        command = [str(self.root / "run_train.sh"), *args]
-        options = {"cwd": self.folder, "env": self.variables | variables, "text": True}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-
     def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
-        process = self.start(*args, **variables)
+        """Run the script to its end. `args` of the result is the pid that it had."""
+        command = [str(self.root / "run_train.sh"), *args]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        environment = self.variables | variables
+        process = subprocess.Popen(command, cwd=self.folder, env=environment, **streams)
         out, err = process.communicate()
-        return subprocess.CompletedProcess(process.pid, process.returncode, out.strip(), err)
+        return subprocess.CompletedProcess(process.pid, process.returncode, out, err)
 
     def calls(self) -> list[dict]:
         """Return the starts of the launcher."""
