@@ -120,38 +120,31 @@ def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_
 
 # ---------------------------------------------------------------- the pulse
 
-WRONG = [  # change to the rows of two hosts of four ranks, what it is set to, what is said
-    (3, ("checksum",), 8, "rank 3 on b computes wrong"),
-    (5, ("measured", "matmul"), 5e-3, "rank 5 on b is slow: matmul takes 5.00 times the median"),
-    (6, ("measured", "pp"), 5e-3, "pp of ranks [2, 6] is slow: pp takes 5.00 times the median"),
+WRONG = [  # of two hosts of four ranks: rank, what it measures, another value, what is said
+    (3, "matmul", {"checksum": 8}, "rank 3 on b computes wrong"),
+    (5, "matmul", {"seconds": 5e-3}, "rank 5 on b is slow: matmul takes 5.00 times the median"),
+    (6, "pp", {"seconds": 5e-3}, "pp of ranks [2, 6] is slow: pp takes 5.00 times the median"),
 ]
 
 
-def make_rows() -> list[dict]:
+def make_rows() -> list[dict[str, Measured]]:
     rows = []
     for rank in range(8):
         name = f"rank {rank} on b"
         link = f"pp of ranks [{rank & 3}, {rank | 4}]"
-        measured = {
-            what: Measured(place, 1e-3, 1e-3)
-            for what, place in {"matmul": name, "pp": link}.items()
-        }
-        rows.append({"checksum": 7, "measured": measured})
+        rows.append({"matmul": Measured(name, 1e-3, 1e-3), "pp": Measured(link, 1e-3, 1e-3)})
     return rows
 
 
 def test_a_pulse_names_what_is_wrong():
     assert judge(make_rows(), 4.0)[1] == []
-    for rank, (*path, last), value, said in WRONG:
+    for rank, what, changed, said in WRONG:
         rows = make_rows()
-        record = rows[rank]
-        for key in path:
-            record = record[key]
-        record[last] = record[last]._replace(seconds=value) if "measured" in path else value
+        rows[rank][what] = rows[rank][what]._replace(**changed)
         (found,) = judge(rows, 4.0)[1]
         assert said in found
     pair = make_rows()[:2]
-    pair[1]["checksum"] = 8
+    pair[1]["matmul"] = pair[1]["matmul"]._replace(checksum=8)
     assert len(judge(pair, 4.0)[1]) == 2, "two ranks have no majority"
 
 

@@ -255,10 +255,9 @@ def list_moments_of_pipeline(
     kept = {}  # stage -> bytes of a microbatch
     for index, stage in stages.items():
         kept[index] = sum(n_bytes * kind.count(stage) for kind, n_bytes, _ in layers)
-        if index == 0 and not kept[index]:  # the embedding alone
-            kept[index] = (
-                w.hidden_bytes / w.layout.tp
-            )  # its output. Other stages keep a receive buffer.
+        if index == 0 and not kept[index]:
+            # The embedding alone keeps its output. Other stages keep a receive buffer.
+            kept[index] = w.hidden_bytes / w.layout.tp
         elif kept[index] and w.engine == "torch":
             kept[index] += w.n_tokens * w.args.head_dim * ANGLE_BYTES
     moments = []

@@ -49,6 +49,7 @@ class Measured(NamedTuple):
     place: str  # "rank 3 on node7", "tp of ranks [0, 1]"
     seconds: float
     expected_s: float
+    checksum: int = 0  # of the results of matmuls
 
 
 def main(options: Namespace) -> int:
@@ -78,15 +79,13 @@ def measure_rank(args: list[str], folder: Path) -> int:
     mesh = build_mesh(plan.layout, device.type)
     cluster = CLUSTERS[find_row(machine.name)]
     name = f"rank {place.rank} on {socket.gethostname()}"
-    checksum, of_matmul = measure_matmul(name, cluster, device)
-    measured = {"matmul": of_matmul}
+    measured = {"matmul": measure_matmul(name, cluster, device)}
     for dim in plan.layout.used_dims:
         stride = plan.layout.strides[dim]
         link = measure_link(dim, mesh.world[dim], stride, cluster, device)
         measured[f"all-gather over {dim}"] = link
     rows: list[dict] = [{}] * place.world_size
-    row = {"checksum": checksum, "measured": measured}
-    dist.all_gather_object(rows, row, group=groups.host)
+    dist.all_gather_object(rows, measured, group=groups.host)
     if place.rank == 0:
         text, found = judge(rows, LOADS[device.type][-1])
         print(f"{plan.config_name} on {plan.layout}\n{text}")
@@ -97,8 +96,8 @@ def measure_rank(args: list[str], folder: Path) -> int:
     return 0
 
 
-def measure_matmul(place: str, cluster: Cluster, device: torch.device) -> tuple[int, Measured]:
-    """Multiply the same random matrices often. Return a checksum of all results, and the median time of a matmul."""
+def measure_matmul(place: str, cluster: Cluster, device: torch.device) -> Measured:
+    """Multiply the same random matrices often. Return the median time, and a checksum of all results."""
     n, dtype, n_products, *_ = LOADS[device.type]
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, n, n, generator=generator).to(device, getattr(torch, dtype))
@@ -109,7 +108,7 @@ def measure_matmul(place: str, cluster: Cluster, device: torch.device) -> tuple[
 
     times_s = timeit.repeat(multiply, repeat=n_products, number=1)
     expected_s = cluster.matmul_time(n, n, n, dtype)
-    return sum(checksums), Measured(place, median(times_s), expected_s)
+    return Measured(place, median(times_s), expected_s, sum(checksums))
 
 
 def measure_link(
@@ -129,20 +128,18 @@ def measure_link(
     return Measured(f"{dim} of ranks {mesh.mesh.tolist()}", median(times_s), expected_s)
 
 
-def judge(rows: list[dict], limit: float) -> tuple[str, list[str]]:
+def judge(rows: list[dict[str, Measured]], limit: float) -> tuple[str, list[str]]:
     """Return a table of all measurements, and one sentence for each fault. `rows` has one entry per rank, by rank."""
-    usual = median(row["checksum"] for row in rows)  # of most ranks; of none if two halves differ
+    matmuls = [row["matmul"] for row in rows]
+    usual = median(each.checksum for each in matmuls)  # of most ranks; of none if two halves differ
     found = []
-    for row in rows:
-        if row["checksum"] != usual:
-            rank = row["measured"]["matmul"].place
-            found.append(f"{rank} computes wrong: equal matmuls have another checksum there")
+    for each in matmuls:
+        if each.checksum != usual:
+            found.append(f"{each.place} computes wrong: equal matmuls have another checksum there")
     table = [("", "median", "slowest", "expected", "the slowest")]
-    for what in rows[0]["measured"]:
-        measured = {}  # by place, because all ranks of a group measure the same link
-        for row in rows:
-            each = row["measured"][what]
-            measured[each.place] = each
+    for what in rows[0]:
+        # By place, because all ranks of a group measure the same link
+        measured = {row[what].place: row[what] for row in rows}
         usual_s = median_low(each.seconds for each in measured.values())
         slowest = max(measured.values(), key=lambda each: each.seconds)
         times_s = (usual_s, slowest.seconds, slowest.expected_s)
