@@ -294,7 +294,6 @@ ANSWERS = """
                                                     | NGPU=16        | EIGHT_H100 | NGPU
 --config llama3_70b --gpus 64                       |                | | 64
 --config llama3_70b --gpus 8 --gpu a100-80          |                | | model.flavor
---gpus 8 --gpu h900                                 |                | | --gpu
 ASYNC --gpus 2                                      | CC=none        | | 2
 ASYNC                                               | NGPU=2         | | parallelism.enable_async_tensor_parallel
 """  # compilers here do not matter for GPUs elsewhere
