@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.config.layout import SIZES
+from torchtitan_lite.config.layout import MODEL_SIZES
 from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
     KEYS,
@@ -322,7 +322,7 @@ def test_every_key_is_read_by_some_code():
     read = {
         node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
     }
-    read |= set(SIZES)  # resolve_model goes through the table
+    read |= set(MODEL_SIZES)  # resolve_model goes through the table
     unread = [key for key in KEYS if key.rpartition(".")[2] not in read]
     assert not unread, f"no code reads {unread}: delete them from config/schema.py"
 

@@ -136,14 +136,22 @@ def validate_then_train(
 ) -> tuple[float, float, bool]:
     """Worker: the loss forward only, the loss of training on the same batch, and whether validation left a gradient."""
     run = compare.build_table_run(world_size, overrides)
-    if "tok_embeddings.weight" in run.parameters:  # as in the plain loop
-        compare.local(run.parameters["tok_embeddings.weight"]).mul_(EMBEDDING_SCALE)
-    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    embedding = run.parameters.get("tok_embeddings.weight")
+    if embedding is not None:  # as in the plain loop
+        compare.local(embedding).mul_(EMBEDDING_SCALE)
+    whole = compare.make_batch(0, run.config.model.vocab_size)
+    batch = compare.own_rows(run, whole)
     n_tokens = stepping.count_global_tokens(run, batch)
-    validated = stepping.sum_losses(run, stepping.forward_only(run, batch, n_tokens)).item()
-    left = any(parameter.grad is not None for parameter in run.parameters.values())
-    trained = stepping.sum_losses(run, stepping.forward_backward(run, batch, n_tokens)).item()
-    again = stepping.sum_losses(run, stepping.forward_only(run, batch, n_tokens)).item()
+
+    def measure(make_losses) -> float:
+        losses = make_losses(run, batch, n_tokens)
+        return stepping.sum_losses(run, losses).item()
+
+    validated = measure(stepping.forward_only)
+    gradients = [parameter.grad for parameter in run.parameters.values()]
+    left = any(gradient is not None for gradient in gradients)
+    trained = measure(stepping.forward_backward)
+    again = measure(stepping.forward_only)
     return validated, trained, left or again != validated
 
 

@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from torchtitan_lite.config.layout import SIZES, Layout, resolve_config, resolve_model
+from torchtitan_lite.config.layout import MODEL_SIZES, Layout, resolve_config, resolve_model
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.tools.tables import format_table
@@ -68,7 +68,7 @@ def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
         if values[key] in (AUTOMATIC, "auto", None):
             values[key] = get_value(resolved, key)
     args = resolve_model(config.model)
-    for name in SIZES:
+    for name in MODEL_SIZES:
         values[f"model.{name}"] = getattr(args, name)
     if args.moe:
         for name, size in vars(args.moe).items():

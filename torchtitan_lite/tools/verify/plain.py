@@ -143,24 +143,28 @@ class PlainExperts:
 
     def forward(self, x: Tensor) -> Tensor:
         router = self.moe.router
+        args = router.args
+        top_k = args.top_k
         experts = self.moe.experts
-        top_k = router.args.top_k
         logits = x @ router.weight.t()
         scores = logits.sigmoid()  # (B, S, E)
-        if router.args.router_scores == "softmax":
+        if args.router_scores == "softmax":
             scores = logits.softmax(-1)
-        ranked = (scores + router.expert_bias).detach().sort(-1, descending=True)
-        routes = ranked.indices[..., :top_k]
-        margins = ranked.values[..., top_k - 1 : -1] - ranked.values[..., top_k:]
-        is_tie = (margins[..., :1] < TIE).any(-1)
+        biased = (scores + router.expert_bias).detach()
+        values, order = biased.sort(-1, descending=True)
+        routes = order[..., :top_k]
+        last_chosen = values[..., top_k - 1]
+        first_left_out = values[..., top_k]
+        is_tie = last_chosen - first_left_out < TIE
         self.ties = (scores[is_tie].detach(), routes[is_tie])
         chosen = F.one_hot(routes, router.n_experts).sum(-2)  # (B, S, E)
         weights = scores * chosen
-        if router.args.normalize_top_k:
+        if args.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
         tokens = x.flatten(0, 1)  # (T, D) times (E, D, F)
         gate = F.silu(tokens @ experts.w1)
-        outputs = (gate * (tokens @ experts.w3)) @ experts.w2
+        hidden = gate * (tokens @ experts.w3)
+        outputs = hidden @ experts.w2
         self.load = chosen.sum((0, 1))
         fraction = chosen.float().mean(1) * router.n_experts / top_k
         probabilities = scores / scores.sum(-1, keepdim=True)
@@ -200,18 +204,24 @@ class PlainModel:
         The loss is computed here, except that a head with a loss of its own weighs the log-sum-exp of the logits.
         """
         logits = self.model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
+        exact = logits.double()
         counted = batch.targets != IGNORE_INDEX
-        column = batch.targets.where(counted, 0)[..., None]
-        of_target = logits.double().gather(-1, column)[..., 0]
-        of_total, _ = self.model.output.weigh_total(logits.double().logsumexp(-1))
-        losses = (of_total - of_target).where(counted, 0)
+        targets = batch.targets.where(counted, 0)
+        of_target = exact.gather(-1, targets[..., None])
+        of_all = exact.logsumexp(-1)
+        of_total, _ = self.model.output.weigh_total(of_all)
+        losses = of_total - of_target.squeeze(-1)
+        losses = losses.where(counted, 0)
         self.outputs["output"] = losses.detach()
         loss = losses.sum() / counted.sum()
-        imbalance = sum(experts.imbalance for experts in self.experts.values())
-        total = loss + self.section.expert_balance_loss * imbalance
+        total = loss
+        for experts in self.experts.values():
+            total = total + self.section.expert_balance_loss * experts.imbalance
         found = torch.autograd.grad(total, self.parameters.values())
-        gradients = [gradient.contiguous() for gradient in found]  # as fused kernels expect
-        return loss.item(), dict(zip(self.parameters, gradients, strict=True))
+        gradients = {}
+        for fqn, gradient in zip(self.parameters, found, strict=True):
+            gradients[fqn] = gradient.contiguous()  # as fused kernels expect
+        return loss.item(), gradients
 
     @torch.no_grad()
     def move_biases(self) -> None:

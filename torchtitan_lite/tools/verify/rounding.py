@@ -29,16 +29,16 @@ def packing_checked(note: Note) -> AbstractContextManager:
     def check_and_send(self: Packing, rows: Tensor) -> Tensor:
         rounded = torch.empty(rows.shape)
         unpack(self, pack(self, rows), rounded)
-        errors = (rounded - rows).abs()
-        for own, wrong in zip(
-            rows.split(self.sizes, -1), errors.split(self.sizes, -1), strict=True
-        ):
-            blocks = zip(own.split(INT8_BLOCK, -1), wrong.split(INT8_BLOCK, -1), strict=True)
-            for block, error in blocks:
-                # half a step of the integers, and some rounding
-                half_scale = block.float().abs().amax(-1, keepdim=True) / 253.9
-                note("packing", "zero_plus_plus", (error / (half_scale + 1e-30)).max().item())
-        sent = rows.clone(memory_format=torch.contiguous_format).view(torch.int8)
+        pair = torch.stack([rows.float(), rounded - rows]).abs()
+        for tensors in pair.split(self.sizes, -1):
+            for blocks in tensors.split(INT8_BLOCK, -1):
+                block, error = blocks
+                largest = block.amax(-1, keepdim=True)
+                half_scale = largest / 253.9  # half a step of the integers, and some rounding
+                worst = error / (half_scale + 1e-30)
+                note("packing", "zero_plus_plus", worst.max().item())
+        sent = rows.clone(memory_format=torch.contiguous_format)
+        sent = sent.view(torch.int8)
         # A rank must not use its own numbers as they were: others see them rounded.
         rows.fill_(math.nan)
         return sent
@@ -91,17 +91,24 @@ def compare_with_halves(
     This finds a sum that is rounded to bfloat16 on any layout, because the halves round differently.
     """
     differences = dict(gradients)
-    is_even = torch.arange(len(batch.tokens)) // run.layout.microbatch_size % 2 == 0
+    rows = torch.arange(len(batch.tokens))
+    microbatches = rows // run.layout.microbatch_size
+    is_even = microbatches % 2 == 0
     # The loss of a half is divided by the tokens of the whole batch.
     n_tokens = count_valid_tokens(plain.batch.targets)
     with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
         for is_counted in (is_even, ~is_even):
-            targets = batch.targets.masked_fill(~is_counted[:, None], IGNORE_INDEX)
-            stepping.compute_gradients(run, replace(batch, targets=targets))
+            is_left_out = ~is_counted[:, None]
+            targets = batch.targets.masked_fill(is_left_out, IGNORE_INDEX)
+            half = replace(batch, targets=targets)
+            stepping.compute_gradients(run, half)
             for fqn, parameter in run.parameters.items():
-                differences[fqn] = differences[fqn] - local(parameter.grad)
+                gradient = local(parameter.grad)
+                differences[fqn] = differences[fqn] - gradient
     for fqn, parameter in run.parameters.items():
-        local(parameter.grad).copy_(differences[fqn])
+        gradient = local(parameter.grad)
+        gradient.copy_(differences[fqn])
         right = plain.gradients[fqn]
-        error = relative_error(parameter.grad, torch.zeros_like(right), right)
+        nothing = torch.zeros_like(right)
+        error = relative_error(parameter.grad, nothing, right)
         note("sum of microbatches", fqn, error)
