@@ -91,7 +91,7 @@ def test_the_report_names_the_winner_which_reads_back(tmp_path, capsys):
     "name, n_gpus, batch, expected",
     [
         ("llama3_70b", 64, 128, ("dp_shard64", "recompute full")),
-        ("llama3_405b", 512, 128, ("dp_shard", " x tp4,")),
+        slow("llama3_405b", 512, 128, ("dp_shard", " x tp4,")),
     ],
 )
 def test_large_models_get_what_practitioners_run(name, n_gpus, batch, expected):
