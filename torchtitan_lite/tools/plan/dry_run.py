@@ -28,7 +28,7 @@ from torchtitan_lite.tools.plan import command, fake_world
 from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.meter import Meter
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
-from torchtitan_lite.tools.plan.transfers import estimate_traffic
+from torchtitan_lite.tools.plan.transfers import Moved, estimate_traffic
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 CPU = torch.device("cpu")  # of fake tensors, because a CPU build of torch has no CUDA kernels
@@ -94,7 +94,7 @@ def main(options: argparse.Namespace) -> int:
             axis, operation = key
             cells = []
             for traffic in traffics:
-                moved = traffic[key]
+                moved = traffic.get(key, Moved(0, 0))
                 cells.append(f"{moved.n_calls:,.0f}, {format_bytes(moved.n_bytes)}")
             rows.append((name, f"{operation} over {axis}, calls and bytes", *cells))
     print(f"\na step of {short.layout.n_microbatches} microbatches\n{format_table(rows, '<<>>')}")

@@ -17,7 +17,6 @@ tests compare the closed form and the dry run to the byte. parallel/ explains wh
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from math import ceil, prod
 from typing import NamedTuple
@@ -47,9 +46,9 @@ class Moved(NamedTuple):
 
 def sum_moved(calls: Iterable[tuple[Hashable, float, float]]) -> dict[Hashable, Moved]:
     """Sum the calls of one rank by key. `calls`: (key, number of calls, total bytes)."""
-    moved = defaultdict(lambda: Moved(0, 0))
+    moved: dict[Hashable, Moved] = {}
     for key, n_calls, n_bytes in calls:
-        before = moved[key]
+        before = moved.get(key, Moved(0, 0))
         moved[key] = Moved(before.n_calls + n_calls, before.n_bytes + n_bytes)
     return moved
 
