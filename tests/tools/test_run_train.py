@@ -53,14 +53,17 @@ class Checkout:
     def take_real(self, name: str) -> None:
         self.write(name, (REPOSITORY / name).read_text(encoding="utf-8"))
 
-    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
-        """Run the script to its end. `args` of the result is the pid that it had."""
+    def start(self, *args: str, **variables: str) -> subprocess.Popen:
         command = [str(self.root / "run_train.sh"), *args]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         environment = self.variables | variables
-        process = subprocess.Popen(command, cwd=self.folder, env=environment, **streams)
+        return subprocess.Popen(command, cwd=self.folder, env=environment, **streams)
+
+    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
+        """Run the script to its end. `args` of the result is the pid that it had."""
+        process = self.start(*args, **variables)
         out, err = process.communicate()
-        return subprocess.CompletedProcess(process.pid, process.returncode, out, err)
+        return subprocess.CompletedProcess(process.pid, process.returncode, out.strip(), err)
 
     def calls(self) -> list[dict]:
         """Return the starts of the launcher."""

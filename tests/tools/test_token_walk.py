@@ -8,7 +8,7 @@ from torchtitan_lite.__main__ import main
 CHAPTER = (REPOSITORY / "torchtitan_lite" / "parallel" / "README.md").read_text(encoding="utf-8")
 WALK = CHAPTER.partition("## One token on eight ranks")[2].partition("\n* ")[0]
 COLLECTIVE = r"(all-gather|reduce-scatter) over (\w+)"
-COMMAND = "explain --config debug_3d --gpus 8 --device cpu --rank 3"
+COMMAND = "explain --config debug_3d --gpus 8 --gpu cpu --rank 3"
 
 
 def test_the_walk_of_a_token_is_what_explain_prints(capsys):
