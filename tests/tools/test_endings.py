@@ -126,11 +126,20 @@ def ignore_sigterm(is_ready) -> None:
     time.sleep(60)
 
 
-def test_one_signal_kills_ranks_that_hang(tmp_path):
+@pytest.fixture
+def ranks(monkeypatch) -> list:
+    """Child processes as the launcher sees them. The pool of these tests has others, which must live."""
+    found: list = []
+    monkeypatch.setattr(launch.multiprocessing, "active_children", lambda: found)
+    return found
+
+
+def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
     context = multiprocessing.get_context("fork")
     is_ready = context.Event()
     rank = context.Process(target=ignore_sigterm, args=(is_ready,))
     rank.start()
+    ranks.append(rank)
     is_ready.wait()
     signals = launch.Signals(tmp_path, tmp_path / "hang")
     signals.pass_on(signal.SIGTERM, None)
@@ -141,7 +150,7 @@ def test_one_signal_kills_ranks_that_hang(tmp_path):
     assert rank.exitcode == -signal.SIGKILL
 
 
-def test_ctrl_c_interrupts_the_launcher_only_before_it_forks_ranks(tmp_path):
+def test_ctrl_c_interrupts_the_launcher_only_before_it_forks_ranks(tmp_path, ranks):
     """In the middle of a fork, an exception would make the fork server or a rank print a traceback."""
     signals = launch.Signals(tmp_path, tmp_path / "hang")
     signals.may_interrupt = False

@@ -14,7 +14,6 @@ import signal
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
@@ -60,10 +59,7 @@ class RankPool(AbstractContextManager):
         Function, arguments and results must be picklable. Raises RankFailure if a rank raises, dies or takes longer
         than `timeout_s`.
         """
-        ended = [process.exitcode for process in self._processes if not process.is_alive()]
-        if ended:
-            warnings.warn(f"ranks ended between two jobs, with status {ended}", stacklevel=2)
-        if ended or self._n_jobs == JOBS_PER_WORKER:
+        if self._n_jobs == JOBS_PER_WORKER:
             self.close()
         self._start(world_size)
         self._n_jobs += 1
