@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-KEPT = "128 sequences of 8,192 are 1,048,576 tokens per step: data-parallel replicas 8"
+KEPT = "128 sequences of 8,192 are 1,048,576 tokens per step"
 LAYOUT = "pp2 x dp_shard8 x tp4"
 TOKENS_PER_S = 650
 
