@@ -1,6 +1,6 @@
 """Repeat the results of assets/results/README.md: python3 assets/results/repeat.py [FOLDER]
 
-It prepares the plays, trains three seeds with AdamW and three with Muon, two at a time on two cores (about 15 minutes),
+It prepares the plays, trains three seeds with AdamW and three with Muon, two at a time on two cores,
 trains 200 steps on one process and on pp2 x dp2 x tp2, compresses the same text with gzip, xz and an n-gram model, and
 prints the tables. FOLDER (default: outputs/results) keeps the runs; a run that is complete there is not repeated.
 """

@@ -96,7 +96,7 @@ parallelism.zero_plus_plus=["hpz","qwz"]
 parallelism.enable_async_tensor_parallel=true activation_checkpoint.mode=full compile.enable=true
 compile.components=["loss"]
 """.split()
-# Of these, what a start of train.py must run as asked.
+# Keys of this table that the trial of train.py must not replace.
 AS_ASKED = """
 training.dataset_weights debug.deterministic optimizer.moments_dtype optimizer.beta2 lr_scheduler.decay_type
 training.max_norm validation.steps checkpoint.async_mode checkpoint.enable_first_step_checkpoint

@@ -9,8 +9,8 @@ The limit is comm.hang_seconds; after a signal, STOP_WITHIN_S. If one rank write
 rank that is stopped or never releases the GIL cannot write. So each file also has the state of every rank of its host,
 from /proc. If the step ends after all, the rank deletes its file. A new start deletes the files of all earlier ones.
 
-If a collective fails, gloo may have aborted a rank whose call differs from that of the others. So a rank that ends with
-an error, or because another one has ended, writes the same as hang/restart-0/failed-00003.json.
+gloo aborts a rank if its call differs from the calls of its peers. A rank that ends with an error, or because another
+rank has ended, writes the same record to hang/restart-0/failed-00003.json.
 
 The calls come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and gloo,
 and on NCCL also sends and receives. On gloo, the main thread's stack tells that it waits in a pipeline.

@@ -2,7 +2,7 @@
 
 NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT: a store of torch, which torchrun's rendezvous uses too
 others         connect to it
-all            write what they were started with; whoever differs from NODE_RANK=0 is named on every host;
+all            publish their settings; every host prints which hosts differ from NODE_RANK=0, and in what;
                gloo gets the network interface of this connection
 at the end     the first host that fails writes why; the others repeat it
 """

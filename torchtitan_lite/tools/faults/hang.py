@@ -9,7 +9,7 @@
     5 6 7        neither        busy or asleep somewhere else: its stack tells where
                  no calls       unknown: the flight recorder is off
 
-If every rank waits, the report names the ranks whose call differs from that of the others in the same group. If there
+If every rank waits, the report names the ranks whose call differs from the calls of their group. If there
 are none: the ranks that wait between two steps while most wait in a step, or the other way round; else a rank that has
 not made the call that another rank waits in for the longest time. Otherwise the cause is unknown.
 """
