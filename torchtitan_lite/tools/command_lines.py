@@ -115,7 +115,9 @@ documents are skipped and counted. OUT is complete or does not exist.""",
                 Option("--train-tokenizer", "train one of this size (extra `hf`)", count, 0),
             ],
             [
-                Option("--validation-share", "default: 0.01; 0.1 if there is a single document", share),
+                Option(
+                    "--validation-share", "default: 0.01; 0.1 if there is a single document", share
+                ),
                 Option("--validation", "files with validation documents", path, [], "+", "extend"),
             ],
             Option("--text-column", "JSON field or table column with the text (text)", str),
