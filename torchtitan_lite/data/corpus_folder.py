@@ -293,7 +293,7 @@ def describe_epochs(training: Training) -> str:
         return ""
     file = "HuggingFaceFW/fineweb-edu sample/10BT/000_00000.parquet"
     download = f"hf download {file} --repo-type dataset --local-dir fineweb-edu"
-    prepare = "python -m torchtitan_lite prepare fineweb-edu --out data/fineweb-edu"
+    prepare = name_command("prepare fineweb-edu --out data/fineweb-edu")
     why = f"the run reads {n_epochs:,.0f} epochs of {STDLIB_TOKENS / 1e6}M tokens of python_stdlib"
     return f"{why}. For --training.dataset data/fineweb-edu: {download}; {prepare}"
 
