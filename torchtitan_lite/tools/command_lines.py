@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config.messages import name_command
+from torchtitan_lite.config.schema import Training
 from torchtitan_lite.tools.options import Option, add_option, count, file, path, share, words
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
 
@@ -129,7 +130,7 @@ documents are skipped and counted. OUT is complete or does not exist.""",
             Option("--processes", "(%(default)s)", count, os.cpu_count()),
             Option("--dataset", "prepare this corpus for training.dataset; reads --tokenizer", str),
             Option("--dataset-path", "the downloaded files, as in training.dataset_path", file, ""),
-            Option("--cache-folder", "default: the default of training.cache_folder", file),
+            Option("--cache-folder", "(%(default)s)", path, Path(Training.cache_folder)),
             Option("--check", "only compare a corpus with its manifest", path),
         ),
     ),

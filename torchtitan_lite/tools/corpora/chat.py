@@ -22,13 +22,12 @@ import sys
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.tools.corpora.dialects import Conversation, read_conversation
+from torchtitan_lite.tools.corpora.dialects import read_conversation
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 
 DATE = datetime(2024, 7, 26)  # the default date of Llama 3.1's own template
@@ -43,23 +42,29 @@ ENDING = re.compile(rf"(?s)\s*({NAME.pattern})?(.*)")
 SIGN = "\U00100000"  # a text that no template writes
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChatFormat:
     """Writes a conversation as text, and finds the assistant's turns in it."""
 
     tokenizer: Tokenizer
     theirs: Any  # transformers' tokenizer, which has the chat templates and names of special tokens
-    templates: ModuleType  # transformers' functions for chat templates
+    templates: Any  # transformers' functions for chat templates
     name: str  # for the summary
 
-    @cached_property
-    def ending(self) -> re.Match:
-        """The text after an answer: a name such as "<|im_end|>", or None, and the text after the name."""
-        _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})
-        text = self.try_write(exchange)
-        return ENDING.match(text.rpartition(SIGN)[2])
+    def __post_init__(self) -> None:
+        """Try how the template takes a content, and what it writes after an answer.
 
-    def write(self, row: Conversation) -> tuple[str, list[range] | None]:
+        takes_parts: a content must be [{"type": "text", "text": ...}], as in many templates of models for pictures
+        ending: the text after an answer: a name such as "<|im_end|>", or None, and the text after the name
+        """
+        _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})
+        for self.takes_parts in (False, True, False):  # the last one if neither writes it
+            _, sign, after = self.try_write(exchange).rpartition(SIGN)
+            if sign:
+                break
+        self.ending = ENDING.match(after)
+
+    def write(self, row: dict) -> tuple[str, list[range] | None]:
         """Return the text of a conversation, and the ranges of its {% generation %} marks, as transformers does.
 
         None: the template has no such marks. Raises ValueError if the template refuses the conversation.
@@ -68,6 +73,11 @@ class ChatFormat:
         has_marks = "endgeneration" in template
         variables = self.theirs.special_tokens_map | row
         messages = variables.pop("messages")
+        if self.takes_parts:
+            messages = [
+                {**message, "content": [{"type": "text", "text": message.get("content", "")}]}
+                for message in messages
+            ]
         try:
             (text,), places = self.templates.render_jinja_template(
                 [messages],
@@ -81,14 +91,14 @@ class ChatFormat:
             ) from None
         return text, [range(*place) for place in places[0]] if has_marks else None
 
-    def try_write(self, row: Conversation) -> str:
+    def try_write(self, row: dict) -> str:
         """Return the text of a conversation, or "" if the template refuses it."""
         try:
             return self.write(row)[0]
         except ValueError:
             return ""
 
-    def render(self, row: Conversation, *, only_last_turn: bool = False) -> tuple[str, list[range]]:
+    def render(self, row: dict, *, only_last_turn: bool = False) -> tuple[str, list[range]]:
         """Return the text, with special tokens as their names, and the character ranges of the targets.
 
         `row` is normalized. Raises ValueError with the reason.
@@ -109,7 +119,7 @@ class ChatFormat:
             raise ValueError("it has no assistant turn to train on, so it has no targets")
         return text, turns
 
-    def check_fields(self, row: Conversation, text: str) -> None:
+    def check_fields(self, row: dict, text: str) -> None:
         """Raise ValueError if a field would become special tokens, or if a message is not in the text.
 
         A field is in the text if another value would change the text.
@@ -117,11 +127,10 @@ class ChatFormat:
         for number, part in enumerate([row, *row["messages"]]):
             place = f"message {number}'s" if number else "column"
             for key, value in part.items():
-                content = str(value)
+                content = str(value or "")
                 named = [name for name in self.tokenizer.special if name in content]
                 is_needed = number and key in ("content", "tool_calls")
-                has_text = value and content.strip()
-                if key == "messages" or not has_text or not (named or is_needed):
+                if key == "messages" or not content.strip() or not (named or is_needed):
                     continue
                 part[key] = SIGN
                 is_written = self.try_write(row) != text
@@ -133,7 +142,7 @@ class ChatFormat:
                 if is_needed and not is_written:
                     raise ValueError(f"the chat template leaves out {place} {key}")
 
-    def find_turn(self, row: Conversation, whole: str, number: int) -> range:
+    def find_turn(self, row: dict, whole: str, number: int) -> range:
         """Return the characters of an answer in the text `whole`. Raises ValueError if that is not certain."""
         earlier = row["messages"][:number]
         prompt = self.try_write(row | {"messages": earlier, "add_generation_prompt": True})
@@ -174,25 +183,20 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
         )
     transformers = import_extra("transformers", "chat")
     templates = transformers.utils.chat_template_utils
-    folder = tokenizer.path.parent
-    name = "the tokenizer's chat template"
+    templates.datetime = SimpleNamespace(now=lambda: DATE)
+    name = f"the tokenizer's chat template (its date, if it asks for one: {DATE:%d %B %Y})"
     try:
         if tokenizer.path.suffix == ".json":
-            theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+            theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tokenizer.path.parent)
         else:
             theirs = transformers.PreTrainedTokenizerBase()
         if not theirs.chat_template and tokenizer.special.keys() >= set(NAME.findall(LLAMA_3)):
             theirs.chat_template = LLAMA_3
             name = "the format of Llama 3, because the tokenizer has no chat template"
-        for tools in (None, []):
-            template = theirs.get_chat_template(tools=tools)
-            compiled = templates._compile_jinja_template(template)
-            compiled.environment.globals["strftime_now"] = DATE.strftime
+        theirs.get_chat_template()  # raises if there is none
+        return ChatFormat(tokenizer, theirs, templates, name)
     except Exception as error:  # of jinja2 and transformers
-        remedy = "Put chat_template.jinja of its model there, or name another --tokenizer"
         raise PreparationError(
-            f"{folder} has no chat template that can be used: {error}. {remedy}"
+            f"{tokenizer.path.parent} has no chat template that can be used: {error}. "
+            "Put chat_template.jinja of its model there, or name another --tokenizer"
         ) from None
-    if "strftime_now" in template:
-        name += f", with the date {DATE:%d %B %Y}"
-    return ChatFormat(tokenizer, theirs, templates, name)

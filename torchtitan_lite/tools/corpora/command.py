@@ -10,7 +10,6 @@ from pathlib import Path
 
 from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.messages import name_command
-from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus_folder import (
     DATASETS,
     MANIFEST,
@@ -50,7 +49,7 @@ def prepare_named(options: argparse.Namespace) -> Path:
     return prepare_dataset(
         options.dataset,
         load_tokenizer(options.tokenizer),
-        Path(options.cache_folder or Training.cache_folder),
+        options.cache_folder,
         options.dataset_path,
         skip_bad=options.skip_bad,
     )

@@ -15,8 +15,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-Conversation = dict[str, Any]  # `messages`, and variables of the chat template
-
 DIALECTS = {  # name -> columns that its rows have
     "messages": {"messages"},
     "conversations": {"conversations"},
@@ -32,21 +30,20 @@ ROLES = {
 
 def read_conversation(
     row: Any, column: str | None = None, normalize: Callable[[str], str] = str
-) -> tuple[str, Conversation]:
-    """Return the name of the dialect, and a normalized copy of the row. Raises ValueError.
+) -> tuple[str, dict]:
+    """Return the dialect, and a normalized copy: `messages`, and variables of the template. Raises ValueError.
 
     `column`: the column with the messages, if it has another name.
     """
     content = json.dumps(row, ensure_ascii=False, default=str)
     row = json.loads(normalize(content), object_hook=drop_nulls)
     dialects = {"conversations": {column}} if column else DIALECTS
-    columns = row if isinstance(row, dict) else {}
-    found = [name for name, needed in dialects.items() if columns.keys() >= needed]
-    if not found:
+    columns = set(row) if isinstance(row, dict) else set()
+    dialect = next((name for name, needed in dialects.items() if columns >= needed), None)
+    if not dialect:
         raise ValueError(
             f"no messages, conversations, prompt/completion, instruction/output (or set --text-column): {row!r:.60}"
         )
-    dialect = found[0]
     turns = row.pop(column or dialect, None)
     if dialect == "Alpaca":
         texts = filter(None, [row.pop("instruction"), row.pop("input", "")])
@@ -75,7 +72,7 @@ def list_turns(value: Any, role: str) -> list:
 
 def read_message(turn: Any, number: int) -> dict:
     """Return a turn with `role` and `content`, or with `from` and `value`, as a message. Raises ValueError."""
-    message = {**turn}
+    message = {**turn} if isinstance(turn, dict) else {}
     if "from" in message:
         role = message.pop("from")
         message["role"] = ROLES.get(role, role)
