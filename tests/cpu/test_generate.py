@@ -12,9 +12,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.tools.generate import choose_token, limit
+from torchtitan_lite.tools.kv_cache import CachedModel
 
 PLAIN = FLAVORS["Llama 3"]
 

@@ -4,9 +4,9 @@ from math import exp
 
 import pytest
 
+from assets.benchmarks import published
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.models.registry import MODELS
-from torchtitan_lite.tools.plan import published
 from torchtitan_lite.tools.plan.bars import BARS
 
 

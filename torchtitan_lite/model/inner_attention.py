@@ -1,4 +1,4 @@
-"""The base of the kinds of attention (attention.py, kv_cache.py, parallel/context_parallel.py)."""
+"""The base of the kinds of attention (attention.py, tools/kv_cache.py, parallel/context_parallel.py)."""
 
 from torch import Tensor, nn
 

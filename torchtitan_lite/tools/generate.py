@@ -24,8 +24,8 @@ from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, LENGTH
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.model.kv_cache import CachedModel
 from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
+from torchtitan_lite.tools.kv_cache import CachedModel
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
 
 
@@ -33,7 +33,7 @@ def main(options: Namespace) -> int:
     """Generate and print the text. Raises SourceError for wrong input before loading the weights."""
     source = open_source(options)
     if not ATTENTIONS.get(source.attention, AttentionRow()).is_plain:
-        why = f'model/kv_cache.py does not support model.attention = "{source.attention}" (config/choices.py: is_plain)'
+        why = f'tools/kv_cache.py does not support model.attention = "{source.attention}" (config/choices.py: is_plain)'
         raise SourceError(f"{source.path}: {why}.")
     chat = None
     end_ids = source.end_ids

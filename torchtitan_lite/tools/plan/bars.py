@@ -6,7 +6,7 @@ from torchtitan_lite.tools.plan.workload import Workload
 
 
 class Bar(NamedTuple):
-    """Distance between forecasts and published runs whose source was left out of the fit (published.py)."""
+    """Distance between forecasts and published runs whose source was left out of the fit."""
 
     low: float  # forecast / published: 80 % of the rows are between low and high
     high: float
@@ -26,7 +26,7 @@ class Bar(NamedTuple):
         return text if is_compared else f"never compared on {gpu}; elsewhere {text}"
 
 
-# Printed by `python3 -m torchtitan_lite.tools.plan.published`.
+# Printed by assets/benchmarks/published.py: `python3 -m assets.benchmarks.published`.
 BARS = {
     "FSDP": Bar(0.96, 1.12, 0.048, 4, {"h100-96": 5, "h100": 39, "a100-80": 3}),
     "TP or PP": Bar(0.91, 1.12, 0.053, 6, {"h100": 3, "a100-80": 69, "h100-96": 5}),

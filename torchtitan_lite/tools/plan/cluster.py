@@ -10,7 +10,8 @@
 Small matmuls are slow and overlap is not free. Without these two terms, all layouts take about the same time.
 
 The comment on each constant names its source. "Fit" means fitted to published runs: one value for all runs, two digits.
-published.py repeats the fit with each source left out in turn. To add a machine, add a row to CLUSTERS.
+assets/benchmarks/published.py repeats the fit with each source left out in turn.
+To add a machine, add a row to CLUSTERS.
 """
 
 from dataclasses import dataclass
@@ -196,7 +197,7 @@ ROWS = [
         n_multiprocessors=148,
     ),
     # torchtitan's machine of 2024: 96 GB of HBM2e at 2.4 TB/s, and a limit of 500 W, which lowers the clock. 0.88: an
-    # earlier fit, which published.py does not repeat
+    # earlier fit, which assets/benchmarks/published.py does not repeat
     Cluster("h100-96", memory_bytes=96 * GB, memory_bandwidth=2.4e12, clock=0.88),
     # one rank on one core of an x86 server with AVX-512, gloo over loopback: measured, to one digit; free() returns
     # memory to the system

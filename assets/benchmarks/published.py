@@ -1,6 +1,6 @@
 """Fit constants of cluster.py to published runs, and print the error on runs whose source the fit has not seen.
 
-    python3 -m torchtitan_lite.tools.plan.published      assets/benchmarks/published_layouts.csv  ->  the rows of BARS
+    python3 -m assets.benchmarks.published      assets/benchmarks/published_layouts.csv  ->  the rows of BARS
 
 Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. `engine`: deepspeed is slower by a
 factor (fit), and its memory is the driver's. Rows with the evidence "recalled" are in no fit and no figure.
