@@ -459,10 +459,10 @@ def test_check_imports_no_torch():
 
 
 KEYS = [  # arguments | status | printed | not printed
-    ("", 0, "name: AdamW | SGD | Muon =", "Literal[tuple"),
+    ("", 0, 'name = "AdamW"  # AdamW | SGD | Muon; SGD has', "Annotated"),
     ("quantize.linear.float8", 0, "[quantize.linear.float8]\n# ", "\n["),
-    ("optimizer.lr", 0, "[optimizer]\nlr: ", "beta1"),
-    ("optimizer.beta training.seed", 0, "\n\n[debug]\n# for initial weights", "lr:"),
+    ("optimizer.lr", 0, "[optimizer]\nlr = 0.0008  # a finite number, 0 or more; peak", "beta1"),
+    ("optimizer.beta training.seed", 0, "\n\n[debug]\n# for initial weights", "lr ="),
     ("optimizer.lrr", 2, "The nearest key is optimizer.lr.", "[optimizer]"),
 ]
 

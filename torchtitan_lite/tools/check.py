@@ -1,28 +1,27 @@
 """Check a config: describe the run, or list every problem that would stop it. The options are in command_lines.py."""
 
 import inspect
+import json
 import os
 import re
 import shlex
 from argparse import Namespace
 from datetime import timedelta
 from math import ceil
-from typing import get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
-from torchtitan_lite.config.reader import KEYS, SECTIONS, suggest_key
-from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, suggest_key
+from torchtitan_lite.config.schema import PATH, Config, get_value
 from torchtitan_lite.config.torchtitan_keys import resolve_alias
 from torchtitan_lite.preflight import Prepared, preflight
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, describe_node
 
-FIELD = re.compile(
-    r"((?: *#.*\n)* *(\w+): .+)"
-)  # a key in schema.py: comments, name, type, default
+# a key in schema.py: lines of comments, name, a comment behind the type and the default
+FIELD = re.compile(r"^((?: *#.*\n)*) *(\w+): .+?(?:  # (.*))?$", re.MULTILINE)
 NUMBERS = {"LOG_RANK": r"\d+(,\d+)*", "MAX_RESTARTS": r"\d+"}  # variables of the launcher
-TABLE = re.compile(r'Literal\[[^"\]]+\]')  # choices that come from a table
 
 
 def main(options: Namespace) -> int:
@@ -130,7 +129,10 @@ def describe_prepared(prepared: Prepared, machine: Machine) -> str:
 
 
 def describe_keys(names: list[str]) -> str:
-    """Return the schema.py lines of the keys whose names start so; without names, of all keys. Raises ConfigError."""
+    """Return the keys whose names start so, with their defaults, values and comments; without names, all keys.
+
+    Raises ConfigError.
+    """
     starts = list(map(resolve_alias, names)) or [""]
     problems = []
     for start in starts:
@@ -142,11 +144,27 @@ def describe_keys(names: list[str]) -> str:
     for section in SECTIONS:
         source = inspect.getsource(type(get_value(Config(), section)))
         lines = [f"[{section}]"]
-        for text, name in FIELD.findall(source):
+        for above, name, behind in FIELD.findall(source):
             key = f"{section}.{name}"
             if key in KEYS and key.startswith(tuple(starts)):
-                choices = " | ".join(map(str, get_args(KEYS[key])))
-                lines.append(TABLE.sub(choices, inspect.cleandoc(text)))
+                lines += map(str.strip, above.splitlines())
+                default = get_value(Config(), key)
+                text = "(not set)" if default is None else json.dumps(default)
+                comments = filter(None, [describe_kind(KEYS[key]), behind])
+                lines.append(f"{name} = {text}  # {'; '.join(comments)}")
         if len(lines) > 1:
             texts.append("\n".join(lines))
     return "\n\n".join(texts)
+
+
+def describe_kind(kind: Any) -> str:
+    """Return the values that a key takes, in words."""
+    origin = get_origin(kind)
+    inner = get_args(kind)
+    if origin is Literal:
+        return " | ".join(map(str, inner))
+    if origin is Annotated:
+        return PATH if inner[1] == PATH else f"{NAMES[inner[0]]}, {inner[1]}"
+    if origin is list:
+        return f"a list: {describe_kind(inner[0])}"
+    return NAMES[kind] if kind in NAMES else describe_kind(inner[0])  # `X | None`
