@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from torchtitan_lite.tools import progress
 
 
@@ -43,9 +45,39 @@ def test_share_rate_and_remaining_time(monkeypatch, capsys):
     lines = capsys.readouterr().err.split("\r\033[K")
     assert lines == [
         "",
-        "0% of 4 letters",
-        "25% of 4 letters, 0.05 letters/s, 0:01:00 left",
-        "50% of 4 letters, 0.0667 letters/s, 0:00:30 left",
-        "75% of 4 letters, 0.075 letters/s, 0:00:13 left",
+        "0% of 4 letters\r",
+        "25% of 4 letters, 0.05 letters/s, 0:01:00 left\r",
+        "50% of 4 letters, 0.0667 letters/s, 0:00:30 left\r",
+        "75% of 4 letters, 0.075 letters/s, 0:00:13 left\r",
+        "",
+    ]
+
+
+def test_a_save_that_takes_long_shows_how_much_is_on_disk(tmp_path, monkeypatch, capsys):
+    save = tmp_path / "step-8.tmp"
+    save.mkdir()
+    file = (save / ".tmp1").open("wb", buffering=0)
+
+    def write_a_part() -> None:
+        file.write(bytes(1_000_000))
+        os.fsync(file.fileno())
+
+    events = iter(
+        [
+            lambda: file.truncate(4_000_000),  # as safetensors does
+            write_a_part,
+            lambda: save.rename(tmp_path / "step-8"),
+        ]
+    )
+    clock = iter(range(100, 1000, 10))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress.time, "sleep", lambda _: next(events)())
+    with pytest.raises(StopIteration):
+        progress.watch_saves(tmp_path)
+    lines = capsys.readouterr().err.split("\r\033[K")
+    assert lines == [
+        "",
+        "saving: 0% of 4 MB\r",
+        "saving: 25% of 4 MB, 0.05 MB/s, 0:01:00 left\r",
         "",
     ]

@@ -3,11 +3,15 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
+from torchtitan_lite.checkpoint.format import UNFINISHED
+
 REDRAW_S = 0.5
+CLEAR = "\r\033[K"
 Item = TypeVar("Item")
 
 
@@ -26,20 +30,54 @@ def show_progress(
         now_s = time.monotonic()
         if is_shown and now_s > drawn_s + REDRAW_S:
             drawn_s = now_s
-            share = min(1.0, done / max(total, 1))
-            line = f"{share:.0%} of {total:,.3g} {unit}"
-            if share > 0:
-                seconds = now_s - started_s
-                left = timedelta(seconds=round(seconds / share - seconds))
-                line += f", {done / seconds:,.3g} {unit}/s, {left} left"
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+            draw(done, total, unit, now_s - started_s)
         yield item
         done += size(item)
     if is_shown:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        write(CLEAR)
+
+
+def draw(done: float, total: float, unit: str, seconds: float, what: str = "") -> None:
+    """Write the line in place of an earlier one. Any line that another process writes replaces it."""
+    share = min(1.0, done / max(total, 1))
+    line = f"{what}{share:.0%} of {total:,.3g} {unit}"
+    if share > 0:
+        left = timedelta(seconds=round(seconds / share - seconds))
+        line += f", {done / seconds:,.3g} {unit}/s, {left} left"
+    write(f"{CLEAR}{line}\r")
+
+
+def write(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def show_bytes(documents: Iterable, files: list[Path]) -> Iterator:
     """Yield the documents of some files, and show their share of the bytes."""
     total = sum(path.stat().st_size for path in files)
     return show_progress(documents, total / 1e6, "MB", lambda each: each.n_text_bytes / 1e6)
+
+
+def watch_saves(folder: Path) -> None:
+    """Show how much of a checkpoint is on disk, while ranks write one to `folder`. Returns when the process ends.
+
+    safetensors creates a file in its full size, and fills it.
+    """
+    started_s = time.monotonic()
+    is_drawn = False
+    while True:
+        time.sleep(REDRAW_S)
+        total = 0
+        written = 0
+        with suppress(FileNotFoundError):  # a file got its final name meanwhile
+            for path in folder.glob(f"*{UNFINISHED}/*"):
+                status = path.stat()
+                total += status.st_size
+                written += min(status.st_size, 512 * status.st_blocks)
+        if written < total:
+            seconds = time.monotonic() - started_s
+            draw(written / 1e6, total / 1e6, "MB", seconds, "saving: ")
+        elif is_drawn:
+            write(CLEAR)
+        is_drawn = written < total
+        if not is_drawn:
+            started_s = time.monotonic()
