@@ -59,12 +59,12 @@ def test_a_save_that_takes_long_shows_how_much_is_on_disk(tmp_path, monkeypatch,
     file = (save / ".tmp1").open("wb", buffering=0)
 
     def write_a_part() -> None:
-        file.write(bytes(1_000_000))
+        file.write(bytes(1_003_520))  # whole blocks
         os.fsync(file.fileno())
 
     events = iter(
         [
-            lambda: file.truncate(4_000_000),  # as safetensors does
+            lambda: file.truncate(4_014_080),  # as safetensors does
             write_a_part,
             lambda: save.rename(tmp_path / "step-8"),
         ]
@@ -77,7 +77,7 @@ def test_a_save_that_takes_long_shows_how_much_is_on_disk(tmp_path, monkeypatch,
     lines = capsys.readouterr().err.split("\r\033[K")
     assert lines == [
         "",
-        "saving: 0% of 4 MB\r",
-        "saving: 25% of 4 MB, 0.05 MB/s, 0:01:00 left\r",
+        "saving: 0% of 4.01 MB\r",
+        "saving: 25% of 4.01 MB, 0.0502 MB/s, 0:01:00 left\r",
         "",
     ]
