@@ -181,7 +181,9 @@ def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml
     config = read_sound(args)
     assert not config.job.overwrite  # a second run must not delete the first
     config = replace(config, job=replace(config.job, description=text))
-    again = read_sound(write_toml(dump_config_toml(config)))
+    arguments = write_toml(dump_config_toml(config))
+    again = read_sound(arguments)
+    assert again.job.config_file in arguments
     assert replace(again, job=replace(again.job, config_file=config.job.config_file)) == config
 
 

@@ -104,7 +104,7 @@ def read_config(args: list[str]) -> Prepared:
     """Read command-line arguments and the TOML file that they name. Does not raise: see `problems`."""
     texts, problems = parse_arguments(args)
     config_file = str(texts.pop("job.config_file", Job.config_file))
-    table = {"job.config_file": config_file}
+    table = {}
     is_shipped = False
     try:
         path = find_config_file(expand_path(config_file))
@@ -113,6 +113,7 @@ def read_config(args: list[str]) -> Prepared:
     except ValueError as error:
         remedy = "Name a TOML file, or one in configs/"
         problems.append(Problem("job.config_file", config_file, str(error), remedy))
+    table["job.config_file"] = config_file  # not the one that a resolved config.toml was made from
     given = {}
     notices = []
     for name, value in [*table.items(), *texts.items()]:  # the command line replaces the table
