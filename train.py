@@ -107,7 +107,8 @@ def main(args: list[str], stop: StopRequest) -> int:
                 repeat = partial(compute_gradients, run, batch)
                 # all ranks repeat forward and backward; all-gather of what each has found
                 culprit = find_non_finite(run.parts, mesh.coordinates(), repeat)
-                log.stop_after_bad_step(step, result, culprit)
+                why = f"gradient norm {grad_norm}, weights not updated: {culprit}"
+                log.stop(step, f"step {step}: {why}")
                 status = 1
                 break
             # all ranks, if debug.compare_copies_every is due: rank 0 gathers checksums, and broadcasts what it finds
@@ -127,7 +128,8 @@ def main(args: list[str], stop: StopRequest) -> int:
                 status = 128 + stop_signal
                 break
         else:
-            log.stop_at_end()
+            trained = f"trained {last - resumed_step} steps ({resumed_step + 1} to {last})"
+            log.stop(last, f"{trained}; everything is in {plan.dump_folder}")
     batches.close()
     if lock:
         lock.close()

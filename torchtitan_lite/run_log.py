@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -193,20 +192,10 @@ class RunLog:
 
     # ---------------------------------------------------------------- the last words
 
-    def stop(self, step: int, reason: str, level: int = logging.INFO) -> None:
+    def stop(self, step: int, reason: str) -> None:
         """Say why the run ends after this step."""
-        if self.writer:
-            logger.log(level, reason)
+        logger.info(reason)
         self.record("stop", step, reason=reason)
-
-    def stop_after_bad_step(self, step: int, result: StepResult, culprit: str) -> None:
-        why = f"gradient norm {result.grad_norm.item()}, weights not updated: {culprit}"
-        self.stop(step, f"step {step}: {why}", logging.ERROR)
-
-    def stop_at_end(self) -> None:
-        first = self.resumed_step + 1
-        trained = f"trained {self.n_steps - self.resumed_step} steps ({first} to {self.n_steps})"
-        self.stop(self.n_steps, f"{trained}; everything is in {self.plan.dump_folder}")
 
     @contextmanager
     def around_steps(self) -> Iterator[None]:
@@ -243,8 +232,6 @@ def name_views(folder: Path, section: Metrics) -> str:
     name = shlex.quote(str(folder))
     views = name_command(f"report {name}")
     if section.enable_tensorboard:
-        tensorboard = "tensorboard"
-        if not shutil.which(tensorboard):
-            tensorboard = os.path.relpath(Path(sys.executable).with_name(tensorboard))
-        views += f", or {tensorboard} --logdir {name}/{section.save_tb_folder}"
+        python = os.path.relpath(sys.executable)
+        views += f", or {python} -m tensorboard.main --logdir {name}/{section.save_tb_folder}"
     return views

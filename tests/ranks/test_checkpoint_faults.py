@@ -16,7 +16,7 @@ from watching import PeakMemory
 
 from torchtitan_lite.checkpoint import format as folders
 from torchtitan_lite.checkpoint.format import CheckpointError, find_steps
-from torchtitan_lite.checkpoint.load import load_checkpoint, open_checkpoint
+from torchtitan_lite.checkpoint.load import OpenCheckpoint, load_checkpoint
 from torchtitan_lite.checkpoint.save import CheckpointSaver, is_saved
 from torchtitan_lite.config.schema import Checkpoint
 
@@ -59,7 +59,7 @@ def test_without_room_the_save_fails_on_every_rank_and_names_the_file(pool, tmp_
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
     for step in (1, 3):
-        open_checkpoint(tmp_path / f"step-{step}")
+        OpenCheckpoint(tmp_path / f"step-{step}")
 
 
 def fail_beside_steps(rank: int, world_size: int, folder: str) -> tuple[str, str]:
@@ -141,7 +141,7 @@ def watch_loading(
     loading = PeakMemory()
     loading.know([tensor.to_local() for tensor in tensors.values()])
     with loading:
-        load_checkpoint(Path(path), tensors, verify=True, group=group)
+        load_checkpoint(Path(path), tensors, group=group)
     for n, tensor in enumerate(tensors.values()):
         assert isinstance(tensor, DTensor) and tensor.to_local().shape == (
             shape[0],

@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,14 +51,14 @@ class Chunk(NamedTuple):
     """One stored slice of a tensor."""
 
     file: str
-    offsets: tuple[int, ...]  # index of the first element in the full tensor
-    sizes: tuple[int, ...]
+    offsets: Sequence[int]  # index of the first element in the full tensor
+    sizes: Sequence[int]
 
 
 class TensorRecord(NamedTuple):
     dtype: str  # torch's name: "float32"
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    shape: Sequence[int]
+    chunks: list[Chunk]
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} has format {raw['format']}, {supported}")
     tensors = {}
     for name, (dtype, shape, stored) in raw["tensors"].items():
-        chunks = [Chunk(file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in stored]
-        tensors[name] = TensorRecord(dtype, tuple(shape), tuple(chunks))
+        chunks = [Chunk(*chunk) for chunk in stored]
+        tensors[name] = TensorRecord(dtype, shape, chunks)
     raw["tensors"] = tensors
     return Manifest(**raw)
 
@@ -204,11 +204,10 @@ def remove_partial(folder: Path) -> None:
 
 
 def prune(folder: Path, section: Checkpoint) -> None:
-    """Delete checkpoints except the newest keep_latest_k (0: all) and each whose step is a multiple of keep_every_m."""
+    """Delete all checkpoints except the newest keep_latest_k (0: all)."""
     for step in find_steps(folder)[: -section.keep_latest_k]:  # [:-0] is empty
-        if section.keep_every_m == 0 or step % section.keep_every_m != 0:
-            path = folder / f"step-{step}"
-            shutil.rmtree(path.rename(name_unfinished(path)))
+        path = folder / f"step-{step}"
+        shutil.rmtree(path.rename(name_unfinished(path)))
 
 
 def quarantine(damaged: list[Path]) -> None:

@@ -264,9 +264,9 @@ class StorageWriter(dcp.HuggingFaceStorageWriter):
             chunks = []
             for box in saved.chunks:
                 file = file_of[name, box.offsets]
-                chunks.append(Chunk(file, tuple(box.offsets), tuple(box.sizes)))
+                chunks.append(Chunk(file, box.offsets, box.sizes))
             dtype = str(saved.properties.dtype).removeprefix("torch.")
-            tensors[name] = TensorRecord(dtype, tuple(saved.size), tuple(chunks))
+            tensors[name] = TensorRecord(dtype, saved.size, chunks)
         unfinished = name_unfinished(self.final)
         write_manifest(unfinished, replace(self.manifest, tensors=tensors), hashes)
         commit(self.final)

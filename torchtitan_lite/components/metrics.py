@@ -107,12 +107,10 @@ def read_peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def describe_out_of_memory(dump_folder: Path, world_size: int) -> str:
-    """Return one line: the memory in use on this rank, and the command that predicts memory."""
-    peak = torch.cuda.max_memory_allocated()
-    live = torch.cuda.memory_allocated()
+    """Return one line: the command that predicts memory. torch's error tells how much is in use."""
     config = shlex.quote(f"{dump_folder}/config.toml")
     command = name_command(f"plan --gpus {world_size} --config {config}")
-    return f"out of memory: {peak:,} bytes at the peak, {live:,} bytes live. To see what uses the memory: {command}"
+    return f"out of memory. To see what uses it: {command}"
 
 
 class MetricsWriter:

@@ -71,6 +71,8 @@ class HangWatch:
         self.ranks: list[tuple[str, int, str]] = [own] * group.size()  # host, process, name
         dist.all_gather_object(self.ranks, own, group=group)
         self.written_in_s: float | None = None  # `began_s` of the step that the file is about
+        self.step = 0
+        self.is_in_step = False
         self.last_s: float | None = None  # duration of the last step; None: no step has ended
         self.leaving = threading.Event()
         stop.has_lost_peer = self.has_lost_peer
@@ -78,25 +80,17 @@ class HangWatch:
     def begin(self, step: int) -> None:
         """Note that a step begins."""
         self.step = step
-        self.is_in_step = step > 0
+        self.is_in_step = True
         self.began_s = time.monotonic()
-        # The first step may take longer.
-        self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
-        if self.last_s is not None:
-            timeout_s = SHARE_OF_TIMEOUT * self.section.train_timeout_seconds
-            self.limit_s = max(2 * self.last_s, timeout_s)
-            if self.section.hang_seconds > 0:
-                self.limit_s = self.section.hang_seconds
 
     def end(self) -> None:
-        """Note that the step has ended. Validation, saves and logs follow, and may take longer than a step."""
+        """Note that the step has ended. Validation, saves and logs follow."""
         self.last_s = time.monotonic() - self.began_s
         self.is_in_step = False
-        self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         self.began_s = time.monotonic()
 
     def __enter__(self) -> "HangWatch":
-        self.begin(0)
+        self.began_s = time.monotonic()
         if self.section.hang_seconds != 0:
             threading.Thread(target=self.watch, name="hang", daemon=True).start()
         return self
@@ -117,13 +111,19 @@ class HangWatch:
                 self.file.unlink(missing_ok=True)
 
     def is_late(self) -> bool:
-        """Return whether the step is older than its limit."""
+        """Return whether the step, or what follows it, takes longer than its limit."""
         now_s = time.monotonic()
-        if self.is_in_step and self.stop.received:
-            longest_s = max(STOP_WITHIN_S, 2 * self.last_s)
-            if now_s - self.stop.received_at_s > longest_s:
+        section = self.section
+        # Saves, and the first step, may take longer than other steps.
+        limit_s = SHARE_OF_TIMEOUT * section.init_timeout_seconds
+        if self.is_in_step and self.last_s is not None:
+            twice_s = 2 * self.last_s
+            limit_s = max(twice_s, SHARE_OF_TIMEOUT * section.train_timeout_seconds)
+            if section.hang_seconds > 0:
+                limit_s = section.hang_seconds
+            if self.stop.received and now_s - self.stop.received_at_s > max(STOP_WITHIN_S, twice_s):
                 return True
-        return now_s - self.began_s > self.limit_s
+        return now_s - self.began_s > limit_s
 
     def has_lost_peer(self) -> bool:
         """Return whether a rank of this host has ended before the run. If so, write what this rank does."""
