@@ -10,13 +10,14 @@ import os
 import sys
 import traceback
 from functools import partial
+from signal import Signals
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import start_logging
-from torchtitan_lite.components.shutdown import StopRequest, describe_stop
+from torchtitan_lite.components.shutdown import STOPPED_BY, StopRequest, describe_newest
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import ConfigError, UserError
@@ -100,7 +101,7 @@ def main(args: list[str], stop: StopRequest) -> int:
             guards.begin(step)
             batch = next(batches)
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
-            result = train_step(run, batch, stop.requested)
+            result = train_step(run, batch, stop.received or 0)
             # the same on every rank; the host waits for the device, and so for all ranks
             is_applied, grad_norm, stop_signal = result.read()
             if not math.isfinite(grad_norm):
@@ -122,9 +123,9 @@ def main(args: list[str], stop: StopRequest) -> int:
             # all ranks, if due: rank 0 gathers lists of shards, and scatters who writes which; then a barrier
             guards.save(step, log.record, is_stopped=is_stopped)
             if is_stopped:
-                ngpu = os.environ.get("NGPU")
-                reason = describe_stop(stop_signal, step, config, guards.saver.newest, args, ngpu)
-                log.stop(step, reason)
+                stopped = f"{STOPPED_BY}{Signals(stop_signal).name} after step {step} of {last}"
+                newest = describe_newest(guards.saver.newest, config, args, os.environ.get("NGPU"))
+                log.stop(step, f"{stopped}; {newest}")
                 status = 128 + stop_signal
                 break
         else:

@@ -23,7 +23,6 @@ training loop waits for all copies (torch 2.13).
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,15 +47,14 @@ from torchtitan_lite.checkpoint.format import (
     commit,
     create_unfinished,
     discard,
-    explain_write_error,
     find_steps,
+    flush_and_hash,
     name_unfinished,
     prune,
     remove_partial,
     write_manifest,
 )
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
-from torchtitan_lite.config.files import hash_file
 from torchtitan_lite.config.machine import describe_launch
 from torchtitan_lite.config.schema import Checkpoint, Config
 
@@ -186,7 +184,8 @@ class CheckpointSaver:
             if rank == 0:
                 discard(final)
             first, (failure, _) = min(error.failures.items())
-            raise CheckpointError(f"rank {first}: {failure}") from error
+            why = f"rank {first} cannot write {final}: {failure}"
+            raise CheckpointError(why) from error
         if rank == 0:
             logger.log(self.log_level, f"saved checkpoint {final}")
             try:
@@ -273,26 +272,13 @@ class StorageWriter(dcp.HuggingFaceStorageWriter):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file. The caller must flush it to disk. Raises CheckpointError."""
+    """Write a safetensors file. The caller must flush it to disk. Raises OSError or SafetensorError."""
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with explain_write_error(path):
-        path.touch(exist_ok=False)
-        mode = path.stat().st_mode  # from the umask; safetensors creates files only for the owner
-        # transformers refuses files without "format"
-        save_file(on_host, path, {"format": "pt", **metadata})
-        path.chmod(mode)
-
-
-def flush_and_hash(path: Path) -> str:
-    """Flush a file to disk. Return its hash, which is computed meanwhile from the page cache."""
-    with (
-        explain_write_error(path),
-        open(path, "rb") as file,
-        ThreadPoolExecutor(1) as thread,
-    ):
-        hashing = thread.submit(hash_file, path)
-        os.fsync(file.fileno())
-    return hashing.result()
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode  # from the umask; safetensors creates files only for the owner
+    # transformers refuses files without "format"
+    save_file(on_host, path, {"format": "pt", **metadata})
+    path.chmod(mode)
 
 
 def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:

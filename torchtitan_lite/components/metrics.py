@@ -2,7 +2,7 @@
 
     metrics.jsonl         one JSON object per line, with `kind`, `step` and `time`
         start             layout, number of ranks, restarts of the job, git commit, command, host
-        step              the fields of `describe_step`, and the load of each expert
+        step              loss, gradient norm, times, the fields of `describe_speed`, and the load of each expert
         validation        val_loss, val_perplexity, val_bits_per_byte
         save              the checkpoint, and the seconds that the ranks waited for it
         stop              why the run ended
@@ -61,26 +61,20 @@ TAGS = {
 }
 
 
-def describe_step(
-    *,
-    tokens_per_step: int,  # in the global batch, including padding
-    world_size: int,  # all ranks, including the pp and tp ranks that share a batch
-    flops: FlopsPerToken,
-    peak_flops: float | None,  # FLOP/s of one device; None: unknown
-    step_time_s: float,  # mean wall time per step since the last record, without validation
-    data_time_s: float,  # the part of step_time_s in which the host waited for a batch
+def describe_speed(
+    tokens_per_s_per_rank: float, flops: FlopsPerToken, peak_flops: float | None
 ) -> dict[str, float | None]:
-    """Return throughput, MFU (from 0 to 1) and times of a step."""
-    tokens_per_s_per_rank = tokens_per_step / step_time_s / world_size
+    """Return throughput and MFU, from 0 to 1. `peak_flops`: FLOP/s of one device; None: unknown.
+
+    All tokens of the global batch count, including padding; all ranks share them, also the pp and tp ranks of a batch.
+    """
+    full_flops = flops.full * tokens_per_s_per_rank
     return {
         "tokens_per_s_per_rank": tokens_per_s_per_rank,
-        "tflops_per_rank": flops.full * tokens_per_s_per_rank / 1e12,
+        "tflops_per_rank": full_flops / 1e12,
         # These count the full attention matrix, and its causal half.
-        "mfu_full": peak_flops and flops.full * tokens_per_s_per_rank / peak_flops,
+        "mfu_full": peak_flops and full_flops / peak_flops,
         "mfu_causal": peak_flops and flops.causal * tokens_per_s_per_rank / peak_flops,
-        "step_time_s": step_time_s,
-        "data_time_s": data_time_s,
-        "data_time_share": data_time_s / step_time_s,
     }
 
 
