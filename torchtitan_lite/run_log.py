@@ -23,7 +23,6 @@ from torchtitan_lite.components.expert_balance import count_collapsed, describe_
 from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.components.metrics import (
     MetricsWriter,
-    describe_out_of_memory,
     describe_speed,
     read_peak_memory,
 )
@@ -211,7 +210,9 @@ class RunLog:
             reason = f"{type(error).__name__}: {error}"
             logger.error(f"{describe_rank(rank, self.run.mesh.coordinates())} failed: {reason}")
             if is_out_of_memory(error):
-                logger.error(describe_out_of_memory(folder, dist.get_world_size()))
+                config_file = shlex.quote(f"{folder}/config.toml")
+                plan = f"plan --gpus {dist.get_world_size()} --config {config_file}"
+                logger.error(f"to see what uses the memory: {name_command(plan)}")
             self.record("stop", self.step, reason=reason)
             raise
         else:

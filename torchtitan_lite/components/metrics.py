@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import resource
-import shlex
 import shutil
 import sys
 from datetime import datetime, timedelta, timezone
@@ -28,7 +27,6 @@ import torch
 
 from torchtitan_lite.components.sinks import TensorBoardSink, WandbSink
 from torchtitan_lite.config.block import FlopsPerToken
-from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.schema import Metrics
 
 logger = logging.getLogger(__name__)
@@ -98,13 +96,6 @@ def read_peak_memory(device: torch.device) -> dict[str, float]:
         "n_alloc_retries": stats["num_alloc_retries"],
         "n_ooms": stats["num_ooms"],
     }
-
-
-def describe_out_of_memory(dump_folder: Path, world_size: int) -> str:
-    """Return one line: the command that predicts memory. torch's error tells how much is in use."""
-    config = shlex.quote(f"{dump_folder}/config.toml")
-    command = name_command(f"plan --gpus {world_size} --config {config}")
-    return f"out of memory. To see what uses it: {command}"
 
 
 class MetricsWriter:

@@ -68,8 +68,13 @@ class HangWatch:
         self.failed = self.folder / f"failed-{self.rank:05}.json"
         name = describe_rank(self.rank, mesh.coordinates())
         own = (socket.gethostname(), os.getpid(), name)
-        self.ranks: list[tuple[str, int, str]] = [own] * group.size()  # host, process, name
-        dist.all_gather_object(self.ranks, own, group=group)
+        ranks = [own] * group.size()
+        dist.all_gather_object(ranks, own, group=group)
+        self.world_size = len(ranks)
+        self.local = {}  # rank of this host -> process, name
+        for rank, (host, pid, name) in enumerate(ranks):
+            if host == own[0]:
+                self.local[rank] = (pid, name)
         self.written_in_s: float | None = None  # `began_s` of the step that the file is about
         self.step = 0
         self.is_in_step = False
@@ -129,9 +134,8 @@ class HangWatch:
         """Return whether a rank of this host has ended before the run. If so, write what this rank does."""
         if self.leaving.is_set():
             return False
-        own_host = self.ranks[self.rank][0]
-        for host, pid, _ in self.ranks:
-            if host == own_host and read_state(pid) == "Z":
+        for pid, _ in self.local.values():
+            if read_state(pid) == "Z":
                 self.write(self.failed)
                 return True
         return False
@@ -155,14 +159,12 @@ class HangWatch:
             name = file.relative_to(TORCH.parent) if is_torch else file.name
             stack.append(f"{name}:{line} {frame.f_code.co_name}")
         host = {}
-        own_host = self.ranks[self.rank][0]
-        for rank, (name, pid, described) in enumerate(self.ranks):
-            if name == own_host:
-                host[rank] = (pid, read_state(pid), described)
+        for rank, (pid, described) in self.local.items():
+            host[rank] = (pid, read_state(pid), described)
         return {
             "kind": "FAILED" if has_failed else "HANG",
             "rank": self.rank,
-            "world_size": len(self.ranks),
+            "world_size": self.world_size,
             "step": self.step,
             "in_step": self.is_in_step,
             "seconds": round(time.monotonic() - self.began_s, 1),
