@@ -544,7 +544,8 @@ def restore_after_changes(rank: int, world_size: int, folder: str) -> dict[str, 
         dist.barrier()
         with patch.object(start_module.logger, "info") as log:
             result, _ = start(world_size, {SHARD: 4} | overrides, folder)
-        found[name] = result, [call.args[0] for call in log.call_args_list]
+        lines = [call.args[0] for call in log.call_args_list]
+        found[name] = result, [line for line in lines if not line.startswith("resumed")]
     return found
 
 

@@ -116,7 +116,7 @@ def test_a_job_before_its_limit_saves_is_queued_again_and_resumes(cluster, tmp_p
 
     job = cluster.start(*keys, SLURM_RESTART_COUNT="1")
     output = finish(job)
-    assert f"resumed from {folder / 'checkpoint' / f'step-{saved}'}" in output
+    assert f"resumed from the checkpoint {folder / 'checkpoint' / f'step-{saved}'}" in output
     assert cluster.calls().count("scontrol") == 1, "a run that has ended is not queued again"
     assert list(read_losses(folder)) == [*range(1, STEPS + 1)]
 

@@ -150,6 +150,7 @@ class Saved(NamedTuple):
     step: int
     path: Path
     ranks: dist.ProcessGroup  # the ranks whose shards it has
+    kind: str = "checkpoint"
 
 
 def create_optimizer_state(optimizer: Optimizer) -> None:
@@ -181,6 +182,6 @@ def load_newest(found: list[Saved], tensors: dict[str, Tensor], group: dist.Proc
         except DamagedCheckpoint as error:
             reasons.append(str(error))
             if group.rank() == 0:
-                logger.error(f"DAMAGED, trying an older state: {error}")
+                logger.error(f"DAMAGED {saved.kind.upper()}, trying an older one: {error}")
     remedy = "Restore a checkpoint from a copy, or start another run with --job.dump_folder=FOLDER"
     raise CheckpointError(f"nothing can be loaded: {'; '.join(reasons)}. {remedy}")

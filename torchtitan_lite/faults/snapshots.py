@@ -93,7 +93,7 @@ class Snapshots(CheckpointSaver):
         for step in own:
             if all(step in of_rank for of_rank in steps):
                 path = self.folder / f"step-{step}"
-                usable.append(Saved(step, path, self.group))
+                usable.append(Saved(step, path, self.group, "snapshot"))
         return usable
 
     def has_shards(self, step: int, weights: dict[str, Tensor]) -> bool:

@@ -101,7 +101,7 @@ def restore_run(found: list[Saved], run: Run, group: dist.ProcessGroup) -> int:
         tensors = name_tensors(run.saved, run.optimizer)
     loaded = load_newest(found, tensors, group)
     set_step(run.lr_scheduler, loaded.step)
-    logger.info(f"resumed from {loaded.path}")
+    logger.info(f"resumed from the {loaded.kind} {loaded.path}")
     return loaded.step
 
 
