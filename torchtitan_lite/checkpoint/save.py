@@ -24,10 +24,12 @@ training loop waits for all copies (torch 2.13).
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -244,28 +246,26 @@ class StorageWriter(dcp.HuggingFaceStorageWriter):
             path = name_unfinished(self.final) / self.file_name
             write_tensors(path, tensors, {SHARDING: json.dumps(offsets)})
             digest = flush_and_hash(path)
-            results = [WriteResult(item.index, 0, (self.file_name, digest)) for item in plan.items]
+            for item in plan.items:
+                box = item.tensor_data.chunk
+                chunk = Chunk(self.file_name, box.offsets, box.sizes)
+                results.append(WriteResult(item.index, 0, (chunk, digest)))
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result(results)
         return written
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint. DCP calls this on rank 0 when the data of every rank is on disk."""
-        file_of = {}
         hashes = {}
-        for of_rank in results:
-            for result in of_rank:
-                file, digest = result.storage_data
-                file_of[result.index.fqn, result.index.offset] = file
-                hashes[file] = digest
+        chunks = defaultdict(list)  # FQN -> chunks
+        for result in chain(*results):
+            chunk, digest = result.storage_data
+            hashes[chunk.file] = digest
+            chunks[result.index.fqn].append(chunk)
         tensors = {}
         for name, saved in metadata.state_dict_metadata.items():
-            chunks = []
-            for box in saved.chunks:
-                file = file_of[name, box.offsets]
-                chunks.append(Chunk(file, box.offsets, box.sizes))
             dtype = str(saved.properties.dtype).removeprefix("torch.")
-            tensors[name] = TensorRecord(dtype, saved.size, chunks)
+            tensors[name] = TensorRecord(dtype, saved.size, chunks[name])
         unfinished = name_unfinished(self.final)
         write_manifest(unfinished, replace(self.manifest, tensors=tensors), hashes)
         commit(self.final)
