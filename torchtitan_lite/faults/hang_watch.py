@@ -78,6 +78,7 @@ class HangWatch:
         self.written_in_s: float | None = None  # `began_s` of the step that the file is about
         self.step = 0
         self.is_in_step = False
+        self.began_s = time.monotonic()
         self.last_s: float | None = None  # duration of the last step; None: no step has ended
         self.leaving = threading.Event()
         stop.has_lost_peer = self.has_lost_peer
@@ -85,14 +86,15 @@ class HangWatch:
     def begin(self, step: int) -> None:
         """Note that a step begins."""
         self.step = step
+        self.began_s = time.monotonic()  # before is_in_step, which may shorten the limit
         self.is_in_step = True
-        self.began_s = time.monotonic()
 
     def end(self) -> None:
         """Note that the step has ended. Validation, saves and logs follow."""
-        self.last_s = time.monotonic() - self.began_s
+        now_s = time.monotonic()
+        self.last_s = now_s - self.began_s
+        self.began_s = now_s
         self.is_in_step = False
-        self.began_s = time.monotonic()
 
     def __enter__(self) -> "HangWatch":
         self.began_s = time.monotonic()

@@ -61,7 +61,12 @@ class Snapshots(CheckpointSaver):
     ):
         self.all_ranks = all_ranks
         n_local = place.world_size // place.n_hosts
-        group, _ = dist.new_subgroups(n_local, backend="gloo", group_desc="snapshot")
+        first = place.rank // n_local * n_local
+        ranks = list(range(first, first + n_local))
+        # Without local synchronization, all ranks would wait for each other once per host.
+        group = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=True, group_desc="snapshot"
+        )
         run_id = do_on_rank_0(all_ranks, lambda: identify_run(dump_folder / section.folder))
         of_dump_folder = "-".join(dump_folder.absolute().parts[1:])
         folder = Path(section.local_folder) / of_dump_folder / run_id
