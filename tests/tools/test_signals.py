@@ -32,7 +32,7 @@ def test_a_second_signal_ends_the_process_but_a_copy_of_the_first_does_not(monke
         assert ends == []
         monkeypatch.setattr(shutdown.time, "monotonic", lambda now_s=now_s: now_s)
         request.note(signal.SIGTERM)
-        assert request.received == signal.SIGTERM
+        assert request.requested == signal.SIGTERM
     assert len(ends) == 1
 
 

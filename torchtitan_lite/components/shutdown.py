@@ -56,6 +56,11 @@ class StopRequest:
         self.is_first_step = True  # there is nothing to save yet
         self.has_lost_peer: Callable[[], bool] = lambda: False  # HangWatch replaces it
 
+    @property
+    def requested(self) -> int:
+        """The signal that this rank received, as a number; 0: none."""
+        return self.received or 0
+
     def listen(self) -> None:
         """Start receiving signals. Call this in the main thread.
 
