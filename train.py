@@ -10,13 +10,14 @@ import os
 import sys
 import traceback
 from functools import partial
+from signal import Signals
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import start_logging
-from torchtitan_lite.components.shutdown import StopRequest, describe_stop
+from torchtitan_lite.components.shutdown import STOPPED_BY, StopRequest, describe_newest
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import ConfigError, UserError
@@ -107,7 +108,8 @@ def main(args: list[str], stop: StopRequest) -> int:
                 repeat = partial(compute_gradients, run, batch)
                 # all ranks repeat forward and backward; all-gather of what each has found
                 culprit = find_non_finite(run.parts, mesh.coordinates(), repeat)
-                log.stop_after_bad_step(step, result, culprit)
+                why = f"gradient norm {grad_norm}, weights not updated: {culprit}"
+                log.stop(step, f"step {step}: {why}")
                 status = 1
                 break
             # all ranks, if debug.compare_copies_every is due: rank 0 gathers checksums, and broadcasts what it finds
@@ -121,13 +123,14 @@ def main(args: list[str], stop: StopRequest) -> int:
             # all ranks, if due: rank 0 gathers lists of shards, and scatters who writes which; then a barrier
             guards.save(step, log.record, is_stopped=is_stopped)
             if is_stopped:
-                ngpu = os.environ.get("NGPU")
-                reason = describe_stop(stop_signal, step, config, guards.saver.newest, args, ngpu)
-                log.stop(step, reason)
+                stopped = f"{STOPPED_BY}{Signals(stop_signal).name} after step {step} of {last}"
+                newest = describe_newest(guards.saver.newest, config, args, os.environ.get("NGPU"))
+                log.stop(step, f"{stopped}; {newest}")
                 status = 128 + stop_signal
                 break
         else:
-            log.stop_at_end()
+            trained = f"trained {last - resumed_step} steps ({resumed_step + 1} to {last})"
+            log.stop(last, f"{trained}; everything is in {plan.dump_folder}")
     batches.close()
     if lock:
         lock.close()

@@ -4,7 +4,7 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import compare
@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.checkpoint.format import Manifest
-from torchtitan_lite.checkpoint.load import Saved, open_checkpoint, restore
+from torchtitan_lite.checkpoint.load import OpenCheckpoint, Saved
 from torchtitan_lite.checkpoint.save import (
     CheckpointSaver,
     StorageWriter,
@@ -28,6 +28,7 @@ from torchtitan_lite.checkpoint.save import (
 )
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.faults.snapshots import Snapshots
+from torchtitan_lite.faults.start import restore_run
 from torchtitan_lite.parallel.process_groups import Place
 
 FINGERPRINT = {
@@ -96,11 +97,9 @@ def load_and_train(
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], int]:
     """Worker: return the same after loading a checkpoint, and its step. May save what it has loaded elsewhere."""
     run = compare.build_table_run(world_size, overrides)
-    of_run = (run.saved, run.optimizer, run.lr_scheduler)
+    run = replace(run, config=replace(run.config, checkpoint=section))
     group = dist.new_group(backend="gloo")
-    step = restore(
-        [Saved(step, Path(folder, f"step-{step}"), group)], *of_run, section=section, group=group
-    ).step
+    step = restore_run([Saved(step, Path(folder, f"step-{step}"), group)], run, group)
     state = whole_state(run)
     if saved_again:
         with make_saver(saved_again, section, run.optimizer) as saver:
@@ -135,9 +134,9 @@ def write_tensors(
     return folder
 
 
-def read_tensors(folder: Path, *, verify: bool = True) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint, as a tool reads them."""
-    checkpoint = open_checkpoint(folder, verify=verify)
+    checkpoint = OpenCheckpoint(folder)
     return {name: checkpoint.read(name) for name in checkpoint.manifest.tensors}
 
 

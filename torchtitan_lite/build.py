@@ -114,7 +114,9 @@ def build_run(
     parts = parts or build_parts(config, model_args, layout, mesh)
     materialize(parts, config, device)
     float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
-    parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
+    parameters = {}
+    for part in parts:
+        parameters.update(part.named_parameters())
     tied = None
     if layout.tied:
         copy = parameters.pop("output.weight", None)

@@ -8,13 +8,11 @@ import gc
 import logging
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,8 +23,7 @@ from torchtitan_lite.components.expert_balance import count_collapsed, describe_
 from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.components.metrics import (
     MetricsWriter,
-    describe_out_of_memory,
-    describe_step,
+    describe_speed,
     read_peak_memory,
 )
 from torchtitan_lite.components.optim import NORMS
@@ -66,19 +63,11 @@ class RunLog:
         self.resumed_step = resumed_step
         self.n_steps = config.training.steps
         self.tokens_per_step = run.layout.global_batch_size * config.training.seq_len
-        self.describe_step = partial(
-            describe_step,
-            tokens_per_step=self.tokens_per_step,
-            world_size=run.layout.world_size,
-            flops=count_flops_per_token(plan.model_args, config.training.seq_len),
-            peak_flops=peak_flops(device_name) if run.device.type == "cuda" else None,
-        )
+        self.flops = count_flops_per_token(plan.model_args, config.training.seq_len)
+        self.peak_flops = peak_flops(device_name) if run.device.type == "cuda" else None
         self.step = resumed_step
         self.n_collapsed = 0  # consecutive logged steps with collapsed experts
         self.is_warm = False
-        self.first_record: tuple[int, float] | None = (
-            None  # step and time; the first step is slower
-        )
         self.writer = None
         if dist.get_rank() == 0:
             self.writer = MetricsWriter(
@@ -163,10 +152,13 @@ class RunLog:
             "lr": result.lr,
             "tokens": step * self.tokens_per_step,  # of all ranks, from the first step to this one
         }
-        seconds = time.perf_counter() - self.started_s
-        fields |= self.describe_step(
-            step_time_s=seconds / self.n_timed, data_time_s=self.data_time_s / self.n_timed
-        )
+        seconds = time.perf_counter() - self.started_s  # without validation
+        n_tokens = self.n_timed * self.tokens_per_step
+        speed = n_tokens / seconds / self.run.layout.world_size
+        fields |= describe_speed(speed, self.flops, self.peak_flops)
+        fields["step_time_s"] = seconds / self.n_timed
+        fields["data_time_s"] = self.data_time_s / self.n_timed  # the host waited for a batch
+        fields["data_time_share"] = self.data_time_s / seconds
         fields["remaining_s"] = self.estimate_remaining(step)
         fields |= read_peak_memory(self.run.device)
         if result.expert_loads is not None:
@@ -185,28 +177,18 @@ class RunLog:
     def estimate_remaining(self, step: int) -> float | None:
         """Return the seconds until the last step, as fast as since the first record; with its validations and saves."""
         now_s = time.perf_counter()
-        if self.first_record is None:
-            self.first_record = step, now_s
+        n_steps = step - self.resumed_step - 1  # without the first step, which is slower
+        if n_steps == 0:
+            self.first_s = now_s
             return None
-        first_step, first_s = self.first_record
-        return (now_s - first_s) / (step - first_step) * (self.n_steps - step)
+        return (now_s - self.first_s) / n_steps * (self.n_steps - step)
 
     # ---------------------------------------------------------------- the last words
 
-    def stop(self, step: int, reason: str, level: int = logging.INFO) -> None:
+    def stop(self, step: int, reason: str) -> None:
         """Say why the run ends after this step."""
-        if self.writer:
-            logger.log(level, reason)
+        logger.info(reason)
         self.record("stop", step, reason=reason)
-
-    def stop_after_bad_step(self, step: int, result: StepResult, culprit: str) -> None:
-        why = f"gradient norm {result.grad_norm.item()}, weights not updated: {culprit}"
-        self.stop(step, f"step {step}: {why}", logging.ERROR)
-
-    def stop_at_end(self) -> None:
-        first = self.resumed_step + 1
-        trained = f"trained {self.n_steps - self.resumed_step} steps ({first} to {self.n_steps})"
-        self.stop(self.n_steps, f"{trained}; everything is in {self.plan.dump_folder}")
 
     @contextmanager
     def around_steps(self) -> Iterator[None]:
@@ -228,7 +210,9 @@ class RunLog:
             reason = f"{type(error).__name__}: {error}"
             logger.error(f"{describe_rank(rank, self.run.mesh.coordinates())} failed: {reason}")
             if is_out_of_memory(error):
-                logger.error(describe_out_of_memory(folder, dist.get_world_size()))
+                config_file = shlex.quote(f"{folder}/config.toml")
+                plan = f"plan --gpus {dist.get_world_size()} --config {config_file}"
+                logger.error(f"to see what uses the memory: {name_command(plan)}")
             self.record("stop", self.step, reason=reason)
             raise
         else:
@@ -243,8 +227,6 @@ def name_views(folder: Path, section: Metrics) -> str:
     name = shlex.quote(str(folder))
     views = name_command(f"report {name}")
     if section.enable_tensorboard:
-        tensorboard = "tensorboard"
-        if not shutil.which(tensorboard):
-            tensorboard = os.path.relpath(Path(sys.executable).with_name(tensorboard))
-        views += f", or {tensorboard} --logdir {name}/{section.save_tb_folder}"
+        python = os.path.relpath(sys.executable)
+        views += f", or {python} -m tensorboard.main --logdir {name}/{section.save_tb_folder}"
     return views

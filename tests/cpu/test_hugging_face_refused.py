@@ -68,19 +68,27 @@ WRONG_CONFIGS = [  # model, changes, named
     (LLAMA, {"rope_scaling": "llama3"}, 'rope_scaling = "llama3"; it must be dict'),
     (LLAMA, {"hidden_size": None}, "hidden_size is missing; it must be int"),
     (LLAMA, {"tie_word_embeddings": "yes"}, 'tie_word_embeddings = "yes"; it must be bool'),
-    (LLAMA, {"num_hidden_layers": 1}, "unknown: model.layers.1"),
-    (LLAMA, {"vocab_size": 130}, f"{EMBEDDING} is [128, 64], but config.json says [130, 64]"),
-    (LLAMA, {"tie_word_embeddings": True}, "unknown: lm_head.weight"),
+    (
+        LLAMA,
+        {"num_hidden_layers": 1},
+        "model.layers.1.input_layernorm.weight is (64,) in the files",
+    ),
+    (
+        LLAMA,
+        {"vocab_size": 130},
+        f"{EMBEDDING} is (128, 64) in the files, and (130, 64) in config.json",
+    ),
+    (LLAMA, {"tie_word_embeddings": True}, "lm_head.weight is (128, 64) in the files, and unknown"),
     (MIXTRAL, {"sliding_window": 4096}, "sliding_window = 4096; for Mixtral only None"),
     (
         MIXTRAL,
         {"num_local_experts": 5},
-        "missing: model.layers.0.block_sparse_moe.experts.4.w1.weight",
+        "model.layers.0.block_sparse_moe.experts.4.w1.weight is missing in the files",
     ),
     (QWEN, {"use_sliding_window": True}, "use_sliding_window = True"),
     (QWEN, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
     (QWEN, {"mlp_only_layers": [1]}, "mlp_only_layers = [1]; only the first layers"),
-    ("Qwen3", {"model_type": "llama"}, "unknown: model.layers.0.self_attn.k_norm.weight"),
+    ("Qwen3", {"model_type": "llama"}, "model.layers.0.self_attn.k_norm.weight is ("),
 ]
 
 
@@ -144,17 +152,17 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     "missing file": (lambda folder: first_file(folder).unlink(), A_FILE),
     "missing tensor": (
         change_tensors(lambda tensors: tensors.pop(EMBEDDING)),
-        f"missing: {EMBEDDING}",
+        f"{EMBEDDING} is missing in the files",
     ),
     "unknown tensor": (
         change_tensors(lambda tensors: tensors.update({"model.norm.bias": torch.ones(2)})),
-        "unknown: model.norm.bias",
+        "model.norm.bias is (2,) in the files, and unknown",
     ),
     "another shape": (
         change_tensors(
             lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:, :-1].clone()})
         ),
-        f"{EMBEDDING} is [128, 63], but config.json says [128, 64]",
+        f"{EMBEDDING} is (128, 63) in the files, and (128, 64)",
     ),
     "float8": (
         change_tensors(

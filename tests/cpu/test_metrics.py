@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_lite.components import metrics as metrics_module
-from torchtitan_lite.components.metrics import MetricsWriter, describe_step
+from torchtitan_lite.components.metrics import MetricsWriter, describe_speed
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.config.schema import Metrics
@@ -16,21 +16,15 @@ from torchtitan_lite.models.llama3.table import FLAVORS
 
 # torchtitan's published 8B row: 8 H100, one sequence of 8,192 tokens each, 5,762 tokens/s per GPU
 RUN = {"n_steps": 2000, "resumed_step": 0, "settings": {"training": {"steps": 2000}}}
-WORKLOAD = {
-    "tokens_per_step": 8 * 8192,
-    "world_size": 8,
-    "flops": count_flops_per_token(FLAVORS["8B"], seq_len=8192),
-    "peak_flops": peak_flops("NVIDIA H100 80GB HBM3"),
-    "step_time_s": 8192 / 5762,
-    "data_time_s": 0.01,
-}
+FLOPS = count_flops_per_token(FLAVORS["8B"], seq_len=8192)
 STEP = {
     "loss": 6.123456,
     "grad_norm": 1.23456,
     "lr": 8e-4,
     "peak_memory_gib": 1.5,
     "remaining_s": 5025.4,
-    **describe_step(**WORKLOAD),
+    "step_time_s": 8192 / 5762,
+    **describe_speed(5762, FLOPS, peak_flops("NVIDIA H100 80GB HBM3")),
 }
 VALIDATION = {"val_loss": 5.5, "val_perplexity": 244.69, "val_bits_per_byte": 2.25}
 EXPERTS = {
@@ -89,7 +83,7 @@ def test_mfu_is_left_out_if_no_peak_is_known_and_only_steps_and_validations_have
     tmp_path, console
 ):
     writer = make_writer(tmp_path)
-    step = STEP | describe_step(**(WORKLOAD | {"peak_flops": None}))
+    step = STEP | describe_speed(5762, FLOPS, None)
     writer.write("start", 0, world_size=8)
     writer.write("step", 10, **step)
     writer.write("step", 10, **step, **EXPERTS)

@@ -17,6 +17,7 @@ from torchtitan_lite.checkpoint import load as loading
 from torchtitan_lite.checkpoint import save as saving
 from torchtitan_lite.checkpoint.save import name_weights
 from torchtitan_lite.data import dataset
+from torchtitan_lite.faults import start as starting
 from torchtitan_lite.tools.verify.rank import local
 
 in_first_start = partial(mutant, name="first start", trial="train.py")
@@ -36,7 +37,7 @@ def data_begins_anew_after_a_resume(original, data, steps):
     return original(data, range(len(steps)))
 
 
-@in_saved_tensor("pp2 1F1B", name="model.layers.1.attention.wo.weight", at=(loading, "set_step"))
+@in_saved_tensor("pp2 1F1B", name="model.layers.1.attention.wo.weight", at=(starting, "set_step"))
 def only_rank_0_resumes_its_schedule(original, lr_scheduler, step):
     """Other ranks begin their warm-up again; the logged rate is right."""
     if dist.get_rank() == 0:
@@ -55,7 +56,7 @@ def schedule_as_long_as_this_start(original, config, layout, device_type):
 def moments_forgotten_by_a_resume():
     """Weights alone are loaded; AdamW begins with moments of zero."""
     return put_in_place(
-        lambda original, parameters, optimizer: name_weights(parameters), loading, "name_tensors"
+        lambda original, parameters, optimizer: name_weights(parameters), starting, "name_tensors"
     )
 
 
@@ -87,7 +88,7 @@ def moments_in_bfloat16_not_restored(original, path, tensors, **options):
     return manifest
 
 
-@in_resumed_start("dp2", kind="lr", at=(loading, "set_step"))
+@in_resumed_start("dp2", kind="lr", at=(starting, "set_step"))
 def schedule_shifted_by_a_resume(original, lr_scheduler, step):
     """The first step after a resume uses the rate of the step that was saved."""
     original(lr_scheduler, step - 1)
@@ -97,7 +98,7 @@ def schedule_shifted_by_a_resume(original, lr_scheduler, step):
 @contextmanager
 def experts_saved_in_another_order():
     """Experts are written in turns, one from each ep rank, and read so: right as long as ep stays."""
-    name_tensors, load_newest = saving.name_tensors, loading.load_newest
+    name_tensors, load_newest = saving.name_tensors, starting.load_newest
 
     def save_in_turns(parameters, optimizer):
         in_turns = partial(reorder, unflatten=lambda full, ep: full.unflatten(0, (ep, -1)))
@@ -105,8 +106,8 @@ def experts_saved_in_another_order():
             name: in_turns(tensor) for name, tensor in name_tensors(parameters, optimizer).items()
         }
 
-    def load_in_turns(found, tensors, **options):
-        saved = load_newest(found, tensors, **options)
+    def load_in_turns(found, tensors, group):
+        saved = load_newest(found, tensors, group)
         for tensor in tensors.values():
             back = reorder(tensor, unflatten=lambda full, ep: full.unflatten(0, (-1, ep)))
             local(tensor).copy_(local(back))
@@ -114,7 +115,7 @@ def experts_saved_in_another_order():
 
     with (
         patch.object(saving, "name_tensors", save_in_turns),
-        patch.object(loading, "load_newest", load_in_turns),
+        patch.object(starting, "load_newest", load_in_turns),
     ):
         yield
 

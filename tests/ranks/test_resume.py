@@ -13,11 +13,12 @@ from checkpoints import list_differing, make_saver, make_snapshots, train
 from layouts import MODE, MOE, OFFLOAD, TWO_LAYERS
 from marks import choose_fast
 
-from torchtitan_lite.checkpoint.load import Saved, restore
+from torchtitan_lite.checkpoint.load import Saved
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.faults.start import restore_run
 
 # The learning rate changes in every step, so that a shifted schedule changes the weights.
 SCHEDULE = {
@@ -84,8 +85,7 @@ def save_and_resume(rank: int, world_size: int, overrides: dict, folder: str) ->
     last_state = copy_state(run)
     for mode, checkpoint in saved.items():
         resumed = compare.build_table_run(world_size, overrides)
-        of_run = (resumed.saved, resumed.optimizer, resumed.lr_scheduler)
-        restore([checkpoint], *of_run, section=MODES[mode], group=dist.group.WORLD)
+        restore_run([checkpoint], resumed, dist.group.WORLD)
         differing[mode] = list_differing(copy_state(resumed), state)
         is_equal = train(resumed, range(2, 4)) == losses
         differing[mode] += [

@@ -11,7 +11,7 @@ from marks import slow
 from warm_start import finish, kill_rank, launch, list_differences, read_losses
 
 from torchtitan_lite.checkpoint.format import find_steps
-from torchtitan_lite.checkpoint.load import open_checkpoint
+from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.dump_folder import CONFIG_TOML, FILES, LOCK
 
 STEPS = 20
@@ -147,7 +147,7 @@ def test_a_run_killed_at_a_random_instant_ends_bit_equal_to_the_unbroken_one(
     kill_rank(process, draw.randrange(2), after_step=step, delay_s=delay_s)
     finish(process, status=None)
     for step in find_steps(killed / "checkpoint"):
-        open_checkpoint(killed / "checkpoint" / f"step-{step}")  # each one is whole
+        OpenCheckpoint(killed / "checkpoint" / f"step-{step}")  # each one is whole
     if process.returncode:  # also where torchrun itself does not survive the death of a rank
         finish(launch(killed, tmp_path, *keys, n_ranks=2))
     assert list_differences(killed, tmp_path / "unbroken", steps) == []

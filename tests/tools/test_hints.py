@@ -203,16 +203,9 @@ def test_a_command_is_what_the_users_shell_runs(line, here, elsewhere, installed
     assert name_command(line) == installed
 
 
-@pytest.mark.parametrize("is_on_path", [True, False])
-def test_tensorboard_is_named_by_its_path_if_the_shell_does_not_find_it(
-    is_on_path, monkeypatch, tmp_path
-):
-    (tmp_path / "tensorboard").touch(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / ("" if is_on_path else "elsewhere")))
-    name = (
-        "tensorboard"
-        if is_on_path
-        else os.path.relpath(Path(sys.executable).with_name("tensorboard"))
-    )
+def test_tensorboard_is_started_by_the_python_that_has_it():
+    python = os.path.relpath(sys.executable)
     views = name_views(Path("outputs/my run"), Metrics(enable_tensorboard=True))
-    assert views.endswith(f"report 'outputs/my run', or {name} --logdir 'outputs/my run'/tb")
+    assert views.endswith(
+        f"report 'outputs/my run', or {python} -m tensorboard.main --logdir 'outputs/my run'/tb"
+    )

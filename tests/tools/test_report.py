@@ -112,8 +112,8 @@ def test_words_come_first(page, folder, run):
     assert "trained 3 steps (4 to 6)" in end
     assert f"--config '{folder}/config.toml' --job.no_overwrite --training.steps=12" in command_line
     log = (folder / "log.txt").read_text()
-    assert re.search(f"report '{folder}', or \\S*tensorboard --logdir '{folder}'/tb", log)
-    assert f" step 6 traced to {folder}/traces/step-6/rank-0.json\n" in log
+    assert re.search(f"report '{folder}', or \\S* -m tensorboard.main --logdir '{folder}'/tb", log)
+    assert f" profiled: {folder}/traces/step-6/rank-0.json\n" in log
     assert page.index(what[:20]) < page.index("By step")
 
 

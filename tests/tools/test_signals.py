@@ -18,7 +18,7 @@ from warm_start import finish, launch, list_children, list_ranks, read_losses, r
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.components import shutdown
-from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, StopRequest, describe_stop
+from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, StopRequest, describe_newest
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import read_config
 
@@ -61,12 +61,12 @@ def test_a_signal_in_the_first_step_ends_the_process():
 def test_the_command_that_continues_neither_starts_over_nor_goes_back(args, change):
     args = ["--config=debug", "--checkpoint.enable", *args]
     config = read_config(args).config
-    line = describe_stop(signal.SIGTERM, 7, config, Path("out/checkpoint/step-7"), args, "8")
+    line = describe_newest(Path("out/checkpoint/step-7"), config, args, "8")
     assert line.endswith(
         f"out/checkpoint/step-7; to continue: NGPU=8 {name_command('train')} {' '.join(args)}{change}"
     )
     assert read_config([*args, *change.split()]).problems == []
-    assert describe_stop(signal.SIGTERM, 7, config, None, args, None).endswith("nothing is saved")
+    assert describe_newest(None, config, args, None) == "nothing is saved"
 
 
 # ---------------------------------------------------------------- who gets which signal, and when, on two ranks

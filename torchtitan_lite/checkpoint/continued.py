@@ -1,11 +1,10 @@
 """Compare a config with the run that saved the checkpoint it continues from. One rule for each key. Needs no torch.
 
     refused    the state has no meaning with another value: data, batch, seed, kind of optimizer
-    noted      the run trains in another way from here on: both values are printed
-    free       another value gives the same training: layout, recompute, logs, folders
+    free       another value gives the same training: layout, recompute, logs, folders. A key, or a section
+    noted      any other key: the run trains in another way from here on, so both values are printed
 
-A rule for a section holds for every key in it that has no rule of its own. A test lists keys without a rule. preflight
-compares the sizes of the model and the tokenizer with the fingerprint in the manifest.
+preflight compares the sizes of the model and the tokenizer with the fingerprint in the manifest.
 """
 
 from pathlib import Path
@@ -25,22 +24,6 @@ REFUSED = (
     "debug.seed",
     "optimizer.name",
     "optimizer.moments_dtype",
-)
-NOTED = (
-    "model.attention",
-    "model.converters",
-    "quantize.linear.float8",
-    "training.max_norm",
-    "training.mixed_precision_param",
-    "training.mixed_precision_reduce",
-    "training.expert_bias_rate",
-    "training.expert_balance_loss",
-    "training.skip_spikes",
-    "parallelism.zero_plus_plus",
-    "parallelism.zero_plus_plus_node_size",
-    "optimizer",
-    "lr_scheduler",
-    "validation.dataset",
 )
 FREE = (
     "model",
@@ -62,15 +45,13 @@ FREE = (
     "job",
     "profiling",
 )
-
-
-def find_rule(key: str) -> tuple[str, ...] | None:
-    """Return REFUSED, NOTED or FREE, whichever lists the key, or else its section. None if none does."""
-    for name in (key, key.rpartition(".")[0]):
-        for rule in (REFUSED, NOTED, FREE):
-            if name in rule:
-                return rule
-    return None
+NOTED = (  # in sections that are free
+    "model.attention",
+    "model.converters",
+    "parallelism.zero_plus_plus",
+    "parallelism.zero_plus_plus_node_size",
+    "validation.dataset",
+)
 
 
 def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, object]]:
@@ -104,14 +85,14 @@ def check_continued(
     notices = []
     different = list_different(config, weights)
     for key, (before, value) in different.items():
-        rule = find_rule(key)
         section = key.partition(".")[0]
-        if rule is REFUSED and section not in exclude:
+        is_free = key in FREE or (section in FREE and key not in NOTED)
+        if key in REFUSED and section not in exclude:
             remedy = f"Use {before!r}, or {new_run}"
             if section == "optimizer":
                 remedy += ", or start with new moments: --checkpoint.exclude_from_loading=optimizer"
             problems.refuse(key, f"{path} was trained with {before!r}", remedy)
-        elif rule is not FREE:
+        elif not is_free:
             notices.append(f"{key} is now {value!r}; {path} was trained with {before!r}")
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in different):
         notices.append(describe_rates(config, weights))

@@ -18,8 +18,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -51,14 +51,14 @@ class Chunk(NamedTuple):
     """One stored slice of a tensor."""
 
     file: str
-    offsets: tuple[int, ...]  # index of the first element in the full tensor
-    sizes: tuple[int, ...]
+    offsets: Sequence[int]  # index of the first element in the full tensor
+    sizes: Sequence[int]
 
 
 class TensorRecord(NamedTuple):
     dtype: str  # torch's name: "float32"
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    shape: Sequence[int]
+    chunks: list[Chunk]
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} has format {raw['format']}, {supported}")
     tensors = {}
     for name, (dtype, shape, stored) in raw["tensors"].items():
-        chunks = [Chunk(file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in stored]
-        tensors[name] = TensorRecord(dtype, tuple(shape), tuple(chunks))
+        chunks = [Chunk(*chunk) for chunk in stored]
+        tensors[name] = TensorRecord(dtype, shape, chunks)
     raw["tensors"] = tensors
     return Manifest(**raw)
 
@@ -143,36 +143,32 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
 # ---------------------------------------------------------------- write
 
 
-@contextmanager
-def explain_write_error(path: Path) -> Iterator[None]:
-    """Turn any error while writing `path` into a CheckpointError with the system's reason, such as a full disk."""
-    try:
-        yield
-    except Exception as error:  # safetensors has its own exception class
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
-
-
 def name_unfinished(final: Path) -> Path:
     return final.with_name(final.name + UNFINISHED)
 
 
 def create_unfinished(final: Path) -> Path:
-    """Create the temporary folder for `final`. Raises CheckpointError if it or `final` exists."""
+    """Create the temporary folder for `final`. Raises CheckpointError if it or `final` exists, and OSError."""
     unfinished = name_unfinished(final)
-    if final.exists():
-        raise CheckpointError(f"{final} already exists, and is never overwritten")
-    with explain_write_error(unfinished):
-        unfinished.mkdir(parents=True)
+    for path in (final, unfinished):
+        if path.exists():
+            raise CheckpointError(f"{path} already exists, and is never overwritten")
+    unfinished.mkdir(parents=True)
     return unfinished
 
 
 def write_file(path: Path, content: bytes) -> str:
-    """Write a file, flush it to disk, and return its hash. Raises CheckpointError."""
-    with explain_write_error(path), open(path, "xb") as file:
-        file.write(content)
-        file.flush()
+    """Write a file, flush it to disk, and return its hash. Raises OSError."""
+    path.write_bytes(content)
+    return flush_and_hash(path)
+
+
+def flush_and_hash(path: Path) -> str:
+    """Flush a file to disk. Return its hash, which is computed meanwhile from the page cache. Raises OSError."""
+    with open(path, "rb") as file, ThreadPoolExecutor(1) as thread:
+        hashing = thread.submit(files.hash_file, path)
         os.fsync(file.fileno())
-    return hashlib.sha256(content).hexdigest()
+    return hashing.result()
 
 
 def write_manifest(folder: Path, manifest: Manifest, hashes: Mapping[str, str]) -> None:
@@ -184,12 +180,11 @@ def write_manifest(folder: Path, manifest: Manifest, hashes: Mapping[str, str]) 
 
 
 def commit(final: Path) -> None:
-    """Rename the unfinished folder to `final`. Its files must be on disk."""
+    """Rename the unfinished folder to `final`. Its files must be on disk. Raises OSError."""
     unfinished = name_unfinished(final)
-    with explain_write_error(final):
-        files.sync_folder(unfinished)
-        unfinished.rename(final)
-        files.sync_folder(final.parent)
+    files.sync_folder(unfinished)
+    unfinished.rename(final)
+    files.sync_folder(final.parent)
 
 
 def discard(final: Path) -> None:
@@ -204,11 +199,10 @@ def remove_partial(folder: Path) -> None:
 
 
 def prune(folder: Path, section: Checkpoint) -> None:
-    """Delete checkpoints except the newest keep_latest_k (0: all) and each whose step is a multiple of keep_every_m."""
+    """Delete all checkpoints except the newest keep_latest_k (0: all)."""
     for step in find_steps(folder)[: -section.keep_latest_k]:  # [:-0] is empty
-        if section.keep_every_m == 0 or step % section.keep_every_m != 0:
-            path = folder / f"step-{step}"
-            shutil.rmtree(path.rename(name_unfinished(path)))
+        path = folder / f"step-{step}"
+        shutil.rmtree(path.rename(name_unfinished(path)))
 
 
 def quarantine(damaged: list[Path]) -> None:

@@ -29,6 +29,15 @@ LENGTH = "max_position_embeddings"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # in transformers 4 and 5
 DENSE_LAYERS = "mlp_only_layers"  # a list of layer numbers
 ORIGINAL_LENGTH = "original_max_position_embeddings"
+SCALINGS = {  # kind -> field of RopeScaling -> key
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_length": ORIGINAL_LENGTH,
+    },
+}
 
 
 class HuggingFaceError(UserError):
@@ -117,6 +126,7 @@ def read_model_args(folder: Path) -> ModelArgs:
     rope = config.take("rope_scaling", dict, {})
     if not rope:
         rope = config.take("rope_parameters", dict, JsonObject(content.path, {}))
+    rope["rope_type"] = rope.take("rope_type", str, None) or rope.take("type", str, "default")
     for key in ("rope_theta", "partial_rotary_factor"):  # in the same place in both versions
         if key in rope:
             config[key] = rope[key]
@@ -125,18 +135,25 @@ def read_model_args(folder: Path) -> ModelArgs:
     n_heads = config.take("num_attention_heads", int)
     config.setdefault("num_key_value_heads", n_heads)
     config.setdefault("head_dim", config.take("hidden_size", int) // n_heads)
-    sizes = {}
-    for name, key in family.sizes.items():
-        sizes[name] = config.take(key, float if name == "norm_eps" else int)
+    moe = None
+    if family.experts:
+        config[DENSE_LAYERS] = len(config.get(DENSE_LAYERS, []))
+        moe = MoEArgs(**take_fields(config, MoEArgs, family.experts))
     return ModelArgs(
-        **sizes,
+        **take_fields(config, ModelArgs, family.sizes),
         rope_theta=config.take("rope_theta", float),
         rope_scaling=read_scaling(rope, config),
         tie_embeddings=config.take("tie_word_embeddings", bool, False),
         **dict.fromkeys(family.switches, True),
         name=model_name,
-        moe=read_moe(config, family) if family.experts else None,
+        moe=moe,
     )
+
+
+def take_fields(config: JsonObject, kind: type, keys: dict[str, str]) -> dict[str, Any]:
+    """Return field -> value for fields of the dataclass `kind`. `keys`: field -> key of config."""
+    types = {each.name: each.type for each in fields(kind)}
+    return {name: config.take(key, types[name]) for name, key in keys.items()}
 
 
 def find_unsupported(config: JsonObject, family: Family, rope: JsonObject) -> list[str]:
@@ -153,45 +170,27 @@ def find_unsupported(config: JsonObject, family: Family, rope: JsonObject) -> li
     if dense != list(range(len(dense))):
         why = "only the first layers can be dense, such as [0, 1]"
         problems.append(f"{DENSE_LAYERS} = {dense!r}; {why}")
-    kind = read_rope_type(rope)
-    if kind not in ("default", "linear", "llama3"):
+    kind = rope["rope_type"]
+    if kind not in ("default", *SCALINGS):
         problems.append(f"rope_type = {kind!r}; supported: 'default', 'linear' and 'llama3'")
     return problems
 
 
-def read_rope_type(rope: JsonObject) -> str:
-    return rope.take("rope_type", str, None) or rope.take("type", str, "default")
-
-
 def read_scaling(rope: JsonObject, config: JsonObject) -> RopeScaling | None:
     """Return the RoPE scaling. A missing original length is max_position_embeddings, as in transformers."""
-    kind = read_rope_type(rope)
+    kind = rope["rope_type"]
     if kind == "default":
         return None
-    factor = rope.take("factor", float)
-    if kind == "linear":
-        return RopeScaling(factor, kind="linear")
-    return RopeScaling(
-        factor,
-        low_freq_factor=rope.take("low_freq_factor", float),
-        high_freq_factor=rope.take("high_freq_factor", float),
-        original_length=rope.take(ORIGINAL_LENGTH, int, None) or config.take(LENGTH, int),
-    )
-
-
-def read_moe(config: JsonObject, family: Family) -> MoEArgs:
-    numbers = {}
-    for name, key in family.experts.items():
-        if key == DENSE_LAYERS:
-            numbers[name] = len(config[key])
-        elif name == "normalize_top_k":
-            numbers[name] = config.take(key, bool)
-        else:
-            numbers[name] = config.take(key, int)
-    return MoEArgs(**numbers)
+    rope[ORIGINAL_LENGTH] = rope.get(ORIGINAL_LENGTH) or config.get(LENGTH)
+    return RopeScaling(**take_fields(rope, RopeScaling, SCALINGS[kind]), kind=kind)
 
 
 # --- write ---
+
+
+def name_values(source: object, keys: dict[str, str]) -> dict[str, Any]:
+    """Return key -> value for some fields of a dataclass. `keys`: field -> key."""
+    return {key: getattr(source, name) for name, key in keys.items()}
 
 
 def make_config(
@@ -216,7 +215,7 @@ def make_config(
         return published | changed
     family = find_family(model_args)
     scaling = model_args.rope_scaling
-    of_moe = {key: getattr(model_args.moe, name) for name, key in family.experts.items()}
+    of_moe = name_values(model_args.moe, family.experts)
     if DENSE_LAYERS in of_moe:
         of_moe[DENSE_LAYERS] = list(range(of_moe[DENSE_LAYERS]))
     config: dict[str, object] = {
@@ -224,7 +223,7 @@ def make_config(
         "model_type": find_model_type(model_args),
         "hidden_act": COMMON_CONSTANTS["hidden_act"],
         **family.must_be,
-        **{key: getattr(model_args, name) for name, key in family.sizes.items()},
+        **name_values(model_args, family.sizes),
         **of_moe,
         "rope_theta": model_args.rope_theta,
         "rope_scaling": None,
@@ -236,10 +235,6 @@ def make_config(
     if context is not None:
         config[LENGTH] = context
     if scaling is not None:
-        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            rope["low_freq_factor"] = scaling.low_freq_factor
-            rope["high_freq_factor"] = scaling.high_freq_factor
-            rope[ORIGINAL_LENGTH] = scaling.original_length
-        config["rope_scaling"] = rope
+        values = name_values(scaling, SCALINGS[scaling.kind])
+        config["rope_scaling"] = {"rope_type": scaling.kind, **values}
     return config

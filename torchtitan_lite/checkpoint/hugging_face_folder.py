@@ -82,25 +82,17 @@ def open_folder(path: Path) -> HuggingFaceFolder:
         if len(shape) == 3:
             shape = shape[:0:-1]  # the matrix of an expert is transposed
         expected |= dict.fromkeys(name_theirs(fqn, model_args), shape)
-    problems = list_names("missing", expected.keys() - found)
-    problems += list_names("unknown", found.keys() - expected)
-    for name in sorted(expected.keys() & found):
-        if found[name] != expected[name]:
-            shapes = f"{list(found[name])}, but {CONFIG} says {list(expected[name])}"
-            problems.append(f"{file_of[name].name}: {name} is {shapes}")
+    problems = []
+    for name in sorted(expected.keys() | found.keys()):
+        stored = found.get(name, "missing")
+        described = expected.get(name, "unknown")
+        if stored != described:
+            problems.append(f"{name} is {stored} in the files, and {described} in {CONFIG}")
+    if len(problems) > MOST_NAMED:
+        problems[MOST_NAMED:] = [f"and {len(problems) - MOST_NAMED} more"]
     if problems:
         raise HuggingFaceError(path, problems)
     return HuggingFaceFolder(model_args, file_of)
-
-
-def list_names(kind: str, names: set[str]) -> list[str]:
-    """Return one problem with the first of these names, or none."""
-    if not names:
-        return []
-    shown = sorted(names)[:MOST_NAMED]
-    if len(names) > MOST_NAMED:
-        shown.append(f"and {len(names) - MOST_NAMED} more")
-    return [f"{kind}: {', '.join(shown)}"]
 
 
 def list_files(path: Path) -> list[Path]:

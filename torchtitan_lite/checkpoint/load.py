@@ -28,8 +28,7 @@ from torchtitan_lite.checkpoint.format import (
     read_manifest,
     require_undamaged,
 )
-from torchtitan_lite.checkpoint.save import GRADIENT_NORMS, name_tensors, name_weights
-from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.checkpoint.save import GRADIENT_NORMS
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +39,14 @@ logger = logging.getLogger(__name__)
 class OpenCheckpoint:
     """A checkpoint with its manifest. Files are opened when their tensors are read.
 
-    Raises CheckpointError if there is no checkpoint.
+    Opening it checks the hashes of all files, or of one of `n_parts` of them. Raises CheckpointError if there is no
+    checkpoint, DamagedCheckpoint with the names of damaged files.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, part: int = 0, n_parts: int = 1):
         self.folder = folder
         self.manifest = read_manifest(folder)
+        require_undamaged(folder, part, n_parts)
         self.files: dict[str, safe_open] = {}
 
     def read(self, name: str) -> Tensor:
@@ -94,40 +95,21 @@ def find_shard(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
     return tensor.to_local(), chunk.offsets
 
 
-def open_checkpoint(folder: Path, *, verify: bool = True) -> OpenCheckpoint:
-    """Open the checkpoint `folder` (a step-N). With `verify`, check the hashes of all files first.
-
-    Raises CheckpointError if there is no checkpoint, DamagedCheckpoint with the names of damaged files.
-    """
-    checkpoint = OpenCheckpoint(folder)
-    if verify:
-        require_undamaged(folder)
-    return checkpoint
-
-
-def load_checkpoint(
-    path: Path, tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup
-) -> None:
+def load_checkpoint(path: Path, tensors: dict[str, Tensor], *, group: dist.ProcessGroup) -> None:
     """Load this rank's shards `tensors` in place. The ranks of `group` share the files to hash. No communication.
 
     Raises CheckpointError if a tensor is missing or has another shape, and DamagedCheckpoint if a file has changed
     since it was saved; `tensors` are then undefined.
     """
-    checkpoint = OpenCheckpoint(path)
-    # A run that only now skips spikes has no history of gradient norms.
-    own = {name: tensor for name, tensor in tensors.items() if GRADIENT_NORMS not in name}
-    if any(GRADIENT_NORMS in name for name in checkpoint.manifest.tensors):
-        own = tensors
-    for name, tensor in own.items():
+    checkpoint = OpenCheckpoint(path, group.rank(), group.size())
+    for name, tensor in tensors.items():
         record = checkpoint.manifest.tensors.get(name)
-        if record is None:
-            raise CheckpointError(f"{path} has a different model: it has no {name}")
-        if record.shape != tuple(tensor.shape):
-            shapes = f"{list(tensor.shape)} in this run, but {list(record.shape)} there"
+        if record is None and GRADIENT_NORMS in name:
+            continue  # a run that only now skips spikes has no history
+        if record is None or record.shape != list(tensor.shape):
+            found = record and record.shape
+            shapes = f"{list(tensor.shape)} in this run, but {found} there"
             raise CheckpointError(f"{path} has a different model: {name} has shape {shapes}")
-    if verify:
-        require_undamaged(path, group.rank(), group.size())
-    for name, tensor in own.items():
         checkpoint.read_shard(name, tensor)
 
 
@@ -171,42 +153,13 @@ class Saved(NamedTuple):
     kind: str = "checkpoint"
 
 
-def restore(
-    found: list[Saved],
-    parameters: dict[str, Tensor],
-    optimizer: Optimizer,
-    lr_scheduler: LRScheduler,
-    *,
-    section: Checkpoint,
-    group: dist.ProcessGroup,
-) -> Saved:
-    """Restore the newest of `found` that all ranks can open, and return it. Collective over `group`.
-
-    Raises CheckpointError; the parameters are then undefined.
-    """
-    if "optimizer" in section.exclude_from_loading:
-        logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
-        tensors = name_weights(parameters)
-    else:
-        create_optimizer_state(optimizer)
-        tensors = name_tensors(parameters, optimizer)
-    loaded = load_newest(found, tensors, verify=section.verify, group=group)
-    set_step(lr_scheduler, loaded.step)
-    logger.info(f"resumed from the {loaded.kind} {loaded.path}")
-    return loaded
-
-
 def create_optimizer_state(optimizer: Optimizer) -> None:
-    """Make the optimizer allocate its state, with a step whose gradients and learning rate are zero."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    """Make the optimizer allocate its state, with a step whose gradients are zero. The weights may decay."""
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 def set_step(lr_scheduler: LRScheduler, step: int) -> None:
@@ -215,16 +168,14 @@ def set_step(lr_scheduler: LRScheduler, step: int) -> None:
     lr_scheduler.step()
 
 
-def load_newest(
-    found: list[Saved], tensors: dict[str, Tensor], *, verify: bool, group: dist.ProcessGroup
-) -> Saved:
+def load_newest(found: list[Saved], tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Saved:
     """Load `tensors` in place from the newest undamaged one, and return it. Collective over `group`.
 
     Renames and deletes nothing. Raises CheckpointError if all are damaged.
     """
     reasons = []
     for saved in sorted(found, key=lambda saved: saved.step, reverse=True):
-        load = partial(load_checkpoint, saved.path, tensors, verify=verify, group=saved.ranks)
+        load = partial(load_checkpoint, saved.path, tensors, group=saved.ranks)
         try:
             raise_on_all_ranks(group, load)
             return saved

@@ -23,12 +23,13 @@ training loop waits for all copies (torch 2.13).
 
 import json
 import logging
-import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -48,15 +49,14 @@ from torchtitan_lite.checkpoint.format import (
     commit,
     create_unfinished,
     discard,
-    explain_write_error,
     find_steps,
+    flush_and_hash,
     name_unfinished,
     prune,
     remove_partial,
     write_manifest,
 )
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
-from torchtitan_lite.config.files import hash_file
 from torchtitan_lite.config.machine import describe_launch
 from torchtitan_lite.config.schema import Checkpoint, Config
 
@@ -186,7 +186,8 @@ class CheckpointSaver:
             if rank == 0:
                 discard(final)
             first, (failure, _) = min(error.failures.items())
-            raise CheckpointError(f"rank {first}: {failure}") from error
+            why = f"rank {first} cannot write {final}: {failure}"
+            raise CheckpointError(why) from error
         if rank == 0:
             logger.log(self.log_level, f"saved checkpoint {final}")
             try:
@@ -245,54 +246,39 @@ class StorageWriter(dcp.HuggingFaceStorageWriter):
             path = name_unfinished(self.final) / self.file_name
             write_tensors(path, tensors, {SHARDING: json.dumps(offsets)})
             digest = flush_and_hash(path)
-            results = [WriteResult(item.index, 0, (self.file_name, digest)) for item in plan.items]
+            for item in plan.items:
+                box = item.tensor_data.chunk
+                chunk = Chunk(self.file_name, box.offsets, box.sizes)
+                results.append(WriteResult(item.index, 0, (chunk, digest)))
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result(results)
         return written
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint. DCP calls this on rank 0 when the data of every rank is on disk."""
-        file_of = {}
         hashes = {}
-        for of_rank in results:
-            for result in of_rank:
-                file, digest = result.storage_data
-                file_of[result.index.fqn, result.index.offset] = file
-                hashes[file] = digest
+        chunks = defaultdict(list)  # FQN -> chunks
+        for result in chain(*results):
+            chunk, digest = result.storage_data
+            hashes[chunk.file] = digest
+            chunks[result.index.fqn].append(chunk)
         tensors = {}
         for name, saved in metadata.state_dict_metadata.items():
-            chunks = []
-            for box in saved.chunks:
-                file = file_of[name, box.offsets]
-                chunks.append(Chunk(file, tuple(box.offsets), tuple(box.sizes)))
             dtype = str(saved.properties.dtype).removeprefix("torch.")
-            tensors[name] = TensorRecord(dtype, tuple(saved.size), tuple(chunks))
+            tensors[name] = TensorRecord(dtype, saved.size, chunks[name])
         unfinished = name_unfinished(self.final)
         write_manifest(unfinished, replace(self.manifest, tensors=tensors), hashes)
         commit(self.final)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file. The caller must flush it to disk. Raises CheckpointError."""
+    """Write a safetensors file. The caller must flush it to disk. Raises OSError or SafetensorError."""
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with explain_write_error(path):
-        path.touch(exist_ok=False)
-        mode = path.stat().st_mode  # from the umask; safetensors creates files only for the owner
-        # transformers refuses files without "format"
-        save_file(on_host, path, {"format": "pt", **metadata})
-        path.chmod(mode)
-
-
-def flush_and_hash(path: Path) -> str:
-    """Flush a file to disk. Return its hash, which is computed meanwhile from the page cache."""
-    with (
-        explain_write_error(path),
-        open(path, "rb") as file,
-        ThreadPoolExecutor(1) as thread,
-    ):
-        hashing = thread.submit(hash_file, path)
-        os.fsync(file.fileno())
-    return hashing.result()
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode  # from the umask; safetensors creates files only for the owner
+    # transformers refuses files without "format"
+    save_file(on_host, path, {"format": "pt", **metadata})
+    path.chmod(mode)
 
 
 def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:

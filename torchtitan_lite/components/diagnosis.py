@@ -33,64 +33,32 @@ def find_non_finite(
 ) -> str:
     """Return one sentence that names the rank and module of the first NaN or infinity. Collective.
 
-    `parts` have the gradients of the step; `repeat` computes them again. Every rank has a finding; the first counts.
+    `parts` have the gradients of the step; `repeat` computes them again. Every rank has a finding; the first counts:
+    weights, then outputs of modules, then gradients of their inputs, then gradients of weights.
     """
-    weights = {}
-    for part in parts:
-        weights.update(part.named_parameters())
-    gradients = {fqn: weight.grad for fqn, weight in weights.items()}
-    bad_weight = find_bad(weights)
-    bad_gradient = find_bad(gradients)
-    origin = repeat_with_hooks(parts, coordinates["pp"], repeat)
     rank = describe_rank(dist.get_rank(), coordinates)
-    if bad_weight:
-        finding = (-1,), f"the weight {bad_weight} on {rank} was not finite before the step"
-    elif origin:
-        order, name = origin
-        finding = order, f"{rank} was first: {name}"
-    elif bad_gradient:
-        why = "inputs and outputs of modules are finite"
-        finding = (2,), f"the gradient of {bad_gradient} on {rank}; {why}"
-    else:
-        finding = (3,), "every gradient is finite, but their norm overflows fp32"
-    findings = [None] * dist.get_world_size()
-    dist.all_gather_object(findings, finding)
-    _, culprit = min(findings)
-    return culprit
-
-
-def find_bad(tensors: dict[str, Tensor | None]) -> str | None:
-    """Return the FQN of the first tensor that is not finite."""
-    for fqn, tensor in tensors.items():
-        if not is_finite(tensor):
-            return fqn
-
-
-def repeat_with_hooks(
-    parts: list[nn.Module], pp_rank: int, repeat: Callable
-) -> tuple[tuple, str] | None:
-    """Call `repeat` with hooks. Return when and where the first NaN or infinity appeared on this rank.
-
-    The first of two origins has the smaller order.
-    """
-    origins: list[tuple[tuple, str]] = []
+    pp_rank = coordinates["pp"]
     calls = itertools.count()
+    found: list[tuple[tuple, str]] = []  # when, and where
 
     def check(phase: int, place: int, what: str, values: object) -> None:
         call = next(calls)
-        if not origins and not is_finite(values):
-            origins.append(((phase, place, call), what))
+        if not is_finite(values):
+            found.append(((phase, place, call), f"{rank} was first: {what}"))
 
     def check_module(fqn, module, args, kwargs, output) -> None:
         name = fqn or "the model"
-        check(0, pp_rank, f"the output of {name}", output)
+        check(1, pp_rank, f"the output of {name}", output)
         what = f"the gradient of the input of {name}"
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(partial(check, 1, -pp_rank, what))
+                leaf.register_hook(partial(check, 2, -pp_rank, what))
 
     handles = []
     for part in parts:
+        for fqn, weight in part.named_parameters():
+            check(0, 0, f"the weight {fqn} before the step", weight)
+            check(3, 0, f"the gradient of the weight {fqn}", weight.grad)
         for fqn, module in part.named_modules():
             hook = partial(check_module, fqn)
             handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
@@ -98,7 +66,11 @@ def repeat_with_hooks(
         repeat()
     for handle in handles:
         handle.remove()
-    return origins[0] if origins else None
+    finding = min(found, default=((4,), "every gradient is finite, but their norm overflows fp32"))
+    findings = [None] * dist.get_world_size()
+    dist.all_gather_object(findings, finding)
+    _, culprit = min(findings)
+    return culprit
 
 
 @torch.no_grad()  # recompute fails if a hook makes autograd save more tensors

@@ -2,7 +2,7 @@
 
     metrics.jsonl         one JSON object per line, with `kind`, `step` and `time`
         start             layout, number of ranks, restarts of the job, git commit, command, host
-        step              the fields of `describe_step`, and the load of each expert
+        step              loss, gradient norm, times, the fields of `describe_speed`, and the load of each expert
         validation        val_loss, val_perplexity, val_bits_per_byte
         save              the checkpoint, and the seconds that the ranks waited for it
         stop              why the run ended
@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import resource
-import shlex
 import shutil
 import sys
 from datetime import datetime, timedelta, timezone
@@ -28,7 +27,6 @@ import torch
 
 from torchtitan_lite.components.sinks import TensorBoardSink, WandbSink
 from torchtitan_lite.config.block import FlopsPerToken
-from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.schema import Metrics
 
 logger = logging.getLogger(__name__)
@@ -61,26 +59,20 @@ TAGS = {
 }
 
 
-def describe_step(
-    *,
-    tokens_per_step: int,  # in the global batch, including padding
-    world_size: int,  # all ranks, including the pp and tp ranks that share a batch
-    flops: FlopsPerToken,
-    peak_flops: float | None,  # FLOP/s of one device; None: unknown
-    step_time_s: float,  # mean wall time per step since the last record, without validation
-    data_time_s: float,  # the part of step_time_s in which the host waited for a batch
+def describe_speed(
+    tokens_per_s_per_rank: float, flops: FlopsPerToken, peak_flops: float | None
 ) -> dict[str, float | None]:
-    """Return throughput, MFU (from 0 to 1) and times of a step."""
-    tokens_per_s_per_rank = tokens_per_step / step_time_s / world_size
+    """Return throughput and MFU, from 0 to 1. `peak_flops`: FLOP/s of one device; None: unknown.
+
+    All tokens of the global batch count, including padding; all ranks share them, also the pp and tp ranks of a batch.
+    """
+    full_flops = flops.full * tokens_per_s_per_rank
     return {
         "tokens_per_s_per_rank": tokens_per_s_per_rank,
-        "tflops_per_rank": flops.full * tokens_per_s_per_rank / 1e12,
+        "tflops_per_rank": full_flops / 1e12,
         # These count the full attention matrix, and its causal half.
-        "mfu_full": peak_flops and flops.full * tokens_per_s_per_rank / peak_flops,
+        "mfu_full": peak_flops and full_flops / peak_flops,
         "mfu_causal": peak_flops and flops.causal * tokens_per_s_per_rank / peak_flops,
-        "step_time_s": step_time_s,
-        "data_time_s": data_time_s,
-        "data_time_share": data_time_s / step_time_s,
     }
 
 
@@ -104,15 +96,6 @@ def read_peak_memory(device: torch.device) -> dict[str, float]:
         "n_alloc_retries": stats["num_alloc_retries"],
         "n_ooms": stats["num_ooms"],
     }
-
-
-def describe_out_of_memory(dump_folder: Path, world_size: int) -> str:
-    """Return one line: the memory in use on this rank, and the command that predicts memory."""
-    peak = torch.cuda.max_memory_allocated()
-    live = torch.cuda.memory_allocated()
-    config = shlex.quote(f"{dump_folder}/config.toml")
-    command = name_command(f"plan --gpus {world_size} --config {config}")
-    return f"out of memory: {peak:,} bytes at the peak, {live:,} bytes live. To see what uses the memory: {command}"
 
 
 class MetricsWriter:

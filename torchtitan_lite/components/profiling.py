@@ -11,7 +11,7 @@ TORCH_LOGS=recompiles.
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -35,38 +35,54 @@ def profile_steps(
     """Context manager around the training loop. Yields a function to call at the end of each step.
 
     `resumed_step` is the step that the run resumed from: file names count the steps of the whole run. An incomplete
-    period at the end of the loop writes no trace.
+    period at the end of the loop writes no trace. If memory runs out, the snapshot is written at once.
     """
-    with ExitStack() as stack:
-        profilers = []
-        if section.enable_profiling:
-            folder = dump_folder / section.save_traces_folder
-            tracer = make_tracer(section, folder, rank, resumed_step)
-            profilers.append(stack.enter_context(tracer))
-        if section.enable_memory_snapshot:
-            folder = dump_folder / section.save_memory_snapshot_folder
-            snapshots = MemorySnapshots(section.profile_freq, folder, rank, resumed_step)
-            profilers.append(stack.enter_context(snapshots))
+    step = resumed_step
+    memory = torch.cuda.memory
 
-        def end_step() -> None:
-            for profiler in profilers:
-                profiler.step()
+    def is_due() -> bool:
+        return (step - resumed_step) % section.profile_freq == 0
 
-        yield end_step
-
-
-def make_tracer(section: Profiling, folder: Path, rank: int, resumed_step: int) -> profile:
-    """Create torch's profiler, which records the last steps of each period."""
+    def make_path(folder: str, name: str) -> str:
+        path = dump_folder / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        logger.info(f"profiled: {path}")
+        return str(path)
 
     def write_trace(profiler: profile) -> None:
-        if profiler.step_num % section.profile_freq:  # the loop ended in the middle of a recording
-            return
-        step = resumed_step + profiler.step_num
-        path = folder / f"step-{step}" / f"rank-{rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-        logger.info(f"step {step} traced to {path}")
+        if is_due():  # else the loop ended in the middle of a recording
+            name = f"step-{step}/rank-{rank}.json"
+            profiler.export_chrome_trace(make_path(section.save_traces_folder, name))
 
+    def write_snapshot(name: str) -> None:
+        folder = section.save_memory_snapshot_folder
+        memory._dump_snapshot(make_path(folder, f"{name}/rank-{rank}.pickle"))
+
+    def end_step() -> None:
+        nonlocal step
+        step += 1
+        if tracer:
+            tracer.step()
+        if section.enable_memory_snapshot and is_due():
+            write_snapshot(f"step-{step}")
+
+    tracer = make_tracer(section, write_trace) if section.enable_profiling else None
+    if section.enable_memory_snapshot:
+        memory._record_memory_history(max_entries=MEMORY_EVENTS)
+    try:
+        with tracer or nullcontext():
+            yield end_step
+    except Exception as error:
+        if section.enable_memory_snapshot and is_out_of_memory(error):
+            write_snapshot(f"step-{step + 1}-out-of-memory")
+        raise
+    finally:
+        if section.enable_memory_snapshot:
+            memory._record_memory_history(enabled=None)
+
+
+def make_tracer(section: Profiling, write_trace: Callable) -> profile:
+    """Create torch's profiler, which records the last steps of each period."""
     warmup = section.profiler_warmup
     active = section.profiler_active
     idle = section.profile_freq - warmup - active
@@ -82,34 +98,3 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if error is None:
         return False
     return isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__)
-
-
-class MemorySnapshots:
-    """Context manager that writes this GPU's allocations and their stacks after each period and on out of memory."""
-
-    def __init__(self, profile_freq: int, folder: Path, rank: int, resumed_step: int):
-        self.profile_freq = profile_freq
-        self.folder = folder
-        self.rank = rank
-        self.resumed_step = resumed_step
-        self.n_steps = resumed_step
-
-    def __enter__(self) -> "MemorySnapshots":
-        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-        return self
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if is_out_of_memory(error):
-            self._write(f"step-{self.n_steps + 1}-out-of-memory")
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-    def step(self) -> None:
-        self.n_steps += 1
-        if (self.n_steps - self.resumed_step) % self.profile_freq == 0:
-            self._write(f"step-{self.n_steps}")
-
-    def _write(self, name: str) -> None:
-        path = self.folder / name / f"rank-{self.rank}.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
-        logger.info(f"{name}: memory snapshot written to {path}")

@@ -113,28 +113,13 @@ class StopRequest:
         os._exit(128 + received)
 
 
-def describe_stop(
-    received: int,
-    step: int,
-    config: Config,
-    newest: Path | None,
-    args: list[str],
-    ngpu: str | None,
-) -> str:
-    """Return one line: the step at which the run stopped, its newest checkpoint, and the command that resumes it.
+def describe_newest(newest: Path | None, config: Config, args: list[str], ngpu: str | None) -> str:
+    """Name the newest checkpoint and the command that resumes from it.
 
     `args` are the arguments of the run, `ngpu` is the environment variable NGPU.
     """
-    stopped = (
-        f"{STOPPED_BY}{signal.Signals(received).name} after step {step} of {config.training.steps}"
-    )
-    if newest:
-        return f"{stopped}; {describe_newest(newest, config, args, ngpu)}"
-    return f"{stopped}; nothing is saved"
-
-
-def describe_newest(newest: Path, config: Config, args: list[str], ngpu: str | None) -> str:
-    """Name the newest checkpoint and the command that resumes from it. For the arguments see describe_stop."""
+    if newest is None:
+        return "nothing is saved"
     command = ["train", *args]
     if config.job.overwrite:
         command.append("--job.no_overwrite")

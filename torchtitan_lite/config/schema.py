@@ -176,16 +176,12 @@ class Checkpoint:
     # async: copy to host memory, then write while training continues; without pinned memory the GPU waits for the copy
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     keep_latest_k: NotNegative = 10  # 0 keeps all
-    # new: also keep every checkpoint whose step is a multiple of m; 0: none
-    keep_every_m: NotNegative = 0
     # new: save snapshots too, into this folder of each host, such as /dev/shm/snapshots
     local_folder: PathText = ""
     local_interval: Positive = 10  # new: steps between snapshots, of which the last two are kept
     # resume from this step; auto: the newest undamaged one
     load_step: Annotated[int, Range(0, auto=-1)] = -1
     load_only: bool = False  # resume, but never save
-    # new: check the hash of every file before loading a checkpoint; ranks share the work
-    verify: bool = True
     # start with new optimizer state
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)
     # checkpoint or Hugging Face folder with initial weights, used if the run does not resume; works without `enable`

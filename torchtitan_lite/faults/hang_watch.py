@@ -68,9 +68,17 @@ class HangWatch:
         self.failed = self.folder / f"failed-{self.rank:05}.json"
         name = describe_rank(self.rank, mesh.coordinates())
         own = (socket.gethostname(), os.getpid(), name)
-        self.ranks: list[tuple[str, int, str]] = [own] * group.size()  # host, process, name
-        dist.all_gather_object(self.ranks, own, group=group)
+        ranks = [own] * group.size()
+        dist.all_gather_object(ranks, own, group=group)
+        self.world_size = len(ranks)
+        self.local = {}  # rank of this host -> process, name
+        for rank, (host, pid, name) in enumerate(ranks):
+            if host == own[0]:
+                self.local[rank] = (pid, name)
         self.written_in_s: float | None = None  # `began_s` of the step that the file is about
+        self.step = 0
+        self.is_in_step = False
+        self.began_s = time.monotonic()
         self.last_s: float | None = None  # duration of the last step; None: no step has ended
         self.leaving = threading.Event()
         stop.has_lost_peer = self.has_lost_peer
@@ -78,25 +86,18 @@ class HangWatch:
     def begin(self, step: int) -> None:
         """Note that a step begins."""
         self.step = step
-        self.is_in_step = step > 0
-        self.began_s = time.monotonic()
-        # The first step may take longer.
-        self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
-        if self.last_s is not None:
-            timeout_s = SHARE_OF_TIMEOUT * self.section.train_timeout_seconds
-            self.limit_s = max(2 * self.last_s, timeout_s)
-            if self.section.hang_seconds > 0:
-                self.limit_s = self.section.hang_seconds
+        self.began_s = time.monotonic()  # before is_in_step, which may shorten the limit
+        self.is_in_step = True
 
     def end(self) -> None:
-        """Note that the step has ended. Validation, saves and logs follow, and may take longer than a step."""
-        self.last_s = time.monotonic() - self.began_s
+        """Note that the step has ended. Validation, saves and logs follow."""
+        now_s = time.monotonic()
+        self.last_s = now_s - self.began_s
+        self.began_s = now_s
         self.is_in_step = False
-        self.limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
-        self.began_s = time.monotonic()
 
     def __enter__(self) -> "HangWatch":
-        self.begin(0)
+        self.began_s = time.monotonic()
         if self.section.hang_seconds != 0:
             threading.Thread(target=self.watch, name="hang", daemon=True).start()
         return self
@@ -117,21 +118,26 @@ class HangWatch:
                 self.file.unlink(missing_ok=True)
 
     def is_late(self) -> bool:
-        """Return whether the step is older than its limit."""
+        """Return whether the step, or what follows it, takes longer than its limit."""
         now_s = time.monotonic()
-        if self.is_in_step and self.stop.received:
-            longest_s = max(STOP_WITHIN_S, 2 * self.last_s)
-            if now_s - self.stop.received_at_s > longest_s:
+        section = self.section
+        # Saves, and the first step, may take longer than other steps.
+        limit_s = SHARE_OF_TIMEOUT * section.init_timeout_seconds
+        if self.is_in_step and self.last_s is not None:
+            twice_s = 2 * self.last_s
+            limit_s = max(twice_s, SHARE_OF_TIMEOUT * section.train_timeout_seconds)
+            if section.hang_seconds > 0:
+                limit_s = section.hang_seconds
+            if self.stop.received and now_s - self.stop.received_at_s > max(STOP_WITHIN_S, twice_s):
                 return True
-        return now_s - self.began_s > self.limit_s
+        return now_s - self.began_s > limit_s
 
     def has_lost_peer(self) -> bool:
         """Return whether a rank of this host has ended before the run. If so, write what this rank does."""
         if self.leaving.is_set():
             return False
-        own_host = self.ranks[self.rank][0]
-        for host, pid, _ in self.ranks:
-            if host == own_host and read_state(pid) == "Z":
+        for pid, _ in self.local.values():
+            if read_state(pid) == "Z":
                 self.write(self.failed)
                 return True
         return False
@@ -155,14 +161,12 @@ class HangWatch:
             name = file.relative_to(TORCH.parent) if is_torch else file.name
             stack.append(f"{name}:{line} {frame.f_code.co_name}")
         host = {}
-        own_host = self.ranks[self.rank][0]
-        for rank, (name, pid, described) in enumerate(self.ranks):
-            if name == own_host:
-                host[rank] = (pid, read_state(pid), described)
+        for rank, (pid, described) in self.local.items():
+            host[rank] = (pid, read_state(pid), described)
         return {
             "kind": "FAILED" if has_failed else "HANG",
             "rank": self.rank,
-            "world_size": len(self.ranks),
+            "world_size": self.world_size,
             "step": self.step,
             "in_step": self.is_in_step,
             "seconds": round(time.monotonic() - self.began_s, 1),

@@ -63,13 +63,14 @@ class Snapshots(CheckpointSaver):
         n_local = place.world_size // place.n_hosts
         first = place.rank // n_local * n_local
         ranks = list(range(first, first + n_local))
+        # Without local synchronization, all ranks would wait for each other once per host.
         group = dist.new_group(
             ranks, backend="gloo", use_local_synchronization=True, group_desc="snapshot"
         )
         run_id = do_on_rank_0(all_ranks, lambda: identify_run(dump_folder / section.folder))
         of_dump_folder = "-".join(dump_folder.absolute().parts[1:])
         folder = Path(section.local_folder) / of_dump_folder / run_id
-        section = replace(section, keep_latest_k=2, keep_every_m=0)
+        section = replace(section, keep_latest_k=2)
         super().__init__(folder, section, group=group, **options)
 
     def after_step(
@@ -109,7 +110,7 @@ class Snapshots(CheckpointSaver):
         for name, tensor in weights.items():
             shard, offsets = find_shard(tensor)
             record = manifest.tensors.get(name)
-            box = (tuple(offsets), tuple(shard.shape))
+            box = (list(offsets), list(shard.shape))
             if record is None or box not in [chunk[1:] for chunk in record.chunks]:
                 return False
         return True
@@ -118,12 +119,12 @@ class Snapshots(CheckpointSaver):
         """Delete snapshots of later steps, and of earlier runs in the same dump folder."""
         if self.group.rank() != 0:
             return
-        later = [self.folder / f"step-{found}" for found in find_steps(self.folder) if found > step]
-        earlier_runs = [path for path in self.folder.parent.glob("*") if path != self.folder]
-        for path in later + earlier_runs:
-            why = f"does not continue step {step} of this run, and is deleted"
-            logger.warning(f"the snapshot {path} {why}")
-            rmtree(path)
+        kept = [self.folder / f"step-{found}" for found in find_steps(self.folder) if found <= step]
+        for path in self.folder.parent.glob("*/*"):
+            if path not in kept:
+                why = f"does not continue step {step} of this run, and is deleted"
+                logger.warning(f"the snapshot {path} {why}")
+                rmtree(path)
 
 
 def identify_run(checkpoints: Path) -> str:

@@ -25,12 +25,13 @@ from torchtitan_lite.checkpoint.hugging_face_config import CONFIG
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.load import (
     Saved,
+    create_optimizer_state,
     do_on_rank_0,
     load_newest,
     raise_on_all_ranks,
-    restore,
+    set_step,
 )
-from torchtitan_lite.checkpoint.save import name_weights
+from torchtitan_lite.checkpoint.save import name_tensors, name_weights
 from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.faults.snapshots import Snapshots
@@ -88,9 +89,20 @@ def check_snapshot(run: Run, snapshots: Snapshots, path: Path) -> None:
 
 
 def restore_run(found: list[Saved], run: Run, group: dist.ProcessGroup) -> int:
-    """Restore the newest of `found` that all ranks can open. Return its step. Collective."""
-    of_run = (run.saved, run.optimizer, run.lr_scheduler)
-    return restore(found, *of_run, section=run.config.checkpoint, group=group).step
+    """Restore the newest of `found` that all ranks can open. Return its step. Collective over `group`.
+
+    Raises CheckpointError; the parameters are then undefined.
+    """
+    if "optimizer" in run.config.checkpoint.exclude_from_loading:
+        logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
+        tensors = name_weights(run.saved)
+    else:
+        create_optimizer_state(run.optimizer)
+        tensors = name_tensors(run.saved, run.optimizer)
+    loaded = load_newest(found, tensors, group)
+    set_step(run.lr_scheduler, loaded.step)
+    logger.info(f"resumed from the {loaded.kind} {loaded.path}")
+    return loaded.step
 
 
 def load_initial(run: Run, group: dist.ProcessGroup) -> int:
@@ -110,6 +122,6 @@ def load_initial(run: Run, group: dist.ProcessGroup) -> int:
         saved = Saved(manifest.step, path, group)
         if not section.initial_load_model_only:
             return restore_run([saved], run, group)
-        load_newest([saved], name_weights(run.saved), verify=section.verify, group=group)
+        load_newest([saved], name_weights(run.saved), group)
     logger.info(f"the run starts from the weights in {path}")
     return 0

@@ -13,9 +13,11 @@ from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.format import (
+    CheckpointError,
     commit,
     create_unfinished,
     discard,
@@ -143,8 +145,10 @@ def write_folder(
             text = json.dumps(content, indent=2) + "\n"
             write_file(unfinished / name, text.encode())
         commit(out)
-    except BaseException:
+    except BaseException as error:
         discard(out)
+        if isinstance(error, (OSError, SafetensorError)):
+            raise CheckpointError(f"{out} cannot be written: {error}") from None
         raise
 
 

@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     read_published,
 )
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.checkpoint.load import OpenCheckpoint, open_checkpoint
+from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.machine import detect_machine
@@ -67,7 +67,7 @@ def open_source(options: Namespace) -> ModelSource:
         published = read_published(path)
     else:
         path = find_checkpoint(path)
-        checkpoint = open_checkpoint(path)
+        checkpoint = OpenCheckpoint(path)
         manifest = checkpoint.manifest
         model_args = parse_model_args(manifest)
         config = manifest.run["config"]

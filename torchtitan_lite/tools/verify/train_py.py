@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.checkpoint.load import open_checkpoint
+from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -91,8 +91,8 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
 def compare_checkpoints(alone: Config, config: Config, step: int, seen: Seen) -> None:
     """Compare every tensor of a checkpoint, weights and optimizer state, with the checkpoint of one process."""
     name = Path(config.checkpoint.folder, f"step-{step}")
-    right = open_checkpoint(Path(alone.job.dump_folder) / name, verify=False)
-    own = open_checkpoint(Path(config.job.dump_folder) / name, verify=False)
+    right = OpenCheckpoint(Path(alone.job.dump_folder) / name)
+    own = OpenCheckpoint(Path(config.job.dump_folder) / name)
     saved = own.manifest.tensors
     expected = right.manifest.tensors
     errors = {}
