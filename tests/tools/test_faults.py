@@ -45,8 +45,8 @@ SHARD = "parallelism.data_parallel_shard_degree"
 @pytest.mark.parametrize(
     "faults",
     [
-        "stop,flip_snapshot",
-        pytest.param("kill,flip_weight,kill_torchrun,extra", marks=pytest.mark.slow),
+        "stop",
+        pytest.param("kill,flip_weight,flip_snapshot,kill_torchrun,extra", marks=pytest.mark.slow),
     ],
 )
 def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_run(
