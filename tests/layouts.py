@@ -257,6 +257,7 @@ ROWWISE_HP = {**FLOAT8, "quantize.linear.float8.recipe_name": "rowwise_with_gw_h
 FLOAT8_LAYOUTS = {
     "tp2": Row(2, {TP: 2, **FLOAT8}),
     "dp2": Row(2, FLOAT8),
+    "cp2": Row(2, {CP: 2, **FLOAT8, **TWO_LAYERS}),
     "tp2, Qwen2": Row(2, {TP: 2, **FLOAT8, **BIASES, **TWO_LAYERS}),
     "pp2 x dp2 x tp2, gathered": Row(8, {PP: 2, TP: 2, **PRECOMPUTE, **TWO_LAYERS}),
     "dp2 ZeRO-2 accumulation 4, gathered": Row(
@@ -266,8 +267,4 @@ FLOAT8_LAYOUTS = {
     "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **FLOAT8}),
     "tp2 rowwise": Row(2, {TP: 2, **ROWWISE, **TWO_LAYERS}),
     "tp2 rowwise_with_gw_hp": Row(2, {TP: 2, **ROWWISE_HP, **TWO_LAYERS}),
-}
-SLOW_FLOAT8_LAYOUTS = {
-    "dp2 x tp2": Row(4, {TP: 2, **FLOAT8}),
-    "cp2": Row(2, {CP: 2, **FLOAT8}),
 }

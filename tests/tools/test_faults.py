@@ -89,7 +89,7 @@ def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_
     """A rank of host 1 is killed. The rank of host 0 does not fail, as with NCCL, whose ranks wait for a killed one."""
     keys = [
         *warm_start.write_letters(tmp_path / "letters"),
-        "--training.steps=60",
+        "--training.steps=40",
         "--training.local_batch_size=4",
     ]
     with socket.create_server(("127.0.0.1", 0)) as server:

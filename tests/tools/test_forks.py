@@ -105,7 +105,7 @@ def list_walk(names: tuple[str, ...]) -> dict[str, list]:
         "prepare": ["prepare", "--dataset=own_sources"],  # as the launcher does
         "train": ["train", 4, *train, "--training.steps=2"],
         "resume": ["train", 2, *train, "--training.steps=3"],
-        "verify": ["verify", *SMALL, *keys, "--ranks=2", "--json"],
+        "verify": ["verify", *SMALL, *keys, "--ranks=4", "--json"],
         "verify pp2": ["verify", *SMALL, *keys, *STAGES, "--ranks=2"],
         "generate": [
             "generate",
