@@ -439,7 +439,7 @@ def lose_snapshots(rank: int, world_size: int, overrides: dict, folder: str, mod
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, tmp_path, mode):
-    overrides = {REPLICATE: 1, SHARD: 2, TP: 2}
+    overrides = {REPLICATE: 1, SHARD: 2, TP: 2, **TWO_LAYERS}
     for found in pool.run(lose_snapshots, 4, overrides, str(tmp_path), mode):
         assert found[:3] == [[2, 3], 3, 2]
         assert "step-2/rank-00001.safetensors" in found[3], (
