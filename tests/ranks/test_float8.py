@@ -172,19 +172,20 @@ def test_checkpoints_hold_high_precision_under_the_usual_names(pool, tmp_path):
     precompute = {**PRECOMPUTE, **SMALL}
     rank_0, _ = pool.run(checkpoints.train_and_save, 2, precompute, *rest)
     tensors, losses, *_ = rank_0
-    model = Llama3(replace(TABLE_SIZES, n_layers=2))
-    assert set(tensors) == {f"model.{fqn}" for fqn, _ in model.named_parameters()}
+    sizes = resolve_model(compare.TABLE_CONFIG.model)
+    model = Llama3(replace(sizes, n_layers=2))
+    named = dict(model.named_parameters())
+    assert tensors.keys() == {f"model.{fqn}" for fqn in named}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     for overrides in (precompute, TWO_LAYERS):
         rank_0, _ = pool.run(checkpoints.load_and_train, 2, overrides, *rest)
         loaded, more, *_ = rank_0
         assert checkpoints.list_differing(tensors, loaded) == []
-        assert (losses == more) == (overrides == precompute)  # of the steps that follow
+        is_same_run = overrides == precompute
+        assert (losses == more) == is_same_run  # of the steps that follow
 
 
 # ---------------------------------------------------------------- which layers
-
-TABLE_SIZES = resolve_model(compare.TABLE_CONFIG.model)
 
 
 def test_layers_are_left_out_by_name_and_by_dims_on_every_rank():
