@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from torchtitan_lite.__main__ import main
+from torchtitan_lite.tools.processes import PRELOADED
 from torchtitan_lite.tools.verify.ranks import RankPool
+
+# Imported once, by the server that forks the ranks. Otherwise each rank that compiles would take 1.5 s for it.
+PRELOADED += ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]
 
 
 @pytest.fixture(scope="session", autouse=True)

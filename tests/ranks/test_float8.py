@@ -8,7 +8,7 @@ import checkpoints
 import compare
 import pytest
 import torch
-from layouts import FLOAT8, GATHER, MODE, PRECOMPUTE, REPLICATE, TP, TWO_LAYERS
+from layouts import EMULATED, FLOAT8, GATHER, MODE, PRECOMPUTE, REPLICATE, TP, TWO_LAYERS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,12 +89,11 @@ def train_steps(rank: int, world_size: int, overrides: dict) -> list[float]:
     return checkpoints.train(run, range(3))
 
 
+SMALL = {**TWO_LAYERS, **EMULATED}
+BATCH_OF_6 = {"training.local_batch_size": 2, "training.global_batch_size": 6}
 GATHERED = {
     "dp2": (2, {}),
-    "dp3, rows that 3 does not divide": (
-        3,
-        {"training.local_batch_size": 2, "training.global_batch_size": 6},
-    ),
+    "dp3, rows that 3 does not divide": (3, BATCH_OF_6),
     "dp2 x tp2": (4, {TP: 2}),
     "hsdp2x2": (4, {REPLICATE: 2}),
 }
@@ -105,7 +104,7 @@ def test_weights_that_travel_as_float8_are_the_same_as_weights_that_are_rounded_
     pool, name
 ):
     n_ranks, layout = GATHERED[name]
-    layout = {**layout, **TWO_LAYERS}
+    layout = {**layout, **SMALL}
     losses = pool.run(train_steps, n_ranks, {**layout, **FLOAT8})
     assert len(set(losses[0])) == 3
     for gather in (GATHER, PRECOMPUTE):
@@ -170,31 +169,23 @@ def test_per_op_recompute_keeps_what_float8_matmuls_gave(pool, mode, matmuls_per
 
 def test_checkpoints_hold_high_precision_under_the_usual_names(pool, tmp_path):
     rest = str(tmp_path), 2, Checkpoint(enable=True)
-    rank_0, _ = pool.run(
-        checkpoints.train_and_save,
-        2,
-        PRECOMPUTE,
-        *rest,
-    )
+    precompute = {**PRECOMPUTE, **SMALL}
+    rank_0, _ = pool.run(checkpoints.train_and_save, 2, precompute, *rest)
     tensors, losses, *_ = rank_0
-    model = Llama3(TABLE_SIZES)
-    assert set(tensors) == {f"model.{fqn}" for fqn, _ in model.named_parameters()}
+    sizes = resolve_model(compare.TABLE_CONFIG.model)
+    model = Llama3(replace(sizes, n_layers=2))
+    named = dict(model.named_parameters())
+    assert tensors.keys() == {f"model.{fqn}" for fqn in named}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    for overrides in (PRECOMPUTE, {}):
-        rank_0, _ = pool.run(
-            checkpoints.load_and_train,
-            2,
-            overrides,
-            *rest,
-        )
+    for overrides in (precompute, TWO_LAYERS):
+        rank_0, _ = pool.run(checkpoints.load_and_train, 2, overrides, *rest)
         loaded, more, *_ = rank_0
         assert checkpoints.list_differing(tensors, loaded) == []
-        assert (losses == more) == (overrides == PRECOMPUTE)  # of the steps that follow
+        is_same_run = overrides == precompute
+        assert (losses == more) == is_same_run  # of the steps that follow
 
 
 # ---------------------------------------------------------------- which layers
-
-TABLE_SIZES = resolve_model(compare.TABLE_CONFIG.model)
 
 
 def test_layers_are_left_out_by_name_and_by_dims_on_every_rank():

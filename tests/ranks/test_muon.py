@@ -5,7 +5,19 @@ from unittest.mock import patch
 import compare
 import pytest
 import torch
-from layouts import ACCUMULATION_4, CP, EP, FIVE_EXPERTS, MOE, PP, REPLICATE, SHARED, TP, ZERO
+from layouts import (
+    ACCUMULATION_4,
+    CP,
+    EP,
+    FIVE_EXPERTS,
+    MOE,
+    PP,
+    REPLICATE,
+    SHARED,
+    TP,
+    TWO_LAYERS,
+    ZERO,
+)
 from marks import choose_fast
 from measure_memory import MODEL, plan
 from mutants_of_muon import MUON
@@ -100,7 +112,7 @@ def test_weights_and_state_are_those_of_one_process(pool, tmp_path, name):
     world_size, keys = LAYOUTS[name]
     trial = try_layout(
         name,
-        compare.complete({**MUON, **keys}, world_size),
+        compare.complete({**TWO_LAYERS, **MUON, **keys}, world_size),
         world_size,
         pool.run,
         tmp_path,

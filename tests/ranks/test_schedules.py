@@ -161,8 +161,8 @@ KINDS = ("1F1B", "LoopedBFS", "DualPipeV")  # a loop of its own, several stages 
 @pytest.mark.parametrize(
     "overrides",
     [
-        {TP: 2, ZERO: 1},  # parameters stay whole
-        {TP: 2, ZERO: 3},
+        {ZERO: 1},  # parameters stay whole
+        {ZERO: 3},
         *({PP: 2, SCHEDULE: name} for name in KINDS),
         *(slow({PP: 2, SCHEDULE: name}) for name in SCHEDULES if name not in KINDS),
     ],

@@ -15,6 +15,7 @@ from layouts import (
     COMPILED,
     CP,
     DOCUMENTS,
+    EMULATED,
     EVERY_SECOND,
     GATHER,
     MOE,
@@ -178,7 +179,7 @@ DIAGNOSED = {  # ranks, layout
         {CP: 2, **RING, **EVERY_SECOND},
     ),
     "cp2 documents, compiled": (2, {CP: 2, **DOCUMENTS, **COMPILED}),
-    "dp2 float8": (2, {**GATHER, **BFLOAT16, **TWO_LAYERS}),
+    "dp2 float8": (2, {**GATHER, **EMULATED, **BFLOAT16, **TWO_LAYERS}),
 }
 
 

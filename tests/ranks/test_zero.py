@@ -4,7 +4,7 @@ from functools import partial
 
 import compare
 import pytest
-from layouts import ACCUMULATION_4, EP, MODE, PP, REPLICATE, ZERO
+from layouts import ACCUMULATION_4, EP, MODE, MOE, PP, REPLICATE, TWO_LAYERS, ZERO
 from watching import Collectives
 
 from torchtitan_lite import step as stepping
@@ -66,16 +66,16 @@ def test_collectives_per_step_are_those_of_the_table(
 
 @pytest.mark.parametrize(
     "stage, gathers, scatters",
-    # 8 rows on 4 ranks are 2 microbatches. Each of 4 layers has a group of experts more, gathered as the blocks are.
-    [(1, 4, 4), (2, 4, 2 * 4), (3, 2 * 2 * 4, 2 * 4)],
+    # 8 rows on 4 ranks are 2 microbatches. Each of 2 layers has a group of experts more, gathered as the blocks are.
+    [(1, 2, 2), (2, 2, 2 * 2), (3, 2 * 2 * 2, 2 * 2)],
 )
 def test_experts_are_one_more_group_a_layer_and_are_gathered_as_often_as_blocks(
     pool, stage, gathers, scatters
 ):
-    keys = {ZERO: stage, **ACCUMULATION_4}
+    keys = {ZERO: stage, **ACCUMULATION_4, **TWO_LAYERS}
     dense = pool.run(count_calls, 4, keys)[0]
     # Over efsdp = 2 ranks; the exchanges of tokens are no calls of process groups.
-    experts = pool.run(count_calls, 4, {**keys, "model.flavor": "debug_moe", EP: 2})[0]
+    experts = pool.run(count_calls, 4, {**keys, **MOE, EP: 2})[0]
     assert experts["allgather_base"] - dense["allgather_base"] == gathers
     assert experts["reduce_scatter_base"] - dense["reduce_scatter_base"] == scatters
 
