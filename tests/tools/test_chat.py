@@ -2,6 +2,7 @@
 
 import json
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -148,10 +149,11 @@ def in_parts(messages: list[dict]) -> list[dict]:
 
 def encode(folder: Path, row: dict, **options: bool) -> tuple[list[int], list[int], list[str]]:
     tokenizer = load_tokenizer(folder)
-    _, row = read_conversation(row, None, tokenizer.normalize)
+    _, row = read_conversation(row)
     text, turns = read_chat_format(tokenizer).render(row, **options)
     ids, ends = tokenizer.encode_special(text)
-    return ids, list(mark_targets(ends, turns)), [text[turn.start : turn.stop] for turn in turns]
+    written = [unicodedata.normalize("NFC", text[turn.start : turn.stop]) for turn in turns]
+    return ids, list(mark_targets(ends, turns)), written
 
 
 @pytest.mark.parametrize("talk", TALKS)
