@@ -136,10 +136,10 @@ def save_small(rank: int, world_size: int, folder: str, n_steps: int, section: C
             saver.save(step, {"model.a": torch.ones(2)})
 
 
-def test_only_the_newest_checkpoints_are_kept_and_those_of_every_mth_step(pool, tmp_path):
-    section = Checkpoint(enable=True, keep_latest_k=2, keep_every_m=3)
+def test_only_the_newest_checkpoints_are_kept(pool, tmp_path):
+    section = Checkpoint(enable=True, keep_latest_k=2)
     pool.run(save_small, 1, str(tmp_path), 7, section)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-6", "step-7"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-6", "step-7"]
 
 
 def test_what_was_not_committed_is_no_checkpoint_and_the_next_save_removes_it(pool, tmp_path):

@@ -204,11 +204,10 @@ def remove_partial(folder: Path) -> None:
 
 
 def prune(folder: Path, section: Checkpoint) -> None:
-    """Delete checkpoints except the newest keep_latest_k (0: all) and each whose step is a multiple of keep_every_m."""
+    """Delete checkpoints except the newest keep_latest_k (0: all)."""
     for step in find_steps(folder)[: -section.keep_latest_k]:  # [:-0] is empty
-        if section.keep_every_m == 0 or step % section.keep_every_m != 0:
-            path = folder / f"step-{step}"
-            shutil.rmtree(path.rename(name_unfinished(path)))
+        path = folder / f"step-{step}"
+        shutil.rmtree(path.rename(name_unfinished(path)))
 
 
 def quarantine(damaged: list[Path]) -> None:

@@ -176,8 +176,6 @@ class Checkpoint:
     # async: copy to host memory, then write while training continues; without pinned memory the GPU waits for the copy
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     keep_latest_k: NotNegative = 10  # 0 keeps all
-    # new: also keep every checkpoint whose step is a multiple of m; 0: none
-    keep_every_m: NotNegative = 0
     # new: save snapshots too, into this folder of each host, such as /dev/shm/snapshots
     local_folder: PathText = ""
     local_interval: Positive = 10  # new: steps between snapshots, of which the last two are kept

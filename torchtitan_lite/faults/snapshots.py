@@ -69,7 +69,7 @@ class Snapshots(CheckpointSaver):
         run_id = do_on_rank_0(all_ranks, lambda: identify_run(dump_folder / section.folder))
         of_dump_folder = "-".join(dump_folder.absolute().parts[1:])
         folder = Path(section.local_folder) / of_dump_folder / run_id
-        section = replace(section, keep_latest_k=2, keep_every_m=0)
+        section = replace(section, keep_latest_k=2)
         super().__init__(folder, section, group=group, **options)
 
     def after_step(
