@@ -225,7 +225,8 @@ class ValidationBatches:
         n_read = self.n_batches * self.global_batch_size
         if n_read < self.n_samples:
             numbers = numbers * self.n_samples // n_read
-        return self.reader.read(*locate_in_parts(numbers, self.reader.n_samples))
+        sources, samples = locate_in_parts(numbers, self.reader.n_samples)
+        return self.reader.read(sources, samples)
 
 
 def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:
