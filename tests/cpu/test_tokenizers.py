@@ -5,7 +5,7 @@ import json
 import random
 import re
 import shutil
-import unicodedata
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import REPOSITORY
+from torchtitan_lite.data import tokenizer as tokenizer_module
 from torchtitan_lite.data.corpus_folder import read_corpus_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
@@ -127,7 +128,7 @@ def train_bpe(kind: str) -> HuggingFace:
         bos = ("<|end_of_text|>", tokenizer.token_to_id("<|end_of_text|>"))
         template = processors.TemplateProcessing(single="<|end_of_text|> $A", special_tokens=[bos])
         tokenizer.post_processor = processors.Sequence(
-            [processors.ByteLevel(trim_offsets=True), template]
+            [processors.ByteLevel(trim_offsets=False), template]
         )
     return tokenizer
 
@@ -168,22 +169,38 @@ def write(folder: Path, tokenizer: HuggingFace, eos: object) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["GPT-2", "Llama 3", "Qwen"])
-def test_a_byte_level_bpe_gives_the_packages_ids_and_the_ends_of_its_tokens(kind, tmp_path):
+def test_both_makers_of_a_byte_level_bpe_give_the_packages_ids(kind, tmp_path, monkeypatch):
     oracle = train_bpe(kind)
-    tokenizer = load_tokenizer(write(tmp_path, oracle, "<|im_end|>"))
+    write(tmp_path, oracle, "<|im_end|>")
+    with monkeypatch.context() as patches:
+        patches.setitem(sys.modules, "tokenizers", None)
+        fast = load_tokenizer(tmp_path)
+    monkeypatch.setattr(tokenizer_module, "read_byte_level_bpe", lambda file: None)
+    by_package = load_tokenizer(tmp_path)
+    assert fast.fingerprint == by_package.fingerprint and fast.bytes_of_id == by_package.bytes_of_id
     bos_id = oracle.token_to_id("<|end_of_text|>") if kind == "Llama 3" else None
-    assert tokenizer.bos_id == bos_id
+    assert fast.bos_id == by_package.bos_id == bos_id
     for text in [*TEXTS, *draw_texts(300)]:
         oracle.encode_special_tokens = True
         expected = oracle.encode(text, add_special_tokens=False).ids
-        assert tokenizer.encode(text) == expected
-        normalized = unicodedata.normalize("NFC", text) if kind == "Qwen" else text
-        assert tokenizer.decode(expected) == normalized
+        assert fast.encode(text) == by_package.encode(text) == expected
+        assert fast.decode(expected) == fast.normalize(text)
         oracle.encode_special_tokens = False
         expected = oracle.encode(text, add_special_tokens=False).ids
-        ids, ends = tokenizer.encode_special(text)
-        assert ids == expected
-        assert ends == sorted(ends) and ends[-1:] == [len(text)][: len(ids)]
+        ids, ends = fast.encode_special(fast.normalize(text))
+        assert ids == by_package.encode_special(text)[0] == expected
+        assert ends[-1:] == [len(fast.normalize(text))][: len(ids)]
+
+
+def test_a_bpe_with_another_pattern_or_other_merges_goes_to_the_package(tmp_path):
+    contents = [json.loads(train_bpe(kind).to_str()) for kind in ("Llama 3", "GPT-2")]
+    contents[0]["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "."
+    contents[1]["model"]["merges"].reverse()
+    for content in contents:
+        oracle = HuggingFace.from_str(json.dumps(content))
+        tokenizer = load_tokenizer(write(tmp_path, oracle, "<|im_end|>"))
+        oracle.encode_special_tokens = True
+        assert tokenizer.encode(SOURCE) == oracle.encode(SOURCE, add_special_tokens=False).ids
 
 
 def test_a_sentencepiece_tokenizer_gives_the_packages_ids_and_knows_begin_end_and_bytes(tmp_path):

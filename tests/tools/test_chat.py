@@ -2,7 +2,6 @@
 
 import json
 import sys
-import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -149,11 +148,10 @@ def in_parts(messages: list[dict]) -> list[dict]:
 
 def encode(folder: Path, row: dict, **options: bool) -> tuple[list[int], list[int], list[str]]:
     tokenizer = load_tokenizer(folder)
-    _, row = read_conversation(row)
+    _, row = read_conversation(row, None, tokenizer.normalize)
     text, turns = read_chat_format(tokenizer).render(row, **options)
     ids, ends = tokenizer.encode_special(text)
-    written = [unicodedata.normalize("NFC", text[turn.start : turn.stop]) for turn in turns]
-    return ids, list(mark_targets(ends, turns)), written
+    return ids, list(mark_targets(ends, turns)), [text[turn.start : turn.stop] for turn in turns]
 
 
 @pytest.mark.parametrize("talk", TALKS)

@@ -1,12 +1,20 @@
-"""Parse vocabulary files: tokenizer.model, and the files of a Hugging Face folder.
+"""Parse vocabulary files for tiktoken: tokenizer.model, and any tokenizer.json that tiktoken can encode with.
 
-tokenizer.model    as published with Llama 3: one line per token, `<base64 of its bytes> <rank>`; ids are the ranks,
-                   followed by 256 special tokens
-tokenizer.json     Hugging Face's file. A token of a byte-level vocabulary has one printable character per byte
-                   ("Ġreturn" is " return")
+    tokenizer.model    as published with Llama 3: one line per token, `<base64 of its bytes> <rank>`; ids are the ranks,
+                       followed by 256 special tokens
+    tokenizer.json     Hugging Face's file. A plain byte-level BPE (Llama 3, Qwen, GPT-2) is converted to ranks:
+
+        model           tokens with one printable character per byte ("Ġreturn" is " return"), and merges
+        pre_tokenizer   a pattern that cuts a text into words: one of PATTERNS
+        normalizer      none, or NFC
+        added_tokens    special tokens, and tokens such as "<think>" that are matched before the text is cut
+
+tiktoken merges the two neighbors that form the token with the lowest id; Hugging Face's library applies the first merge
+in its list. Both give the same ids if the merges are sorted by the ids that they produce, as in trained files.
 """
 
 from base64 import b64decode
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.config.files import JsonObject, read_json
@@ -26,6 +34,9 @@ LLAMA3_PATTERN = "|".join(
         r"\s+",
     ]
 )
+QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+PATTERNS = (LLAMA3_PATTERN, QWEN_PATTERN, GPT2_PATTERN)
 
 # Special tokens of Llama 3.1, whose ids follow all other tokens
 SPECIAL = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"]
@@ -42,8 +53,19 @@ SPECIAL += [f"reserved_special_token_{number}" for number in range(2, 247)]
 SPECIAL_TOKENS = [f"<|{name}|>" for name in SPECIAL]
 
 
-def parse_tokenizer_model(content: bytes) -> dict[bytes, int]:
-    """Return token -> id from Llama 3's tokenizer.model. Raises ValueError."""
+@dataclass(frozen=True)
+class BytePairs:
+    """A vocabulary in the form that tiktoken needs."""
+
+    ranks: dict[bytes, int]
+    pattern: str  # cuts a text into words
+    nfc: bool = False  # normalize texts to NFC first
+    # added tokens that are not special, so they are matched in plain text
+    found_in_text: frozenset[str] = frozenset()
+
+
+def parse_tokenizer_model(content: bytes) -> BytePairs:
+    """Parse Llama 3's tokenizer.model. Raises ValueError."""
     if b"\0" in content:
         why = "it is a SentencePiece model, not Llama 3's list of base64 tokens"
         command = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -54,10 +76,56 @@ def parse_tokenizer_model(content: bytes) -> dict[bytes, int]:
     single_bytes = {bytes([n]) for n in range(256)}
     if sorted(ranks.values()) != list(range(len(lines))) or not ranks.keys() >= single_bytes:
         raise ValueError("its ranks are not 0, 1, 2, ..., or one of the 256 bytes is missing")
-    return ranks
+    return BytePairs(ranks, LLAMA3_PATTERN)
 
 
 # ---------------------------------------------------------------- tokenizer.json
+
+
+def read_byte_level_bpe(file: dict) -> BytePairs | None:
+    """Convert a plain byte-level BPE to ranks. Return None for any other tokenizer."""
+    model = file["model"]
+    vocab = model["vocab"]
+    normalizer = file.get("normalizer")
+    pattern = read_pattern(file.get("pre_tokenizer"))
+    if "merges" not in model or pattern not in PATTERNS or not vocab.keys() >= BYTE_OF.keys():
+        return None
+    if normalizer not in (None, {"type": "NFC"}):
+        return None
+    added = file.get("added_tokens") or []
+    in_text = [token for token in added if not token["special"]]
+    for token in in_text:
+        if any(map(token.get, ("lstrip", "rstrip", "single_word", "normalized"))):
+            return None
+    # A merge is "a b" or ["a", "b"]. No token has a space: it is spelled "Ġ".
+    made = ["".join(merge).replace(" ", "") for merge in model["merges"]]
+    ids = [vocab[token] for token in made]
+    if ids != sorted(ids):
+        return None
+    ranks = {}
+    # Without ignore_merges, a token that no merge produces is never used
+    for token in vocab if model.get("ignore_merges") else {*BYTE_OF, *made}:
+        if BYTE_OF.keys() >= set(token):
+            ranks[spell_token(token, is_byte_level=True)] = vocab[token]
+    found_in_text = frozenset(token["content"] for token in in_text)
+    return BytePairs(ranks, pattern, normalizer is not None, found_in_text)
+
+
+def read_pattern(pre_tokenizer: dict | None) -> str | None:
+    """Return the regular expression that cuts a text into words; None if the pre-tokenizer does anything else."""
+    if pre_tokenizer is None:
+        return None
+    stages = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    kinds = [stage["type"] for stage in stages]
+    if kinds[-1:] != ["ByteLevel"] or stages[-1].get("add_prefix_space", True):
+        return None
+    if stages[-1].get("use_regex", True):
+        return GPT2_PATTERN if len(stages) == 1 else None
+    if kinds != ["Split", "ByteLevel"] or stages[0]["behavior"] != "Isolated":
+        return None
+    regex = stages[0]["pattern"].get("Regex", "")
+    # some files contain the unescaped characters
+    return regex.replace("\r", r"\r").replace("\n", r"\n")
 
 
 def find_bos(file: dict) -> str | None:

@@ -122,7 +122,7 @@ def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
             text, _ = chat.write({"messages": messages, "add_generation_prompt": True})
         except ValueError as error:
             raise SourceError(f"The conversation cannot be written: {error}.") from None
-    tokens, _ = tokenizer.encode_special(text)
+    tokens, _ = tokenizer.encode_special(tokenizer.normalize(text))
     return tokens
 
 
