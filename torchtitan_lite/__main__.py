@@ -46,13 +46,11 @@ def run_tool(args: list[str]) -> int:
     name, *rest = args
     if name not in TOOLS:
         near = get_close_matches(name, TOOLS, n=1) or TOOLS
-        print(f"There is no tool named {name!r}. Use {', '.join(near)}.", file=sys.stderr)
-        return 2
+        raise UserError(f"There is no tool named {name!r}. Use {', '.join(near)}.")
     options = parse_command(name, rest)
     # an option may select another module
     module = vars(options).get("module", TOOLS[name].module)
-    is_judge = vars(options).get("action") == "check"  # of a lab
-    if module not in WITHOUT_PACKAGES or is_judge:
+    if module not in WITHOUT_PACKAGES:
         importlib.import_module("torchtitan_lite.tools.environment").continue_with_packages()
     if name == "verify":  # its ranks import torch while it does
         start_fork_server()

@@ -145,7 +145,7 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
     ),
     "a list as index": (
         lambda folder: (folder / INDEX).write_text('{"weight_map": ["a"]}'),
-        'weight_map = ["a"]; it must be dict[str, str]',
+        'weight_map = ["a"]; it must be dict',
     ),
     "no index": (lambda folder: (folder / INDEX).unlink(), INDEX),
     "pickles": (keep_only_pickles, "pytorch_model.bin is a pickle"),

@@ -11,7 +11,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.schedule import check_microbatches, name_modules, plan_stages
+from torchtitan_lite.config.schedule import check_microbatches, name_stages, plan_stages
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, run_plainly
 from torchtitan_lite.tools.verify.precision import try_precision
@@ -25,9 +25,7 @@ def pipeline(pp: int, schedule: str = "1F1B", **keys) -> Parallelism:
 def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
     stages, problems = plan_stages(parallelism, n_layers)
     assert not problems
-    assert [fqn for stage in stages for fqn in stage] == list(
-        name_modules(range(n_layers), first=True, last=True)
-    )
+    assert (sum(stages, ()),) == name_stages([n_layers])
     return [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
 
 
@@ -60,21 +58,21 @@ GIVEN = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "n
 
 
 @pytest.mark.parametrize(
-    "given, why",
+    "given",
     [
-        ([GIVEN[0], GIVEN[1][1:]], "in the order of the model"),
-        ([GIVEN[0], GIVEN[1][:-1]], "in the order of the model"),
-        ([[], [*GIVEN[0], *GIVEN[1]]], "[] has no layer"),
-        ([[*GIVEN[0], *GIVEN[1][:-1]], ["output"]], "['output'] has no layer"),
-        ([[*GIVEN[0], *GIVEN[1]]], "lists 1 stages for 2 pp ranks"),
+        [GIVEN[0], GIVEN[1][1:]],
+        [GIVEN[0], GIVEN[1][:-1]],
+        [[], [*GIVEN[0], *GIVEN[1]]],
+        [[*GIVEN[0], *GIVEN[1][:-1]], ["output"]],
+        [[*GIVEN[0], *GIVEN[1]]],
+        [GIVEN[0], [], ["layers.1"], GIVEN[1][1:]],
     ],
 )
-def test_unequal_or_incomplete_stage_lists_are_refused(given, why):
+def test_unequal_or_incomplete_stage_lists_are_refused(given):
     _, problems = plan_stages(
         Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=given), 4
     )
-    assert any(why in str(problem) for problem in problems)
-    assert {problem.key for problem in problems} == {"parallelism.module_fqns_per_model_part"}
+    assert [problem.key for problem in problems] == ["parallelism.module_fqns_per_model_part"]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -163,10 +163,10 @@ def find_unsupported(config: JsonObject, family: Family, rope: JsonObject) -> li
         if config.get(key, value) != value:
             supported = f"for {family.title} only {value!r} is supported"
             problems.append(f"{key} = {config[key]!r}; {supported}")
-    layer_types = config.take("layer_types", list[str], [])
+    layer_types = config.take("layer_types", list, [])
     if set(layer_types) - {"full_attention"}:
         problems.append(f"layer_types = {layer_types!r}; only full attention is supported")
-    dense = config.take(DENSE_LAYERS, list[int], [])
+    dense = config.take(DENSE_LAYERS, list, [])
     if dense != list(range(len(dense))):
         why = "only the first layers can be dense, such as [0, 1]"
         problems.append(f"{DENSE_LAYERS} = {dense!r}; {why}")

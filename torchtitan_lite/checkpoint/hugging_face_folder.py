@@ -104,7 +104,7 @@ def list_files(path: Path) -> list[Path]:
         if pickles := sorted(file.name for file in path.glob("*.bin")):
             why += f"; {pickles[0]} is a pickle, which is never opened here: save it as safetensors with transformers"
         raise HuggingFaceError(path, [why])
-    weight_map = read_json(path / INDEX).take("weight_map", dict[str, str])
+    weight_map = read_json(path / INDEX).take("weight_map", dict)
     return [path / name for name in sorted(set(weight_map.values()))]
 
 

@@ -21,7 +21,7 @@ from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
 from torchtitan_lite.config.messages import Problem
-from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.model_rows import SPLITS, ModelArgs
 from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
 
 FLOAT8 = "quantize.linear.float8"
@@ -156,15 +156,6 @@ def check_sizes(problems: Problems, layout: Layout) -> None:
         problems.refuse("training.seq_len", why, f"Use {list_multiples(seq_len, pieces)}")
 
 
-SERVED = {  # kind of a module -> splits that parallel/ serves
-    "linear": ("colwise", "rowwise", "sequence", "vocabulary"),
-    "norm": ("sequence", "heads", "colwise"),
-    "embedding": ("vocabulary",),
-    "router": ("sequence",),
-    "experts": ("experts",),
-}
-
-
 def check_table(problems: Problems, tp: int) -> None:
     """Find rows in the table of the model that no code serves, or that tp cannot split."""
     model_args = problems.model_args
@@ -175,9 +166,9 @@ def check_table(problems: Problems, tp: int) -> None:
     for row in dict.fromkeys(rows):
         n_features = row.weight[-1] if row.split == "rowwise" else row.weight[0]
         n_together = expected.get(row.split, n_features)
-        if row.split not in SERVED.get(row.kind, ()):
+        if row.split not in SPLITS.get(row.kind, ()):
             why = f"its table says that {row.name} is a {row.kind} module with split {row.split!r}"
-            remedy = f"Use one of these in models/{model_args.name}/table.py: {SERVED}"
+            remedy = f"Use one of these in models/{model_args.name}/table.py: {SPLITS}"
             problems.refuse("model.name", why, remedy)
             continue
         is_across_ranks = row.kind == "norm" and n_features != n_together

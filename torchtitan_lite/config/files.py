@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, UnionType
-from typing import Any, get_args, get_origin
+from types import ModuleType
+from typing import Any
 
 from torchtitan_lite.config.messages import UserError
 
@@ -25,7 +25,7 @@ class JsonObject(dict):
         self.place = place  # keys that lead to this object: "rope_scaling."
 
     def take(self, key: str, kind: Any, default: Any = REQUIRED) -> Any:
-        """Return the value of `key`, which must have the type `kind`, such as `int`, `list[str]` or `str | dict`.
+        """Return the value of `key`, which must have the type `kind`, such as `int`, `list` or `str | dict`.
 
         A missing key and null give the default. An object is a JsonObject again. Raises UserError.
         """
@@ -59,12 +59,10 @@ def read_json(path: Path, *, may_be_missing: bool = False) -> JsonObject:
 
 
 def has_kind(value: Any, kind: Any) -> bool:
-    """Return whether a JSON value has this type. Items are not checked. An int is also a float; a bool is neither."""
-    if isinstance(kind, UnionType):
-        return any(has_kind(value, each) for each in get_args(kind))
-    if kind is float:
-        return type(value) in (float, int)
-    return type(value) is (get_origin(kind) or kind)
+    """Return whether a JSON value has this type. An int is also a float; a bool is neither."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, float | int if kind is float else kind)
 
 
 def shorten(value: Any) -> str:

@@ -78,9 +78,7 @@ def check_memory(
     remedy = f"Use {n_gpus} such GPUs"
     if not on_gpu:
         command = shlex.join(args)
-        # verify has 8, and 2 for an automatic degree
-        ranks = " --ranks 16" if world_size > 4 else ""
-        verify = name_command(f"verify {command}{ranks}")
+        verify = name_command(f"verify {command}")
         plan = name_command(f"plan {command} --gpus {n_gpus}")
         remedy = f"Here `{verify}` checks the layout; `{plan}` predicts the run on GPUs"
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]

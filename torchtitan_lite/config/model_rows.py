@@ -73,8 +73,13 @@ class ModelArgs:
         return (layer + 1) % moe.moe_every == 0
 
 
-Kind = Literal["linear", "norm", "embedding", "router", "experts"]
-Split = Literal["colwise", "rowwise", "vocabulary", "sequence", "heads", "experts"]
+SPLITS = {  # kind of a module -> splits that parallel/ serves
+    "linear": ("colwise", "rowwise", "sequence", "vocabulary"),
+    "norm": ("sequence", "heads", "colwise"),
+    "embedding": ("vocabulary",),
+    "router": ("sequence",),
+    "experts": ("experts",),
+}
 
 
 @dataclass(frozen=True)
@@ -96,9 +101,9 @@ class ModuleRow:
     """
 
     name: str  # FQN inside the block; for experts, the FQN of the parameter
-    kind: Kind
+    kind: str  # a key of SPLITS
     weight: tuple[int, ...]
-    split: Split
+    split: str
     start: float
     bias: bool = False  # has a bias, which starts at 0
     # Its output is heads that rotary embedding turns. Hugging Face orders the rows of a head in another way.

@@ -26,7 +26,7 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[P
     if parallelism.module_fqns_per_model_part:
         return check_given_stages(parallelism, n_layers)
     if parallelism.pipeline_parallel_degree == 1:
-        return (name_modules(range(n_layers), first=True, last=True),), []
+        return name_stages([n_layers]), []
     n_stages, problems = count_stages(parallelism, n_layers)
     if problems:
         return (), problems
@@ -41,16 +41,17 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[P
 
     for _ in range(n_layers - sum(sizes)):
         sizes[min(range(n_stages), key=rank_by_load)] += 1
-    modules = iter(name_modules(range(n_layers), first=True, last=True))
-    sizes[0] += 1  # tok_embeddings
-    sizes[-1] += 2  # norm and output
-    return tuple(tuple(islice(modules, size)) for size in sizes), []
+    return name_stages(sizes), []
 
 
-def name_modules(layers: range, *, first: bool, last: bool) -> tuple[str, ...]:
-    """Return the FQNs of a stage with these layers."""
-    middle = tuple(f"layers.{layer}" for layer in layers)
-    return ("tok_embeddings",) * first + middle + ("norm", "output") * last
+def name_stages(n_layers: list[int]) -> Stages:
+    """Return the FQNs of stages with these numbers of layers. Together they have all modules of a model."""
+    layers = [f"layers.{layer}" for layer in range(sum(n_layers))]
+    modules = iter(["tok_embeddings", *layers, "norm", "output"])
+    sizes = list(n_layers)  # in modules
+    sizes[0] += 1
+    sizes[-1] += 2
+    return tuple(tuple(islice(modules, size)) for size in sizes)
 
 
 def count_stages(parallelism: Parallelism, n_layers: int) -> tuple[int, list[Problem]]:
@@ -90,22 +91,15 @@ def can_run(parallelism: Parallelism, n_stages: int) -> bool:
 def check_given_stages(parallelism: Parallelism, n_layers: int) -> tuple[Stages, list[Problem]]:
     """Return the stages in module_fqns_per_model_part, and problems if they do not list all modules in order."""
     stages = tuple(map(tuple, parallelism.module_fqns_per_model_part))
-    expected = name_modules(range(n_layers), first=True, last=True)
+    sizes = [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
     pp = parallelism.pipeline_parallel_degree
-    without_layers = [("tok_embeddings",), ("norm", "output")]
-    why = ""
-    if sum(stages, ()) != expected:
-        why = "together the lists must name every module once, in the order of the model"
-    elif pp == 1 or not can_run(parallelism, len(stages)):
-        name = parallelism.pipeline_parallel_schedule
-        why = f"it lists {len(stages)} stages for {pp} pp ranks under {name}"
-    for stage in stages:
-        has_layer = any(fqn.startswith("layers.") for fqn in stage)
-        if not has_layer and stage not in without_layers:
-            why = f"{list(stage)} has no layer, and is neither [tok_embeddings] nor [norm, output]"
-    if not why:
+    has_all = sum(sizes) == n_layers and stages == name_stages(sizes)
+    if has_all and all(sizes[1:-1]) and pp > 1 and can_run(parallelism, len(stages)):
         return stages, []
-    remedy = f"Divide these among the stages of the schedule: {', '.join(expected)}"
+    name = parallelism.pipeline_parallel_schedule
+    why = f"these are not all modules, in order, in stages of {name} on {pp} pp ranks"
+    (modules,) = name_stages([n_layers])
+    remedy = f"Divide {', '.join(modules)}. Every stage except the first and the last needs a layer"
     return stages, [Problem("parallelism.module_fqns_per_model_part", stages, why, remedy)]
 
 

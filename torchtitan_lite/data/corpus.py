@@ -54,16 +54,12 @@ class Corpus:
         Three tensors (len(starts), length): int64, bool, bool. After the end of the corpus, a document of zeros starts.
         """
         index = starts[:, None] + torch.arange(length)
+        document = torch.searchsorted(self.documents, index)  # the first that starts here or later
+        document.clamp_(max=len(self.documents) - 1)
+        begins = (self.documents[document] == index) | (index == self.n_tokens)
         inside = index < self.n_tokens
-        begins = index == self.n_tokens
         index.clamp_(max=self.n_tokens - 1)
         tokens = self.tokens[index].long().masked_fill_(~inside, 0)
-        # Documents first .. last-1 start in a row. Mark them in all rows at once.
-        first, last = torch.searchsorted(self.documents, torch.stack([starts, starts + length]))
-        rows = torch.repeat_interleave(last - first)
-        ends = (last - first).cumsum(0)  # end of each row in the list of all these documents
-        documents = torch.arange(len(rows)) + (last - ends)[rows]
-        begins[rows, self.documents[documents] - starts[rows]] = True
         is_target = inside & ~begins
         if self.targets is not None:  # a conversation
             is_target &= self.targets[index]

@@ -102,8 +102,7 @@ def read_corpus_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusMan
         if found != FORMAT:
             raise ValueError(f"its format is {found}, but this version reads {FORMAT}")
         splits = {}
-        for name, split in file.take("splits", dict[str, dict]).items():
-            split.pop("largest_id", None)  # of an older version
+        for name, split in file.take("splits", dict).items():
             splits[name] = Split(**split)
         manifest = CorpusManifest(**{**file, "splits": splits})
         sizes = manifest.list_sizes()

@@ -55,7 +55,7 @@ class SampleReader:
         return [-(-(corpus.n_tokens - 1) // self.seq_len) for corpus in self.corpora]
 
     def read(self, sources: Tensor, samples: Tensor) -> Batch:
-        """Return one row per sample. `sources`: index of the corpus, or -1 for padding. Both inputs are (B,) int64.
+        """Return one row per sample. `sources`: index of the corpus; any other number: padding. Inputs: (B,) int64.
 
         Raises CorpusError.
         """
@@ -140,11 +140,13 @@ class Sampler:
 
 
 def locate_in_parts(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return part and index in the part, (n,) int64 each, for indices into concatenated parts of `sizes`."""
-    lengths = torch.tensor(sizes)
-    ends = lengths.cumsum(0)
-    parts = torch.searchsorted(ends, index, right=True)
-    return parts, index - (ends - lengths)[parts]
+    """Return part and index in the part, (n,) int64 each, for indices into concatenated parts of `sizes`.
+
+    The part of an index after the end is len(sizes).
+    """
+    starts = torch.tensor([0, *sizes]).cumsum(0)
+    parts = torch.searchsorted(starts, index, right=True) - 1
+    return parts, index - starts[parts]
 
 
 def feistel_permute(index: Tensor, n: int, *, key: str) -> Tensor:
@@ -223,10 +225,8 @@ class ValidationBatches:
         n_read = self.n_batches * self.global_batch_size
         if n_read < self.n_samples:
             numbers = numbers * self.n_samples // n_read
-        sources, samples = locate_in_parts(
-            numbers.clamp(max=self.n_samples - 1), self.reader.n_samples
-        )
-        return self.reader.read(sources.masked_fill(numbers >= self.n_samples, -1), samples)
+        sources, samples = locate_in_parts(numbers, self.reader.n_samples)
+        return self.reader.read(sources, samples)
 
 
 def rows_of_rank(rank: int, n_ranks: int, global_batch_size: int) -> range:

@@ -200,11 +200,11 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     """Read tokenizer.json. BOS comes from its post-processor, EOS and more tokens from the files in the same folder."""
     file = read_json(path)
     model = file.take("model", dict)
-    vocab = model.take("vocab", dict[str, int] | list)
+    vocab = model.take("vocab", dict | list)
     if isinstance(vocab, list):  # Unigram: tokens and scores, in the order of the ids
         vocab = {token: id for id, (token, _) in enumerate(vocab)}
     config = read_json(path.with_name(TOKENIZER_CONFIG), may_be_missing=True)
-    added = file.take("added_tokens", list[dict], [])
+    added = file.take("added_tokens", list, [])
     configured = list_configured_tokens(config, {token["content"] for token in added})
     if configured:
         added += configured

@@ -167,7 +167,7 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
             raise ValueError(f"it has no entry {eos!r}, which is the eos_token in the same folder")
     for name in ("generation_config.json", "config.json"):
         file = read_json(folder / name, may_be_missing=True)
-        eos_ids = file.take("eos_token_id", int | list[int], [])
+        eos_ids = file.take("eos_token_id", int | list, [])
         if eos_ids != []:
             return eos_ids[0] if isinstance(eos_ids, list) else eos_ids
     files = f"{TOKENIZER_CONFIG} and {SPECIAL_MAP}"

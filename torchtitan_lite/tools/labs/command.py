@@ -4,6 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from torchtitan_lite.config.messages import UserError, name_command
+from torchtitan_lite.tools.environment import continue_with_packages
 from torchtitan_lite.tools.labs import working_copy
 from torchtitan_lite.tools.labs.lab import Lab, compute_answer, find_lab, list_labs, read_quantity
 
@@ -28,6 +29,7 @@ def main(options: Namespace) -> int:
         working_copy.start(lab, folder)
         print(f"The working copy is {folder}. Then: {name_command(f'lab {lab.number} check')}")
         return 0
+    continue_with_packages()
     status = working_copy.judge(lab, folder)
     print(f"lab {lab.number}: {'not yet' if status else 'solved'}")
     return 1 if status else 0

@@ -29,7 +29,7 @@ from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
 from torchtitan_lite.config.layout import Layout, find_row, plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schedule import check_microbatches, name_modules, plan_stages
+from torchtitan_lite.config.schedule import check_microbatches, name_stages, plan_stages
 from torchtitan_lite.config.schema import (
     Config,
     Metrics,
@@ -241,16 +241,12 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
     least = SCHEDULES[section.pipeline_parallel_schedule].least_stages_per_rank
     n_stages = real.pp * max(least, min(2, len(counts) // real.pp))
     fewest = min(filter(None, counts))
-    stages = []
-    start = 0
+    fewer = []
     for count in [*counts[: n_stages - 1], counts[-1]]:
-        end = start + min(count, 1 if count == fewest else 2)
-        is_first = not stages
-        is_last = len(stages) == n_stages - 1
-        stages.append(list(name_modules(range(start, end), first=is_first, last=is_last)))
-        start = end
+        fewer.append(min(count, 1 if count == fewest else 2))
+    stages = list(map(list, name_stages(fewer)))
     keys = {**STAGES_BY_RULE, "parallelism.module_fqns_per_model_part": stages}
-    return {"model.n_layers": start, **keys}
+    return {"model.n_layers": sum(fewer), **keys}
 
 
 def count_layers(stages: Iterable[Iterable[str]]) -> list[int]:
