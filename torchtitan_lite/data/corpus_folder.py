@@ -91,7 +91,7 @@ def read_corpus_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusMan
     name = shlex.quote(str(folder))
     if not folder.exists():
         why = f"there is no folder {folder.absolute()}, and nothing is downloaded"
-        remedy = f"Write it: {name_command(f'prepare FILES --out {name}')}"
+        remedy = f"Write it: {name_command(f'prepare FILES --tokenizer ... --out {name}')}"
         raise CorpusError(why, remedy)
     if not path.exists():
         remedy = f"Prepare its files: {name_command(f'prepare {name} --out NEW_FOLDER')}"
