@@ -34,14 +34,13 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         weights, routes, counts, _ = self.router(x)
-        n_copies = routes.shape[-1]
         # (R,): rows by expert; row r is copy r % K of token r // K
         order = routes.flatten().argsort(stable=True)
         place = order.argsort()  # the inverse permutation: where row r went
-        tokens = x.flatten(0, 1)
-        rows = take_rows(tokens, order // n_copies, place, n_copies)
+        rows = x.flatten(0, 1).repeat_interleave(routes.shape[-1], 0)
+        rows = permute_rows(rows, order, place)
         rows = self.experts(rows, counts.sum(0))
-        copies = take_rows(rows, place, order, 1)
+        copies = permute_rows(rows, place, order)
         return self.combine(copies.view(*routes.shape, -1), weights)
 
     def combine(self, copies: Tensor, weights: Tensor) -> Tensor:
@@ -155,35 +154,21 @@ def count_routes(routes: Tensor, n_experts: int) -> Tensor:
     return (routes[..., None] == experts).sum((1, 2))
 
 
-class TakeRows(torch.autograd.Function):
-    """Return x[rows], which repeats each row of x n_copies times. `copies` (T * n_copies,): rows in the result.
-
-    Backward sums the copies in this order. On a GPU the backward of x[rows] sums in any order, so runs would differ.
-    """
+class PermuteRows(torch.autograd.Function):
+    """Return x[order]. `inverse` is the inverse permutation. The backward of x[order] would add rows one by one."""
 
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        rows: Tensor,
-        copies: Tensor,
-        n_copies: int,
-    ) -> Tensor:
-        ctx.save_for_backward(copies)
-        ctx.n_copies = n_copies
-        return x.index_select(0, rows)
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        (copies,) = ctx.saved_tensors
-        grad = grad.index_select(0, copies)
-        if ctx.n_copies > 1:
-            by_row = grad.unflatten(0, (-1, ctx.n_copies))
-            grad = by_row.sum(1)
-        return grad, None, None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
 
 
-take_rows = TakeRows.apply
+permute_rows = PermuteRows.apply
 
 
 def list_moes(part: nn.Module) -> Iterator[tuple[int, MoE]]:

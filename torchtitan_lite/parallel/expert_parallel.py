@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from torchtitan_lite.model.moe import Experts, list_moes, take_rows
+from torchtitan_lite.model.moe import Experts, list_moes, permute_rows
 from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, list_ranks
 from torchtitan_lite.parallel.local_parameters import shard_parameters
 
@@ -62,9 +62,9 @@ def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tens
     arrived = ExchangeRows.apply(rows, received, sent, ranks)  # sorted by rank, then by expert
     order = order_by_expert(arriving, sum(received))
     place = order.argsort()  # the inverse permutation
-    sorted_rows = take_rows(arrived, order, place, 1)
+    sorted_rows = permute_rows(arrived, order, place)
     results = type(experts).forward(experts, sorted_rows, arriving.sum(0))
-    results = take_rows(results, place, order, 1)
+    results = permute_rows(results, place, order)
     return ExchangeRows.apply(results, sent, received, ranks)
 
 
