@@ -111,8 +111,7 @@ def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMas
 def compile_once(function: Callable) -> Callable:
     """Return the compiled function. Called at its first use, because torch.compile loads inductor."""
     # The option shows compiled regions to per-op recompute, which keeps their output (activation_checkpoint.py).
-    is_visible = hasattr(torch.ops.higher_order, "inductor_compiled_code")
-    options = {"wrap_inductor_compiled_regions": True} if is_visible else None
+    options = {"wrap_inductor_compiled_regions": True}
     return torch.compile(function, dynamic=False, options=options)
 
 

@@ -85,7 +85,9 @@ class Router(nn.Module):
         weights = scores.gather(-1, routes)
         if self.args.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
-        counts = count_routes(routes, self.n_experts)
+        experts = torch.arange(self.n_experts, device=x.device)
+        is_chosen = routes[..., None] == experts  # (B, S, K, E)
+        counts = is_chosen.sum((1, 2))
         return Routing(weights, routes, counts, probabilities)
 
     def choose(self, scores: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ class Experts(nn.Module):
         """rows (R, D), sorted by expert; counts (E,) int64, the number of rows per expert -> (R, D)."""
         matrices = [self.w1, self.w2, self.w3]
         if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
-            matrices = [ZeroIdleGradient.apply(each, counts) for each in matrices]
+            matrices = [zero_idle_gradient(each, counts) for each in matrices]
         w1, w2, w3 = matrices
         ends = counts.cumsum(0).to(torch.int32)
         gate = multiply_groups(rows, w1, ends)
@@ -121,22 +123,16 @@ class Experts(nn.Module):
         return F.silu(gate) * up
 
 
-class ZeroIdleGradient(torch.autograd.Function):
+def zero_idle_gradient(matrices: Tensor, counts: Tensor) -> Tensor:
     """Return the matrices unchanged. Backward zeroes the gradients of experts without rows.
 
     On Blackwell GPUs, grouped_mm leaves these gradients uninitialized (pytorch issue 172439).
     """
-
-    @staticmethod
-    def forward(ctx, matrices: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(counts)
-        return matrices.view_as(matrices)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        (counts,) = ctx.saved_tensors
-        is_idle = counts == 0
-        return grad.masked_fill_(is_idle[:, None, None], 0.0), None
+    is_idle = (counts == 0)[:, None, None]
+    matrices = matrices.view_as(matrices)
+    if matrices.requires_grad:
+        matrices.register_hook(lambda grad: grad.masked_fill_(is_idle, 0.0))
+    return matrices
 
 
 def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -146,12 +142,6 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     uninitialized.
     """
     return F.grouped_mm(rows, matrices, offs=ends)
-
-
-def count_routes(routes: Tensor, n_experts: int) -> Tensor:
-    """Count the routes to each expert, per sequence: (B, S, K) -> (B, E) int64."""
-    experts = torch.arange(n_experts, device=routes.device)
-    return (routes[..., None] == experts).sum((1, 2))
 
 
 class PermuteRows(torch.autograd.Function):

@@ -47,13 +47,11 @@ KEPT_OPS = {  # outputs worth saving: expensive to compute, or received from oth
     aten.amax.default,  # float8 scales: tiny, but recompute would read the full tensor
     aten.topk.default,  # routes of an MoE layer: small, and recompute must not choose different ones
     torch.ops.higher_order.flex_attention,  # inside a compiled block
+    torch.ops.higher_order.inductor_compiled_code,  # separately compiled, in an eager block
     collectives.reduce_scatter_tensor.default,
     collectives.all_to_all_single.default,
     *CONTEXT_ATTENTION,
 }
-if hasattr(torch.ops.higher_order, "inductor_compiled_code"):
-    # separately compiled flex attention in an eager block
-    KEPT_OPS.add(torch.ops.higher_order.inductor_compiled_code)
 
 
 def set_memory_budget(section: ActivationCheckpoint) -> None:

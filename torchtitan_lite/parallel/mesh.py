@@ -88,7 +88,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         dp_cp_mesh=join_dims(world, "dp_replicate", "dp_shard", "cp"),
         loss_mesh=join_dims(world, "pp", "dp_replicate", "dp_shard", "cp"),
         fsdp_nodes=split_by_node(shard, "fsdp", layout.fsdp_near),
-        ends=join_ends(layout),
+        ends=join_ends(layout, world["pp"]),
     )
     if not layout.ep:
         return mesh
@@ -107,16 +107,14 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     )
 
 
-def join_ends(layout: Layout) -> dist.ProcessGroup | None:
+def join_ends(layout: Layout, pp: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the group of the ranks with the first and the last stage, if both hold a tied matrix. None elsewhere."""
-    first = layout.stage_ranks[0]
-    last = layout.stage_ranks[-1]
-    per_stage = layout.world_size // layout.pp
-    pp_rank, place = divmod(dist.get_rank(), per_stage)
-    if not layout.tied or first == last or pp_rank not in (first, last):
+    pipeline = pp.mesh.tolist()
+    first = pipeline[layout.stage_ranks[0]]
+    last = pipeline[layout.stage_ranks[-1]]
+    if not layout.tied or first == last or dist.get_rank() not in (first, last):
         return None
-    ranks = [first * per_stage + place, last * per_stage + place]
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc="mesh_pp_ends")
+    return dist.new_group([first, last], use_local_synchronization=True, group_desc="mesh_pp_ends")
 
 
 def make_mesh(

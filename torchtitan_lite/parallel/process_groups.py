@@ -86,7 +86,7 @@ def start_process(
     """Prepare this process and connect it to all ranks. Collective."""
     timeout_s = config.comm.init_timeout_seconds
     device = choose_device(place.local_rank, device_type)
-    prepare_process(config, dump_folder, place.world_size)
+    prepare_process(config, dump_folder)
     start_process_group(device, config, place, store)
     host = make_host_group("host", timeout_s)
     saver = make_host_group("saver", timeout_s)
@@ -98,15 +98,13 @@ def end_process(groups: Groups) -> None:
     dist.destroy_process_group()
 
 
-def prepare_process(config: Config, dump_folder: Path, world_size: int) -> None:
+def prepare_process(config: Config, dump_folder: Path) -> None:
     """Apply process-wide settings: determinism, folders of compiled code and NCCL traces, limit of open files."""
     if config.debug.deterministic:  # weights and data depend only on the seed in any case
         # cuBLAS needs a fixed workspace for determinism.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         warn_only = config.debug.deterministic_warn_only
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
-        # For debugging: it would write every new tensor twice.
-        torch.utils.deterministic.fill_uninitialized_memory = False
 
     # Keep inductor's compiled code for the next run, unless the user has set another folder. Importing torch sets the
     # variable to torch's default.
@@ -123,9 +121,9 @@ def prepare_process(config: Config, dump_folder: Path, world_size: int) -> None:
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if n_recorded else "0"
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / "rank_")
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 4 * world_size + 256:  # gloo opens about n + 3 files for each group of n ranks
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # gloo opens about n + 3 files for each group of n ranks
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def choose_device(local_rank: int, device_type: str) -> torch.device:

@@ -51,13 +51,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.model.moe import MoE
 from torchtitan_lite.parallel.fsdp import list_fsdp_groups
-
-# Renamed in torch 2.13.
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Nodes(NamedTuple):
@@ -146,7 +147,7 @@ def multiply_blocks(integers: Tensor, scales: Tensor, shard: Tensor) -> None:
     torch.mul(rest, scales[..., n_whole:], out=shard[..., end:])
 
 
-class AllGather:
+class AllGather(DefaultAllGather):
     """The all-gather of an FSDP group, called by FSDP."""
 
     def __init__(self, packing: Packing | None, near: dist.ProcessGroup | None):
@@ -155,9 +156,6 @@ class AllGather:
         self.near = near
         # This rank's part of what its node keeps, packed if weights are rounded.
         self.secondary: Tensor | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -184,7 +182,7 @@ class AllGather:
         gathered = output_tensor
         if self.packing is not None:
             gathered = own.new_empty(ranks.size() * own.numel())
-        all_gather(gathered, own, group=ranks)
+        super().__call__(gathered, own, ranks)
         if self.near is not None and not uses_secondary:
             chunks = gathered.chunk(self.near.size())
             self.secondary = chunks[self.near.rank()].clone()
@@ -193,14 +191,12 @@ class AllGather:
             self.packing.unpack(gathered.view(group.size(), -1), shards)
 
 
-class ReduceScatter:
+class ReduceScatter(DefaultReduceScatter):
     """The reduce-scatter of an FSDP group by all-to-alls (qgZ), called by FSDP."""
 
     def __init__(self, packing: Packing, nodes: Nodes):
         self.packing = packing
         self.nodes = nodes
-
-    allocate = AllGather.allocate
 
     def __call__(
         self,
