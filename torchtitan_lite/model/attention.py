@@ -53,15 +53,8 @@ class DocumentAttention(InnerAttention):
         """query (B, heads, Q, E), key and value (B, kv heads, S, E), result of `plan` -> (B, heads, Q, E)."""
         if isinstance(doc_ids, BlockMask):
             return attend_in_blocks(query, key, value, doc_ids)
-        query_positions, key_positions = self.positions(key.shape[2], key.device)
-        return attend_within_documents(
-            query,
-            key,
-            value,
-            doc_ids,
-            query_positions=query_positions,
-            key_positions=key_positions,
-        )
+        positions = self.positions(key.shape[2], key.device)
+        return attend_within_documents(query, key, value, doc_ids, *positions)
 
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of the queries, (Q,), and of the keys, (S,), in the full sequence."""
@@ -80,7 +73,6 @@ def attend_within_documents(
     key: Tensor,
     value: Tensor,
     doc_ids: Tensor,
-    *,
     query_positions: Tensor,
     key_positions: Tensor,
 ) -> Tensor:

@@ -66,12 +66,12 @@ class Router(nn.Module):
         self.args = args
         self.n_experts = args.n_experts
         self.weight = nn.Parameter(torch.empty(args.n_experts, dim))
-        self.register_buffer("expert_bias", None)  # (E,) fp32, saved in checkpoints
-        self.reset(None)
+        bias = torch.zeros(args.n_experts, dtype=torch.float32)
+        self.register_buffer("expert_bias", bias)  # (E,) fp32, saved in checkpoints
 
-    def reset(self, device: torch.device | None) -> None:
+    def reset(self, device: torch.device) -> None:
         """Allocate the bias on `device` and set it to zero."""
-        self.expert_bias = torch.zeros(self.n_experts, dtype=torch.float32, device=device)
+        self.expert_bias = torch.zeros_like(self.expert_bias, device=device)
 
     def forward(self, x: Tensor) -> Routing:
         """Choose the experts of each token, x (B, S, D)."""

@@ -24,7 +24,6 @@ import torch
 import torch._functorch.config as partitioner_config
 from torch import nn
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
@@ -36,7 +35,7 @@ from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_A
 
 aten = torch.ops.aten
 
-KEPT_OPS = {  # outputs worth saving: expensive to compute, or received from other ranks
+KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from other ranks
     aten.mm.default,
     aten._scaled_mm.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -51,7 +50,7 @@ KEPT_OPS = {  # outputs worth saving: expensive to compute, or received from oth
     collectives.reduce_scatter_tensor.default,
     collectives.all_to_all_single.default,
     *CONTEXT_ATTENTION,
-}
+]
 
 
 def set_memory_budget(section: ActivationCheckpoint) -> None:
@@ -69,7 +68,7 @@ def apply_recompute(module: nn.Module, method: str, *, keep_expensive_ops: bool)
     forward = getattr(module, method)
     context_fn = noop_context_fn
     if keep_expensive_ops:
-        context_fn = partial(create_selective_checkpoint_contexts, choose_policy)
+        context_fn = partial(create_selective_checkpoint_contexts, KEPT_OPS)
 
     @wraps(forward)
     def run(*args, **kwargs):
@@ -83,9 +82,3 @@ def apply_recompute(module: nn.Module, method: str, *, keep_expensive_ops: bool)
         )
 
     setattr(module, method, run)
-
-
-def choose_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-    if op in KEPT_OPS:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE

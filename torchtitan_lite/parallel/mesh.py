@@ -64,14 +64,7 @@ class Mesh:
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Create the process groups of a layout. Collective over all ranks."""
-    # The backend "fake" does nothing, which is right for one rank. Creating this group needs no other rank.
-    one_rank = dist.new_group(
-        [dist.get_rank()],
-        backend="fake",
-        use_local_synchronization=True,
-        group_desc="one rank",
-    )
-    world = make_mesh(device_type, layout.degrees, one_rank)
+    world = make_mesh(device_type, layout.degrees)
     shard = join_dims(world, "dp_shard", "cp")
     # FSDP shards over a 1-D mesh. With a second dim in front it also replicates, which adds an all-reduce.
     fsdp_mesh = shard
@@ -98,7 +91,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         "efsdp": layout.efsdp,
         "ep": layout.ep,
     }
-    experts = make_mesh(device_type, degrees, one_rank, new=("efsdp", "ep"))
+    experts = make_mesh(device_type, degrees, new=("efsdp", "ep"))
     return replace(
         mesh,
         expert_fsdp_mesh=experts[replicated + ("efsdp",)],
@@ -120,14 +113,20 @@ def join_ends(layout: Layout, pp: DeviceMesh) -> dist.ProcessGroup | None:
 def make_mesh(
     device_type: str,
     degrees: dict[str, int],
-    one_rank: dist.ProcessGroup,
     new: tuple[str, ...] = (),
 ) -> DeviceMesh:
-    """Create a mesh of all ranks. Dims of size 1 get the group `one_rank`; every other dim gets a new group.
+    """Create a mesh of all ranks. Dims of size 1 share a group of one rank; every other dim gets a new group.
 
     `new`: dims that get a new group even if they span all ranks. Otherwise they would use the default group, and the
     tokens of one layer would queue behind the parameters of the next.
     """
+    # The backend "fake" does nothing, which is right for one rank. Creating this group needs no other rank.
+    one_rank = dist.new_group(
+        [dist.get_rank()],
+        backend="fake",
+        use_local_synchronization=True,
+        group_desc="one rank",
+    )
     used = {dim: degree for dim, degree in degrees.items() if degree > 1}
     groups = dict.fromkeys(degrees, one_rank)
     if used:

@@ -149,7 +149,7 @@ class SplitEmbedding(LocalStyle):
     placements = {"weight": Shard(0)}
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
-        n_rows = module._parameters["weight"].to_local().shape[0]
+        n_rows = len(module.weight)
         row = x - ranks.own * n_rows
         is_here = (row >= 0) & (row < n_rows)
         found = super().compute(module, ranks, row.where(is_here, 0))
