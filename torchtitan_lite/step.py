@@ -145,6 +145,6 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
 
 
 def sum_losses(run: Run, local_loss: Tensor) -> Tensor:
-    """Sum the loss of the global batch in place, () fp32. All-reduces 4 bytes over pp, dp_replicate, dp_shard and cp."""
+    """Sum the loss over the ranks in place, () fp32. All-reduces 4 bytes over pp, dp_replicate, dp_shard and cp."""
     dist.all_reduce(local_loss, group=run.mesh.loss_mesh.get_group())
     return local_loss
