@@ -92,6 +92,7 @@ class DocumentContext(DocumentAttention):
 
     def __init__(self, mesh: DeviceMesh, method: str):
         super().__init__()
+        assert method == "allgather", "the ring has no masks"
         self.ranks = list_ranks(mesh)
 
     def forward(
