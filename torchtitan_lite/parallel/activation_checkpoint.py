@@ -18,7 +18,7 @@ of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """
 
-from functools import partial, wraps
+from functools import partial
 
 import torch
 import torch._functorch.config as partitioner_config
@@ -70,7 +70,6 @@ def apply_recompute(module: nn.Module, method: str, *, keep_expensive_ops: bool)
     if keep_expensive_ops:
         context_fn = partial(create_selective_checkpoint_contexts, KEPT_OPS)
 
-    @wraps(forward)
     def run(*args, **kwargs):
         return checkpoint(
             forward,

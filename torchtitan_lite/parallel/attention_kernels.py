@@ -29,8 +29,8 @@ OutAndLse = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, conti
 
 
 def prefers_cudnn(query: Tensor) -> bool:
-    """Return whether the cuDNN kernel is the fastest. Its backward is not deterministic."""
-    if not query.is_cuda or torch.are_deterministic_algorithms_enabled():
+    """Return whether the cuDNN kernel is the fastest on CUDA. Its backward is not deterministic."""
+    if torch.are_deterministic_algorithms_enabled():
         return False
     preferred = torch._fused_sdp_choice(query, query, query)
     return SDPBackend(preferred) == SDPBackend.CUDNN_ATTENTION

@@ -84,12 +84,12 @@ def start_process(
     dump_folder: Path,
 ) -> tuple[torch.device, Groups]:
     """Prepare this process and connect it to all ranks. Collective."""
-    timeout_s = config.comm.init_timeout_seconds
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     device = choose_device(place.local_rank, device_type)
     prepare_process(config, dump_folder)
-    start_process_group(device, config, place, store)
-    host = make_host_group("host", timeout_s)
-    saver = make_host_group("saver", timeout_s)
+    start_process_group(device, config, place, store, timeout)
+    host = dist.new_group(backend="gloo", timeout=timeout, group_desc="host")
+    saver = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
     return device, Groups(host, saver)
 
 
@@ -145,7 +145,7 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
 
 
 def start_process_group(
-    device: torch.device, config: Config, place: Place, store: dist.Store
+    device: torch.device, config: Config, place: Place, store: dist.Store, timeout: timedelta
 ) -> None:
     """Join the job's process group: NCCL on CUDA, gloo on CPU.
 
@@ -161,7 +161,6 @@ def start_process_group(
     # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new
     # prefix, a restarted rank may read these addresses, and fail to connect or wait forever (torch 2.13).
     fresh_store = dist.PrefixStore(f"restart-{place.restarts}", store)
-    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     store.set_timeout(timeout)
     dist.init_process_group(
         backend,
@@ -171,12 +170,6 @@ def start_process_group(
         timeout=timeout,
         device_id=device if connects_at_once else None,
     )
-
-
-def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:
-    """Create a gloo group of all ranks for objects and CPU tensors, for use by one thread. Collective."""
-    timeout = timedelta(seconds=timeout_s)
-    return dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
 
 
 def set_timeouts(timeout_s: int, groups: Groups) -> None:

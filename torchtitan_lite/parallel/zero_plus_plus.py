@@ -108,8 +108,7 @@ class Packing:
     def __init__(self, sizes: list[int]):
         """`sizes`: number of elements in a rank's shard of each parameter, with FSDP's padding."""
         self.sizes = sizes
-        self.n_blocks = [ceil(size / INT8_BLOCK) for size in sizes]
-        self.padded = [n * INT8_BLOCK for n in self.n_blocks]
+        self.padded = [ceil(size / INT8_BLOCK) * INT8_BLOCK for size in sizes]
 
     def pack(self, rows: Tensor) -> Tensor:
         """Round rows (..., elements of a shard) to blocks (..., bytes)."""
