@@ -18,8 +18,6 @@ of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """
 
-from functools import partial
-
 import torch
 import torch._functorch.config as partitioner_config
 from torch import nn
@@ -68,7 +66,7 @@ def apply_recompute(module: nn.Module, method: str, *, keep_expensive_ops: bool)
     forward = getattr(module, method)
     context_fn = noop_context_fn
     if keep_expensive_ops:
-        context_fn = partial(create_selective_checkpoint_contexts, KEPT_OPS)
+        context_fn = save_expensive_outputs
 
     def run(*args, **kwargs):
         return checkpoint(
@@ -81,3 +79,8 @@ def apply_recompute(module: nn.Module, method: str, *, keep_expensive_ops: bool)
         )
 
     setattr(module, method, run)
+
+
+def save_expensive_outputs():
+    """Context function of `checkpoint`. A function, because torch.compile would trace the list of a partial."""
+    return create_selective_checkpoint_contexts(KEPT_OPS)
