@@ -33,9 +33,7 @@ from torchtitan_lite.model.inner_attention import InnerAttention
 
 
 class CausalAttention(InnerAttention):
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None) -> Tensor:
         """query (B, heads, S, E), key and value (B, kv heads, S, E) -> (B, heads, S, E)."""
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
@@ -45,7 +43,8 @@ class DocumentAttention(InnerAttention):
         """Plan which blocks flex attention reads; on a CPU, return doc_ids (B, S)."""
         if doc_ids.device.type == "cpu":
             return doc_ids
-        return plan_blocks(doc_ids, *self.positions(doc_ids.shape[1], doc_ids.device))
+        positions = self.positions(doc_ids.shape[1], doc_ids.device)
+        return plan_blocks(doc_ids, *positions)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask

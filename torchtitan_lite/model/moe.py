@@ -37,7 +37,8 @@ class MoE(nn.Module):
         # (R,): rows by expert; row r is copy r % K of token r // K
         order = routes.flatten().argsort(stable=True)
         place = order.argsort()  # the inverse permutation: where row r went
-        rows = x.flatten(0, 1).repeat_interleave(routes.shape[-1], 0)
+        rows = x.flatten(0, 1)
+        rows = rows.repeat_interleave(routes.shape[-1], 0)
         rows = permute_rows(rows, order, place)
         rows = self.experts(rows, counts.sum(0))
         copies = permute_rows(rows, place, order)

@@ -18,6 +18,8 @@ of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch._functorch.config as partitioner_config
 from torch import nn
@@ -61,12 +63,12 @@ def set_memory_budget(section: ActivationCheckpoint) -> None:
         partitioner_config.unsafe_treat_script_objects_as_zero_size = True
 
 
-def apply_recompute(module: nn.Module, method: str, *, keep_expensive_ops: bool) -> None:
-    """Make backward recompute a method of a block or of one of its modules: all of it, or only its cheap ops."""
+def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_context_fn) -> None:
+    """Make backward recompute a method of a block or of one of its modules.
+
+    `context_fn`: save_expensive_outputs to recompute only its cheap ops.
+    """
     forward = getattr(module, method)
-    context_fn = noop_context_fn
-    if keep_expensive_ops:
-        context_fn = save_expensive_outputs
 
     def run(*args, **kwargs):
         return checkpoint(

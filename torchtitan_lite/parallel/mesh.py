@@ -68,9 +68,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     shard = join_dims(world, "dp_shard", "cp")
     # FSDP shards over a 1-D mesh. With a second dim in front it also replicates, which adds an all-reduce.
     fsdp_mesh = shard
-    replicated: tuple[str, ...] = ()
     if layout.dp_replicate > 1:
-        replicated = ("dp_replicate",)
         fsdp_mesh = DeviceMesh._concatenate([world["dp_replicate"], shard])
     mesh = Mesh(
         world=world,
@@ -92,9 +90,12 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         "ep": layout.ep,
     }
     experts = make_mesh(device_type, degrees, new=("efsdp", "ep"))
+    expert_fsdp_mesh = experts["efsdp"]
+    if layout.dp_replicate > 1:
+        expert_fsdp_mesh = experts["dp_replicate", "efsdp"]
     return replace(
         mesh,
-        expert_fsdp_mesh=experts[replicated + ("efsdp",)],
+        expert_fsdp_mesh=expert_fsdp_mesh,
         ep=experts["ep"],
         expert_fsdp_nodes=split_by_node(experts["efsdp"], "efsdp", layout.efsdp_near),
     )

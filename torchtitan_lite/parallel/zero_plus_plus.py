@@ -124,7 +124,8 @@ class Packing:
         divisors = scales.masked_fill(scales == 0, 1.0)
         blocks.div_(divisors)
         blocks.round_()
-        integers = blocks.to(torch.int8).flatten(-2)
+        integers = blocks.to(torch.int8)
+        integers = integers.flatten(-2)
         bytes_of_scales = scales.flatten(-2).view(torch.int8)
         return torch.cat([integers, bytes_of_scales], -1)
 
