@@ -67,7 +67,7 @@ class Llama3(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, model_args: ModelArgs, inner_attention: nn.Module, *, is_moe: bool = False):
+    def __init__(self, model_args: ModelArgs, inner_attention: nn.Module, *, is_moe: bool):
         super().__init__()
         self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.attention = Attention(model_args, inner_attention)
