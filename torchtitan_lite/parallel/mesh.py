@@ -44,7 +44,7 @@ class Mesh:
     loss_mesh: DeviceMesh  # 1-D: ranks whose losses are summed, pp x dp x cp (all except tp)
     fsdp_nodes: Nodes | None  # for zero_plus_plus.py: the ranks of fsdp_mesh's last dim, by node
     # For tied_embeddings.py: the ranks of the first and the last stage
-    ends: dist.ProcessGroup | None = None
+    ends: dist.ProcessGroup | None
     # None if the model has no experts:
     # for their fully_shard: (efsdp) or (dp_replicate, efsdp)
     expert_fsdp_mesh: DeviceMesh | None = None

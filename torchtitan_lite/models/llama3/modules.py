@@ -101,13 +101,14 @@ class Attention(nn.Module):
         super().__init__()
         dim = model_args.dim
         head_dim = model_args.head_dim
+        query_dim = model_args.n_heads * head_dim
         kv_dim = model_args.n_kv_heads * head_dim
         bias = model_args.qkv_bias
         self.head_dim = head_dim
-        self.wq = nn.Linear(dim, model_args.n_heads * head_dim, bias=bias)
+        self.wq = nn.Linear(dim, query_dim, bias=bias)
         self.wk = nn.Linear(dim, kv_dim, bias=bias)
         self.wv = nn.Linear(dim, kv_dim, bias=bias)
-        self.wo = nn.Linear(model_args.n_heads * head_dim, dim, bias=False)
+        self.wo = nn.Linear(query_dim, dim, bias=False)
         self.q_norm = None
         self.k_norm = None
         if model_args.qk_norm:
