@@ -141,7 +141,6 @@ def build_run(
             mesh.pp,
             section=config.parallelism,
             device=device,
-            loss_fn=lambda loss_sum, n_tokens: loss_sum / n_tokens[0],
             expert_loads=balance.loads if balance else None,
         )
     return Run(

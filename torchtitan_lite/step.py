@@ -29,7 +29,7 @@ class StepResult:
     applied: Tensor  # False: the gradient norm was not finite or a spike, and no weight was changed
     stop: Tensor  # number of the signal that makes all ranks stop after this step; 0: none
     lr: float  # learning rate of this step
-    expert_loads: Tensor | None = None  # as ExpertBalance.update returns them
+    expert_loads: Tensor | None  # as ExpertBalance.update returns them
 
     def read(self) -> tuple[bool, float, int]:
         """Return `applied`, `grad_norm` and `stop` in one device-to-host copy. The host waits for the device."""
@@ -45,8 +45,9 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     """
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
+    parameters = run.parameters.values()
     # all-reduces 40 bytes over all ranks
-    grad_norm, stop = measure_grad_norm(run.parameters.values(), stop_signal)
+    grad_norm, stop = measure_grad_norm(parameters, stop_signal)
     training = run.config.training
     judged = skip_spike(run.optimizer, grad_norm, training.skip_spikes)
     applied = update_weights(run.optimizer, judged, training.max_norm)  # clips too
@@ -72,14 +73,8 @@ def compute_gradients(run: Run, batch: Batch) -> Tensor:
 
 def shard_for_cp(run: Run, batch: Batch) -> Batch:
     """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp), except doc_ids (B, S). No communication."""
-    if run.layout.cp == 1:
-        return batch
-    return replace(
-        batch,
-        tokens=shard_sequence(batch.tokens, run.mesh.cp),
-        targets=shard_sequence(batch.targets, run.mesh.cp),
-        positions=shard_sequence(batch.positions, run.mesh.cp),
-    )
+    pieces = batch.map(lambda field: shard_sequence(field, run.mesh.cp))
+    return replace(pieces, doc_ids=batch.doc_ids)
 
 
 def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
@@ -95,7 +90,8 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
             run.tied.sum_gradients()  # all-reduces this rank's shard of the matrix over the first and the last stage
         return sum(losses, loss)
     (part,) = run.parts
-    for index, micro in enumerate(batch.split(run.layout.n_microbatches), 1):
+    micros = batch.split(run.layout.n_microbatches)
+    for index, micro in enumerate(micros, 1):
         is_last = index == run.layout.n_microbatches
         prepare_microbatch(part, zero_stage=run.layout.zero_stage, is_last=is_last)
         micro_loss = part(micro.tokens, **stage_kwargs(micro)) / n_tokens
@@ -130,13 +126,23 @@ def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor
         run.tied.send_weights()  # broadcasts the same shard
     losses: list[Tensor] = []  # one per microbatch, on the rank that has the head
     target = n_tokens.expand(len(batch.tokens))
-    schedule_fn(*tokens, target=target, losses=losses, return_outputs=False, **stage_kwargs(batch))
+    schedule_fn(
+        *tokens,
+        target=target,
+        losses=losses,
+        return_outputs=False,
+        **stage_kwargs(batch),
+    )
     return [loss.detach() for loss in losses]
 
 
 def stage_kwargs(batch: Batch) -> dict[str, Tensor]:
     """Return the keyword arguments for every model part, (rows, S) each."""
-    return {"positions": batch.positions, "doc_ids": batch.doc_ids, "targets": batch.targets}
+    return {
+        "positions": batch.positions,
+        "doc_ids": batch.doc_ids,
+        "targets": batch.targets,
+    }
 
 
 def count_global_tokens(run: Run, batch: Batch) -> Tensor:
@@ -147,7 +153,6 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
 
 
 def sum_losses(run: Run, local_loss: Tensor) -> Tensor:
-    """Return the loss of the global batch, () fp32. All-reduces 4 bytes over pp, dp_replicate, dp_shard and cp."""
-    loss = local_loss.clone()
-    dist.all_reduce(loss, group=run.mesh.loss_mesh.get_group())
-    return loss
+    """Sum the loss over the ranks in place, () fp32. All-reduces 4 bytes over pp, dp_replicate, dp_shard and cp."""
+    dist.all_reduce(local_loss, group=run.mesh.loss_mesh.get_group())
+    return local_loss

@@ -115,9 +115,7 @@ def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
         if device == "cuda":
             out = attend_in_blocks(*heads, plan_blocks(doc_ids, query_positions, key_positions))
         else:
-            out = attend_within_documents(
-                *heads, doc_ids, query_positions=query_positions, key_positions=key_positions
-            )
+            out = attend_within_documents(*heads, doc_ids, query_positions, key_positions)
         found.append([out, *torch.autograd.grad(out.square().sum(), heads)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)

@@ -92,9 +92,9 @@ def positions_end_at_original_length(original, positions, shape):
     dims=("cp",),
     trial="deep",
 )
-def documents_numbered_in_a_byte(original, query, key, value, doc_ids, **places):
+def documents_numbered_in_a_byte(original, query, key, value, doc_ids, *positions):
     """Document numbers are kept in eight bits to save memory, so that document 256 sees document 0."""
-    return original(query, key, value, doc_ids % 256, **places)
+    return original(query, key, value, doc_ids % 256, *positions)
 
 
 @mutant(

@@ -81,7 +81,7 @@ from pathlib import Path
 from torch._dynamo.utils import counters
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.parallel.process_groups import prepare_process
-prepare_process(with_value(Config(), "training.cache_folder", sys.argv[2]), Path(sys.argv[2]), world_size=1)
+prepare_process(with_value(Config(), "training.cache_folder", sys.argv[2]), Path(sys.argv[2]))
 torch.compile(lambda x: x @ x)(torch.eye(3))  # a matmul is called, not written: no C++ compiler is at work
 print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
 """

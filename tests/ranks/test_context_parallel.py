@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from watching import AttentionWork, Collectives, PeakMemory, Watch
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.parallel import attention_kernels
 from torchtitan_lite.parallel.attention_kernels import (
     attend_to_part,
     attend_to_part_backward,
     merge_into,
-    prefers_cudnn,
 )
 from torchtitan_lite.parallel.context_parallel import (
     CausalContext,
@@ -203,18 +203,17 @@ N_EARLY = 17
 
 def attend_in_parts(query, key, value, grad_out) -> list[torch.Tensor]:
     """Attend from late queries to late keys (causal) and early keys. Return the output and gradients."""
-    cudnn = prefers_cudnn(query)
     early_key, late_key = key.tensor_split([N_EARLY], 2)
     early_value, late_value = value.tensor_split([N_EARLY], 2)
     late = late_key, late_value
     early = early_key, early_value
-    out, lse = attend_to_part(query, *late, causal=True, cudnn=cudnn)
+    out, lse = attend_to_part(query, *late, causal=True)
     out = out.float()
     lse = lse.float()
-    early_out, early_lse = attend_to_part(query, *early, causal=False, cudnn=cudnn)
+    early_out, early_lse = attend_to_part(query, *early, causal=False)
     merge_into(out, lse, early_out, early_lse)
     out = out.to(query.dtype)
-    backward = partial(attend_to_part_backward, grad_out, query, out=out, lse=lse, cudnn=cudnn)
+    backward = partial(attend_to_part_backward, grad_out, query, out=out, lse=lse)
     grads = backward(*late, causal=True)
     early_grads = backward(*early, causal=False)
     grad_key = torch.cat((early_grads[1], grads[1]), 2)
@@ -245,17 +244,18 @@ def test_parts_of_an_attention_merge_to_the_whole(device, dtype):
 
 @pytest.mark.parametrize("n_kv_heads", [4, 2])
 @pytest.mark.parametrize("cudnn", [False, True])
-def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(cudnn, n_kv_heads):
+def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(
+    monkeypatch, cudnn, n_kv_heads
+):
+    monkeypatch.setattr(attention_kernels, "prefers_cudnn", lambda query: cudnn)
     inputs = make_inputs(n_kv_heads, torch.bfloat16)
     query, key, value, grad_out = [tensor.to("meta") for tensor in inputs]
     query = query[:, :, :17]
     grad_out = grad_out[:, :, :17]
-    out, lse = attend_to_part(query, key, value, causal=False, cudnn=cudnn)
+    out, lse = attend_to_part(query, key, value, causal=False)
     assert out.shape == query.shape
     assert lse.shape == query.shape[:-1]
-    grads = attend_to_part_backward(
-        grad_out, query, key, value, out, lse, causal=False, cudnn=cudnn
-    )
+    grads = attend_to_part_backward(grad_out, query, key, value, out, lse, causal=False)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
 
 

@@ -26,8 +26,7 @@ def test_each_shard_of_a_large_vocabulary_finds_its_own_targets():
     head.combine = lambda log_total, found: (torch.zeros_like(log_total), found)
     n_ids = 2**16
     for own, shard in enumerate(logits.split(n_ids, dim=1)):
-        first_id = own * n_ids
-        head.first_id = lambda logits, first_id=first_id: first_id
+        head.shard = own
         found, _ = head.differentiate(shard.clone(), targets)
         is_here = targets // n_ids == own
         right = -of_target[is_here].sum()

@@ -84,9 +84,10 @@ def summed_before_unpacking(exchange, self, rows, group):
     sent = self.packing.pack(rows)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    total = rows.new_empty(rows.shape[1:])
-    self.packing.unpack(received.sum(0, dtype=received.dtype), total)
-    return total
+    total = self.packing.unpack(received.sum(0, dtype=received.dtype))
+    result = rows.new_empty(rows.shape[1:])
+    self.packing.remove_padding(total, result)
+    return result
 
 
 def remainder_dropped(pack, self, rows):

@@ -260,7 +260,7 @@ def prefetch(
         reads = (thread.submit(load, step) for step in steps)
         # submits the next read before waiting for this one
         for read, _ in pairwise(chain(reads, [None])):
-            yield read.result().to(device, non_blocking=True)
+            yield read.result().to(device)
 
 
 # ---------------------------------------------------------------- data of a rank

@@ -33,9 +33,7 @@ from torchtitan_lite.model.inner_attention import InnerAttention
 
 
 class CausalAttention(InnerAttention):
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None) -> Tensor:
         """query (B, heads, S, E), key and value (B, kv heads, S, E) -> (B, heads, S, E)."""
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
@@ -45,7 +43,8 @@ class DocumentAttention(InnerAttention):
         """Plan which blocks flex attention reads; on a CPU, return doc_ids (B, S)."""
         if doc_ids.device.type == "cpu":
             return doc_ids
-        return plan_blocks(doc_ids, *self.positions(doc_ids.shape[1], doc_ids.device))
+        positions = self.positions(doc_ids.shape[1], doc_ids.device)
+        return plan_blocks(doc_ids, *positions)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask
@@ -53,15 +52,8 @@ class DocumentAttention(InnerAttention):
         """query (B, heads, Q, E), key and value (B, kv heads, S, E), result of `plan` -> (B, heads, Q, E)."""
         if isinstance(doc_ids, BlockMask):
             return attend_in_blocks(query, key, value, doc_ids)
-        query_positions, key_positions = self.positions(key.shape[2], key.device)
-        return attend_within_documents(
-            query,
-            key,
-            value,
-            doc_ids,
-            query_positions=query_positions,
-            key_positions=key_positions,
-        )
+        positions = self.positions(key.shape[2], key.device)
+        return attend_within_documents(query, key, value, doc_ids, *positions)
 
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of the queries, (Q,), and of the keys, (S,), in the full sequence."""
@@ -80,7 +72,6 @@ def attend_within_documents(
     key: Tensor,
     value: Tensor,
     doc_ids: Tensor,
-    *,
     query_positions: Tensor,
     key_positions: Tensor,
 ) -> Tensor:
@@ -111,8 +102,7 @@ def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMas
 def compile_once(function: Callable) -> Callable:
     """Return the compiled function. Called at its first use, because torch.compile loads inductor."""
     # The option shows compiled regions to per-op recompute, which keeps their output (activation_checkpoint.py).
-    is_visible = hasattr(torch.ops.higher_order, "inductor_compiled_code")
-    options = {"wrap_inductor_compiled_regions": True} if is_visible else None
+    options = {"wrap_inductor_compiled_regions": True}
     return torch.compile(function, dynamic=False, options=options)
 
 

@@ -20,8 +20,9 @@ class Batch:
         """Apply a function to each field."""
         return Batch(*map(function, vars(self).values()))
 
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Batch":
-        return self.map(lambda field: field.to(device, non_blocking=non_blocking))
+    def to(self, device: torch.device) -> "Batch":
+        """Copy to the device. The host does not wait if the memory is pinned."""
+        return self.map(lambda field: field.to(device, non_blocking=True))
 
     def take_rows(self, rows: range) -> "Batch":
         return self.map(lambda field: field[rows.start : rows.stop])

@@ -92,7 +92,10 @@ def multiply(
     `emulate`: multiply the rounded values in fp32, which runs on every device.
     """
     if emulate:
-        return ((a.data.float() / a.scale) @ (b.data.float() / b.scale)).to(dtype)
+        left = a.data.float() / a.scale
+        right = b.data.float() / b.scale
+        product = left @ right
+        return product.to(dtype)
     scale_a = a.scale.reciprocal()
     scale_b = b.scale.reciprocal()
     by_row = a.scale.dim() > 0

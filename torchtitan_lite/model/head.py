@@ -36,6 +36,7 @@ class Head(nn.Linear):
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
         self.chunk_tokens = 0  # tokens of a chunk; 0: all tokens form one chunk
+        self.shard = 0  # which of the equal shards of the vocabulary `weight` is; set by TP
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """hidden (B, S, D) -> logits (B, S, V); with targets (B, S) -> the sum of token losses, () fp32.
@@ -74,9 +75,9 @@ class Head(nn.Linear):
 
         Overwrites the logits. Compiled if compile.components has "loss".
         """
-        column = (targets - self.first_id(logits))[:, None]
-        # False for IGNORE_INDEX, which is negative
         vocab_size = logits.shape[1]
+        column = (targets - self.shard * vocab_size)[:, None]
+        # False for IGNORE_INDEX, which is negative
         is_here = (column >= 0) & (column < vocab_size)
         column = column.where(is_here, 0)
         counted = targets[:, None] != IGNORE_INDEX
@@ -100,10 +101,6 @@ class Head(nn.Linear):
         gradient = values.to(logits.dtype)
         gradient.scatter_(1, column, at_target.to(gradient.dtype))
         return loss, gradient
-
-    def first_id(self, logits: Tensor) -> int:
-        """Return the token id of the first column of the logits. TP replaces this method."""
-        return 0
 
     def combine(self, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-sum-exp and target logit over the full vocabulary. TP reduces over vocabulary shards."""

@@ -10,6 +10,6 @@ class InnerAttention(nn.Module):
     (B, heads, S, E). doc_ids is the result of `plan`, or None.
     """
 
-    def plan(self, doc_ids: Tensor) -> object:
-        """Prepare doc_ids (B, S) for `forward`. The model calls it once for all layers."""
+    def plan(self, doc_ids: Tensor | None) -> object:
+        """Prepare doc_ids (B, S), or None, for `forward`. The model calls it once for all layers."""
         return doc_ids

@@ -34,14 +34,14 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         weights, routes, counts, _ = self.router(x)
-        n_copies = routes.shape[-1]
         # (R,): rows by expert; row r is copy r % K of token r // K
         order = routes.flatten().argsort(stable=True)
         place = order.argsort()  # the inverse permutation: where row r went
-        tokens = x.flatten(0, 1)
-        rows = take_rows(tokens, order // n_copies, place, n_copies)
+        rows = x.flatten(0, 1)
+        rows = rows.repeat_interleave(routes.shape[-1], 0)
+        rows = permute_rows(rows, order, place)
         rows = self.experts(rows, counts.sum(0))
-        copies = take_rows(rows, place, order, 1)
+        copies = permute_rows(rows, place, order)
         return self.combine(copies.view(*routes.shape, -1), weights)
 
     def combine(self, copies: Tensor, weights: Tensor) -> Tensor:
@@ -67,12 +67,12 @@ class Router(nn.Module):
         self.args = args
         self.n_experts = args.n_experts
         self.weight = nn.Parameter(torch.empty(args.n_experts, dim))
-        self.register_buffer("expert_bias", None)  # (E,) fp32, saved in checkpoints
-        self.reset(None)
+        bias = torch.zeros(args.n_experts, dtype=torch.float32)
+        self.register_buffer("expert_bias", bias)  # (E,) fp32, saved in checkpoints
 
-    def reset(self, device: torch.device | None) -> None:
+    def reset(self, device: torch.device) -> None:
         """Allocate the bias on `device` and set it to zero."""
-        self.expert_bias = torch.zeros(self.n_experts, dtype=torch.float32, device=device)
+        self.expert_bias = torch.zeros_like(self.expert_bias, device=device)
 
     def forward(self, x: Tensor) -> Routing:
         """Choose the experts of each token, x (B, S, D)."""
@@ -86,7 +86,9 @@ class Router(nn.Module):
         weights = scores.gather(-1, routes)
         if self.args.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
-        counts = count_routes(routes, self.n_experts)
+        experts = torch.arange(self.n_experts, device=x.device)
+        is_chosen = routes[..., None] == experts  # (B, S, K, E)
+        counts = is_chosen.sum((1, 2))
         return Routing(weights, routes, counts, probabilities)
 
     def choose(self, scores: Tensor) -> Tensor:
@@ -110,7 +112,7 @@ class Experts(nn.Module):
         """rows (R, D), sorted by expert; counts (E,) int64, the number of rows per expert -> (R, D)."""
         matrices = [self.w1, self.w2, self.w3]
         if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
-            matrices = [ZeroIdleGradient.apply(each, counts) for each in matrices]
+            matrices = [zero_idle_gradient(each, counts) for each in matrices]
         w1, w2, w3 = matrices
         ends = counts.cumsum(0).to(torch.int32)
         gate = multiply_groups(rows, w1, ends)
@@ -122,22 +124,16 @@ class Experts(nn.Module):
         return F.silu(gate) * up
 
 
-class ZeroIdleGradient(torch.autograd.Function):
+def zero_idle_gradient(matrices: Tensor, counts: Tensor) -> Tensor:
     """Return the matrices unchanged. Backward zeroes the gradients of experts without rows.
 
     On Blackwell GPUs, grouped_mm leaves these gradients uninitialized (pytorch issue 172439).
     """
-
-    @staticmethod
-    def forward(ctx, matrices: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(counts)
-        return matrices.view_as(matrices)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        (counts,) = ctx.saved_tensors
-        is_idle = counts == 0
-        return grad.masked_fill_(is_idle[:, None, None], 0.0), None
+    is_idle = (counts == 0)[:, None, None]
+    matrices = matrices.view_as(matrices)
+    if matrices.requires_grad:
+        matrices.register_hook(lambda grad: grad.masked_fill_(is_idle, 0.0))
+    return matrices
 
 
 def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -149,41 +145,21 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(rows, matrices, offs=ends)
 
 
-def count_routes(routes: Tensor, n_experts: int) -> Tensor:
-    """Count the routes to each expert, per sequence: (B, S, K) -> (B, E) int64."""
-    experts = torch.arange(n_experts, device=routes.device)
-    return (routes[..., None] == experts).sum((1, 2))
-
-
-class TakeRows(torch.autograd.Function):
-    """Return x[rows], which repeats each row of x n_copies times. `copies` (T * n_copies,): rows in the result.
-
-    Backward sums the copies in this order. On a GPU the backward of x[rows] sums in any order, so runs would differ.
-    """
+class PermuteRows(torch.autograd.Function):
+    """Return x[order]. `inverse` is the inverse permutation. The backward of x[order] would add rows one by one."""
 
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        rows: Tensor,
-        copies: Tensor,
-        n_copies: int,
-    ) -> Tensor:
-        ctx.save_for_backward(copies)
-        ctx.n_copies = n_copies
-        return x.index_select(0, rows)
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        (copies,) = ctx.saved_tensors
-        grad = grad.index_select(0, copies)
-        if ctx.n_copies > 1:
-            by_row = grad.unflatten(0, (-1, ctx.n_copies))
-            grad = by_row.sum(1)
-        return grad, None, None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
 
 
-take_rows = TakeRows.apply
+permute_rows = PermuteRows.apply
 
 
 def list_moes(part: nn.Module) -> Iterator[tuple[int, MoE]]:

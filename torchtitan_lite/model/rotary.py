@@ -40,14 +40,17 @@ def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
     angles = positions[..., None].float() * frequencies  # (B, S, E/2)
     cos = angles.cos()
     sin = angles.sin()
-    cos_row = torch.stack((cos, cos), dim=-1).flatten(-2)
-    sin_row = torch.stack((-sin, sin), dim=-1).flatten(-2)
-    return torch.stack((cos_row, sin_row), dim=-2)[:, :, None]
+    cos_row = torch.stack((cos, cos), dim=-1)
+    sin_row = torch.stack((-sin, sin), dim=-1)
+    rows = torch.stack((cos_row.flatten(-2), sin_row.flatten(-2)), dim=-2)
+    return rows[:, :, None]
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotate the pairs (x[2i], x[2i+1]) by their angles. x (B, S, heads, E) -> same shape and dtype. fp32 inside."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    cos, sin = rotation.to(wide.dtype).unbind(-2)  # (B, S, 1, E)
-    swapped = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (wide * cos + swapped * sin).type_as(x)
+    wide = x.float()
+    cos, sin = rotation.unbind(-2)  # (B, S, 1, E)
+    pairs = wide.unflatten(-1, (-1, 2))
+    swapped = pairs.flip(-1).flatten(-2)
+    rotated = wide * cos + swapped * sin
+    return rotated.type_as(x)

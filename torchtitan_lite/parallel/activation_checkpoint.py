@@ -18,13 +18,12 @@ of the step: debug_3d trained 1,355 tokens/s with "none" and 800 with "selective
 Sources: arXiv:1604.06174; selective: arXiv:2205.05198. Effect: less memory; gradients are the same.
 """
 
-from functools import partial, wraps
+from collections.abc import Callable
 
 import torch
 import torch._functorch.config as partitioner_config
 from torch import nn
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
@@ -36,7 +35,7 @@ from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_A
 
 aten = torch.ops.aten
 
-KEPT_OPS = {  # outputs worth saving: expensive to compute, or received from other ranks
+KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from other ranks
     aten.mm.default,
     aten._scaled_mm.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -47,13 +46,11 @@ KEPT_OPS = {  # outputs worth saving: expensive to compute, or received from oth
     aten.amax.default,  # float8 scales: tiny, but recompute would read the full tensor
     aten.topk.default,  # routes of an MoE layer: small, and recompute must not choose different ones
     torch.ops.higher_order.flex_attention,  # inside a compiled block
+    torch.ops.higher_order.inductor_compiled_code,  # separately compiled, in an eager block
     collectives.reduce_scatter_tensor.default,
     collectives.all_to_all_single.default,
     *CONTEXT_ATTENTION,
-}
-if hasattr(torch.ops.higher_order, "inductor_compiled_code"):
-    # separately compiled flex attention in an eager block
-    KEPT_OPS.add(torch.ops.higher_order.inductor_compiled_code)
+]
 
 
 def set_memory_budget(section: ActivationCheckpoint) -> None:
@@ -66,14 +63,13 @@ def set_memory_budget(section: ActivationCheckpoint) -> None:
         partitioner_config.unsafe_treat_script_objects_as_zero_size = True
 
 
-def apply_recompute(module: nn.Module, method: str, *, keep_expensive_ops: bool) -> None:
-    """Make backward recompute a method of a block or of one of its modules: all of it, or only its cheap ops."""
-    forward = getattr(module, method)
-    context_fn = noop_context_fn
-    if keep_expensive_ops:
-        context_fn = partial(create_selective_checkpoint_contexts, choose_policy)
+def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_context_fn) -> None:
+    """Make backward recompute a method of a block or of one of its modules.
 
-    @wraps(forward)
+    `context_fn`: save_expensive_outputs to recompute only its cheap ops.
+    """
+    forward = getattr(module, method)
+
     def run(*args, **kwargs):
         return checkpoint(
             forward,
@@ -87,7 +83,6 @@ def apply_recompute(module: nn.Module, method: str, *, keep_expensive_ops: bool)
     setattr(module, method, run)
 
 
-def choose_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-    if op in KEPT_OPS:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def save_expensive_outputs():
+    """Context function of `checkpoint`. A function, because torch.compile would trace the list of a partial."""
+    return create_selective_checkpoint_contexts(KEPT_OPS)

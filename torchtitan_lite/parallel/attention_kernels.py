@@ -29,20 +29,18 @@ OutAndLse = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, conti
 
 
 def prefers_cudnn(query: Tensor) -> bool:
-    """Return whether the cuDNN kernel is the fastest. Its backward is not deterministic."""
-    if not query.is_cuda or torch.are_deterministic_algorithms_enabled():
+    """Return whether the cuDNN kernel is the fastest on CUDA. Its backward is not deterministic."""
+    if torch.are_deterministic_algorithms_enabled():
         return False
     preferred = torch._fused_sdp_choice(query, query, query)
     return SDPBackend(preferred) == SDPBackend.CUDNN_ATTENTION
 
 
-def attend_to_part(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, cudnn: bool
-) -> OutAndLse:
+def attend_to_part(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> OutAndLse:
     """query (B, H, Q, E), key and value (B, K, S, E) -> out (B, H, Q, E), lse (B, H, Q) fp32."""
     if query.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-    if cudnn:
+    if prefers_cudnn(query):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, causal
         )
@@ -60,7 +58,6 @@ def attend_to_part_backward(
     lse: Tensor,
     *,
     causal: bool,
-    cudnn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value. `out` and `lse` are merged over all parts."""
     tensors = (grad_out, query, key, value, out)
@@ -69,7 +66,7 @@ def attend_to_part_backward(
     # All sequences have the same length, so no cumulative lengths. No dropout, so seed and offset are empty.
     lengths = (None, None, query.shape[2], key.shape[2])
     empty = torch.empty((), dtype=torch.int64, device=query.device)
-    if cudnn:
+    if prefers_cudnn(query):
         bias = None
         return aten._scaled_dot_product_cudnn_attention_backward(
             *tensors, lse[..., None], empty, empty, bias, *lengths, 0.0, causal

@@ -81,7 +81,7 @@ class CausalContext(InnerAttention):
         self.method = method
         self.ranks = list_ranks(mesh)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: None = None) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None) -> Tensor:
         """query (B, H, S/cp, E), key and value (B, K, S/cp, E) -> (B, H, S/cp, E). Collective."""
         out, _ = context_attention(query, key, value, self.method, *self.ranks)
         return out

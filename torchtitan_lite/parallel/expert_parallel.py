@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from torchtitan_lite.model.moe import Experts, list_moes, take_rows
+from torchtitan_lite.model.moe import Experts, list_moes, permute_rows
 from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, list_ranks
 from torchtitan_lite.parallel.local_parameters import shard_parameters
 
@@ -55,25 +55,24 @@ def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
 def compute_elsewhere(experts: Experts, ranks: Ranks, rows: Tensor, counts: Tensor) -> Tensor:
     """Replacement for Experts.forward: rows (R, D) sorted by expert -> (R, D), computed on the experts' ranks."""
     by_rank = counts.unflatten(0, (ranks.n, -1))  # rows for each rank, per expert there: (ep, E/ep)
-    n_experts = [by_rank.shape[1]] * ranks.n
-    arriving = all_to_all(counts, ranks, n_experts, n_experts)
+    n_experts = by_rank.shape[1]
+    splits = [n_experts] * ranks.n
+    arriving = all_to_all(counts, ranks, splits, splits)
     arriving = arriving.view_as(by_rank)  # from each rank
     sent, received = read_splits(by_rank, arriving)
     arrived = ExchangeRows.apply(rows, received, sent, ranks)  # sorted by rank, then by expert
-    order = order_by_expert(arriving, sum(received))
+    experts_here = torch.arange(n_experts, device=rows.device)
+    expert_of_group = experts_here.repeat(ranks.n)
+    expert_of_row = expert_of_group.repeat_interleave(
+        arriving.flatten(),
+        output_size=sum(received),
+    )
+    order = expert_of_row.argsort(stable=True)
     place = order.argsort()  # the inverse permutation
-    sorted_rows = take_rows(arrived, order, place, 1)
+    sorted_rows = permute_rows(arrived, order, place)
     results = type(experts).forward(experts, sorted_rows, arriving.sum(0))
-    results = take_rows(results, place, order, 1)
+    results = permute_rows(results, place, order)
     return ExchangeRows.apply(results, sent, received, ranks)
-
-
-def order_by_expert(arriving: Tensor, n_rows: int) -> Tensor:
-    """Return the order (n_rows,) that sorts received rows by expert. `arriving` (ep, E/ep): rows by source, expert."""
-    n_ranks, n_experts = arriving.shape
-    experts = torch.arange(n_experts, device=arriving.device).repeat(n_ranks)
-    expert_of_row = experts.repeat_interleave(arriving.flatten(), output_size=n_rows)
-    return expert_of_row.argsort(stable=True)
 
 
 def read_splits(leaving: Tensor, arriving: Tensor) -> list[list[int]]:

@@ -28,8 +28,8 @@ def initialize_weights(part: nn.Module, seed: int, device: torch.device | None =
     """
     table = list_parameters(part.model_args)
     for fqn, parameter in part.named_parameters():
-        if fqn == "output.weight" and part.model_args.tie_embeddings:
-            continue  # a copy of the embedding on another stage: tied_embeddings.py
+        if fqn not in table:
+            continue  # a tied head, which copies the embedding of another stage: tied_embeddings.py
         full = torch.empty(
             parameter.shape, dtype=parameter.dtype, device=device or parameter.device
         )

@@ -13,10 +13,8 @@ gradient, D*4 bytes for a norm, before its reduction over data-parallel ranks.
 Effect: parameters become DTensors, and the class of the module a subclass that reads them locally. FQNs do not change.
 """
 
-from dataclasses import replace
 from functools import cache
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
@@ -70,24 +68,9 @@ def read_locally(name: str, *, is_hidden: bool) -> property:
 
 def local_tensor(parameter: DTensor) -> Tensor:
     """Return this rank's shard of a parameter."""
-    if torch.compiler.is_compiling():
-        return parameter.to_local(grad_placements=find_gradient_placements(parameter))
-    return LocalTensor.apply(parameter)
+    return parameter.to_local(grad_placements=find_gradient_placements(parameter))
 
 
 def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:
     """Return the placement of a gradient, which covers only this rank's tokens if all ranks have the parameter."""
     return tuple(Partial() if each.is_replicate() else each for each in parameter.placements)
-
-
-class LocalTensor(torch.autograd.Function):
-    """Local shard of a parameter. DTensor.to_local does the same, but its backward is slower."""
-
-    @staticmethod
-    def forward(ctx, parameter: DTensor) -> Tensor:
-        ctx.spec = replace(parameter._spec, placements=find_gradient_placements(parameter))
-        return parameter._local_tensor.detach()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> DTensor:
-        return DTensor(grad, ctx.spec, requires_grad=False)

@@ -44,7 +44,7 @@ class Mesh:
     loss_mesh: DeviceMesh  # 1-D: ranks whose losses are summed, pp x dp x cp (all except tp)
     fsdp_nodes: Nodes | None  # for zero_plus_plus.py: the ranks of fsdp_mesh's last dim, by node
     # For tied_embeddings.py: the ranks of the first and the last stage
-    ends: dist.ProcessGroup | None = None
+    ends: dist.ProcessGroup | None
     # None if the model has no experts:
     # for their fully_shard: (efsdp) or (dp_replicate, efsdp)
     expert_fsdp_mesh: DeviceMesh | None = None
@@ -64,20 +64,11 @@ class Mesh:
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Create the process groups of a layout. Collective over all ranks."""
-    # The backend "fake" does nothing, which is right for one rank. Creating this group needs no other rank.
-    one_rank = dist.new_group(
-        [dist.get_rank()],
-        backend="fake",
-        use_local_synchronization=True,
-        group_desc="one rank",
-    )
-    world = make_mesh(device_type, layout.degrees, one_rank)
+    world = make_mesh(device_type, layout.degrees)
     shard = join_dims(world, "dp_shard", "cp")
     # FSDP shards over a 1-D mesh. With a second dim in front it also replicates, which adds an all-reduce.
     fsdp_mesh = shard
-    replicated: tuple[str, ...] = ()
     if layout.dp_replicate > 1:
-        replicated = ("dp_replicate",)
         fsdp_mesh = DeviceMesh._concatenate([world["dp_replicate"], shard])
     mesh = Mesh(
         world=world,
@@ -88,7 +79,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         dp_cp_mesh=join_dims(world, "dp_replicate", "dp_shard", "cp"),
         loss_mesh=join_dims(world, "pp", "dp_replicate", "dp_shard", "cp"),
         fsdp_nodes=split_by_node(shard, "fsdp", layout.fsdp_near),
-        ends=join_ends(layout),
+        ends=join_ends(layout, world["pp"]),
     )
     if not layout.ep:
         return mesh
@@ -98,38 +89,45 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         "efsdp": layout.efsdp,
         "ep": layout.ep,
     }
-    experts = make_mesh(device_type, degrees, one_rank, new=("efsdp", "ep"))
+    experts = make_mesh(device_type, degrees, new=("efsdp", "ep"))
+    expert_fsdp_mesh = experts["efsdp"]
+    if layout.dp_replicate > 1:
+        expert_fsdp_mesh = experts["dp_replicate", "efsdp"]
     return replace(
         mesh,
-        expert_fsdp_mesh=experts[replicated + ("efsdp",)],
+        expert_fsdp_mesh=expert_fsdp_mesh,
         ep=experts["ep"],
         expert_fsdp_nodes=split_by_node(experts["efsdp"], "efsdp", layout.efsdp_near),
     )
 
 
-def join_ends(layout: Layout) -> dist.ProcessGroup | None:
+def join_ends(layout: Layout, pp: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the group of the ranks with the first and the last stage, if both hold a tied matrix. None elsewhere."""
-    first = layout.stage_ranks[0]
-    last = layout.stage_ranks[-1]
-    per_stage = layout.world_size // layout.pp
-    pp_rank, place = divmod(dist.get_rank(), per_stage)
-    if not layout.tied or first == last or pp_rank not in (first, last):
+    pipeline = pp.mesh.tolist()
+    first = pipeline[layout.stage_ranks[0]]
+    last = pipeline[layout.stage_ranks[-1]]
+    if not layout.tied or first == last or dist.get_rank() not in (first, last):
         return None
-    ranks = [first * per_stage + place, last * per_stage + place]
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc="mesh_pp_ends")
+    return dist.new_group([first, last], use_local_synchronization=True, group_desc="mesh_pp_ends")
 
 
 def make_mesh(
     device_type: str,
     degrees: dict[str, int],
-    one_rank: dist.ProcessGroup,
     new: tuple[str, ...] = (),
 ) -> DeviceMesh:
-    """Create a mesh of all ranks. Dims of size 1 get the group `one_rank`; every other dim gets a new group.
+    """Create a mesh of all ranks. Dims of size 1 share a group of one rank; every other dim gets a new group.
 
     `new`: dims that get a new group even if they span all ranks. Otherwise they would use the default group, and the
     tokens of one layer would queue behind the parameters of the next.
     """
+    # The backend "fake" does nothing, which is right for one rank. Creating this group needs no other rank.
+    one_rank = dist.new_group(
+        [dist.get_rank()],
+        backend="fake",
+        use_local_synchronization=True,
+        group_desc="one rank",
+    )
     used = {dim: degree for dim, degree in degrees.items() if degree > 1}
     groups = dict.fromkeys(degrees, one_rank)
     if used:

@@ -22,7 +22,11 @@ from torch import nn
 from torchtitan_lite.config.layout import Layout, plan_recompute
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.moe import MoE
-from torchtitan_lite.parallel.activation_checkpoint import apply_recompute, set_memory_budget
+from torchtitan_lite.parallel.activation_checkpoint import (
+    apply_recompute,
+    save_expensive_outputs,
+    set_memory_budget,
+)
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
 from torchtitan_lite.parallel.expert_parallel import apply_expert_parallel
 from torchtitan_lite.parallel.float8 import apply_float8
@@ -82,12 +86,12 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
             compiled = [*dense, (moe, "combine"), (moe.experts, "activate")]
         if recompute[int(layer)] == "op":
             for module, method in recomputed:
-                apply_recompute(module, method, keep_expensive_ops=True)
+                apply_recompute(module, method, save_expensive_outputs)
         if "model" in components:
             for module, method in compiled:
                 compile_method(module, method, backend, options)
         if recompute[int(layer)] == "full":
-            apply_recompute(block, "forward", keep_expensive_ops=False)
+            apply_recompute(block, "forward")
     if part.output is not None and "loss" in components:
         # Only the loss of given logits, not the head's matmuls.
         compile_method(part.output, "differentiate", backend)

@@ -17,7 +17,6 @@ Effect: each rank's parts have only the modules of its stages; FQNs are the same
 """
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -60,12 +59,11 @@ def build_schedule(
     *,
     section: Parallelism,
     device: torch.device,
-    loss_fn: Callable,
     expert_loads: Tensor | None,
 ) -> _PipelineSchedule:
     """Build the schedule that runs this rank's parts (already parallelized) over mesh dim `pp`.
 
-    The last stage calls `loss_fn(output, target)` for each microbatch. Gradients are summed over microbatches.
+    Its `target` is the number of tokens, which divides the loss of each microbatch. Gradients are summed over them.
     `expert_loads`: ExpertBalance.loads.
     """
     indices = layout.stages_of(mesh.get_local_rank())
@@ -79,7 +77,7 @@ def build_schedule(
     return schedule_class(
         stages[0] if one_stage else stages,
         n_microbatches=layout.n_microbatches,
-        loss_fn=loss_fn,
+        loss_fn=lambda loss_sum, n_tokens: loss_sum / n_tokens[0],
         scale_grads=False,
     )
 

@@ -84,12 +84,12 @@ def start_process(
     dump_folder: Path,
 ) -> tuple[torch.device, Groups]:
     """Prepare this process and connect it to all ranks. Collective."""
-    timeout_s = config.comm.init_timeout_seconds
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     device = choose_device(place.local_rank, device_type)
-    prepare_process(config, dump_folder, place.world_size)
-    start_process_group(device, config, place, store)
-    host = make_host_group("host", timeout_s)
-    saver = make_host_group("saver", timeout_s)
+    prepare_process(config, dump_folder)
+    start_process_group(device, config, place, store, timeout)
+    host = dist.new_group(backend="gloo", timeout=timeout, group_desc="host")
+    saver = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
     return device, Groups(host, saver)
 
 
@@ -98,15 +98,13 @@ def end_process(groups: Groups) -> None:
     dist.destroy_process_group()
 
 
-def prepare_process(config: Config, dump_folder: Path, world_size: int) -> None:
+def prepare_process(config: Config, dump_folder: Path) -> None:
     """Apply process-wide settings: determinism, folders of compiled code and NCCL traces, limit of open files."""
     if config.debug.deterministic:  # weights and data depend only on the seed in any case
         # cuBLAS needs a fixed workspace for determinism.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         warn_only = config.debug.deterministic_warn_only
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
-        # For debugging: it would write every new tensor twice.
-        torch.utils.deterministic.fill_uninitialized_memory = False
 
     # Keep inductor's compiled code for the next run, unless the user has set another folder. Importing torch sets the
     # variable to torch's default.
@@ -123,9 +121,9 @@ def prepare_process(config: Config, dump_folder: Path, world_size: int) -> None:
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if n_recorded else "0"
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / "rank_")
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 4 * world_size + 256:  # gloo opens about n + 3 files for each group of n ranks
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # gloo opens about n + 3 files for each group of n ranks
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def choose_device(local_rank: int, device_type: str) -> torch.device:
@@ -147,7 +145,7 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
 
 
 def start_process_group(
-    device: torch.device, config: Config, place: Place, store: dist.Store
+    device: torch.device, config: Config, place: Place, store: dist.Store, timeout: timedelta
 ) -> None:
     """Join the job's process group: NCCL on CUDA, gloo on CPU.
 
@@ -163,7 +161,6 @@ def start_process_group(
     # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new
     # prefix, a restarted rank may read these addresses, and fail to connect or wait forever (torch 2.13).
     fresh_store = dist.PrefixStore(f"restart-{place.restarts}", store)
-    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     store.set_timeout(timeout)
     dist.init_process_group(
         backend,
@@ -173,12 +170,6 @@ def start_process_group(
         timeout=timeout,
         device_id=device if connects_at_once else None,
     )
-
-
-def make_host_group(name: str, timeout_s: int) -> dist.ProcessGroup:
-    """Create a gloo group of all ranks for objects and CPU tensors, for use by one thread. Collective."""
-    timeout = timedelta(seconds=timeout_s)
-    return dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
 
 
 def set_timeouts(timeout_s: int, groups: Groups) -> None:

@@ -34,7 +34,6 @@ from torchtitan_lite.parallel.attention_kernels import (
     attend_to_part,
     attend_to_part_backward,
     merge_into,
-    prefers_cudnn,
 )
 from torchtitan_lite.parallel.exchange import Ranks, collectives
 
@@ -150,13 +149,10 @@ def attend(
 
     The memory order of out is (B, 2C, H, E), as the output projection reads it. Collective.
     """
-    cudnn = prefers_cudnn(query)
     keys_of_ranks = METHODS[method](key, value, Ranks(rank, n_ranks, group_name))
     for source, queries, _, visible in keys_of_ranks.list_visible():
         is_own = source == rank
-        part_out, part_lse = attend_to_part(
-            query[:, :, queries], *visible, causal=is_own, cudnn=cudnn
-        )
+        part_out, part_lse = attend_to_part(query[:, :, queries], *visible, causal=is_own)
         if is_own:
             out = part_out.float()
             lse = part_lse.float()
@@ -179,7 +175,6 @@ def attend_backward(
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of this rank's query, and of its key and value, stacked (2, B, K, 2C, E). Collective."""
-    cudnn = prefers_cudnn(query)
     keys_of_ranks = METHODS[method](key, value, Ranks(rank, n_ranks, group_name))
     for source, queries, keys, visible in keys_of_ranks.list_visible():
         is_own = source == rank
@@ -190,7 +185,6 @@ def attend_backward(
             out[:, :, queries],
             lse[:, :, queries].contiguous(),
             causal=is_own,
-            cudnn=cudnn,
         )
         if is_own:
             grad_query = part_grad_query.float()

@@ -42,7 +42,6 @@ Sources: Megatron-LM arXiv:1909.08053, section 3 for the loss; sequence parallel
 Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and checkpoint do not change.
 """
 
-import warnings
 from functools import partial
 
 import torch
@@ -79,18 +78,17 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
 
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the parameters of `part` (on meta), and make its modules compute with the shards."""
-    tied = is_tied_inside(part)
     parallelize_module(part, mesh, plan_tensor_parallel(part))
-    if tied:  # parallelize_module made a separate DTensor for each module, with equal placements
+    if is_tied_inside(
+        part
+    ):  # parallelize_module made a separate DTensor for each module, with equal placements
         part.output.register_parameter("weight", part.tok_embeddings._parameters["weight"])
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
     """Enable symmetric memory between the ranks of `mesh`. Returns the torch.compile options for the blocks."""
-    with warnings.catch_warnings():
-        # torch 2.13 deprecates this function, but its compiler pass still depends on it.
-        warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(mesh.get_group().group_name)
+    # torch warns that this function is deprecated, but in torch 2.13 its compiler pass still depends on it.
+    enable_symm_mem_for_group(mesh.get_group().group_name)
     return {"_micro_pipeline_tp": True}
 
 
@@ -152,7 +150,7 @@ class SplitEmbedding(LocalStyle):
     placements = {"weight": Shard(0)}
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
-        n_rows = module._parameters["weight"].to_local().shape[0]
+        n_rows = len(module.weight)
         row = x - ranks.own * n_rows
         is_here = (row >= 0) & (row < n_rows)
         found = super().compute(module, ranks, row.where(is_here, 0))
@@ -170,7 +168,7 @@ class SplitHead(GatheredInput):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         ranks = list_ranks(device_mesh)
-        module.first_id = lambda logits: ranks.own * logits.shape[1]  # shards have equal sizes
+        module.shard = ranks.own
         module.combine = partial(combine_shards, ranks)
         return super()._apply(module, device_mesh)
 

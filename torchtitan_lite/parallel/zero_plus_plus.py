@@ -21,7 +21,8 @@ Bytes that a rank sends for a group of P elements of w bytes, over n = f nodes x
     all-gather, forward     wP(n-1)/n    with qwZ qP(n-1)/n
     all-gather, backward    the same     with hpZ the same with (m-1)/m instead of (n-1)/n, all inside the node
     reduce-scatter          4P(n-1)/n    with qgZ qP(m-1)/m inside the node, then (qP/m)(f-1)/f between nodes
-    memory                  hpZ keeps wP/m (with qwZ qP/m) of every block; qgZ needs (6 + 4/m)P while it reduces a group
+    memory                  hpZ keeps wP/m (with qwZ qP/m) of every block; qwZ needs 5P while it gathers a group,
+                            qgZ (6 + 4/m)P while it reduces one
 
 Rounding error. If a is the largest magnitude in a block, its scale is s = a/127. An element x is sent as the integer
 nearest to x/s, which is at most 127, so the product of this integer and s differs from x by at most s/2.
@@ -51,13 +52,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.model.moe import MoE
 from torchtitan_lite.parallel.fsdp import list_fsdp_groups
-
-# Renamed in torch 2.13.
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Nodes(NamedTuple):
@@ -106,47 +108,44 @@ class Packing:
     def __init__(self, sizes: list[int]):
         """`sizes`: number of elements in a rank's shard of each parameter, with FSDP's padding."""
         self.sizes = sizes
-        self.n_blocks = [ceil(size / INT8_BLOCK) for size in sizes]
-        self.padded = [n * INT8_BLOCK for n in self.n_blocks]
+        self.padded = [ceil(size / INT8_BLOCK) * INT8_BLOCK for size in sizes]
 
     def pack(self, rows: Tensor) -> Tensor:
         """Round rows (..., elements of a shard) to blocks (..., bytes)."""
-        padded = rows.new_zeros((*rows.shape[:-1], sum(self.padded)), dtype=torch.float32)
+        size = (*rows.shape[:-1], sum(self.padded))
+        padded = rows.new_zeros(size, dtype=torch.float32)
         shards = rows.split(self.sizes, -1)
-        for shard, blocks in zip(shards, padded.split(self.padded, -1), strict=True):
-            blocks[..., : shard.shape[-1]] = shard
+        parts = padded.split(self.padded, -1)
+        for shard, part in zip(shards, parts, strict=True):
+            part[..., : shard.shape[-1]] = shard
         blocks = padded.unflatten(-1, (-1, INT8_BLOCK))
-        scales = torch.linalg.vector_norm(blocks, torch.inf, -1, keepdim=True) / 127
-        blocks.div_(scales.masked_fill(scales == 0, 1.0)).round_()
-        integers = blocks.to(torch.int8).flatten(-2)
-        return torch.cat([integers, scales.flatten(-2).view(torch.int8)], -1)
+        largest = torch.linalg.vector_norm(blocks, torch.inf, -1, keepdim=True)
+        scales = largest / 127
+        divisors = scales.masked_fill(scales == 0, 1.0)
+        blocks.div_(divisors)
+        blocks.round_()
+        integers = blocks.to(torch.int8)
+        integers = integers.flatten(-2)
+        bytes_of_scales = scales.flatten(-2).view(torch.int8)
+        return torch.cat([integers, bytes_of_scales], -1)
 
-    def unpack(self, packed: Tensor, rows: Tensor) -> None:
-        """Write the numbers in `packed` (..., bytes) to rows (..., elements of a shard), whose dtype may be any."""
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Return the numbers in `packed` (..., bytes), with the padding, in fp32."""
         n_bytes = sum(self.padded)
-        integers = packed[..., :n_bytes].split(self.padded, -1)
-        scales = packed[..., n_bytes:].view(torch.float32).split(self.n_blocks, -1)
+        integers = packed[..., :n_bytes].unflatten(-1, (-1, INT8_BLOCK))
+        scales = packed[..., n_bytes:].view(torch.float32)
+        blocks = integers * scales[..., None]
+        return blocks.flatten(-2)
+
+    def remove_padding(self, padded: Tensor, rows: Tensor) -> None:
+        """Write numbers with padding to rows (..., elements of a shard), whose dtype may be any."""
         shards = rows.split(self.sizes, -1)
-        for shard, integer, scale in zip(shards, integers, scales, strict=True):
-            multiply_blocks(integer, scale, shard)
+        parts = padded.split(self.padded, -1)
+        for shard, part in zip(shards, parts, strict=True):
+            shard.copy_(part[..., : shard.shape[-1]])
 
 
-def multiply_blocks(integers: Tensor, scales: Tensor, shard: Tensor) -> None:
-    """Write the integers (..., padded elements) times the scales of their blocks to shard (..., elements).
-
-    With `out`, the products need no temporary tensor.
-    """
-    size = shard.shape[-1]
-    n_whole = size // INT8_BLOCK
-    end = n_whole * INT8_BLOCK
-    whole = shard[..., :end].unflatten(-1, (-1, INT8_BLOCK))
-    blocks = integers[..., :end].unflatten(-1, (-1, INT8_BLOCK))
-    torch.mul(blocks, scales[..., :n_whole, None], out=whole)
-    rest = integers[..., end:size]  # the last block is padded
-    torch.mul(rest, scales[..., n_whole:], out=shard[..., end:])
-
-
-class AllGather:
+class AllGather(DefaultAllGather):
     """The all-gather of an FSDP group, called by FSDP."""
 
     def __init__(self, packing: Packing | None, near: dist.ProcessGroup | None):
@@ -155,9 +154,6 @@ class AllGather:
         self.near = near
         # This rank's part of what its node keeps, packed if weights are rounded.
         self.secondary: Tensor | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -184,23 +180,21 @@ class AllGather:
         gathered = output_tensor
         if self.packing is not None:
             gathered = own.new_empty(ranks.size() * own.numel())
-        all_gather(gathered, own, group=ranks)
+        super().__call__(gathered, own, ranks)
         if self.near is not None and not uses_secondary:
             chunks = gathered.chunk(self.near.size())
             self.secondary = chunks[self.near.rank()].clone()
         if self.packing is not None:
-            shards = output_tensor.view(group.size(), -1)
-            self.packing.unpack(gathered.view(group.size(), -1), shards)
+            numbers = self.packing.unpack(gathered.view(group.size(), -1))
+            self.packing.remove_padding(numbers, output_tensor.view(group.size(), -1))
 
 
-class ReduceScatter:
+class ReduceScatter(DefaultReduceScatter):
     """The reduce-scatter of an FSDP group by all-to-alls (qgZ), called by FSDP."""
 
     def __init__(self, packing: Packing, nodes: Nodes):
         self.packing = packing
         self.nodes = nodes
-
-    allocate = AllGather.allocate
 
     def __call__(
         self,
@@ -223,6 +217,7 @@ class ReduceScatter:
         sent = self.packing.pack(rows)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-        arrived = rows.new_empty(rows.shape)
-        self.packing.unpack(received, arrived)
-        return arrived.sum(0)
+        summed = self.packing.unpack(received).sum(0)
+        result = rows.new_empty(rows.shape[1:])
+        self.packing.remove_padding(summed, result)
+        return result

@@ -57,7 +57,7 @@ class Llama3(nn.Module):
         hidden = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         rotation = rotary_angles(positions, self.model_args)
         blocks = list(self.layers.values())
-        if doc_ids is not None and blocks:
+        if blocks:
             doc_ids = blocks[0].attention.inner.plan(doc_ids)  # once for all layers
         for block in blocks:
             hidden = block(hidden, rotation, doc_ids)
@@ -67,7 +67,7 @@ class Llama3(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, model_args: ModelArgs, inner_attention: nn.Module, *, is_moe: bool = False):
+    def __init__(self, model_args: ModelArgs, inner_attention: nn.Module, *, is_moe: bool):
         super().__init__()
         self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.attention = Attention(model_args, inner_attention)
@@ -82,14 +82,14 @@ class TransformerBlock(nn.Module):
                 ffn_dim = moe.n_shared_experts * moe.expert_ffn_dim
                 self.shared_experts = FeedForward(model_args.dim, ffn_dim)
 
-    def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None) -> Tensor:
         """x (B, S, D) -> (B, S, D). doc_ids: (B, S), or the result of the attention's `plan`."""
         x = self.attend(x, rotation, doc_ids)
         normed = self.ffn_norm(x)
         x = x + self.feed_forward(normed)
         return x if self.shared_experts is None else x + self.shared_experts(normed)
 
-    def attend(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    def attend(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None) -> Tensor:
         """Add attention to the residual stream: (B, S, D) -> (B, S, D)."""
         return x + self.attention(self.attention_norm(x), rotation, doc_ids)
 
@@ -101,13 +101,14 @@ class Attention(nn.Module):
         super().__init__()
         dim = model_args.dim
         head_dim = model_args.head_dim
+        query_dim = model_args.n_heads * head_dim
         kv_dim = model_args.n_kv_heads * head_dim
         bias = model_args.qkv_bias
         self.head_dim = head_dim
-        self.wq = nn.Linear(dim, model_args.n_heads * head_dim, bias=bias)
+        self.wq = nn.Linear(dim, query_dim, bias=bias)
         self.wk = nn.Linear(dim, kv_dim, bias=bias)
         self.wv = nn.Linear(dim, kv_dim, bias=bias)
-        self.wo = nn.Linear(model_args.n_heads * head_dim, dim, bias=False)
+        self.wo = nn.Linear(query_dim, dim, bias=False)
         self.q_norm = None
         self.k_norm = None
         if model_args.qk_norm:
@@ -115,7 +116,7 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(head_dim, eps=model_args.norm_eps)
         self.inner = inner
 
-    def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, doc_ids: Tensor | None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         # The number of heads follows from the projections (-1), so TP can split the heads without changes here.
         shape = (-1, self.head_dim)

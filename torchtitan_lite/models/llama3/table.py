@@ -9,6 +9,7 @@ query and key head.
 """
 
 import math
+from functools import partial
 
 from torchtitan_lite.config.model_rows import (
     Family,
@@ -22,46 +23,10 @@ from torchtitan_lite.config.model_rows import (
 # ---------------------------------------------------------------- sizes
 
 
-def qwen2(*numbers: int, vocab_size: int = 152064, tied: bool = False) -> ModelArgs:
-    """Return a Qwen2.5 model (arXiv:2412.15115): a bias on queries, keys and values."""
-    dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
-    return ModelArgs(
-        dim,
-        n_layers,
-        n_heads,
-        n_kv_heads,
-        dim // n_heads,
-        ffn_dim,
-        vocab_size,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-        tie_embeddings=tied,
-        qkv_bias=True,
-    )
-
-
-def qwen3(*numbers: int, tied: bool = False, expert_ffn_dim: int | None = None) -> ModelArgs:
-    """Return a Qwen3 model (arXiv:2505.09388): head_dim is always 128, QK-norm; with experts, 8 of 128 per token."""
-    dim, n_layers, n_heads, n_kv_heads, ffn_dim = numbers
-    moe = None
-    if expert_ffn_dim:
-        moe = MoEArgs(n_experts=128, top_k=8, expert_ffn_dim=expert_ffn_dim)
-    return ModelArgs(
-        dim,
-        n_layers,
-        n_heads,
-        n_kv_heads,
-        128,
-        ffn_dim,
-        151936,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-        tie_embeddings=tied,
-        qk_norm=True,
-        moe=moe,
-    )
-
-
+# arXiv:2412.15115, Qwen2.5: a bias on queries, keys and values
+qwen2 = partial(ModelArgs, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True)
+# arXiv:2505.09388: QK-norm; with experts, 8 of 128 per token
+qwen3 = partial(ModelArgs, vocab_size=151936, norm_eps=1e-6, rope_theta=1e6, qk_norm=True)
 LLAMA_3_1 = RopeScaling(factor=8.0)
 LLAMA_3_2 = RopeScaling(factor=32.0)
 
@@ -107,21 +72,21 @@ FLAVORS = {
     "Mixtral-8x22B": ModelArgs(
         6144, 56, 48, 8, 128, 16384, 32000, rope_theta=1e6, moe=MoEArgs(8, 2, 16384)
     ),
-    "Qwen2.5-0.5B": qwen2(896, 24, 14, 2, 4864, vocab_size=151936, tied=True),
-    "Qwen2.5-1.5B": qwen2(1536, 28, 12, 2, 8960, vocab_size=151936, tied=True),
-    "Qwen2.5-3B": qwen2(2048, 36, 16, 2, 11008, vocab_size=151936, tied=True),
-    "Qwen2.5-7B": qwen2(3584, 28, 28, 4, 18944),
-    "Qwen2.5-14B": qwen2(5120, 48, 40, 8, 13824),
-    "Qwen2.5-32B": qwen2(5120, 64, 40, 8, 27648),
-    "Qwen2.5-72B": qwen2(8192, 80, 64, 8, 29568),
-    "Qwen3-0.6B": qwen3(1024, 28, 16, 8, 3072, tied=True),
-    "Qwen3-1.7B": qwen3(2048, 28, 16, 8, 6144, tied=True),
-    "Qwen3-4B": qwen3(2560, 36, 32, 8, 9728, tied=True),
-    "Qwen3-8B": qwen3(4096, 36, 32, 8, 12288),
-    "Qwen3-14B": qwen3(5120, 40, 40, 8, 17408),
-    "Qwen3-32B": qwen3(5120, 64, 64, 8, 25600),
-    "Qwen3-30B-A3B": qwen3(2048, 48, 32, 4, 6144, expert_ffn_dim=768),
-    "Qwen3-235B-A22B": qwen3(4096, 94, 64, 4, 12288, expert_ffn_dim=1536),
+    "Qwen2.5-0.5B": qwen2(896, 24, 14, 2, 64, 4864, 151936, tie_embeddings=True),
+    "Qwen2.5-1.5B": qwen2(1536, 28, 12, 2, 128, 8960, 151936, tie_embeddings=True),
+    "Qwen2.5-3B": qwen2(2048, 36, 16, 2, 128, 11008, 151936, tie_embeddings=True),
+    "Qwen2.5-7B": qwen2(3584, 28, 28, 4, 128, 18944, 152064),
+    "Qwen2.5-14B": qwen2(5120, 48, 40, 8, 128, 13824, 152064),
+    "Qwen2.5-32B": qwen2(5120, 64, 40, 8, 128, 27648, 152064),
+    "Qwen2.5-72B": qwen2(8192, 80, 64, 8, 128, 29568, 152064),
+    "Qwen3-0.6B": qwen3(1024, 28, 16, 8, 128, 3072, tie_embeddings=True),
+    "Qwen3-1.7B": qwen3(2048, 28, 16, 8, 128, 6144, tie_embeddings=True),
+    "Qwen3-4B": qwen3(2560, 36, 32, 8, 128, 9728, tie_embeddings=True),
+    "Qwen3-8B": qwen3(4096, 36, 32, 8, 128, 12288),
+    "Qwen3-14B": qwen3(5120, 40, 40, 8, 128, 17408),
+    "Qwen3-32B": qwen3(5120, 64, 64, 8, 128, 25600),
+    "Qwen3-30B-A3B": qwen3(2048, 48, 32, 4, 128, 6144, moe=MoEArgs(128, 8, 768)),
+    "Qwen3-235B-A22B": qwen3(4096, 94, 64, 4, 128, 12288, moe=MoEArgs(128, 8, 1536)),
 }
 
 # ---------------------------------------------------------------- modules

@@ -139,7 +139,7 @@ def gpu_kernels() -> Iterator[None]:
 
 
 def attend_without_mask(
-    query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor, **places: Tensor
+    query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor, *positions: Tensor
 ) -> Tensor:
     """Replace flex attention by a kernel that keeps the same tensors for backward."""
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)

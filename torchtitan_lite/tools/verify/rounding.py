@@ -25,10 +25,11 @@ def packing_checked(note: Note) -> AbstractContextManager:
     """Context manager: compare what ZeRO++ packs with its bound, then send exact numbers, which hide no other error."""
     pack = Packing.pack
     unpack = Packing.unpack
+    remove_padding = Packing.remove_padding
 
     def check_and_send(self: Packing, rows: Tensor) -> Tensor:
         rounded = torch.empty(rows.shape)
-        unpack(self, pack(self, rows), rounded)
+        remove_padding(self, unpack(self, pack(self, rows)), rounded)
         pair = torch.stack([rows.float(), rounded - rows]).abs()
         for tensors in pair.split(self.sizes, -1):
             for blocks in tensors.split(INT8_BLOCK, -1):
@@ -37,16 +38,24 @@ def packing_checked(note: Note) -> AbstractContextManager:
                 half_scale = largest / 253.9  # half a step of the integers, and some rounding
                 worst = error / (half_scale + 1e-30)
                 note("packing", "zero_plus_plus", worst.max().item())
-        sent = rows.clone(memory_format=torch.contiguous_format)
+        sent = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         sent = sent.view(torch.int8)
         # A rank must not use its own numbers as they were: others see them rounded.
         rows.fill_(math.nan)
         return sent
 
-    def receive(self: Packing, sent: Tensor, rows: Tensor) -> None:
-        rows.copy_(sent.view(rows.dtype))
+    def receive(self: Packing, sent: Tensor) -> Tensor:
+        return sent.view(torch.float32)
 
-    return patch.multiple(Packing, pack=check_and_send, unpack=receive)
+    def write(self: Packing, numbers: Tensor, rows: Tensor) -> None:
+        rows.copy_(numbers)
+
+    return patch.multiple(
+        Packing,
+        pack=check_and_send,
+        unpack=receive,
+        remove_padding=write,
+    )
 
 
 def reductions_noted(note: Note) -> AbstractContextManager:
