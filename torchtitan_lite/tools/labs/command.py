@@ -21,7 +21,8 @@ def main(options: Namespace) -> int:
     lab = find_lab(options.number)
     folder = Path("outputs") / "labs" / str(lab.number)
     if options.action is None:
-        print(lab.text)
+        text = lab.text.replace("./run_train.sh", name_command("train"))
+        print(text.replace("python3 -m torchtitan_lite ", name_command("")))
         return 0
     if options.action == "answer":
         return judge_answer(lab, options)
