@@ -45,7 +45,7 @@ from torchtitan_lite.components.shutdown import (
 )
 from torchtitan_lite.config.machine import FROM_LAUNCHER
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.reader import flatten_table
+from torchtitan_lite.config.reader import flatten_table, read_config
 from torchtitan_lite.data.corpus_folder import list_named
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.preflight import Prepared
@@ -53,10 +53,18 @@ from torchtitan_lite.tools.check import check, choose_host, describe_prepared
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.faults import hang
-from torchtitan_lite.tools.hosts import STORE_TIMEOUT_S, agree_on_cause, end_if_cut_off, meet_hosts
+from torchtitan_lite.tools.hosts import (
+    STORE_TIMEOUT_S,
+    agree_on_cause,
+    end_if_cut_off,
+    meet_hosts,
+    read_hosts,
+)
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit status
+LAST_CALL_S = 10  # if NNODES is a range, ranks start so long after the smallest number of hosts is there
+REJOIN_WITHIN_S = 10.0  # if a host joins, the launchers of the others notice it within a second or two
 
 
 def main(options: Namespace, work: Callable[[list[str], Path], int] | None = None) -> int:
@@ -180,8 +188,10 @@ def run_ranks(
     store = None
     try:
         if n_hosts > 1:
-            config = dict(flatten_table(asdict(prepared.config)))
-            store = meet_hosts(importlib.import_module("torch.distributed"), n_hosts, config)
+            # a host that joins later has a checkpoint to resume, so its resolved config may differ
+            config = dict(flatten_table(asdict(read_config(args).config)))
+            ranks = {"number of ranks per host": n_local}
+            store = meet_hosts(importlib.import_module("torch.distributed"), ranks | config)
             timeout_s = prepared.config.comm.train_timeout_seconds
             if not is_first_host():
                 threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
@@ -193,7 +203,7 @@ def run_ranks(
         status = 128 + signals.received[0]
         reason = name_signal(signals.received[0])
     if store:
-        return agree_on_cause(store, n_hosts, status, reason)
+        return agree_on_cause(store, status, reason)
     return status, reason
 
 
@@ -290,7 +300,7 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
         # torchrun makes a new store after each restart
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return torchrun.LaunchConfig(
-        min_nodes=n_hosts,
+        min_nodes=read_hosts()[0],
         max_nodes=n_hosts,
         nproc_per_node=n_local,
         logs_specs=torchrun.DefaultLogsSpecs(
@@ -300,7 +310,11 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
         role="rank",
         rdzv_backend="c10d",
         rdzv_endpoint=address,
-        rdzv_configs={"is_host": is_first_host(), "read_timeout": STORE_TIMEOUT_S},
+        rdzv_configs={
+            "is_host": is_first_host(),
+            "read_timeout": STORE_TIMEOUT_S,
+            "last_call_timeout": LAST_CALL_S,
+        },
         local_addr=local_address,
         max_restarts=int(os.environ.get("MAX_RESTARTS", 0)),
         start_method="forkserver",
@@ -315,13 +329,23 @@ def train_rank(args: list[str], folder: Path) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if (folder / STOP_FILE).exists():
         sys.exit(int((folder / STOP_FILE).read_text()))
+    # torchrun itself only counts restarts after a failure on this host, not for a host that joins
+    with open(folder / f"starts-{os.environ['LOCAL_RANK']}", "a") as starts:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(starts.tell())
+        starts.write(".")
     train = importlib.import_module("train")  # already imported by the fork server
     status = 1
     with suppress(Exception):  # already printed, and recorded for describe_failure
         status = train.run_rank(args, stop)
     # torchrun's SIGTERM must end a failed rank. But if a late signal killed any other rank, the launcher would hang.
     is_failed = status not in (0, *STOPPED)
-    handle_signals(signal.SIG_DFL if is_failed else signal.SIG_IGN)
+    n_needed, n_hosts = read_hosts()
+    may_restart = status in STOPPED and n_needed < n_hosts and not (folder / STOP_FILE).exists()
+    handle_signals(signal.SIG_DFL if is_failed or may_restart else signal.SIG_IGN)
+    if may_restart and stop.received is None:
+        time.sleep(REJOIN_WITHIN_S)
+    elif may_restart:
+        sys.exit(status)
     if is_failed:
         # torchrun reports the first rank to exit: let the rank that caused the failure exit first.
         time.sleep(1)
