@@ -24,7 +24,6 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 from torchtitan_lite.checkpoint.starting_weights import PATH, find_initial, find_resumed
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
 from torchtitan_lite.config.checks import check_machine, check_run, count_pieces
-from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.layout import plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.memory_bound import bound_memory, check_memory
@@ -286,9 +285,14 @@ def add_notices(run: Prepared, restarted: bool) -> None:
                 why = f"{part!r} is in the name of no linear layer"
                 notices.append(f"quantize.linear.float8.filter_fqns: {why}")
     if run.weights and run.weights.is_resumed:
-        saved = run.weights.manifest.run["layout"]
-        if saved != run.layout.degrees:
-            notices.append(describe_change(saved, run.layout))
+        layout = run.layout
+        before = run.weights.manifest.run["layout"]
+        if layout.degrees != before:
+            ranks = f"{layout.world_size} ranks instead of {prod(before.values())}"
+            share = f"each with {layout.n_microbatches} microbatches of {layout.microbatch_size}"
+            notices.append(
+                f"the run goes on with {ranks}: {layout.dp} data-parallel ranks, {share}"
+            )
     reached = config.training.steps / max(1, config.lr_scheduler.warmup_steps)
     if reached < 1:
         why = f"the learning rate only reaches {reached:.0%} of optimizer.lr"
@@ -309,16 +313,6 @@ def add_notices(run: Prepared, restarted: bool) -> None:
             notices.append(f"job.overwrite deletes the earlier run: {earlier}")
     if config.job.print_config:
         notices.append(dump_config_toml(config))
-
-
-def describe_change(saved: dict[str, int], layout: Layout) -> str:
-    """Return one line: the degrees of a resumed checkpoint, and what the other layout of this run makes of them."""
-    n_before = prod(saved.values())
-    dp_before = saved["dp_replicate"] * saved["dp_shard"]
-    return (
-        f"the run goes on with {layout.world_size} ranks instead of {n_before}: {layout.dp} data-parallel ranks "
-        f"instead of {dp_before}, each with {layout.n_microbatches} microbatches of {layout.microbatch_size} per step"
-    )
 
 
 def name_model(run: Prepared) -> str:

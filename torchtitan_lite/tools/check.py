@@ -13,7 +13,7 @@ from typing import get_args
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
-from torchtitan_lite.config.reader import KEYS, SECTIONS, suggest_key
+from torchtitan_lite.config.reader import KEYS, SECTIONS, read_config, suggest_key
 from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.config.torchtitan_keys import resolve_alias
 from torchtitan_lite.preflight import Prepared, preflight
@@ -74,44 +74,38 @@ def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts
         why = f"it does not divide the world size {prepared.layout.world_size}"
         remedy = "Set NGPU to the number of ranks per host"
         raise ConfigError([Problem("NNODES", n_hosts, why, remedy)])
-    problems = check_fewer_hosts(prepared, config_args, machine, n_hosts)
-    if problems:
-        raise ConfigError(problems)
+    check_fewer_hosts(prepared, config_args, machine, n_hosts)
     return prepared
 
 
 def check_fewer_hosts(
     prepared: Prepared, config_args: list[str], machine: Machine, n_hosts: int
-) -> list[Problem]:
-    """Find why the run cannot go on with every smaller number of hosts that NNODES allows. `prepared`: on `n_hosts`."""
+) -> None:
+    """Check every smaller number of hosts that NNODES allows. `prepared`: on `n_hosts`. Raises ConfigError."""
     problems = []
     layout = prepared.layout
     sizes = range(read_hosts()[0], n_hosts)
-    if sizes and not prepared.config.checkpoint.enable:
-        why = "if the number of hosts changes, the ranks restart from the newest checkpoint"
-        problems.append(Problem("checkpoint.enable", False, why, "Set it to true"))
-    if sizes and not int(os.environ.get("MAX_RESTARTS") or 0):
-        why = "a lost host costs a restart"
-        problems.append(Problem("MAX_RESTARTS", 0, why, "Set it to the losses to survive, such as 9"))
+    batch = read_config(config_args).config.training.global_batch_size
+    is_saved = prepared.config.checkpoint.enable and batch > 0
+    if sizes and not (is_saved and int(os.environ.get("MAX_RESTARTS") or 0)):
+        why = "a lost host costs a restart from the newest checkpoint, with the same global batch"
+        remedy = f"Set MAX_RESTARTS, checkpoint.enable = true, and {BATCH}"
+        problems.append(Problem("NNODES", os.environ["NNODES"], why, remedy))
     n_local = prepared.config.training.local_batch_size
     unit = n_local * lcm(*sizes, n_hosts) * layout.dp // n_hosts
     for size in sizes:
         n_ranks = layout.world_size // n_hosts * size
-        found = []
         try:
-            smaller = preflight(config_args, machine=machine, n_ranks=n_ranks, n_hosts=size).layout
-            if smaller.global_batch_size != layout.global_batch_size:
-                why = f"it is {smaller.global_batch_size}, not {layout.global_batch_size}"
-                found = [Problem(BATCH, -1, why, "")]
+            preflight(config_args, machine=machine, n_ranks=n_ranks, n_hosts=size)
         except ConfigError as error:
-            found = error.problems
-        for problem in found:
-            why = f"on {size} of {n_hosts} hosts, {problem.why}"
-            remedy = problem.remedy
-            if problem.key == BATCH:
-                remedy = f"Set it to a multiple of {unit}"
-            problems.append(replace(problem, why=why, remedy=remedy))
-    return problems
+            for problem in error.problems:
+                why = f"on {size} of {n_hosts} hosts, {problem.why}"
+                remedy = problem.remedy
+                if problem.key == BATCH:
+                    remedy = f"Set it to a multiple of {unit}"
+                problems.append(replace(problem, why=why, remedy=remedy))
+    if problems:
+        raise ConfigError(problems)
 
 
 def describe_prepared(prepared: Prepared, machine: Machine) -> str:

@@ -70,20 +70,19 @@ def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
     if own_address:
         store.set("address", own_address)
     store.set(f"NODE_RANK={node_rank}", json.dumps(facts))
-    first: dict[str, object] = {}
-    others = range(n_hosts) if n_needed == n_hosts else (0, node_rank)
+    others = range(n_hosts) if n_needed == n_hosts else [0]
     for other in others:
         key = f"NODE_RANK={other}"
         wait_until(partial(store.check, [key]), key)
         theirs = json.loads(store.get(key))
-        first = first or theirs
-        for name, value in first.items():
+        for name, value in facts.items():
             if theirs.get(name) != value:
                 time.sleep(END_WITHIN_S)  # the others need the store to read it
-                why = f"{name} is {value} on NODE_RANK=0, but {theirs.get(name)} on {key}"
-                raise UserError(why)
+                here = f"{name} is {value} on NODE_RANK={node_rank}"
+                raise UserError(f"{here}, but {theirs.get(name)} on {key}")
     store.add("arrived", 1)
-    wait_until(lambda: store.add("arrived", 0) >= n_needed, f"{n_needed} hosts")
+    n_first = max(2, n_needed)  # NODE_RANK=0 needs the address of another host
+    wait_until(lambda: store.add("arrived", 0) >= n_first, f"{n_first} hosts")
     if node_rank == 0:
         address = store.get("address").decode()
     with suppress(FileNotFoundError):  # a container without the command

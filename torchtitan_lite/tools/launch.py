@@ -57,14 +57,15 @@ from torchtitan_lite.tools.hosts import (
     STORE_TIMEOUT_S,
     agree_on_cause,
     end_if_cut_off,
+    find_master,
     meet_hosts,
     read_hosts,
 )
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit status
-LAST_CALL_S = 10  # if NNODES is a range, ranks start so long after the smallest number of hosts is there
-REJOIN_WITHIN_S = 10.0  # if a host joins, the launchers of the others notice it within a second or two
+LAST_CALL_S = 10  # wait for more hosts than the smallest number in NNODES
+RESTART_WITHIN_S = 10.0  # torchrun looks for new hosts once a second
 
 
 def main(options: Namespace, work: Callable[[list[str], Path], int] | None = None) -> int:
@@ -190,8 +191,8 @@ def run_ranks(
         if n_hosts > 1:
             # a host that joins later has a checkpoint to resume, so its resolved config may differ
             config = dict(flatten_table(asdict(read_config(args).config)))
-            ranks = {"number of ranks per host": n_local}
-            store = meet_hosts(importlib.import_module("torch.distributed"), ranks | config)
+            config["NGPU"] = n_local
+            store = meet_hosts(importlib.import_module("torch.distributed"), config)
             timeout_s = prepared.config.comm.train_timeout_seconds
             if not is_first_host():
                 threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
@@ -215,6 +216,9 @@ def run_torchrun(
     torchrun = importlib.import_module("torch.distributed.run")
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     config = make_launch_config(torchrun, n_local, n_hosts, signals.folder)
+    agent = logging.getLogger("torch.distributed.elastic.agent.server.api")
+    agent.setLevel(logging.INFO)
+    agent.addFilter(lambda record: "will restart" in record.msg)
     if config.max_restarts == 0:  # hide torchrun's long failure report
         logging.disable(logging.ERROR)
     signals.may_interrupt = n_hosts > 1  # it may wait for other hosts
@@ -290,12 +294,12 @@ def start_fork_server() -> None:
 
 def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder: Path) -> object:
     """Return torchrun's settings for this host, from the environment variables."""
-    shown = {int(rank) for rank in os.environ.get("LOG_RANK", "0").split(",")}
+    shown = {int(rank) for rank in (os.environ.get("LOG_RANK") or "0").split(",")}
     hidden = set(range(n_local)) - shown
     address = "127.0.0.1:0"  # port 0: any free port
     local_address = "127.0.0.1"
     if n_hosts > 1:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29500')}"
+        address = "{}:{}".format(*find_master())
         local_address = os.environ.get("PET_LOCAL_ADDR")
         # torchrun makes a new store after each restart
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -316,7 +320,7 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
             "last_call_timeout": LAST_CALL_S,
         },
         local_addr=local_address,
-        max_restarts=int(os.environ.get("MAX_RESTARTS", 0)),
+        max_restarts=int(os.environ.get("MAX_RESTARTS") or 0),
         start_method="forkserver",
         signals_to_handle="SIGUSR2",  # torchrun needs one; we forward SIGNALS ourselves
     )
@@ -339,18 +343,27 @@ def train_rank(args: list[str], folder: Path) -> int:
         status = train.run_rank(args, stop)
     # torchrun's SIGTERM must end a failed rank. But if a late signal killed any other rank, the launcher would hang.
     is_failed = status not in (0, *STOPPED)
-    n_needed, n_hosts = read_hosts()
-    may_restart = status in STOPPED and n_needed < n_hosts and not (folder / STOP_FILE).exists()
-    handle_signals(signal.SIG_DFL if is_failed or may_restart else signal.SIG_IGN)
-    if may_restart and stop.received is None:
-        time.sleep(REJOIN_WITHIN_S)
-    elif may_restart:
-        sys.exit(status)
+    is_elastic = ":" in os.environ.get("NNODES", "")
+    if is_elastic and status in STOPPED and not (folder / STOP_FILE).exists():
+        end_for_restart(stop, status)
+    handle_signals(signal.SIG_DFL if is_failed else signal.SIG_IGN)
     if is_failed:
         # torchrun reports the first rank to exit: let the rank that caused the failure exit first.
         time.sleep(1)
         sys.exit(status)
     return status
+
+
+def end_for_restart(stop: StopRequest, status: int) -> None:
+    """End this rank if torchrun restarts it because a host joins. Return if a signal to another host stops the run.
+
+    The torchrun of one host notices the new host first, and stops the ranks of all hosts. If a rank returned its status
+    before its own torchrun notices, the run would end on its host.
+    """
+    if stop.received:
+        sys.exit(status)
+    handle_signals(signal.SIG_DFL)
+    time.sleep(RESTART_WITHIN_S)
 
 
 def describe_failure(failure: object) -> str:
