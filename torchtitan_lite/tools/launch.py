@@ -7,8 +7,11 @@ SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to the ranks, which finish a s
 first one if a step hangs. If a rank fails, torchrun ends the others, and the last line says which rank failed first,
 why, and how to resume from the newest checkpoint.
 
+If NNODES is a range such as 2:4, torchrun restarts the ranks on the hosts that are left after a loss, and on all hosts
+when one joins. A host joins after the step that is running is saved: torchrun sends SIGTERM to the ranks.
+
 Environment: NGPU (ranks of this host), LOG_RANK (ranks whose output is shown, default 0), MAX_RESTARTS; for several
-hosts NNODES, NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
+hosts NNODES (a number, or a range), NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
 Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP,
 131 by SIGQUIT, 1 otherwise.
 """
