@@ -11,7 +11,7 @@ If NNODES is a range such as 2:4, torchrun restarts the ranks on the hosts that 
 when one joins. A host joins after the step that is running is saved: torchrun sends SIGTERM to the ranks.
 
 Environment: NGPU (ranks of this host), LOG_RANK (ranks whose output is shown, default 0), MAX_RESTARTS; for several
-hosts NNODES (a number, or a range), NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
+hosts NNODES, NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
 Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP,
 131 by SIGQUIT, 1 otherwise.
 """
@@ -344,29 +344,21 @@ def train_rank(args: list[str], folder: Path) -> int:
     status = 1
     with suppress(Exception):  # already printed, and recorded for describe_failure
         status = train.run_rank(args, stop)
+    # A host joins if this host was not told to stop: torchrun then restarts the ranks, and ends them first by SIGTERM.
+    # The torchrun of one host notices the new host first, and so stops the ranks of all hosts. On the others, a rank
+    # must not return before its own torchrun notices, because the run would end there.
+    is_elastic = ":" in os.environ.get("NNODES", "")
+    may_restart = is_elastic and status in STOPPED and not (folder / STOP_FILE).exists()
     # torchrun's SIGTERM must end a failed rank. But if a late signal killed any other rank, the launcher would hang.
     is_failed = status not in (0, *STOPPED)
-    is_elastic = ":" in os.environ.get("NNODES", "")
-    if is_elastic and status in STOPPED and not (folder / STOP_FILE).exists():
-        end_for_restart(stop, status)
-    handle_signals(signal.SIG_DFL if is_failed else signal.SIG_IGN)
-    if is_failed:
+    handle_signals(signal.SIG_DFL if is_failed or may_restart else signal.SIG_IGN)
+    if may_restart and stop.received is None:
+        time.sleep(RESTART_WITHIN_S)
+    elif is_failed or may_restart:
         # torchrun reports the first rank to exit: let the rank that caused the failure exit first.
         time.sleep(1)
         sys.exit(status)
     return status
-
-
-def end_for_restart(stop: StopRequest, status: int) -> None:
-    """End this rank if torchrun restarts it because a host joins. Return if a signal to another host stops the run.
-
-    The torchrun of one host notices the new host first, and stops the ranks of all hosts. If a rank returned its status
-    before its own torchrun notices, the run would end on its host.
-    """
-    if stop.received:
-        sys.exit(status)
-    handle_signals(signal.SIG_DFL)
-    time.sleep(RESTART_WITHIN_S)
 
 
 def describe_failure(failure: object) -> str:
