@@ -13,13 +13,14 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import hosts
 
 MEET = """
-import os, sys, torch.distributed
+import os, sys, time, torch.distributed
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import hosts
 hosts.SAY_AFTER_S = hosts.END_WITHIN_S = 0.6
 try:
     hosts.meet_hosts(torch.distributed, {"optimizer.lr": float(sys.argv[1])})
     print("met over", os.environ["GLOO_SOCKET_IFNAME"])
+    time.sleep(2)  # a host that is refused needs the store
 except UserError as error:
     print(error)
 """
@@ -60,7 +61,8 @@ def test_hosts_meet_or_each_says_who_differs(name):
         own = {"NODE_RANK": str(node_rank), "MAX_RESTARTS": restarts}
         started.append(start(MEET, rate, **variables, **own))
     for host, words in zip(reversed(started), said, strict=True):
-        assert host.communicate(timeout=120)[0] == f"{words}\n"
+        out, err = host.communicate(timeout=120)
+        assert out == f"{words}\n", err
 
 
 @pytest.mark.parametrize(

@@ -85,14 +85,13 @@ def check_fewer_hosts(
     problems = []
     layout = prepared.layout
     sizes = range(read_hosts()[0], n_hosts)
-    batch = read_config(config_args).config.training.global_batch_size
-    is_saved = prepared.config.checkpoint.enable and batch > 0
-    if sizes and not (is_saved and int(os.environ.get("MAX_RESTARTS") or 0)):
+    config = read_config(config_args).config  # -1 is not resolved
+    is_safe = config.checkpoint.enable and config.training.global_batch_size > 0
+    if sizes and not (is_safe and int(os.environ.get("MAX_RESTARTS") or 0)):
         why = "a lost host costs a restart from the newest checkpoint, with the same global batch"
         remedy = f"Set MAX_RESTARTS, checkpoint.enable = true, and {BATCH}"
         problems.append(Problem("NNODES", os.environ["NNODES"], why, remedy))
-    n_local = prepared.config.training.local_batch_size
-    unit = n_local * lcm(*sizes, n_hosts) * layout.dp // n_hosts
+    unit = prepared.config.training.local_batch_size * lcm(*sizes, n_hosts) * layout.dp // n_hosts
     for size in sizes:
         n_ranks = layout.world_size // n_hosts * size
         try:

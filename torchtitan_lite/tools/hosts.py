@@ -81,15 +81,19 @@ def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
                 here = f"{name} is {value} on NODE_RANK={node_rank}"
                 raise UserError(f"{here}, but {theirs.get(name)} on {key}")
     store.add("arrived", 1)
-    n_first = max(2, n_needed)  # NODE_RANK=0 needs the address of another host
-    wait_until(lambda: store.add("arrived", 0) >= n_first, f"{n_first} hosts")
     if node_rank == 0:
+        n_first = max(2, n_needed)  # one of the others has to tell its address
+        wait_until(lambda: store.add("arrived", 0) >= n_first, f"{n_first} hosts")
         address = store.get("address").decode()
     with suppress(FileNotFoundError):  # a container without the command
         route = subprocess.run(["ip", "route", "get", address], capture_output=True, text=True)
         if interface := re.search(r" dev (\S+)", route.stdout):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface[1])
     return store
+
+
+def is_first_host() -> bool:
+    return int(os.environ.get("NODE_RANK") or 0) == 0
 
 
 def find_master() -> tuple[str, int]:
@@ -146,6 +150,8 @@ def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
             reason = cause
         store.add("ended", 1)
         deadline_s = time.monotonic() + END_WITHIN_S
-        while store.add("ended", 0) < store.add("arrived", 0) and time.monotonic() < deadline_s:
+        while is_first_host() and time.monotonic() < deadline_s:
+            if store.add("ended", 0) >= store.add("arrived", 0):
+                break
             time.sleep(0.1)
     return status, reason

@@ -61,13 +61,13 @@ from torchtitan_lite.tools.hosts import (
     agree_on_cause,
     end_if_cut_off,
     find_master,
+    is_first_host,
     meet_hosts,
     read_hosts,
 )
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit status
-LAST_CALL_S = 10  # wait for more hosts than the smallest number in NNODES
 RESTART_WITHIN_S = 10.0  # torchrun looks for new hosts once a second
 
 
@@ -128,10 +128,6 @@ def export_last_checkpoint(prepared: Prepared) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there are no ranks to forward it to
     convert = [sys.executable, "-m", "torchtitan_lite", "convert", last, out]
     return subprocess.call([*convert, "--dtype", section.export_dtype])
-
-
-def is_first_host() -> bool:
-    return int(os.environ.get("NODE_RANK") or 0) == 0
 
 
 class Signals:
@@ -320,7 +316,7 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
         rdzv_configs={
             "is_host": is_first_host(),
             "read_timeout": STORE_TIMEOUT_S,
-            "last_call_timeout": LAST_CALL_S,
+            "last_call_timeout": 10,  # for more hosts than the smallest number in NNODES
         },
         local_addr=local_address,
         max_restarts=int(os.environ.get("MAX_RESTARTS") or 0),
