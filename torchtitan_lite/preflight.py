@@ -286,9 +286,9 @@ def add_notices(run: Prepared, restarted: bool) -> None:
                 notices.append(f"quantize.linear.float8.filter_fqns: {why}")
     if run.weights and run.weights.is_resumed:
         layout = run.layout
-        before = run.weights.manifest.run["layout"]
-        if layout.degrees != before:
-            ranks = f"{layout.world_size} ranks instead of {prod(before.values())}"
+        n_before = prod(run.weights.manifest.run["layout"].values())
+        if layout.world_size != n_before:
+            ranks = f"{layout.world_size} ranks instead of {n_before}"
             share = f"each with {layout.n_microbatches} microbatches of {layout.microbatch_size}"
             notices.append(
                 f"the run goes on with {ranks}: {layout.dp} data-parallel ranks, {share}"
