@@ -288,10 +288,10 @@ def add_notices(run: Prepared, restarted: bool) -> None:
         layout = run.layout
         n_before = prod(run.weights.manifest.run["layout"].values())
         if layout.world_size != n_before:
-            ranks = f"{layout.world_size} ranks instead of {n_before}"
-            share = f"each with {layout.n_microbatches} microbatches of {layout.microbatch_size}"
+            share = f"{layout.n_microbatches} microbatches of {layout.microbatch_size} sequences"
             notices.append(
-                f"the run goes on with {ranks}: {layout.dp} data-parallel ranks, {share}"
+                f"the run goes on with world size {layout.world_size} instead of {n_before}: "
+                f"data-parallel degree {layout.dp}, {share} per rank"
             )
     reached = config.training.steps / max(1, config.lr_scheduler.warmup_steps)
     if reached < 1:
