@@ -155,7 +155,9 @@ class Signals:
         (self.folder / STOP_FILE).write_text(str(128 + number))
         if self.may_interrupt and not multiprocessing.active_children():
             raise KeyboardInterrupt
-        is_hanging = any(self.hangs.glob("restart-*/rank-*.json"))
+        starts = map(os.path.getsize, self.folder.glob("starts-*"))
+        n_restarts = max(starts, default=1) - 1
+        is_hanging = any(self.hangs.glob(f"restart-{n_restarts}/rank-*.json"))
         if is_hanging or len(self.received) > 1:
             number = signal.SIGKILL
         self.end_ranks(number)
@@ -332,7 +334,7 @@ def train_rank(args: list[str], folder: Path) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if (folder / STOP_FILE).exists():
         sys.exit(int((folder / STOP_FILE).read_text()))
-    # torchrun itself only counts restarts after a failure on this host, not for a host that joins
+    # One byte a start. torchrun itself only counts restarts after a failure on this host, not for a host that joins
     with open(folder / f"starts-{os.environ['LOCAL_RANK']}", "a") as starts:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(starts.tell())
         starts.write(".")
