@@ -39,7 +39,7 @@ Environment:
                  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu it installs the CPU build, 1 GB
 
 Several hosts: start the same command on each, with
-  NNODES         number of hosts, which is fixed: a range such as 2:4 is refused
+  NNODES         number of hosts; 2:4 to go on while hosts are lost and come back (assets/slurm/README.md)
   NODE_RANK      0 on the host that MASTER_ADDR names, a different number on every other host; torchrun numbers the
                  ranks by host name
   MASTER_ADDR    name or address of the host with NODE_RANK=0

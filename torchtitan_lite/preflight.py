@@ -284,6 +284,15 @@ def add_notices(run: Prepared, restarted: bool) -> None:
             if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
                 why = f"{part!r} is in the name of no linear layer"
                 notices.append(f"quantize.linear.float8.filter_fqns: {why}")
+    if run.weights and run.weights.is_resumed:
+        layout = run.layout
+        n_before = prod(run.weights.manifest.run["layout"].values())
+        if layout.world_size != n_before:
+            share = f"{layout.n_microbatches} microbatches of {layout.microbatch_size} sequences"
+            notices.append(
+                f"the run goes on with world size {layout.world_size} instead of {n_before}: "
+                f"data-parallel degree {layout.dp}, {share} per rank"
+            )
     reached = config.training.steps / max(1, config.lr_scheduler.warmup_steps)
     if reached < 1:
         why = f"the learning rate only reaches {reached:.0%} of optimizer.lr"

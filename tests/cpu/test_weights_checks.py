@@ -173,7 +173,7 @@ def save(step: int, *args: str, tensors: dict[str, TensorRecord] = STATE) -> Pat
         fingerprint_documents(prepared.config, prepared.tokenizer).values()
     )
     final = prepared.dump_folder / "checkpoint" / f"step-{step}"
-    run = describe_run(prepared.config, {}, {})
+    run = describe_run(prepared.config, prepared.layout.degrees, {})
     commit(final, Manifest(step, fingerprint, run, tensors))
     return final
 
@@ -257,6 +257,10 @@ def test_a_run_that_trains_in_another_way_from_here_on_prints_both_values():
     checkpoint = save(9)
     before = prepare().notices
     assert prepare(*SAME_TRAINING).notices == before
+    (added,) = set(preflight(RUN, machine=LAPTOP, n_ranks=4).notices) - set(before)
+    assert added.startswith(
+        "the run goes on with world size 4 instead of 2: data-parallel degree 4, 1"
+    )
     for key, (saved, now) in OTHER_TRAINING.items():
         text = now if isinstance(now, str) else json.dumps(now)
         added = [notice for notice in prepare(f"--{key}={text}").notices if notice not in before]

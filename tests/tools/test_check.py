@@ -277,8 +277,8 @@ def test_check_says_what_a_user_did_not_ask_for(line, empty_folder, capsys):
 # ---------------------------------------------------------------- ranks and places
 
 
-# arguments | variables | machine if it is not LAPTOP | number of ranks, or the key of the problem
-ANSWERS = """
+# arguments | variables | machine if it is not LAPTOP | number of ranks, or the key of the problem: and words
+ANSWERS = f"""
                                                     |                | | 2
 --parallelism.data_parallel_shard_degree 1          |                | | 1
 --parallelism.context_parallel_degree=4             |                | | 4
@@ -291,6 +291,14 @@ ANSWERS = """
                                                     | LOG_RANK=x     | | LOG_RANK
                                                     | MAX_RESTARTS=x | | MAX_RESTARTS
 --config debug_3d                                   | NNODES=3       | | NNODES
+                                                    | NNODES=two     | | NNODES
+                                                    | ELASTIC NNODES=1:2 | | 2
+                                                    | NGPU=1 NNODES=1:2 | | NNODES
+--checkpoint.no_enable                              | ELASTIC NNODES=1:2 | | NNODES
+--training.global_batch_size=-1                     | ELASTIC NNODES=1:2 | | NNODES
+| ELASTIC NNODES=3:4 | | training.global_batch_size: on 3 of 4 hosts, 3 data-parallel ranks
+{TP}=2 | ELASTIC NNODES=1:2 | | {P}data_parallel_shard_degree: on 1 of 2 hosts, the degrees (tp2)
+--{P}data_parallel_shard_degree=2 | ELASTIC NNODES=1:2 || {P}data_parallel_shard_degree: and -1 here
                                                     | NGPU=16        | EIGHT_H100 | NGPU
 --config llama3_70b --gpus 64                       |                | | 64
 --config llama3_70b --gpus 8 --gpu a100-80          |                | | model.flavor
@@ -303,6 +311,7 @@ ASYNC                                               | NGPU=2         | | paralle
 def test_check_answers_for_this_host_and_for_a_run_elsewhere(line, monkeypatch, capsys):
     args, variables, machine, answer = map(str.strip, line.split("|"))
     monkeypatch.setattr(check, "detect_machine", lambda: globals()[machine or "LAPTOP"])
+    variables = variables.replace("ELASTIC", "NGPU=1 MAX_RESTARTS=1")
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
     args = args.replace("ASYNC", f"--compile.enable --{ASYNC_TP} {TP}=2")
@@ -313,7 +322,9 @@ def test_check_answers_for_this_host_and_for_a_run_elsewhere(line, monkeypatch, 
         assert status == 0 and f"mesh    {mesh}" in out
         assert "memory  at least" in out
     else:
-        assert status == 2 and re.findall(r"^  \d+\. (\S+) = ", err, re.MULTILINE) == [answer]
+        key, _, said = answer.partition(": ")
+        assert status == 2 and re.findall(r"^  \d+\. (\S+) = ", err, re.MULTILINE) == [key]
+        assert said in err
 
 
 # ---------------------------------------------------------------- memory

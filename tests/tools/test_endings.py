@@ -141,6 +141,10 @@ def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
     rank.start()
     ranks.append(rank)
     is_ready.wait()
+    before = tmp_path / "hang" / "restart-0" / "rank-00000.json"  # a hang before the restart
+    before.parent.mkdir(parents=True)
+    before.touch()
+    (tmp_path / "starts-0").write_text("..")
     signals = launch.Signals(tmp_path, tmp_path / "hang")
     signals.pass_on(signal.SIGTERM, None)
     rank.join(0.2)

@@ -46,7 +46,9 @@ SHARD = "parallelism.data_parallel_shard_degree"
     "faults",
     [
         "stop",
-        pytest.param("kill,flip_weight,flip_snapshot,kill_torchrun,extra", marks=pytest.mark.slow),
+        pytest.param(
+            "kill,disk_full,flip_weight,flip_snapshot,kill_torchrun,extra", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_run(
@@ -116,6 +118,45 @@ def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_
     os.kill(waiting, signal.SIGKILL)  # torchrun would do so after 30 s
     assert "resumed from" in warm_start.finish(hosts[0])
     warm_start.finish(hosts[1])
+
+
+@pytest.mark.slow
+def test_a_lost_host_is_left_out_and_joins_again_with_the_losses_of_an_unbroken_run(tmp_path):
+    keys = [
+        *warm_start.write_letters(tmp_path / "letters"),
+        "--training.steps=60",
+        "--training.local_batch_size=4",
+        "--training.global_batch_size=24",
+        "--checkpoint.interval=2",
+        "--validation.no_enable",
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    variables = {"NNODES": "2:3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables |= {"MAX_RESTARTS": "3", "GLOO_SOCKET_IFNAME": "lo"}
+
+    def start_host(n: int) -> subprocess.Popen:
+        own = {"NODE_RANK": str(n), "PET_LOCAL_ADDR": f"127.0.0.{n + 1}"}
+        return warm_start.launch(tmp_path / "run", tmp_path, *keys, n_ranks=1, **variables, **own)
+
+    hosts = [start_host(n) for n in range(3)]
+    warm_start.read_until(hosts[0], "step +5/")
+    hosts[2].kill()
+    warm_start.read_until(hosts[0], "world size 2 instead of 3")
+    warm_start.read_until(hosts[0], "step +")
+    (rank,) = warm_start.list_ranks(hosts[1])
+    os.kill(rank, signal.SIGSTOP)  # the run waits for the host
+    hosts[2] = start_host(2)
+    warm_start.read_until(hosts[1], "Detected 1 new nodes")
+    os.kill(rank, signal.SIGCONT)
+    assert "world size 3 instead of 2" in warm_start.finish(hosts[0])
+    for host in hosts[1:]:
+        warm_start.finish(host)
+    starts = [row for row in warm_start.read_records(tmp_path / "run") if row["kind"] == "start"]
+    assert [(row["world_size"], row["restarts"]) for row in starts] == [(3, 0), (2, 1), (3, 2)]
+    warm_start.finish(warm_start.launch(tmp_path / "unbroken", tmp_path, *keys, n_ranks=1))
+    losses = warm_start.read_losses(tmp_path / "run")
+    assert losses == pytest.approx(warm_start.read_losses(tmp_path / "unbroken"), rel=0, abs=1e-6)
 
 
 # ---------------------------------------------------------------- the pulse

@@ -13,46 +13,56 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import hosts
 
 MEET = """
-import os, sys, torch.distributed
+import os, sys, time, torch.distributed
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import hosts
 hosts.SAY_AFTER_S = hosts.END_WITHIN_S = 0.6
 try:
-    hosts.meet_hosts(torch.distributed, 2, {"optimizer.lr": float(sys.argv[1])})
+    hosts.meet_hosts(torch.distributed, {"optimizer.lr": float(sys.argv[1])})
     print("met over", os.environ["GLOO_SOCKET_IFNAME"])
+    time.sleep(2)  # a host that is refused needs the store
 except UserError as error:
     print(error)
 """
 
 
-def find_port() -> int:
+MET = "met over lo"
+HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and what each says
+    "equal": ("2", ["0.1 1", "0.1 1"], [MET, MET]),
+    "restarts": (
+        "2",
+        ["0.1 1", "0.1 3"],
+        [
+            "MAX_RESTARTS is 1 on NODE_RANK=0, but 3 on NODE_RANK=1",
+            "MAX_RESTARTS is 3 on NODE_RANK=1, but 1 on NODE_RANK=0",
+        ],
+    ),
+    "a host that joins is refused alone": (
+        "2:3",
+        ["0.1 1", "0.1 1", "0.2 1"],
+        [MET, MET, "optimizer.lr is 0.2 on NODE_RANK=2, but 0.1 on NODE_RANK=0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_hosts_meet_or_each_says_who_differs(name):
+    n_hosts, settings, said = HOSTS[name]
     with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def start_host(node_rank: int, port: int, rate: str, restarts: str) -> subprocess.Popen:
-    variables = {"NODE_RANK": str(node_rank), "MAX_RESTARTS": restarts}
-    return start(MEET, rate, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **variables)
-
-
-@pytest.mark.parametrize(
-    ("rates", "restarts", "said"),
-    [
-        (("0.1", "0.1"), ("1", "1"), "met over lo"),
-        (("0.1", "0.1"), ("1", "3"), "MAX_RESTARTS is 1 on NODE_RANK=0, but 3 on NODE_RANK=1"),
-        (("0.1", "0.2"), ("1", "1"), "optimizer.lr is 0.1 on NODE_RANK=0, but 0.2 on NODE_RANK=1"),
-    ],
-)
-def test_hosts_meet_or_each_says_who_differs(rates, restarts, said):
-    port = find_port()
-    second = start_host(1, port, rates[1], restarts[1])
-    assert second.stderr.readline().endswith(
-        f"waits for NODE_RANK=0 at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}\n"
-    )
-    first = start_host(0, port, rates[0], restarts[0])
-    for host in (first, second):
-        out, _ = host.communicate(timeout=120)
-        assert out == f"{said}\n"
+        port = str(server.getsockname()[1])
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NNODES": n_hosts}
+    started = []
+    for node_rank, setting in reversed(list(enumerate(settings))):
+        rate, restarts = setting.split()
+        if node_rank == 0:
+            assert f"waits for NODE_RANK=0 at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}" in (
+                started[-1].stderr.readline()
+            )
+        own = {"NODE_RANK": str(node_rank), "MAX_RESTARTS": restarts}
+        started.append(start(MEET, rate, **variables, **own))
+    for host, words in zip(reversed(started), said, strict=True):
+        out, err = host.communicate(timeout=120)
+        assert out == f"{words}\n", err
 
 
 @pytest.mark.parametrize(
@@ -70,7 +80,7 @@ def test_an_address_that_the_first_host_cannot_use_is_refused(monkeypatch, addre
         with pytest.raises(
             UserError, match=f"NODE_RANK=0 cannot use MASTER_ADDR={address}.*({said})"
         ):
-            hosts.meet_hosts(dist, 2, {})
+            hosts.meet_hosts(dist, {})
 
 
 CUT_OFF = """
@@ -111,7 +121,8 @@ def test_a_launcher_that_is_cut_off_from_the_first_host_ends():
 def test_the_cause_on_another_host_wins_over_the_signal_on_this_one(monkeypatch, endings, agreed):
     monkeypatch.setattr(hosts, "END_WITHIN_S", 0.3)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.add("arrived", 2)
     for status, reason in endings:
         store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
-        status, reason = hosts.agree_on_cause(store, 2, status, reason)
+        status, reason = hosts.agree_on_cause(store, status, reason)
         assert (status, reason.partition(" (on ")[0]) == agreed

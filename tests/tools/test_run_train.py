@@ -93,7 +93,7 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
         "SLURM_STEP_NUM_NODES",
         "SLURM_STEP_NUM_TASKS",
     }
-    internal |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+    internal |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_RESTART_COUNT"}
     for name in read - internal | {"NGPU", "srun", "--config"}:
         assert name in answer.stdout, name
 

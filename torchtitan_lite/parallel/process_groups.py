@@ -33,14 +33,15 @@ class Place:
     world_size: int
     local_rank: int  # among the ranks of this host
     n_hosts: int
-    restarts: int  # restarts of the job: the sum of what torchrun counted on each host
+    restarts: int  # restarts of the job: the largest number that a host has counted
 
 
 def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
     """Return the position of this process, and the key-value store of all ranks. Collective.
 
-    torchrun counts a restart only on hosts where a rank failed first. Hosts must agree whether the job has restarted,
-    so they add up their counts. This needs a store that is new after each restart (tools/launch.py).
+    torchrun counts a restart only on hosts where a rank failed first, and a host may join late. Hosts must agree
+    whether the job has restarted, so the largest count decides. This needs a store that is new after each restart
+    (tools/launch.py).
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     try:
@@ -56,12 +57,10 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
             raise UserError(
                 "torchrun restarts several hosts only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each"
             )
+        counts = [f"restarts of host {host}" for host in range(n_hosts)]
         if local_rank == 0:
-            store.add("restarts", restarts)
-        if store.add("arrived", 1) == world_size:
-            store.set("all arrived", "")
-        store.wait(["all arrived"])
-        restarts = store.add("restarts", 0)
+            store.set(counts[rank // local_world_size], str(restarts))
+        restarts = max(map(int, store.multi_get(counts)))
     return Place(rank, world_size, local_rank, n_hosts, restarts), store
 
 

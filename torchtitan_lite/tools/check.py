@@ -6,22 +6,30 @@ import os
 import re
 import shlex
 from argparse import Namespace
+from dataclasses import replace
 from datetime import timedelta
-from math import ceil
+from math import ceil, lcm
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
-from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, suggest_key
+from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, read_config, suggest_key
 from torchtitan_lite.config.schema import PATH, Config, get_value
 from torchtitan_lite.config.torchtitan_keys import resolve_alias
 from torchtitan_lite.preflight import Prepared, preflight
+from torchtitan_lite.tools.hosts import read_hosts
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, describe_node
 
 # a key in schema.py: lines of comments, name, a comment behind the type and the default
 FIELD = re.compile(r"^((?: *#.*\n)*) *(\w+): .+?(?:  # (.*))?$", re.MULTILINE)
-NUMBERS = {"LOG_RANK": r"\d+(,\d+)*", "MAX_RESTARTS": r"\d+"}  # variables of the launcher
+NUMBERS = {  # variables of the launcher
+    "NGPU": r"[1-9]\d*",
+    "NNODES": r"[1-9]\d*(:[1-9]\d*)?",
+    "LOG_RANK": r"\d+(,\d+)*",
+    "MAX_RESTARTS": r"\d+",
+}
+BATCH = "training.global_batch_size"
 
 
 def main(options: Namespace) -> int:
@@ -41,34 +49,21 @@ def main(options: Namespace) -> int:
 
 
 def choose_host() -> tuple[Machine, int | None, int]:
-    """Return this host, and the numbers of ranks and hosts in NGPU and NNODES. Raises ConfigError."""
+    """Return this host, the number of ranks in NGPU, and the largest number of hosts in NNODES. Raises ConfigError."""
     for name, pattern in NUMBERS.items():
-        text = os.environ.get(name, "0")
+        text = os.environ.get(name) or "1"
         if not re.fullmatch(pattern, text):
             why = "it is not a number"
-            raise ConfigError([Problem(name, text, why, "Set it to a number, such as 0")])
+            raise ConfigError([Problem(name, text, why, "Set it to a number, such as 2")])
     machine = detect_machine()
-    n_hosts = read_count("NNODES") or 1
-    n_each = read_count("NGPU")
-    if n_each is None:
-        return machine, None, n_hosts
+    n_hosts = read_hosts()[1]
+    n_each = int(os.environ.get("NGPU") or 0)
     n_gpus = machine.n_devices
     if machine.device_type == "cuda" and n_each > n_gpus:  # every rank needs its own GPU
         remedy = f"Use NGPU={n_gpus} on NNODES={ceil(n_each * n_hosts / n_gpus)} hosts"
         why = f"this host has {n_gpus} GPUs"
         raise ConfigError([Problem("NGPU", n_each, why, remedy)])
-    return machine, n_each * n_hosts, n_hosts
-
-
-def read_count(name: str) -> int | None:
-    """Return a positive integer from the environment; None if it is not set. Raises ConfigError."""
-    text = os.environ.get(name)
-    if not text:
-        return None
-    if not text.isdecimal() or int(text) == 0:
-        why = "it is not a positive integer"
-        raise ConfigError([Problem(name, text, why, "Set it to a number, such as 2")])
-    return int(text)
+    return machine, n_each * n_hosts or None, n_hosts
 
 
 def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts: int) -> Prepared:
@@ -78,7 +73,37 @@ def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts
         why = f"it does not divide the world size {prepared.layout.world_size}"
         remedy = "Set NGPU to the number of ranks per host"
         raise ConfigError([Problem("NNODES", n_hosts, why, remedy)])
+    check_fewer_hosts(prepared, config_args, machine, n_hosts)
     return prepared
+
+
+def check_fewer_hosts(
+    prepared: Prepared, config_args: list[str], machine: Machine, n_hosts: int
+) -> None:
+    """Check every smaller number of hosts that NNODES allows. `prepared`: on `n_hosts`. Raises ConfigError."""
+    problems = []
+    layout = prepared.layout
+    sizes = range(read_hosts()[0], n_hosts)
+    config = read_config(config_args).config  # -1 is not resolved
+    is_safe = config.checkpoint.enable and config.training.global_batch_size > 0
+    if sizes and not (is_safe and int(os.environ.get("MAX_RESTARTS") or 0)):
+        why = "a lost host costs a restart from the newest checkpoint, with the same global batch"
+        remedy = f"Set MAX_RESTARTS, checkpoint.enable = true, and {BATCH}"
+        problems.append(Problem("NNODES", os.environ["NNODES"], why, remedy))
+    unit = prepared.config.training.local_batch_size * lcm(*sizes, n_hosts) * layout.dp // n_hosts
+    for size in sizes:
+        n_ranks = layout.world_size // n_hosts * size
+        try:
+            preflight(config_args, machine=machine, n_ranks=n_ranks, n_hosts=size)
+        except ConfigError as error:
+            for problem in error.problems:
+                why = f"on {size} of {n_hosts} hosts, {problem.why}"
+                remedy = problem.remedy
+                if problem.key == BATCH:
+                    remedy = f"Set it to a multiple of {unit}"
+                problems.append(replace(problem, why=why, remedy=remedy))
+    if problems:
+        raise ConfigError(problems)
 
 
 def describe_prepared(prepared: Prepared, machine: Machine) -> str:

@@ -5,6 +5,9 @@ others         connect to it
 all            publish their settings; every host prints which hosts differ from NODE_RANK=0, and in what;
                gloo gets the network interface of this connection
 at the end     the first host that fails writes why; the others repeat it
+
+With NNODES=2:4, ranks start when two hosts are there, and a host may join later. So a host whose settings differ is
+refused alone.
 """
 
 import json
@@ -32,13 +35,21 @@ STORE_TIMEOUT_S = 20
 END_WITHIN_S = 10.0  # NODE_RANK=0, which has the store, waits for the other hosts
 
 
-def meet_hosts(c10d: ModuleType, n_hosts: int, config: dict[str, object]) -> Any:
+def read_hosts() -> tuple[int, int]:
+    """Return the smallest and the largest number of hosts in NNODES, which are equal unless it is a range."""
+    numbers = os.environ.get("NNODES") or "1"
+    hosts = sorted(map(int, numbers.split(":")))
+    return hosts[0], hosts[-1]
+
+
+def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
     """Wait for all hosts, and compare what they were started with. Return a TCPStore that all of them share.
 
-    `c10d`: torch.distributed. `config`: value of each key. Raises UserError on every host if one differs, or cannot be
-    reached.
+    With a range in NNODES, wait for the smallest number of hosts. `c10d`: torch.distributed. `config`: value of each
+    key. Raises UserError on every host if one differs, or cannot be reached.
     """
     node_rank = int(os.environ.get("NODE_RANK") or 0)
+    n_needed, n_hosts = read_hosts()
     address, port = find_master()
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     try:
@@ -47,7 +58,7 @@ def meet_hosts(c10d: ModuleType, n_hosts: int, config: dict[str, object]) -> Any
             socket.create_server(endpoint[:2], family=family).close()
     except OSError as error:
         raise UserError(f"NODE_RANK={node_rank} cannot use {place}: {error.strerror}") from None
-    facts = {"NNODES": n_hosts, "MAX_RESTARTS": os.environ.get("MAX_RESTARTS"), **config}
+    facts = {name: os.environ.get(name) for name in ("NNODES", "MAX_RESTARTS")} | config
     for path in PACKAGE.rglob("*.py"):
         facts[str(path.relative_to(PACKAGE))] = hash_file(path)
     own_address = ""
@@ -56,26 +67,33 @@ def meet_hosts(c10d: ModuleType, n_hosts: int, config: dict[str, object]) -> Any
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
     options = {"wait_for_workers": False, "multi_tenant": True, "timeout": timeout}
     store = c10d.TCPStore(address, port, is_master=node_rank == 0, **options)
-    store.set(f"address {node_rank}", own_address)
+    if own_address:
+        store.set("address", own_address)
     store.set(f"NODE_RANK={node_rank}", json.dumps(facts))
-    first: dict[str, object] = {}
-    for other in range(n_hosts):
+    others = range(n_hosts) if n_needed == n_hosts else [0]
+    for other in others:
         key = f"NODE_RANK={other}"
         wait_until(partial(store.check, [key]), key)
         theirs = json.loads(store.get(key))
-        first = first or theirs
-        for name, value in first.items():
+        for name, value in facts.items():
             if theirs.get(name) != value:
                 time.sleep(END_WITHIN_S)  # the others need the store to read it
-                why = f"{name} is {value} on NODE_RANK=0, but {theirs.get(name)} on {key}"
-                raise UserError(why)
+                here = f"{name} is {value} on NODE_RANK={node_rank}"
+                raise UserError(f"{here}, but {theirs.get(name)} on {key}")
+    store.add("arrived", 1)
     if node_rank == 0:
-        address = store.get("address 1").decode()
+        n_first = max(2, n_needed)  # one of the others has to tell its address
+        wait_until(lambda: store.add("arrived", 0) >= n_first, f"{n_first} hosts")
+        address = store.get("address").decode()
     with suppress(FileNotFoundError):  # a container without the command
         route = subprocess.run(["ip", "route", "get", address], capture_output=True, text=True)
         if interface := re.search(r" dev (\S+)", route.stdout):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface[1])
     return store
+
+
+def is_first_host() -> bool:
+    return int(os.environ.get("NODE_RANK") or 0) == 0
 
 
 def find_master() -> tuple[str, int]:
@@ -122,7 +140,7 @@ def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
     return result
 
 
-def agree_on_cause(store: Any, n_hosts: int, status: int, reason: str) -> tuple[int, str]:
+def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
     """Return the exit status and the reason of the host that failed first; of this host if none did."""
     with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
         own_cause = f"{reason} (on {socket.gethostname()})" if status == 1 else ""
@@ -132,6 +150,8 @@ def agree_on_cause(store: Any, n_hosts: int, status: int, reason: str) -> tuple[
             reason = cause
         store.add("ended", 1)
         deadline_s = time.monotonic() + END_WITHIN_S
-        while store.add("ended", 0) < n_hosts and time.monotonic() < deadline_s:
+        while is_first_host() and time.monotonic() < deadline_s:
+            if store.add("ended", 0) >= store.add("arrived", 0):
+                break
             time.sleep(0.1)
     return status, reason

@@ -7,6 +7,9 @@ SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to the ranks, which finish a s
 first one if a step hangs. If a rank fails, torchrun ends the others, and the last line says which rank failed first,
 why, and how to resume from the newest checkpoint.
 
+If NNODES is a range such as 2:4, torchrun restarts the ranks on the hosts that are left after a loss, and on all hosts
+when one joins. A host joins after the step that is running is saved: torchrun sends SIGTERM to the ranks.
+
 Environment: NGPU (ranks of this host), LOG_RANK (ranks whose output is shown, default 0), MAX_RESTARTS; for several
 hosts NNODES, NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
 Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP,
@@ -45,7 +48,7 @@ from torchtitan_lite.components.shutdown import (
 )
 from torchtitan_lite.config.machine import FROM_LAUNCHER
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.reader import flatten_table
+from torchtitan_lite.config.reader import flatten_table, read_config
 from torchtitan_lite.data.corpus_folder import list_named
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.preflight import Prepared
@@ -53,10 +56,19 @@ from torchtitan_lite.tools.check import check, choose_host, describe_prepared
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.faults import hang
-from torchtitan_lite.tools.hosts import STORE_TIMEOUT_S, agree_on_cause, end_if_cut_off, meet_hosts
+from torchtitan_lite.tools.hosts import (
+    STORE_TIMEOUT_S,
+    agree_on_cause,
+    end_if_cut_off,
+    find_master,
+    is_first_host,
+    meet_hosts,
+    read_hosts,
+)
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit status
+RESTART_WITHIN_S = 10.0  # torchrun looks for new hosts once a second
 
 
 def main(options: Namespace, work: Callable[[list[str], Path], int] | None = None) -> int:
@@ -118,10 +130,6 @@ def export_last_checkpoint(prepared: Prepared) -> int:
     return subprocess.call([*convert, "--dtype", section.export_dtype])
 
 
-def is_first_host() -> bool:
-    return int(os.environ.get("NODE_RANK") or 0) == 0
-
-
 class Signals:
     """Forwards the signals that this launcher receives to the ranks of this host.
 
@@ -147,7 +155,9 @@ class Signals:
         (self.folder / STOP_FILE).write_text(str(128 + number))
         if self.may_interrupt and not multiprocessing.active_children():
             raise KeyboardInterrupt
-        is_hanging = any(self.hangs.glob("restart-*/rank-*.json"))
+        starts = map(os.path.getsize, self.folder.glob("starts-*"))
+        n_restarts = max(starts, default=1) - 1
+        is_hanging = any(self.hangs.glob(f"restart-{n_restarts}/rank-*.json"))
         if is_hanging or len(self.received) > 1:
             number = signal.SIGKILL
         self.end_ranks(number)
@@ -180,8 +190,10 @@ def run_ranks(
     store = None
     try:
         if n_hosts > 1:
-            config = dict(flatten_table(asdict(prepared.config)))
-            store = meet_hosts(importlib.import_module("torch.distributed"), n_hosts, config)
+            # a host that joins later has a checkpoint to resume, so its resolved config may differ
+            config = dict(flatten_table(asdict(read_config(args).config)))
+            config["NGPU"] = n_local
+            store = meet_hosts(importlib.import_module("torch.distributed"), config)
             timeout_s = prepared.config.comm.train_timeout_seconds
             if not is_first_host():
                 threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
@@ -193,7 +205,7 @@ def run_ranks(
         status = 128 + signals.received[0]
         reason = name_signal(signals.received[0])
     if store:
-        return agree_on_cause(store, n_hosts, status, reason)
+        return agree_on_cause(store, status, reason)
     return status, reason
 
 
@@ -205,6 +217,9 @@ def run_torchrun(
     torchrun = importlib.import_module("torch.distributed.run")
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     config = make_launch_config(torchrun, n_local, n_hosts, signals.folder)
+    agent = logging.getLogger("torch.distributed.elastic.agent.server.api")
+    agent.setLevel(logging.INFO)
+    agent.addFilter(lambda record: "will restart" in record.msg)
     if config.max_restarts == 0:  # hide torchrun's long failure report
         logging.disable(logging.ERROR)
     signals.may_interrupt = n_hosts > 1  # it may wait for other hosts
@@ -280,17 +295,17 @@ def start_fork_server() -> None:
 
 def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder: Path) -> object:
     """Return torchrun's settings for this host, from the environment variables."""
-    shown = {int(rank) for rank in os.environ.get("LOG_RANK", "0").split(",")}
+    shown = {int(rank) for rank in (os.environ.get("LOG_RANK") or "0").split(",")}
     hidden = set(range(n_local)) - shown
     address = "127.0.0.1:0"  # port 0: any free port
     local_address = "127.0.0.1"
     if n_hosts > 1:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29500')}"
+        address = "{}:{}".format(*find_master())
         local_address = os.environ.get("PET_LOCAL_ADDR")
         # torchrun makes a new store after each restart
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return torchrun.LaunchConfig(
-        min_nodes=n_hosts,
+        min_nodes=read_hosts()[0],
         max_nodes=n_hosts,
         nproc_per_node=n_local,
         logs_specs=torchrun.DefaultLogsSpecs(
@@ -300,9 +315,13 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
         role="rank",
         rdzv_backend="c10d",
         rdzv_endpoint=address,
-        rdzv_configs={"is_host": is_first_host(), "read_timeout": STORE_TIMEOUT_S},
+        rdzv_configs={
+            "is_host": is_first_host(),
+            "read_timeout": STORE_TIMEOUT_S,
+            "last_call_timeout": 10,  # for more hosts than the smallest number in NNODES
+        },
         local_addr=local_address,
-        max_restarts=int(os.environ.get("MAX_RESTARTS", 0)),
+        max_restarts=int(os.environ.get("MAX_RESTARTS") or 0),
         start_method="forkserver",
         signals_to_handle="SIGUSR2",  # torchrun needs one; we forward SIGNALS ourselves
     )
@@ -315,14 +334,25 @@ def train_rank(args: list[str], folder: Path) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if (folder / STOP_FILE).exists():
         sys.exit(int((folder / STOP_FILE).read_text()))
+    # One byte a start. torchrun itself only counts restarts after a failure on this host, not for a host that joins
+    with open(folder / f"starts-{os.environ['LOCAL_RANK']}", "a") as starts:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(starts.tell())
+        starts.write(".")
     train = importlib.import_module("train")  # already imported by the fork server
     status = 1
     with suppress(Exception):  # already printed, and recorded for describe_failure
         status = train.run_rank(args, stop)
+    # A host joins if this host was not told to stop: torchrun then restarts the ranks, and ends them first by SIGTERM.
+    # The torchrun of one host notices the new host first, and so stops the ranks of all hosts. On the others, a rank
+    # must not return before its own torchrun notices, because the run would end there.
+    is_elastic = ":" in os.environ.get("NNODES", "")
+    may_restart = is_elastic and status in STOPPED and not (folder / STOP_FILE).exists()
     # torchrun's SIGTERM must end a failed rank. But if a late signal killed any other rank, the launcher would hang.
     is_failed = status not in (0, *STOPPED)
-    handle_signals(signal.SIG_DFL if is_failed else signal.SIG_IGN)
-    if is_failed:
+    handle_signals(signal.SIG_DFL if is_failed or may_restart else signal.SIG_IGN)
+    if may_restart and stop.received is None:
+        time.sleep(RESTART_WITHIN_S)
+    elif is_failed or may_restart:
         # torchrun reports the first rank to exit: let the rank that caused the failure exit first.
         time.sleep(1)
         sys.exit(status)

@@ -8,6 +8,7 @@ step. A mark, an empty file, tells the time of the fault, and keeps a restarted 
 
 import itertools
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -85,9 +86,19 @@ def flip_checkpoint(fault: Fault, run: Run) -> None:
     flip_newest_and_die(fault, Path(fault.folder))
 
 
+def disk_full(fault: Fault, run: Run) -> None:
+    """Let this process write no file that is larger than half a shard of a checkpoint."""
+    limit = find_newest(Path(fault.folder)).stat().st_size // 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+def find_newest(folder: Path) -> Path:
+    return max(folder.rglob("step-*/rank-*"), key=os.path.getmtime)
+
+
 def flip_newest_and_die(fault: Fault, folder: Path) -> None:
     """Flip a bit in the newest file of a checkpoint or snapshot, and end the rank."""
-    newest = max(folder.rglob("step-*/rank-*"), key=os.path.getmtime)
+    newest = find_newest(folder)
     content = bytearray(newest.read_bytes())
     content[-1 - fault.seed % 1000] ^= 1 << fault.seed % 8
     newest.write_bytes(content)
