@@ -250,13 +250,16 @@ def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(
     monkeypatch.setattr(attention_kernels, "prefers_cudnn", lambda query: cudnn)
     inputs = make_inputs(n_kv_heads, torch.bfloat16)
     query, key, value, grad_out = [tensor.to("meta") for tensor in inputs]
-    query = query[:, :, :17]
-    grad_out = grad_out[:, :, :17]
-    out, lse = attend_to_part(query, key, value, causal=False)
+    query = query.narrow(2, 0, 17)
+    grad_out = grad_out.narrow(2, 0, 17)
+    parts = (query, key, value)
+    merged = attend_to_part(*parts, causal=False)
+    out, lse = merged
     assert out.shape == query.shape
     assert lse.shape == query.shape[:-1]
-    grads = attend_to_part_backward(grad_out, query, key, value, out, lse, causal=False)
-    assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
+    grads = attend_to_part_backward(grad_out, *parts, *merged, causal=False)
+    for grad, part in zip(grads, parts, strict=True):
+        assert grad.shape == part.shape
 
 
 def test_merging_scores_that_are_far_apart_does_not_overflow():

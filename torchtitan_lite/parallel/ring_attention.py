@@ -157,7 +157,9 @@ def attend(
             out = part_out.float()
             lse = part_lse.float()
         else:
-            merge_into(out[:, :, queries], lse[:, :, queries], part_out, part_lse.float())
+            out_so_far = out[:, :, queries]
+            lse_so_far = lse[:, :, queries]
+            merge_into(out_so_far, lse_so_far, part_out, part_lse.float())
     tokens_first = out.to(query.dtype).transpose(1, 2).contiguous()
     return tokens_first.transpose(1, 2), lse.contiguous()
 
