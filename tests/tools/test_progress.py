@@ -47,8 +47,8 @@ def test_share_rate_and_remaining_time(monkeypatch, capsys):
         "",
         "0% of 4 letters\r",
         "25% of 4 letters, 0.05 letters/s, 0:01:00 left\r",
-        "50% of 4 letters, 0.0667 letters/s, 0:00:30 left\r",
-        "75% of 4 letters, 0.075 letters/s, 0:00:13 left\r",
+        "50% of 4 letters, 0.07 letters/s, 0:00:30 left\r",
+        "75% of 4 letters, 0.07 letters/s, 0:00:13 left\r",
         "",
     ]
 
@@ -78,6 +78,6 @@ def test_a_save_that_takes_long_shows_how_much_is_on_disk(tmp_path, monkeypatch,
     assert lines == [
         "",
         "saving: 0% of 4.01 MB\r",
-        "saving: 25% of 4.01 MB, 0.0502 MB/s, 0:01:00 left\r",
+        "saving: 25% of 4.01 MB, 0.05 MB/s, 0:01:00 left\r",
         "",
     ]

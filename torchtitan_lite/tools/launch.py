@@ -65,6 +65,7 @@ from torchtitan_lite.tools.hosts import (
     meet_hosts,
     read_hosts,
 )
+from torchtitan_lite.tools.progress import watch_saves
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit status
@@ -183,6 +184,9 @@ def run_ranks(
     handle_signals(signals.pass_on)
     hang_options = (signals.hangs, signals.report_hang)
     threading.Thread(target=hang.watch, args=hang_options, name="hangs", daemon=True).start()
+    if is_first_host() and sys.stderr.isatty():
+        saved = prepared.dump_folder / prepared.config.checkpoint.folder
+        threading.Thread(target=watch_saves, args=(saved,), name="saves", daemon=True).start()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if n_hosts == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

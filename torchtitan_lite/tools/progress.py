@@ -40,10 +40,10 @@ def show_progress(
 def draw(done: float, total: float, unit: str, seconds: float, what: str = "") -> None:
     """Write the line in place of an earlier one. Any line that another process writes replaces it."""
     share = min(1.0, done / max(total, 1))
-    line = f"{what}{share:.0%} of {total:,.3g} {unit}"
+    line = f"{what}{share:.0%} of {round(total, 2):,g} {unit}"
     if share > 0:
         left = timedelta(seconds=round(seconds / share - seconds))
-        line += f", {done / seconds:,.3g} {unit}/s, {left} left"
+        line += f", {round(done / seconds, 2):,g} {unit}/s, {left} left"
     write(f"{CLEAR}{line}\r")
 
 
