@@ -165,4 +165,3 @@ def measure_rounds(contenders: dict[str, Callable], options: Namespace) -> list[
         rounds.append(times_s)
         names.append(names.pop(0))
     return rounds
-
