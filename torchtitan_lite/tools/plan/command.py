@@ -65,7 +65,7 @@ def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
 def describe_memory(planned: PlannedRun) -> str:
     rows = [("", *Memory._fields, "live", "at most")]
     for pp_rank, alike in planned.workload.group_pp_ranks().items():
-        [memory] = estimate_memory(planned.workload, [pp_rank])
+        memory = estimate_memory(planned.workload, pp_rank)
         sizes = [*memory, memory.live, planned.find_most_taken(memory.live)]
         cells = list(map(format_bytes, sizes))
         if not memory.gradients:  # the peak is at the loss of the only microbatch

@@ -232,7 +232,7 @@ def compare_with_forecast(run: RecordedRun) -> str:
     if run.plan is None:
         return f"<p><i>No forecast and no traces. This checkout refuses the config: {escape(run.no_plan)}</i></p>"
     forecast = run.plan.forecast
-    [memory] = estimate_memory(run.plan.workload, [0])
+    memory = estimate_memory(run.plan.workload, 0)
     peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
     rows = [
         ["", "measured", f"forecast, {run.plan.cluster.name}"],
