@@ -89,7 +89,7 @@ def main(options: argparse.Namespace) -> int:
             runs = [RecordedRun(folder) for folder in options.runs]
         except (OSError, ValueError) as error:
             raise UserError(f"report cannot read a run: {error}") from None
-        is_watched = options.watch and any(run.is_running for run in runs)
+        is_watched = options.watch and any(run.records[-1]["kind"] != "stop" for run in runs)
         page = write_page(runs, options.group, options.x, refresh=is_watched)
         out.write_text(page, encoding="utf-8")
         if is_new:

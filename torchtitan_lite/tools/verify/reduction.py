@@ -265,7 +265,11 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
     n_microbatches = 3 if accumulates else 1
     if real.pp > 1:
         n_rows = min(2, real.microbatch_size)
-        n_microbatches = reduce_microbatches(small, real)
+        n_stages = len(plan_stages(small.parallelism, small.model.n_layers)[0])
+        # More than stages, or the number of the real run if that is smaller. Even if possible, so that other layouts
+        # can resume with the same batch.
+        wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
+        n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
     keys = give_batch(wide, n_rows, n_microbatches, 40, unit)
     if accumulates:
@@ -287,16 +291,6 @@ def give_batch(
         "training.seq_len": round_up(least_tokens, pieces),
         "parallelism.pipeline_parallel_microbatch_size": n_rows if layout.pp > 1 else 1,
     }
-
-
-def reduce_microbatches(small: Config, real: Layout) -> int:
-    """Return more microbatches than stages, or the number of the real run if that is smaller.
-
-    The number is even if possible, so that other layouts can resume with the same batch.
-    """
-    n_stages = len(plan_stages(small.parallelism, small.model.n_layers)[0])
-    wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
-    return find_n_microbatches(small.parallelism, wanted, n_stages)
 
 
 def find_n_microbatches(section: Parallelism, least: int, n_stages: int) -> int:
