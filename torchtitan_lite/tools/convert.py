@@ -53,18 +53,9 @@ MOST_FILE_BYTES = 5 * 10**9  # as in transformers
 
 
 def main(options: argparse.Namespace) -> int:
+    """Write the folder. Raises SourceError or CheckpointError."""
     out = options.out.absolute()  # "." too has a name then
     source = open_source(options)
-    convert(source, out, options.dtype)
-    sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
-    n_parameters = count_parameters(source.model_args)
-    found = f"{n_parameters:,} parameters from {source.path}"
-    print(f"{options.out}: {found}, {sum(sizes):,} bytes in {len(sizes)} files")
-    return 0
-
-
-def convert(source: ModelSource, out: Path, dtype: str | None) -> None:
-    """Write the folder `out`. dtype None: keep the dtype of the checkpoint. Raises SourceError or CheckpointError."""
     model_args = source.model_args
     checkpoint = source.checkpoint
     if checkpoint is None:
@@ -77,8 +68,12 @@ def convert(source: ModelSource, out: Path, dtype: str | None) -> None:
             why += "training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
     if why:
         raise SourceError(f"{source.path} cannot be converted: {why}.")
-    dtype = dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
+    dtype = options.dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
     write_folder(source, out, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"))
+    sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
+    found = f"{count_parameters(model_args):,} parameters from {source.path}"
+    print(f"{options.out}: {found}, {sum(sizes):,} bytes in {len(sizes)} files")
+    return 0
 
 
 def write_folder(source: ModelSource, out: Path, dtype: str, read: Callable[[str], Tensor]) -> None:

@@ -95,11 +95,6 @@ class RecordedRun:
         """Return the value of a key as text."""
         return json.dumps(self.settings.get(key), ensure_ascii=False).strip('"')
 
-    def find_median(self, field: str) -> float:
-        """Return the median over the records. Ignore the first record (warm-up) if there are others."""
-        values = [value for _, value in self.list_values(field)]
-        return median(values[1:] or values)
-
 
 def list_differences(runs: list[RecordedRun]) -> list[str]:
     """Return the keys whose values differ, except the folder."""

@@ -100,7 +100,9 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     args = resolve_model(config.model)
     real = plan_layout(config, args, n_ranks)
     if n_ranks > max_ranks:
-        raise ConfigError([refuse_many_ranks(config, max_ranks)])
+        why = f"the layout needs {n_ranks} ranks, but verify has {max_ranks}"
+        remedy = suggest_smaller(config, max_ranks)
+        raise ConfigError([Problem("--ranks", max_ranks, why, remedy)])
     wide = replace(real, dp_shard=choose_dp_shard(config.parallelism, max_ranks))
     keys = {
         **REPLACED,
@@ -124,10 +126,8 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     return Reduction(config, small, layout)
 
 
-def refuse_many_ranks(config: Config, max_ranks: int) -> Problem:
-    """Return the problem of a config that needs more ranks, with the command for a smaller layout."""
-    n_ranks = count_ranks(config.parallelism)
-    why = f"the layout needs {n_ranks} ranks, but verify has {max_ranks}"
+def suggest_smaller(config: Config, max_ranks: int) -> str:
+    """Return the command for a smaller layout, or else the advice to allow more ranks."""
     for smaller in list_smaller(config):
         if count_ranks(smaller.parallelism) > max_ranks:
             continue
@@ -140,9 +140,8 @@ def refuse_many_ranks(config: Config, max_ranks: int) -> Problem:
             degree = get_value(smaller, key)
             if degree != get_value(config, key):
                 command.append(f"--{key}={degree}")
-        remedy = f"Verify a smaller layout: {name_command(shlex.join(command))}"
-        return Problem("--ranks", max_ranks, why, remedy)
-    return Problem("--ranks", max_ranks, why, "Give a larger --ranks")
+        return f"Verify a smaller layout: {name_command(shlex.join(command))}"
+    return "Give a larger --ranks"
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
