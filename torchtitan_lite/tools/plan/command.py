@@ -11,7 +11,7 @@ from datetime import timedelta
 from math import ceil, prod
 
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.tools.plan.bars import BARS, POOLED, find_family
+from torchtitan_lite.tools.plan.bars import BARS, find_family
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
@@ -83,7 +83,6 @@ def describe_time(planned: PlannedRun) -> str:
         if seconds:
             rows.append((f"  {what}", f"{seconds:.3f} s", f"{seconds / expected.step_time_s:.1%}"))
     family = find_family(planned.workload)
-    family = POOLED.get(family, family)
     low, high = BARS[family].widen(expected.tokens_per_s_per_gpu)
     bubble = f"bubble {expected.bubble:.1%}"
     _, p, m, v = planned.workload.pipeline
