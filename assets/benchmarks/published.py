@@ -235,9 +235,11 @@ def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
             fits[row.source] = fit([other for other in rows if other.source != row.source])
         constants = fits[row.source]
         unseen = (row, row.miss_time(constants))
-        groups[find_family(row.workload)].append(unseen)
+        families = {find_family(row.workload)}
         if not row.workload.args.moe:
-            groups["dense"].append(unseen)
+            families.add("dense")
+        for family in families:
+            groups[family].append(unseen)
         if row.gib:
             groups["memory"].append((row, row.miss_memory(constants)))
     return groups

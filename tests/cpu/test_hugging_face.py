@@ -23,6 +23,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS as OUR_FLAVORS
 from torchtitan_lite.tools import convert
+from torchtitan_lite.tools.model_source import ModelSource
 
 TOKENS = torch.randint(
     128, (2, 200), generator=torch.Generator().manual_seed(3)
@@ -44,9 +45,8 @@ def load_ours(folder: Path, args: ModelArgs | None = None) -> Llama3:
 def write_ours(args: ModelArgs, folder: Path, tokenizer: Tokenizer | None = None) -> Llama3:
     model = build_ours(args)
     tokenizer = tokenizer or load_tokenizer("bytes")
-    convert.write_folder(
-        folder, args, "float32", model.state_dict().__getitem__, tokenizer=tokenizer
-    )
+    source = ModelSource(folder, args, "causal", tokenizer, frozenset(), None, {}, None)
+    convert.write_folder(source, folder, "float32", model.state_dict().__getitem__)
     return model
 
 

@@ -25,6 +25,7 @@ from torchtitan_lite.data.corpus_folder import fingerprint_documents
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import SHIPPED, Prepared, preflight
 from torchtitan_lite.tools.convert import write_folder
+from torchtitan_lite.tools.model_source import ModelSource
 
 ARGS = ModelArgs(
     16, 1, 2, 1, 8, 24, 2400, rope_theta=1e4, rope_scaling=RopeScaling(factor=2.5, kind="linear")
@@ -61,14 +62,8 @@ def commit(final: Path, manifest: Manifest) -> None:
 
 def write_hugging_face(name: str, args: ModelArgs, context: int | None = None) -> None:
     sizes, tokenizer = list_tensors(args), load_tokenizer("bytes")
-    write_folder(
-        Path(name),
-        args,
-        "float32",
-        lambda fqn: torch.zeros(sizes[fqn]),
-        tokenizer=tokenizer,
-        context=context,
-    )
+    source = ModelSource(Path(name), args, "causal", tokenizer, frozenset(), context, {}, None)
+    write_folder(source, Path(name), "float32", lambda fqn: torch.zeros(sizes[fqn]))
 
 
 def prepare(*args: str, **options) -> Prepared:

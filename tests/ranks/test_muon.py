@@ -141,7 +141,7 @@ def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
         run = dry_run(planned, pp_rank)
         assert_equal_traffic(closed, run.traffic)
         assert any(call.site.line.startswith("components/muon.py") for call in run.collectives)
-        moments = [estimate_memory(each.workload, [pp_rank])[0].optimizer for each in runs]
+        moments = [estimate_memory(each.workload, pp_rank).optimizer for each in runs]
         weights = {
             fqn: p
             for fqn, p in run.parameters.items()

@@ -138,7 +138,7 @@ def test_memory_of_a_large_model_on_two_nodes_and_no_bytes_between_them_in_backw
     keys = ["--config", "llama3_8b", "--model.n_layers=8", *keys]
     planned = shorten(plan_run(keys, 16, "h100"), 1)
     run = dry_run(planned)
-    [memory] = estimate_memory(planned.workload, [0])
+    memory = estimate_memory(planned.workload, 0)
     assert memory.live == pytest.approx(run.peak_bytes, rel=0.01)
     phases = {
         call.site.phase

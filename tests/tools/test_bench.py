@@ -43,14 +43,14 @@ def test_contenders_take_turns_and_another_one_is_first_each_round():
         assert times_s.keys() == {"a", "b"}
 
 
-def test_a_ratio_compares_the_turns_of_one_round():
+def test_a_ratio_compares_the_turns_of_one_round(monkeypatch, capsys):
     # The machine slows down from round to round. Medians of the speeds alone would say the opposite.
-    rounds = [
-        {"trainer": 1.0, "bare_loop": 2.0},
-        {"trainer": 2.0, "bare_loop": 1.0},
-        {"trainer": 8.0, "bare_loop": 4.0},
-    ]
-    assert bench.compare_rounds(rounds)["bare_loop"] == [2.0, 0.5, 0.5]
+    rounds = []
+    for trainer_s, loop_s in ((1.0, 2.0), (2.0, 1.0), (8.0, 4.0)):
+        rounds.append({"trainer": trainer_s, "bare_loop": loop_s, "transformers": loop_s})
+    monkeypatch.setattr(bench, "measure_rounds", lambda *_: rounds)
+    assert bench.main(ONCE, TINY_CONFIG) == 0
+    assert "trainer / bare_loop 0.500 (0.500 - 2.000)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("has_transformers", [True, False])

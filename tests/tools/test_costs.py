@@ -134,7 +134,7 @@ def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
         run = dry_run(planned, pp_rank)
         closed = estimate_traffic(planned.workload, pp_rank)
         assert_equal_traffic(closed, run.traffic)
-        [closed_memory] = estimate_memory(planned.workload, [pp_rank])
+        closed_memory = estimate_memory(planned.workload, pp_rank)
         memory.append((run.peak_bytes, closed_memory.live))
     assert all(closed == pytest.approx(peak, rel=0.25) for peak, closed in memory), (
         "a tiny model: batch, angles, ids"
@@ -201,7 +201,7 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(
     name, n_gpus, keys, pp_rank, n_microbatches, error
 ):
     planned = shorten(plan_run(["--config", name, *keys], n_gpus, "h100"), n_microbatches)
-    [memory] = estimate_memory(planned.workload, [pp_rank])
+    memory = estimate_memory(planned.workload, pp_rank)
     assert memory.live == pytest.approx(dry_run(planned, pp_rank).peak_bytes, rel=error)
 
 

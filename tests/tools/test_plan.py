@@ -189,7 +189,7 @@ def test_no_schedule_undercuts_the_bound_by_which_layouts_are_pruned(schedule):
     quick = planned.forecast_quickly()
     assert quick.bubble == pytest.approx(result.bubble)
     assert quick.step_time_s == pytest.approx(result.step_time_s)
-    most = max(each.live for each in estimate_memory(planned.workload, range(4)))
+    most = max(estimate_memory(planned.workload, rank).live for rank in range(4))
     assert estimate_peak(planned.workload) == most
 
 
@@ -241,7 +241,8 @@ def test_llama3_70b_on_64_h100_in_tp4_pp2_dp8():
     planned = read("llama3_70b", 64, tp=4, pp=2, local_batch_size=8)
     layout = plan_layout(planned.config, planned.model_args, 64)
     assert (layout.dp, layout.n_microbatches) == (8, 8)
-    for memory in estimate_memory(planned.workload, [0, 1]):
+    for rank in (0, 1):
+        memory = estimate_memory(planned.workload, rank)
         assert memory.parameters + memory.optimizer == pytest.approx(12 * 70.55e9 / 64, rel=0.01)
     assert planned.forecast.bubble == pytest.approx(1 / 9, abs=0.01)
 

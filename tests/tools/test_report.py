@@ -110,7 +110,7 @@ def test_words_come_first(page, folder, run):
     assert "in 2 starts" in how
     assert f"from {losses[1]:.4f} to {losses[6]:.4f}" in how
     assert "trained 3 steps (4 to 6)" in end
-    assert f"--config '{folder}/config.toml' --job.no_overwrite --training.steps=12" in command_line
+    assert f"--config '{folder}/config.toml' --job.no_overwrite" in command_line
     log = (folder / "log.txt").read_text()
     assert re.search(f"report '{folder}', or \\S* -m tensorboard.main --logdir '{folder}'/tb", log)
     assert f" profiled: {folder}/traces/step-6/rank-0.json\n" in log
@@ -134,7 +134,6 @@ def test_a_spike_of_the_gradient_norm_stands_out(run, monkeypatch):
     norms = [(step, 8.0 + step % 5) for step in range(1, 13)]
     values = {"grad_norm_max": [(0, 70.0), *norms, (20, 61.0)], "skipped_steps": [(20, 1)]}
     monkeypatch.setattr(run, "list_values", lambda name: values.get(name, []))
-    monkeypatch.setattr(run, "find_median", lambda name: 1.0)
     remarks = list_findings(run)
     assert "1 step skipped (training.skip_spikes)" in remarks
     assert remarks[0].endswith("whose median is 10 (1 record, the highest 61 by step 20)")

@@ -34,6 +34,7 @@ from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.step import train_step
+from torchtitan_lite.tools.verify.plain import make_batch
 from torchtitan_lite.tools.verify.reduction import override
 
 # As in the bare loop: float32 (on CUDA too) and a constant learning rate.
@@ -73,7 +74,8 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
     finally:
         dist.destroy_process_group()
     tokens_per_step = config.training.local_batch_size * config.training.seq_len
-    for name, ratios in compare_rounds(rounds).items():
+    for name in contenders:
+        ratios = [times_s[name] / times_s["trainer"] for times_s in rounds]
         speed = tokens_per_step / median(times_s[name] for times_s in rounds)
         spread = f"{median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f})"
         print(f"{name:14}{speed:8.0f} tokens/s  trainer / {name} {spread}")
@@ -84,9 +86,10 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
     """Build the contenders that can run here. Each runs one step and returns its loss, a scalar on the device."""
     model_args = resolve_model(config.model)
     layout = plan_layout(config, model_args, 1)
+    config = resolve_config(config, layout, device.type)
     mesh = build_mesh(layout, device.type)
-    run = build_run(resolve_config(config, layout, device.type), model_args, layout, mesh, device)
-    batch = draw_batch(config, model_args.vocab_size).to(device)
+    run = build_run(config, model_args, layout, mesh, device)
+    batch = make_batch(config, config.debug.seed).to(device)
     model = find_model_class(model_args.name)(model_args).to(device)
     initialize_weights(model, config.debug.seed)
     compute_logits = partial(model, batch.tokens, positions=batch.positions)
@@ -108,16 +111,6 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
         llama, lambda: llama(batch.tokens).logits, batch.targets, config
     )
     return contenders
-
-
-def draw_batch(config: Config, vocab_size: int) -> Batch:
-    """Return random tokens, (B, S). All of them count for the loss."""
-    n_rows = config.training.local_batch_size
-    seq_len = config.training.seq_len
-    generator = torch.Generator().manual_seed(config.debug.seed)
-    tokens = torch.randint(vocab_size, (n_rows, seq_len + 1), generator=generator)
-    positions = torch.arange(seq_len).repeat(n_rows, 1)
-    return Batch(tokens[:, :-1], tokens[:, 1:], positions, torch.zeros_like(positions))
 
 
 def make_step(run: Run, batch: Batch) -> Tensor:
@@ -172,11 +165,3 @@ def measure_rounds(contenders: dict[str, Callable], options: Namespace) -> list[
         rounds.append(times_s)
         names.append(names.pop(0))
     return rounds
-
-
-def compare_rounds(rounds: list[dict]) -> dict[str, list[float]]:
-    """Return contender -> speed of the trainer divided by its speed, in each round."""
-    ratios = {}
-    for name in rounds[0]:
-        ratios[name] = [times_s[name] / times_s["trainer"] for times_s in rounds]
-    return ratios

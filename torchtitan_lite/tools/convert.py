@@ -38,7 +38,6 @@ from torchtitan_lite.checkpoint.hugging_face_folder import (
 )
 from torchtitan_lite.checkpoint.save import write_tensors
 from torchtitan_lite.config.block import count_parameters, list_expert_biases
-from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.data.vocabulary import TOKENIZER_CONFIG
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
@@ -54,18 +53,9 @@ MOST_FILE_BYTES = 5 * 10**9  # as in transformers
 
 
 def main(options: argparse.Namespace) -> int:
+    """Write the folder. Raises SourceError or CheckpointError."""
     out = options.out.absolute()  # "." too has a name then
     source = open_source(options)
-    convert(source, out, options.dtype)
-    sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
-    n_parameters = count_parameters(source.model_args)
-    found = f"{n_parameters:,} parameters from {source.path}"
-    print(f"{options.out}: {found}, {sum(sizes):,} bytes in {len(sizes)} files")
-    return 0
-
-
-def convert(source: ModelSource, out: Path, dtype: str | None) -> None:
-    """Write the folder `out`. dtype None: keep the dtype of the checkpoint. Raises SourceError or CheckpointError."""
     model_args = source.model_args
     checkpoint = source.checkpoint
     if checkpoint is None:
@@ -78,40 +68,26 @@ def convert(source: ModelSource, out: Path, dtype: str | None) -> None:
             why += "training.expert_bias_rate = 0, and balance the experts with training.expert_balance_loss"
     if why:
         raise SourceError(f"{source.path} cannot be converted: {why}.")
-    write_folder(
-        out,
-        model_args,
-        dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype,
-        lambda fqn: checkpoint.read(f"model.{fqn}"),
-        tokenizer=source.tokenizer,
-        context=source.context,
-        published=source.published,
-    )
+    dtype = options.dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
+    write_folder(source, out, dtype, lambda fqn: checkpoint.read(f"model.{fqn}"))
+    sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
+    found = f"{count_parameters(model_args):,} parameters from {source.path}"
+    print(f"{options.out}: {found}, {sum(sizes):,} bytes in {len(sizes)} files")
+    return 0
 
 
-def write_folder(
-    out: Path,
-    model_args: ModelArgs,
-    dtype: str,
-    read: Callable[[str], Tensor],
-    *,
-    tokenizer: Tokenizer,
-    context: int | None = None,
-    published: dict[str, dict] | None = None,
-) -> None:
-    """Write a Hugging Face folder. `read(fqn)` returns a full tensor. Raises CheckpointError.
-
-    For `context` and `published` see ModelSource.
-    """
-    published = published or {}
-    contents = dict(published)  # file name -> content
+def write_folder(source: ModelSource, out: Path, dtype: str, read: Callable[[str], Tensor]) -> None:
+    """Write a Hugging Face folder. `read(fqn)` returns a full tensor. Raises CheckpointError."""
+    model_args = source.model_args
+    tokenizer = source.tokenizer
+    contents = dict(source.published)  # file name -> content
     contents[CONFIG] = make_config(
         model_args,
         dtype=dtype,
-        published=published.get(CONFIG),
+        published=source.published.get(CONFIG),
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
-        context=context,
+        context=source.context,
     )
     torch_dtype = getattr(torch, dtype)
     n_bytes = {}

@@ -2,7 +2,7 @@
 
     read([a, b, c])    computes keys and values of a b c      caches a b c .     returns the logits after c
     read([d])          computes keys and values of d only     caches a b c d     returns the logits after d
-    rewind(3)          computes nothing                       caches a b c .     removes d
+    forget()           computes nothing                       caches . . . .
 
 The cache replaces the submodule `attention.inner`, as document attention and context parallel do, so training and
 generation run the same model code. It computes causal attention over one document that starts at position 0. In
@@ -79,9 +79,8 @@ class CachedModel:
             logits = self.model(new, positions=positions[None])  # (1, 1, V)
         return logits[0, -1].float().cpu()
 
-    def rewind(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
+    def forget(self) -> None:
+        """Empty the cache."""
         for block in self.model.layers.values():
-            inner = block.attention.inner
-            inner.cache = inner.cache[:, :, :, :length] if length else None
-        self.length = length
+            block.attention.inner.cache = None
+        self.length = 0

@@ -35,16 +35,17 @@ BARS = {
     "dense": Bar(0.91, 1.16, 0.055, 13, {"h100-96": 22, "h100": 58, "a100-80": 74, "h200": 1}),
     "memory": Bar(0.90, 1.10, 0.045, 4, {"h100-96": 16, "h200": 1, "a100-80": 43}),
 }
-# 3 rows of HSDP are too few for a bar, and no published run has experts in bfloat16.
-POOLED = {"HSDP": "dense", "experts": "float8 experts"}
 
 
 def find_family(w: Workload) -> str:
-    """Return the family of a workload, a key of BARS or of POOLED."""
+    """Return the family of a workload, a key of BARS.
+
+    3 rows of HSDP are too few for a bar, and no published run has experts in bfloat16.
+    """
     if w.args.moe:
-        return "float8 experts" if w.float8 else "experts"
+        return "float8 experts"
     if w.float8:
         return "float8"
     if w.layout.dp_replicate > 1:
-        return "HSDP"
+        return "dense"
     return "TP or PP" if w.layout.tp * w.layout.pp > 1 else "FSDP"

@@ -11,7 +11,7 @@ from datetime import timedelta
 from math import ceil, prod
 
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.tools.plan.bars import BARS, POOLED, find_family
+from torchtitan_lite.tools.plan.bars import BARS, find_family
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
@@ -65,7 +65,7 @@ def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
 def describe_memory(planned: PlannedRun) -> str:
     rows = [("", *Memory._fields, "live", "at most")]
     for pp_rank, alike in planned.workload.group_pp_ranks().items():
-        [memory] = estimate_memory(planned.workload, [pp_rank])
+        memory = estimate_memory(planned.workload, pp_rank)
         sizes = [*memory, memory.live, planned.find_most_taken(memory.live)]
         cells = list(map(format_bytes, sizes))
         if not memory.gradients:  # the peak is at the loss of the only microbatch
@@ -83,7 +83,6 @@ def describe_time(planned: PlannedRun) -> str:
         if seconds:
             rows.append((f"  {what}", f"{seconds:.3f} s", f"{seconds / expected.step_time_s:.1%}"))
     family = find_family(planned.workload)
-    family = POOLED.get(family, family)
     low, high = BARS[family].widen(expected.tokens_per_s_per_gpu)
     bubble = f"bubble {expected.bubble:.1%}"
     _, p, m, v = planned.workload.pipeline

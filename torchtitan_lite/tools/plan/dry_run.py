@@ -86,7 +86,7 @@ def main(options: argparse.Namespace) -> int:
     for rank in w.group_pp_ranks():
         name = f"  pp rank {rank}"
         run = dry_run(short, rank)
-        [memory] = estimate_memory(w, [rank])
+        memory = estimate_memory(w, rank)
         sizes = map(format_bytes, (memory.live, run.peak_bytes))
         rows.append((name, "live memory at the peak", *sizes))
         traffics = estimate_traffic(w, rank), run.traffic

@@ -128,9 +128,8 @@ def gpu_kernels() -> Iterator[None]:
     A CPU computes F.rms_norm in steps that keep three more tensors of the size of x. Layer norm is one kernel: it
     keeps its input and two numbers per row, much as CUDA's RMS norm does.
     """
-    attend = "attend_within_documents"
     with (
-        patch.object(attention, attend, attend_without_mask),
+        patch.object(attention, "attend_within_documents", attend_without_mask),
         patch.object(
             F, "rms_norm", lambda x, shape, weight=None, eps=None: F.layer_norm(x, shape, weight)
         ),

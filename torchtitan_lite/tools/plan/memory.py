@@ -13,7 +13,6 @@ Legend in workload.py.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from torchtitan_lite.tools.plan.orders import (
@@ -177,35 +176,30 @@ Layers = list[tuple[LayerKind, float, float]]  # kind, and the two results of es
 Moment = tuple[float, float, float, float]  # bytes: gathered, gradients, activations, working
 
 
-def estimate_memory(w: Workload, pp_ranks: Iterable[int]) -> list[Memory]:
-    """Return the peak memory of these pp ranks."""
-    layers = [(kind, *estimate_layer(w, kind)) for kind in w.kinds]
-    in_flight = extrapolate_in_flight(*w.pipeline)
-    return [estimate_rank(w, layers, pp_rank, in_flight[pp_rank]) for pp_rank in pp_ranks]
-
-
 def estimate_peak(w: Workload) -> float:
     """Return the peak live bytes of the fullest rank.
 
     Only the first pp rank, the second (it may have one layer more) and the last (the logits) can be the fullest.
     """
     last = w.layout.pp - 1
-    return max(memory.live for memory in estimate_memory(w, {0, min(1, last), last}))
+    return max(estimate_memory(w, pp_rank).live for pp_rank in {0, min(1, last), last})
 
 
-def estimate_rank(w: Workload, layers: Layers, pp_rank: int, in_flight: InFlight) -> Memory:
+def estimate_memory(w: Workload, pp_rank: int) -> Memory:
     """Return the peak memory of one pp rank."""
     layout = w.layout
     indices = layout.stages_of(pp_rank)
     stages = w.stages_of(pp_rank)
-    layers = [layer for layer in layers if any(map(layer[0].count, stages))]
+    kinds = [kind for kind in w.kinds if any(map(kind.count, stages))]
+    layers = [(kind, *estimate_layer(w, kind)) for kind in kinds]
     at_rest = w.count_at_rest(stages)
     moment_bytes = at_rest * w.moment_bytes
     moment_bytes -= MASTER_BYTES * sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
     if layout.tied and any(stage.has_head for stage in stages):  # the first stage has the moments
         moment_bytes -= w.table / layout.fsdp * w.moment_bytes
     if layout.pp > 1:
-        moments = list_moments_of_pipeline(w, layers, indices, in_flight)
+        in_flight = extrapolate_in_flight(*w.pipeline)
+        moments = list_moments_of_pipeline(w, layers, indices, in_flight[pp_rank])
     else:
         moments = list_moments(w, layers, stages[0], at_rest)
     gathered, gradients, kept, working = max(moments, key=sum)

@@ -79,8 +79,7 @@ class LayerKind:
         # The first rowwise matmul multiplies heads, the others multiply products: of SwiGLU, and of shared experts.
         self.products_dim = sum(module.weight[1] for module in self.rowwise[1:])
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
-        has_gate = any(module.name.endswith("w3") for module in self.block)
-        self.is_gated = is_moe or has_gate
+        self.is_gated = any(module.name.endswith("w3") for module in self.block)
         # Full recompute stops before a rowwise matmul at the end of a block, because backward does not need its output.
         # Backward needs the outputs of experts, because routing weights multiply them.
         self.ends_in_rowwise = self.block[-1].kind == "linear"

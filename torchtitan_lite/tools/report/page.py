@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from statistics import mean
+from statistics import mean, median
 from typing import NamedTuple
 
 from torchtitan_lite.config.machine import GIB
@@ -89,7 +89,7 @@ def main(options: argparse.Namespace) -> int:
             runs = [RecordedRun(folder) for folder in options.runs]
         except (OSError, ValueError) as error:
             raise UserError(f"report cannot read a run: {error}") from None
-        is_watched = options.watch and any(run.is_running for run in runs)
+        is_watched = options.watch and any(run.records[-1]["kind"] != "stop" for run in runs)
         page = write_page(runs, options.group, options.x, refresh=is_watched)
         out.write_text(page, encoding="utf-8")
         if is_new:
@@ -232,13 +232,15 @@ def compare_with_forecast(run: RecordedRun) -> str:
     if run.plan is None:
         return f"<p><i>No forecast and no traces. This checkout refuses the config: {escape(run.no_plan)}</i></p>"
     forecast = run.plan.forecast
-    [memory] = estimate_memory(run.plan.workload, [0])
+    memory = estimate_memory(run.plan.workload, 0)
+    times_s = [step_s for _, step_s in run.list_values("step_time_s")]
+    median_s = median(times_s[1:] or times_s)  # the first one warms up
     peak_bytes = GIB * max(gib for _, gib in run.list_values("peak_memory_gib"))
     rows = [
         ["", "measured", f"forecast, {run.plan.cluster.name}"],
         [
             "step (median)",
-            f"{run.find_median('step_time_s'):.3g} s",
+            f"{median_s:.3g} s",
             f"{forecast.step_time_s:.3g} s",
         ],
         [

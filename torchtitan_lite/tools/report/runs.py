@@ -50,11 +50,6 @@ class RecordedRun:
         except ConfigError as error:
             self.no_plan = str(error)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the last start has not ended, as far as metrics.jsonl tells."""
-        return self.records[-1]["kind"] != "stop"
-
     @cached_property
     def traces(self) -> list[Trace]:
         if self.plan is None:
@@ -100,11 +95,6 @@ class RecordedRun:
         """Return the value of a key as text."""
         return json.dumps(self.settings.get(key), ensure_ascii=False).strip('"')
 
-    def find_median(self, field: str) -> float:
-        """Return the median over the records. Ignore the first record (warm-up) if there are others."""
-        values = [value for _, value in self.list_values(field)]
-        return median(values[1:] or values)
-
 
 def list_differences(runs: list[RecordedRun]) -> list[str]:
     """Return the keys whose values differ, except the folder."""
@@ -128,8 +118,12 @@ def name_runs(runs: list[RecordedRun], keys: list[str]) -> None:
 def summarize(run: RecordedRun) -> list[str]:
     """Return the first sentences of the page: model, data, hardware, results, what to look at, how to continue."""
     settings = run.settings
-    model, layout = describe_model(run)
     n_ranks = run.start["world_size"]
+    model = settings["model.name"]
+    ranks = plural(n_ranks, "rank")
+    if run.plan:
+        model += f", {count_parameters(run.plan.model_args):,} parameters"
+        ranks += f" ({run.plan.layout})"
     losses = run.list_values("loss")
     validation = run.list_values("val_loss")
     n_steps = settings["training.steps"]
@@ -147,8 +141,7 @@ def summarize(run: RecordedRun) -> list[str]:
     sentences = [
         f"{settings['job.description'] or 'A language model'}: {model}, "
         f"from {run.records[0].get('weights', 'unknown weights')}, "
-        f"trained on {' and '.join(settings['training.dataset'])} by {plural(n_ranks, 'rank')} "
-        f"({layout}) on {run.start['device']}.",
+        f"trained on {' and '.join(settings['training.dataset'])} by {ranks} on {run.start['device']}.",
         results,
         f"End of the run: {reason.partition('; newest')[0]}.",
         f"Look at: {'; '.join(list_findings(run)) or 'nothing stands out'}.",
@@ -159,18 +152,7 @@ def summarize(run: RecordedRun) -> list[str]:
     command = name_command(f"train --config {config} --job.no_overwrite")
     if n_ranks <= 8:  # one host was enough
         command = f"NGPU={n_ranks} {command}"
-    if last_step >= n_steps:
-        command += f" --training.steps={2 * n_steps} --lr_scheduler.total_steps={2 * n_steps}"
     return [*sentences, f"To continue: {command}"]
-
-
-def describe_model(run: RecordedRun) -> tuple[str, str]:
-    """Return name and size of the model, and the layout."""
-    if run.plan is None:
-        degrees = [f"{dim}{degree}" for dim, degree in run.start["layout"].items() if degree > 1]
-        return run.settings["model.name"], " x ".join(degrees)
-    args = run.plan.model_args
-    return f"{args.name}, {count_parameters(args):,} parameters", str(run.plan.layout)
 
 
 def plural(count: int, noun: str) -> str:
@@ -178,10 +160,9 @@ def plural(count: int, noun: str) -> str:
 
 
 def list_findings(run: RecordedRun) -> list[str]:
-    """Return what stands out: spikes, slow steps, a bubble, a validation loss that rises again."""
+    """Return what stands out: spikes, a bubble, skipped steps, a validation loss that rises again."""
     remarks = []
-    norms = run.list_values("grad_norm_max") or run.list_values("grad_norm")
-    norms = norms[WARM_UP:]
+    norms = run.list_values("grad_norm_max")[WARM_UP:]
     usual = median([norm for _, norm in norms] or [0.0])
     spikes = [(step, norm) for step, norm in norms if norm > SPIKE * usual]
     if spikes:
@@ -190,13 +171,6 @@ def list_findings(run: RecordedRun) -> list[str]:
         remarks.append(f"spikes of the gradient norm, whose median is {usual:.4g} ({highest})")
     if run.pipeline:
         remarks += warn_of_bubble(run.plan, run.pipeline.bubble)
-    median_s = run.find_median("step_time_s")
-    times = run.list_values("step_time_s")[1:]
-    slow_steps = [step for step, step_s in times if step_s > 2 * median_s]
-    if slow_steps:
-        remarks.append(
-            f"steps that took more than twice the median ({len(slow_steps)} records, first step {slow_steps[0]:,})"
-        )
     if skipped := run.list_values("skipped_steps"):
         remarks.append(f"{plural(skipped[-1][1], 'step')} skipped (training.skip_spikes)")
     losses = [loss for _, loss in run.list_values("val_loss")]

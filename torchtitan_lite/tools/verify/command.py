@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.preflight import read_run_config
+from torchtitan_lite.tools.plan.planned_run import read_target
 from torchtitan_lite.tools.verify.certificate import CERTIFIED, describe, make_report
 from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.precision import try_precision
@@ -29,9 +28,7 @@ from torchtitan_lite.tools.verify.trial import RunRanks, Trial, make_trial, try_
 
 def main(options: Namespace) -> int:
     """Run the tool. Exit status: 0 certified, 1 wrong or not finished, 2 wrong input."""
-    reading = read_run_config(options.config_args)
-    if reading.problems:
-        raise ConfigError(reading.problems)
+    reading, _ = read_target(options.config_args, None)
     reduction = reduce_config(reading.config, options.ranks)
     torch.set_num_threads(1)
     with RankPool() as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:

@@ -40,12 +40,9 @@ def count_ranks(section: Parallelism) -> int:
 
 
 def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
-    """Return dp_shard. An automatic one gets all remaining ranks."""
-    degrees = plan_degrees(section, 1)
-    if section.data_parallel_shard_degree != AUTOMATIC:
-        return degrees["dp_shard"]
+    """Return dp_shard. An automatic one gets all remaining ranks; any other is a multiple of the unit already."""
     unit = find_shard_unit(section)
-    return max_ranks // prod(degrees.values()) // unit * unit
+    return plan_degrees(section, max_ranks)["dp_shard"] // unit * unit
 
 
 def list_smaller(config: Config) -> Iterator[Config]:

@@ -86,7 +86,9 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
     if run.lr_scheduler.last_epoch != plain.position:  # as on resume
         set_step(run.lr_scheduler, plain.position)
     give_weights(run, plain.weights)
-    settle_ties(run, plain)
+    routers = run.balance.routers if run.balance else {}
+    for layer, router in routers.items():
+        router.choose = partial(choose_with_ties, router, *plain.ties[layer])
     batch = own_rows(run, plain.batch)
     n_tokens = stepping.count_global_tokens(run, stepping.shard_for_cp(run, batch)).item()
     n_right = count_valid_tokens(plain.batch.targets).item()
@@ -119,7 +121,6 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
         note("gradient norm", "all gradients", abs(norm - plain.norm) / plain.norm)
     note("finite flag", "train_step", float(bool(result.applied) != is_finite))
     compare_updates(run, plain, note)
-    routers = run.balance.routers if run.balance else {}
     for layer, router in routers.items():
         name = f"layers.{layer}.feed_forward.router"
         load_error = (result.expert_loads[layer, :-1] - plain.loads[layer]).abs().max()
@@ -187,15 +188,11 @@ def give_weights(run: build.Run, weights: dict[str, Tensor]) -> None:
         local(tensor).copy_(cut(weights[fqn], tensor))
 
 
-def settle_ties(run: build.Run, plain: PlainStep) -> None:
-    """Make the routers choose the experts of the plain loop for tokens with tied scores, and as usual otherwise."""
-    routers = run.balance.routers if run.balance else {}
-    for layer, router in routers.items():
-        router.choose = partial(choose_with_ties, router, *plain.ties[layer])
-
-
 def choose_with_ties(router: Router, of_ties: Tensor, routes: Tensor, scores: Tensor) -> Tensor:
-    """Replace Router.choose: scores (B, S, E) -> routes (B, S, K). `of_ties` (N, E), `routes` (N, K)."""
+    """Replace Router.choose: tokens with tied scores take the experts of the plain loop, all others as usual.
+
+    scores (B, S, E) -> routes (B, S, K). `of_ties` (N, E), `routes` (N, K).
+    """
     chosen = Router.choose(router, scores)
     if len(routes) == 0:
         return chosen

@@ -100,7 +100,9 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     args = resolve_model(config.model)
     real = plan_layout(config, args, n_ranks)
     if n_ranks > max_ranks:
-        raise ConfigError([refuse_many_ranks(config, max_ranks)])
+        why = f"the layout needs {n_ranks} ranks, but verify has {max_ranks}"
+        remedy = suggest_smaller(config, max_ranks)
+        raise ConfigError([Problem("--ranks", max_ranks, why, remedy)])
     wide = replace(real, dp_shard=choose_dp_shard(config.parallelism, max_ranks))
     keys = {
         **REPLACED,
@@ -124,10 +126,8 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     return Reduction(config, small, layout)
 
 
-def refuse_many_ranks(config: Config, max_ranks: int) -> Problem:
-    """Return the problem of a config that needs more ranks, with the command for a smaller layout."""
-    n_ranks = count_ranks(config.parallelism)
-    why = f"the layout needs {n_ranks} ranks, but verify has {max_ranks}"
+def suggest_smaller(config: Config, max_ranks: int) -> str:
+    """Return the command for a smaller layout, or else the advice to allow more ranks."""
     for smaller in list_smaller(config):
         if count_ranks(smaller.parallelism) > max_ranks:
             continue
@@ -140,9 +140,8 @@ def refuse_many_ranks(config: Config, max_ranks: int) -> Problem:
             degree = get_value(smaller, key)
             if degree != get_value(config, key):
                 command.append(f"--{key}={degree}")
-        remedy = f"Verify a smaller layout: {name_command(shlex.join(command))}"
-        return Problem("--ranks", max_ranks, why, remedy)
-    return Problem("--ranks", max_ranks, why, "Give a larger --ranks")
+        return f"Verify a smaller layout: {name_command(shlex.join(command))}"
+    return "Give a larger --ranks"
 
 
 def override(config: Config, overrides: dict[str, object]) -> Config:
@@ -261,7 +260,11 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
     n_microbatches = 3 if accumulates else 1
     if real.pp > 1:
         n_rows = min(2, real.microbatch_size)
-        n_microbatches = reduce_microbatches(small, real)
+        n_stages = len(plan_stages(small.parallelism, small.model.n_layers)[0])
+        # More than stages, or the number of the real run if that is smaller. Even if possible, so that other layouts
+        # can resume with the same batch.
+        wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
+        n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
     keys = give_batch(wide, n_rows, n_microbatches, 40, unit)
     if accumulates:
@@ -283,16 +286,6 @@ def give_batch(
         "training.seq_len": round_up(least_tokens, pieces),
         "parallelism.pipeline_parallel_microbatch_size": n_rows if layout.pp > 1 else 1,
     }
-
-
-def reduce_microbatches(small: Config, real: Layout) -> int:
-    """Return more microbatches than stages, or the number of the real run if that is smaller.
-
-    The number is even if possible, so that other layouts can resume with the same batch.
-    """
-    n_stages = len(plan_stages(small.parallelism, small.model.n_layers)[0])
-    wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
-    return find_n_microbatches(small.parallelism, wanted, n_stages)
 
 
 def find_n_microbatches(section: Parallelism, least: int, n_stages: int) -> int:
