@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
 from torchtitan_lite.models.llama3.modules import Llama3
@@ -18,9 +19,9 @@ from torchtitan_lite.tools.kv_cache import CachedModel
 PLAIN = FLAVORS["Llama 3"]
 
 
-def sampling(temperature: float, top_k: int = 0) -> Namespace:
+def sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> Namespace:
     """The options of `generate` for choosing a token."""
-    return Namespace(temperature=temperature, top_k=top_k)
+    return Namespace(temperature=temperature, top_k=top_k, top_p=top_p)
 
 
 def sharpen(model: Llama3) -> Llama3:
@@ -82,13 +83,18 @@ def test_a_step_computes_one_token_and_the_head_only_the_last_one():
 # ---------------------------------------------------------------- what is drawn
 
 
-@pytest.mark.parametrize("temperature, top_k", [(0.7, 0), (1, 5), (1, 500), (0.6, 20)])
-def test_limits_are_those_of_transformers(temperature, top_k):
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p",
+    [(0.7, 0, 1), (1, 5, 1), (1, 500, 1), (1.3, 0, 0.3), (0.6, 20, 0.8)],
+)
+def test_limits_are_those_of_transformers(temperature, top_k, top_p):
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 3
     expected = TemperatureLogitsWarper(float(temperature))(None, logits)
     if top_k:
         expected = TopKLogitsWarper(top_k)(None, expected)
-    ours = torch.stack([limit(row, sampling(temperature, top_k)) for row in logits])
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    ours = torch.stack([limit(row, sampling(temperature, top_k, top_p)) for row in logits])
     assert torch.equal(ours.isfinite(), expected.isfinite())
     assert torch.allclose(ours.softmax(1).float(), expected.softmax(1), atol=1e-6)
 
@@ -109,11 +115,13 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
     assert torch.allclose(found, expected, atol=0.02)  # three standard deviations
 
 
-def test_coldest_temperatures_and_one_token_leave_the_most_likely_token():
+def test_coldest_temperatures_and_least_probabilities_leave_the_most_likely_token():
     logits = torch.tensor([4.0, 9.0, 8.999, 7.0])
     usable = torch.ones(4, dtype=torch.bool)
     generator = torch.Generator().manual_seed(0)
-    for options in (sampling(0), sampling(1e-300), sampling(1, top_k=1)):
+    for options in (sampling(0), sampling(1e-300), sampling(1, top_k=1), sampling(1e4, top_p=0)):
         assert {choose_token(logits, options, generator, usable) for _ in range(20)} == {1}
     usable[1] = False
     assert choose_token(logits, sampling(0), generator, usable) == 2
+    # the fewest that hold half
+    assert limit(torch.zeros(4), sampling(1, top_p=0.5)).isfinite().sum() == 2

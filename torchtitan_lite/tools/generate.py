@@ -1,10 +1,10 @@
 """Continue a text with the model in a checkpoint or a Hugging Face folder. Prints the text to standard output.
 
-    logits  ->  / temperature  ->  top-k: the k most likely  ->  draw
+    logits  ->  / temperature  ->  top-k: the k most likely  ->  top-p: the fewest with total probability p  ->  draw
 
 Temperature 0 chooses the most likely token. Tokens are drawn on the CPU with --seed, so equal logits and seeds give
 equal tokens on every device. A text ends at an end token, after --max-new-tokens, or when the context is full.
-Legend: V vocabulary.
+Source: top-p arXiv:1904.09751. Legend: V vocabulary.
 """
 
 import codecs
@@ -196,10 +196,16 @@ def choose_token(
 
 
 def limit(logits: Tensor, options: Namespace) -> Tensor:
-    """Apply temperature and top-k, (V,) -> (V,) fp64. Excluded tokens get -inf."""
+    """Apply temperature, top-k and top-p, (V,) -> (V,) fp64. Excluded tokens get -inf; the most likely one is kept."""
     # At most 0, so that a low temperature does not overflow.
     logits = (logits.double() - logits.max()) / options.temperature
+    ordered, ids = logits.sort(descending=True, stable=True)
     if options.top_k > 0:
-        ids = logits.argsort(descending=True, stable=True)
-        logits[ids[options.top_k :]] = -inf
-    return logits
+        ordered[options.top_k :] = -inf
+    probabilities = ordered.softmax(0)
+    more_likely = probabilities.cumsum(0) - probabilities  # probability of all more likely tokens
+    is_out = ordered == -inf
+    if options.top_p < 1:
+        is_out |= more_likely >= options.top_p
+    is_out[0] = False
+    return logits.index_fill(0, ids[is_out], -inf)

@@ -160,7 +160,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def list_findings(run: RecordedRun) -> list[str]:
-    """Return what stands out: spikes, a bubble, skipped steps, a validation loss that rises again."""
+    """Return what stands out: spikes, a bubble, slow or skipped steps, a validation loss that rises again."""
     remarks = []
     norms = run.list_values("grad_norm_max")[WARM_UP:]
     usual = median([norm for _, norm in norms] or [0.0])
@@ -171,6 +171,13 @@ def list_findings(run: RecordedRun) -> list[str]:
         remarks.append(f"spikes of the gradient norm, whose median is {usual:.4g} ({highest})")
     if run.pipeline:
         remarks += warn_of_bubble(run.plan, run.pipeline.bubble)
+    times = run.list_values("step_time_s")[1:]
+    median_s = median([seconds for _, seconds in times] or [0.0])
+    slow_steps = [step for step, seconds in times if seconds > 2 * median_s]
+    if slow_steps:
+        remarks.append(
+            f"steps that took more than twice the median ({len(slow_steps)} records, first step {slow_steps[0]:,})"
+        )
     if skipped := run.list_values("skipped_steps"):
         remarks.append(f"{plural(skipped[-1][1], 'step')} skipped (training.skip_spikes)")
     losses = [loss for _, loss in run.list_values("val_loss")]
