@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -87,29 +88,32 @@ def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_r
         assert row["found_s"] > 5 or row["kind"] != "stop", "not before comm.hang_seconds"
 
 
-def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_of_them(tmp_path):
-    """A rank of host 1 is killed. The rank of host 0 does not fail, as with NCCL, whose ranks wait for a killed one."""
+@pytest.fixture
+def start_host(tmp_path) -> Callable[..., subprocess.Popen]:
+    """Function: NODE_RANK, other variables -> the launcher of a host with one rank and an address of its own."""
     keys = [
         *warm_start.write_letters(tmp_path / "letters"),
-        "--training.steps=40",
+        "--training.steps=50",
         "--training.local_batch_size=4",
+        "--training.global_batch_size=24",
+        "--checkpoint.interval=2",
+        "--validation.no_enable",
     ]
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    variables = {
-        "NNODES": "2",
-        "MASTER_PORT": str(port),
-        "MAX_RESTARTS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    variables |= dict.fromkeys(["MASTER_ADDR", "PET_LOCAL_ADDR"], "127.0.0.1")
-    keys += ["--checkpoint.interval=2", "--validation.no_enable"]
-    hosts = [
-        warm_start.launch(
-            tmp_path / "run", tmp_path, *keys, n_ranks=1, NODE_RANK=str(n), **variables
-        )
-        for n in range(2)
-    ]
+        port = str(server.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+
+    def start(n: int, **variables: str) -> subprocess.Popen:
+        variables |= shared | {"NODE_RANK": str(n), "PET_LOCAL_ADDR": f"127.0.0.{n + 1}"}
+        folder = tmp_path / variables.pop("folder", "run")
+        return warm_start.launch(folder, tmp_path, *keys, n_ranks=1, **variables)
+
+    return start
+
+
+def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_of_them(start_host):
+    """A rank of host 1 is killed. The rank of host 0 does not fail, as with NCCL, whose ranks wait for a killed one."""
+    hosts = [start_host(n, NNODES="2", MAX_RESTARTS="1") for n in range(2)]
     warm_start.read_until(hosts[0], "step +5/")
     (waiting,), (killed,) = map(warm_start.list_ranks, hosts)
     os.kill(waiting, signal.SIGSTOP)
@@ -121,32 +125,18 @@ def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_
 
 
 @pytest.mark.slow
-def test_a_lost_host_is_left_out_and_joins_again_with_the_losses_of_an_unbroken_run(tmp_path):
-    keys = [
-        *warm_start.write_letters(tmp_path / "letters"),
-        "--training.steps=60",
-        "--training.local_batch_size=4",
-        "--training.global_batch_size=24",
-        "--checkpoint.interval=2",
-        "--validation.no_enable",
-    ]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    variables = {"NNODES": "2:3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    variables |= {"MAX_RESTARTS": "3", "GLOO_SOCKET_IFNAME": "lo"}
-
-    def start_host(n: int) -> subprocess.Popen:
-        own = {"NODE_RANK": str(n), "PET_LOCAL_ADDR": f"127.0.0.{n + 1}"}
-        return warm_start.launch(tmp_path / "run", tmp_path, *keys, n_ranks=1, **variables, **own)
-
-    hosts = [start_host(n) for n in range(3)]
+def test_a_lost_host_is_left_out_and_joins_again_with_the_losses_of_an_unbroken_run(
+    start_host, tmp_path
+):
+    elastic = {"NNODES": "2:3", "MAX_RESTARTS": "3"}
+    hosts = [start_host(n, **elastic) for n in range(3)]
     warm_start.read_until(hosts[0], "step +5/")
     hosts[2].kill()
     warm_start.read_until(hosts[0], "world size 2 instead of 3")
     warm_start.read_until(hosts[0], "step +")
     (rank,) = warm_start.list_ranks(hosts[1])
     os.kill(rank, signal.SIGSTOP)  # the run waits for the host
-    hosts[2] = start_host(2)
+    hosts[2] = start_host(2, **elastic)
     warm_start.read_until(hosts[1], "Detected 1 new nodes")
     os.kill(rank, signal.SIGCONT)
     assert "world size 3 instead of 2" in warm_start.finish(hosts[0])
@@ -154,7 +144,7 @@ def test_a_lost_host_is_left_out_and_joins_again_with_the_losses_of_an_unbroken_
         warm_start.finish(host)
     starts = [row for row in warm_start.read_records(tmp_path / "run") if row["kind"] == "start"]
     assert [(row["world_size"], row["restarts"]) for row in starts] == [(3, 0), (2, 1), (3, 2)]
-    warm_start.finish(warm_start.launch(tmp_path / "unbroken", tmp_path, *keys, n_ranks=1))
+    warm_start.finish(start_host(0, NNODES="1", folder="unbroken"))
     losses = warm_start.read_losses(tmp_path / "run")
     assert losses == pytest.approx(warm_start.read_losses(tmp_path / "unbroken"), rel=0, abs=1e-6)
 
