@@ -142,8 +142,11 @@ def test_a_lost_host_is_left_out_and_joins_again_with_the_losses_of_an_unbroken_
     assert "world size 3 instead of 2" in warm_start.finish(hosts[0])
     for host in hosts[1:]:
         warm_start.finish(host)
-    starts = [row for row in warm_start.read_records(tmp_path / "run") if row["kind"] == "start"]
-    assert [(row["world_size"], row["restarts"]) for row in starts] == [(3, 0), (2, 1), (3, 2)]
+    starts = []
+    for row in warm_start.read_records(tmp_path / "run"):
+        if row["kind"] == "start":
+            starts.append((row["world_size"], row["restarts"]))
+    assert starts == [(3, 0), (2, 1), (3, 2)]
     warm_start.finish(start_host(0, NNODES="1", folder="unbroken"))
     losses = warm_start.read_losses(tmp_path / "run")
     assert losses == pytest.approx(warm_start.read_losses(tmp_path / "unbroken"), rel=0, abs=1e-6)

@@ -88,7 +88,6 @@ PREPARED = {  # options of prepare, number of documents -> words of the command 
         "--training.dataset out --job.dump_folder outputs/out",
     ),
     "one document": (list, 1, "--validation.no_enable"),
-    "nothing held out": (lambda: ["--validation-share", "0"], 50, "--validation.no_enable"),
     "bytes": (lambda: ["--tokenizer", "bytes"], 50, "--model.hf_assets_path bytes"),
     "a large vocabulary": (
         write_large_vocabulary,

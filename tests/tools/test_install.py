@@ -69,9 +69,8 @@ def test_tools_of_an_installed_package_work_in_any_folder(site, tmp_path):
     assert answer.returncode == 0 and "\n  train " in answer.stdout
     answer = run(site, tmp_path, "check", "--config", "debug")
     assert answer.returncode == 0, answer.stderr
-    for number in ("1", "9"):
-        text = run(site, tmp_path, "lab", number).stdout
-        assert "torchtitan-lite " in text and "run_train.sh" not in text
+    text = run(site, tmp_path, "lab", "1").stdout
+    assert "torchtitan-lite " in text and "run_train.sh" not in text
     assert not list(tmp_path.iterdir()), "check writes nothing"
 
 

@@ -10,7 +10,6 @@ import pytest
 from layouts import PP, TP
 
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
 from torchtitan_lite.tools.plan.memory import estimate_memory, estimate_peak
@@ -234,17 +233,6 @@ def test_llama3_405b_on_16384_h100_and_its_128k_layout():
     assert planned_long.workload.tokens_per_step == planned.workload.tokens_per_step == 16 * 2**20
     assert long.mfu_causal == pytest.approx(0.38, rel=0.18)
     assert long.parts_s["waiting for cp"] > 0 == short.parts_s["waiting for cp"]
-
-
-def test_llama3_70b_on_64_h100_in_tp4_pp2_dp8():
-    """By hand: 12 bytes of 70.55e9 parameters on 64 ranks; 8 microbatches on two stages idle 1/9."""
-    planned = read("llama3_70b", 64, tp=4, pp=2, local_batch_size=8)
-    layout = plan_layout(planned.config, planned.model_args, 64)
-    assert (layout.dp, layout.n_microbatches) == (8, 8)
-    for rank in (0, 1):
-        memory = estimate_memory(planned.workload, rank)
-        assert memory.parameters + memory.optimizer == pytest.approx(12 * 70.55e9 / 64, rel=0.01)
-    assert planned.forecast.bubble == pytest.approx(1 / 9, abs=0.01)
 
 
 # ---------------------------------------------------------------- overlap, experts, words
