@@ -73,6 +73,8 @@ def compute_gradients(run: Run, batch: Batch) -> Tensor:
 
 def shard_for_cp(run: Run, batch: Batch) -> Batch:
     """Keep this cp rank's pieces of each row: (B, S) -> (B, S/cp), except doc_ids (B, S). No communication."""
+    if run.layout.cp == 1:
+        return batch  # whose length may be odd; two pieces would drop its last token
     pieces = batch.map(lambda field: shard_sequence(field, run.mesh.cp))
     return replace(pieces, doc_ids=batch.doc_ids)
 
