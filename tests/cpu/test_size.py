@@ -18,7 +18,7 @@ from torchtitan_lite import REPOSITORY
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
-# Code tokens of each half, and the most tokens per code line. The plan wants 64,500, 64,000 and 117,000 tokens.
+# Code tokens of each half, and the most tokens per code line.
 TRAINER = (64_500, 8.5)
 TOOLS = (64_000, 9.0)
 TESTS = (117_000, 10.0)

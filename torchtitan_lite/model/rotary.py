@@ -48,7 +48,7 @@ def rotary_angles(positions: Tensor, model_args: ModelArgs) -> Tensor:
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotate the pairs (x[2i], x[2i+1]) by their angles. x (B, S, heads, E) -> same shape and dtype. fp32 inside."""
-    wide = x.float()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     cos, sin = rotation.unbind(-2)  # (B, S, 1, E)
     pairs = wide.unflatten(-1, (-1, 2))
     swapped = pairs.flip(-1).flatten(-2)
