@@ -11,6 +11,6 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/outputs/cache/ind
 "$python" -m ruff check .
 "$python" -m pyrefly check --summary=none
 [[ ${1:-} != --all ]] || set -- -m "slow or not slow" "${@:2}"
-# Three files at a time: ranks wait for each other, and leave a third of two cores idle. First those that start most
-# processes, which wait most; last the short ones (`testpaths` in pyproject.toml), so that no core is idle at the end.
-exec "$python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"
+# Two files at a time: with three, ranks take turns on two cores, and the suite takes almost twice as long. First those
+# that start most processes; last the short ones (`testpaths` in pyproject.toml), so that no core is idle at the end.
+exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
