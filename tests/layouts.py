@@ -114,7 +114,6 @@ FAST = {
     ),
     "pp2 x dp2 resharded": Row(4, {PP: 2, RESHARD: "always", **TWO_LAYERS}),
     "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **TWO_LAYERS}),
-    "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TWO_LAYERS}),
     # tied embeddings: the first and the last stage hold the matrix
     "pp4 tied": Row(4, {PP: 4, **TIED}),
     "pp2 x dp2 tied, resharded": Row(4, {PP: 2, RESHARD: "always", **TIED, **TWO_LAYERS}),
@@ -124,7 +123,6 @@ FAST = {
     # biases
     "one rank, Qwen2": Row(1, BIASES),
     "tp2, Qwen2": Row(2, {TP: 2, **BIASES, **TWO_LAYERS}),
-    "pp2 x tp2, Qwen2 compile": Row(4, {PP: 2, TP: 2, **BIASES, **COMPILED, **TWO_LAYERS}),
     "cp2, Qwen2 tied": Row(2, {CP: 2, **BIASES, **TIED, **TWO_LAYERS}),
     # recompute, compile, offload
     "full recompute": Row(1, {MODE: "full"}),
@@ -136,7 +134,6 @@ FAST = {
     "dp2 offloaded, accumulation 2": Row(
         2, {**OFFLOAD, "training.local_batch_size": 2, **TWO_LAYERS}
     ),
-    "pp2 x tp2 offloaded": Row(4, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
     # the loss
     "tp2, many chunks": Row(2, {TP: 2, **CHUNKS, **TWO_LAYERS}),
     "dp2 tied, many chunks": Row(2, {**TIED, **CHUNKS, **TWO_LAYERS}),
@@ -148,7 +145,6 @@ FAST = {
     "cp2 allgather": Row(2, {CP: 2}),
     "cp2 ring, full recompute": Row(2, {CP: 2, **RING, MODE: "full", **TWO_LAYERS}),
     "cp4 ring": Row(4, {CP: 4, **RING}),
-    "cp4 x tp2 allgather": Row(8, {CP: 4, TP: 2, **TWO_LAYERS}),
     "dp2 x cp2 accumulation 4": Row(4, {CP: 2, **ACCUMULATION_4, **TWO_LAYERS}),
     "pp2 x cp2 ring": Row(4, {CP: 2, PP: 2, **RING, **TWO_LAYERS}),
     "cp2 x tp2 ring compile, full recompute": Row(
@@ -193,6 +189,10 @@ for name, row in EXPERT_LAYOUTS.items():
 
 # Slow: every schedule on four stages, and three axes. test_drawn_layouts.py draws the pairs that are not here.
 CROSSES = {
+    "pp2 x tp2, Qwen2 compile": Row(4, {PP: 2, TP: 2, **BIASES, **COMPILED, **TWO_LAYERS}),
+    "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TWO_LAYERS}),
+    "cp4 x tp2 allgather": Row(8, {CP: 4, TP: 2, **TWO_LAYERS}),
+    "pp2 x tp2 offloaded": Row(4, {PP: 2, TP: 2, **OFFLOAD, **TWO_LAYERS}),
     "hsdp2x2 x tp2": Row(8, {TP: 2, REPLICATE: 2, **TWO_LAYERS}),
     "hsdp2 x cp2 x tp2 ring": Row(8, {REPLICATE: 2, CP: 2, TP: 2, **RING, **TWO_LAYERS}),
     "dp2 x cp4": Row(8, {CP: 4, **TWO_LAYERS}),
