@@ -228,5 +228,7 @@ def name_views(folder: Path, section: Metrics) -> str:
     views = name_command(f"report {name}")
     if section.enable_tensorboard:
         python = os.path.relpath(sys.executable)
+        if python.startswith(".."):
+            python = sys.executable
         views += f", or {python} -m tensorboard.main --logdir {name}/{section.save_tb_folder}"
     return views
