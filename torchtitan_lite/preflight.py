@@ -290,7 +290,7 @@ def add_notices(run: Prepared, restarted: bool) -> None:
         if layout.world_size != n_before:
             share = f"{layout.n_microbatches} microbatches of {layout.microbatch_size} sequences"
             notices.append(
-                f"the run goes on with world size {layout.world_size} instead of {n_before}: "
+                f"the run resumes with world size {layout.world_size} instead of {n_before}: "
                 f"data-parallel degree {layout.dp}, {share} per rank"
             )
     reached = config.training.steps / max(1, config.lr_scheduler.warmup_steps)

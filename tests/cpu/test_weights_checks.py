@@ -254,7 +254,7 @@ def test_a_run_that_trains_in_another_way_from_here_on_prints_both_values():
     assert prepare(*SAME_TRAINING).notices == before
     (added,) = set(preflight(RUN, machine=LAPTOP, n_ranks=4).notices) - set(before)
     assert added.startswith(
-        "the run goes on with world size 4 instead of 2: data-parallel degree 4, 1"
+        "the run resumes with world size 4 instead of 2: data-parallel degree 4, 1"
     )
     for key, (saved, now) in OTHER_TRAINING.items():
         text = now if isinstance(now, str) else json.dumps(now)
