@@ -72,6 +72,13 @@ def positions_wrap_at_32768(original, run, batch):
     return replace(pieces, positions=pieces.positions % 32_768)
 
 
+@mutant("dp2", "counted tokens", "count_global_tokens", at=(step, "shard_for_cp"))
+def odd_rows_lose_a_token(original, run, batch):
+    """Rows are cut into two equal pieces with one cp rank, too."""
+    n_kept = batch.tokens.shape[1] // 2 * 2
+    return batch.map(lambda field: field[:, :n_kept])
+
+
 @mutant(
     Row(1, {"flavor.rope_scaling": RopeScaling(factor=8.0), **LONG}),
     "rotary angles",

@@ -52,7 +52,7 @@ def schedule_as_long_as_this_start(original, config, layout, device_type):
     return replace(config, lr_scheduler=section)
 
 
-@in_saved_tensor(Row(2, ADAMW), name="optimizer.layers.1.feed_forward.w3.weight.exp_avg_sq")
+@in_saved_tensor(Row(2, ADAMW), name="optimizer.layers.0.attention.wk.weight.exp_avg")
 def moments_forgotten_by_a_resume():
     """Weights alone are loaded; AdamW begins with moments of zero."""
     return put_in_place(
@@ -62,7 +62,7 @@ def moments_forgotten_by_a_resume():
 
 @in_saved_tensor(
     Row(2, ADAMW),
-    name="optimizer.layers.1.feed_forward.w3.weight.exp_avg_sq",
+    name="optimizer.norm.weight.exp_avg_sq",
     at=(loading, "load_checkpoint"),
 )
 def second_moments_rounded_by_a_resume(original, path, tensors, **options):
@@ -130,6 +130,6 @@ def reorder(tensor: torch.Tensor, unflatten: Callable) -> torch.Tensor:
 
 
 @in_first_start("dp2", kind="loss", at=(run_log.RunLog, "write_step"))
-def loss_of_rank_0_logged(original, log, step, result):
+def loss_of_rank_0_logged(original, log, step, result, is_applied):
     """The logged loss is about the share of rank 0."""
-    original(log, step, replace(result, loss=result.loss / log.run.layout.world_size))
+    original(log, step, replace(result, loss=result.loss / log.run.layout.world_size), is_applied)

@@ -116,18 +116,6 @@ def test_attention_over_ranks_is_that_of_one_process(pool, n_ranks, dtype, n_kv_
         assert [case for case in of_rank if case[2] > most] == []
 
 
-def cut_rows(rank: int, world_size: int) -> int:
-    """Worker: return the length of this rank's rows, of 33 tokens."""
-    config = complete({"training.seq_len": 33}, world_size)
-    run = build_small_run(config, world_size)
-    batch = make_batch(config, 0)
-    return stepping.shard_for_cp(run, batch).tokens.shape[1]
-
-
-def test_one_rank_keeps_all_tokens_of_a_row(pool):
-    assert pool.run(cut_rows, 1) == [33]
-
-
 # ---------------------------------------------------------------- work and memory
 
 LONG = {  # the proportions of Llama 3 8B, small

@@ -124,10 +124,7 @@ def test_weights_and_state_are_those_of_one_process(pool, tmp_path, name):
 # ---------------------------------------------------------------- plan, explain, check
 
 
-FAST = ("dp2 x tp2", "debug_moe_3d", "shared experts")
-
-
-@pytest.mark.parametrize("name", choose_fast(LAYOUTS, FAST))
+@pytest.mark.parametrize("name", choose_fast(LAYOUTS, ("dp2 x tp2", "shared experts")))
 def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
     world_size, keys = LAYOUTS[name]
     keys = {**MODEL, **MUON, **keys, "training.mixed_precision_param": "bfloat16"}

@@ -175,21 +175,11 @@ LARGE = [  # config | GPUs | keys | pp rank | microbatches | error
 ]
 LARGE_AND_SLOW = [  # up to a minute each
     ("llama3_8b", 8, [ANY], 0, 1, 0.03),
-    ("llama3_8b", 8, [NONE, ANY], 0, 1, 0.03),
-    ("llama3_8b", 8, ["--training.global_batch_size=24", "--parallelism.zero_stage=1"], 0, 3, 0.03),
     ("llama3_8b", 8, ["--training.global_batch_size=24", "--parallelism.zero_stage=2"], 0, 3, 0.03),
     ("llama3_8b", 8, INTERLEAVED, 1, 4, 0.03),
     ("llama3_8b", 8, V_8B, 0, 4, 0.06),
     ("llama3_405b", 1024, [FULL, ANY, f"--{PP}=1", "--training.local_batch_size=2"], 0, 1, 0.03),
     ("mixtral_8x22b", 2048, [], 0, 1, 0.03),
-    (
-        "llama3_405b",
-        256,
-        ["--model.n_layers=30", f"--{PP}=4", "--training.local_batch_size=8", ANY],
-        1,
-        8,
-        0.03,
-    ),
 ]
 
 

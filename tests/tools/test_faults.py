@@ -107,6 +107,7 @@ def start_host(tmp_path) -> Callable[..., subprocess.Popen]:
     return start
 
 
+@pytest.mark.slow
 def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_of_them(start_host):
     """A rank of host 1 is killed. The rank of host 0 does not fail, as with NCCL, whose ranks wait for a killed one."""
     hosts = [start_host(n, NNODES="2", MAX_RESTARTS="1") for n in range(2)]

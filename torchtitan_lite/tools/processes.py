@@ -11,8 +11,9 @@ WORKER_ENVIRONMENT = {
 PRELOADED = [  # otherwise each worker would import them
     "torchtitan_lite.tools.fork_server",
     "torch.distributed",
-    "torchtitan_lite.step",  # this and the next for the trial of train.py
+    "torchtitan_lite.step",  # this and the next two for the trial of train.py
     "torchtitan_lite.checkpoint.load",
+    "torchtitan_lite.tools.verify.train_py",
 ]
 
 
