@@ -100,7 +100,6 @@ def cluster(tmp_path):
     return Cluster(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_job_before_its_limit_saves_is_queued_again_and_resumes(cluster, tmp_path):
     folder = tmp_path / "job"
     keys = [*KEYS, *warm_start.write_letters(tmp_path / "letters"), f"--job.dump_folder={folder}"]
