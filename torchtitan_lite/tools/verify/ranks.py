@@ -7,6 +7,7 @@ Starting eight processes that import torch takes 10 s, launching them with torch
 If a worker fails or hangs, all workers are killed, and the next call starts new ones.
 """
 
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -136,6 +137,7 @@ def serve(rank: int, connection: Connection) -> None:
     # Ctrl-C reaches workers too, but the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
+    faulthandler.enable()  # a rank that crashes prints where
     while True:
         try:
             function, world_size, folder, args, kwargs = connection.recv()
