@@ -290,6 +290,10 @@ ANSWERS = f"""
                                                     | NGPU=two       | | NGPU
                                                     | LOG_RANK=x     | | LOG_RANK
                                                     | MAX_RESTARTS=x | | MAX_RESTARTS
+                                                    | NODE_RANK=x    | | NODE_RANK
+                                                    | NODE_RANK=1    | | NODE_RANK: NNODES allows 0 to 0
+                                                    | NNODES=2 NODE_RANK=2 | | NODE_RANK: NNODES allows 0 to 1
+                                                    | MASTER_PORT=x  | | MASTER_PORT
 --config debug_3d                                   | NNODES=3       | | NNODES
                                                     | NNODES=two     | | NNODES
                                                     | ELASTIC NNODES=1:2 | | 2

@@ -82,7 +82,10 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
     assert answer.returncode == 0 and not checkout.calls()
     script = (REPOSITORY / "run_train.sh").read_text() + Path(launch.__file__).read_text()
     read = set(
-        re.findall(r"""\$\{([A-Z_]+):[-=]|environ(?:\.get\(|\[|\.setdefault\()"([A-Z_]+)""", script)
+        re.findall(
+            r"""\$\{([A-Z_]+):[-=]|(?:environ(?:\.get\(|\[|\.setdefault\()|read_number\()"([A-Z_]+)""",
+            script,
+        )
     )
     read = {bash or python for bash, python in read}
     assert read > {"NNODES", "PYTHON", "MAX_RESTARTS", "LOG_RANK"}

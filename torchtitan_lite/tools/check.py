@@ -18,7 +18,7 @@ from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, read_config, su
 from torchtitan_lite.config.schema import PATH, Config, get_value
 from torchtitan_lite.config.torchtitan_keys import resolve_alias
 from torchtitan_lite.preflight import Prepared, preflight
-from torchtitan_lite.tools.hosts import read_hosts
+from torchtitan_lite.tools.hosts import read_hosts, read_number
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, describe_node
 
 # a key in schema.py: lines of comments, name, a comment behind the type and the default
@@ -28,6 +28,8 @@ NUMBERS = {  # variables of the launcher
     "NNODES": r"[1-9]\d*(:[1-9]\d*)?",
     "LOG_RANK": r"\d+(,\d+)*",
     "MAX_RESTARTS": r"\d+",
+    "NODE_RANK": r"\d+",
+    "MASTER_PORT": r"\d+",
 }
 BATCH = "training.global_batch_size"
 
@@ -54,10 +56,16 @@ def choose_host() -> tuple[Machine, int | None, int]:
         text = os.environ.get(name) or "1"
         if not re.fullmatch(pattern, text):
             why = "it is not a number"
-            raise ConfigError([Problem(name, text, why, "Set it to a number, such as 2")])
+            raise ConfigError([Problem(name, text, why, "Set it to a whole number")])
     machine = detect_machine()
     n_hosts = read_hosts()[1]
-    n_each = int(os.environ.get("NGPU") or 0)
+    node_rank = read_number("NODE_RANK")
+    if node_rank >= n_hosts:
+        why = f"NNODES allows 0 to {n_hosts - 1}"
+        raise ConfigError(
+            [Problem("NODE_RANK", node_rank, why, "Set NNODES to the number of hosts")]
+        )
+    n_each = read_number("NGPU")
     n_gpus = machine.n_devices
     if machine.device_type == "cuda" and n_each > n_gpus:  # every rank needs its own GPU
         remedy = f"Use NGPU={n_gpus} on NNODES={ceil(n_each * n_hosts / n_gpus)} hosts"
@@ -86,7 +94,7 @@ def check_fewer_hosts(
     sizes = range(read_hosts()[0], n_hosts)
     config = read_config(config_args).config  # -1 is not resolved
     is_safe = config.checkpoint.enable and config.training.global_batch_size > 0
-    if sizes and not (is_safe and int(os.environ.get("MAX_RESTARTS") or 0)):
+    if sizes and not (is_safe and read_number("MAX_RESTARTS")):
         why = "a lost host costs a restart from the newest checkpoint, with the same global batch"
         remedy = f"Set MAX_RESTARTS, checkpoint.enable = true, and {BATCH}"
         problems.append(Problem("NNODES", os.environ["NNODES"], why, remedy))

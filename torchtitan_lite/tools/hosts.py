@@ -35,6 +35,11 @@ STORE_TIMEOUT_S = 20
 END_WITHIN_S = 10.0  # NODE_RANK=0, which has the store, waits for the other hosts
 
 
+def read_number(name: str, default: int = 0) -> int:
+    """Return an environment variable of the launcher."""
+    return int(os.environ.get(name) or default)
+
+
 def read_hosts() -> tuple[int, int]:
     """Return the smallest and the largest number of hosts in NNODES, which are equal unless it is a range."""
     numbers = os.environ.get("NNODES") or "1"
@@ -48,7 +53,7 @@ def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
     With a range in NNODES, wait for the smallest number of hosts. `c10d`: torch.distributed. `config`: value of each
     key. Raises UserError on every host if one differs, or cannot be reached.
     """
-    node_rank = int(os.environ.get("NODE_RANK") or 0)
+    node_rank = read_number("NODE_RANK")
     n_needed, n_hosts = read_hosts()
     address, port = find_master()
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
@@ -93,11 +98,11 @@ def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
 
 
 def is_first_host() -> bool:
-    return int(os.environ.get("NODE_RANK") or 0) == 0
+    return read_number("NODE_RANK") == 0
 
 
 def find_master() -> tuple[str, int]:
-    return os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
+    return os.environ["MASTER_ADDR"], read_number("MASTER_PORT", 29500)
 
 
 def connect() -> str:

@@ -64,6 +64,7 @@ from torchtitan_lite.tools.hosts import (
     is_first_host,
     meet_hosts,
     read_hosts,
+    read_number,
 )
 from torchtitan_lite.tools.progress import watch_saves
 
@@ -75,9 +76,9 @@ RESTART_WITHIN_S = 10.0  # torchrun looks for new hosts once a second
 def main(options: Namespace, work: Callable[[list[str], Path], int] | None = None) -> int:
     """Train. Return the exit status. `work`: what each rank calls instead of `train_rank`. Raises UserError."""
     args = options.config_args
-    is_first = is_first_host()
     try:
         machine, n_ranks, n_hosts = choose_host()
+        is_first = is_first_host()
         prepared = check(args, machine, n_ranks, n_hosts)
         if is_first:
             print(
@@ -325,7 +326,7 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
             "last_call_timeout": 10,  # for more hosts than the smallest number in NNODES
         },
         local_addr=local_address,
-        max_restarts=int(os.environ.get("MAX_RESTARTS") or 0),
+        max_restarts=read_number("MAX_RESTARTS"),
         start_method="forkserver",
         signals_to_handle="SIGUSR2",  # torchrun needs one; we forward SIGNALS ourselves
     )
