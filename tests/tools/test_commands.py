@@ -40,9 +40,15 @@ MORE = {  # part of a command that trains -> arguments that make the run short; 
     "async_mode": f"{TWO_STEPS} --job.dump_folder outputs/saved",
     "llama3_1b": TINY,
     "llama3_8b --training.dataset": TINY,
+    "log_freq 5": f"{TINY} --job.overwrite",
     "bench": "--rounds 1 --steps 1",
 }
-REFUSED = ("llama3_8b.toml",)  # too large for a CPU host: exit status 2
+STATUS = {  # part of a command -> its exit status if that is not 0
+    "llama3_8b.toml": 2,  # too large for a CPU host
+    "hang outputs/debug": 2,  # nothing hangs
+    "lab 1 answer": 1,  # wrong
+    "lab 3 check": 1,  # not yet written
+}
 
 
 def list_shown() -> list[str]:
@@ -136,16 +142,20 @@ def test_a_command_that_is_shown_runs(desk, command):
     for part, arguments in MORE.items():
         if part in command:
             more = arguments
-    words = shlex.split(f"{command} {more}")
-    variables = {"PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}
-    while "=" in words[0]:
-        name, _, value = words.pop(0).partition("=")
-        variables[name] = value
-    words[0] = sys.executable if words[0] == "python3" else words[0]
+    words = command.split()
     if "--out" in words:  # two chapters make the same corpus
         shutil.rmtree(desk / words[words.index("--out") + 1], ignore_errors=True)
+    line = f"{command} {more}".replace("python3", sys.executable)
+    variables = {"PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}
     done = subprocess.run(
-        words, cwd=desk, env=os.environ | variables, capture_output=True, text=True, timeout=900
+        line,
+        shell=True,
+        cwd=desk,
+        env=os.environ | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
-    is_refused = any(part in command for part in REFUSED)
-    assert done.returncode == 2 * is_refused, done.stdout[-2000:] + done.stderr[-3000:]
+    statuses = [status for part, status in STATUS.items() if part in command] or [0]
+    assert [done.returncode] == statuses, done.stdout[-2000:] + done.stderr[-3000:]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import warm_start
 from checkpoints import flip_bit, list_differing, make_saver, make_snapshots, train, whole_state
 from layouts import MOE, PP, REPLICATE, TP, TWO_LAYERS
+from marks import slow
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
@@ -43,10 +44,13 @@ SHARD = "parallelism.data_parallel_shard_degree"
 # ---------------------------------------------------------------- the drill
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
-    ["stop,flip_snapshot", "kill,disk_full,flip_weight,kill_torchrun,extra"],
+    [
+        "disk_full",
+        slow("stop,flip_snapshot"),
+        slow("kill,flip_weight,kill_torchrun,extra"),
+    ],
 )
 def test_a_drill_finds_all_faults_and_ends_with_the_weights_of_the_undisturbed_run(
     tmp_path, faults

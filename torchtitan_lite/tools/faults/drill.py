@@ -44,7 +44,7 @@ KINDS = {  # function of inject.py -> what names its fault in the output; {rank}
     "flip_weight": r"silent damage: (rank {rank} |no majority tells .*\b{rank}\b.* has a wrong)",
     "flip_snapshot": "DAMAGED SNAPSHOT",
     "flip_checkpoint": "DAMAGED CHECKPOINT",
-    "disk_full": r"rank {rank}: \S+ cannot be written: .*File too large",
+    "disk_full": r"rank {rank} cannot write \S+: .*File too large",
     "stop": HANG,
     "loop": HANG,
     "extra": r"FAILED in step .* rank {rank} .* is missing from call",  # gloo aborts this rank
