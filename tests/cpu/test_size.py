@@ -18,12 +18,12 @@ from torchtitan_lite import REPOSITORY
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
-# Code tokens of each half, and the most tokens per code line.
+# Code tokens of each half, and the most tokens per code line: guides, which fail only above MARGIN, so that nobody
+# shaves a name to pass.
 TRAINER = (64_500, 8.5)
 TOOLS = (64_000, 9.0)
 TESTS = (117_000, 10.0)
-CORPORA = (5_500, 9.0)  # a part of TOOLS
-CHATS = (1_800, 9.0)  # a part of CORPORA
+MARGIN = 1.05
 MOST_PER_LINE = 13.0  # in a function of MANY_LINES or more
 MANY_LINES = 10
 
@@ -86,30 +86,20 @@ def is_trainer(name: str) -> bool:
     return name == "train.py" or name.startswith("torchtitan_lite/") and not is_tool(name)
 
 
-def is_corpora(name: str) -> bool:
-    return name.startswith("torchtitan_lite/tools/corpora/")
-
-
-def is_of_chats(name: str) -> bool:
-    return is_corpora(name) and name.endswith(("/chat.py", "/dialects.py"))
-
-
 @pytest.mark.parametrize(
     "is_of_half, limits",
     [
         (is_trainer, TRAINER),
         (is_tool, TOOLS),
         (is_test, TESTS),
-        (is_corpora, CORPORA),
-        (is_of_chats, CHATS),
     ],
-    ids=["trainer", "tools", "tests", "corpora", "chats"],
+    ids=["trainer", "tools", "tests"],
 )
 def test_a_half_keeps_to_its_tokens_and_density(is_of_half, limits):
     most_tokens, most_per_line = limits
     n_tokens, n_lines = measure(is_of_half)
-    assert 0 < n_tokens <= most_tokens
-    assert n_tokens / n_lines <= most_per_line
+    assert 0 < n_tokens <= most_tokens * MARGIN
+    assert n_tokens / n_lines <= most_per_line * MARGIN
 
 
 def test_no_function_is_dense():
@@ -122,6 +112,6 @@ def test_no_function_is_dense():
                 lines = range(node.body[0].lineno, node.body[-1].end_lineno + 1)
                 of_body = [counts[line] for line in lines if line in counts]
                 n_lines = len(of_body)
-                if n_lines >= MANY_LINES and sum(of_body) / n_lines > MOST_PER_LINE:
+                if n_lines >= MANY_LINES and sum(of_body) / n_lines > MOST_PER_LINE * MARGIN:
                     dense.append(f"{name}: {node.name} has {sum(of_body) / n_lines:.1f} a line")
     assert dense == []
