@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS
+from torchtitan_lite.extensions.ring_attention import IMPLEMENTATIONS
 from torchtitan_lite.tools.plan.meter import name_operation
 
 aten = torch.ops.aten

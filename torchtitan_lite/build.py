@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from torchtitan_lite.components.expert_balance import ExpertBalance, build_balance
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, remember_norms
 from torchtitan_lite.config.block import list_parameters
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -29,7 +30,6 @@ from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule, is_tied_inside
-from torchtitan_lite.parallel.tied_embeddings import TiedMatrix
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,6 @@ class Run:
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     float8_weights: list[Float8AllGatherHook]  # weights whose scales are precomputed
     balance: ExpertBalance | None = None  # None: the model has no experts
-    # None: no stage of this rank has a matrix that another stage has
-    tied: TiedMatrix | None = None
 
     @property
     def saved(self) -> dict[str, Tensor]:
@@ -78,12 +76,15 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
 def build_parts(
     config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh
 ) -> list[nn.Module]:
-    """Build and parallelize the model parts of this rank on the meta device. No memory, no communication."""
+    """Build and parallelize the model parts of this rank on the meta device. No memory. Only ZeRO++ connects ranks."""
     model = build_on_meta(config, model_args)
     stages = [layout.stages[index] for index in layout.stages_of(mesh.pp.get_local_rank())]
     parts = [apply_stage(model, fqns) for fqns in stages]
     for part in parts:
         parallelize(part, config, layout, mesh)
+    uses = config.parallelism.zero_plus_plus
+    if uses and layout.fsdp > 1:  # after FSDP, whose collectives it replaces
+        load_extension("zero_plus_plus").apply_zero_plus_plus(parts, uses, layout, mesh)
     return parts
 
 
@@ -117,12 +118,8 @@ def build_run(
     parameters = {}
     for part in parts:
         parameters.update(part.named_parameters())
-    tied = None
-    if layout.tied:
+    if layout.tied:  # the copy of the last stage is not a parameter
         copy = parameters.pop("output.weight", None)
-        owner = parameters.get("tok_embeddings.weight")
-        if copy is not None or owner is not None:
-            tied = TiedMatrix(owner, copy, mesh.ends)
     optimizer = build_optimizer(config.optimizer, parameters, config.training.mixed_precision_param)
     balance = None
     if layout.ep:
@@ -143,6 +140,11 @@ def build_run(
             device=device,
             expert_loads=balance.loads if balance else None,
         )
+    if layout.tied:  # the ranks of the first and the last stage connect
+        owner = parameters.get("tok_embeddings.weight")
+        schedule = load_extension("tied_embeddings").tie_schedule(
+            schedule, owner, copy, layout, mesh.pp
+        )
     return Run(
         config,
         layout,
@@ -155,5 +157,4 @@ def build_run(
         schedule,
         float8_weights,
         balance,
-        tied,
     )

@@ -88,8 +88,6 @@ def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
     loss = torch.zeros((), device=run.device)
     if run.schedule is not None:
         losses = run_schedule(run, run.schedule.step, batch, n_tokens)
-        if run.tied:
-            run.tied.sum_gradients()  # all-reduces this rank's shard of the matrix over the first and the last stage
         return sum(losses, loss)
     (part,) = run.parts
     micros = batch.split(run.layout.n_microbatches)
@@ -124,8 +122,6 @@ def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor
     because torch hands `target` to the loss function.
     """
     tokens = [batch.tokens] if run.parts[0].tok_embeddings is not None else []
-    if run.tied:
-        run.tied.send_weights()  # broadcasts the same shard
     losses: list[Tensor] = []  # one per microbatch, on the rank that has the head
     target = n_tokens.expand(len(batch.tokens))
     schedule_fn(

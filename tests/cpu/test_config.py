@@ -12,11 +12,11 @@ from torchtitan_lite.config.reader import (
     KEYS,
     REPOSITORY,
     dump_config_toml,
+    find_key,
     read_config,
-    resolve_alias,
 )
 from torchtitan_lite.config.schema import Config, get_value
-from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent
+from torchtitan_lite.extensions.torchtitan_keys import ABSENT, explain_absent
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ def list_torchtitan_keys() -> list[str]:
 
 def test_every_key_of_torchtitan_is_ours_an_old_name_or_known_to_be_absent():
     for key in list_torchtitan_keys():
-        name = resolve_alias(key.replace("[", "").replace("]", ""))
+        name = find_key(key.replace("[", "").replace("]", ""))
         assert name in KEYS or explain_absent(name, "") is not None, key
 
 

@@ -25,6 +25,7 @@ FLOORS = {
     "torchtitan_lite.checkpoint": 2,
     "torchtitan_lite.components": 2,
     "torchtitan_lite": 3,  # what is in the package itself
+    "torchtitan_lite.extensions": 4,  # loaded by name, from config/extensions.py
     "torchtitan_lite.faults": 4,
     "train": 5,
     "torchtitan_lite.tools": 6,
@@ -33,6 +34,7 @@ FLOORS = {
 IMPORT_BY_NAME = {  # modules that call importlib in a function
     "torchtitan_lite.config.files",  # import_extra: optional packages
     "torchtitan_lite.build",  # the code of a model, by its name
+    "torchtitan_lite.config.extensions",  # load_extension
     "torchtitan_lite.__main__",  # picks its tool
     "torchtitan_lite.tools.hosts",
     "torchtitan_lite.tools.launch",  # imports torch after the ranks have started
@@ -42,6 +44,7 @@ WITHOUT_TORCH = {  # besides config/ and the tables of models/: what `check` nee
     "torchtitan_lite.__main__",
     "torchtitan_lite.preflight",
     "torchtitan_lite.dump_folder",
+    "torchtitan_lite.extensions.torchtitan_keys",
     "torchtitan_lite.tools.check",
     "torchtitan_lite.tools.command_lines",
 }

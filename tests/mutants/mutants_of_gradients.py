@@ -14,6 +14,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torchtitan_lite import step
 from torchtitan_lite.components import optim
 from torchtitan_lite.config import layout
+from torchtitan_lite.extensions import ring_attention
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.models.llama3 import modules as llama3
 from torchtitan_lite.parallel import (
@@ -21,7 +22,6 @@ from torchtitan_lite.parallel import (
     exchange,
     fsdp,
     parallelize,
-    ring_attention,
     tensor_parallel,
 )
 

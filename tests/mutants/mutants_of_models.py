@@ -7,9 +7,9 @@ from layouts import BIASES, PP, TIED, TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite import step
+from torchtitan_lite.extensions.tied_embeddings import TiedMatrix
 from torchtitan_lite.parallel import initial_weights
 from torchtitan_lite.parallel.tensor_parallel import ColwiseLinear
-from torchtitan_lite.parallel.tied_embeddings import TiedMatrix
 
 STAGES = Row(2, {PP: 2, **TIED})
 

@@ -3,7 +3,7 @@
 from layouts import TP, Row
 from mutant_table import mutant
 
-from torchtitan_lite.components import muon
+from torchtitan_lite.extensions import muon
 
 MUON = {"optimizer.name": "Muon", "optimizer.lr": 0.02}
 SHARDED, TENSOR = Row(2, MUON), Row(2, {TP: 2, **MUON})

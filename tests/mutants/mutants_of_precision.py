@@ -11,7 +11,8 @@ from mutant_table import mutant
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step
-from torchtitan_lite.parallel import float8, fsdp, parallelize, pipeline, ring_attention
+from torchtitan_lite.extensions import ring_attention
+from torchtitan_lite.parallel import float8, fsdp, parallelize, pipeline
 
 
 @mutant("dp2", "reduced in float32", "FSDP", at=(parallelize, "apply_fsdp"), trial="bfloat16")

@@ -9,9 +9,10 @@ from mutant_table import mutant
 from torchtitan_lite import build, step
 from torchtitan_lite.components import optim
 from torchtitan_lite.config.model_rows import RopeScaling
+from torchtitan_lite.extensions import ring_attention
 from torchtitan_lite.model import attention, head, moe
 from torchtitan_lite.models.llama3 import modules as llama3
-from torchtitan_lite.parallel import initial_weights, ring_attention
+from torchtitan_lite.parallel import initial_weights
 
 LONG = {"training.seq_len": 2048}
 

@@ -137,7 +137,7 @@ def test_the_closed_form_moves_what_a_dry_run_moves_and_counts_its_state(name):
         closed = estimate_traffic(planned.workload, pp_rank)
         run = dry_run(planned, pp_rank)
         assert_equal_traffic(closed, run.traffic)
-        sites = [call.site.line.startswith("components/muon.py") for call in run.collectives]
+        sites = [call.site.line.startswith("extensions/muon.py") for call in run.collectives]
         assert any(sites) == (world_size > 1)
         moments = [estimate_memory(each.workload, pp_rank).optimizer for each in runs]
         weights = {

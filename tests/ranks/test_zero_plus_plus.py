@@ -27,7 +27,7 @@ from test_costs import assert_equal_traffic, make
 from torchtitan_lite.config.block import INT8_BLOCK
 from torchtitan_lite.config.layout import plan_layout
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.parallel.zero_plus_plus import AllGather, Packing, ReduceScatter
+from torchtitan_lite.extensions.zero_plus_plus import AllGather, Packing, ReduceScatter
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.planned_run import plan_run

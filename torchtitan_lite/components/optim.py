@@ -15,10 +15,9 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from torchtitan_lite.components.adamw_bfloat16 import AdamWBFloat16, local_tensor
-from torchtitan_lite.components.muon import Muon
 from torchtitan_lite.components.shutdown import SIGNALS
 from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
@@ -27,10 +26,9 @@ N_NORMS = 32
 UNKNOWN_NORM = 1e18  # above every norm; finite, so that `verify` can compare checkpoints
 
 # optimizer.name, a row of config/choices.py -> optimizer for all parameters of this rank. It reads the keys of its
-# groups, and ignores those that it does not know.
+# groups, and ignores those that it does not know. The optimizers of extensions are in their files.
 BUILDERS = {
     "AdamW": AdamW,
-    "Muon": Muon,
     "SGD": SGD,
 }
 
@@ -39,11 +37,15 @@ def build_optimizer(
     section: Optimizer, parameters: dict[str, Tensor], dtype: str = "float32"
 ) -> TorchOptimizer:
     """Build one optimizer for all parameters (by FQN). Only Muon communicates, and uses the compute dtype `dtype`."""
-    builder = BUILDERS[section.name]
-    if section.moments_dtype == "bfloat16":
-        builder = AdamWBFloat16  # `check` allows it only for fused AdamW
+    row = OPTIMIZERS[section.name]
+    if section.moments_dtype == "bfloat16":  # `check` allows it only for fused AdamW
+        builder = load_extension("adamw_bfloat16").AdamWBFloat16
+    elif row.extension:
+        builder = getattr(load_extension(row.extension), section.name)
+    else:
+        builder = BUILDERS[section.name]
     # DTensor has no fused SGD (torch 2.13), so foreach replaces `fused`.
-    has_fused_kernel = OPTIMIZERS[section.name].has_fused_kernel
+    has_fused_kernel = row.has_fused_kernel
     fused = section.implementation == "fused" and has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
     # One parameter group per mesh, because torch's kernels need all DTensors on one mesh. Experts have another mesh.
@@ -121,6 +123,11 @@ def skip_spike(optimizer: TorchOptimizer, grad_norm: Tensor, factor: float) -> T
     history.copy_(torch.where(judged.isfinite(), newer, history))
     state["skipped"] += is_spike
     return judged
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, or the tensor itself if it is not a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def count_copies(tensor: Tensor) -> int:

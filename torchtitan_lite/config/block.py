@@ -123,7 +123,7 @@ def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]
 
 # ---------------------------------------------------------------- float8
 
-INT8_BLOCK = 256  # elements that share a scale in ZeRO++ (parallel/zero_plus_plus.py)
+INT8_BLOCK = 256  # elements that share a scale in ZeRO++ (extensions/zero_plus_plus.py)
 FLOAT8_BLOCK = 16  # float8 matmuls need every dim to be a multiple of this
 SKIP_SMALL = "auto_filter_small_kn"  # in filter_fqns, as in torchtitan: skip layers that float8 would slow down
 

@@ -17,34 +17,17 @@ from torchtitan_lite.config.block import (
     list_linears,
     plan_float8,
 )
-from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
+from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
 from torchtitan_lite.config.degrees import Layout
+from torchtitan_lite.config.extensions import FLOAT8, check_extensions
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
-from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.messages import Problem, Problems
 from torchtitan_lite.config.model_rows import SPLITS, ModelArgs
 from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
 
-FLOAT8 = "quantize.linear.float8"
-ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 TP = "parallelism.tensor_parallel_degree"
 EP = "parallelism.expert_parallel_degree"
-
-
-class Problems(list):
-    """The problems of one config."""
-
-    def __init__(self, config: Config, model_args: ModelArgs | None = None):
-        super().__init__()
-        self.config = config
-        self.model_args = model_args
-
-    def refuse(self, key: str, why: str, remedy: str) -> None:
-        """Add a problem with the value of this key. If [model] does not set a size, use the value of the flavor."""
-        value = get_value(self.config, key)
-        if value is None:
-            value = getattr(self.model_args, key.removeprefix("model."))
-        self.append(Problem(key, value, why, remedy))
 
 
 def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
@@ -88,15 +71,6 @@ def check_layout(
     if layout.pp > 1 and section.zero_stage == 2:
         why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"
         problems.refuse("parallelism.zero_stage", why, "Use 1, or 3 to shard the parameters too")
-    if section.zero_plus_plus and layout.fsdp == 1:
-        why = "FSDP has a single shard, so no weight is gathered"
-        problems.refuse(ZERO_PLUS_PLUS, why, "Leave this key out")
-    n_ranks = layout.fsdp * layout.tp  # of a pipeline stage
-    is_split = layout.fsdp_near > 1 or (layout.ep and layout.efsdp_near > 1)
-    spans_nodes = n_ranks > section.zero_plus_plus_node_size
-    if "hpz" in section.zero_plus_plus and spans_nodes and not is_split:
-        why = "nodes of this size do not have two or more ranks of an FSDP group each, so hpZ has nothing to keep"
-        problems.refuse(f"{ZERO_PLUS_PLUS}_node_size", why, f'Leave "hpz" out of {ZERO_PLUS_PLUS}')
     if config.model.uses_float8:
         check_float8(problems, layout)
     return problems
@@ -207,35 +181,20 @@ def check_float8(problems: Problems, layout: Layout) -> None:
         why = f"float8 needs a multiple of {FLOAT8_BLOCK} tokens, but a microbatch of a rank has {n_tokens}"
         remedy = f"Use a multiple of {FLOAT8_BLOCK * layout.cp}"
         problems.refuse("training.seq_len", why, remedy)
-    if not section.enable_fsdp_float8_all_gather:
-        return
-    remedy = f"Set {FLOAT8}.enable_fsdp_float8_all_gather = false"
-    if section.recipe_name != "tensorwise":
-        why = "a weight gathered in float8 has a single scale, but this recipe needs one per row"
-        problems.refuse(f"{FLOAT8}.recipe_name", why, f'{remedy}, or use "tensorwise"')
-    if config.training.enable_cpu_offload:
-        why = "with offload, FSDP gathers a copy that it makes on the GPU, without rounding it to float8 first"
-        problems.refuse("training.enable_cpu_offload", why, remedy)
-    if "qwz" in config.parallelism.zero_plus_plus:
-        why = "qwz gathers weights in int8, but this run gathers them in float8"
-        problems.refuse(ZERO_PLUS_PLUS, why, f'{remedy}, or leave out "qwz"')
 
 
-def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list[Problem]:
+def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[Problem]:
     """Find combinations known to give wrong numbers or to crash (torch 2.13).
 
     tests/ranks/test_layouts.py runs each of them and expects a failure, so the test reports when torch fixes one.
     """
     problems = Problems(config, model_args)
     section = config.parallelism
-    is_gathered_again = zero_stage == 3 and section.pipeline_parallel_degree == 1
-    if "hpz" in section.zero_plus_plus and not is_gathered_again:
-        why = "hpz keeps the weights that backward gathers, so it needs zero_stage = 3, and no pipeline"
-        problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz"')
+    check_extensions(problems, layout)
     schedule = SCHEDULES[section.pipeline_parallel_schedule]
     if schedule.splits_backward and section.pipeline_parallel_degree > 1:
         otherwise = "or use Interleaved1F1B"
-        if zero_stage == 3:
+        if layout.zero_stage == 3:
             why = "it computes weight gradients after FSDP freed the parameters, so gradients are missing or wrong"
             remedy = f"Set parallelism.zero_stage = 1, {otherwise}"
             problems.refuse("parallelism.pipeline_parallel_schedule", why, remedy)
@@ -260,22 +219,8 @@ def find_refused(config: Config, model_args: ModelArgs, zero_stage: int) -> list
 def check_run(config: Config) -> list[Problem]:
     """Find settings that contradict each other on every layout."""
     problems = Problems(config)
-    optimizer = config.optimizer
-    row = OPTIMIZERS[optimizer.name]
     recompute = config.activation_checkpoint
     compiles = config.compile.compiles_blocks
-    if optimizer.moments_dtype == "bfloat16":
-        if not row.has_bfloat16_moments or optimizer.implementation != "fused":
-            why = f"{optimizer.name} with implementation {optimizer.implementation!r} has no bfloat16 moments"
-            remedy = 'Use AdamW with implementation = "fused"'
-            problems.refuse("optimizer.moments_dtype", why, remedy)
-        elif optimizer.beta2 > 0.99:
-            why = f"with optimizer.beta2 = {optimizer.beta2}, bfloat16 rounds away the decay of the second moment"
-            remedy = "Use a beta2 of at most 0.99, or moments in float32"
-            problems.refuse("optimizer.moments_dtype", why, remedy)
-    if row.updates_matrices and config.training.enable_cpu_offload:
-        why = f"{optimizer.name} would multiply whole matrices on the host, which takes minutes"
-        problems.refuse("training.enable_cpu_offload", why, "Leave this key out, or use AdamW")
     if not re.fullmatch("op|0*[1-9][0-9]*", recompute.selective_ac_option):
         why = 'it is neither "op" nor a number'
         remedy = 'Use "op", or a number n to recompute every n-th layer, such as "2"'

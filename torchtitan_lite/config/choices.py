@@ -1,7 +1,7 @@
 """The choices that a config selects by name. One row per choice says what it supports and needs.
 
     key                                    row here      code
-    optimizer.name                         OPTIMIZERS    components/optim.py
+    optimizer.name                         OPTIMIZERS    components/optim.py, or a file of extensions/
     lr_scheduler.decay_type                DECAYS        the function in the row
     model.attention                        ATTENTIONS    model/attention.py; under cp: parallel/context_parallel.py
     parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
@@ -23,12 +23,17 @@ class OptimizerRow:
     has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
     has_bfloat16_moments: bool = False  # optimizer.moments_dtype may be bfloat16
     updates_matrices: bool = False  # hidden matrices as a whole, with one moment less
+    extension: str = (
+        ""  # a class with this optimizer's name in extensions/EXTENSION.py; "": a row of BUILDERS
+    )
 
 
 OPTIMIZERS = {
     "AdamW": OptimizerRow(n_moments=2, has_fused_kernel=True, has_bfloat16_moments=True),
     "SGD": OptimizerRow(n_moments=0),  # without momentum
-    "Muon": OptimizerRow(n_moments=2, updates_matrices=True),  # and AdamW for all other parameters
+    "Muon": OptimizerRow(
+        n_moments=2, updates_matrices=True, extension="muon"
+    ),  # and AdamW for all other parameters
 }
 
 

@@ -67,7 +67,7 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
         ep=section.expert_parallel_degree if model_args.moe else 0,
     )
     problems = check_layout(config, model_args, layout, world_size) + problems
-    problems += find_refused(config, model_args, layout.zero_stage)
+    problems += find_refused(config, model_args, layout)
     if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
         local_batch_size = config.training.local_batch_size
         problems += check_microbatches(

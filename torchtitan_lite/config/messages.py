@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite import IS_INSTALLED, REPOSITORY
+from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.schema import Config, get_value
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,22 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.key} = {self.value!r}: {self.why}. {self.remedy}."
+
+
+class Problems(list):
+    """The problems of one config."""
+
+    def __init__(self, config: Config, model_args: ModelArgs | None = None):
+        super().__init__()
+        self.config = config
+        self.model_args = model_args
+
+    def refuse(self, key: str, why: str, remedy: str) -> None:
+        """Add a problem with the value of this key. If [model] does not set a size, use the value of the flavor."""
+        value = get_value(self.config, key)
+        if value is None:
+            value = getattr(self.model_args, key.removeprefix("model."))
+        self.append(Problem(key, value, why, remedy))
 
 
 class UserError(ValueError):

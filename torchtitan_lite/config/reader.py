@@ -22,11 +22,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.arguments import expand_path, parse_whole
 from torchtitan_lite.config.degrees import Layout
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.memory_bound import MemoryBound
 from torchtitan_lite.config.messages import Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import PATH, Config, Job, get_value, with_value
-from torchtitan_lite.config.torchtitan_keys import ABSENT, explain_absent, resolve_alias
 
 try:
     import tomllib
@@ -48,6 +48,7 @@ def list_types(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, kind
 
 
+OLD_KEYS = "torchtitan_keys"  # the extension with torchtitan's other names
 KEYS = dict(list_types(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
@@ -117,25 +118,26 @@ def read_config(args: list[str]) -> Prepared:
     given = {}
     notices = []
     for name, value in [*table.items(), *texts.items()]:  # the command line replaces the table
-        key = resolve_alias(name)
+        key = find_key(name)
         given[key] = value
         if key != name:
             notices.append(f"{name} is now {key}")
 
     config = Config()
     for key, value in given.items():
-        absent = explain_absent(key, value)
         if key in KEYS:
             try:
                 config = with_value(config, key, convert_text(KEYS[key], value))
             except WrongValue as wrong:
                 problems.append(Problem(key, value, *wrong.args))
-        elif absent is None:
+            continue
+        absent = load_extension(OLD_KEYS).explain_absent(key, value)
+        if absent is None:
             problems.append(Problem(key, value, "there is no such key", suggest_key(key)))
         elif absent:
             why = "torchtitan_lite does not have this feature"
             problems.append(Problem(key, value, why, absent))
-    chosen = map(resolve_alias, texts) if is_shipped else given
+    chosen = map(find_key, texts) if is_shipped else given
     return Prepared(config, Path(config_file).stem, frozenset(chosen), problems, notices)
 
 
@@ -159,11 +161,21 @@ def parse_arguments(args: list[str]) -> tuple[dict[str, str | bool], list[Proble
             is_bare = not rest or rest[0].startswith("--")
             value = True if is_bare else rest.pop(0)
         positive = name.replace(".no_", ".")
-        if value is True and name != positive and resolve_alias(positive) in {**KEYS, **ABSENT}:
+        if value is True and name != positive and is_switch(find_key(positive)):
             name = positive
             value = False
         values[name] = value
     return values, problems
+
+
+def find_key(written: str) -> str:
+    """Return the key that has this name, or had it in torchtitan."""
+    return written if written in KEYS else load_extension(OLD_KEYS).resolve_alias(written)
+
+
+def is_switch(key: str) -> bool:
+    """Whether the key exists here, or turns on a feature of torchtitan."""
+    return key in KEYS or key in load_extension(OLD_KEYS).ABSENT
 
 
 def find_config_file(name: str) -> Path:
@@ -276,7 +288,8 @@ def split_list(kind: Any, text: str) -> list[Any]:
 def suggest_key(key: str) -> str:
     """Return a remedy for an unknown key: a key with the same name in another section, or with a similar name."""
     name = key.rpartition(".")[2]
-    near = [known for known in (*KEYS, *ABSENT) if known.endswith(f".{name}")]
+    torchtitan = load_extension(OLD_KEYS).ABSENT
+    near = [known for known in (*KEYS, *torchtitan) if known.endswith(f".{name}")]
     near += get_close_matches(key, KEYS, n=1)
     return (
         f"The nearest key is {near[0]}"

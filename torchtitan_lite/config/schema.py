@@ -143,7 +143,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Optimizer:
-    name: Literal[tuple(OPTIMIZERS)] = "AdamW"  # SGD has no momentum; Muon: components/muon.py
+    name: Literal[tuple(OPTIMIZERS)] = "AdamW"  # SGD has no momentum; Muon: extensions/muon.py
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
     beta1: Decay = 0.9
     beta2: Decay = 0.95

@@ -7,8 +7,8 @@ from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
 from torchtitan_lite.components.shutdown import StopRequest
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.reader import Prepared
-from torchtitan_lite.faults.copies import compare_copies
 from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.faults.start import start_from
@@ -66,7 +66,7 @@ class Guards:
         self.hangs.end()
         every = self.run.config.debug.compare_copies_every
         if every and step % every == 0:
-            compare_copies(self.run, self.group)
+            load_extension("copies").compare_copies(self.run, self.group)
 
     def save(self, step: int, record: Callable[..., None], *, is_stopped: bool) -> None:
         """Save a checkpoint and a snapshot if they are due, in this order: the last step deletes all snapshots.

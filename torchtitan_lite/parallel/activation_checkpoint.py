@@ -31,7 +31,6 @@ from torch.utils.checkpoint import (
 
 from torchtitan_lite.config.schema import ActivationCheckpoint
 from torchtitan_lite.parallel.exchange import collectives
-from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 
 aten = torch.ops.aten
 
@@ -49,7 +48,6 @@ KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from oth
     torch.ops.higher_order.inductor_compiled_code,  # separately compiled, in an eager block
     collectives.reduce_scatter_tensor.default,
     collectives.all_to_all_single.default,
-    *CONTEXT_ATTENTION,
 ]
 
 
@@ -85,4 +83,5 @@ def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_
 
 def save_expensive_outputs():
     """Context function of `checkpoint`. A function, because torch.compile would trace the list of a partial."""
-    return create_selective_checkpoint_contexts(KEPT_OPS)
+    own = torch.ops.torchtitan_lite  # operators of extensions that are loaded, which communicate
+    return create_selective_checkpoint_contexts(KEPT_OPS + [getattr(own, op).default for op in own])

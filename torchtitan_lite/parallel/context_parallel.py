@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.model.attention import DocumentAttention
 from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.parallel.exchange import Gather, list_ranks
-from torchtitan_lite.parallel.ring_attention import context_attention
 
 
 def plan_query_positions(
@@ -80,10 +80,11 @@ class CausalContext(InnerAttention):
         super().__init__()
         self.method = method
         self.ranks = list_ranks(mesh)
+        self.attend = load_extension("ring_attention").context_attention
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | None) -> Tensor:
         """query (B, H, S/cp, E), key and value (B, K, S/cp, E) -> (B, H, S/cp, E). Collective."""
-        out, _ = context_attention(query, key, value, self.method, *self.ranks)
+        out, _ = self.attend(query, key, value, self.method, *self.ranks)
         return out
 
 

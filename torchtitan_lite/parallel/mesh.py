@@ -26,7 +26,6 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite.config.degrees import MESH_DIMS, Layout
-from torchtitan_lite.parallel.zero_plus_plus import Nodes, split_by_node
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,10 @@ class Mesh:
     fsdp_mesh: DeviceMesh
     dp_cp_mesh: DeviceMesh  # 1-D: ranks with different tokens, dp_replicate x dp_shard x cp
     loss_mesh: DeviceMesh  # 1-D: ranks whose losses are summed, pp x dp x cp (all except tp)
-    fsdp_nodes: Nodes | None  # for zero_plus_plus.py: the ranks of fsdp_mesh's last dim, by node
-    # For tied_embeddings.py: the ranks of the first and the last stage
-    ends: dist.ProcessGroup | None
     # None if the model has no experts:
     # for their fully_shard: (efsdp) or (dp_replicate, efsdp)
     expert_fsdp_mesh: DeviceMesh | None = None
     ep: DeviceMesh | None = None  # 1-D: ranks that share the experts of a layer
-    expert_fsdp_nodes: Nodes | None = None  # the ranks of expert_fsdp_mesh's last dim, by node
 
     def coordinates(self) -> dict[str, int]:
         """Return the coordinate of this rank on each mesh dim."""
@@ -78,8 +73,6 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         fsdp_mesh=fsdp_mesh,
         dp_cp_mesh=join_dims(world, "dp_replicate", "dp_shard", "cp"),
         loss_mesh=join_dims(world, "pp", "dp_replicate", "dp_shard", "cp"),
-        fsdp_nodes=split_by_node(shard, "fsdp", layout.fsdp_near),
-        ends=join_ends(layout, world["pp"]),
     )
     if not layout.ep:
         return mesh
@@ -93,22 +86,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     expert_fsdp_mesh = experts["efsdp"]
     if layout.dp_replicate > 1:
         expert_fsdp_mesh = experts["dp_replicate", "efsdp"]
-    return replace(
-        mesh,
-        expert_fsdp_mesh=expert_fsdp_mesh,
-        ep=experts["ep"],
-        expert_fsdp_nodes=split_by_node(experts["efsdp"], "efsdp", layout.efsdp_near),
-    )
-
-
-def join_ends(layout: Layout, pp: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the group of the ranks with the first and the last stage, if both hold a tied matrix. None elsewhere."""
-    pipeline = pp.mesh.tolist()
-    first = pipeline[layout.stage_ranks[0]]
-    last = pipeline[layout.stage_ranks[-1]]
-    if not layout.tied or first == last or dist.get_rank() not in (first, last):
-        return None
-    return dist.new_group([first, last], use_local_synchronization=True, group_desc="mesh_pp_ends")
+    return replace(mesh, expert_fsdp_mesh=expert_fsdp_mesh, ep=experts["ep"])
 
 
 def make_mesh(

@@ -7,7 +7,7 @@
               4. expert parallel       keeps this rank's experts; 5 and 6 must see the modules that 1 to 4 replaced
               5. recompute, compile    per op: recompute inside compile, where the partitioner follows its policy; full:
                                        outside, because inside it fails under TP ("tensors_saved ... DeviceMesh")
-              6. FSDP2, ZeRO++         last: its hooks gather parameters outside the compiled graph
+              6. FSDP2                 last: its hooks gather parameters outside the compiled graph
     then      allocate, initialize or load, optimizer: parameters are final       (build.py)
               PipelineStage, schedule: they use the finished parts                (build.py)
 
@@ -36,7 +36,6 @@ from torchtitan_lite.parallel.tensor_parallel import (
     apply_tensor_parallel,
     enable_async_tensor_parallel,
 )
-from torchtitan_lite.parallel.zero_plus_plus import apply_zero_plus_plus
 
 
 def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> None:
@@ -58,9 +57,6 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     # On a single rank in fp32 FSDP has nothing to do.
     if layout.dp * layout.cp * layout.tp > 1 or casts or training.enable_cpu_offload:  # 6
         apply_fsdp(part, mesh.fsdp_mesh, mesh.expert_fsdp_mesh, training, layout)
-        apply_zero_plus_plus(
-            part, config.parallelism.zero_plus_plus, mesh.fsdp_nodes, mesh.expert_fsdp_nodes
-        )
 
 
 def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:

@@ -14,9 +14,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
-from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, read_config, suggest_key
+from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, find_key, read_config, suggest_key
 from torchtitan_lite.config.schema import PATH, Config, get_value
-from torchtitan_lite.config.torchtitan_keys import resolve_alias
 from torchtitan_lite.preflight import Prepared, preflight
 from torchtitan_lite.tools.hosts import read_hosts, read_number
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, describe_node
@@ -166,7 +165,7 @@ def describe_keys(names: list[str]) -> str:
 
     Raises ConfigError.
     """
-    starts = list(map(resolve_alias, names)) or [""]
+    starts = list(map(find_key, names)) or [""]
     problems = []
     for start in starts:
         if not any(key.startswith(start) for key in KEYS):

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 import train
 from torchtitan_lite.build import Run
-from torchtitan_lite.components.adamw_bfloat16 import local_tensor
-from torchtitan_lite.components.optim import count_copies
+from torchtitan_lite.components.optim import count_copies, local_tensor
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.step import StepResult
 from torchtitan_lite.tools.faults.drill import LAUNCHER, MARK, Fault

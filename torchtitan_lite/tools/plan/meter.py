@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import PACKAGE
 from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.parallel.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
+from torchtitan_lite.extensions.ring_attention import IMPLEMENTATIONS as CONTEXT_ATTENTION
 from torchtitan_lite.tools.plan.transfers import Moved, fraction_moved, name_axis, sum_moved
 
 OPERATIONS = {  # part of an operator's name, without "_" -> operation

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.components.shutdown import SIGNALS
 from torchtitan_lite.config.machine import FROM_LAUNCHER, detect_machine
-from torchtitan_lite.faults.copies import compute_checksum
+from torchtitan_lite.extensions.copies import compute_checksum
 from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.parallel.exchange import collectives, list_ranks
 from torchtitan_lite.parallel.mesh import build_mesh

@@ -47,7 +47,7 @@ def list_candidates(
             layout = plan_layout(proposal, model_args, world_size)
             for section in RECOMPUTE:
                 config = replace(proposal, activation_checkpoint=section)
-                if find_refused(config, model_args, layout.zero_stage):
+                if find_refused(config, model_args, layout):
                     continue
                 planned = PlannedRun("search", config, model_args, layout, cluster)
                 if planned.fits:

@@ -8,7 +8,7 @@
     cp                keys and values, and their gradients              2 or 3 per layer and microbatch
     dp_shard x cp     parameters (compute dtype), gradients (fp32)      by ZeRO stage: once per microbatch or step
     dp_replicate      the local shard of the gradients                  once per step
-    dp_shard x cp, tp slices of the matrices that Muon updates          2 per round (components/muon.py)
+    dp_shard x cp, tp slices of the matrices that Muon updates          2 per round (extensions/muon.py)
     pp                hidden states (B, S/cp/tp, D), their gradients    once per microbatch and stage boundary
 
 With P bytes in the whole tensor and n ranks, an all-gather, reduce-scatter or all-to-all moves P(n-1)/n, an all-reduce

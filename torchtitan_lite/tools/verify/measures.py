@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_lite.components.adamw_bfloat16 import local_tensor
+from torchtitan_lite.components.optim import local_tensor
 
 ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
 LARGEST = 1e30  # JSON has no infinity

@@ -29,7 +29,7 @@ from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_m
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.dataset import rows_of_rank
-from torchtitan_lite.faults.copies import compare_copies
+from torchtitan_lite.extensions.copies import compare_copies
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.model.moe import Router

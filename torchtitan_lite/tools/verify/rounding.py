@@ -12,11 +12,11 @@ from torch import Tensor
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.block import INT8_BLOCK
+from torchtitan_lite.extensions.zero_plus_plus import Packing
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import E4M3, choose_scale
 from torchtitan_lite.model.head import IGNORE_INDEX, count_valid_tokens
 from torchtitan_lite.parallel.float8 import find_amax
-from torchtitan_lite.parallel.zero_plus_plus import Packing
 from torchtitan_lite.tools.verify.measures import Note, local, relative_error
 from torchtitan_lite.tools.verify.plain import PlainStep
 

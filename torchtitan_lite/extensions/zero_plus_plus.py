@@ -58,8 +58,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from torchtitan_lite.config.block import INT8_BLOCK
+from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.model.moe import MoE
 from torchtitan_lite.parallel.fsdp import list_fsdp_groups
+from torchtitan_lite.parallel.mesh import Mesh
 
 
 class Nodes(NamedTuple):
@@ -71,22 +73,38 @@ class Nodes(NamedTuple):
 
 
 def split_by_node(mesh: DeviceMesh, dim: str, near: int) -> Nodes:
-    """Split the 1-D `mesh`, which has `near` consecutive ranks in each node; 1: do not. Collective over all ranks."""
+    """Split the last dim of an FSDP mesh, with `near` consecutive ranks in a node; 1: do not. Collective."""
+    shard = mesh
+    if mesh.ndim > 1:
+        shard = mesh[mesh.mesh_dim_names[-1]]
     if near == 1:
-        return Nodes(mesh.get_group(), None)
-    split = mesh._unflatten(0, (mesh.size() // near, near), (f"{dim}_far", f"{dim}_near"))
+        return Nodes(shard.get_group(), None)
+    split = shard._unflatten(0, (shard.size() // near, near), (f"{dim}_far", f"{dim}_near"))
     return Nodes(split.get_group(f"{dim}_near"), split.get_group(f"{dim}_far"))
 
 
 def apply_zero_plus_plus(
+    parts: list[nn.Module], uses: Sequence[str], layout: Layout, mesh: Mesh
+) -> None:
+    """Give the FSDP groups of all `parts` their collectives. Connects the groups of nodes: collective over all ranks.
+
+    `uses`: some of "hpz", "qwz" and "qgz".
+    """
+    nodes = split_by_node(mesh.fsdp_mesh, "fsdp", layout.fsdp_near)
+    expert_nodes = None
+    if mesh.expert_fsdp_mesh is not None:
+        expert_nodes = split_by_node(mesh.expert_fsdp_mesh, "efsdp", layout.efsdp_near)
+    for part in parts:
+        replace_collectives(part, uses, nodes, expert_nodes)
+
+
+def replace_collectives(
     part: nn.Module, uses: Sequence[str], nodes: Nodes, expert_nodes: Nodes | None
 ) -> None:
-    """Give the FSDP groups of `part` their collectives. `uses`: some of "hpz", "qwz" and "qgz".
+    """Give the FSDP groups of one part their collectives.
 
     Secondary shards are kept only of groups that backward gathers again: blocks and their experts.
     """
-    if not uses:
-        return
     blocks = list(part.layers.values())
     for module, group in list_fsdp_groups(part):
         sizes = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]

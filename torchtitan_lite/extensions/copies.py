@@ -23,6 +23,7 @@ from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.load import do_on_rank_0, find_shard
 from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
 
 TIED = "model.tok_embeddings.weight"
 Checksums = dict[tuple[str, tuple[int, ...]], int]  # name and offsets of a shard -> its checksum
@@ -31,9 +32,10 @@ Checksums = dict[tuple[str, tuple[int, ...]], int]  # name and offsets of a shar
 def compare_copies(run: Run, group: dist.ProcessGroup) -> None:
     """Raise UserError on every rank if copies differ. `group` has all ranks. Collective."""
     tensors = name_tensors(run.saved, run.optimizer)
-    if run.tied:
-        run.tied.send_weights()  # broadcasts this rank's shard of the matrix
-        tensors[TIED] = run.tied.pick()
+    if isinstance(run.schedule, TiedSchedule):
+        tied = run.schedule.tied
+        tied.send_weights()  # broadcasts this rank's shard of the matrix
+        tensors[TIED] = tied.pick()
     sums: Checksums = {}
     for name, tensor in tensors.items():
         shard, offsets = find_shard(tensor)

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW
 
-from torchtitan_lite.components.adamw_bfloat16 import local_tensor
+from torchtitan_lite.components.optim import local_tensor
 from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, deal_matrices
 
 # As in torch.optim.Muon

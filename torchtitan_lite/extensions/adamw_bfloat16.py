@@ -19,9 +19,10 @@ arXiv:2412.19437.
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
+
+from torchtitan_lite.components.optim import local_tensor
 
 
 class AdamWBFloat16(AdamW):
@@ -70,8 +71,3 @@ class AdamWBFloat16(AdamW):
         )
         first.copy_(first32)
         second.copy_(second32)
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or the tensor itself if it is not a DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,162 @@
+"""Features that only some configs ask for: one file of torchtitan_lite/extensions/ for each row of EXTENSIONS.
+
+A row says which key loads the file, and which rules `check` applies then. Rules need no torch, so they are here. The
+core names no extension outside of `load_extension`, which it calls where the feature acts. To add one, write a file
+and a row. A row of OPTIMIZERS in choices.py may name the file too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.degrees import Layout
+from torchtitan_lite.config.messages import Problems
+from torchtitan_lite.config.schema import Config, get_value
+
+ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
+FLOAT8 = "quantize.linear.float8"
+
+
+def load_extension(name: str) -> ModuleType:
+    """Import torchtitan_lite/extensions/NAME.py."""
+    return import_module(f"torchtitan_lite.extensions.{name}")
+
+
+# ---------------------------------------------------------------- rules
+
+
+def allow(problems: Problems, layout: Layout) -> None:
+    """The feature works with every config."""
+
+
+def check_muon(problems: Problems, layout: Layout) -> None:
+    if problems.config.training.enable_cpu_offload:
+        why = "Muon would multiply whole matrices on the host, which takes minutes"
+        problems.refuse("training.enable_cpu_offload", why, "Leave this key out, or use AdamW")
+
+
+def check_bfloat16_moments(problems: Problems, layout: Layout) -> None:
+    optimizer = problems.config.optimizer
+    row = OPTIMIZERS[optimizer.name]
+    if not row.has_bfloat16_moments or optimizer.implementation != "fused":
+        why = f"{optimizer.name} with implementation {optimizer.implementation!r} has no bfloat16 moments"
+        remedy = 'Use AdamW with implementation = "fused"'
+        problems.refuse("optimizer.moments_dtype", why, remedy)
+    elif optimizer.beta2 > 0.99:
+        why = f"with optimizer.beta2 = {optimizer.beta2}, bfloat16 rounds away the decay of the second moment"
+        remedy = "Use a beta2 of at most 0.99, or moments in float32"
+        problems.refuse("optimizer.moments_dtype", why, remedy)
+
+
+def check_zero_plus_plus(problems: Problems, layout: Layout) -> None:
+    section = problems.config.parallelism
+    if layout.fsdp == 1:
+        why = "FSDP has a single shard, so no weight is gathered"
+        problems.refuse(ZERO_PLUS_PLUS, why, "Leave this key out")
+    if "hpz" not in section.zero_plus_plus:
+        return
+    n_ranks = layout.fsdp * layout.tp  # of a pipeline stage
+    is_split = layout.fsdp_near > 1 or (layout.ep and layout.efsdp_near > 1)
+    if n_ranks > section.zero_plus_plus_node_size and not is_split:
+        why = "nodes of this size do not have two or more ranks of an FSDP group each, so hpZ has nothing to keep"
+        problems.refuse(f"{ZERO_PLUS_PLUS}_node_size", why, f'Leave "hpz" out of {ZERO_PLUS_PLUS}')
+    if layout.zero_stage < 3 or layout.pp > 1:
+        why = "hpz keeps the weights that backward gathers, so it needs zero_stage = 3, and no pipeline"
+        problems.refuse(ZERO_PLUS_PLUS, why, 'Leave out "hpz"')
+
+
+def check_float8_all_gather(problems: Problems, layout: Layout) -> None:
+    config = problems.config
+    if not config.model.uses_float8:
+        return
+    remedy = f"Set {FLOAT8}.enable_fsdp_float8_all_gather = false"
+    if config.quantize.linear.float8.recipe_name != "tensorwise":
+        why = "a weight gathered in float8 has a single scale, but this recipe needs one per row"
+        problems.refuse(f"{FLOAT8}.recipe_name", why, f'{remedy}, or use "tensorwise"')
+    if config.training.enable_cpu_offload:
+        why = "with offload, FSDP gathers a copy that it makes on the GPU, without rounding it to float8 first"
+        problems.refuse("training.enable_cpu_offload", why, remedy)
+    if "qwz" in config.parallelism.zero_plus_plus:
+        why = "qwz gathers weights in int8, but this run gathers them in float8"
+        problems.refuse(ZERO_PLUS_PLUS, why, f'{remedy}, or leave out "qwz"')
+
+
+# ---------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class Extension:
+    """When a run loads a file of extensions/."""
+
+    key: str  # the key that asks for it; "": the run's files do, as `about` says
+    values: tuple[object, ...]  # its values that do; empty: every value but 0, "" and []
+    about: str  # one sentence for `check --keys`
+    check: Callable[[Problems, Layout], None] = allow
+
+    def is_asked(self, config: Config) -> bool:
+        if not self.key:
+            return False
+        value = get_value(config, self.key)
+        return value in self.values if self.values else bool(value)
+
+
+EXTENSIONS = {  # file of extensions/, without .py
+    "muon": Extension(
+        "optimizer.name",
+        ("Muon",),
+        "Muon orthogonalizes the updates of hidden matrices, and uses AdamW for all other parameters",
+        check_muon,
+    ),
+    "adamw_bfloat16": Extension(
+        "optimizer.moments_dtype",
+        ("bfloat16",),
+        "AdamW with both moments in bfloat16: 12 bytes of training state per parameter instead of 16",
+        check_bfloat16_moments,
+    ),
+    "zero_plus_plus": Extension(
+        ZERO_PLUS_PLUS,
+        (),
+        "FSDP sends int8 blocks, and gathers inside a node for backward",
+        check_zero_plus_plus,
+    ),
+    "float8_all_gather": Extension(
+        f"{FLOAT8}.enable_fsdp_float8_all_gather",
+        (True,),
+        "FSDP gathers the weights of float8 layers in float8",
+        check_float8_all_gather,
+    ),
+    "float8_rowwise": Extension(
+        f"{FLOAT8}.recipe_name",
+        ("rowwise", "rowwise_with_gw_hp"),
+        "float8 with one scale for each row and column that a dot product sums over",
+    ),
+    "ring_attention": Extension(
+        "parallelism.context_parallel_degree",
+        (),
+        "causal attention over cp ranks, part by part, by an all-gather or around a ring",
+    ),
+    "copies": Extension(
+        "debug.compare_copies_every",
+        (),
+        "compares tensors that must be bit-equal on several ranks",
+    ),
+    "tied_embeddings": Extension(
+        "",
+        (),
+        "loaded for tied weights in a pipeline: the last stage computes with a copy of the embedding",
+    ),
+    "torchtitan_keys": Extension(
+        "",
+        (),
+        "loaded for keys that have another name here, or belong to features that do not exist here",
+    ),
+}
+
+
+def check_extensions(problems: Problems, layout: Layout) -> None:
+    """Apply the rules of the extensions that this config asks for."""
+    for extension in EXTENSIONS.values():
+        if extension.is_asked(problems.config):
+            extension.check(problems, layout)

@@ -1,0 +1,94 @@
+"""Tied embeddings in a pipeline: the first stage owns the matrix, and the last stage computes with a copy of it.
+
+    before the forward of a step      the last stage receives the weights             one broadcast
+    after the backward of a step      the first stage adds the gradient of the copy   one all-reduce
+
+Each moves V*D*4 bytes, divided by the ranks that share the matrix (tp, dp_shard x cp), between the two ranks. In a V
+schedule, both stages are on one rank, which copies and adds.
+
+The copy cannot differ from the matrix, because it is overwritten before every forward. It is not a parameter of the
+run: it has no optimizer state, and counts neither in the gradient norm nor in a checkpoint.
+
+Effect: `output.weight` of the last stage follows `tok_embeddings.weight` of the first. A run with tied weights under pp
+has a TiedSchedule around its schedule.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+from torchtitan_lite.components.optim import local_tensor
+from torchtitan_lite.config.layout import Layout
+
+
+class TiedSchedule:
+    """A pipeline schedule on a rank that holds the matrix: sends its weights before, sums its gradients after."""
+
+    def __init__(self, schedule: _PipelineSchedule, tied: "TiedMatrix"):
+        self.schedule = schedule
+        self.tied = tied
+
+    def step(self, *tokens: Tensor, **options) -> None:
+        self.tied.send_weights()  # broadcasts this rank's shard of the matrix from the first to the last stage
+        self.schedule.step(*tokens, **options)
+        self.tied.sum_gradients()  # all-reduces the same shard over both stages
+
+    def eval(self, *tokens: Tensor, **options) -> None:
+        self.tied.send_weights()  # broadcasts the same shard
+        self.schedule.eval(*tokens, **options)
+
+
+def tie_schedule(
+    schedule: _PipelineSchedule,
+    owner: Tensor | None,
+    copy: Tensor | None,
+    layout: Layout,
+    pp: DeviceMesh,
+) -> "_PipelineSchedule | TiedSchedule":
+    """Return the schedule of this rank, which has `owner`, `copy`, both or none. Collective over both stages."""
+    if copy is None and owner is None:
+        return schedule
+    pipeline = pp.mesh.tolist()
+    first = pipeline[layout.stage_ranks[0]]
+    last = pipeline[layout.stage_ranks[-1]]
+    group = None
+    if first != last:
+        ends = [first, last]
+        group = dist.new_group(ends, use_local_synchronization=True, group_desc="mesh_pp_ends")
+    return TiedSchedule(schedule, TiedMatrix(owner, copy, group))
+
+
+@dataclass(frozen=True)
+class TiedMatrix:
+    """The matrix on the ranks of the first and the last stage. Both hold the same shard of it."""
+
+    owner: Tensor | None  # tok_embeddings.weight; None: another rank has the first stage
+    copy: Tensor | None  # output.weight; None: another rank has the last stage
+    group: (
+        dist.ProcessGroup | None
+    )  # the ranks of both stages, first the owner; None: the same rank
+
+    @torch.no_grad()
+    def send_weights(self) -> None:
+        """Overwrite the copy, and forget its gradient. Collective over the group."""
+        if self.copy is not None:
+            self.copy.grad = None
+        if self.group is None:
+            local_tensor(self.copy).copy_(local_tensor(self.owner))
+        else:
+            dist.broadcast(local_tensor(self.pick()).detach(), group=self.group, group_src=0)
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Add the gradient of the copy to the gradient of the owner. Collective over the group."""
+        if self.group is None:
+            local_tensor(self.owner.grad).add_(local_tensor(self.copy.grad))
+        else:
+            dist.all_reduce(local_tensor(self.pick().grad), group=self.group)
+
+    def pick(self) -> Tensor:
+        return self.owner if self.copy is None else self.copy
