@@ -8,6 +8,7 @@
 train.py, verify, plan, explain and bench all build their runs here, so they cannot drift apart.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -25,7 +26,6 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.moe import list_moes
-from torchtitan_lite.parallel.float8 import Float8AllGatherHook, gather_in_float8
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
@@ -45,7 +45,7 @@ class Run:
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
-    float8_weights: list[Float8AllGatherHook]  # weights whose scales are precomputed
+    after_update: list[Callable[[], None]]  # calls of extensions that follow each update
     balance: ExpertBalance | None = None  # None: the model has no experts
 
     @property
@@ -114,7 +114,12 @@ def build_run(
     """
     parts = parts or build_parts(config, model_args, layout, mesh)
     materialize(parts, config, device)
-    float8_weights = gather_in_float8(parts, config.quantize.linear.float8)
+    after_update = []
+    float8 = config.quantize.linear.float8
+    if float8.enable_fsdp_float8_all_gather:
+        after_update += load_extension("float8_all_gather").gather_in_float8(
+            parts, float8, mesh.fsdp_mesh
+        )
     parameters = {}
     for part in parts:
         parameters.update(part.named_parameters())
@@ -155,6 +160,6 @@ def build_run(
         optimizer,
         build_lr_scheduler(config.lr_scheduler, optimizer),
         schedule,
-        float8_weights,
+        after_update,
         balance,
     )

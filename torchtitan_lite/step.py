@@ -16,7 +16,6 @@ from torchtitan_lite.components.optim import measure_grad_norm, skip_spike, upda
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.head import count_valid_tokens
 from torchtitan_lite.parallel.context_parallel import shard_sequence
-from torchtitan_lite.parallel.float8 import precompute_scales
 from torchtitan_lite.parallel.fsdp import free_gathered, prepare_microbatch
 
 
@@ -54,8 +53,10 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     expert_loads = None
     if run.balance:
         expert_loads = run.balance.update(applied)  # all-reduces layers x (experts + 1) x 8 bytes
-    # if enabled: all-reduces one float per weight
-    precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)
+    for (
+        follow_up
+    ) in run.after_update:  # precomputed float8 scales: all-reduces one float per weight
+        follow_up()
     lr = run.lr_scheduler.get_last_lr()[0]
     run.lr_scheduler.step()
     return StepResult(loss, grad_norm, applied, stop, lr, expert_loads)

@@ -11,8 +11,8 @@ from mutant_table import mutant
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from torchtitan_lite import step
-from torchtitan_lite.extensions import ring_attention
-from torchtitan_lite.parallel import float8, fsdp, parallelize, pipeline
+from torchtitan_lite.extensions import float8_all_gather, ring_attention
+from torchtitan_lite.parallel import fsdp, parallelize, pipeline
 
 
 @mutant("dp2", "reduced in float32", "FSDP", at=(parallelize, "apply_fsdp"), trial="bfloat16")
@@ -63,7 +63,8 @@ def attention_merged_in_bfloat16(merge, out, lse, new_out, new_lse):
 
 # ---------------------------------------------------------------- float8
 
-AllGatherHook = float8.Float8AllGatherHook
+AllGatherHook = float8_all_gather.Float8AllGatherHook
+PrecomputedScales = float8_all_gather.PrecomputedScales
 
 
 @mutant(
@@ -84,7 +85,7 @@ def scale_set_beside_the_weight(post_all_gather, weight, gathered, told, dtype, 
 def ranks_round_with_scales_of_their_own():
     """The largest weight is looked for among a rank's own rows."""
     alone = SimpleNamespace(all_reduce=lambda *args, **options: None, ReduceOp=dist.ReduceOp)
-    return patch.object(float8, "dist", alone)
+    return patch.object(float8_all_gather, "dist", alone)
 
 
 @mutant(
@@ -92,24 +93,26 @@ def ranks_round_with_scales_of_their_own():
     "scales",
     "precompute_scales",
     trial="float8",
-    at=(step, "precompute_scales"),
+    at=(PrecomputedScales, "__call__"),
 )
-def scales_of_the_first_step_kept(precompute, weights, mesh):
+def scales_of_the_first_step_kept(compute, scales):
     """Scales are computed once, after the first step."""
-    if any(weight.scale is None for weight in weights):
-        precompute(weights, mesh)
+    if any(hook.scale is None for hook in scales.hooks):
+        compute(scales)
 
 
 @mutant(Row(2, PRECOMPUTE), "scales", "precompute_scales", trial="float8")
 def scales_of_the_step_before():
     """Scales are computed before the optimizer step."""
     original = step.sum_losses
+    compute = PrecomputedScales.__call__
 
     def compute_too_early(run, local_loss):
-        float8.precompute_scales(run.float8_weights, run.mesh.fsdp_mesh)
+        for scales in run.after_update:
+            compute(scales)
         return original(run, local_loss)
 
     patches = ExitStack()
-    patches.enter_context(patch.object(step, "precompute_scales", lambda *args: None))
+    patches.enter_context(patch.object(PrecomputedScales, "__call__", lambda scales: None))
     patches.enter_context(patch.object(step, "sum_losses", compute_too_early))
     return patches

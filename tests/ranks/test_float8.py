@@ -18,11 +18,14 @@ from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.model.float8_linear import RECIPES, convert_to_float8
+from torchtitan_lite.extensions import float8_rowwise
+from torchtitan_lite.model import float8_linear
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS
 
 # ---------------------------------------------------------------- one linear layer
+
+RECIPES = float8_linear.RECIPES | float8_rowwise.RECIPES
 
 INPUTS = {
     "ordinary": lambda x: x,
@@ -46,7 +49,7 @@ def run_linear(linear: nn.Module, x, dy) -> list[torch.Tensor]:
 def make_linear(recipe_name: str, weight, *, emulate: bool) -> torch.nn.Linear:
     out_features, in_features = weight.shape
     linear = torch.nn.Linear(in_features, out_features, bias=False)
-    convert_to_float8(linear, recipe_name, emulate)
+    float8_linear.convert_to_float8(linear, RECIPES[recipe_name], emulate=emulate)
     linear.weight = nn.Parameter(weight.clone())
     return linear
 

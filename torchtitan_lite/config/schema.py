@@ -229,7 +229,7 @@ class Compile:
 
 @dataclass(frozen=True)
 class Float8:
-    # see model/float8_linear.py
+    # see model/float8_linear.py; the rowwise recipes are in extensions/float8_rowwise.py
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     # skip layers whose FQN contains one of these; "auto_filter_small_kn": skip layers that float8 would slow down
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])

@@ -9,11 +9,11 @@ largest float8. The recipe says which values share a scale:
 
     recipe               one scale for each                           dy     dw
     tensorwise           tensor                                       e5m2   in float8
-    rowwise              row or column that a dot product sums over   e4m3   in float8
-    rowwise_with_gw_hp   the same, but dx uses one scale for w        e4m3   not in float8
+    rowwise              row or column that a dot product sums over   e4m3   in float8    *
+    rowwise_with_gw_hp   the same, but dx uses one scale for w        e4m3   not in float8    *
 
-x and w are always e4m3 (mantissa of 3 bits, up to 448). e5m2 has one bit less, and reaches 57,344. Rowwise scales are
-powers of two. Multiplying by them is exact, so a value becomes the same float8 in forward and backward.
+* in extensions/float8_rowwise.py. x and w are always e4m3 (mantissa of 3 bits, up to 448). e5m2 has one bit less, and
+reaches 57,344.
 
 Legend: M tokens, K in features, N out features. Sources: arXiv:2209.05433; the recipes come from torchao.
 """
@@ -21,11 +21,7 @@ Legend: M tokens, K in features, N out features. Sources: arXiv:2209.05433; the 
 from dataclasses import dataclass
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.utils._python_dispatch import return_and_correct_aliasing
-
-aten = torch.ops.aten
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -37,7 +33,7 @@ class Float8Tensor:
     """A matrix in float8: `data` is the matrix times `scale`."""
 
     data: Tensor
-    scale: Tensor  # fp32: (), or (rows, 1), or (1, columns)
+    scale: Tensor  # fp32: (); with a scale per row (rows, 1) or (1, columns)
 
     def t(self) -> "Float8Tensor":
         return Float8Tensor(self.data.t(), self.scale.t())
@@ -45,32 +41,39 @@ class Float8Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    by_row: bool  # one scale for each row or column that a dot product sums over; otherwise one for the tensor
-    of_gradient: torch.dtype  # dtype of dy; needs more range if the whole tensor shares a scale
-    dw_in_float8: bool
+    """tensorwise: one scale for the whole tensor. Other recipes are subclasses."""
+
+    of_gradient: torch.dtype = (
+        E5M2  # dtype of dy; needs more range if the whole tensor shares a scale
+    )
+    dw_in_float8: bool = True
+    by_row: bool = False  # one scale for each row or column that a dot product sums over
 
     def round(self, x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> Float8Tensor:
-        """Round to float8. With `by_row`, one scale for each vector along `dim`; with dim None, one for the tensor.
+        """Round to float8. `dim` is the dim that the dot product sums over; tensorwise ignores it.
 
-        FSDP has already rounded a weight that it gathered in float8 (tensorwise).
+        FSDP has already rounded a weight that it gathered in float8.
         """
-        if isinstance(x, Float8GatheredWeight):
+        if hasattr(x, "data8"):
             return Float8Tensor(x.data8, x.scale)
-        if self.by_row and dim is not None:
-            amax = x.abs().amax(dim, keepdim=True)
-        else:
-            amax = x.abs().amax()
-        scale = choose_scale(amax, dtype)
-        if self.by_row:
-            scale = scale.log2().floor().exp2()
+        scale = choose_scale(x.abs().amax(), dtype)
         return Float8Tensor(cast(x, scale, dtype), scale)
 
+    def multiply(
+        self, a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, fast: bool
+    ) -> Tensor:
+        """Multiply a (M, K) @ b (K, N) -> (M, N) on float8 units."""
+        return torch._scaled_mm(
+            a.data.contiguous(),
+            b.data.t().contiguous().t(),  # column-major
+            scale_a=a.scale.reciprocal(),
+            scale_b=b.scale.reciprocal(),
+            out_dtype=dtype,
+            use_fast_accum=fast,
+        )
 
-RECIPES = {  # quantize.linear.float8.recipe_name
-    "tensorwise": Recipe(by_row=False, of_gradient=E5M2, dw_in_float8=True),
-    "rowwise": Recipe(by_row=True, of_gradient=E4M3, dw_in_float8=True),
-    "rowwise_with_gw_hp": Recipe(by_row=True, of_gradient=E4M3, dw_in_float8=False),
-}
+
+RECIPES = {"tensorwise": Recipe()}  # quantize.linear.float8.recipe_name
 
 
 def choose_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,35 +88,23 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def multiply(
-    a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, emulate: bool, fast: bool = False
+    recipe: Recipe,
+    a: Float8Tensor,
+    b: Float8Tensor,
+    dtype: torch.dtype,
+    *,
+    emulate: bool,
+    fast: bool = False,
 ) -> Tensor:
     """Multiply a (M, K) @ b (K, N) -> (M, N). `fast`: accumulate in fewer bits, which is enough for activations.
 
     `emulate`: multiply the rounded values in fp32, which runs on every device.
     """
-    if emulate:
-        left = a.data.float() / a.scale
-        right = b.data.float() / b.scale
-        product = left @ right
-        return product.to(dtype)
-    scale_a = a.scale.reciprocal()
-    scale_b = b.scale.reciprocal()
-    by_row = a.scale.dim() > 0
-    # With exact accumulation, the rowwise kernel is slow, but the tensorwise kernel is not.
-    scales_after = by_row and not fast
-    if scales_after:
-        scale_after = scale_a * scale_b
-        scale_a = scale_b = torch.ones((), device=scale_a.device)
-    product = torch._scaled_mm(
-        a.data.contiguous(),
-        b.data.t().contiguous().t(),  # column-major
-        scale_a=scale_a,
-        scale_b=scale_b,
-        out_dtype=torch.bfloat16 if by_row else dtype,  # the rowwise kernel has no fp32 output
-        use_fast_accum=fast,
-    )
-    if scales_after:
-        product = (product * scale_after).bfloat16()
+    if not emulate:
+        return recipe.multiply(a, b, dtype, fast=fast)
+    left = a.data.float() / a.scale
+    right = b.data.float() / b.scale
+    product = left @ right
     return product.to(dtype)
 
 
@@ -121,14 +112,13 @@ class Float8MatmulFunction(torch.autograd.Function):
     """x (..., K), weight (N, K) -> (..., N). Saves x and the weight for backward, like any linear layer."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, recipe_name: str, emulate: bool) -> Tensor:
-        recipe = RECIPES[recipe_name]
+    def forward(ctx, x: Tensor, weight: Tensor, recipe: Recipe, emulate: bool) -> Tensor:
         ctx.recipe = recipe
         ctx.emulate = emulate
         ctx.save_for_backward(x, weight)
         x8 = recipe.round(x.flatten(0, -2), 1)
         w8 = recipe.round(weight, 1)
-        product = multiply(x8, w8.t(), x.dtype, emulate=emulate, fast=True)
+        product = multiply(recipe, x8, w8.t(), x.dtype, emulate=emulate, fast=True)
         return product.unflatten(0, x.shape[:-1])
 
     @staticmethod
@@ -141,7 +131,7 @@ class Float8MatmulFunction(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[0]:  # dot products sum over N: one scale per column of w
             w8 = recipe.round(weight, 0 if recipe.dw_in_float8 else None)
-            dx = multiply(dy8, w8, dy.dtype, emulate=ctx.emulate).view_as(x)
+            dx = multiply(recipe, dy8, w8, dy.dtype, emulate=ctx.emulate).view_as(x)
         if ctx.needs_input_grad[1]:  # dot products sum over M
             rows = x.flatten(0, -2)
             if not recipe.dw_in_float8:
@@ -149,76 +139,25 @@ class Float8MatmulFunction(torch.autograd.Function):
             else:
                 if recipe.by_row:
                     dy8 = recipe.round(dy, 0, recipe.of_gradient)
-                dw = multiply(dy8.t(), recipe.round(rows, 0), dy.dtype, emulate=ctx.emulate)
+                dw = multiply(recipe, dy8.t(), recipe.round(rows, 0), dy.dtype, emulate=ctx.emulate)
         return dx, dw, None, None
 
 
 class Float8Linear(nn.Linear):
     """nn.Linear that multiplies in float8. Its trained and saved weight is fp32."""
 
-    recipe_name: str
+    recipe: Recipe
     emulate: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N)."""
         bias = self.bias
-        product = Float8MatmulFunction.apply(x, self.weight, self.recipe_name, self.emulate)
+        product = Float8MatmulFunction.apply(x, self.weight, self.recipe, self.emulate)
         return product if bias is None else product + bias
 
 
-def convert_to_float8(linear: nn.Linear, recipe_name: str, emulate: bool) -> None:
+def convert_to_float8(linear: nn.Linear, recipe: Recipe, *, emulate: bool) -> None:
     """Make a linear layer multiply in float8. It keeps its parameters."""
     linear.__class__ = Float8Linear
-    linear.recipe_name = recipe_name
+    linear.recipe = recipe
     linear.emulate = emulate
-
-
-VIEWS = (aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default)
-
-
-class Float8GatheredWeight(Tensor):
-    """A weight that FSDP gathered in float8 (parallel/float8.py).
-
-    FSDP and autograd see it as `dtype`, which is also the dtype of its gradient.
-    """
-
-    @staticmethod
-    def __new__(cls, data8: Tensor, scale: Tensor, dtype: torch.dtype):
-        return Tensor._make_wrapper_subclass(
-            cls,
-            data8.shape,
-            strides=data8.stride(),
-            dtype=dtype,
-            device=data8.device,
-            requires_grad=False,
-        )
-
-    def __init__(self, data8: Tensor, scale: Tensor, dtype: torch.dtype):
-        self.data8 = data8
-        self.scale = scale
-
-    def to_dtype(self) -> Tensor:
-        """Return the values in `dtype`, as a plain tensor."""
-        return (self.data8.float() / self.scale).to(self.dtype)
-
-    def __tensor_flatten__(self):
-        return ["data8", "scale"], self.dtype
-
-    @staticmethod
-    def __tensor_unflatten__(inner, dtype, size, stride):
-        return Float8GatheredWeight(inner["data8"], inner["scale"], dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, op, types, args, kwargs=None):
-        kwargs = kwargs or {}
-        if op in VIEWS:
-            weight, *others = args
-            data8 = op(weight.data8, *others, **kwargs)
-            view = Float8GatheredWeight(data8, weight.scale, weight.dtype)
-            return return_and_correct_aliasing(op, args, kwargs, view)
-        # Any other operator, such as zeros_like for a gradient, gets the values in `dtype`.
-        inputs = args, kwargs
-        args, kwargs = pytree.tree_map_only(
-            Float8GatheredWeight, Float8GatheredWeight.to_dtype, inputs
-        )
-        return op(*args, **kwargs)

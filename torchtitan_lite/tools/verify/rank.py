@@ -40,6 +40,7 @@ from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, PlainStep
 from torchtitan_lite.tools.verify.rounding import (
     compare_scales,
     compare_with_halves,
+    find_scales,
     packing_checked,
     reductions_noted,
     sums_in_bfloat16,
@@ -105,7 +106,8 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
         patches.enter_context(packing_checked(note))
         patches.enter_context(reductions_noted(note))
         patches.enter_context(outputs_compared(run, plain, note))
-        if run.float8_weights:
+        scales = find_scales(run)
+        if scales:
             # Scales are computed from the weights after the optimizer step.
             hook = run.optimizer.register_step_post_hook(
                 lambda *_: give_weights(run, plain.updated)
@@ -132,8 +134,8 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
     note("learning rate", "lr_scheduler", rate_error)
     n_steps_off = abs(run.lr_scheduler.last_epoch - plain.position - 1)
     note("schedule", "lr_scheduler", n_steps_off)
-    if run.float8_weights:
-        compare_scales(run, note)
+    if scales:
+        compare_scales(scales, note)
     if sums_in_bfloat16(run):
         give_weights(run, plain.weights)
         compare_with_halves(run, plain, batch, results["gradients"], note)

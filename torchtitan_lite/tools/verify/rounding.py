@@ -12,11 +12,11 @@ from torch import Tensor
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.block import INT8_BLOCK
+from torchtitan_lite.extensions.float8_all_gather import PrecomputedScales, find_amax
 from torchtitan_lite.extensions.zero_plus_plus import Packing
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import E4M3, choose_scale
 from torchtitan_lite.model.head import IGNORE_INDEX, count_valid_tokens
-from torchtitan_lite.parallel.float8 import find_amax
 from torchtitan_lite.tools.verify.measures import Note, local, relative_error
 from torchtitan_lite.tools.verify.plain import PlainStep
 
@@ -73,10 +73,18 @@ def reductions_noted(note: Note) -> AbstractContextManager:
     return patch.object(dist, name, reduce)
 
 
-def compare_scales(run: build.Run, note: Note) -> None:
+def find_scales(run: build.Run) -> PrecomputedScales | None:
+    """Return the float8 scales that the run computes after each update. None if it computes none."""
+    for follow_up in run.after_update:
+        if isinstance(follow_up, PrecomputedScales):
+            return follow_up
+    return None
+
+
+def compare_scales(precomputed: PrecomputedScales, note: Note) -> None:
     """Compare the scales for the next step with those of the weights that it will use. Collective."""
-    weights = run.float8_weights
-    mesh = run.mesh.fsdp_mesh
+    weights = precomputed.hooks
+    mesh = precomputed.mesh
     amax = torch.stack([find_amax(weight.shard) for weight in weights])
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
     scales = torch.stack([weight.scale for weight in weights])

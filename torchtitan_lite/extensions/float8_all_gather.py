@@ -1,0 +1,175 @@
+"""FSDP gathers the weights of float8 layers in float8 (drawn for dp_shard=2).
+
+    wq.weight (N, K)   rank 0              rank 1
+    at rest            rows [:N/2], fp32   rows [N/2:], fp32     for the optimizer and checkpoints
+    all-reduce         max |w| over both, 4 bytes                both must round with the same scale
+    all-gather         all rows in float8, one scale             N*K bytes, half as much as bf16
+    in its block       all rows in float8                        already rounded, for forward and backward
+
+Each weight needs this all-reduce when it is gathered. With precomputed scales, a single all-reduce after each optimizer
+step covers all weights instead: 4 bytes per weight over dp_shard x cp.
+
+Sources: TorchTitan arXiv:2410.06511; FSDP2's extension hooks, torch.distributed.fsdp.
+Effect: FSDP gathers through hooks on the local shards. FQNs, parameters and checkpoints do not change.
+"""
+
+from collections.abc import Callable
+from math import ceil, inf
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from torchtitan_lite.config.schema import Float8
+from torchtitan_lite.model.float8_linear import E4M3, Float8Linear, cast, choose_scale
+
+aten = torch.ops.aten
+
+
+def gather_in_float8(
+    parts: list[nn.Module], section: Float8, mesh: DeviceMesh
+) -> list[Callable[[], None]]:
+    """Make FSDP gather the weights of `parts` (allocated) in float8. Return what must follow each optimizer step.
+
+    A rank without FSDP (the only rank of its stage) gathers nothing, so its weights do not change.
+    """
+    hooks = []
+    for module in nn.ModuleList(parts).modules():
+        if isinstance(module, Float8Linear) and isinstance(module.weight, DTensor):
+            # Not a view: FSDP2 looks for the two hooks on this very tensor.
+            hook = Float8AllGatherHook(module.weight._local_tensor)
+            hook.shard.fsdp_pre_all_gather = hook.pre_all_gather
+            hook.shard.fsdp_post_all_gather = hook.post_all_gather
+            hooks.append(hook)
+    if not hooks or not section.precompute_float8_dynamic_scale_for_fsdp:
+        return []
+    return [PrecomputedScales(hooks, mesh)]
+
+
+class PrecomputedScales:
+    """Computes the scales of all weights for the next step, when it is called."""
+
+    def __init__(self, hooks: list["Float8AllGatherHook"], mesh: DeviceMesh):
+        self.hooks = hooks
+        self.mesh = mesh
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """All-reduces 4 bytes for each weight over dp_shard x cp."""
+        amax = torch.stack([find_amax(hook.shard) for hook in self.hooks])
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.mesh.get_group(self.mesh.ndim - 1))
+        scales = choose_scale(amax, E4M3)
+        for hook, scale in zip(self.hooks, scales, strict=True):
+            hook.scale = scale
+
+
+class Float8AllGatherHook:
+    """This rank's rows of a weight, with the hooks that FSDP2 calls before and after the all-gather.
+
+    It is not a tensor subclass, because the optimizer and checkpoints would have to support that.
+    """
+
+    def __init__(self, shard: Tensor):
+        self.shard = shard
+        self.scale: Tensor | None = None  # scale of the full weight, if precomputed
+
+    def pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride,
+        module,
+        mp_policy,
+    ) -> tuple[tuple[Tensor], tuple[Tensor]]:
+        """FSDP2 hook before the all-gather. Returns (tensors to gather, metadata for the post hook)."""
+        scale = self.scale
+        if scale is None:
+            amax = find_amax(self.shard)
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
+            scale = choose_scale(amax, E4M3)
+        data = cast(self.shard, scale, E4M3).view(torch.uint8)  # no backend gathers float8
+        n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer
+        data = F.pad(data, (0, 0, 0, n_rows - len(data)))
+        return (data,), (scale,)
+
+    def post_all_gather(
+        self,
+        gathered: tuple[Tensor],
+        metadata: tuple[Tensor],
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor]] | None:
+        """FSDP2 hook after the all-gather. Returns the full weight. `out`: result of an earlier gather, to reuse."""
+        (data,) = gathered
+        (scale,) = metadata
+        if scale.is_cuda:
+            # Allocated on the all-gather's copy-in stream, read on the current stream.
+            scale.record_stream(torch.cuda.current_stream())
+        if out is None:
+            data8 = data.view(E4M3)
+            return Float8GatheredWeight(data8, scale, dtype), (data8,)
+        if isinstance(out, DTensor):  # under TP; a scale of the DTensor itself would have no effect
+            out = out._local_tensor
+        out.scale = scale
+
+
+def find_amax(shard: Tensor) -> Tensor:
+    """Return the largest magnitude, () fp32; zero if the rank has no rows. Allocates no copy, unlike abs().amax()."""
+    return torch.linalg.vector_norm(shard, inf) if len(shard) else shard.new_zeros(())
+
+
+VIEWS = (aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default)
+
+
+class Float8GatheredWeight(Tensor):
+    """A weight that FSDP gathered in float8.
+
+    FSDP and autograd see it as `dtype`, which is also the dtype of its gradient.
+    """
+
+    @staticmethod
+    def __new__(cls, data8: Tensor, scale: Tensor, dtype: torch.dtype):
+        return Tensor._make_wrapper_subclass(
+            cls,
+            data8.shape,
+            strides=data8.stride(),
+            dtype=dtype,
+            device=data8.device,
+            requires_grad=False,
+        )
+
+    def __init__(self, data8: Tensor, scale: Tensor, dtype: torch.dtype):
+        self.data8 = data8
+        self.scale = scale
+
+    def to_dtype(self) -> Tensor:
+        """Return the values in `dtype`, as a plain tensor."""
+        return (self.data8.float() / self.scale).to(self.dtype)
+
+    def __tensor_flatten__(self):
+        return ["data8", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner, dtype, size, stride):
+        return Float8GatheredWeight(inner["data8"], inner["scale"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args, kwargs=None):
+        kwargs = kwargs or {}
+        if op in VIEWS:
+            weight, *others = args
+            data8 = op(weight.data8, *others, **kwargs)
+            view = Float8GatheredWeight(data8, weight.scale, weight.dtype)
+            return return_and_correct_aliasing(op, args, kwargs, view)
+        # Any other operator, such as zeros_like for a gradient, gets the values in `dtype`.
+        inputs = args, kwargs
+        args, kwargs = pytree.tree_map_only(
+            Float8GatheredWeight, Float8GatheredWeight.to_dtype, inputs
+        )
+        return op(*args, **kwargs)

@@ -1,0 +1,52 @@
+"""Rowwise recipes of float8: one scale for each row or column that a dot product sums over.
+
+    y  = x  @ w.T      x: a scale per token (row)              w: a scale per out feature (row)
+    dx = dy @ w        dy: a scale per token (row)             w: a scale per in feature (column), or one for w
+    dw = dy.T @ x      dy: a scale per out feature (column)    x: a scale per in feature (column), or in high precision
+
+Scales are powers of two. Multiplying by them is exact, so a value becomes the same float8 in forward and backward. A
+smaller range is enough than with one scale per tensor, so dy is e4m3 too.
+
+Sources: arXiv:2209.05433; the recipes come from torchao. On an H100, rowwise is often slower than bfloat16 (published).
+"""
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.model.float8_linear import E4M3, Float8Tensor, Recipe, cast, choose_scale
+
+
+class Rowwise(Recipe):
+    def round(self, x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> Float8Tensor:
+        """Round to float8 with one scale for each vector along `dim`; None: one for the tensor."""
+        amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+        scale = choose_scale(amax, dtype).log2().floor().exp2()
+        return Float8Tensor(cast(x, scale, dtype), scale)
+
+    def multiply(
+        self, a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, fast: bool
+    ) -> Tensor:
+        """Multiply a (M, K) @ b (K, N) -> (M, N) on float8 units.
+
+        With exact accumulation, the rowwise kernel is slow. So a tensorwise kernel multiplies, and scales follow.
+        """
+        scale_a = a.scale.reciprocal()
+        scale_b = b.scale.reciprocal()
+        one = torch.ones((), device=scale_a.device)
+        product = torch._scaled_mm(
+            a.data.contiguous(),
+            b.data.t().contiguous().t(),  # column-major
+            scale_a=scale_a if fast else one,
+            scale_b=scale_b if fast else one,
+            out_dtype=torch.bfloat16,  # the rowwise kernel has no fp32 output
+            use_fast_accum=fast,
+        )
+        if not fast:
+            product = (product * (scale_a * scale_b)).bfloat16()
+        return product.to(dtype)
+
+
+RECIPES = {  # quantize.linear.float8.recipe_name
+    "rowwise": Rowwise(of_gradient=E4M3, by_row=True),
+    "rowwise_with_gw_hp": Rowwise(of_gradient=E4M3, by_row=True, dw_in_float8=False),
+}
