@@ -88,31 +88,12 @@ class SlidingAttention(InnerAttention):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 '''
 
-Z_LOSS_TABLE = """from torchtitan_lite.config.model_rows import ModelTable
-from torchtitan_lite.models.llama3 import table
-
-MODEL = ModelTable(dict(table.FLAVORS), table.list_block, table.list_ends, table.FAMILIES)
-"""
-
-Z_LOSS_MODULES = '''"""Llama with the z-loss (arXiv:2204.02311): adds the squared log-sum-exp of the logits."""
-
-from torchtitan_lite.model.head import Head
-from torchtitan_lite.models.llama3.modules import Llama3
-
-Z = 1e-2
+Z_LOSS = '''"""The z-loss (arXiv:2204.02311): adds the squared log-sum-exp of the logits."""
 
 
-class ZLossHead(Head):
-    def weigh_total(self, log_total):
-        return log_total + Z * log_total.square(), 1 + 2 * Z * log_total
-
-
-class Model(Llama3):
-    def __init__(self, model_args, *, attention="causal"):
-        super().__init__(model_args, attention=attention)
-        weight = self.output.weight
-        self.output = ZLossHead(model_args.dim, model_args.vocab_size)
-        self.output.weight = weight
+def z_loss(logits, targets, vocabulary):
+    log_total = vocabulary.logsumexp(logits)
+    return log_total - vocabulary.target_logit(logits, targets) + 1e-2 * log_total.square()
 '''
 
 FORKS = {
@@ -153,13 +134,13 @@ FORKS = {
     ),
     "a norm": Fork(("--model.name=gemma_norm",), patch="assets/forks/gemma_norm.patch"),
     "a loss": Fork(
-        ("--model.name=z_loss",),
-        {"torchtitan_lite/models/registry.py": [("NAMES = (", '    "z_loss",')]},
+        ("--training.loss=z_loss",),
         {
-            "torchtitan_lite/models/z_loss/__init__.py": "",
-            "torchtitan_lite/models/z_loss/table.py": Z_LOSS_TABLE,
-            "torchtitan_lite/models/z_loss/modules.py": Z_LOSS_MODULES,
+            "torchtitan_lite/config/choices.py": [
+                ("LOSSES = {", '    "z_loss": LossRow(extension="z_loss"),')
+            ]
         },
+        {"torchtitan_lite/extensions/z_loss.py": Z_LOSS},
     ),
     "a decay": Fork(
         ("--lr_scheduler.decay_type=square", "--lr_scheduler.warmup_steps=1"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchtitan_lite.build import Run
 from torchtitan_lite.components.optim import measure_grad_norm, skip_spike, update_weights
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.model.head import count_valid_tokens
+from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.parallel.context_parallel import shard_sequence
 from torchtitan_lite.parallel.fsdp import free_gathered, prepare_microbatch
 
@@ -136,11 +136,12 @@ def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor
 
 
 def stage_kwargs(batch: Batch) -> dict[str, Tensor]:
-    """Return the keyword arguments for every model part, (rows, S) each."""
+    """Return the keyword arguments for every model part, (rows, S) each, with the extra fields of the batch."""
     return {
         "positions": batch.positions,
         "doc_ids": batch.doc_ids,
         "targets": batch.targets,
+        **batch.extra,
     }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtitan_lite.build import Run
 from torchtitan_lite.data.dataset import RunData
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.model.loss import IGNORE_INDEX
 from torchtitan_lite.step import forward_only, shard_for_cp
 
 

@@ -21,7 +21,7 @@ from torchtitan_lite.data.dataset import (
     rows_of_rank,
 )
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.model.loss import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 FIELDS = ("tokens", "targets", "positions", "doc_ids")

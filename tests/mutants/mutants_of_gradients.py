@@ -15,7 +15,7 @@ from torchtitan_lite import step
 from torchtitan_lite.components import optim
 from torchtitan_lite.config import layout
 from torchtitan_lite.extensions import ring_attention
-from torchtitan_lite.model.head import count_valid_tokens
+from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.models.llama3 import modules as llama3
 from torchtitan_lite.parallel import (
     activation_checkpoint,
@@ -136,9 +136,9 @@ def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm):
 
 
 @mutant("tp2", "module output", "output", at=(tensor_parallel.SplitHead, "compute"))
-def loss_counted_by_every_tp_rank(original, style, module, ranks, *inputs):
+def loss_counted_by_every_tp_rank(original, style, module, ranks, *inputs, **options):
     """All tensor-parallel ranks hold the same loss and it is added up over them."""
-    return original(style, module, ranks, *inputs) * ranks.n
+    return original(style, module, ranks, *inputs, **options) * ranks.n
 
 
 @mutant(
@@ -177,11 +177,14 @@ def refused_combination_run(original, *args):
     Row(2, {TP: 2, **CHUNKS}),
     "module output",
     "output",
-    at=(tensor_parallel, "combine_shards"),
+    at=(tensor_parallel.SplitVocabulary, "gather"),
 )
-def softmax_over_a_share_of_the_vocabulary(original, ranks, log_total, of_target):
+def softmax_over_a_share_of_the_vocabulary(original, vocabulary, both):
     """Each tensor-parallel rank normalises over its own tokens of the vocabulary only."""
-    return log_total, original(ranks, log_total, of_target)[1]
+    log_totals, of_targets = original(vocabulary, both).unbind(1)
+    alone = torch.full_like(log_totals, -torch.inf)
+    alone[vocabulary.shard] = both[0]
+    return torch.stack((alone, of_targets), 1)
 
 
 @mutant(

@@ -109,7 +109,7 @@ def documents_numbered_in_a_byte(original, query, key, value, doc_ids, *position
     Row(1, {**LONG, CHUNK: 512}),
     "module output",
     "output",
-    at=(head.Head, "differentiate"),
+    at=(head.Head, "differentiate_cross_entropy"),
     trial="deep",
 )
 def loss_of_the_first_eight_chunks(original, loss, logits, targets):

@@ -67,7 +67,7 @@ def test_nothing_is_compiled_after_the_second_step(pool, name):
 def test_only_the_named_components_are_compiled(pool, components):
     keys = {**COMPILED, **TWO_LAYERS, MODE: "none", "compile.components": components}
     (by_step,) = pool.run(list_compiled_by_step, 1, keys)
-    functions = {"model": "forward (modules.py)", "loss": "differentiate (head.py)"}
+    functions = {"model": "forward (modules.py)", "loss": "differentiate_cross_entropy (head.py)"}
     assert set(by_step[0]) == {functions[component] for component in components}
 
 

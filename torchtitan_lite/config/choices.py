@@ -3,6 +3,7 @@
     key                                    row here      code
     optimizer.name                         OPTIMIZERS    components/optim.py, or a file of extensions/
     lr_scheduler.decay_type                DECAYS        the function in the row
+    training.loss                          LOSSES        model/loss.py, or a file of extensions/
     model.attention                        ATTENTIONS    model/attention.py; under cp: parallel/context_parallel.py
     parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
     model.name                             NAMES, in models/registry.py; models/NAME/
@@ -75,6 +76,20 @@ class ScheduleRow:
     in_rounds: bool = False  # runs microbatches in rounds of equal size
     # the number of microbatches must not be smaller than the number of stages
     fills_pipeline: bool = False
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """A loss of a token, for training. Validation always measures the cross entropy, in nats."""
+
+    extension: str = (
+        ""  # a formula with this loss's name in extensions/EXTENSION.py; "": model/loss.py has it
+    )
+
+
+LOSSES = {
+    "cross_entropy": LossRow(),
+}
 
 
 SCHEDULES = {  # spelled as torch spells them

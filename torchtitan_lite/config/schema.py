@@ -10,7 +10,7 @@ from functools import reduce
 from math import inf
 from typing import Annotated, Any, Literal
 
-from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, OPTIMIZERS, SCHEDULES
+from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, LOSSES, OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.models.registry import FLAVORS, MODELS
 
@@ -99,6 +99,7 @@ class Training:
     mixed_precision_reduce: Literal["float32"] = "float32"  # dtype of gradient reduction
     # keep weights, gradients and optimizer state on the host; update weights there
     enable_cpu_offload: bool = False
+    loss: Literal[tuple(LOSSES)] = "cross_entropy"  # new: loss of a token, a formula of its logits
     # new: number of tokens whose logits a rank computes at a time; 0: all; auto: 4096 on CUDA, else 1024
     loss_chunk_tokens: NotNegativeOrAuto = -1
     # new: change of an expert's bias per step to balance the load; 0: no bias (default with Hugging Face weights)

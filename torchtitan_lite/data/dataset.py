@@ -32,7 +32,7 @@ from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.corpus_folder import CorpusError, list_corpora
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.model.head import IGNORE_INDEX
+from torchtitan_lite.model.loss import IGNORE_INDEX
 
 # Used with training.dataset_weights. Shares are multiples of 1 / CYCLE.
 CYCLE = 2**20

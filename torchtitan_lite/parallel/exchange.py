@@ -3,6 +3,7 @@
     over tp            tp rank 0    tp rank 1         forward           backward                where
     Gather             S[:S/2]      S[S/2:]    -> S   all-gather        reduce-scatter          before attention,
                                                                                                 feed-forward and head
+    GatherEqually      of own logits  the other -> 2  all-gather        nothing                 in the loss
     Scatter            part of sum  the other  -> S/2 reduce-scatter    all-gather              after wo, w2, embedding
     over cp
     Gather             its pieces   the others -> S   all-gather        reduce-scatter          keys and values of
@@ -83,6 +84,19 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter(grad, ctx.ranks, ctx.dim), None, None
+
+
+class GatherEqually(torch.autograd.Function):
+    """All-gathers (1, ...) -> (tp, ...), if all ranks compute the same from the result, and so the same gradient."""
+
+    @staticmethod
+    def forward(ctx, own: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return all_gather(own, ranks, 0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[ctx.ranks.own, None], None
 
 
 class Scatter(torch.autograd.Function):

@@ -3,7 +3,7 @@
     on meta   0. float8                swaps classes of linear layers, so it comes before code that checks classes
               1. tensor parallel       finds modules by FQN and replaces their parameters
               2. context parallel      replaces attention.inner, which has no parameters
-              3. chunks of the loss    sets a number; 1 to 4 can be reordered
+              3. loss                  sets its formula and chunks; 1 to 4 can be reordered
               4. expert parallel       keeps this rank's experts; 5 and 6 must see the modules that 1 to 4 replaced
               5. recompute, compile    per op: recompute inside compile, where the partitioner follows its policy; full:
                                        outside, because inside it fails under TP ("tensors_saved ... DeviceMesh")
@@ -21,6 +21,7 @@ from torch import nn
 
 from torchtitan_lite.config.layout import Layout, plan_recompute
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.model.loss import find_formula
 from torchtitan_lite.model.moe import MoE
 from torchtitan_lite.parallel.activation_checkpoint import (
     apply_recompute,
@@ -49,6 +50,7 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         apply_context_parallel(part, mesh.cp, attention=config.model.attention, method=method)
     if part.output is not None:  # 3
         part.output.chunk_tokens = config.training.loss_chunk_tokens
+        part.output.formula = find_formula(config.training.loss)
     if layout.ep > 1:  # 4
         apply_expert_parallel(part, mesh.ep)
     recompute_and_compile(part, config, mesh)  # 5
@@ -90,7 +92,8 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
             apply_recompute(block, "forward")
     if part.output is not None and "loss" in components:
         # Only the loss of given logits, not the head's matmuls.
-        compile_method(part.output, "differentiate", backend)
+        compile_method(part.output, "differentiate_cross_entropy", backend)
+        compile_method(part.output, "token_losses", backend)
 
 
 def compile_method(

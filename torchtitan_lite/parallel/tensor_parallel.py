@@ -44,7 +44,6 @@ Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and ch
 
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,7 +51,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_block, list_gathered
-from torchtitan_lite.parallel.exchange import Gather, Ranks, Scatter, all_gather, list_ranks
+from torchtitan_lite.model.loss import Vocabulary
+from torchtitan_lite.parallel.exchange import Gather, GatherEqually, Ranks, Scatter, list_ranks
 from torchtitan_lite.parallel.local_parameters import local_tensor, shard_parameters
 from torchtitan_lite.parallel.pipeline import is_tied_inside
 
@@ -107,16 +107,16 @@ class LocalStyle(ParallelStyle):
         module.forward = partial(self.compute, module, list_ranks(device_mesh))
         return module
 
-    def compute(self, module: nn.Module, ranks: Ranks, *inputs) -> Tensor:
+    def compute(self, module: nn.Module, ranks: Ranks, *inputs, **options) -> Tensor:
         """Replacement for `module.forward`."""
-        return type(module).forward(module, *inputs)
+        return type(module).forward(module, *inputs, **options)
 
 
 class GatheredInput(LocalStyle):
     """All-gathers the input of a module that needs all tokens: x (B, S/tp, D) -> (B, S, D) inside."""
 
-    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, *rest) -> Tensor:
-        return super().compute(module, ranks, Gather.apply(x, ranks, 1), *rest)
+    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, *rest, **options) -> Tensor:
+        return super().compute(module, ranks, Gather.apply(x, ranks, 1), *rest, **options)
 
 
 class ColwiseLinear(LocalStyle):
@@ -167,18 +167,20 @@ class SplitHead(GatheredInput):
     placements = {"weight": Shard(0)}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        ranks = list_ranks(device_mesh)
-        module.shard = ranks.own
-        module.combine = partial(combine_shards, ranks)
+        module.vocabulary = SplitVocabulary(list_ranks(device_mesh))
         return super()._apply(module, device_mesh)
 
 
-def combine_shards(ranks: Ranks, log_total: Tensor, of_target: Tensor) -> tuple[Tensor, Tensor]:
-    """Replacement for Head.combine: reduce over vocabulary shards. All-gathers two numbers per token."""
-    both = torch.stack((log_total, of_target))
-    of_ranks = all_gather(both[None], ranks, dim=0)  # (tp, 2, n, 1)
-    log_totals, of_targets = of_ranks.unbind(1)
-    return log_totals.logsumexp(0), of_targets.sum(0)
+class SplitVocabulary(Vocabulary):
+    """Each rank has the logits of its rows of the weight. A loss exchanges a few numbers per token."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.shard = ranks.own
+
+    def gather(self, own: Tensor) -> Tensor:
+        """All-gathers `own`: two numbers per token for the cross entropy."""
+        return GatherEqually.apply(own[None], self.ranks)
 
 
 STYLES = {  # split of a row in the table of a model; check_table (config/checks.py) knows which kinds have it

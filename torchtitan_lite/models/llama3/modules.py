@@ -48,11 +48,13 @@ class Llama3(nn.Module):
         positions: Tensor,
         doc_ids: Tensor | None = None,
         targets: Tensor | None = None,
+        **extra: Tensor,
     ) -> Tensor:
         """x: tokens (B, S) int64 for the part with the embedding, hidden states (B, S, D) for later parts.
 
         positions, doc_ids, targets: (B, S) int64; only document attention reads doc_ids. Returns logits (B, S, V), or
-        with targets the sum of token losses, () fp32. A part without head returns hidden states (B, S, D).
+        with targets the sum of token losses, () fp32. A part without head returns hidden states (B, S, D). The head
+        passes `extra` to the loss.
         """
         hidden = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         rotation = rotary_angles(positions, self.model_args)
@@ -63,7 +65,7 @@ class Llama3(nn.Module):
             hidden = block(hidden, rotation, doc_ids)
         if self.output is None:
             return hidden
-        return self.output(self.norm(hidden), targets)
+        return self.output(self.norm(hidden), targets, **extra)
 
 
 class TransformerBlock(nn.Module):

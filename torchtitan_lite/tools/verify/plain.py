@@ -32,8 +32,8 @@ from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.model.head import IGNORE_INDEX
 from torchtitan_lite.model.inner_attention import InnerAttention
+from torchtitan_lite.model.loss import IGNORE_INDEX, Vocabulary, find_formula
 from torchtitan_lite.model.moe import MoE, list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
@@ -201,16 +201,20 @@ class PlainModel:
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over tokens that count, and the gradients.
 
-        The loss is computed here, except that a head with a loss of its own weighs the log-sum-exp of the logits.
+        The cross entropy is computed here, and any other loss by its formula.
         """
         logits = self.model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids)
         exact = logits.double()
         counted = batch.targets != IGNORE_INDEX
         targets = batch.targets.where(counted, 0)
-        of_target = exact.gather(-1, targets[..., None])
-        of_all = exact.logsumexp(-1)
-        of_total, _ = self.model.output.weigh_total(of_all)
-        losses = of_total - of_target.squeeze(-1)
+        if self.section.loss == "cross_entropy":
+            of_target = exact.gather(-1, targets[..., None])
+            losses = exact.logsumexp(-1) - of_target.squeeze(-1)
+        else:
+            formula = find_formula(self.section.loss)
+            extra = {name: values.flatten(0, 1) for name, values in batch.extra.items()}
+            losses = formula(exact.flatten(0, 1), targets.flatten(), Vocabulary(), **extra)
+            losses = losses.view_as(targets)
         losses = losses.where(counted, 0)
         self.outputs["output"] = losses.detach()
         loss = losses.sum() / counted.sum()

@@ -31,7 +31,7 @@ from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.data.dataset import rows_of_rank
 from torchtitan_lite.extensions.copies import compare_copies
 from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.model.head import count_valid_tokens
+from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.model.moe import Router
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.verify.measures import Note, Seen, cut, local, relative_error

@@ -16,7 +16,7 @@ from torchtitan_lite.extensions.float8_all_gather import PrecomputedScales, find
 from torchtitan_lite.extensions.zero_plus_plus import Packing
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import E4M3, choose_scale
-from torchtitan_lite.model.head import IGNORE_INDEX, count_valid_tokens
+from torchtitan_lite.model.loss import IGNORE_INDEX, count_valid_tokens
 from torchtitan_lite.tools.verify.measures import Note, local, relative_error
 from torchtitan_lite.tools.verify.plain import PlainStep
 

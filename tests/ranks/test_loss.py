@@ -1,0 +1,120 @@
+"""Losses written as formulas: values and gradients over shards of the vocabulary, beside torch in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import local, relative_error
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchtitan_lite.model.head import Head
+from torchtitan_lite.model.loss import IGNORE_INDEX, cross_entropy
+from torchtitan_lite.parallel.tensor_parallel import SplitHead
+
+DIM = 16
+VOCAB = 24
+ROWS = 3
+SEQ_LEN = 10
+
+
+def z_loss(logits, targets, vocabulary):
+    log_total = vocabulary.logsumexp(logits)
+    return log_total - vocabulary.target_logit(logits, targets) + 0.1 * log_total.square()
+
+
+def smoothed(logits, targets, vocabulary):
+    mean = vocabulary.sum(logits) / VOCAB
+    return (
+        vocabulary.logsumexp(logits) - 0.9 * vocabulary.target_logit(logits, targets) - 0.1 * mean
+    )
+
+
+def weighted(logits, targets, vocabulary, weights):
+    return cross_entropy(logits, targets, vocabulary) * weights
+
+
+def distilled(logits, targets, vocabulary, teacher):
+    """Cross entropy with the probabilities of a teacher, whose logits (n, V) arrive with the batch."""
+    width = logits.shape[1]
+    begin = vocabulary.shard * width
+    probabilities = teacher.softmax(1)[:, begin : begin + width]
+    return vocabulary.logsumexp(logits) - vocabulary.sum(probabilities * logits)
+
+
+class CappedHead(Head):
+    def finish(self, logits):
+        return 3 * torch.tanh(logits / 3)
+
+
+def make_case() -> tuple[torch.Tensor, ...]:
+    """Return weight, hidden, targets of which some are not counted, weights and a teacher's logits."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(VOCAB, DIM, generator=generator)
+    hidden = torch.randn(ROWS, SEQ_LEN, DIM, generator=generator)
+    targets = torch.randint(VOCAB, (ROWS, SEQ_LEN), generator=generator)
+    targets[1] = IGNORE_INDEX
+    targets[2, :3] = IGNORE_INDEX
+    weights = torch.rand(ROWS, SEQ_LEN, generator=generator)
+    teacher = torch.randn(ROWS, SEQ_LEN, VOCAB, generator=generator)
+    return weight, hidden, targets, weights, teacher
+
+
+def compute_in_float64(name: str) -> list[torch.Tensor]:
+    """Return the loss and the gradients of hidden and weight, with torch's own functions of all logits."""
+    weight, hidden, targets, weights, teacher = make_case()
+    weight = weight.double().requires_grad_()
+    hidden = hidden.double().requires_grad_()
+    logits = (hidden @ weight.t()).flatten(0, 1)
+    targets = targets.flatten()
+    if name == "softcap":
+        logits = 3 * torch.tanh(logits / 3)
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    if name == "z_loss":
+        counted = targets != IGNORE_INDEX
+        losses = losses + 0.1 * logits.exp().sum(1).log().square() * counted
+    if name == "smoothed":
+        losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+    if name == "weighted":
+        losses = losses * weights.flatten().double()
+    if name == "distilled":
+        probabilities = teacher.double().softmax(-1).flatten(0, 1)
+        losses = F.cross_entropy(logits, probabilities, reduction="none")
+        losses = losses[targets != IGNORE_INDEX]
+    loss = losses.sum()
+    return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+
+def run_formula(rank: int, world_size: int, name: str, chunk_tokens: int) -> list[float]:
+    """Worker: return the errors of loss, gradient of hidden and gradient of weight on a tp rank."""
+    weight, hidden, targets, weights, teacher = make_case()
+    head = CappedHead(DIM, VOCAB) if name == "softcap" else Head(DIM, VOCAB)
+    head.formula = globals().get(name, cross_entropy)
+    head.chunk_tokens = chunk_tokens
+    head.weight = nn.Parameter(weight)
+    extra = {"weighted": {"weights": weights}, "distilled": {"teacher": teacher}}.get(name, {})
+    piece = slice(None)
+    if world_size > 1:
+        SplitHead()._apply(head, init_device_mesh("cpu", (world_size,)))
+        n_tokens = SEQ_LEN // world_size
+        piece = slice(rank * n_tokens, (rank + 1) * n_tokens)
+    hidden = hidden[:, piece].clone().requires_grad_()
+    loss = head(hidden, targets, **extra)
+    loss.backward()
+    rows = slice(rank * VOCAB // world_size, (rank + 1) * VOCAB // world_size)
+    true_loss, true_hidden, true_weight = compute_in_float64(name)
+    weight_grad = local(head._parameters["weight"].grad)
+    return [
+        relative_error(loss.detach(), true_loss),
+        relative_error(hidden.grad, true_hidden[:, piece]),
+        relative_error(weight_grad, true_weight[rows]),
+    ]
+
+
+NAMES = ("cross_entropy", "z_loss", "smoothed", "weighted", "distilled", "softcap")
+
+
+@pytest.mark.parametrize("n_ranks, chunk_tokens", [(1, 0), (1, 7), (2, 7)])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_formula_computes_what_torch_computes_on_whole_logits(pool, name, n_ranks, chunk_tokens):
+    for errors in pool.run(run_formula, n_ranks, name, chunk_tokens):
+        assert max(errors) < 2e-6, errors

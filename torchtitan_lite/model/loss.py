@@ -1,0 +1,117 @@
+"""The loss of some tokens from their logits: a formula, and what it reduces over the vocabulary.
+
+A formula (training.loss) takes logits (n, V) in fp32, targets (n,) and a Vocabulary, and returns token losses (n,):
+
+    def z_loss(logits, targets, vocabulary):
+        log_total = vocabulary.logsumexp(logits)
+        return log_total - vocabulary.target_logit(logits, targets) + 1e-4 * log_total.square()
+
+It needs no derivative, because autograd differentiates it, one chunk of tokens at a time (head.py). Under TP a rank has
+V/tp of the logits. So a formula reduces over the vocabulary only by the methods of Vocabulary. Batch.fields arrive as
+keywords. The cross entropy, the default, also has its gradient in closed form, which stores a quarter of the values.
+
+Legend: n tokens of a chunk, V vocabulary, V/tp logits of a rank.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.config.choices import LOSSES
+from torchtitan_lite.config.extensions import load_extension
+
+IGNORE_INDEX = -100  # a target that counts neither in the loss nor in the number of tokens
+
+Formula = Callable[..., Tensor]
+
+
+def count_valid_tokens(targets: Tensor) -> Tensor:
+    """Count the valid targets, () int64 on the device of `targets`."""
+    return torch.count_nonzero(targets != IGNORE_INDEX)
+
+
+class Vocabulary:
+    """Reductions over the vocabulary, differentiable. TP has a subclass whose ranks have one shard each."""
+
+    shard = 0  # which of the equal shards of the vocabulary this rank has
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Stack what the ranks have computed from their shards, (...) -> (shards, ...). The same on every rank."""
+        return own[None]
+
+    def find(self, targets: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
+        """targets (n,) -> the column of each in this shard, and whether it is here, (n, 1) each."""
+        column = (targets - self.shard * n_columns)[:, None]
+        # False for IGNORE_INDEX, which is negative
+        is_here = (column >= 0) & (column < n_columns)
+        return column.where(is_here, 0), is_here
+
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        """logits (n, V/tp) -> (n,)."""
+        return self.gather(logits.logsumexp(1)).logsumexp(0)
+
+    def target_logit(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits (n, V/tp), targets (n,) -> (n,). Zero for targets that do not count."""
+        column, is_here = self.find(targets, logits.shape[1])
+        own = logits.gather(1, column).where(is_here, 0)
+        return self.gather(own.squeeze(1)).sum(0)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """values (n, V/tp) -> (n,)."""
+        return self.gather(values.sum(1)).sum(0)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Return minus the log-probability of each target, (n,)."""
+    return vocabulary.logsumexp(logits) - vocabulary.target_logit(logits, targets)
+
+
+def find_formula(name: str) -> Formula:
+    """Return the formula of a row of LOSSES in config/choices.py."""
+    extension = LOSSES[name].extension
+    return getattr(load_extension(extension), name) if extension else cross_entropy
+
+
+def differentiate_formula(
+    token_losses: Callable[..., Tensor],
+    logits: Tensor,
+    targets: Tensor,
+    fields: dict[str, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """logits (n, V/tp), targets (n,) -> sum of losses, () fp32, and its gradient with respect to the logits."""
+    leaf = logits.detach().requires_grad_()
+    with torch.enable_grad():
+        losses = token_losses(leaf, targets, **fields)
+        loss = losses.where(targets != IGNORE_INDEX, 0).sum()
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), gradient
+
+
+def differentiate_cross_entropy(
+    logits: Tensor, targets: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
+    """The same as `differentiate_formula` for the cross entropy. Overwrites the logits."""
+    column, is_here = vocabulary.find(targets, logits.shape[1])
+    counted = targets[:, None] != IGNORE_INDEX
+
+    values = logits.float()
+    of_target = values.gather(1, column)  # (n, 1), like those below
+    of_target = of_target.where(is_here, 0)
+    largest = values.amax(1, keepdim=True)
+    values.sub_(largest)
+    values.exp_()
+    total = values.sum(1, keepdim=True)
+    log_total = largest + total.log()
+    both = torch.stack((log_total, of_target))
+    log_totals, of_targets = vocabulary.gather(both).unbind(1)  # (shards, n, 1) each
+    log_total = log_totals.logsumexp(0)
+    token_losses = log_total - of_targets.sum(0)
+    loss = token_losses.where(counted, 0).sum()
+
+    normalizer = (largest - log_total).exp()
+    values.mul_(normalizer * counted)  # probabilities
+    at_target = values.gather(1, column) - is_here.float()
+    gradient = values.to(logits.dtype)
+    gradient.scatter_(1, column, at_target.to(gradient.dtype))
+    return loss, gradient
