@@ -47,29 +47,6 @@ def write_forks(folder: Path) -> None:
             (folder / name).write_text("\n".join(lines) + "\n")
 
 
-LION = '''"""Lion, arXiv:2302.06675: the sign of an interpolated momentum."""
-
-import torch
-
-
-class Lion(torch.optim.Optimizer):
-    def __init__(self, groups, fused, foreach):
-        super().__init__(groups, {})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                momentum = state.setdefault("exp_avg", torch.zeros_like(parameter))
-                update = momentum.lerp(parameter.grad, 1 - beta1).sign()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-                momentum.lerp_(parameter.grad, 1 - beta2)
-'''
-
 SLIDING = '''"""Sliding-window attention: a token sees itself and the 15 tokens before it."""
 
 import torch
@@ -98,23 +75,7 @@ def z_loss(logits, targets, vocabulary):
 
 FORKS = {
     "an optimizer": Fork(
-        ("--optimizer.name=Lion", "--optimizer.lr=1e-4"),
-        {
-            "torchtitan_lite/config/choices.py": [
-                ("OPTIMIZERS = {", '    "Lion": OptimizerRow(n_moments=1),')
-            ],
-            "torchtitan_lite/components/optim.py": [
-                (
-                    "from torch.optim import SGD, AdamW",
-                    "from torchtitan_lite.components.lion import Lion",
-                ),
-                (
-                    "BUILDERS = {",
-                    '    "Lion": Lion,',
-                ),
-            ],
-        },
-        {"torchtitan_lite/components/lion.py": LION},
+        ("--optimizer.name=Lion", "--optimizer.lr=1e-4"), patch="assets/forks/lion.patch"
     ),
     "an attention": Fork(
         ("--model.attention=sliding",),

@@ -33,7 +33,7 @@ REFUSED = {  # fork -> tool -> the key that it names
     "an attention": {"generate": "model.attention", "convert": "model.attention"},
     "a norm": {"convert": "model.name"},
 }
-MODEL_FORKS = ("an attention", "a norm", "a loss")  # which `explain` shows
+MODEL_FORKS = ("an attention", "a norm")  # which `explain` shows
 # Two forks in one run, by default: the one has state of its own in checkpoints, the other cannot be converted.
 WHOLE_WALK = ("an optimizer", "a norm")
 
@@ -88,6 +88,8 @@ def answers(checkout) -> Answers:
         calls[f"plan {name}"] = ["plan", *keys, "--gpus=4"]
         if name in MODEL_FORKS:
             calls[f"explain {name}"] = ["explain", *keys, "--gpus=4"]
+    rate = [*SMALL, "--optimizer.name=Lion", "--optimizer.lr=0.03"]
+    calls["refuse an optimizer"] = ["check", *rate, "--gpus=4"]
     attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2"]
     calls["refuse an attention"] = ["check", *attention, "--gpus=4"]
     for name in ("a norm", "an attention"):
@@ -148,6 +150,7 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
 @pytest.mark.parametrize(
     "what, key",
     [
+        ("an optimizer", "optimizer.lr"),  # the rule of its extension
         ("an attention", "model.attention"),  # context parallel cannot compute it
         (
             "an export of a norm",
