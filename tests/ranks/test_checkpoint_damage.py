@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.preflight import preflight
 
 MANIFEST, FIRST, SECOND = FILES = [
@@ -64,6 +65,7 @@ def folder(saved, tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def group():
     """A process group of this process alone."""
+    limit_gloo_workers()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()

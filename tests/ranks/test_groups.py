@@ -1,18 +1,34 @@
-"""Process groups of a run: no two threads use the same one, and none waits longer than [comm] says."""
+"""Process groups: no two threads use the same one, gloo's threads included, and none waits longer than [comm] says."""
 
+import gc
+import os
+import re
 import threading
 from collections import defaultdict
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import warm_start
 from marks import slow
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.parallel import gloo_workers, process_groups
+from torchtitan_lite.tools.verify.ranks import RankPool
+from torchtitan_lite.tools.verify.reduction import override
 
 FRONT = (
     torch.DispatchKey.BackendSelect
 )  # runs before the kernels of all devices; c10d has no kernels there
+LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 INIT_TIMEOUT_S = 200  # patient: a loaded machine is no failure
 TRAIN_TIMEOUT_S = 100
 KEYS = [
@@ -48,12 +64,15 @@ def letters(tmp_path_factory) -> list[str]:
 
 def watch_start(
     rank: int, world_size: int, keys: list[str]
-) -> tuple[int, dict[str, set], dict[str, float]]:
-    """Worker: start train.py. Return its exit status, and for each group its threads and its time-out in the end.
+) -> tuple[int, int, dict[str, set], dict[str, float]]:
+    """Worker: start train.py in a process that has not yet limited gloo's workers.
+
+    Return its exit status, its workers above one per group, and the threads and the final time-out of each group.
 
     On a CPU, autograd calls collectives in the thread that called it. Two names are two threads that work at once.
     """
     threads = defaultdict(set)
+    surplus = count_surplus_workers()
 
     def note(operator, keys, *args):
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
@@ -61,7 +80,10 @@ def watch_start(
         threads[name_group(group)].add(threading.current_thread().name)
         return operator.redispatch(keys.remove(FRONT), *args)
 
-    with torch.library._scoped_library("c10d", "IMPL") as library:
+    with (
+        torch.library._scoped_library("c10d", "IMPL") as library,
+        patch.object(ProcessGroupGloo, "__init__", gloo_workers.start_with_options),
+    ):
         for name in torch._C._dispatch_get_all_op_names():
             namespace, _, name = name.partition("::")
             if namespace != "c10d":
@@ -75,12 +97,27 @@ def watch_start(
                     with_keyset=True,
                 )
         status = warm_start.start(rank, world_size, keys)
+    surplus = count_surplus_workers() - surplus  # earlier jobs of this process may have left some
     timeouts_s = {}
     for group in dist.distributed_c10d._world.pg_map:
-        if dist.get_backend(group) == "gloo":
+        if is_gloo(group):
             options = group._get_backend(torch.device("cpu")).options
             timeouts_s[name_group(group)] = options._timeout.total_seconds()
-    return status, dict(threads), timeouts_s
+    return status, surplus, dict(threads), timeouts_s
+
+
+def count_surplus_workers() -> int:
+    """Return how many more workers of gloo than gloo groups this process has. Collective over each group."""
+    gc.collect()
+    groups = [group for group in dist.distributed_c10d._world.pg_map if is_gloo(group)]
+    for group in groups:
+        dist.barrier(group)  # by a worker, which has its name then
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop") - len(groups)
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == "gloo"
 
 
 def name_group(group: dist.ProcessGroup) -> str:
@@ -94,8 +131,9 @@ def test_no_two_threads_use_one_group_and_every_group_has_a_time_out_of_comm(
     keys = [*letters, *KEYS, *LAYOUTS[layout], f"--job.dump_folder={tmp_path}/run"]
     for steps in (4, 8):  # begins; resumes
         results = pool.run(watch_start, 2, [*keys, f"--training.steps={steps}"])
-        for status, threads, timeouts_s in results:
+        for status, surplus_workers, threads, timeouts_s in results:
             assert status == 0
+            assert surplus_workers == 0
             check_threads(threads)
             check_timeouts(timeouts_s)
 
@@ -115,3 +153,84 @@ def check_timeouts(timeouts_s: dict[str, float]) -> None:
         else:
             assert timeout_s == TRAIN_TIMEOUT_S, group
     assert n_host_groups == 2
+
+
+# ---------------------------------------------------------------- workers of gloo (gloo_workers.py)
+
+
+def make_groups(rank: int, world_size: int) -> tuple[int, int]:
+    """Worker: create groups in each way that the project does. Return their number and the surplus workers."""
+    dist.new_group(use_local_synchronization=True, timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh["a", "b"]._flatten()._unflatten(0, (2, 2), ("far", "near"))
+    return len(dist.distributed_c10d._world.pg_map), count_surplus_workers()
+
+
+def test_each_gloo_group_of_a_pool_has_one_worker():
+    with RankPool() as pool:
+        results = pool.run(make_groups, 4)
+    assert results == [(results[0][0], 0)] * 4
+    assert results[0][0] > 4
+
+
+def list_listeners() -> dict[str, str]:
+    """Return the address of each socket of this process that listens, by its inode."""
+    own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    found = {}
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == LISTENS and f"socket:[{inode}]" in own:
+                found[inode] = local.partition(":")[0]
+    return found
+
+
+@pytest.mark.parametrize("interfaces, n_listeners", [("lo", 1), ("lo,lo", 2), ("", 1)])
+def test_a_group_with_one_worker_listens_on_the_interfaces_that_torch_would_choose(
+    monkeypatch, interfaces, n_listeners
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    timeout = timedelta(seconds=7)
+    addresses = []
+    for start in (gloo_workers.start_with_options, gloo_workers.start_with_one_worker):
+        before = list_listeners()
+        group = ProcessGroupGloo.__new__(ProcessGroupGloo)
+        start(group, dist.HashStore(), 0, 1, timeout=timeout)
+        after = list_listeners()
+        addresses.append(sorted(after[inode] for inode in after.keys() - before.keys()))
+        assert group.options._timeout == timeout
+    assert group.options._threads == 1
+    assert addresses[1] == addresses[0]
+    assert len(addresses[1]) == n_listeners
+
+
+def test_a_torch_without_the_option_is_named(caplog):
+    with patch.object(gloo_workers, "ProcessGroupGloo", SimpleNamespace()):
+        gloo_workers.limit_gloo_workers()
+    assert "_threads" in caplog.text
+
+
+def test_every_file_that_joins_a_gloo_group_limits_its_workers():
+    for path in [*REPOSITORY.glob("*/**/*.py"), REPOSITORY / "train.py"]:
+        source = path.read_text(encoding="utf-8")
+        joins = re.findall(r"dist\.init_process_group\((.*)", source)
+        if any(not call.startswith(('"fake"', '"nccl"')) for call in joins):
+            assert "limit_gloo_workers()" in source, path
+
+
+@pytest.mark.parametrize(
+    "offload, pp, is_bound", [(False, 1, True), (False, 2, False), (True, 1, False)]
+)
+def test_groups_of_offload_are_not_split_from_the_default_group(offload, pp, is_bound):
+    """A split gives the gloo half of a group two workers; DeviceMesh splits if the default group has a device."""
+    config = override(
+        Config(),
+        {"training.enable_cpu_offload": offload, "parallelism.pipeline_parallel_degree": pp},
+    )
+    place = process_groups.Place(0, 1, 0, 1, 0)
+    device = torch.device("cuda", 0)
+    with patch.object(process_groups.dist, "init_process_group") as join:
+        process_groups.start_process_group(
+            device, config, place, dist.HashStore(), timedelta(seconds=60)
+        )
+    assert join.call_args.kwargs["device_id"] == (device if is_bound else None)

@@ -111,6 +111,8 @@ class CheckpointSaver:
             optimizer.register_step_pre_hook(lambda *_: self.stager.synchronize_staging())
             initializer = partial(torch.cuda.set_device, device) if self.on_cuda else None
             self.thread = ThreadPoolExecutor(1, "checkpoint", initializer)
+            # torch 2.11 and 2.12 close the inner stager after each copy, so the second save would fail.
+            self.stager._state_dict_stager.close = lambda: None
 
     def after_step(
         self,

@@ -23,6 +23,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def start_process(
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     device = choose_device(place.local_rank, device_type)
     prepare_process(config, dump_folder)
+    limit_gloo_workers()
     start_process_group(device, config, place, store, timeout)
     host = dist.new_group(backend="gloo", timeout=timeout, group_desc="host")
     saver = dist.new_group(backend="gloo", timeout=timeout, group_desc="saver")
@@ -151,12 +153,15 @@ def start_process_group(
     Offload needs both: its gradient norm is a CPU tensor, which NCCL cannot reduce.
     """
     backend = "gloo" if device.type == "cpu" else "nccl"
-    if device.type == "cuda" and config.training.enable_cpu_offload:
-        backend = "cuda:nccl,cpu:gloo"
-
     # With a device_id, NCCL connects a group immediately, but then runs all sends and receives of a pipeline on one
     # stream, where each waits for the previous one. Without it, NCCL connects at the first collective.
     connects_at_once = device.type == "cuda" and config.parallelism.pipeline_parallel_degree == 1
+    if device.type == "cuda" and config.training.enable_cpu_offload:
+        backend = "cuda:nccl,cpu:gloo"
+        # With a device_id, DeviceMesh splits its groups from the default group, and their gloo half gets two workers
+        # (gloo_workers.py).
+        connects_at_once = False
+
     # On a single host, torchrun's store survives restarts and still has the addresses of dead ranks. Without a new
     # prefix, a restarted rank may read these addresses, and fail to connect or wait forever (torch 2.13).
     fresh_store = dist.PrefixStore(f"restart-{place.restarts}", store)

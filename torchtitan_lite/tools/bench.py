@@ -30,6 +30,7 @@ from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import choose_device
@@ -62,6 +63,7 @@ def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
     """Print speeds and ratios. Return the exit status: 0 measured, 1 the losses of contenders differ."""
     torch.set_num_threads(1)
     device = choose_device(0, detect_machine().device_type)
+    limit_gloo_workers()
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         contenders = build_contenders(config, device)

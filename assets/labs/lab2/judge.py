@@ -11,6 +11,8 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
+from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
+
 N_RANKS = 2
 N_VALID = (5, 12)  # tokens that each rank counts, of 12
 
@@ -37,6 +39,7 @@ def backward(model: nn.Module, ranks: range) -> None:
 
 
 def run_rank(rank: int, store: str, failures) -> None:
+    limit_gloo_workers()
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=N_RANKS)
     model = build_model()
     backward(model, range(rank, rank + 1))

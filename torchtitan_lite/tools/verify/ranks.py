@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.faults.orphans import end_with_parent
+from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.tools.forget_groups import forget_groups
 from torchtitan_lite.tools.processes import WORKER_ENVIRONMENT, start_fork_server
 
@@ -137,6 +138,7 @@ def serve(rank: int, connection: Connection) -> None:
     # Ctrl-C reaches workers too, but the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
+    limit_gloo_workers()
     faulthandler.enable()  # a rank that crashes prints where
     while True:
         try:

@@ -1,0 +1,59 @@
+"""One worker thread for each gloo group, because torch's gloo corrupts memory with two.
+
+torch starts two workers per group. After a collective, each writes the name of that collective into one std::string of
+the group without a lock (ProcessGroupGloo::runLoop). A name of more than 15 letters is on the heap, so two writes at
+once can free it twice: a rank dies of SIGSEGV, or of "malloc(): unaligned tcache chunk detected", or later and
+elsewhere. The all-gathers of tensor and context parallel and of DTensor have such a name, ALLGATHER_COALESCED. Seen
+with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
+
+A race cannot be probed, so a group has one worker with every torch. Ranks start the collectives of a group in the same
+order, so a second worker is never needed to make progress. Sends and receives do not use workers.
+
+Effect: replaces a method of torch, the only place that all groups pass, also those that DeviceMesh creates.
+"""
+
+import logging
+import os
+from datetime import timedelta
+
+from torch.distributed import ProcessGroupGloo, Store
+
+logger = logging.getLogger(__name__)
+
+start_with_options = ProcessGroupGloo.__init__
+
+
+def limit_gloo_workers() -> None:
+    """Start one worker for each gloo group that this process creates from now on."""
+    options = getattr(ProcessGroupGloo, "_Options", None)
+    if hasattr(options, "_threads"):
+        ProcessGroupGloo.__init__ = start_with_one_worker
+    else:
+        logger.warning(
+            "this torch has no ProcessGroupGloo._Options._threads, so gloo groups keep two worker threads: a rank "
+            "on CPUs may die of SIGSEGV. Use a torch from 2.11 to 2.15"
+        )
+
+
+def start_with_one_worker(
+    self: ProcessGroupGloo,
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    timeout: timedelta,
+    **settings: object,
+) -> None:
+    """Replace ProcessGroupGloo.__init__, which sets everything else in the same way."""
+    options = ProcessGroupGloo._Options()
+    options._threads = 1
+    options._timeout = timeout
+    for name, value in settings.items():  # torch 2.15 gives enable_reconfigure
+        setattr(options, name, value)
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interfaces:
+        names = interfaces.split(",")
+        options._devices = [ProcessGroupGloo.create_device(interface=name) for name in names]
+    else:  # the network interface of this host's name
+        options._devices = [ProcessGroupGloo.create_default_device()]
+    start_with_options(self, store, rank, size, options)
