@@ -35,19 +35,18 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
     steps = set(range(0, n_steps, max(1, n_steps // 1000)))
     for end in (resumed_step, section.warmup_steps, section.total_steps, n_steps):
         steps.update(range(max(0, end - 2), min(end + 2, n_steps)))
-    factors = {step: learning_rate_factor(section, step) for step in sorted(steps)}
+    peak = config.optimizer.lr
+    rates = {step: peak * learning_rate_factor(section, step) for step in sorted(steps)}
+    idle_steps = [step for step, rate in rates.items() if rate <= peak * NEGLIGIBLE]
+    idle_steps = [step for step in idle_steps if resumed_step <= step < n_steps - 1]
     notices = []
-    for step, factor in factors.items():
-        rate = config.optimizer.lr * factor
-        is_idle = rate <= config.optimizer.lr * NEGLIGIBLE
-        if is_idle and resumed_step <= step < n_steps - 1:
-            keys = f"optimizer.lr = {config.optimizer.lr:g}, lr_scheduler.total_steps = {section.total_steps}"
-            why = f"{keys}, warmup_steps = {section.warmup_steps}, min_lr_factor = {section.min_lr_factor:g}"
-            notices.append(
-                f"the learning rate falls to {rate:.3g} at step {step + 1} of {n_steps} ({why})"
-            )
-            break
-    highest = max(factors.values())
+    if idle_steps:
+        rate = rates[idle_steps[0]]
+        keys = f"optimizer.lr = {peak:g}, lr_scheduler.total_steps = {section.total_steps}"
+        why = f"{keys}, warmup_steps = {section.warmup_steps}, min_lr_factor = {section.min_lr_factor:g}"
+        where = f"step {idle_steps[0] + 1} of {n_steps}"
+        notices.append(f"the learning rate falls to {rate:.3g} at {where} ({why})")
+    highest = max(learning_rate_factor(section, step) for step in steps)
     if highest < 0.999:
         why = f"the learning rate only reaches {100 * highest:.3g}% of optimizer.lr"
         lengths = f"{section.warmup_steps} of {n_steps} steps"
