@@ -101,7 +101,7 @@ def main(args: list[str], stop: StopRequest) -> int:
             guards.begin(step)
             batch = next(batches)
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
-            result = train_step(run, batch, stop.requested)
+            result = train_step(run, batch, stop.requested, guards.wait_for_copies)
             # the same on every rank; the host waits for the device, and so for all ranks
             is_applied, grad_norm, stop_signal = result.read()
             if not math.isfinite(grad_norm):

@@ -134,7 +134,8 @@ def build_run(
                 groups.append(dim.get_group())
         balance = build_balance(parts, config.training, layout.global_batch_size, groups, device)
     if config.training.skip_spikes:
-        remember_norms(optimizer, next(iter(parameters.values())).device)
+        on = next(iter(parameters.values())).device
+        remember_norms(optimizer, config.training.spike_window, on)
     schedule = None
     if layout.pp > 1:
         schedule = build_schedule(

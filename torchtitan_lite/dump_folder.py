@@ -9,6 +9,7 @@ lock            locked by the run that writes here
 """
 
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
@@ -23,11 +24,13 @@ from torchtitan_lite.checkpoint.format import (
     find_steps,
 )
 from torchtitan_lite.config.checks import Problems
+from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, get_value
 
 logger = logging.getLogger(__name__)
 
+LOCAL_FOLDER = "checkpoint.local_folder"
 LOCK = "lock"
 CONFIG_TOML = "config.toml"  # marks the folder of a run
 RUN_ID = "run_id"  # in checkpoint.folder: names the snapshots of the run
@@ -53,11 +56,17 @@ def check_files(config: Config, restarted: bool) -> Problems:
     problems = Problems(config)
     dump_folder = Path(config.job.dump_folder)
     starts_over = config.job.overwrite and not restarted
-    for key in ("job.dump_folder", "training.cache_folder"):
+    keys = ["job.dump_folder", "training.cache_folder"]
+    if config.checkpoint.local_folder:
+        keys.append(LOCAL_FOLDER)
+    for key in keys:
         path = Path(get_value(config, key)).absolute()
-        nearest = next(above for above in (path, *path.parents) if above.exists())
-        if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-            why = f"{nearest} is not a folder that this user can write to"
+        nearest = find_nearest(path)
+        needed = os.W_OK | os.X_OK
+        if nearest == path:
+            needed |= os.R_OK  # to find what is in it
+        if not (nearest.is_dir() and os.access(nearest, needed)):
+            why = f"{nearest} is not a folder that this user can read and write"
             problems.refuse(key, why, "Name another folder")
     goes_on = config.checkpoint.enable or starts_over or restarted
     if (dump_folder / CONFIG_TOML).exists() and not goes_on:
@@ -75,6 +84,40 @@ def check_files(config: Config, restarted: bool) -> Problems:
     if is_inside and starts_over:
         key = "checkpoint.initial_load_path"
         problems.refuse(key, "job.overwrite deletes it first", "Copy it elsewhere")
+    return problems
+
+
+def find_nearest(path: Path) -> Path:
+    """Return an absolute path, or the nearest of its parents that exists."""
+    return next(above for above in (path, *path.parents) if above.exists())
+
+
+def name_snapshots(local_folder: str, dump_folder: Path) -> Path:
+    """Return the folder on each host for the snapshots of all runs in `dump_folder`.
+
+    Its name begins with that of the dump folder. A hash of the whole path makes it unique.
+    """
+    path = os.fsencode(dump_folder.absolute())
+    beginning = os.path.basename(path)[:64].decode(errors="ignore")  # a name has at most 255 bytes
+    return Path(local_folder, f"{beginning}-{hashlib.sha256(path).hexdigest()[:16]}")
+
+
+def check_snapshots(config: Config, snapshot_bytes: int) -> Problems:
+    """Check the free space for snapshots on this host. During a save there are three: the last two, and the new one."""
+    problems = Problems(config)
+    section = config.checkpoint
+    n_saved = (config.training.steps - 1) // section.local_interval
+    needed = min(3, n_saved) * snapshot_bytes
+    if not section.local_folder or section.load_only or not needed:
+        return problems
+    folder = name_snapshots(section.local_folder, Path(config.job.dump_folder)).absolute()
+    replaced = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    free = shutil.disk_usage(find_nearest(folder)).free + replaced
+    if free < needed:
+        size = f"{needed / GIB:.3g} GiB of snapshots"
+        why = f"this host needs space for {size}, but has only {free / GIB:.3g} GiB there"
+        remedy = "Free some space, name a folder on another file system, or leave this key out"
+        problems.refuse(LOCAL_FOLDER, why, remedy)
     return problems
 
 

@@ -25,8 +25,9 @@ from torchtitan_lite.checkpoint.starting_weights import PATH, find_initial, find
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
 from torchtitan_lite.config.checks import check_machine, check_run, count_pieces
 from torchtitan_lite.config.layout import plan_degrees, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.learning_rate import describe_unusual_rates
 from torchtitan_lite.config.machine import Machine
-from torchtitan_lite.config.memory_bound import bound_memory, check_memory
+from torchtitan_lite.config.memory_bound import bound_memory, check_memory, count_saved_bytes
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import AUTO
 from torchtitan_lite.config.reader import Prepared, dump_config_toml, flatten_table, read_config
@@ -38,7 +39,7 @@ from torchtitan_lite.data.corpus_folder import (
 )
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import find_tokenizer, load_tokenizer
-from torchtitan_lite.dump_folder import check_files, list_earlier
+from torchtitan_lite.dump_folder import check_files, check_snapshots, list_earlier, name_snapshots
 
 SHIPPED = "assets/tokenizer"
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
@@ -214,6 +215,10 @@ def plan(
         run.memory = bound_memory(run.config, run.model_args, n_ranks, machine, n_hosts)
         flavor = run.config.model.flavor
         run.problems += check_memory(run.memory, flavor, args, n_ranks, machine)
+        if machine.is_here:
+            # A lower bound: a host has every shard of its ranks, and replicas on different hosts have the same ones.
+            snapshot_bytes = count_saved_bytes(run.config, run.model_args) // n_hosts
+            run.problems += check_snapshots(run.config, snapshot_bytes)
         run.layout = plan_layout(run.config, run.model_args, n_ranks)
         run.config = resolve_config(run.config, run.layout, machine.device_type)
     except ConfigError as error:
@@ -293,10 +298,10 @@ def add_notices(run: Prepared, restarted: bool) -> None:
                 f"the run resumes with world size {layout.world_size} instead of {n_before}: "
                 f"data-parallel degree {layout.dp}, {share} per rank"
             )
-    reached = config.training.steps / max(1, config.lr_scheduler.warmup_steps)
-    if reached < 1:
-        why = f"the learning rate only reaches {reached:.0%} of optimizer.lr"
-        notices.append(f"lr_scheduler.warmup_steps is longer than the run: {why}")
+    notices += describe_unusual_rates(config, run.resumed_step)
+    if config.checkpoint.local_folder and not config.checkpoint.load_only:
+        folder = name_snapshots(config.checkpoint.local_folder, run.dump_folder)
+        notices.append(f"snapshots are saved in {folder.absolute()} of each host")
     epochs = describe_epochs(config.training)
     if epochs:
         notices.append(epochs)

@@ -6,6 +6,7 @@ record waits for the device, so the time between two records is right. Rank 0 wr
 
 import gc
 import logging
+import math
 import os
 import shlex
 import sys
@@ -66,6 +67,7 @@ class RunLog:
         self.flops = count_flops_per_token(plan.model_args, config.training.seq_len)
         self.peak_flops = peak_flops(device_name) if run.device.type == "cuda" else None
         self.step = resumed_step
+        self.skipped_above = math.inf  # the median norm, if the last step was skipped
         self.n_collapsed = 0  # consecutive logged steps with collapsed experts
         self.is_warm = False
         self.writer = None
@@ -120,7 +122,9 @@ class RunLog:
         is_applied: bool,
         grad_norm: float,
     ) -> None:
-        """Record the step if it is due or was skipped. `validation`: the result of `validate` for this step.
+        """Record the step if it is due, was skipped, or is the first one after that.
+
+        `validation`: the result of `validate` for this step.
 
         Collective over all ranks once, when the run is warm.
         """
@@ -132,7 +136,8 @@ class RunLog:
         is_end = step in (self.resumed_step + 1, self.n_steps)
         if validation:
             self.started_s += validation["val_time_s"]
-        if self.writer and (validation or is_due or is_end or not is_applied):
+        is_after_spike = math.isfinite(self.skipped_above)
+        if self.writer and (validation or is_due or is_end or is_after_spike or not is_applied):
             self.write_step(step, result, is_applied)
             if validation:
                 self.record("validation", step, **validation)
@@ -169,8 +174,15 @@ class RunLog:
             fields["expert_loads"] = result.expert_loads[:, :-1].int().tolist()
         if spikes := self.run.optimizer.state.get(NORMS):
             fields["skipped_steps"] = int(spikes["skipped"])
+            median = spikes["history"].median().item()
             if not is_applied:
-                fields["skipped_above"] = spikes["history"].median().item()
+                fields["skipped_above"] = median
+            elif fields["grad_norm"] > self.run.config.training.skip_spikes * self.skipped_above:
+                rise = f"rose from {self.skipped_above:.4g} to {median:.4g}"
+                window = f"the last {len(spikes['history'])} steps (training.spike_window)"
+                why = f"their median over {window} {rise}"
+                logger.warning(f"step {step}: such gradient norms are no longer skipped: {why}")
+            self.skipped_above = math.inf if is_applied else median
         self.record("step", step, **fields)
         self.restart_clock()
 

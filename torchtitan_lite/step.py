@@ -37,16 +37,23 @@ class StepResult:
         return bool(applied), grad_norm, int(stop)
 
 
-def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
+def train_step(
+    run: Run,
+    batch: Batch,
+    stop_signal: int = 0,
+    before_update: Callable[[], None] = lambda: None,
+) -> StepResult:
     """Run one optimizer step. Nothing is copied to the host.
 
     `batch` is this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
+    `before_update` is called once, before the first change of a tensor that checkpoints contain.
     """
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     parameters = run.parameters.values()
     # all-reduces 40 bytes over all ranks
     grad_norm, stop = measure_grad_norm(parameters, stop_signal)
+    before_update()
     training = run.config.training
     judged = skip_spike(run.optimizer, grad_norm, training.skip_spikes)
     applied = update_weights(run.optimizer, judged, training.max_norm)  # clips too

@@ -2,15 +2,27 @@
 
 import errno
 import fcntl
+import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 
+from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.checkpoint.format import CheckpointError
+from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.memory_bound import count_saved_bytes
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, with_value
-from torchtitan_lite.dump_folder import list_earlier, open_dump_folder
+from torchtitan_lite.dump_folder import (
+    check_files,
+    check_snapshots,
+    list_earlier,
+    name_snapshots,
+    open_dump_folder,
+)
 
 FOLDERS = ("checkpoint", "tb", "traces", "memory_snapshot", "comm_traces")
 CONFIG = dump_config_toml(Config())
@@ -73,6 +85,75 @@ def test_files_that_no_run_wrote_are_not_deleted(tmp_path):
     config = with_value(Config(), "job.dump_folder", str(tmp_path))
     (tmp_path / "log.txt").write_text("of an application")
     assert list_earlier(tmp_path, config) == []
+
+
+@pytest.mark.parametrize(
+    "one, another",
+    [
+        ("/data/run-1/a", "/data/run/1-a"),
+        ("/data/run/1/a", "/data/run-1-a"),
+        ("/a/run", "/b/run"),
+        (f"/{'x' * 250}/run", f"/{'x' * 251}/run"),
+        (f"/{'x' * 254}y", f"/{'x' * 254}z"),
+        ("/ünï/ " + "世" * 80, "/ünï/" + "世" * 80),
+    ],
+)
+def test_snapshots_of_two_runs_have_names_of_their_own_that_a_file_system_accepts(
+    one, another, tmp_path
+):
+    folders = [name_snapshots(str(tmp_path), Path(path)) for path in (one, another)]
+    for folder in folders:
+        folder.mkdir()  # raises for a second folder of this name, and for a name that is too long
+    assert name_snapshots(str(tmp_path), Path(one)) in folders
+    assert folders[0].name.startswith(Path(one).name[:20])
+
+
+def find_problem(*, steps: int = 1000, replaced_bytes: int = 0) -> str:
+    """Return the key of the problem with snapshots of 100 bytes in a folder with 299 free bytes."""
+    folder = Path("snapshots")
+    old = name_snapshots(str(folder), Path("run")) / "an id" / "step-1" / "rank-00000.safetensors"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(bytes(replaced_bytes))
+    config = with_value(Config(), "checkpoint.local_folder", str(folder))
+    config = with_value(config, "job.dump_folder", "run")
+    config = with_value(config, "training.steps", steps)
+    with patch.object(shutil, "disk_usage", return_value=SimpleNamespace(free=299)):
+        return "".join(problem.key for problem in check_snapshots(config, 100))
+
+
+@pytest.mark.parametrize(
+    "options, key",
+    [
+        ({}, "checkpoint.local_folder"),
+        ({"replaced_bytes": 1}, ""),
+        ({"steps": 31}, "checkpoint.local_folder"),  # after steps 10, 20 and 30
+        ({"steps": 30}, ""),
+        ({"steps": 10}, ""),
+    ],
+)
+def test_a_disk_without_room_for_three_snapshots_is_refused(options, key, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_problem(**options) == key
+
+
+def test_a_snapshot_has_the_bytes_of_the_weights_and_the_optimizer_state():
+    for name, bytes_per_parameter in (("AdamW", 12), ("SGD", 4)):
+        config = with_value(Config(), "optimizer.name", name)
+        model_args = resolve_model(config.model)
+        n_parameters = sum(p.numel() for p in build_on_meta(config, model_args).parameters())
+        assert count_saved_bytes(config, model_args) == bytes_per_parameter * n_parameters
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    """Root may read every folder, so os.access answers for another user."""
+    (tmp_path / "there").mkdir()
+    can_write = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: can_write(path, mode) and not mode & os.R_OK
+    )
+    for name, key in (("there", "checkpoint.local_folder"), ("new", "")):
+        config = with_value(Config(), "checkpoint.local_folder", str(tmp_path / name))
+        assert "".join(problem.key for problem in check_files(config, False)) == key
 
 
 def test_a_second_run_on_one_folder_stops_until_the_lock_of_the_first_is_closed(folder):

@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import threading
+from pathlib import Path
+from unittest.mock import patch
 
 import compare
 import layouts
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import warm_start
 from checkpoints import (
     FINGERPRINT,
     assemble,
@@ -17,17 +20,16 @@ from checkpoints import (
     load_and_train,
     make_saver,
     merge_states,
-    train,
     train_and_save,
-    whole_state,
 )
 from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TIED, TP
 from marks import choose_fast
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from torchtitan_lite.checkpoint import save as saving
 from torchtitan_lite.checkpoint.format import find_steps
-from torchtitan_lite.checkpoint.save import name_tensors
+from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
@@ -194,29 +196,74 @@ def test_moments_begin_anew_where_the_optimizer_is_excluded(pool, saved):
 # ---------------------------------------------------------------- asynchronous
 
 
-def delay_the_copy(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
-    """Worker: the copy is made when the next step is about to change the weights, or after it if nobody waits."""
-    run = compare.build_table_run(world_size, ADAMW)
-    train(run, range(1))
-    state = whole_state(run)
-    begun, changed = threading.Event(), threading.Event()
-    run.optimizer.register_step_pre_hook(lambda *_: begun.set())
-    run.optimizer.register_step_post_hook(lambda *_: changed.set())
-    with make_saver(folder, Checkpoint(enable=True, async_mode="async"), run.optimizer) as saver:
-        copy = saver.stager._stage  # on CUDA it is copied beside the step, as here by a thread
+class LateStager(DefaultStager):
+    """Copies in a thread, as on CUDA, and as late as it may: only when somebody waits for the copy or for the save."""
 
-        def copy_late(tensors: dict) -> dict:
-            begun.wait()
-            changed.wait(timeout=0.5)
-            return copy(tensors)
+    def __init__(self, options: StagingOptions):
+        super().__init__(StagingOptions(False, False, True, False))
+        self.is_awaited = threading.Event()
 
-        saver.stager = DefaultStager(StagingOptions(False, False, True, False))
-        saver.stager._stage = copy_late
-        saver.save(1, name_tensors(run.parameters, run.optimizer))
-        train(run, range(1, 2))
-    return state
+    def _stage(self, tensors: dict) -> dict:
+        self.is_awaited.wait()
+        self.is_awaited.clear()
+        return super()._stage(tensors)
+
+    def synchronize_staging(self) -> None:
+        self.is_awaited.set()
+        super().synchronize_staging()
 
 
-def test_no_weight_changes_before_it_is_copied(pool, tmp_path):
-    state, _ = pool.run(delay_the_copy, 2, str(tmp_path))
-    assert list_differing(assemble(tmp_path / "step-1"), state) == []
+def train_with_late_copies(rank: int, world_size: int, keys: list[str]) -> dict[str, list[str]]:
+    """Worker: train four steps. Return path of a checkpoint or snapshot -> what has changed before it was copied."""
+    save, wait = CheckpointSaver.save, CheckpointSaver.wait
+    expected: dict[CheckpointSaver, tuple[Path, dict]] = {}
+    changed = {}
+
+    def note_and_save(saver: CheckpointSaver, step: int, tensors: dict) -> None:
+        save(saver, step, tensors)
+        copies = {name: compare.local(tensor).clone() for name, tensor in tensors.items()}
+        expected[saver] = saver.folder / f"step-{step}", copies
+
+    def wait_and_compare(saver: CheckpointSaver) -> None:
+        saver.stager.is_awaited.set()
+        wait(saver)
+        saver.stager.is_awaited.clear()
+        if saver in expected:
+            path, copies = expected.pop(saver)
+            changed[str(path)] = list_differing(assemble(path), copies)
+
+    with (
+        patch.object(saving, "DefaultStager", LateStager),
+        patch.object(CheckpointSaver, "save", note_and_save),
+        patch.object(CheckpointSaver, "wait", wait_and_compare),
+    ):
+        assert warm_start.start(rank, world_size, keys) == 0
+    return changed
+
+
+CHANGED_IN_A_STEP = {
+    "AdamW, history of norms": ["--training.skip_spikes=3"],
+    # a step that is skipped does not call optimizer.step
+    "Muon, skipped steps": [
+        "--optimizer.name=Muon",
+        "--training.skip_spikes=1.0001",
+        "--training.spike_window=2",
+    ],
+    "experts": ["--model.flavor=debug_moe", "--optimizer.name=SGD"],
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_IN_A_STEP)
+def test_nothing_changes_before_it_is_copied(pool, tmp_path, name):
+    keys = [
+        *warm_start.write_letters(tmp_path / "letters"),
+        *CHANGED_IN_A_STEP[name],
+        "--training.steps=4",
+        "--checkpoint.interval=1",
+        "--checkpoint.async_mode=async",
+        f"--checkpoint.local_folder={tmp_path / 'snapshots'}",
+        "--checkpoint.local_interval=1",
+        f"--job.dump_folder={tmp_path / 'run'}",
+    ]
+    (changed,) = pool.run(train_with_late_copies, 1, keys)
+    assert len(changed) == 4 + 3 and set(map(tuple, changed.values())) == {()}

@@ -16,7 +16,17 @@ from torchtitan_lite.components.optim import (
     measure_grad_norm,
     update_weights,
 )
-from torchtitan_lite.config.schema import LRScheduler, Optimizer
+from torchtitan_lite.config.choices import DECAYS
+from torchtitan_lite.config.learning_rate import describe_unusual_rates
+from torchtitan_lite.config.reader import CONFIG_FOLDER, read_config
+from torchtitan_lite.config.schema import (
+    Config,
+    LRScheduler,
+    Model,
+    Optimizer,
+    Training,
+    with_value,
+)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +74,65 @@ def test_cosine_decay_is_that_of_torch():
         )
         optimizer.step()
         oracle.step()
+
+
+# training.steps, [lr_scheduler], step of the checkpoint that the run resumes from -> the first step with the rate 0,
+# counted from 1, unless it is the last step; the highest rate in percent of the peak
+UNUSUAL = [
+    (200, {"total_steps": 200}, 0, None, 100),
+    (200, {"total_steps": 100}, 0, 101, 100),
+    (200, {"total_steps": 198}, 0, 199, 100),
+    (200, {"total_steps": 199}, 0, None, 100),
+    (200, {"total_steps": 100, "min_lr_factor": 0.1}, 0, None, 100),
+    (200, {"total_steps": 100, "min_lr_factor": 1e-15}, 0, 101, 100),
+    (200, {"total_steps": 100, "decay_ratio": 0.0}, 0, 102, 100),
+    (200, {"total_steps": 100, "decay_ratio": 1e-9}, 0, 102, 100),
+    (400, {"total_steps": 100, "warmup_steps": 200}, 0, 202, 100),
+    (150, {"total_steps": 100, "warmup_steps": 200}, 0, None, 75),
+    (100, {"total_steps": 100, "warmup_steps": 200}, 0, None, 50),
+    (100, {"total_steps": 1000, "warmup_steps": 101}, 0, None, 99),
+    (100, {"total_steps": 100, "warmup_steps": 100}, 0, None, 100),
+    (1000, {"total_steps": 100}, 500, 501, 100),
+    (1000, {"total_steps": 600}, 500, 601, 100),
+    (1000, {"total_steps": 2000}, 500, None, 100),
+    # only the ends of the phases show these
+    (7_654_321, {"total_steps": 7_654_321, "warmup_steps": 11}, 0, None, 100),
+    (7_654_321, {"total_steps": 7_654_319, "warmup_steps": 7_654_318}, 0, 7_654_320, 100),
+    (7_654_321, {"total_steps": 7_000_123, "warmup_steps": 1}, 0, 7_000_124, 100),
+]
+
+
+@pytest.mark.parametrize("decay_type", DECAYS)
+@pytest.mark.parametrize("n_steps, keys, resumed_step, idle_step, highest", UNUSUAL)
+def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_said_with_both_numbers(
+    decay_type, n_steps, keys, resumed_step, idle_step, highest
+):
+    section = LRScheduler(**{"warmup_steps": 10, "decay_type": decay_type} | keys)
+    config = Config(lr_scheduler=section, training=Training(steps=n_steps))
+    said = describe_unusual_rates(config, resumed_step)
+    expected = []
+    if idle_step:
+        expected.append((f"step {idle_step} of {n_steps}", f"total_steps = {section.total_steps}"))
+    if highest < 100:
+        expected.append((f"{section.warmup_steps} of {n_steps}", f"{highest}%"))
+    assert len(said) == len(expected)
+    for sentence, numbers in zip(said, expected, strict=True):
+        assert all(number in sentence for number in numbers)
+
+
+def test_a_run_without_a_learning_rate_is_told_so():
+    section = LRScheduler(total_steps=10, warmup_steps=1)
+    config = Config(Model(), Training(steps=10), optimizer=Optimizer(lr=0.0), lr_scheduler=section)
+    (said,) = describe_unusual_rates(config, 0)
+    assert "step 1 of 10" in said and "optimizer.lr = 0" in said
+
+
+@pytest.mark.parametrize("path", sorted(CONFIG_FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_schedules_of_shipped_configs_are_usual(path):
+    config = read_config([f"--job.config_file={path}"]).config
+    total_steps = config.lr_scheduler.total_steps or config.training.steps
+    config = with_value(config, "lr_scheduler.total_steps", total_steps)
+    assert describe_unusual_rates(config, 0) == []
 
 
 class RoundedAdamW(torch.optim.AdamW):

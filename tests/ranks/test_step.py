@@ -9,6 +9,7 @@ from unittest.mock import patch
 import compare
 import pytest
 import torch
+import warm_start
 from layouts import (
     ADAMW,
     BFLOAT16,
@@ -100,14 +101,77 @@ def test_a_spike_changes_nothing_on_any_rank_and_is_counted(pool, overrides):
     assert pool.run(meet_spikes, 2, overrides) == [expected] * 2
 
 
-def test_a_norm_is_judged_by_the_median_of_the_last_applied_steps():
+FORTY = [1.0] * 40
+NORMS_AND_SKIPPED = {  # norms of successive steps, with 3 times the median of 32 -> steps that are skipped
+    # the 16th norm is judged by nothing yet; at the end, most of the last 32 norms are 2
+    "a NaN and spikes": (
+        [1.0] * 15 + [9.0] + [1.0, 3.1, math.nan, 2.9] + [2.0] * 20 + [5.0],
+        [17, 18],
+    ),
+    "three times the median exactly": (FORTY + [3.0, 3.001], [41]),
+    "higher for good": (FORTY + [4.0] * 1960, range(40, 56)),
+    "higher for good in four of five steps": (
+        FORTY + [4.0, 4.0, 4.0, 4.0, 1.0] * 100,
+        [at for at in range(40, 60) if at % 5 != 4],
+    ),
+    "higher twice": (FORTY + [4.0] * 40 + [16.0] * 40, [*range(40, 56), *range(80, 96)]),
+    "a burst, then as before": (FORTY + [9.0] * 15 + [1.0] * 20 + [9.0], [*range(40, 55), 75]),
+    # infinity would raise the median
+    "infinity": (FORTY + [math.inf] * 40 + [4.0], range(40, 81)),
+    "lower for good, then as before": (FORTY + [0.1] * 40 + [1.0] * 40, range(80, 96)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS_AND_SKIPPED)
+def test_a_norm_is_judged_by_the_median_of_the_last_norms(name):
+    norms, skipped = NORMS_AND_SKIPPED[name]
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    remember_norms(optimizer, torch.device("cpu"))
-    norms = [1.0] * 15 + [9.0] + [1.0, 3.1, math.nan, 2.9] + [2.0] * 20 + [5.0]
+    remember_norms(optimizer, 32, torch.device("cpu"))
     judged = [skip_spike(optimizer, torch.tensor(norm), 3.0) for norm in norms]
-    # 9 is the 16th norm, which nothing judges yet; at the end, most of the last 32 norms are 2
-    skipped = [at for at, norm in enumerate(judged) if not norm.isfinite()]
-    assert skipped == [norms.index(3.1), norms.index(3.1) + 1]
+    assert [at for at, norm in enumerate(judged) if not norm.isfinite()] == [*skipped]
+    n_nans = sum(map(math.isnan, norms))
+    assert optimizer.state[NORMS]["skipped"] == len(skipped) - n_nans
+
+
+@pytest.mark.parametrize("window", [2, 7, 64])
+def test_half_of_the_window_is_skipped_before_a_level_is_accepted(window):
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    remember_norms(optimizer, window, torch.device("cpu"))
+    judged = [skip_spike(optimizer, torch.tensor(norm), 3.0) for norm in [1.0] * 64 + [4.0] * 64]
+    assert [norm.isfinite().item() for norm in judged].index(True, 64) == 64 + window // 2
+
+
+def start_with_norms(rank: int, world_size: int, keys: list[str], norms: list[float]) -> int:
+    """Worker: train a step for each of these gradient norms. Return the exit status."""
+    given = iter(norms)
+
+    def measure(parameters, stop_signal: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor(next(given)), torch.tensor(stop_signal)
+
+    with patch.object(stepping, "measure_grad_norm", measure):
+        return warm_start.start(rank, world_size, keys)
+
+
+def test_the_log_names_skipped_steps_and_the_level_that_is_accepted(pool, tmp_path):
+    norms = [1.0] * 4 + [5.0, 1.0] + [4.0] * 6
+    keys = [
+        *warm_start.write_letters(tmp_path / "letters"),
+        f"--job.dump_folder={tmp_path / 'run'}",
+        "--training.steps=12",
+        "--training.skip_spikes=3",
+        "--training.spike_window=4",
+        "--metrics.log_freq=100",
+        "--checkpoint.no_enable",
+    ]
+    assert pool.run(start_with_norms, 1, keys, norms) == [0]
+    steps = [record for record in warm_start.read_records(tmp_path / "run") if "loss" in record]
+    seen = [(s["step"], s["skipped_steps"], s.get("skipped_above")) for s in steps]
+    # Each skipped step and the next applied one; the first and the last step.
+    assert seen == [(1, 0, None), (5, 1, 1), (6, 1, None), (7, 2, 1), (8, 2, None), (12, 2, None)]
+    (warning,) = [
+        line for line in (tmp_path / "run" / "log.txt").open() if "no longer skipped" in line
+    ]
+    assert "step 8:" in warning and "spike_window" in warning
 
 
 # --- who made the first number that is not finite ---

@@ -161,6 +161,9 @@ stray | argument
 --activation_checkpoint.mode=memory_budget --compile.enable --compile.components=loss | activation_checkpoint.mode
 --optimizer.moments_dtype=bfloat16 --optimizer.name=SGD | optimizer.moments_dtype
 --optimizer.moments_dtype=bfloat16 --optimizer.beta2=0.999 | optimizer.moments_dtype
+--training.skip_spikes=0.5 | training.skip_spikes
+--training.skip_spikes=1 | training.skip_spikes
+--training.skip_spikes=3 --training.spike_window=1 | training.spike_window
 --profiling.enable_profiling --profiling.profile_freq=3 | profiling.profile_freq
 # machine
 --parallelism.enable_async_tensor_parallel | parallelism.enable_async_tensor_parallel \
@@ -179,11 +182,15 @@ stray | argument
 --model.vocab_size 2000 | model.vocab_size
 --job.dump_folder file/run | job.dump_folder
 --training.cache_folder file | training.cache_folder
+--checkpoint.local_folder=file | checkpoint.local_folder
+--checkpoint.local_folder=file/snapshots --checkpoint.enable | checkpoint.local_folder
 --checkpoint.folder / | checkpoint.folder  # job.overwrite would empty it
 --job.overwrite --checkpoint.enable --checkpoint.load_step=3 | checkpoint.load_step
 --job.no_overwrite --checkpoint.enable --checkpoint.load_step=3 | checkpoint.load_step
 # sound: what a rule does not mean
 --optimizer.moments_dtype=bfloat16 --optimizer.beta2=0.99 |
+--training.skip_spikes=1.1 --training.spike_window=2 |
+--checkpoint.local_folder=new/snapshots |
 --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble \
     --activation_checkpoint.mode=none |
 --parallelism.context_parallel_degree=2 --model.attention=document |
@@ -250,6 +257,8 @@ def test_a_dataset_that_lists_no_files_is_refused(monkeypatch):
 
 NOTED = f"""
 --training.steps=4 --lr_scheduler.warmup_steps=5 | the learning rate only reaches 80% of optimizer.lr
+--training.steps=200 --lr_scheduler.total_steps=100 | the learning rate falls to 0 at step 101 of 200
+--job.dump_folder=my/run --checkpoint.local_folder=new | new/run-
 {FLOAT8} --quantize.linear.float8.filter_fqns=output,wx | 'wx' is in the name of no linear layer
 --model.hf_assets_path=model | set checkpoint.initial_load_path=model
 --training.local_batch_size=6 | (training.local_batch_size allows 6)

@@ -104,9 +104,10 @@ def load_checkpoint(path: Path, tensors: dict[str, Tensor], *, group: dist.Proce
     checkpoint = OpenCheckpoint(path, group.rank(), group.size())
     for name, tensor in tensors.items():
         record = checkpoint.manifest.tensors.get(name)
-        if record is None and GRADIENT_NORMS in name:
-            continue  # a run that only now skips spikes has no history
-        if record is None or record.shape != list(tensor.shape):
+        has_shape = record is not None and record.shape == list(tensor.shape)
+        if not has_shape and GRADIENT_NORMS in name:
+            continue  # a run that only now skips spikes, or with another window, starts without a history
+        if not has_shape:
             found = record and record.shape
             shapes = f"{list(tensor.shape)} in this run, but {found} there"
             raise CheckpointError(f"{path} has a different model: {name} has shape {shapes}")

@@ -16,9 +16,9 @@ numbers. So the step in the manifest restores all of them on any layout.
 If one rank fails, every rank raises the error of the lowest such rank. Files have the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
 
-On CUDA, DCP's stager copies on a separate stream and in a separate thread; the optimizer step waits for this copy. Each
-tensor gets pinned memory of exactly its size, once. Without pinned memory, each copy holds the GIL, so the
-training loop waits for all copies (torch 2.13).
+On CUDA, DCP's stager copies on a separate stream and in a separate thread. After backward, before the first change of a
+saved tensor, step.py calls `wait_for_copy`. Each tensor gets pinned memory of exactly its size, once. Without pinned
+memory, each copy holds the GIL, so the training loop waits for all copies (torch 2.13).
 """
 
 import json
@@ -108,7 +108,6 @@ class CheckpointSaver:
                 use_non_blocking_copy=self.on_cuda,
             )
             self.stager = DefaultStager(options)
-            optimizer.register_step_pre_hook(lambda *_: self.stager.synchronize_staging())
             initializer = partial(torch.cuda.set_device, device) if self.on_cuda else None
             self.thread = ThreadPoolExecutor(1, "checkpoint", initializer)
             # torch 2.11 and 2.12 close the inner stager after each copy, so the second save would fail.
@@ -149,7 +148,7 @@ class CheckpointSaver:
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Save this rank's shards `tensors` as step-N; if saves are asynchronous, only start to. Collective.
 
-        Until the save ends, only `optimizer.step` may modify `tensors`. Raises CheckpointError if this save or the
+        Call `wait_for_copy` before `tensors` change. Raises CheckpointError if this save or the
         previous one failed on any rank. A failed save leaves no files behind.
         """
         self.wait()
@@ -160,6 +159,11 @@ class CheckpointSaver:
             # the stager's stream does not wait for kernels that still write the tensors
             torch.cuda.current_stream().synchronize()
         self.in_flight = self.thread.submit(self.write, step, self.stager.stage(tensors))
+
+    def wait_for_copy(self) -> None:
+        """Wait until the save in flight has copied its tensors to the host."""
+        if self.stager is not None:
+            self.stager.synchronize_staging()
 
     def check(self) -> None:
         """If the save in flight has ended with an error, raise it. Does not wait."""

@@ -22,7 +22,6 @@ from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 
 NORMS = "gradient_norms"  # key in the optimizer's state, beside its parameters
-N_NORMS = 32
 UNKNOWN_NORM = 1e18  # above every norm; finite, so that `verify` can compare checkpoints
 
 # optimizer.name, a row of config/choices.py -> optimizer for all parameters of this rank. It reads the keys of its
@@ -98,9 +97,9 @@ def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[T
     return squares.sqrt().float(), stop
 
 
-def remember_norms(optimizer: TorchOptimizer, device: torch.device) -> None:
-    """Add an empty history of gradient norms to the optimizer's state, with which it is saved: see skip_spike."""
-    history = torch.full((N_NORMS,), UNKNOWN_NORM, device=device)
+def remember_norms(optimizer: TorchOptimizer, window: int, device: torch.device) -> None:
+    """Add an empty history of `window` norms to the optimizer's state, with which it is saved: see skip_spike."""
+    history = torch.full((window,), UNKNOWN_NORM, device=device)
     skipped = torch.zeros((), device=device)
     optimizer.state[NORMS] = {"history": history, "skipped": skipped}
 
@@ -109,7 +108,10 @@ def remember_norms(optimizer: TorchOptimizer, device: torch.device) -> None:
 def skip_spike(optimizer: TorchOptimizer, grad_norm: Tensor, factor: float) -> Tensor:
     """Return the norm, () fp32, or infinity if it is a spike: more than `factor` times the running median.
 
-    The median is over the last N_NORMS = 32 steps that changed the weights. A step is judged if there are 16 of them.
+    The median is over the last training.spike_window finite norms, including this one and those of skipped steps. While
+    less than half of them are known, no step is skipped. A skipped step does not change the weights, so skipping cannot
+    lower norms that have risen for good. Because the history has these norms too, the median then rises after half of
+    the window, and the run continues.
     All ranks have the same norm and history, so they decide the same. `factor` 0 turns this off. The history stays on
     the device.
     """
@@ -117,12 +119,11 @@ def skip_spike(optimizer: TorchOptimizer, grad_norm: Tensor, factor: float) -> T
         return grad_norm
     state = optimizer.state[NORMS]
     history = state["history"]
+    newer = torch.cat([history[1:], grad_norm[None]])
+    history.copy_(torch.where(grad_norm.isfinite(), newer, history))
     is_spike = grad_norm > factor * history.median()
-    judged = grad_norm.masked_fill(is_spike, math.inf)
-    newer = torch.cat([history[1:], judged[None]])
-    history.copy_(torch.where(judged.isfinite(), newer, history))
     state["skipped"] += is_spike
-    return judged
+    return grad_norm.masked_fill(is_spike, math.inf)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -229,6 +229,11 @@ def check_run(config: Config) -> list[Problem]:
         why = "the compiler chooses what to recompute, but no block is compiled"
         remedy = 'Set compile.enable = true, or use "selective"'
         problems.refuse("activation_checkpoint.mode", why, remedy)
+    if 0 < config.training.skip_spikes <= 1:
+        why = "about half of all steps have a gradient norm above the median, so ordinary steps would be skipped"
+        problems.refuse(
+            "training.skip_spikes", why, "Use more than 1, such as 3, or 0 to skip none"
+        )
     n_steps = config.profiling.profiler_warmup + config.profiling.profiler_active
     if config.profiling.enable_profiling and config.profiling.profile_freq < n_steps:
         why = f"profiler_warmup + profiler_active take {n_steps} steps"

@@ -44,6 +44,16 @@ def count_moment_bytes(section: Optimizer) -> int:
     return OPTIMIZERS[section.name].n_moments * (2 if section.moments_dtype == "bfloat16" else 4)
 
 
+def count_saved_bytes(config: Config, model_args: ModelArgs) -> int:
+    """Return the bytes of all weights and of the optimizer state, which are the bytes of a checkpoint."""
+    n_parameters = count_parameters(model_args)
+    saved_bytes = n_parameters * (MASTER_BYTES + count_moment_bytes(config.optimizer))
+    if OPTIMIZERS[config.optimizer.name].updates_matrices:
+        n_matrices = count_parameters(model_args, prefix="layers.", linear_only=True)
+        saved_bytes -= n_matrices * MASTER_BYTES
+    return saved_bytes
+
+
 def bound_memory(
     config: Config, model_args: ModelArgs, world_size: int, machine: Machine, n_hosts: int
 ) -> MemoryBound | None:
@@ -52,12 +62,8 @@ def bound_memory(
         return None
     on_gpu = machine.device_type == "cuda"
     n_sharing = 1 if on_gpu else ceil(world_size / n_hosts)
-    row = OPTIMIZERS[config.optimizer.name]
-    parameter_bytes = 2 * MASTER_BYTES + count_moment_bytes(config.optimizer)
-    state_bytes = count_parameters(model_args) * parameter_bytes
-    if row.updates_matrices:
-        n_matrices = count_parameters(model_args, prefix="layers.", linear_only=True)
-        state_bytes -= n_matrices * MASTER_BYTES
+    gradient_bytes = count_parameters(model_args) * MASTER_BYTES
+    state_bytes = count_saved_bytes(config, model_args) + gradient_bytes
     if on_gpu and config.training.enable_cpu_offload:
         state_bytes = 0
     n_copies = config.parallelism.data_parallel_replicate_degree

@@ -91,9 +91,11 @@ class Training:
     steps: Positive = 10000
     # gradients are scaled down to this global 2-norm; 0: never
     max_norm: Annotated[float, Range(0)] = 1.0
-    # new: skip the update of a step whose gradient norm is more than this times its median over the last 32 updates;
-    # 0: never
+    # new: skip the update of a step whose gradient norm is more than this times its running median, such as 3; 0: never
     skip_spikes: Annotated[float, Range(0)] = 0.0
+    # new: steps of that median, including skipped ones. If norms rise for good, half as many steps are skipped, and the
+    # higher level is accepted
+    spike_window: Annotated[int, Range(2)] = 32
     # compute dtype; auto: bfloat16 on CUDA
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
     mixed_precision_reduce: Literal["float32"] = "float32"  # dtype of gradient reduction

@@ -18,7 +18,7 @@ from torchtitan_lite.parallel.process_groups import Groups, Place
 class Guards:
     """Call `resume`, then make the steps inside `watching`: each begins with `begin`, and ends with `end` and `save`.
 
-    All methods except `begin` are collective over all ranks.
+    All methods except `begin` and `wait_for_copies` are collective over all ranks.
     """
 
     def __init__(
@@ -60,6 +60,12 @@ class Guards:
 
     def begin(self, step: int) -> None:
         self.hangs.begin(step)
+
+    def wait_for_copies(self) -> None:
+        """Wait until saves in flight have copied weights, optimizer state and expert biases, which then may change."""
+        self.saver.wait_for_copy()
+        if self.snapshots:
+            self.snapshots.wait_for_copy()
 
     def end(self, step: int) -> None:
         """Note that a step has ended. Compare copies if they are due; raises UserError if they differ."""

@@ -1,9 +1,9 @@
 """Snapshots in memory: save checkpoints often into a folder on each host, such as one in /dev/shm.
 
-    host 0    checkpoint.local_folder/<dump folder>/<run id>/step-12/     the shards of ranks 0 .. 7, each copy once
-    host 1    checkpoint.local_folder/<dump folder>/<run id>/step-12/     the shards of ranks 8 .. 15
-    shared    dump_folder/checkpoint/step-10/                             all shards
-              dump_folder/checkpoint/run_id                               deleted with the checkpoints of the run
+    host 0    local_folder/<name and hash of dump_folder>/<run id>/step-12/   the shards of ranks 0 .. 7, each copy once
+    host 1    local_folder/<name and hash of dump_folder>/<run id>/step-12/   the shards of ranks 8 .. 15
+    shared    dump_folder/checkpoint/step-10/                                 all shards
+              dump_folder/checkpoint/run_id                                   deleted with the checkpoints of the run
 
 A snapshot has the format of a checkpoint, is committed by a rename, and the last two are kept. On start, a rank can use
 a snapshot if its host has the shards of this rank. If there is none that all ranks can use, because a host was lost or
@@ -29,10 +29,11 @@ from torchtitan_lite.checkpoint.load import (
     Saved,
     do_on_rank_0,
     find_shard,
+    raise_on_all_ranks,
 )
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors, name_weights
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.dump_folder import RUN_ID
+from torchtitan_lite.dump_folder import RUN_ID, name_snapshots
 from torchtitan_lite.parallel.process_groups import Place
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,9 @@ class Snapshots(CheckpointSaver):
             ranks, backend="gloo", use_local_synchronization=True, group_desc="snapshot"
         )
         run_id = do_on_rank_0(all_ranks, lambda: identify_run(dump_folder / section.folder))
-        of_dump_folder = "-".join(dump_folder.absolute().parts[1:])
-        folder = Path(section.local_folder) / of_dump_folder / run_id
+        folder = name_snapshots(section.local_folder, dump_folder) / run_id
+        # Before the first step, because the first snapshot is saved only after local_interval steps.
+        raise_on_all_ranks(all_ranks, lambda: create_folder(folder))
         section = replace(section, keep_latest_k=2)
         super().__init__(folder, section, group=group, **options)
 
@@ -125,6 +127,15 @@ class Snapshots(CheckpointSaver):
                 why = f"does not continue step {step} of this run, and is deleted"
                 logger.warning(f"the snapshot {path} {why}")
                 rmtree(path)
+
+
+def create_folder(folder: Path) -> None:
+    """Create the folder of the snapshots. Raises CheckpointError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"checkpoint.local_folder: {folder} cannot be created: {error.strerror}"
+        raise CheckpointError(f"{why}. Name another folder") from None
 
 
 def identify_run(checkpoints: Path) -> str:
