@@ -10,27 +10,34 @@ from pathlib import Path
 import compare
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
-from torchtitan_lite.checkpoint.format import Manifest
+from torchtitan_lite.checkpoint.format import (
+    Manifest,
+    commit,
+    create_unfinished,
+    name_unfinished,
+    write_manifest,
+)
 from torchtitan_lite.checkpoint.load import OpenCheckpoint, Saved
+from torchtitan_lite.checkpoint.plan import EXPERT_DIMS, WORLD_DIMS, list_degrees
 from torchtitan_lite.checkpoint.save import (
     CheckpointSaver,
-    StorageWriter,
     describe_run,
     name_tensors,
+    plan_save,
+    write_slices,
 )
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.faults.start import restore_run
 from torchtitan_lite.parallel.process_groups import Place
 
+ONE_RANK = dict.fromkeys((*WORLD_DIMS, *EXPERT_DIMS), 1)
 FINGERPRINT = {
     "data": "of this test",
     "shape": {"dim": 64, "name": "llama3", "qk_norm": False, "moe": None},
@@ -53,10 +60,13 @@ def whole_state(run: build.Run) -> dict[str, Tensor]:
 
 
 def make_saver(
-    folder: str | Path, section: Checkpoint, optimizer: Optimizer | None = None
+    folder: str | Path, section: Checkpoint, run: build.Run | None = None
 ) -> CheckpointSaver:
-    optimizer = optimizer or torch.optim.SGD([torch.zeros(1)])
-    options = {"manifest": Manifest(0, FINGERPRINT, {}), "device": torch.device("cpu")}
+    """Return the saver of a run, or of ranks that all have the same tensors."""
+    optimizer = run.optimizer if run else torch.optim.SGD([torch.zeros(1)])
+    mesh = list_degrees(run.layout) if run else {**ONE_RANK, "dp_shard": dist.get_world_size()}
+    manifest = Manifest(0, FINGERPRINT, {}, mesh=mesh)
+    options = {"manifest": manifest, "device": torch.device("cpu")}
     return CheckpointSaver(
         Path(folder), section, optimizer, group=dist.new_group(backend="gloo"), **options
     )
@@ -67,7 +77,8 @@ def make_snapshots(
 ) -> Snapshots:
     place = Place(dist.get_rank(), dist.get_world_size(), 0, n_hosts, 0)
     fingerprint = {"shape": asdict(run.parts[0].model_args)}
-    manifest = Manifest(0, fingerprint, describe_run(run.config, {}, {}))
+    about = describe_run(run.config, {}, {})
+    manifest = Manifest(0, fingerprint, about, mesh=list_degrees(run.layout))
     options = {"optimizer": run.optimizer, "manifest": manifest, "device": run.device}
     return Snapshots(Path(folder), section, place, dist.group.WORLD, **options)
 
@@ -77,7 +88,7 @@ def train_and_save(
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
     """Worker: save after each of `n_steps`. Return the state, the losses of three more steps, and the last state."""
     run = compare.build_table_run(world_size, overrides)
-    with make_saver(folder, section, run.optimizer) as saver:
+    with make_saver(folder, section, run) as saver:
         for step in range(n_steps):
             train(run, range(step, step + 1))
             saver.check()
@@ -102,7 +113,7 @@ def load_and_train(
     step = restore_run([Saved(step, Path(folder, f"step-{step}"), group)], run, group)
     state = whole_state(run)
     if saved_again:
-        with make_saver(saved_again, section, run.optimizer) as saver:
+        with make_saver(saved_again, section, run) as saver:
             saver.save(step, name_tensors(run.saved, run.optimizer))
     return state, train(run, range(step, step + 3)), whole_state(run), step
 
@@ -122,15 +133,13 @@ def write_tensors(
     folder: Path, tensors: dict[str, Tensor], *, step: int = 0, **about: object
 ) -> Path:
     """Write a checkpoint of these tensors in one process."""
-    writer = StorageWriter(
-        folder, Manifest(step, about.get("fingerprint", {}), about.get("run", {}), {}), 0
-    )
-    dcp.save(
-        tensors,
-        storage_writer=writer,
-        planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
-        no_dist=True,
-    )
+    plan, slices = plan_save(tensors, ONE_RANK, 0)
+    create_unfinished(folder)
+    hashes = write_slices(folder, plan, slices)
+    fingerprint = about.get("fingerprint", {})
+    manifest = Manifest(step, fingerprint, about.get("run", {}), plan.records, ONE_RANK)
+    write_manifest(name_unfinished(folder), manifest, hashes)
+    commit(folder)
     return folder
 
 
@@ -152,17 +161,27 @@ def limit_files(n_bytes: int) -> Iterator[None]:
 
 
 def assemble(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, by safetensors' own reader and the manifest as JSON."""
+    """Return all tensors of a checkpoint, by safetensors' own reader, the headers of files, and the manifest's shapes.
+
+    Raises AssertionError if an element is stored twice or never.
+    """
     manifest = json.loads((folder / "manifest.json").read_text())
-    files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
     tensors = {}
-    for name, (_, shape, chunks) in manifest["tensors"].items():
+    stored = {}
+    for name, (_, shape, *_) in manifest["tensors"].items():
         tensors[name] = torch.full(shape, float("nan"))
-        for file, offsets, sizes in chunks:
-            box = tuple(
-                slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)
-            )
-            tensors[name][box] = files[file][name]
+        stored[name] = torch.zeros(shape)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            sharding = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():  # noqa: SIM118
+                values = file.get_tensor(name)
+                begin = sharding[name]["saved_offsets"]
+                sizes = zip(begin, values.shape, strict=True)
+                box = tuple(slice(first, first + n) for first, n in sizes)
+                tensors[name][box] = values
+                stored[name][box] += 1
+    assert all((counts == 1).all() for counts in stored.values())
     return tensors
 
 

@@ -14,8 +14,9 @@ from test_check import LAPTOP, find_one_problem, find_problems, write_tokenizer
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint import format as folders
 from torchtitan_lite.checkpoint.continued import FREE, NOTED, REFUSED
-from torchtitan_lite.checkpoint.format import Manifest, TensorRecord
+from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
+from torchtitan_lite.checkpoint.plan import TensorRecord
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
@@ -35,7 +36,7 @@ RUN = ["--training.dataset=python_stdlib", "--checkpoint.enable"]
 RUN += ["--job.dump_folder=outputs/debug"]
 HF, OURS = f"--{PATH}=hf", f"--{PATH}=step-9"
 NOT_ONLY = "--checkpoint.initial_load_model_only=false"
-STATE = {"optimizer.norm.weight.step": TensorRecord("float32", (), ())}
+STATE = {"optimizer.norm.weight.step": TensorRecord("float32", (), 0, (), 0)}
 
 
 @pytest.fixture(autouse=True)

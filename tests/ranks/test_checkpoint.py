@@ -1,7 +1,9 @@
 """Checkpoints: the same state on every layout, resumed runs equal to unbroken ones, and which steps are kept."""
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import threading
 from pathlib import Path
@@ -24,6 +26,7 @@ from checkpoints import (
 )
 from layouts import CP, MODE, PP, REPLICATE, SCHEDULE, TIED, TP
 from marks import choose_fast
+from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -130,6 +133,36 @@ def test_files_are_safetensors_that_torch_opens_and_sha256sum_checks_and_others_
     )
     os.umask(umask := os.umask(0))
     assert {path.stat().st_mode & 0o777 for path in checkpoint.iterdir()} == {0o666 & ~umask}
+
+
+def rewrite_in_format_3(checkpoint: Path) -> None:
+    """Replace the manifest by the one that versions before format 4 wrote: a list of slices for each tensor."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    slices = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            sharding = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name, about in sharding.items():
+                sizes = file.get_slice(name).get_shape()
+                slices.setdefault(name, []).append([path.name, about["saved_offsets"], sizes])
+    tensors = {}
+    for name, (dtype, shape, *_) in manifest["tensors"].items():
+        tensors[name] = [dtype, shape, slices[name]]
+    old = {key: manifest[key] for key in ("step", "fingerprint", "run")}
+    content = json.dumps({**old, "tensors": tensors, "format": 3})
+    (checkpoint / "manifest.json").write_text(content)
+    lines = (checkpoint / "checksums").read_text().splitlines()
+    lines = [line for line in lines if not line.endswith("  manifest.json")]
+    lines.append(f"{hashlib.sha256(content.encode()).hexdigest()}  manifest.json")
+    (checkpoint / "checksums").write_text("\n".join(lines) + "\n")
+
+
+def test_checkpoints_of_format_3_open_on_another_layout(pool, saved, tmp_path):
+    folder, state, *_ = saved
+    shutil.copytree(folder / "step-2", tmp_path / "step-2")
+    rewrite_in_format_3(tmp_path / "step-2")
+    opened, *_ = open_on(pool, *OPENED_ON["pp2, one stage a rank"], tmp_path)
+    assert list_differing(opened, state) == []
 
 
 def save_small(rank: int, world_size: int, folder: str, n_steps: int, section: Checkpoint) -> None:

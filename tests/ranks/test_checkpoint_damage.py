@@ -179,7 +179,7 @@ def test_a_named_step_is_checked_before_torch_starts(run_folder):
 def change_format(path: Path) -> None:
     """Write a manifest as another version would, with a hash that matches."""
     written = path.read_text()
-    changed = written.replace('"format": 3', '"format": 2')
+    changed = written.replace('"format": 4', '"format": 2')
     assert changed != written
     path.write_text(changed)
     old, new = (hashlib.sha256(text.encode()).hexdigest() for text in (written, changed))
@@ -198,7 +198,7 @@ def replace_by_folder(path: Path) -> None:
     [
         (flip_bit, "manifest.json has changed since it was written", 4),
         (lambda path: path.with_name("checksums").unlink(), "checksums is missing", 4),
-        (change_format, "has format 2, but this version reads format 3", None),
+        (change_format, "has format 2, but this version reads formats 3 and 4", None),
         (replace_by_folder, "cannot be read: [Errno 21] Is a directory", None),
     ],
     ids=["flipped", "lost", "format", "unreadable"],

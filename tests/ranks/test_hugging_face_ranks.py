@@ -106,7 +106,7 @@ def load_and_save(rank: int, world_size: int, overrides: dict, out: str, **keys)
     section, of_run = Checkpoint(enable=True, **keys), (run.parameters, run.optimizer)
     run = replace(run, config=replace(run.config, checkpoint=section))
     step = load_initial(run, dist.group.WORLD)
-    with checkpoints.make_saver(out, section, run.optimizer) as saver:
+    with checkpoints.make_saver(out, section, run) as saver:
         saver.save(5, choose_tensors(*of_run, section=section, is_last=True))
     return step, compare.gather(run, lambda parameter: parameter)
 

@@ -57,7 +57,7 @@ MODES = {
 def open_saver(run, mode: str, folder: Path) -> CheckpointSaver:
     section = MODES[mode]
     if not section.local_folder:
-        return make_saver(folder / mode, section, run.optimizer)
+        return make_saver(folder / mode, section, run)
     section = replace(section, local_folder=str(folder / mode))
     return make_snapshots(folder / "run", section, run)
 

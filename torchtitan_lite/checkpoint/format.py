@@ -4,8 +4,8 @@
     step-20/                      renamed from step-20.tmp/ when everything in it is on disk; never written to again
         rank-00000.safetensors    the shards that rank 0 wrote, under the names of their tensors
         rank-00001.safetensors    ...
-        manifest.json             step, fingerprint (must match on resume), run (for people), and for each tensor
-                                  dtype, shape and chunks
+        manifest.json             step, fingerprint (must match on resume), run (for people), and one line per tensor:
+                                  dtype, shape and how it is split (plan.py)
         checksums                 SHA-256 of each file above; `sha256sum --check checksums` lists changed files
     step-10.damaged/              renamed, not deleted, so its step can be saved again
 
@@ -18,13 +18,14 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
+from torchtitan_lite.checkpoint.plan import Degrees, Slice, Split, TensorRecord, list_slices
 from torchtitan_lite.config import files
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.config.schema import Checkpoint
@@ -33,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums"
-FORMAT = 3
+FORMAT = 4
+OLD_FORMAT = 3  # a list of slices for each tensor
+OLD_READER = "checkpoint_format_3"  # the extension that reads it
 UNFINISHED = ".tmp"  # suffix of a folder that is being written or deleted
 
 
@@ -47,26 +50,14 @@ class DamagedCheckpoint(CheckpointError):
     """Raised if a checkpoint has changed since it was saved. The message names the file."""
 
 
-class Chunk(NamedTuple):
-    """One stored slice of a tensor."""
-
-    file: str
-    offsets: Sequence[int]  # index of the first element in the full tensor
-    sizes: Sequence[int]
-
-
-class TensorRecord(NamedTuple):
-    dtype: str  # torch's name: "float32"
-    shape: Sequence[int]
-    chunks: list[Chunk]
-
-
 @dataclass(frozen=True)
 class Manifest:
     step: int
     fingerprint: dict[str, object]  # must match on resume: documents, tokenizer, model_args
     run: dict[str, object]  # config, layout, launch; for exports: the published config.json
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    mesh: Degrees = field(default_factory=dict)  # of the ranks that saved it, as in plan.py
+    host: list[int] | None = None  # snapshots: first and last rank whose slices are here
     format: int = FORMAT
 
 
@@ -84,16 +75,15 @@ def find_steps(folder: Path) -> list[int]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the checkpoint `folder`, and check that every file exists and can be opened.
+    """Read the manifest of the checkpoint `folder`. Opens no other file but the checksums.
 
-    Raises DamagedCheckpoint if a file is missing or has changed, and CheckpointError if this process cannot read it.
+    Raises DamagedCheckpoint if one of them is missing or has changed, and CheckpointError if this process cannot read
+    it.
     """
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
         checksums = read_checksums(folder)
-        for name in checksums:
-            (folder / name).open("rb").close()
     except FileNotFoundError as error:
         if path.exists():
             raise DamagedCheckpoint(f"{error.filename} is missing") from None
@@ -103,15 +93,44 @@ def read_manifest(folder: Path) -> Manifest:
     if hashlib.sha256(content).hexdigest() != checksums.get(MANIFEST):
         raise DamagedCheckpoint(f"{path} has changed since it was written: see {CHECKSUMS}")
     raw = json.loads(content)
-    if raw["format"] != FORMAT:
-        supported = f"but this version reads format {FORMAT}"
+    if raw["format"] == FORMAT:
+        raw["tensors"] = {name: parse_record(*line) for name, line in raw["tensors"].items()}
+    elif raw["format"] == OLD_FORMAT:
+        raw["tensors"] = load_extension(OLD_READER).parse_records(raw["tensors"])
+    else:
+        supported = f"but this version reads formats {OLD_FORMAT} and {FORMAT}"
         raise CheckpointError(f"{folder} has format {raw['format']}, {supported}")
-    tensors = {}
-    for name, (dtype, shape, stored) in raw["tensors"].items():
-        chunks = [Chunk(*chunk) for chunk in stored]
-        tensors[name] = TensorRecord(dtype, shape, chunks)
-    raw["tensors"] = tensors
     return Manifest(**raw)
+
+
+def parse_record(
+    dtype: str, shape: list[int], stage: int, splits: list[list], copy: int
+) -> TensorRecord:
+    """Return the line of a tensor, from JSON."""
+    cuts = [Split(dim, tuple(mesh_dims)) for dim, mesh_dims in splits]
+    return TensorRecord(dtype, shape, stage, cuts, copy)
+
+
+def find_slices(
+    manifest: Manifest, name: str, offsets: Sequence[int], sizes: Sequence[int]
+) -> Iterator[Slice]:
+    """Yield the stored slices that overlap a box of a tensor."""
+    record = manifest.tensors[name]
+    if manifest.format == OLD_FORMAT:
+        return load_extension(OLD_READER).list_slices(record, offsets, sizes)
+    host = None
+    if manifest.host:
+        first, last = manifest.host
+        host = range(first, last + 1)
+    return list_slices(record, manifest.mesh, offsets, sizes, host)
+
+
+def require_files(folder: Path) -> None:
+    """Compare the names in the folder with the checksums. Opens no file. Raises DamagedCheckpoint."""
+    missing = sorted(read_checksums(folder).keys() - set(os.listdir(folder)))
+    if missing:
+        others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise DamagedCheckpoint(f"{folder / missing[0]} is missing{others}")
 
 
 def read_checksums(folder: Path) -> dict[str, str]:

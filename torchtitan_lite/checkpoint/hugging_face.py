@@ -22,7 +22,8 @@ from torchtitan_lite.checkpoint.hugging_face_folder import (
     HuggingFaceFolder,
     name_theirs,
 )
-from torchtitan_lite.checkpoint.load import find_shard, open_tensors
+from torchtitan_lite.checkpoint.load import open_tensors
+from torchtitan_lite.checkpoint.ranks import find_shard
 from torchtitan_lite.config.block import list_expert_biases, list_parameters
 from torchtitan_lite.config.model_rows import ModelArgs
 

@@ -1,7 +1,9 @@
 """Load a checkpoint on any layout: every rank reads only its shards, and each file is hashed by one rank.
 
-    manifest.json       chunks of wq: rows 0..3 in rank-00000.safetensors, rows 4..7 in rank-00001.safetensors
+    manifest.json       wq has 8 rows, split over 2 ranks: so rows 0..3 are in rank-00000.safetensors, 4..7 in the next
     shard of a rank     rows 2..5, copied from both: `OpenCheckpoint.read_shard`
+
+A rank opens the files that have its shards, and the files that it hashes.
 
 A load only succeeds if every hash matches. If the newest state is damaged, an older one is loaded. faults/start.py
 lists the states that a run may resume from. If a rank fails, every rank raises its error (`raise_on_all_ranks`);
@@ -9,25 +11,25 @@ otherwise the others would wait in their next collective, and report a time-out 
 """
 
 import logging
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint.format import (
     CheckpointError,
     DamagedCheckpoint,
+    find_slices,
     read_manifest,
     require_undamaged,
 )
+from torchtitan_lite.checkpoint.ranks import find_shard, raise_on_all_ranks
 from torchtitan_lite.checkpoint.save import GRADIENT_NORMS
 
 logger = logging.getLogger(__name__)
@@ -58,20 +60,19 @@ class OpenCheckpoint:
 
     @torch.no_grad()
     def read_shard(self, name: str, tensor: Tensor) -> None:
-        """Fill this rank's shard of a tensor, from all chunks that overlap it."""
+        """Fill this rank's shard of a tensor, from all stored slices that overlap it."""
         shard, begin = find_shard(tensor)
-        for chunk in self.manifest.tensors[name].chunks:
+        for stored in find_slices(self.manifest, name, begin, shard.shape):
             source = []
             target = []
-            bounds = zip(begin, shard.shape, chunk.offsets, chunk.sizes, strict=True)
+            bounds = zip(begin, shard.shape, stored.offsets, stored.sizes, strict=True)
             for own_offset, own_size, offset, size in bounds:
                 first = max(own_offset, offset)
-                stop = max(first, min(own_offset + own_size, offset + size))
+                stop = min(own_offset + own_size, offset + size)
                 source.append(slice(first - offset, stop - offset))
                 target.append(slice(first - own_offset, stop - own_offset))
-            box = shard[tuple(target)]
-            if box.numel():
-                box.copy_(self.open(chunk.file).get_slice(name)[tuple(source)])
+            values = self.open(stored.file).get_slice(name)[tuple(source)]
+            shard[tuple(target)].copy_(values)
 
     def open(self, file: str) -> safe_open:
         if file not in self.files:
@@ -85,14 +86,6 @@ def open_tensors(path: Path) -> safe_open:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read as safetensors: {error}") from None
-
-
-def find_shard(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """Return this rank's shard of a tensor, and the index of its first element in the full tensor."""
-    if not isinstance(tensor, DTensor):
-        return tensor, [0] * tensor.dim()
-    (chunk,) = tensor.__create_chunk_list__()  # the method that torch.distributed.checkpoint calls
-    return tensor.to_local(), chunk.offsets
 
 
 def load_checkpoint(path: Path, tensors: dict[str, Tensor], *, group: dist.ProcessGroup) -> None:
@@ -115,34 +108,6 @@ def load_checkpoint(path: Path, tensors: dict[str, Tensor], *, group: dist.Proce
 
 
 # ---------------------------------------------------------------- all ranks
-
-
-def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
-    """Call `action` on every rank. If it fails on any rank, all raise one of the errors. Collective.
-
-    Damage explains other errors, so it is raised first; then the error of the lowest rank.
-    """
-    result = None
-    failure = None
-    try:
-        result = action()
-    except CheckpointError as error:
-        failure = error
-    except Exception as error:  # a type that every process can unpickle
-        failure = CheckpointError(f"{type(error).__name__}: {error}")
-    failures: list[CheckpointError | None] = [None] * group.size()
-    dist.all_gather_object(failures, failure, group=group)  # a few hundred bytes per rank
-    raised = [failure for failure in failures if failure is not None]
-    if raised:
-        raise min(raised, key=lambda error: not isinstance(error, DamagedCheckpoint))
-    return result
-
-
-def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
-    """Call `action` on rank 0 only. Return its result, or raise its error, on every rank. Collective."""
-    results = [raise_on_all_ranks(group, action if group.rank() == 0 else lambda: None)]
-    dist.broadcast_object_list(results, group=group, group_src=0)
-    return results[0]
 
 
 class Saved(NamedTuple):

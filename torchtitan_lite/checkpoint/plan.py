@@ -20,10 +20,18 @@ from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
 
+from torchtitan_lite.config.degrees import Layout
+
 WORLD_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")  # of the same ranks, for experts and routers
 
 Degrees = dict[str, int]  # ranks of each of these mesh dims
+
+
+def list_degrees(layout: Layout) -> Degrees:
+    """Return the degrees of both meshes of a layout."""
+    ep = max(1, layout.ep)
+    return {**layout.degrees, "efsdp": layout.fsdp * layout.tp // ep, "ep": ep}
 
 
 class Split(NamedTuple):

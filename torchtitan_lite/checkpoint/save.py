@@ -10,8 +10,10 @@ numbers. So the step in the manifest restores all of them on any layout.
       |  waits for the previous save          |
       |  copies to the host, on CUDA during   |        async: an error in the thread is raised by the next after_step;
       v  the next forward and backward        v        leaving the saver waits for the last save
-      thread: torch.distributed.checkpoint (DCP) plans which rank writes which shard, copies once
-              rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename, prune
+      thread: rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename, prune
+
+plan.py says which rank writes which slice, copies once. Rank 0 gathers a hash of each file, and from the first rank of
+each pipeline stage one line per tensor.
 
 If one rank fails, every rank raises the error of the lowest such rank. Files have the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
@@ -23,29 +25,28 @@ memory, each copy holds the GIL, so the training loop waits for all copies (torc
 
 import json
 import logging
+import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain
+from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint.format import (
     CheckpointError,
-    Chunk,
     Manifest,
-    TensorRecord,
     commit,
     create_unfinished,
     discard,
@@ -57,6 +58,18 @@ from torchtitan_lite.checkpoint.format import (
     write_manifest,
 )
 from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
+from torchtitan_lite.checkpoint.plan import (
+    WORLD_DIMS,
+    Degrees,
+    Split,
+    TensorRecord,
+    count_copies,
+    find_indices,
+    find_slice,
+    find_writer,
+    name_file,
+)
+from torchtitan_lite.checkpoint.ranks import do_on_rank_0, find_shard, raise_on_all_ranks
 from torchtitan_lite.config.machine import describe_launch
 from torchtitan_lite.config.schema import Checkpoint, Config
 
@@ -68,6 +81,64 @@ GRADIENT_NORMS = (
 # Keys of the file header that tell torch's reader the offsets of a shard in its tensor.
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
+MESH_DIMS = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name of a mesh dim
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What a rank writes, and what its stage has."""
+
+    records: dict[str, TensorRecord]  # of all tensors of this stage
+    offsets: dict[str, list[int]]  # of the slices that this rank writes
+    file: str
+    is_first_of_stage: bool  # among the ranks that save together
+
+
+def plan_save(
+    tensors: dict[str, Tensor], mesh: Degrees, rank: int, host: range | None = None
+) -> tuple[SavePlan, dict[str, Tensor]]:
+    """Plan what this rank writes of `tensors`. Return the plan and the slices. No communication.
+
+    `host`: the ranks of this host, if each host saves what its ranks have.
+    """
+    ranks_per_stage = prod(mesh[mesh_dim] for mesh_dim in WORLD_DIMS) // mesh["pp"]
+    stage = rank // ranks_per_stage
+    records = {}
+    offsets = {}
+    slices = {}
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        if GRADIENT_NORMS in name and stage > 0 and host is None:
+            continue  # equal on all ranks: the first stage saves it
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
+        record = record._replace(copy=number % count_copies(record, mesh))
+        records[name] = record
+        shard, begin = find_shard(tensor)
+        if shard.numel():
+            assert find_slice(record, mesh, rank) == (list(begin), list(shard.shape)), name
+            if find_writer(record, mesh, find_indices(record, mesh, rank), host) == rank:
+                offsets[name] = list(begin)
+                slices[name] = shard.detach()
+    first = host.start if host else 0
+    is_first = rank % ranks_per_stage == 0 or rank == first
+    return SavePlan(records, offsets, name_file(rank), is_first), slices
+
+
+def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
+    """Return how a tensor is split over mesh dims, in the order of cutting."""
+    if not isinstance(tensor, DTensor):
+        return []
+    first = []
+    # FSDP cuts what tp or ep has cut, but its mesh dim is on the left of theirs.
+    second = []
+    names = tensor.device_mesh.mesh_dim_names or ()
+    for name, placement in zip(names, tensor.placements, strict=True):
+        mesh_dims = tuple(dim for dim in MESH_DIMS.findall(name) if mesh[dim] > 1)
+        if mesh_dims and not placement.is_replicate():
+            is_second = isinstance(placement, _StridedShard)
+            cuts = second if is_second else first
+            cuts.append(Split(placement.dim, mesh_dims))
+    return first + second
 
 
 class CheckpointSaver:
@@ -77,7 +148,7 @@ class CheckpointSaver:
     this saver, because two threads that share a group can deadlock. faults/snapshots.py has a subclass.
     """
 
-    planner: type[dcp.DefaultSavePlanner] = dcp.DefaultSavePlanner
+    host: range | None = None  # the ranks of this host, in a subclass whose hosts save apart
     log_level = logging.INFO
 
     def __init__(
@@ -152,13 +223,14 @@ class CheckpointSaver:
         previous one failed on any rank. A failed save leaves no files behind.
         """
         self.wait()
+        plan, slices = plan_save(tensors, self.manifest.mesh, dist.get_rank(), self.host)
         if self.stager is None:
-            self.write(step, tensors)
+            self.write(step, plan, slices)
             return
         if self.on_cuda:
             # the stager's stream does not wait for kernels that still write the tensors
             torch.cuda.current_stream().synchronize()
-        self.in_flight = self.thread.submit(self.write, step, self.stager.stage(tensors))
+        self.in_flight = self.thread.submit(self.write, step, plan, self.stager.stage(slices))
 
     def wait_for_copy(self) -> None:
         """Wait until the save in flight has copied its tensors to the host."""
@@ -177,31 +249,47 @@ class CheckpointSaver:
             self.in_flight = None
             in_flight.result()
 
-    def write(self, step: int, tensors: dict[str, Tensor] | Future) -> None:
+    def write(self, step: int, plan: SavePlan, slices: dict[str, Tensor] | Future) -> None:
         """Write and commit one checkpoint, then delete old ones. Runs in the thread if saves are asynchronous."""
-        if isinstance(tensors, Future):
-            tensors = tensors.result()
         final = self.folder / f"step-{step}"
-        rank = self.group.rank()
-        writer = StorageWriter(final, replace(self.manifest, step=step), rank)
-        planner = self.planner(flatten_state_dict=False)
         try:
-            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
-        except dcp.CheckpointException as error:
-            # raised on every rank, when no rank writes any more
-            if rank == 0:
+            do_on_rank_0(self.group, lambda: self.create(final))
+            written = raise_on_all_ranks(self.group, lambda: write_slices(final, plan, slices))
+            records = plan.records if plan.is_first_of_stage else {}
+            # rank 0 gathers the hash of each file, and from each stage one line per tensor
+            gathered = [None] * self.group.size() if self.group.rank() == 0 else None
+            dist.gather_object((written, records), gathered, group=self.group, group_dst=0)
+            do_on_rank_0(self.group, lambda: self.finish(step, final, gathered))
+        except CheckpointError:  # on every rank, when no rank writes any more
+            if self.group.rank() == 0:
                 discard(final)
-            first, (failure, _) = min(error.failures.items())
-            why = f"rank {first} cannot write {final}: {failure}"
-            raise CheckpointError(why) from error
-        if rank == 0:
-            logger.log(self.log_level, f"saved checkpoint {final}")
-            try:
-                prune(self.folder, self.section)
-            except OSError as error:  # the new checkpoint is saved anyway
-                logger.error(f"an old checkpoint cannot be deleted: {error}")
-        # Wait here while rank 0 deletes, not in the next step with its shorter time-out.
-        dist.barrier(self.group)
+            raise
+
+    def create(self, final: Path) -> None:
+        try:
+            remove_partial(final.parent)
+            create_unfinished(final)
+        except OSError as error:
+            raise refuse_to_write(final, error) from None
+
+    def finish(self, step: int, final: Path, gathered: list[tuple]) -> None:
+        """Commit the checkpoint, whose files are all on disk, and delete old ones."""
+        hashes = {}
+        tensors = {}
+        for written, records in gathered:
+            hashes |= written
+            tensors |= records
+        manifest = replace(self.manifest, step=step, tensors=tensors)
+        try:
+            write_manifest(name_unfinished(final), manifest, hashes)
+            commit(final)
+        except OSError as error:
+            raise refuse_to_write(final, error) from None
+        logger.log(self.log_level, f"saved checkpoint {final}")
+        try:
+            prune(self.folder, self.section)
+        except OSError as error:  # the new checkpoint is saved anyway
+            logger.error(f"an old checkpoint cannot be deleted: {error}")
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -219,62 +307,23 @@ class CheckpointSaver:
                 self.stager.close()
 
 
-class StorageWriter(dcp.HuggingFaceStorageWriter):
-    """Writes the shards that DCP planned for this rank. Rank 0 also creates the folder and commits it."""
+def write_slices(final: Path, plan: SavePlan, slices: dict[str, Tensor] | Future) -> dict[str, str]:
+    """Write this rank's file. Return file name -> hash; empty if the rank has nothing to write."""
+    if isinstance(slices, Future):
+        slices = slices.result()
+    if not slices:
+        return {}
+    path = name_unfinished(final) / plan.file
+    sharding = {name: {OFFSETS: offsets} for name, offsets in plan.offsets.items()}
+    try:
+        write_tensors(path, slices, {SHARDING: json.dumps(sharding)})
+        return {plan.file: flush_and_hash(path)}
+    except (OSError, SafetensorError) as error:
+        raise refuse_to_write(final, error) from None
 
-    def __init__(self, final: Path, manifest: Manifest, rank: int):
-        super().__init__(str(name_unfinished(final)), save_distributed=True)
-        self.final = final
-        self.manifest = manifest
-        self.file_name = f"rank-{rank:05}.safetensors"
 
-    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Create the folder. DCP calls this on rank 0, before any rank writes."""
-        remove_partial(self.final.parent)
-        create_unfinished(self.final)
-        return plans
-
-    def write_data(
-        self, plan: dcp.SavePlan, planner: dcp.SavePlanner
-    ) -> torch.futures.Future[list[WriteResult]]:
-        tensors = {}
-        offsets = {}
-        for item in plan.items:
-            name = item.index.fqn
-            assert name not in tensors, "a rank has more than one shard of a tensor"
-            tensors[name] = planner.resolve_data(item)
-            offsets[name] = {OFFSETS: list(item.tensor_data.chunk.offsets)}
-        results = []
-        if tensors:
-            path = name_unfinished(self.final) / self.file_name
-            write_tensors(path, tensors, {SHARDING: json.dumps(offsets)})
-            digest = flush_and_hash(path)
-            for item in plan.items:
-                box = item.tensor_data.chunk
-                chunk = Chunk(self.file_name, box.offsets, box.sizes)
-                results.append(WriteResult(item.index, 0, (chunk, digest)))
-        written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        written.set_result(results)
-        return written
-
-    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit the checkpoint. DCP calls this on rank 0 when the data of every rank is on disk."""
-        hashes = {}
-        chunks = defaultdict(list)  # FQN -> chunks
-        for result in chain(*results):
-            chunk, digest = result.storage_data
-            hashes[chunk.file] = digest
-            chunks[result.index.fqn].append(chunk)
-        tensors = {}
-        for name, saved in metadata.state_dict_metadata.items():
-            dtype = str(saved.properties.dtype).removeprefix("torch.")
-            tensors[name] = TensorRecord(dtype, saved.size, chunks[name])
-        unfinished = name_unfinished(self.final)
-        write_manifest(unfinished, replace(self.manifest, tensors=tensors), hashes)
-        commit(self.final)
+def refuse_to_write(final: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"rank {dist.get_rank()} cannot write {final}: {error}")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ from torchtitan_lite.checkpoint.format import (
     find_steps,
     parse_model_args,
     read_manifest,
+    require_files,
 )
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, read_published
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
@@ -93,6 +94,7 @@ def find_initial(config: Config) -> Weights | None:
 def describe_checkpoint(path: Path) -> Weights:
     """Read the manifest of a checkpoint: its model and tokenizer. Raises CheckpointError."""
     manifest = read_manifest(path)
+    require_files(path)
     assets = manifest.run["config"]["model"]["hf_assets_path"]
     return Weights(
         path, parse_model_args(manifest), assets, manifest.run.get(IN_MANIFEST, {}), manifest

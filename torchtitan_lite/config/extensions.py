@@ -147,6 +147,11 @@ EXTENSIONS = {  # file of extensions/, without .py
         (),
         "loaded for tied weights in a pipeline: the last stage computes with a copy of the embedding",
     ),
+    "checkpoint_format_3": Extension(
+        "",
+        (),
+        "loaded for checkpoints of versions before format 4, whose manifest lists every slice",
+    ),
     "torchtitan_keys": Extension(
         "",
         (),

@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.format import Manifest
+from torchtitan_lite.checkpoint.plan import list_degrees
 from torchtitan_lite.checkpoint.save import CheckpointSaver, describe_run
 from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.extensions import load_extension
@@ -35,7 +36,8 @@ class Guards:
         self.group = groups.host
         section = run.config.checkpoint
         published = plan.weights.published if plan.weights else {}
-        manifest = Manifest(0, fingerprint, describe_run(run.config, run.layout.degrees, published))
+        about = describe_run(run.config, run.layout.degrees, published)
+        manifest = Manifest(0, fingerprint, about, mesh=list_degrees(run.layout))
         options = {"optimizer": run.optimizer, "manifest": manifest, "device": run.device}
         folder = plan.dump_folder
         self.saver = CheckpointSaver(

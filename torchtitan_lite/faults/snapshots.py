@@ -19,18 +19,10 @@ from uuid import uuid4
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_lite.checkpoint.format import CheckpointError, find_steps, read_manifest
-from torchtitan_lite.checkpoint.load import (
-    Saved,
-    do_on_rank_0,
-    find_shard,
-    raise_on_all_ranks,
-)
+from torchtitan_lite.checkpoint.load import Saved
+from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors, name_weights
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.dump_folder import RUN_ID, name_snapshots
@@ -39,17 +31,9 @@ from torchtitan_lite.parallel.process_groups import Place
 logger = logging.getLogger(__name__)
 
 
-class HostPlanner(DefaultSavePlanner):
-    """Plans a save of the ranks of one host, whose shards need not cover a tensor."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(dedup_save_plans(all_plans))
-
-
 class Snapshots(CheckpointSaver):
     """Saves and restores snapshots. All methods are collective."""
 
-    planner = HostPlanner
     log_level = logging.DEBUG
 
     def __init__(
@@ -73,7 +57,9 @@ class Snapshots(CheckpointSaver):
         # Before the first step, because the first snapshot is saved only after local_interval steps.
         raise_on_all_ranks(all_ranks, lambda: create_folder(folder))
         section = replace(section, keep_latest_k=2)
-        super().__init__(folder, section, group=group, **options)
+        manifest = replace(options.pop("manifest"), host=[ranks[0], ranks[-1]])
+        super().__init__(folder, section, group=group, manifest=manifest, **options)
+        self.host = range(first, first + n_local)
 
     def after_step(
         self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool
@@ -109,13 +95,9 @@ class Snapshots(CheckpointSaver):
             manifest = read_manifest(self.folder / f"step-{step}")
         except CheckpointError:
             return False
-        for name, tensor in weights.items():
-            shard, offsets = find_shard(tensor)
-            record = manifest.tensors.get(name)
-            box = (list(offsets), list(shard.shape))
-            if record is None or box not in [chunk[1:] for chunk in record.chunks]:
-                return False
-        return True
+        if manifest.mesh != self.manifest.mesh or manifest.host != self.manifest.host:
+            return False
+        return weights.keys() <= manifest.tensors.keys()
 
     def forget_after(self, step: int) -> None:
         """Delete snapshots of later steps, and of earlier runs in the same dump folder."""

@@ -26,11 +26,10 @@ from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.load import (
     Saved,
     create_optimizer_state,
-    do_on_rank_0,
     load_newest,
-    raise_on_all_ranks,
     set_step,
 )
+from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
 from torchtitan_lite.checkpoint.save import name_tensors, name_weights
 from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint
 from torchtitan_lite.config.messages import ConfigError

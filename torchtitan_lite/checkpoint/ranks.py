@@ -1,0 +1,54 @@
+"""Ranks that save or load together: this rank's shard of a tensor, and one error on all ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.checkpoint.format import CheckpointError, DamagedCheckpoint
+
+
+def find_shard(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """Return this rank's shard of a tensor, and the index of its first element in the full tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor, [0] * tensor.dim()
+    (chunk,) = tensor.__create_chunk_list__()  # the method that torch.distributed.checkpoint calls
+    return tensor.to_local(), chunk.offsets
+
+
+def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
+    """Call `action` on every rank. If it fails on any rank, all raise one of the errors. Collective.
+
+    Damage explains other errors, so it is raised first; then the error of the lowest rank.
+    """
+    result = None
+    failure = None
+    severity = 0
+    try:
+        result = action()
+    except CheckpointError as error:
+        failure = error
+        severity = 2 if isinstance(error, DamagedCheckpoint) else 1
+    except Exception as error:  # a type that every process can unpickle
+        failure = CheckpointError(f"{type(error).__name__}: {error}")
+        severity = 1
+    n_ranks = group.size()
+    # Larger for a more severe failure, then for a lower rank.
+    verdict = torch.tensor(severity * (n_ranks + 1) + (n_ranks - group.rank()) * (severity > 0))
+    dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)  # 8 bytes
+    if verdict:
+        first = n_ranks - verdict.item() % (n_ranks + 1)
+        told: list[Any] = [failure]
+        dist.broadcast_object_list(told, group=group, group_src=first)
+        raise told[0]
+    return result
+
+
+def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
+    """Call `action` on rank 0 only. Return its result, or raise its error, on every rank. Collective."""
+    results = [raise_on_all_ranks(group, action if group.rank() == 0 else lambda: None)]
+    dist.broadcast_object_list(results, group=group, group_src=0)
+    return results[0]

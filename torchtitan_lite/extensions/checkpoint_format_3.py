@@ -1,0 +1,34 @@
+"""Read checkpoints of format 3, whose manifest lists every stored slice of every tensor.
+
+    "layers.0.attention.wq.weight": ["float32", [256, 256], [["rank-00000.safetensors", [0, 0], [128, 256]], ...]]
+
+The files of tensors are the same as in format 4. A save writes format 4. Needs no torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torchtitan_lite.checkpoint.plan import Slice
+
+
+class OldRecord(NamedTuple):
+    """A tensor in the manifest. Its first two fields are those of a TensorRecord."""
+
+    dtype: str
+    shape: Sequence[int]
+    slices: list[Slice]
+
+
+def parse_records(raw: dict[str, list]) -> dict[str, OldRecord]:
+    records = {}
+    for name, (dtype, shape, stored) in raw.items():
+        records[name] = OldRecord(dtype, shape, [Slice(*each) for each in stored])
+    return records
+
+
+def list_slices(record: OldRecord, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Slice]:
+    """Yield the slices that overlap a box of the tensor."""
+    for stored in record.slices:
+        bounds = zip(offsets, sizes, stored.offsets, stored.sizes, strict=True)
+        if all(max(at, first) < min(at + n, first + length) for at, n, first, length in bounds):
+            yield stored
