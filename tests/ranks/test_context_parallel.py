@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from watching import AttentionWork, Collectives, PeakMemory, Watch
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.parallel import attention_kernels
-from torchtitan_lite.parallel.attention_kernels import (
+from torchtitan_lite.extensions import ring_attention
+from torchtitan_lite.extensions.ring_attention import (
     attend_to_part,
     attend_to_part_backward,
     merge_into,
@@ -247,7 +247,7 @@ def test_parts_of_an_attention_merge_to_the_whole(device, dtype):
 def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(
     monkeypatch, cudnn, n_kv_heads
 ):
-    monkeypatch.setattr(attention_kernels, "prefers_cudnn", lambda query: cudnn)
+    monkeypatch.setattr(ring_attention, "prefers_cudnn", lambda query: cudnn)
     inputs = make_inputs(n_kv_heads, torch.bfloat16)
     query, key, value, grad_out = [tensor.to("meta") for tensor in inputs]
     query = query.narrow(2, 0, 17)

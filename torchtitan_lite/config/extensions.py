@@ -106,7 +106,7 @@ EXTENSIONS = {  # file of extensions/, without .py
     "muon": Extension(
         "optimizer.name",
         ("Muon",),
-        "Muon orthogonalizes the updates of hidden matrices, and uses AdamW for all other parameters",
+        "orthogonalizes the updates of hidden matrices, and uses AdamW for all other parameters",
         check_muon,
     ),
     "adamw_bfloat16": Extension(

@@ -146,7 +146,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Optimizer:
-    name: Literal[tuple(OPTIMIZERS)] = "AdamW"  # SGD has no momentum; Muon: extensions/muon.py
+    name: Literal[tuple(OPTIMIZERS)] = "AdamW"  # SGD has no momentum
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
     beta1: Decay = 0.9
     beta2: Decay = 0.95

@@ -7,7 +7,7 @@ Each rank has an early and a late piece of the sequence (context_parallel.py). I
     a later rank       late queries attend to both pieces, early queries to none
 
 Each case is a plain rectangle or triangle, so no masks are needed, and each rank computes the same number of query-key
-pairs. The parts are merged by their log-sum-exp, lse (attention_kernels.py).
+pairs. The parts are merged by their log-sum-exp, lse (below).
 
     method      forward                                     backward
     allgather   P(n-1)/n, overlaps with the local part      the same, then a reduce-scatter of fp32 gradients
@@ -20,7 +20,7 @@ A rank saves only local tensors for backward: query, key, value, out and lse. Wh
 stores the keys, values and gradients of all ranks; `ring` stores two ranks'.
 
 Legend: B batch, S full sequence over n ranks, H query heads, K key/value heads, E head dim, C = S/(2n) one piece.
-Sources: arXiv:2310.01889.
+Sources: arXiv:2310.01889; online softmax arXiv:1805.02867; FlashAttention arXiv:2205.14135, 2307.08691.
 Effect: defines a torch operator with its backward, which context_parallel.py calls.
 """
 
@@ -28,14 +28,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from torchtitan_lite.parallel.attention_kernels import (
-    OutAndLse,
-    attend_to_part,
-    attend_to_part_backward,
-    merge_into,
-)
 from torchtitan_lite.parallel.exchange import Ranks, collectives
+
+aten = torch.ops.aten
 
 # The collectives are asynchronous: they overlap with compute until wait_tensor.
 
@@ -131,6 +128,77 @@ def find_visible(rank: int, source: int, half: int) -> tuple[slice, slice]:
     if source > rank:
         queries = slice(half, None)
     return queries, keys
+
+
+# ---------------------------------------------------------------- kernels
+#
+# softmax over all keys      = merge of (out, lse) over any partition of the keys
+# lse (B, H, S)              = log-sum-exp of the scores over the keys of a part: its weight in the merge
+# gradients of a part        = backward of the same kernel, called with the *merged* out and lse
+#
+# A part is either causal (its queries and keys are at the same positions) or not masked at all. So no S x S mask is
+# ever stored. Kernels do not store their scores; their other inputs and outputs are no larger than query. On a CPU
+# torch's flash attention computes, on GPUs cuDNN if torch's SDPA prefers it (Hopper, Blackwell), else FlashAttention 2.
+# The CUDA kernels support bf16 and fp16, and a head_dim that is a multiple of 8 up to 256; config/checks.py refuses
+# anything else. They were never run on a GPU. Their arguments are checked on meta tensors; GPU tests check results.
+
+OutAndLse = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, contiguous
+
+
+def prefers_cudnn(query: Tensor) -> bool:
+    """Return whether the cuDNN kernel is the fastest on CUDA. Its backward is not deterministic."""
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    preferred = torch._fused_sdp_choice(query, query, query)
+    return SDPBackend(preferred) == SDPBackend.CUDNN_ATTENTION
+
+
+def attend_to_part(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> OutAndLse:
+    """query (B, H, Q, E), key and value (B, K, S, E) -> out (B, H, Q, E), lse (B, H, Q) fp32."""
+    if query.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+    if prefers_cudnn(query):
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal
+        )
+        return out, lse.flatten(2)  # (B, H, Q, 1)
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
+    return out, lse
+
+
+def attend_to_part_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value. `out` and `lse` are merged over all parts."""
+    tensors = (grad_out, query, key, value, out)
+    if query.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, lse, 0.0, causal)
+    # All sequences have the same length, so no cumulative lengths. No dropout, so seed and offset are empty.
+    lengths = (None, None, query.shape[2], key.shape[2])
+    empty = torch.empty((), dtype=torch.int64, device=query.device)
+    if prefers_cudnn(query):
+        bias = None
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            *tensors, lse[..., None], empty, empty, bias, *lengths, 0.0, causal
+        )
+    return aten._scaled_dot_product_flash_attention_backward(
+        *tensors, lse, *lengths, 0.0, causal, empty, empty
+    )
+
+
+def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge the attention to more keys into (out, lse), both fp32, in place."""
+    # Weight of these keys in the softmax over all keys. It cannot overflow.
+    weight = torch.sigmoid(part_lse - lse)
+    out.lerp_(part_out.float(), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 # ---------------------------------------------------------------- attention

@@ -12,6 +12,7 @@ from math import ceil, lcm
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters
+from torchtitan_lite.config.extensions import EXTENSIONS
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
 from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, find_key, read_config, suggest_key
@@ -182,7 +183,12 @@ def describe_keys(names: list[str]) -> str:
                 lines += map(str.strip, above.splitlines())
                 default = get_value(Config(), key)
                 text = "(not set)" if default is None else json.dumps(default)
-                comments = filter(None, [describe_kind(KEYS[key]), behind])
+                comments = [describe_kind(KEYS[key]), behind]
+                for extension in EXTENSIONS.values():
+                    if extension.key == key:
+                        values = " or ".join(map(str, extension.values))
+                        comments.append(f"{values}: {extension.about}".removeprefix(": "))
+                comments = filter(None, comments)
                 lines.append(f"{name} = {text}  # {'; '.join(comments)}")
         if len(lines) > 1:
             texts.append("\n".join(lines))
