@@ -12,6 +12,7 @@ from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.components.optim import BUILDERS
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters, list_parameters
 from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, SCHEDULES
+from torchtitan_lite.config.extensions import EXTENSIONS, load_extension
 from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model_rows import ModuleRow
@@ -100,7 +101,12 @@ def test_a_number_beside_the_flavor_overrides_its_row_and_a_new_width_gets_a_hea
 
 
 def test_rows_and_code_name_the_same_choices():
-    assert OPTIMIZERS.keys() == BUILDERS.keys()
+    in_core = {name for name, row in OPTIMIZERS.items() if not row.extension}
+    assert in_core == BUILDERS.keys()
+    for name, row in OPTIMIZERS.items():
+        assert not row.extension or hasattr(load_extension(row.extension), name)
+    for name in EXTENSIONS:
+        load_extension(name)
     assert ATTENTIONS.keys() == ATTENTION_MODULES.keys()
     under_cp = {name for name, row in ATTENTIONS.items() if row.under_cp}
     assert under_cp == CONTEXT_ATTENTIONS.keys()

@@ -144,7 +144,7 @@ def watch_step(world_size: int, overrides: dict, watch_class: type[Watch]):
     stepping.forward_backward(
         run, batch, n_tokens
     )  # allocates the tensors that stay from step to step
-    known = [tensor for tensor in vars(batch).values() if tensor is not None]
+    known = [batch.tokens, batch.targets, batch.positions, batch.doc_ids]
     for parameter in run.parameters.values():
         known += [local(parameter), local(parameter.grad)]
     watch = watch_class()
