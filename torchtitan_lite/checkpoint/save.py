@@ -81,6 +81,7 @@ GRADIENT_NORMS = (
 # Keys of the file header that tell torch's reader the offsets of a shard in its tensor.
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
+DEALT = 2**16  # elements of a tensor whose copies take turns in writing
 MESH_DIMS = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name of a mesh dim
 
 
@@ -111,7 +112,8 @@ def plan_save(
             continue  # equal on all ranks: the first stage saves it
         dtype = str(tensor.dtype).removeprefix("torch.")
         record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
-        record = record._replace(copy=number % count_copies(record, mesh))
+        if tensor.numel() >= DEALT:  # smaller ones stay in few files, because every rank that resumes opens them
+            record = record._replace(copy=number % count_copies(record, mesh))
         records[name] = record
         shard, begin = find_shard(tensor)
         if shard.numel():
