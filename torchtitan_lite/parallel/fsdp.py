@@ -154,8 +154,11 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
     """
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()  # if there is a sum: the next line would replace it
-            parameter.to_accumulated_grad_if_needed()
+            if hasattr(parameter, "to_accumulated_grad_if_needed"):
+                # if there is a sum: the next line would replace it
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+            # torch 2.15 has neither: autograd itself adds gradients in the dtype of the reduction
 
 
 def list_fsdp_groups(part: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
