@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,10 +32,12 @@ def main(options: argparse.Namespace) -> int:
     if options.check:
         return check(options.check)
     try:
-        print(prepare_named(options) if options.dataset else run(options))
+        summary = str(prepare_named(options)) if options.dataset else run(options)
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be made: {error}", file=sys.stderr)
         return 1
+    with suppress(BrokenPipeError):  # the corpus is complete, whoever reads this
+        print(summary)
     return 0
 
 
