@@ -94,6 +94,10 @@ def run(options: argparse.Namespace) -> str:
         raise PreparationError(
             "Name the input files and the output folder: prepare texts/ --out data/mine"
         )
+    if options.chat and options.train_tokenizer:
+        raise PreparationError(
+            "--train-tokenizer cannot be used with --chat: a new tokenizer has no chat template. Name a --tokenizer"
+        )
     files, counts = find_files([*options.validation, *options.inputs], options.suffix)
     share = options.validation_share
     tail = 0.0

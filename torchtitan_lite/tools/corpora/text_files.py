@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torchtitan_lite.config.arguments import explain_hub_cache
 from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.config.messages import UserError
 
@@ -116,6 +117,9 @@ def find_files(
 
     Links are followed, also to folders. What is reached twice is read once. Raises PreparationError.
     """
+    for path in inputs:
+        if why := explain_hub_cache(path):  # which can have several versions
+            raise PreparationError(f"{why}. Name that folder")
     suffixes = ROW_SUFFIXES | TEXT_SUFFIXES
     suffixes |= {f".{suffix.lstrip('*.').lower()}".rstrip(".") for suffix in more_suffixes}
     files = []
