@@ -342,6 +342,31 @@ def test_no_split_is_empty_and_a_single_text_is_cut(case, here):
     assert list_texts(Path("out"), "validation") == validation
 
 
+NO_TOKENIZER = [  # more options, words of the reason
+    (["--chat"], "no chat template"),
+    ([], "in.jsonl, row 2: it has no text in 'text'"),
+    (["--text-column=body"], "in.jsonl, row 1: it has no text in 'body'"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), NO_TOKENIZER)
+def test_a_tokenizer_that_cannot_be_trained_is_refused_with_the_reason(
+    options, words, here, capsys
+):
+    Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
+    command = ["prepare", "in.jsonl", "--out", "out", "--train-tokenizer", "258", *options]
+    assert main([*command, "--processes", "1"]) == 2
+    assert words in capsys.readouterr().err
+    assert os.listdir() == ["in.jsonl"]
+
+
+def test_bad_rows_are_skipped_when_a_tokenizer_is_trained(here, capsys):
+    Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
+    command = ["prepare", "in.jsonl", "--out", "out", "--train-tokenizer", "258", "--skip-bad"]
+    assert main([*command, "--processes", "1"]) == 0
+    assert "1 bad rows left out" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "options",
     ["--validation-share=1", "--validation-share=-1", "--validation-share=nan", "--encoding=nope"],
