@@ -6,6 +6,7 @@ Python lacks, the command is run again with the Python that run_train.sh would u
 
 import importlib
 import os
+import signal
 import sys
 from difflib import get_close_matches
 
@@ -17,12 +18,17 @@ WITHOUT_PACKAGES = {"check", "plan.command", "faults.hang", "labs.command"}  # m
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the tool. Return its exit status: 0 success, 1 the answer is no, 2 wrong input, 130 stopped by Ctrl-C."""
+    """Run the tool. Return its exit status: 0 success, 1 the answer is no, 2 wrong input, 130 stopped by Ctrl-C.
+
+    A reader of its output that has read enough, such as head, changes the status only if the tool was not done: to 141.
+    """
+    status = 128 + signal.SIGPIPE
     try:
         try:
-            return run_tool(sys.argv[1:] if args is None else args)
+            status = run_tool(sys.argv[1:] if args is None else args)
         finally:
             sys.stdout.flush()
+        return status
     except UserError as error:
         text = f"This run cannot start:\n{error}" if isinstance(error, ConfigError) else error
         print(text, file=sys.stderr)
@@ -31,9 +37,9 @@ def main(args: list[str] | None = None) -> int:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader of a pipe, such as head, has read enough. Python flushes once more when it exits
+        # Python flushes once more when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return status
 
 
 def run_tool(args: list[str]) -> int:

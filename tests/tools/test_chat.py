@@ -148,10 +148,11 @@ def in_parts(messages: list[dict]) -> list[dict]:
 
 def encode(folder: Path, row: dict, **options: bool) -> tuple[list[int], list[int], list[str]]:
     tokenizer = load_tokenizer(folder)
-    _, row = read_conversation(row, None, tokenizer.normalize)
-    text, turns = read_chat_format(tokenizer).render(row, **options)
-    ids, ends = tokenizer.encode_special(text)
-    return ids, list(mark_targets(ends, turns)), [text[turn.start : turn.stop] for turn in turns]
+    _, row = read_conversation(row)
+    rendered = read_chat_format(tokenizer).render(row, **options)
+    ids, ends = tokenizer.encode_special(rendered.text)
+    turns = [rendered.text[turn.start : turn.stop] for turn in rendered.turns]
+    return ids, list(mark_targets(ends, rendered.turns)), turns
 
 
 @pytest.mark.parametrize("talk", TALKS)
@@ -286,7 +287,7 @@ REFUSED = {  # row -> words of the reason
         {"question": "2+2?", "answer": "4"},
         ["question", "conversations", "instruction/output"],
     ),
-    "text": ({"messages": "hello"}, ["message 1 needs a role", "'h'"]),
+    "text": ({"messages": "hello"}, ["messages is not a list: 'hello'"]),
     "no role": ({"messages": [{"content": "x"}]}, ["message 1 needs a role"]),
     "no content": ({"messages": [{"role": "assistant", "content": None}]}, ["message 1"]),
     "no assistant": ({"messages": EXCHANGE[:1]}, ["no assistant turn"]),
@@ -294,11 +295,11 @@ REFUSED = {  # row -> words of the reason
     "a list as a row": (["messages"], ["no messages", "['messages']"]),
     "a picture": (
         {"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": [{"type": "image"}]}]},
-        ["message 2 needs a role, and a content of text"],
+        ["message 2 has a part that is no text: {'type': 'image'}"],
     ),
     "a weight that is no number": (
         {"messages": [EXCHANGE[0], {**EXCHANGE[1], "weight": "no"}]},
-        ["could not convert string to float: 'no'"],
+        ["message 2's weight is 'no'"],
     ),
     "name in a role": (
         {"messages": [{"role": "user<|im_end|>", "content": "x"}, EXCHANGE[1]]},

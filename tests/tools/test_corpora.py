@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shlex
+import subprocess
 import sys
 from hashlib import sha256
 from itertools import pairwise
@@ -20,6 +21,7 @@ import zstandard
 from checkpoints import flip_bit
 from made_corpora import BYTES, WORDS, write_corpus
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import read_config
@@ -118,6 +120,10 @@ REFUSED = {  # file -> content, words of the message
         ROW + b"5",
         "row 2: it has no text in 'text' (or set --text-column or --chat): 5",
     ),
+    "first.jsonl": (b"nonsense\n" + ROW, "first.jsonl, row 1: Expecting value"),
+    "comma.jsonl": (b'{"text": "x"},\n' + ROW, "comma.jsonl, row 1: Extra data"),
+    "quote.jsonl": (b'{"text": "x\n' + ROW, "quote.jsonl, row 1: Invalid control character"),
+    "deep first.jsonl": (b'{"a":' * 100_000 + b"\n" + ROW, "row 1: maximum recursion depth"),
     "deep.jsonl": (ROW + b"[" * 100_000, "row 2: maximum recursion depth"),
     "surrogate.jsonl": (
         b'{"text": "\\ud800"}',
@@ -207,6 +213,9 @@ ROWS = ["grüße,\n“one”", "two\ttabs", "three"]
 OBJECTS = [json.dumps({"id": n, "text": text}, ensure_ascii=False) for n, text in enumerate(ROWS)]
 LINES = "\n".join(OBJECTS)
 PRETTY = [json.dumps({"text": text}, indent=1) for text in ROWS]
+SPACED = [f'{{ "id": 1,\n\n "text": {json.dumps(text)} }}' for text in ROWS]
+NESTED = [f'{{"tags": [1, {{\n"a": 2}}],"text": {json.dumps(text)}}}' for text in ROWS]
+LONG = [json.dumps({"id": "x" * 20_000, "text": text}) for text in ROWS]
 CSV = "id,text\r\n" + "".join(f'{n},"{text}"\r\n' for n, text in enumerate(ROWS))
 FORMS = {  # what people have on disk, all with the documents ROWS
     "lines.jsonl": LINES.encode(),
@@ -217,7 +226,12 @@ FORMS = {  # what people have on disk, all with the documents ROWS
     "array.json": f"\n[{', '.join(OBJECTS)}]".encode(),
     "pretty array.json": f"[{','.join(PRETTY)}]".encode("utf-8-sig"),
     "pretty objects.json.gz": gzip.compress("\n".join(PRETTY).encode()),
+    "spaced objects.json": "\n".join(SPACED).encode(),
+    "nested objects.json.gz": gzip.compress("\n\n".join(NESTED).encode()),
+    "one spaced object and lines.json": "\n".join([SPACED[0], *OBJECTS[1:]]).encode("utf-8-sig"),
+    "long lines.json.xz": lzma.compress("\n \n".join(LONG).encode()),
     "one line.jsonl": "".join(OBJECTS).encode(),
+    "one spaced line.json": " ".join(OBJECTS).encode(),
     "table.csv": CSV.encode(),
     "table.tsv": CSV.replace(",", "\t", 1).replace(',"', '\t"').encode("utf-16"),
 }
@@ -228,6 +242,31 @@ def test_rows_are_read_from_every_form_that_people_have(name, here):
     Path(name).write_bytes(FORMS[name])
     assert prepare_here(name, "--out", "out", "--validation-share", "0") == 0
     assert list_texts(Path("out"), "train") == ROWS
+
+
+CLOSED = [  # arguments, PYTHONUNBUFFERED -> exit status if nobody reads the output
+    ("prepare a.jsonl --out out --tokenizer bytes --processes 1", "", 0),
+    ("prepare a.jsonl --out out --tokenizer bytes --processes 1 --json", "1", 0),
+    ("prepare --check made", "", 0),
+    ("prepare --check made", "1", 141),
+]
+
+
+@pytest.mark.parametrize(("line", "unbuffered", "status"), CLOSED)
+def test_a_tool_whose_output_nobody_reads_ends_in_silence_and_its_files_stay(
+    line, unbuffered, status, here
+):
+    write_rows(Path("a.jsonl"), ROWS)
+    write_corpus(here / "made", [[[1, 2]]])
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "torchtitan_lite", *line.split()]
+    with os.fdopen(writer, "w") as output:
+        ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, env=environment)
+    assert (ended.stderr, ended.returncode) == (b"", status)
+    if "--out" in line:
+        assert main(["prepare", "--check", "out"]) == 0
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
@@ -301,6 +340,31 @@ def test_no_split_is_empty_and_a_single_text_is_cut(case, here):
     assert prepare_here(name, *options, "--out", "out") == 0
     assert list_texts(Path("out"), "train") == train
     assert list_texts(Path("out"), "validation") == validation
+
+
+NO_TOKENIZER = [  # more options, words of the reason
+    (["--chat"], "no chat template"),
+    ([], "in.jsonl, row 2: it has no text in 'text'"),
+    (["--text-column=body"], "in.jsonl, row 1: it has no text in 'body'"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), NO_TOKENIZER)
+def test_a_tokenizer_that_cannot_be_trained_is_refused_with_the_reason(
+    options, words, here, capsys
+):
+    Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
+    command = ["prepare", "in.jsonl", "--out", "out", "--train-tokenizer", "258", *options]
+    assert main([*command, "--processes", "1"]) == 2
+    assert words in capsys.readouterr().err
+    assert os.listdir() == ["in.jsonl"]
+
+
+def test_bad_rows_are_skipped_when_a_tokenizer_is_trained(here, capsys):
+    Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
+    command = ["prepare", "in.jsonl", "--out", "out", "--train-tokenizer", "258", "--skip-bad"]
+    assert main([*command, "--processes", "1"]) == 0
+    assert "1 bad rows left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

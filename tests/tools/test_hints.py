@@ -15,13 +15,17 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
+from torchtitan_lite.checkpoint.starting_weights import find_initial
 from torchtitan_lite.config import messages
-from torchtitan_lite.config.messages import ConfigError, name_command
-from torchtitan_lite.data.corpus_folder import read_corpus_manifest
+from torchtitan_lite.config.messages import ConfigError, UserError, name_command
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, read_corpus_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.preflight import read_run_config
 from torchtitan_lite.tools import check
 from torchtitan_lite.tools.command_lines import parse_command
+from torchtitan_lite.tools.corpora.text_files import find_files
+from torchtitan_lite.tools.model_source import open_source
 from torchtitan_lite.tools.verify.reduction import reduce_config
 
 TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -140,6 +144,56 @@ def test_a_pointer_of_git_lfs_names_the_command_that_fetches_the_file(folder):
             read(here)
         command = re.search(r"Run: (git .* lfs pull)", str(raised.value))[1]
         assert shlex.split(command) == ["git", "-C", str(here), "lfs", "pull"]
+
+
+# ---------------------------------------------------------------- the cache of the Hugging Face Hub
+
+
+@pytest.fixture
+def cache(folder) -> Path:
+    """A cache folder: links in snapshots/HASH to files in blobs/."""
+    root = folder / "models--a--llama"
+    model = publish(folder / "a model", CASES["tied, published in bfloat16"])
+    model.rename(root.with_name("blobs"))
+    (root / "snapshots/0f").mkdir(parents=True)
+    for file in (folder / "blobs").iterdir():
+        (root / "snapshots/0f" / file.name).symlink_to(file)
+    return root
+
+
+def open_model(folder: Path) -> None:
+    open_source(parse_command("generate", [str(folder), "--prompt", "x"]))
+
+
+def start_training(folder: Path) -> None:
+    config = read_config([f"--checkpoint.initial_load_path={folder}"]).config
+    find_initial(config)
+
+
+def prepare_texts(folder: Path) -> None:
+    find_files([folder])
+
+
+def read_texts(folder: Path) -> None:
+    DATASETS["c4"](str(folder))
+
+
+@pytest.mark.parametrize(
+    "read", [load_tokenizer, open_model, start_training, prepare_texts, read_texts]
+)
+def test_a_cache_folder_of_the_hub_names_the_folder_with_the_files(read, cache):
+    text = Path(write_lines([{"text": "a"}])).absolute()
+    Path(cache, "snapshots/0f/c4-train.0.json").symlink_to(text)
+    for named in (cache, cache / "snapshots"):
+        with pytest.raises(UserError, match="cache folder") as raised:
+            read(named)
+        (found,) = set(re.findall(r"files are in (\S+?)\. ", f"{raised.value} "))
+        read(Path(found))
+
+
+def test_a_corpus_that_is_a_cache_folder_of_the_hub_is_to_be_prepared(cache):
+    with pytest.raises(CorpusError, match="snapshots/0f"):
+        read_corpus_manifest(cache)
 
 
 # ---------------------------------------------------------------- check

@@ -80,8 +80,10 @@ def find_initial(config: Config) -> Weights | None:
         return None
     path = Path(name)
     try:
+        if why := explain_hub_name(name):
+            raise UserError(why)
         if not path.is_dir():
-            raise UserError(explain_hub_name(name) or f"there is no folder {path.absolute()}")
+            raise UserError(f"there is no folder {path.absolute()}")
         if not (path / CONFIG).is_file():
             return describe_checkpoint(path)
         model_args = replace(open_folder(path).model_args, name=config.model.name)

@@ -28,8 +28,22 @@ def expand_path(text: str) -> str:
     return expanded
 
 
+def explain_hub_cache(folder: str | Path) -> str:
+    """Return where the files of a cache folder of the Hugging Face Hub are; "" for any other folder."""
+    root = Path(folder).absolute()
+    if root.name == "snapshots":
+        root = root.parent
+    if not root.name.startswith(("models--", "datasets--")):
+        return ""
+    snapshots = sorted(map(str, root.glob("snapshots/*")))
+    where = f"{folder} is a cache folder of the Hugging Face Hub. Its files are in"
+    return f"{where} {' or '.join(snapshots)}" if snapshots else ""
+
+
 def explain_hub_name(text: str | Path) -> str:
-    """Return why a name of the Hugging Face Hub is no path, and how to download it; "" for any other text."""
+    """Return why a name or cache folder of the Hugging Face Hub cannot be read, and a remedy; "" for any other text."""
+    if why := explain_hub_cache(text):
+        return why
     prefix = r"hf:/+|https?:/+huggingface\.co/"
     match = re.fullmatch(rf"(?:{prefix})?(?!outputs/)(\w[\w.-]*)/(\w[\w.-]*)", str(text))
     if not match or os.path.exists(text) or os.path.exists(match[1]):

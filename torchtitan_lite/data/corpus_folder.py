@@ -26,6 +26,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
+from torchtitan_lite.config.arguments import explain_hub_cache
 from torchtitan_lite.config.checks import Problems
 from torchtitan_lite.config.files import read_json
 from torchtitan_lite.config.messages import Problem, UserError, name_command
@@ -93,6 +94,8 @@ def read_corpus_manifest(folder: Path, *, check_sizes: bool = True) -> CorpusMan
         why = f"there is no folder {folder.absolute()}, and nothing is downloaded"
         remedy = f"Write it: {name_command(f'prepare FILES --tokenizer ... --out {name}')}"
         raise CorpusError(why, remedy)
+    if why := explain_hub_cache(folder):
+        raise CorpusError(why, f"Prepare them: {name_command('prepare FILES --out NEW_FOLDER')}")
     if not path.exists():
         remedy = f"Prepare its files: {name_command(f'prepare {name} --out NEW_FOLDER')}"
         raise CorpusError(f"{folder} is not a prepared corpus: it has no {MANIFEST}", remedy)
@@ -158,6 +161,8 @@ def list_python_stdlib(_: str = "") -> list[Path]:
 def list_downloaded(folder: str, pattern: str, advice: str, dataset_path: str) -> list[Path]:
     """Return the files of a downloaded corpus in `dataset_path`, or in `folder` by default. Raises CorpusError."""
     path = Path(dataset_path or folder)
+    if why := explain_hub_cache(path):  # which can have several versions
+        raise CorpusError(why, "Set training.dataset_path to that folder")
     files = [path] if path.is_file() else sorted(path.rglob(pattern))
     # Hugging Face metadata
     files = [file for file in files if not file.relative_to(path).parts[:1] == (".cache",)]

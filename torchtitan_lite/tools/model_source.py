@@ -118,7 +118,7 @@ def find_checkpoint(path: Path) -> Path:
         if steps := find_steps(folder):
             return folder / f"step-{steps[-1]}"
     if why := explain_hub_name(path):
-        raise SourceError(f"{why}. Then name that folder.")
+        raise SourceError(f"{why}. Name that folder.")
     remedy = f"Name one, a run that saved one (--checkpoint.enable), or a folder with {CONFIG}"
     raise SourceError(f"{path} is no folder with a checkpoint. {remedy}.")
 

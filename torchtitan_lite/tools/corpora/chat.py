@@ -20,8 +20,10 @@ import os
 import re
 import sys
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +42,18 @@ LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
 NAME = re.compile(r"<[^<>\s]+>")  # of a special token, which may be plain text to this tokenizer
 ENDING = re.compile(rf"(?s)\s*({NAME.pattern})?(.*)")
 SIGN = "\U00100000"  # a text that no template writes
+TEMPLATE_ROLES = ("system", "developer", "user", "assistant", "tool")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+CONTENTS = ("content", "tool_calls", "function_call", *MEDIA)  # of a message
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as text, normalized as `Tokenizer.encode_special` needs it."""
+
+    text: str
+    turns: list[range]  # characters of the targets
+    unused: list[str]  # for the summary: columns, and keys of messages, that are not in the text
 
 
 @dataclass
@@ -73,6 +87,8 @@ class ChatFormat:
         has_marks = "endgeneration" in template
         variables = self.theirs.special_tokens_map | row
         messages = variables.pop("messages")
+        for name in ("conversations", "chat_template"):  # arguments of the function below
+            variables.pop(name, None)
         if self.takes_parts:
             messages = [
                 {**message, "content": [{"type": "text", "text": message.get("content", "")}]}
@@ -98,17 +114,14 @@ class ChatFormat:
         except ValueError:
             return ""
 
-    def render(self, row: dict, *, only_last_turn: bool = False) -> tuple[str, list[range]]:
-        """Return the text, with special tokens as their names, and the character ranges of the targets.
-
-        `row` is normalized. Raises ValueError with the reason.
-        """
+    def render(self, row: dict, *, only_last_turn: bool = False) -> RenderedChat:
+        """Write a conversation, with special tokens as their names. Raises ValueError with the reason."""
         text, turns = self.write(row)
-        self.check_fields(row, text)
+        unused = self.check_fields(row, text)
         messages = row["messages"]
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         trained = answers[-1:] if only_last_turn else answers
-        trained = [n for n in trained if float(messages[n].get("weight", 1))]
+        trained = [n for n in trained if "weight" not in messages[n]]
         if turns is None:
             turns = [self.find_turn(row, text, n) for n in trained]
         elif len(turns) == len(answers):
@@ -117,35 +130,61 @@ class ChatFormat:
             raise ValueError("the template does not mark each answer once, so none can be left out")
         if not any(turns):
             raise ValueError("it has no assistant turn to train on, so it has no targets")
-        return text, turns
+        text, turns = normalize_turns(text, turns, self.tokenizer.normalize)
+        return RenderedChat(text, turns, unused)
 
-    def check_fields(self, row: dict, text: str) -> None:
-        """Raise ValueError if a field would become special tokens, or if a message is not in the text.
+    def check_fields(self, row: dict, text: str) -> list[str]:
+        """Return descriptions of the fields that are not in the text.
 
-        A field is in the text if another value would change the text.
+        Raises ValueError if a field would become special tokens, or if a role or a field that is part of the
+        conversation is unknown to the template. A field is in the text if another value would change the text.
         """
+        unused = {}
         for number, part in enumerate([row, *row["messages"]]):
             place = f"message {number}'s" if number else "column"
+            needed = CONTENTS if number else MEDIA
             for key, value in part.items():
-                content = str(value or "")
-                named = [name for name in self.tokenizer.special if name in content]
-                is_needed = number and key in ("content", "tool_calls")
-                if key == "messages" or not content.strip() or not (named or is_needed):
+                named = [name for name in self.tokenizer.special if name in str(value)]
+                is_known = key == "role" and not named
+                if is_known or key in ("messages", "weight") or value in ("", [], {}):
                     continue
-                part[key] = SIGN
+                part[key] = vary(value)
                 is_written = self.try_write(row) != text
                 part[key] = value
                 if named and is_written:
                     raise ValueError(
                         f"{place} {key} has the text {named[0]!r}, which would become a special token"
                     )
-                if is_needed and not is_written:
+                if key in needed and not is_written:
                     raise ValueError(f"the chat template leaves out {place} {key}")
+                if not is_written:
+                    noun = f"messages whose {key}" if number else f"a column {key}, which"
+                    unused[f"conversations with {noun} is not used"] = None
+            if number:
+                self.check_role(part["role"], row, number)
+        return list(unused)
+
+    def check_role(self, role: str, row: dict, number: int) -> None:
+        """Raise ValueError if a role is neither a usual one nor named in the template."""
+        template = self.theirs.get_chat_template(tools=row.get("tools"))
+        if (
+            role not in TEMPLATE_ROLES
+            and f"'{role}'" not in template
+            and f'"{role}"' not in template
+        ):
+            raise ValueError(
+                f"message {number}'s role {role!r} is unknown to the chat template. Use {', '.join(TEMPLATE_ROLES)}"
+            )
 
     def find_turn(self, row: dict, whole: str, number: int) -> range:
         """Return the characters of an answer in the text `whole`. Raises ValueError if that is not certain."""
         earlier = row["messages"][:number]
         prompt = self.try_write(row | {"messages": earlier, "add_generation_prompt": True})
+        if not prompt:
+            raise ValueError(
+                f"message {number + 1} is an answer, but the chat template cannot write what comes before it. "
+                'Begin with a user message, or give this answer "weight": 0'
+            )
         start = len(os.path.commonprefix([prompt, whole]))
         is_certain = 0 < start == len(prompt)
         if not is_certain:
@@ -162,6 +201,26 @@ class ChatFormat:
         raise ValueError(
             f"message {number + 1} cannot be found with certainty; --only-last-turn trains the last answer alone"
         )
+
+
+def vary(value: Any) -> Any:
+    """Return another value of a field: a list or dict without elements, the other boolean, or SIGN."""
+    if isinstance(value, list | dict):
+        return type(value)()
+    return not value if isinstance(value, bool) else SIGN
+
+
+def normalize_turns(
+    text: str, turns: list[range], normalize: Callable[[str], str]
+) -> tuple[str, list[range]]:
+    """Normalize the text in and between turns. Return the whole text and the turns in it."""
+    cuts = {0, len(text)}
+    for turn in turns:
+        cuts |= {turn.start, turn.stop}
+    cuts = sorted(cuts)
+    pieces = [normalize(text[start:stop]) for start, stop in pairwise(cuts)]
+    moved = dict(zip(cuts, accumulate(map(len, pieces), initial=0), strict=True))
+    return "".join(pieces), [range(moved[turn.start], moved[turn.stop]) for turn in turns]
 
 
 def mark_targets(ends: list[int], turns: list[range]) -> bytearray:

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,10 +32,12 @@ def main(options: argparse.Namespace) -> int:
     if options.check:
         return check(options.check)
     try:
-        print(prepare_named(options) if options.dataset else run(options))
+        summary = str(prepare_named(options)) if options.dataset else run(options)
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be made: {error}", file=sys.stderr)
         return 1
+    with suppress(BrokenPipeError):  # the corpus is complete, whoever reads this
+        print(summary)
     return 0
 
 
@@ -90,6 +93,10 @@ def run(options: argparse.Namespace) -> str:
     if not options.inputs or not options.out:
         raise PreparationError(
             "Name the input files and the output folder: prepare texts/ --out data/mine"
+        )
+    if options.chat and options.train_tokenizer:
+        raise PreparationError(
+            "--train-tokenizer cannot be used with --chat: a new tokenizer has no chat template. Name a --tokenizer"
         )
     files, counts = find_files([*options.validation, *options.inputs], options.suffix)
     share = options.validation_share

@@ -6,85 +6,206 @@
                                  has targets
     instruction, input, output   Alpaca: the user turn is the instruction, an empty line, and the input, if any
 
-Beside the last three, a column `system` is the system message. All other columns are variables of the chat template,
-such as `tools` and `documents`. Keys whose value is null are removed first, at any depth, because a row of a Parquet
-file has the keys of all rows. A content that is a list of texts is joined; a picture is refused.
+In the last two, a column `history` is a list of earlier [question, answer], whose answers have targets. In all
+dialects, a column `system` is the system message. All other columns are variables of the chat template, such as `tools`
+and `documents`. A list of messages, tools, tool calls or history can be JSON text; an empty text means that there is
+none.
+
+Columns and keys of a message whose value is null are removed first. A content that is a list of texts is joined; a
+picture is refused.
 """
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-DIALECTS = {  # name -> columns that its rows have
-    "messages": {"messages"},
-    "conversations": {"conversations"},
-    "prompt/completion": {"prompt", "completion"},
-    "Alpaca": {"instruction", "output"},
-}
-ROLES = {
+ROLES = {  # of published data sets -> of chat templates. All others are left as they are
     "human": "user",
     "gpt": "assistant",
-    "observation": "tool",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool_response": "tool",
 }
+SHAREGPT_ROLES = ROLES | {"observation": "tool"}  # elsewhere, it is a role of GLM's templates
+CALL_ROLES = {"function_call", "tool_call"}  # their text is JSON of one or more calls
+WEIGHTS = ("weight", "loss", "train")  # keys of a message: 0 or false means that it has no targets
 
 
-def read_conversation(
-    row: Any, column: str | None = None, normalize: Callable[[str], str] = str
-) -> tuple[str, dict]:
+@dataclass(frozen=True)
+class Dialect:
+    """How the rows of a data set store the turns of a conversation."""
+
+    name: str
+    columns: tuple[str, ...]  # of every row
+    take_turns: Callable[[dict], list | None]  # removes columns of a row, and returns its turns
+
+
+def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
     """Return the dialect, and a normalized copy: `messages`, and variables of the template. Raises ValueError.
 
     `column`: the column with the messages, if it has another name.
     """
-    content = json.dumps(row, ensure_ascii=False, default=str)
-    row = json.loads(normalize(content), object_hook=drop_nulls)
-    dialects = {"conversations": {column}} if column else DIALECTS
-    columns = set(row) if isinstance(row, dict) else set()
-    dialect = next((name for name, needed in dialects.items() if columns >= needed), None)
+    columns = drop_nulls(row) if isinstance(row, dict) else {}
+    dialects = [list_messages(column, "conversations")] if column else DIALECTS
+    dialect = next((each for each in dialects if columns.keys() >= {*each.columns}), None)
     if not dialect:
+        found = f"columns {', '.join(columns)}" if columns else f"{row!r:.60}"
         raise ValueError(
-            f"no messages, conversations, prompt/completion, instruction/output (or set --text-column): {row!r:.60}"
+            f"no messages, conversations, prompt/completion, instruction/output (or set --text-column): {found}"
         )
-    turns = row.pop(column or dialect, None)
-    if dialect == "Alpaca":
-        texts = filter(None, [row.pop("instruction"), row.pop("input", "")])
-        row["prompt"] = "\n\n".join(texts)
-        row["completion"] = row.pop("output")
-    if turns is None:
-        prompt = list_turns(row.pop("prompt"), "user")
-        completion = list_turns(row.pop("completion"), "assistant")
-        turns = [{**turn, "weight": 0} for turn in prompt] + completion
-    if dialect != "messages" and "system" in row:
-        turns = list_turns(row.pop("system"), "system") + turns
-    if isinstance(row.get("tools"), str):  # JSON, as in data sets with tools of many forms
-        row["tools"] = json.loads(row["tools"])
-    row |= row.pop("chat_template_kwargs", {})
-    row["messages"] = [read_message(turn, number) for number, turn in enumerate(turns, 1)]
-    return dialect, row
+    turns = dialect.take_turns(columns) or []
+    system = columns.pop("system", "")
+    if system != "":
+        turns = [{"role": "system", "content": system}, *turns]
+    messages = [read_message(turn, number) for number, turn in enumerate(turns, 1)]
+    if system != "" and len(messages) > 1 and messages[1]["role"] == "system":
+        raise ValueError("column system and the first message are two system messages; remove one")
+    if "tools" in columns:
+        columns["tools"] = take(columns, "tools")
+    columns |= take(columns, "chat_template_kwargs", dict) or {}
+    columns["messages"] = messages
+    return dialect.name, drop_nulls(columns)
 
 
 def drop_nulls(columns: dict) -> dict:
     return {key: value for key, value in columns.items() if value is not None}
 
 
+def drop_all_nulls(row: Any) -> Any:
+    """Return a copy without nulls at any depth, because a row of a Parquet file has the keys of all rows."""
+    return json.loads(json.dumps(row, default=str), object_hook=drop_nulls)
+
+
+def parse_json(value: Any) -> Any:
+    """Return the value of a JSON text, and None for an empty text. Anything else is returned as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return json.loads(value.strip() or "null")
+    return value
+
+
+def take(columns: dict, name: str, kind: type = list) -> Any:
+    """Remove a column, and return its value or None. A value that is no string can be JSON text. Raises ValueError."""
+    value = columns.pop(name, None)
+    if kind is not str:
+        value = parse_json(value)
+    if not isinstance(value, kind | None):
+        raise ValueError(f"{name} is not a {kind.__name__}: {value!r:.60}")
+    return value
+
+
+# ---------------------------------------------------------------- turns
+
+
+def list_messages(column: str, name: str) -> Dialect:
+    return Dialect(name, (column,), partial(take, name=column))
+
+
+def take_exchange(columns: dict) -> list:
+    prompt = columns.pop("prompt")
+    return list_exchange(columns, prompt, columns.pop("completion"))
+
+
+def take_alpaca(columns: dict) -> list:
+    texts = [take(columns, "instruction", str), take(columns, "input", str)]
+    prompt = "\n\n".join(filter(None, texts))
+    return list_exchange(columns, prompt, take(columns, "output", str))
+
+
+def list_exchange(columns: dict, prompt: Any, completion: Any) -> list:
+    """Return the turns of the history, which is removed from the columns, of a prompt, and of its completion."""
+    turns = []
+    for pair in take(columns, "history") or []:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"history needs lists of a question and its answer: {pair!r:.60}")
+        question, answer = pair
+        turns += [*list_turns(question, "user"), *list_turns(answer, "assistant")]
+    turns += [{**turn, "weight": 0} for turn in list_turns(prompt, "user")]
+    return turns + list_turns(completion, "assistant")
+
+
 def list_turns(value: Any, role: str) -> list:
     return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
+DIALECTS = (
+    list_messages("messages", "messages"),
+    list_messages("conversations", "conversations"),
+    Dialect("prompt/completion", ("prompt", "completion"), take_exchange),
+    Dialect("Alpaca", ("instruction", "output"), take_alpaca),
+)
+
+# ---------------------------------------------------------------- messages
+
+
 def read_message(turn: Any, number: int) -> dict:
-    """Return a turn with `role` and `content`, or with `from` and `value`, as a message. Raises ValueError."""
-    message = {**turn} if isinstance(turn, dict) else {}
-    if "from" in message:
-        role = message.pop("from")
-        message["role"] = ROLES.get(role, role)
-        message["content"] = message.pop("value", None)
-    content = message.get("content", "")
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content]
-        content = None if None in texts else "".join(texts)
-        message["content"] = content
-    has_role = isinstance(message.get("role"), str)
-    if not has_role or not isinstance(content, str) or message.keys() <= {"role", "weight"}:
+    """Return a turn with `role` and `content`, or with `from` and `value`, as a message. Raises ValueError.
+
+    `weight` is 0 in a message without targets, and absent in all others.
+    """
+    message = drop_nulls(turn) if isinstance(turn, dict) else {}
+    roles = SHAREGPT_ROLES if "from" in message else ROLES
+    for name, key in (("from", "role"), ("value", "content")):
+        if name in message and key not in message:
+            message[key] = message.pop(name)
+    role = message.get("role")
+    is_role = isinstance(role, str)
+    if is_role:
+        message["role"] = roles.get(role, role)
+    if is_role and role in CALL_ROLES:
+        message["tool_calls"] = read_calls(message.pop("content", None), number)
+    if "tool_calls" in message:
+        message["tool_calls"] = take(message, "tool_calls")
+    if isinstance(message.get("content"), list):
+        message["content"] = join_parts(message["content"], number)
+    content = message.get("content", "" if message.get("tool_calls") else None)
+    if not is_role or not isinstance(content, str):
         raise ValueError(
             f"message {number} needs a role, and a content of text or tool calls: {turn!r:.60}"
         )
-    return message
+    if not take_weight(message, number):
+        message["weight"] = 0
+    return drop_nulls(message)
+
+
+def read_calls(content: Any, number: int) -> list[dict]:
+    """Return the calls in the text of ShareGPT's `function_call`: JSON of {name, arguments}, or of a list of these."""
+    calls = parse_json(content)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise ValueError(
+            f"message {number} calls a function, so it needs JSON of {{name, arguments}}: {content!r:.60}"
+        )
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def join_parts(parts: list, number: int) -> str:
+    """Return the text of a content that is a list: ["a", "b"] or [{"type": "text", "text": "a"}]."""
+    text = ""
+    for part in parts:
+        if isinstance(part, dict) and part.get("type", "text") == "text":
+            part = part.get("text")
+        if not isinstance(part, str):
+            raise ValueError(f"message {number} has a part that is no text: {part!r:.60}")
+        text += part
+    return text
+
+
+def take_weight(message: dict, number: int) -> bool:
+    """Remove the weights of a message. Return whether an answer has targets. Raises ValueError."""
+    weights = {name: message.pop(name) for name in WEIGHTS if name in message}
+    for name, weight in weights.items():
+        if weight not in (0, 1):
+            raise ValueError(f"message {number}'s {name} is {weight!r:.60}; only 0 and 1 are known")
+        if weight and message["role"] != "assistant":
+            raise ValueError(
+                f"message {number}'s {name} is {weight}, but only the assistant's messages can have targets"
+            )
+    return all(weights.values())

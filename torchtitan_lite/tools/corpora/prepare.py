@@ -21,7 +21,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -34,10 +33,12 @@ from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.data.vocabulary import TOKENIZER_CONFIG
 from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.tools.corpora.chat import ChatFormat, mark_targets, read_chat_format
-from torchtitan_lite.tools.corpora.dialects import read_conversation
+from torchtitan_lite.tools.corpora.dialects import drop_all_nulls, read_conversation
 from torchtitan_lite.tools.corpora.text_files import (
+    PARQUET,
     PreparationError,
     Row,
+    get_kind,
     is_text,
     read_file,
 )
@@ -129,10 +130,13 @@ def read_rows(files: list[Path], settings: PrepareSettings) -> Iterator[Row]:
 
 
 def read_texts(files: list[Path], settings: PrepareSettings) -> Iterator[str]:
-    """Yield the texts of all files, without bad rows. Raises PreparationError."""
+    """Yield the texts of all files. Raises PreparationError for a bad row, unless skip_bad is set."""
     for row in read_rows(files, settings):
-        with suppress(Exception):
+        try:
             yield read_text(settings, row)
+        except Exception as error:  # encode_row prints and counts a skipped one
+            if not settings.skip_bad:
+                raise explain_bad_row(row, error) from None
 
 
 def map_in_order(function: Callable, rows: Iterator[Row], n_processes: int) -> Iterator:
@@ -258,11 +262,15 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
     try:
         if chat:
             content = row.parse(settings.encoding)
-            dialect, conversation = read_conversation(content, settings.column, tokenizer.normalize)
-            text, turns = chat.render(conversation, only_last_turn=settings.only_last_turn)
+            if get_kind(row.path) == PARQUET:
+                content = drop_all_nulls(content)
+            dialect, conversation = read_conversation(content, settings.column)
+            rendered = chat.render(conversation, only_last_turn=settings.only_last_turn)
+            text = rendered.text
             ids, ends = tokenizer.encode_special(text)
-            targets = bytes(mark_targets(ends, turns))
+            targets = bytes(mark_targets(ends, rendered.turns))
             counts[f"conversations in the dialect {dialect}, written by {chat.name}"] = 1
+            counts.update(rendered.unused)
         else:
             text = read_text(settings, row)
             if not text:
@@ -270,16 +278,18 @@ def encode_row(settings: PrepareSettings, row: Row) -> Document:
             ids = tokenizer.encode(text, bos=True, eos=True)
         n_bytes = len(text.encode())  # refuses half a surrogate pair, which tiktoken would replace
     except Exception as error:  # a row from outside can be wrong in any way
-        problem = f"{row.path}, row {row.number}: {error}"
         if settings.skip_bad:
-            print(problem, file=sys.stderr)
+            print(f"{row.path}, row {row.number}: {error}", file=sys.stderr)
             return Document(Counter(["bad rows left out"]))
-        raise PreparationError(
-            f"{problem}. Fix it, or give `prepare` the option --skip-bad"
-        ) from None
+        raise explain_bad_row(row, error) from None
     counts["unknown tokens, for text outside the vocabulary"] = ids.count(tokenizer.unknown_id)
     tokens = array("H" if tokenizer.vocab_size <= UINT16_IDS else "I", ids)
     return Document(counts, choose_split(settings, row, text), tokens, n_bytes, targets)
+
+
+def explain_bad_row(row: Row, error: Exception) -> PreparationError:
+    remedy = "Fix it, or give `prepare` the option --skip-bad"
+    return PreparationError(f"{row.path}, row {row.number}: {error}. {remedy}")
 
 
 def read_text(settings: PrepareSettings, row: Row) -> str:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torchtitan_lite.config.arguments import explain_hub_cache
 from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.config.messages import UserError
 
@@ -41,10 +42,6 @@ TEXT_SUFFIXES = frozenset(
     .sh .bash .zsh .fish .ps1 .bat .cmake .mk .toml .yaml .yml .ini .cfg""".split()
 )
 PARQUET_ROWS = 256  # in memory
-# Start of a JSON file whose rows are not its lines: UTF-16, "[", "{" alone, or two objects in the first line
-NOT_LINES = re.compile(
-    rb'\xff\xfe|\xfe\xff|(\xef\xbb\xbf)?\s*(\[|\{\s*\n|.*"[ \t]*\}[ \t]*\{[ \t]*")'
-)
 SPACE = re.compile(r"\s*")
 
 csv.field_size_limit(2**31 - 1)
@@ -120,6 +117,9 @@ def find_files(
 
     Links are followed, also to folders. What is reached twice is read once. Raises PreparationError.
     """
+    for path in inputs:
+        if why := explain_hub_cache(path):  # which can have several versions
+            raise PreparationError(f"{why}. Name that folder")
     suffixes = ROW_SUFFIXES | TEXT_SUFFIXES
     suffixes |= {f".{suffix.lstrip('*.').lower()}".rstrip(".") for suffix in more_suffixes}
     files = []
@@ -172,10 +172,14 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
                 yield from batch.to_pylist()
         elif kind in DELIMITERS:
             yield from read_table(decode(file.read(), encoding), DELIMITERS[kind])
-        elif kind in JSON_SUFFIXES and encoding == "utf-8" and not NOT_LINES.match(file.peek(1)):
-            yield from filter(bytes.strip, file)  # a blank line is no row
         elif kind in JSON_SUFFIXES:
-            yield from read_values(decode(file.read(), encoding).strip())
+            lines = filter(bytes.strip, file)  # a blank line is no row
+            first = next(lines, b"")
+            if encoding == "utf-8" and is_row(first):
+                yield first
+                yield from lines
+            else:
+                yield from read_values(decode(first + file.read(), encoding).strip())
         elif tail:
             text = decode(file.read(), encoding)
             n_train = len(text) - int(len(text) * tail)
@@ -183,6 +187,27 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
             yield text[n_train:]
         else:
             yield file.read()
+
+
+def is_row(line: bytes) -> bool:
+    """Return whether the first line of a JSON file is a row, so that the others are, too. A wrong line is a row.
+
+    Not a row: an array, the start of an object over several lines, several objects, or UTF-16.
+    """
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return False
+    text = line.decode("utf-8-sig", errors="replace").strip()
+    if text.startswith("["):
+        return False
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        rest = text[error.pos :]
+        is_second_object = error.msg == "Extra data" and rest.startswith("{")
+        return rest != "" and not is_second_object
+    except RecursionError:
+        pass
+    return True
 
 
 def read_table(text: str, delimiter: str) -> Iterator[dict]:
