@@ -15,7 +15,7 @@ are read. Exports use the format of version 4, which every version reads.
 """
 
 from dataclasses import fields
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ SCALE = ConfigKey(float, ..., least=ABOVE_ZERO)
 FULL_ROTATION = ConfigKey(float | None, only=(1.0, None))
 EVERY_FAMILY = {  # keys that transformers reads for every architecture
     "model_type": IGNORED,  # read before these rows
+    END: ConfigKey(int | list | None, least=0, items=int),
     "layer_types": ConfigKey(list | None, items=str),
     "rope_parameters": ConfigKey(dict | None),
     "rope_scaling": ConfigKey(dict | None),
@@ -161,9 +162,9 @@ def read_published(folder: Path) -> dict[str, JsonObject]:
     for name in (CONFIG, GENERATION_CONFIG):
         if (folder / name).exists():
             content = read_json(folder / name)
-            end_ids = content.take(END, int | list, [])
-            if isinstance(end_ids, list) and not all(has_kind(each, int) for each in end_ids):
-                raise UserError(f"{folder / name}: {END} = {shorten(end_ids)}; it must be numbers")
+            end_ids = content.get(END)
+            if why := explain_wrong(end_ids, EVERY_FAMILY[END], name):
+                raise UserError(f"{folder / name}: {END} = {shorten(end_ids)}; {why}")
             published[name] = content
     return published
 
@@ -237,12 +238,9 @@ def explain_wrong(value: Any, row: ConfigKey, title: str) -> str:
     if not has_kind(value, row.kind) or not all(has_kind(each, row.items) for each in items):
         return f"it must be {name_kind(row)}"
     for number in [value, *items]:
-        if not isinstance(number, int | float):
-            continue
-        if not isfinite(number):
-            return "it must be a finite number"
-        if number < row.least:
-            return f"it must be {'above 0' if row.least == ABOVE_ZERO else f'{row.least} or more'}"
+        if isinstance(number, int | float) and not row.least <= number < inf:
+            bound = "above 0" if row.least == ABOVE_ZERO else f"of at least {row.least}"
+            return f"it must be a finite number {bound}"
     if row.only and value not in row.only:
         return f"for {title} only {shorten(row.only[0])} is supported"
     return ""

@@ -114,14 +114,13 @@ def find_tied(
     (head,) = name_theirs("output.weight", untied)
     if head not in found:
         return model_args
-    if embedding in found:
-        if found[embedding] != found[head] or read_bytes(*tensors[embedding]) != read_bytes(
-            *tensors[head]
-        ):
-            return untied
-    else:
-        tensors[embedding] = tensors[head]
+    if embedding not in found:
         found[embedding] = found[head]
+        tensors[embedding] = tensors[head]
+    elif found[embedding] != found[head]:
+        return untied
+    elif read_bytes(*tensors[embedding]) != read_bytes(*tensors[head]):
+        return untied
     del found[head]
     return model_args
 
@@ -132,7 +131,8 @@ def read_bytes(path: Path, name: str) -> memoryview:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     start = 8 + int.from_bytes(content[:8], "little")
     first, last = json.loads(content[8:start])[name]["data_offsets"]
-    return memoryview(content)[start + first : start + last]
+    values = memoryview(content)[start + first : start + last]
+    return values.cast("Q") if len(values) % 8 == 0 else values  # compares eight bytes at a time
 
 
 def list_files(path: Path) -> list[Path]:

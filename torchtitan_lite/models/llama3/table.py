@@ -222,7 +222,6 @@ SHARED = {
     "tie_word_embeddings": BOOL,
     "max_position_embeddings": ConfigKey(int, 32768, least=1),
     "rope_theta": ConfigKey(float, 1e4, least=ABOVE_ZERO),
-    "eos_token_id": ConfigKey(int | list | None, least=0, items=int),
     "bos_token_id": ConfigKey(int | None),
     "pad_token_id": ConfigKey(int | None),
     "initializer_range": IGNORED,
