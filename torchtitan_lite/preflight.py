@@ -20,10 +20,16 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     LENGTH,
     explain_unwritable,
     find_model_type,
+    list_ignored,
 )
 from torchtitan_lite.checkpoint.starting_weights import PATH, find_initial, find_resumed
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
-from torchtitan_lite.config.checks import check_machine, check_run, count_pieces
+from torchtitan_lite.config.checks import (
+    check_grouped_matmuls,
+    check_machine,
+    check_run,
+    count_pieces,
+)
 from torchtitan_lite.config.layout import plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.learning_rate import describe_unusual_rates
 from torchtitan_lite.config.machine import Machine
@@ -150,6 +156,8 @@ def adapt_to_weights(run: Prepared) -> None:
     is_trained_further = section.initial_load_path and section.initial_load_model_only
     if not (weights.published or is_trained_further):
         return
+    if weights.manifest is None:
+        run.notices += list_ignored(weights.published[CONFIG], weights.model_args)
     context = weights.published.get(CONFIG, {}).get(LENGTH) or training.seq_len
     seq_len = min(context, training.seq_len)
     run.change("training.seq_len", seq_len, "the context length of the weights")
@@ -221,6 +229,7 @@ def plan(
             run.problems += check_snapshots(run.config, snapshot_bytes)
         run.layout = plan_layout(run.config, run.model_args, n_ranks)
         run.config = resolve_config(run.config, run.layout, machine.device_type)
+        run.problems += check_grouped_matmuls(run.config, run.model_args)
     except ConfigError as error:
         run.problems += error.problems
 

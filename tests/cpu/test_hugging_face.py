@@ -8,12 +8,11 @@ import torch
 from checkpoints import list_differing
 from safetensors.torch import load_file
 from test_model import FLAVORS, PLAIN, build_ours, build_theirs
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import (
     LENGTH,
-    list_families,
     make_config,
     read_model_args,
 )
@@ -110,44 +109,6 @@ def test_we_load_what_transformers_saved_and_give_its_logits(
         assert (
             load_ours(tmp_path)(TOKENS, positions=POSITIONS) - expected
         ).abs().max() < LARGEST_ERROR
-
-
-@pytest.mark.parametrize(
-    "left_out", ["num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters"]
-)
-@pytest.mark.parametrize("family", list_families())
-def test_a_missing_key_means_the_same_as_in_transformers(family, left_out, tmp_path):
-    sizes = {
-        "num_attention_heads": 128,
-        "hidden_size": 256,
-        "num_experts_per_tok": 2,
-        "vocab_size": 128,
-    }
-    AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
-    edit_json(tmp_path / "config.json", **{left_out: None})
-    args, config = read_model_args(tmp_path), AutoConfig.from_pretrained(tmp_path)
-    assert (args.n_kv_heads, args.norm_eps) == (config.num_key_value_heads, config.rms_norm_eps)
-    assert args.head_dim == (getattr(config, "head_dim", None) or 2)
-    assert args.rope_theta == config.rope_parameters["rope_theta"] and args.rope_scaling is None
-
-
-@pytest.mark.parametrize("beside", [{}, {"original_max_position_embeddings": 128}], ids=str)
-def test_llama3_scaling_without_its_original_length_means_the_same_as_in_transformers(
-    beside, tmp_path
-):
-    sizes = {"num_attention_heads": 4, "hidden_size": 64, "vocab_size": 128, "num_hidden_layers": 2}
-    AutoConfig.for_model("llama", **sizes, max_position_embeddings=256).save_pretrained(tmp_path)
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    }
-    edit_json(tmp_path / "config.json", rope_scaling=scaling, **beside)
-    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters[
-        "original_max_position_embeddings"
-    ]
-    assert read_model_args(tmp_path).rope_scaling.original_length == expected
 
 
 def test_a_tied_model_may_be_loaded_into_an_untied_one(tmp_path):

@@ -311,6 +311,12 @@ BROKEN = [  # tokenizer.json, tokenizer.model, tokenizer_config.json -> words of
     (SENTENCEPIECE, None, "{}", "no eos_token"),
     (SENTENCEPIECE, None, '{"eos_token": 2}', "eos_token = 2"),
     (SENTENCEPIECE, None, '{"eos_token": "<x>"}', "no entry '<x>'"),
+    (
+        SENTENCEPIECE,
+        None,
+        '{"added_tokens_decoder": {"9": {"content": "<x>"}}}',
+        "9.special is missing",
+    ),
     (None, "YQ== 1\n", "{}", "ranks"),
     (None, "\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "{}", "SentencePiece.*save_pretrained"),
 ]

@@ -76,7 +76,8 @@ def read_box(
     box = [slice(begin, end)]
     for offset, size in zip(offsets[1:], target.shape[1:], strict=True):
         box.append(slice(offset, offset + size))
-    rows = open_tensors(folder.files[name]).get_slice(name)[tuple(box)]
+    file, stored_name = folder.tensors[name]
+    rows = open_tensors(file).get_slice(stored_name)[tuple(box)]
     if unit > 1:
         rows = to_our_order(rows, unit)
     target.copy_(rows[first - begin : stop - begin])

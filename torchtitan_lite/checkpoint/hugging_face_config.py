@@ -1,8 +1,9 @@
 """Read config.json of a Hugging Face folder into ModelArgs, and write it. Needs no torch.
 
-The architectures are in FAMILIES of models/NAME/table.py. A model with an unsupported feature (other biases, a sliding
-window, another activation or RoPE scaling, quantized weights) is refused, because it would load but compute something
-else. A model that fits no family cannot be exported.
+The architectures are in FAMILIES of models/NAME/table.py, with one row for each key of their config.json; EVERY_FAMILY
+has the keys that they share. A model with an unsupported feature (other biases, a sliding window, another activation
+or RoPE scaling, quantized weights) is refused, because it would load but compute something else. A key without a row
+is ignored with a notice, as transformers ignores it. A model that fits no family cannot be exported.
 
 transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
 are read. Exports use the format of version 4, which every version reads.
@@ -14,13 +15,22 @@ are read. Exports use the format of version 4, which every version reads.
 """
 
 from dataclasses import fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
-from torchtitan_lite.config.files import JsonObject, read_json
+from torchtitan_lite.config.files import JsonObject, has_kind, read_json, shorten
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.model_rows import SWITCHES, Family, ModelArgs, MoEArgs, RopeScaling
+from torchtitan_lite.config.model_rows import (
+    ABOVE_ZERO,
+    SWITCHES,
+    ConfigKey,
+    Family,
+    ModelArgs,
+    MoEArgs,
+    RopeScaling,
+)
 from torchtitan_lite.models.registry import MODELS
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -28,6 +38,8 @@ IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: file name -> content
 LENGTH = "max_position_embeddings"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # in transformers 4 and 5
 DENSE_LAYERS = "mlp_only_layers"  # a list of layer numbers
+TIED = "tie_word_embeddings"
+END = "eos_token_id"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 SCALINGS = {  # kind -> field of RopeScaling -> key
     "linear": {"factor": "factor"},
@@ -47,7 +59,55 @@ class HuggingFaceError(UserError):
         super().__init__("\n  ".join([f"{folder} cannot be used:", *problems]))
 
 
-COMMON_CONSTANTS = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
+ABSENT = ConfigKey(only=(None,), kind=dict | list | str | None)
+IGNORED = ConfigKey(is_ignored=True)
+SCALE = ConfigKey(float, ..., least=ABOVE_ZERO)
+FULL_ROTATION = ConfigKey(float | None, only=(1.0, None))
+EVERY_FAMILY = {  # keys that transformers reads for every architecture
+    "model_type": IGNORED,  # read before these rows
+    END: ConfigKey(int | list | None, least=0, items=int),
+    "layer_types": ConfigKey(list | None, items=str),
+    "rope_parameters": ConfigKey(dict | None),
+    "rope_scaling": ConfigKey(dict | None),
+    "partial_rotary_factor": FULL_ROTATION,
+    ORIGINAL_LENGTH: ConfigKey(int, least=1),
+    "is_causal": ConfigKey(bool, only=(True,)),
+    "quantization_config": ABSENT,
+    "per_layer_config": ABSENT,
+    "fusion_config": ABSENT,
+    "transformers_weights": ABSENT,  # the name of another file of weights
+    "configuration_files": ABSENT,  # the names of other files instead of config.json
+    **dict.fromkeys(
+        [
+            *DTYPE_KEYS,
+            "architectures",
+            "attn_implementation",
+            "auto_map",
+            "chunk_size_feed_forward",
+            "experts_implementation",
+            "gradient_checkpointing",
+            "id2label",
+            "is_encoder_decoder",
+            "label2id",
+            "name_or_path",
+            "num_labels",
+            "output_attentions",
+            "output_hidden_states",
+            "problem_type",
+            "return_dict",
+            "transformers_version",
+        ],
+        IGNORED,
+    ),
+}
+ROPE_KEYS = {  # inside rope_parameters or rope_scaling
+    "rope_theta": SCALE,
+    "partial_rotary_factor": FULL_ROTATION,
+    "factor": SCALE,
+    "low_freq_factor": SCALE,
+    "high_freq_factor": SCALE,
+    ORIGINAL_LENGTH: ConfigKey(int, ..., least=1),
+}
 
 
 def list_families() -> dict[str, tuple[str, Family]]:
@@ -101,88 +161,206 @@ def read_published(folder: Path) -> dict[str, JsonObject]:
     published = {}
     for name in (CONFIG, GENERATION_CONFIG):
         if (folder / name).exists():
-            published[name] = read_json(folder / name)
+            content = read_json(folder / name)
+            end_ids = content.get(END)
+            if why := explain_wrong(end_ids, EVERY_FAMILY[END], name):
+                raise UserError(f"{folder / name}: {END} = {shorten(end_ids)}; {why}")
+            published[name] = content
     return published
 
 
 def read_model_args(folder: Path) -> ModelArgs:
     """Return the model that config.json describes.
 
-    Raises HuggingFaceError with all unsupported features, and UserError for a value that is missing or has no sense.
+    Raises HuggingFaceError with every value that is wrong or unsupported, and UserError for a file that is not JSON.
     """
     content = read_json(folder / CONFIG)
     families = list_families()
-    kind = content.take("model_type", str, None)
-    if kind not in families:
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in families:
         why = f"{CONFIG}: model_type = {kind!r}; supported: {', '.join(families)}"
         raise HuggingFaceError(folder, [why])
     model_name, family = families[kind]
-    given = {key: value for key, value in content.items() if value is not None}
-    config = JsonObject(content.path, family.defaults | given)
-    if "use_sliding_window" in family.must_be and not config.get("use_sliding_window"):
-        config.pop("sliding_window", None)  # transformers ignores it
-    if "num_local_experts" in config:  # the spelling of transformers 5
-        config.setdefault("num_experts", config["num_local_experts"])
-    rope = config.take("rope_scaling", dict, {})
-    if not rope:
-        rope = config.take("rope_parameters", dict, JsonObject(content.path, {}))
-    rope["rope_type"] = rope.take("rope_type", str, None) or rope.take("type", str, "default")
-    for key in ("rope_theta", "partial_rotary_factor"):  # in the same place in both versions
-        if key in rope:
-            config[key] = rope[key]
-    if problems := find_unsupported(config, family, rope):
+    config, problems = read_keys(content, EVERY_FAMILY | family.keys, family.title)
+    rope = {}
+    if not problems:
+        rope, problems = read_rope(content, config, family)
+    if not problems:
+        fill_in(config)
+        problems = find_unsupported(config, family)
+    if problems:
         raise HuggingFaceError(folder, [f"{CONFIG}: {problem}" for problem in problems])
-    n_heads = config.take("num_attention_heads", int)
-    config.setdefault("num_key_value_heads", n_heads)
-    config.setdefault("head_dim", config.take("hidden_size", int) // n_heads)
     moe = None
     if family.experts:
-        config[DENSE_LAYERS] = len(config.get(DENSE_LAYERS, []))
-        moe = MoEArgs(**take_fields(config, MoEArgs, family.experts))
+        config[DENSE_LAYERS] = count_dense(config)
+        moe = MoEArgs(**name_fields(config, family.experts))
+    scaling = None
+    if rope["rope_type"] != "default":
+        keys = SCALINGS[rope["rope_type"]]
+        scaling = RopeScaling(**name_fields(rope, keys), kind=rope["rope_type"])
     return ModelArgs(
-        **take_fields(config, ModelArgs, family.sizes),
-        rope_theta=config.take("rope_theta", float),
-        rope_scaling=read_scaling(rope, config),
-        tie_embeddings=config.take("tie_word_embeddings", bool, False),
+        **name_fields(config, family.sizes),
+        rope_theta=rope["rope_theta"],
+        rope_scaling=scaling,
+        tie_embeddings=config[TIED],
         **dict.fromkeys(family.switches, True),
         name=model_name,
         moe=moe,
     )
 
 
-def take_fields(config: JsonObject, kind: type, keys: dict[str, str]) -> dict[str, Any]:
-    """Return field -> value for fields of the dataclass `kind`. `keys`: field -> key of config."""
-    types = {each.name: each.type for each in fields(kind)}
-    return {name: config.take(key, types[name]) for name, key in keys.items()}
+def name_fields(config: dict[str, Any], keys: dict[str, str]) -> dict[str, Any]:
+    """Return field -> value for some fields of a dataclass. `keys`: field -> key of config."""
+    return {name: config[key] for name, key in keys.items()}
 
 
-def find_unsupported(config: JsonObject, family: Family, rope: JsonObject) -> list[str]:
-    """Find keys whose values our model does not compute."""
+def read_keys(
+    content: JsonObject, rows: dict[str, ConfigKey], title: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return key -> value, or its default, for every row; and the problems. `title`: the name of the family."""
+    config = {key: row.default for key, row in rows.items()}
     problems = []
-    for key, value in (COMMON_CONSTANTS | family.must_be).items():
-        if config.get(key, value) != value:
-            supported = f"for {family.title} only {value!r} is supported"
-            problems.append(f"{key} = {config[key]!r}; {supported}")
-    layer_types = config.take("layer_types", list, [])
-    if set(layer_types) - {"full_attention"}:
-        problems.append(f"layer_types = {layer_types!r}; only full attention is supported")
-    dense = config.take(DENSE_LAYERS, list, [])
-    if dense != list(range(len(dense))):
+    for key, row in rows.items():
+        if key in content and not row.is_ignored:
+            value = content[key]
+            config[row.same_as or key] = value
+            if why := explain_wrong(value, row, title):
+                problems.append(f"{content.place}{key} = {shorten(value)}; {why}")
+    for key, value in config.items():
+        if value is ...:
+            problems.append(f"{content.place}{key} is missing; it must be {name_kind(rows[key])}")
+    return config, problems
+
+
+def explain_wrong(value: Any, row: ConfigKey, title: str) -> str:
+    """Explain why a key cannot have this value; "" if it can."""
+    items = value if isinstance(value, list) else []
+    if not has_kind(value, row.kind) or not all(has_kind(each, row.items) for each in items):
+        return f"it must be {name_kind(row)}"
+    for number in [value, *items]:
+        if isinstance(number, int | float) and not row.least <= number < inf:
+            bound = "above 0" if row.least == ABOVE_ZERO else f"of at least {row.least}"
+            return f"it must be a finite number {bound}"
+    if row.only and value not in row.only:
+        return f"for {title} only {shorten(row.only[0])} is supported"
+    return ""
+
+
+def name_kind(row: ConfigKey) -> str:
+    """Return the type of a key, as in "int" or "list[int] | None"."""
+    name = row.kind.__name__ if isinstance(row.kind, type) else str(row.kind)
+    if row.items is not object:
+        name = name.replace("list", f"list[{row.items.__name__}]")
+    return name.replace("None", "null")
+
+
+def read_rope(
+    content: JsonObject, config: dict[str, Any], family: Family
+) -> tuple[dict[str, Any], list[str]]:
+    """Return rope_type and the values of its keys, by transformers' rules of precedence; and the problems."""
+    name = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
+    rope = content.take(name, dict, JsonObject(content.path, {}))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ("default", *SCALINGS):
+        supported = ", ".join(["default", *SCALINGS])
+        return {}, [f"rope_type = {kind!r}; supported: {supported}"]
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            why = "only one RoPE for all layers is supported"
+            return {}, [f"{name}.{key} = {shorten(value)}; {why}"]
+    rope.setdefault("rope_theta", config["rope_theta"])
+    keys = ["rope_theta", "partial_rotary_factor"]
+    if kind in SCALINGS:
+        keys += SCALINGS[kind].values()
+    if ORIGINAL_LENGTH in keys:
+        if config[ORIGINAL_LENGTH]:
+            rope[ORIGINAL_LENGTH] = config[ORIGINAL_LENGTH]
+        rope.setdefault(ORIGINAL_LENGTH, config[LENGTH])
+    values, problems = read_keys(rope, {key: ROPE_KEYS[key] for key in keys}, family.title)
+    if not problems and values.get("low_freq_factor", 0) > values.get("high_freq_factor", inf):
+        problems.append(f"{name}.low_freq_factor is larger than high_freq_factor")
+    return values | {"rope_type": kind}, problems
+
+
+def fill_in(config: dict[str, Any]) -> None:
+    """Set sizes that follow from others."""
+    if config["num_key_value_heads"] is None:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    if config["head_dim"] is None:
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+
+
+def find_unsupported(config: dict[str, Any], family: Family) -> list[str]:
+    """Find values that contradict each other, and layers that our model does not compute."""
+    problems = []
+    dim, n_layers = config["hidden_size"], config["num_hidden_layers"]
+    n_heads, n_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config["head_dim"]
+    if family.divides_dim and dim % n_heads:
+        problems.append(f"num_attention_heads = {n_heads}; it must divide hidden_size = {dim}")
+    if n_heads % n_kv_heads:
+        why = f"it must divide num_attention_heads = {n_heads}"
+        problems.append(f"num_key_value_heads = {n_kv_heads}; {why}")
+    if head_dim < 2 or head_dim % 2:
+        problems.append(f"head_dim = {head_dim}; rotary embedding needs an even number")
+    layer_types = config["layer_types"]
+    if layer_types not in (None, ["full_attention"] * n_layers):
+        why = f"only full attention in {n_layers} layers is supported"
+        problems.append(f"layer_types = {shorten(layer_types)}; {why}")
+    n_full = config.get("max_window_layers")
+    if layer_types and not family.keys.get("max_window_layers", IGNORED).is_ignored:
+        n_full = n_layers  # layer_types comes first
+    window = config.get("sliding_window")
+    if config.get("use_sliding_window") and window and n_full < n_layers:
+        why = f"layers from number {n_full} on have a window of {window}, but only full attention is supported"
+        problems.append(f"use_sliding_window = true; {why}")
+    if not family.experts:
+        return problems
+    n_experts, top_k = config[family.experts["n_experts"]], config[family.experts["top_k"]]
+    if top_k > n_experts:
+        problems.append(f"{family.experts['top_k']} = {top_k}; there are {n_experts} experts")
+    if count_dense(config) is None:
+        dense = shorten(config[DENSE_LAYERS])
         why = "only the first layers can be dense, such as [0, 1]"
-        problems.append(f"{DENSE_LAYERS} = {dense!r}; {why}")
-    kind = rope["rope_type"]
-    if kind not in ("default", *SCALINGS):
-        problems.append(f"rope_type = {kind!r}; supported: 'default', 'linear' and 'llama3'")
+        problems.append(f"{DENSE_LAYERS} = {dense}; {why}")
     return problems
 
 
-def read_scaling(rope: JsonObject, config: JsonObject) -> RopeScaling | None:
-    """Return the RoPE scaling. A missing original length is max_position_embeddings, as in transformers."""
-    kind = rope["rope_type"]
-    if kind == "default":
-        return None
-    rope[ORIGINAL_LENGTH] = rope.get(ORIGINAL_LENGTH) or config.get(LENGTH)
-    return RopeScaling(**take_fields(rope, RopeScaling, SCALINGS[kind]), kind=kind)
+def count_dense(config: dict[str, Any]) -> int | None:
+    """Return the number of dense layers at the start; None if any other layer is listed as dense."""
+    n_layers = config["num_hidden_layers"]
+    step = config.get("decoder_sparse_step", 1)
+    dense = config.get(DENSE_LAYERS) or []
+    n_first = 0
+    while n_first in dense:
+        n_first += 1
+    theirs = [layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers)]
+    ours = [layer >= n_first and (layer + 1) % step == 0 for layer in range(n_layers)]
+    return n_first if ours == theirs else None
+
+
+def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
+    """List what a config.json that was read says, but this trainer does not do."""
+    family = list_families()[content["model_type"]][1]
+    rows = EVERY_FAMILY | family.keys
+    notices = []
+    unknown = []
+    for key, value in content.items():
+        row = rows.get(key)
+        if row is None and value and not key.startswith("_"):
+            unknown.append(f"{key} = {shorten(value)}")
+        elif row and row.is_ignored and row.only and value not in row.only:
+            notices.append(f"{CONFIG}: {key} = {shorten(value)} has no effect in this trainer")
+    for name in ("rope_scaling", "rope_parameters"):
+        for key in (content.get(name) or {}).keys() - {"rope_type", "type", *ROPE_KEYS}:
+            unknown.append(f"{name}.{key}")
+    if unknown:
+        why = f"keys that transformers' {family.title} does not have are ignored"
+        notices.append(f"{CONFIG}: {why}: {', '.join(unknown)}")
+    if content.get(TIED) and not model_args.tie_embeddings:
+        why = "the files have two different matrices, so the model is not tied, as in transformers"
+        notices.append(f"{CONFIG}: {TIED} = true, but {why}")
+    return notices
 
 
 # --- write ---
@@ -205,31 +383,37 @@ def make_config(
     """Return the content of config.json.
 
     `dtype`: torch's name of the dtype. `context`: length of the training sequences in tokens, if known. `published`:
-    the config.json that came with the weights. All of it is kept, except the dtype, and a context length that is
-    shorter than the training sequences.
+    the config.json that came with the weights. All of it is kept, except the dtype, tied embeddings that were not
+    tied, and a context length that is shorter than the training sequences.
     """
+    scaling = model_args.rope_scaling
     if published:
         changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published}
+        if published.get(TIED):
+            changed[TIED] = model_args.tie_embeddings
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
+            if scaling and scaling.kind == "llama3":  # its default is the old length
+                changed[ORIGINAL_LENGTH] = scaling.original_length
         return published | changed
     family = find_family(model_args)
-    scaling = model_args.rope_scaling
+    constants = {
+        key: row.only[0] for key, row in family.keys.items() if not row.is_ignored and row.only
+    }
     of_moe = name_values(model_args.moe, family.experts)
     if DENSE_LAYERS in of_moe:
         of_moe[DENSE_LAYERS] = list(range(of_moe[DENSE_LAYERS]))
     config: dict[str, object] = {
         "architectures": [family.architecture],
         "model_type": find_model_type(model_args),
-        "hidden_act": COMMON_CONSTANTS["hidden_act"],
-        **family.must_be,
+        **constants,
         **name_values(model_args, family.sizes),
         **of_moe,
         "rope_theta": model_args.rope_theta,
         "rope_scaling": None,
-        "tie_word_embeddings": model_args.tie_embeddings,
+        TIED: model_args.tie_embeddings,
         "bos_token_id": bos_id,
-        "eos_token_id": eos_id,
+        END: eos_id,
         DTYPE_KEYS[0]: dtype,
     }
     if context is not None:

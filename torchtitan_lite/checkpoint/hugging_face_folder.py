@@ -9,14 +9,19 @@
     model.embed_tokens.weight                        tok_embeddings.weight
     model.layers.3.self_attn.q_proj.weight           layers.3.attention.wq.weight
     model.norm.weight                                norm.weight
-    lm_head.weight (missing if tied)                 output.weight (the same)
+    lm_head.weight                                   output.weight
     ...mlp.experts.0.gate_proj.weight  (F, D)        ...feed_forward.experts.w1  (experts, D, F)
 
 Modules, shapes and names come from models/NAME/table.py. Both sides have the same shapes, except for experts:
 theirs are one transposed matrix per expert. The rows of wq and wk are in a different order: hugging_face.py.
+
+A tied model usually stores the embedding only. As in transformers, one that stores the head only is tied too, and one
+that stores two different matrices is not tied.
 """
 
-from dataclasses import dataclass
+import json
+import mmap
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.hugging_face_config import (
@@ -43,7 +48,7 @@ class HuggingFaceFolder:
     """A complete model: the folder has exactly the tensors that its config.json describes."""
 
     model_args: ModelArgs
-    files: dict[str, Path]  # tensor name -> file
+    tensors: dict[str, tuple[Path, str]]  # tensor name -> file, and the name there
 
 
 def list_tensors(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
@@ -66,7 +71,7 @@ def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
 def open_folder(path: Path) -> HuggingFaceFolder:
     """Read config.json and the headers of all files. Raises HuggingFaceError with every problem."""
     model_args = read_model_args(path)
-    file_of = {}
+    tensors = {}
     found = {}  # name -> shape
     for file in list_files(path):
         for name, (dtype, shape) in read_header(file).items():
@@ -75,8 +80,10 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             if dtype not in DTYPES:
                 remedy = f"Quantized weights cannot be used; supported: {', '.join(DTYPES)}"
                 raise HuggingFaceError(path, [f"{file.name}: {name} is {dtype}. {remedy}"])
-            file_of[name] = file
+            tensors[name] = (file, name)
             found[name] = shape
+    if model_args.tie_embeddings:
+        model_args = find_tied(model_args, found, tensors)
     expected = {}
     for fqn, shape in list_tensors(model_args).items():
         if len(shape) == 3:
@@ -92,7 +99,40 @@ def open_folder(path: Path) -> HuggingFaceFolder:
         problems[MOST_NAMED:] = [f"and {len(problems) - MOST_NAMED} more"]
     if problems:
         raise HuggingFaceError(path, problems)
-    return HuggingFaceFolder(model_args, file_of)
+    return HuggingFaceFolder(model_args, tensors)
+
+
+def find_tied(
+    model_args: ModelArgs, found: dict[str, tuple], tensors: dict[str, tuple[Path, str]]
+) -> ModelArgs:
+    """Return the model with tied embeddings, or untied if the files have two different matrices.
+
+    Changes `found` and `tensors` of a tied model: they have the embedding only.
+    """
+    untied = replace(model_args, tie_embeddings=False)
+    (embedding,) = name_theirs("tok_embeddings.weight", untied)
+    (head,) = name_theirs("output.weight", untied)
+    if head not in found:
+        return model_args
+    if embedding not in found:
+        found[embedding] = found[head]
+        tensors[embedding] = tensors[head]
+    elif found[embedding] != found[head]:
+        return untied
+    elif read_bytes(*tensors[embedding]) != read_bytes(*tensors[head]):
+        return untied
+    del found[head]
+    return model_args
+
+
+def read_bytes(path: Path, name: str) -> memoryview:
+    """Map the values of a tensor in a safetensors file."""
+    with open(path, "rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    start = 8 + int.from_bytes(content[:8], "little")
+    first, last = json.loads(content[8:start])[name]["data_offsets"]
+    values = memoryview(content)[start + first : start + last]
+    return values.cast("Q") if len(values) % 8 == 0 else values  # compares eight bytes at a time
 
 
 def list_files(path: Path) -> list[Path]:
@@ -105,7 +145,11 @@ def list_files(path: Path) -> list[Path]:
             why += f"; {pickles[0]} is a pickle, which is never opened here: save it as safetensors with transformers"
         raise HuggingFaceError(path, [why])
     weight_map = read_json(path / INDEX).take("weight_map", dict)
-    return [path / name for name in sorted(set(weight_map.values()))]
+    files = {path / weight_map.take(name, str) for name in weight_map}
+    if missing := sorted(file.name for file in files if not file.is_file()):
+        why = f"{INDEX} names {', '.join(missing)}, which is not in the folder: download it again"
+        raise HuggingFaceError(path, [why])
+    return sorted(files)
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

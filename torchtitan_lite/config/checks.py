@@ -28,6 +28,9 @@ from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 TP = "parallelism.tensor_parallel_degree"
 EP = "parallelism.expert_parallel_degree"
+# torch.nn.functional.grouped_mm: every stride is a multiple of this
+GROUPED_BYTES = 16
+N_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
@@ -166,6 +169,31 @@ def check_experts(problems: Problems, layout: Layout) -> None:
         sizes = f"{moe.n_experts} x {problems.model_args.dim} x {moe.expert_ffn_dim}"
         why = f"FSDP cannot shard any dim of {sizes} evenly"
         problems.refuse(EP, why, "Use another expert_parallel_degree or model.dim")
+
+
+def check_grouped_matmuls(config: Config, model_args: ModelArgs) -> list[Problem]:
+    """Find sizes that grouped matmuls cannot take in the dtype of a resolved config."""
+    problems = Problems(config, model_args)
+    dtype = "training.mixed_precision_param"
+    why = explain_strides(model_args, config.training.mixed_precision_param)
+    if why and not explain_strides(model_args, "float32"):
+        problems.refuse(dtype, why, 'Use "float32"')
+    elif why:
+        remedy = "Use multiples of 8, for example experts padded with zeros, which compute the same"
+        problems.refuse("model.flavor", why, remedy)
+    return problems
+
+
+def explain_strides(model_args: ModelArgs, dtype: str) -> str:
+    """Explain why the experts of a model cannot compute in this dtype; "" if they can."""
+    if model_args.moe is None:
+        return ""
+    unit = GROUPED_BYTES // N_BYTES[dtype]
+    width = model_args.moe.expert_ffn_dim
+    if model_args.dim % unit == 0 and width % unit == 0:
+        return ""
+    sizes = f"dim = {model_args.dim} and experts of width {width}"
+    return f"grouped matmuls in {dtype} need multiples of {unit}, but the model has {sizes}"
 
 
 def check_float8(problems: Problems, layout: Layout) -> None:

@@ -3,6 +3,7 @@
     ModelArgs     the sizes of a model, and the options that its modules share
     ModuleRow     one module: its weight and bias, how ranks split them, how they start
     Family        names and keys of the model in Hugging Face folders
+    ConfigKey     one key of config.json: read, refused or ignored
     ModelTable    all of these: what models/registry.py has for each model
 
 Everything else derives from them: counts and FLOPs, tensor parallel, float8, memory, traffic, Hugging Face names,
@@ -11,8 +12,10 @@ initial weights and the bounds of `verify`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from math import inf
+from typing import Any, Literal
 
+ABOVE_ZERO = 1e-30  # `least` of a number that must be above zero
 AUTO = "auto"  # the flavor that stands for the model of the weights that the run loads; without weights, debug
 
 
@@ -121,6 +124,23 @@ class ModuleRow:
 
 
 @dataclass(frozen=True)
+class ConfigKey:
+    """One key of config.json. A value of another type or size is refused, and so is any value outside `only`.
+
+    An ignored key has no effect on our model, and its value is not checked. If the value is outside `only`, a notice
+    says so.
+    """
+
+    kind: Any = object  # type of the JSON value, such as int, or list | None if null is allowed
+    default: Any = None  # transformers' value if the key is missing; ...: it must not be missing
+    least: float = -inf  # smallest number
+    only: tuple = ()  # the values that our model computes; exports have the first
+    items: type = object  # type of the items of a list
+    same_as: str = ""  # the key that this one replaces
+    is_ignored: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """An architecture of transformers that computes the same as some of a model's flavors.
 
@@ -128,9 +148,7 @@ class Family:
     """
 
     architecture: str
-    # key of config.json -> the only supported value, also the default if it is missing
-    must_be: dict[str, object]
-    defaults: dict[str, float | bool]  # key -> default if the key is missing
+    keys: dict[str, ConfigKey]  # the keys that only some architectures have
     sizes: dict[str, str]  # field of ModelArgs -> key
     # FQN of our module, inside the block if it is in one -> theirs; {}: the index of an expert
     names: dict[str, str]

@@ -143,6 +143,7 @@ def list_configured_tokens(config: JsonObject, known: set[str]) -> list[dict]:
     decoder = config.take("added_tokens_decoder", dict, {})
     for token_id in decoder:
         token = decoder.take(token_id, dict)
+        token.take("special", bool)
         if token.take("content", str) not in known:
             tokens.append({**token, "id": int(token_id)})
     return tokens

@@ -5,6 +5,7 @@ checkpoint/, outputs/debug/     the newest checkpoint in this folder
 config.json, *.safetensors      a Hugging Face folder with config.json and a tokenizer
 """
 
+import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,14 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     GENERATION_CONFIG,
     IN_MANIFEST,
     LENGTH,
+    list_ignored,
     read_published,
 )
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.block import list_expert_biases
+from torchtitan_lite.config.checks import explain_strides
 from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -65,6 +68,8 @@ def open_source(options: Namespace) -> ModelSource:
     if (path / CONFIG).is_file():
         model_args = open_folder(path).model_args
         published = read_published(path)
+        for notice in list_ignored(published[CONFIG], model_args):
+            print(notice, file=sys.stderr)
     else:
         path = find_checkpoint(path)
         checkpoint = OpenCheckpoint(path)
@@ -139,9 +144,12 @@ def build_model(source: ModelSource) -> nn.Module:
     """Build the model on a GPU if there is one, else on the CPU, and load its weights."""
     device = choose_device(0, detect_machine().device_type)
     model_args = source.model_args
+    dtype = DTYPES[device.type]
+    if why := explain_strides(model_args, str(dtype).removeprefix("torch.")):
+        raise SourceError(f"{source.path}: {why}.")
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=source.attention)
-    model.to(DTYPES[device.type]).to_empty(device=device).eval()
+    model.to(dtype).to_empty(device=device).eval()
     for _, moe in list_moes(model):
         moe.router.reset(device)
     if model_args.tie_embeddings:  # to_empty made two tensors out of the shared one

@@ -12,6 +12,8 @@ import math
 from functools import partial
 
 from torchtitan_lite.config.model_rows import (
+    ABOVE_ZERO,
+    ConfigKey,
     Family,
     ModelArgs,
     ModelTable,
@@ -206,21 +208,69 @@ QWEN3_MOE_NAMES = {
     "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
     "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
 }
-FULL_ATTENTION = {"use_sliding_window": False, "sliding_window": None}
-QWEN3_CONSTANTS = {"attention_bias": False, **FULL_ATTENTION}
+# Keys of config.json, with the defaults of transformers 5.23. A test compares them with its classes.
+SIZE = ConfigKey(int, ..., least=1)
+BOOL = ConfigKey(bool, False)
+ONLY_FALSE = ConfigKey(bool, only=(False,))
+IGNORED = ConfigKey(is_ignored=True)
+SHARED = {
+    **dict.fromkeys(SIZES.values(), SIZE),
+    "num_key_value_heads": ConfigKey(int | None, least=1),
+    "head_dim": ConfigKey(int, least=1),  # missing: hidden_size / num_attention_heads
+    "rms_norm_eps": ConfigKey(float, 1e-6, least=0),
+    "hidden_act": ConfigKey(str, only=("silu", "swish")),  # two names of one function
+    "tie_word_embeddings": BOOL,
+    "max_position_embeddings": ConfigKey(int, 32768, least=1),
+    "rope_theta": ConfigKey(float, 1e4, least=ABOVE_ZERO),
+    "bos_token_id": ConfigKey(int | None),
+    "pad_token_id": ConfigKey(int | None),
+    "initializer_range": IGNORED,
+    "use_cache": IGNORED,
+    # Training here has no dropout
+    "attention_dropout": ConfigKey(only=(0.0,), is_ignored=True),
+}
+EXPERTS = {
+    "num_experts_per_tok": SIZE,
+    # The loss of transformers adds a balance loss if this is true; here training.expert_balance_loss does
+    "output_router_logits": ConfigKey(only=(False,), is_ignored=True),
+    "router_aux_loss_coef": IGNORED,
+}
+# A layer has a window if use_sliding_window is true, unless its number is below max_window_layers
+WINDOW = {
+    "use_sliding_window": BOOL,
+    "sliding_window": ConfigKey(int | None, 4096, least=1),
+    "max_window_layers": ConfigKey(int, 28, least=0),
+}
 FAMILIES = {  # model_type -> family; an export has the first that fits
     "llama": Family(
         "LlamaForCausalLM",
-        {"attention_bias": False, "mlp_bias": False},
-        {"rms_norm_eps": 1e-6, "rope_theta": 1e4},
+        SHARED
+        | {
+            "head_dim": ConfigKey(int | None, least=1),
+            "max_position_embeddings": ConfigKey(int, 2048, least=1),
+            "attention_bias": ONLY_FALSE,
+            "mlp_bias": ONLY_FALSE,
+            "pretraining_tp": IGNORED,
+        },
         SIZES,
         NAMES,
         divides_dim=True,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        {"sliding_window": None},
-        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+        SHARED
+        | EXPERTS
+        | {
+            "num_key_value_heads": ConfigKey(int, 8, least=1),
+            "head_dim": ConfigKey(int | None, least=1),
+            "rms_norm_eps": ConfigKey(float, 1e-5, least=0),
+            "max_position_embeddings": ConfigKey(int, 131072, least=1),
+            "rope_theta": ConfigKey(float, 1e6, least=ABOVE_ZERO),
+            "sliding_window": ConfigKey(int | None, only=(None,)),
+            "num_local_experts": SIZE,
+            "num_experts": ConfigKey(int, least=1, same_as="num_local_experts"),
+            "router_jitter_noise": ConfigKey(only=(0.0,), is_ignored=True),
+        },
         SIZES,
         NAMES | MIXTRAL_NAMES,
         experts={
@@ -231,25 +281,40 @@ FAMILIES = {  # model_type -> family; an export has the first that fits
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
-        FULL_ATTENTION,
-        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 32},
+        SHARED | WINDOW | {"num_key_value_heads": ConfigKey(int | None, 32, least=1)},
         SIZES,
         NAMES,
         switches=("qkv_bias",),
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
-        QWEN3_CONSTANTS,
-        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 32, "head_dim": 128},
+        SHARED
+        | WINDOW
+        | {
+            "num_key_value_heads": ConfigKey(int | None, 32, least=1),
+            "head_dim": ConfigKey(int, 128, least=1),
+            "attention_bias": ONLY_FALSE,
+        },
         SIZES,
         NAMES,
         switches=("qk_norm",),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        QWEN3_CONSTANTS,
-        {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 4}
-        | {"decoder_sparse_step": 1, "norm_topk_prob": False, "mlp_only_layers": []},
+        SHARED
+        | EXPERTS
+        | WINDOW
+        | {
+            "max_window_layers": ConfigKey(default=0, is_ignored=True),
+            "num_key_value_heads": ConfigKey(int, 4, least=1),
+            "attention_bias": ONLY_FALSE,
+            "num_experts": SIZE,
+            "num_local_experts": ConfigKey(int, least=1, same_as="num_experts"),
+            "moe_intermediate_size": SIZE,
+            "norm_topk_prob": BOOL,
+            "decoder_sparse_step": ConfigKey(int, 1, least=1),
+            "mlp_only_layers": ConfigKey(list | None, items=int),
+        },
         SIZES,
         NAMES | QWEN3_MOE_NAMES,
         switches=("qk_norm",),

@@ -1,0 +1,404 @@
+"""Each key of config.json: transformers' logits with the values that we accept, a refusal by name of all others."""
+
+import inspect
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from test_hugging_face import load_ours
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+
+from torchtitan_lite.checkpoint.hugging_face_config import (
+    EVERY_FAMILY,
+    HuggingFaceError,
+    list_families,
+    list_ignored,
+    read_model_args,
+    read_published,
+)
+from torchtitan_lite.config.checks import explain_strides
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.tools.convert import write_folder
+from torchtitan_lite.tools.model_source import ModelSource
+
+ABSENT = object()  # deletes a key
+TOKENS = torch.randint(128, (2, 96), generator=torch.Generator().manual_seed(3))
+POSITIONS = torch.arange(96).expand(2, -1)
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
+# grouped matmuls have no float64
+LARGEST_ERRORS = {torch.float64: 5e-6, torch.float32: 1e-4}
+
+
+@cache
+def make_content(family: str, sizes: str = "{}") -> dict:
+    """config.json of a small model, as transformers writes it. `sizes`: JSON of more keys."""
+    config = AutoConfig.for_model(
+        family, **{**SIZES, **EXPERTS.get(family, {})} | json.loads(sizes)
+    )
+    return json.loads(config.to_json_string())
+
+
+def write_config(folder: Path, family: str, changes: dict) -> None:
+    content = {**make_content(family), **changes}
+    content = {key: value for key, value in content.items() if value is not ABSENT}
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def make_folder(tmp_path_factory):
+    """Function: a folder with weights for a family of these sizes, as transformers writes it."""
+    made: dict[tuple, Path] = {}
+
+    def find(family: str, sizes: dict) -> Path:
+        key = (family, json.dumps(sizes))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("made")
+            torch.manual_seed(1)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**make_content(*key)))
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.08)
+            model.save_pretrained(made[key])
+        return made[key]
+
+    return find
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+STORED = {  # what else a tied model stores
+    "equal": lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}),
+    "different": lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].flip(0).clone()}),
+    "only the head": lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}),
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+VERSION_4 = {"rope_parameters": ABSENT, "rope_theta": 5e5}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ABSENT}
+ORIGINAL = "original_max_position_embeddings"
+DENSE, STEP = "mlp_only_layers", "decoder_sparse_step"
+ACCEPTED = [  # families, sizes of the stored model, changes of its config.json, what else is stored
+    ("all", {}, {}, ""),
+    ("all", {"num_key_value_heads": 4}, {"num_key_value_heads": 4}, ""),
+    ("llama qwen2 qwen3", {"num_key_value_heads": 4}, {"num_key_value_heads": None}, ""),
+    ("llama", {"num_key_value_heads": 4}, {"num_key_value_heads": ABSENT}, ""),
+    ("qwen3_moe", {"num_key_value_heads": 4}, {"num_key_value_heads": ABSENT}, ""),
+    ("llama mixtral", {}, {"head_dim": None}, ""),
+    ("llama mixtral qwen2 qwen3_moe", {}, {"head_dim": ABSENT}, ""),
+    ("llama qwen2", {"head_dim": 8}, {}, ""),
+    (
+        "mixtral qwen3",
+        {"hidden_size": 72, "num_attention_heads": 5, "num_key_value_heads": 5},
+        {},
+        "",
+    ),
+    ("all", {}, {"rms_norm_eps": ABSENT}, ""),
+    ("llama qwen3", {}, {"rms_norm_eps": 0.5}, ""),
+    ("llama", {}, {"rms_norm_eps": 0.0}, ""),
+    ("qwen2", {}, {"hidden_act": "swish"}, ""),
+    ("llama", {}, {"hidden_act": ABSENT, "attention_bias": ABSENT, "mlp_bias": ABSENT}, ""),
+    ("qwen3", {}, {"tie_word_embeddings": ABSENT}, ""),
+    ("qwen2", {"tie_word_embeddings": True}, {}, ""),
+    ("llama qwen2", {"tie_word_embeddings": True}, {}, "equal"),
+    ("llama qwen3_moe", {"tie_word_embeddings": True}, {}, "different"),
+    ("mixtral qwen3", {"tie_word_embeddings": True}, {}, "only the head"),
+    ("llama", {}, {"tie_word_embeddings": True}, ""),
+    # RoPE
+    ("llama qwen3_moe", {}, VERSION_4, ""),
+    ("llama mixtral", {}, {"rope_parameters": ABSENT}, ""),
+    ("qwen2", {}, {"rope_parameters": None, "rope_theta": 10000}, ""),
+    ("llama", {}, {"rope_parameters": {}, "rope_theta": 5e5, "rope_scaling": {}}, ""),
+    ("llama", {}, {"rope_parameters": {"rope_theta": 3e4}, "rope_theta": 5e5}, ""),
+    ("llama", {}, {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 5e5}, ""),
+    ("llama", {}, {"rope_parameters": {"type": "linear", "rope_type": "default", "factor": 2}}, ""),
+    ("llama", {}, {"rope_parameters": {"type": "linear", "factor": 0.5, "foo": 1}}, ""),
+    ("llama", {}, {"partial_rotary_factor": 1.0}, ""),
+    ("llama qwen3", {}, {**VERSION_4, "rope_scaling": LLAMA3}, ""),
+    ("mixtral", {}, {**VERSION_4, "rope_scaling": LLAMA3, "max_position_embeddings": 64}, ""),
+    ("llama", {}, {**VERSION_4, "rope_scaling": LLAMA3, "max_position_embeddings": ABSENT}, ""),
+    ("llama qwen2", {}, {**VERSION_4, "rope_scaling": {**LLAMA3, ORIGINAL: 16}}, ""),
+    ("llama qwen2", {}, {**VERSION_4, "rope_scaling": {**LLAMA3, ORIGINAL: 16}, ORIGINAL: 32}, ""),
+    ("llama mixtral", {}, {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}, ORIGINAL: 32}, ""),
+    ("llama", {}, {**VERSION_4, "rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, ""),
+    # windows that no layer has
+    ("qwen2 qwen3", {}, {**WINDOW, "max_window_layers": 4}, ""),
+    ("qwen2 qwen3", {}, {**WINDOW, "max_window_layers": ABSENT}, ""),
+    (
+        "qwen2 qwen3",
+        {},
+        {**WINDOW, "max_window_layers": 0, "layer_types": ["full_attention"] * 4},
+        "",
+    ),
+    ("qwen2 qwen3 qwen3_moe", {}, {**WINDOW, "sliding_window": None, "max_window_layers": 0}, ""),
+    ("qwen2 qwen3 qwen3_moe", {}, {**WINDOW, "use_sliding_window": False}, ""),
+    ("llama", {}, {"sliding_window": 8, "layer_types": ["full_attention"] * 4}, ""),
+    ("qwen2 mixtral", {}, {"layer_types": None}, ""),
+    # experts
+    ("mixtral", {}, {"num_experts": 4, "num_local_experts": 8}, ""),
+    ("mixtral", {}, {"num_experts": 4, "num_local_experts": ABSENT}, ""),
+    ("qwen3_moe", {}, {"num_experts": 8, "num_local_experts": 4}, ""),
+    ("qwen3_moe", {}, {"num_experts": 4, "num_local_experts": ABSENT}, ""),
+    ("mixtral qwen3_moe", {}, {"num_experts_per_tok": 4}, ""),
+    ("mixtral qwen3_moe", {}, {"output_router_logits": True, "router_aux_loss_coef": 0.5}, ""),
+    ("mixtral", {}, {"router_jitter_noise": 0.1}, ""),
+    ("qwen3_moe", {}, {"norm_topk_prob": True}, ""),
+    ("qwen3_moe", {}, {"norm_topk_prob": ABSENT, DENSE: None}, ""),
+    ("qwen3_moe", {DENSE: [1, 0, 0, 99, -1]}, {}, ""),
+    ("qwen3_moe", {DENSE: [0], STEP: 2}, {}, ""),
+    ("qwen3_moe", {DENSE: [0, 1], STEP: 2}, {}, ""),
+    ("qwen3_moe", {STEP: 3}, {}, ""),
+    # without effect on the logits
+    ("all", {}, {"attention_dropout": 0.1, "initializer_range": 0.5, "use_cache": False}, ""),
+    ("all", {}, {"eos_token_id": [2, 3], "bos_token_id": None, "pad_token_id": -1}, ""),
+    ("llama", {}, {"dtype": ABSENT, "torch_dtype": "bfloat16", "architectures": None}, ""),
+    ("qwen3", {}, {"quantization_config": None, "per_layer_config": None, "is_causal": True}, ""),
+    ("qwen2", {}, {"rope_interleaved": True, "temperature": 0.5, "id2label": {"0": "a"}}, ""),
+    ("llama", {}, {"pretraining_tp": 2, "auto_map": {"AutoModel": "m.X"}}, ""),
+    ("qwen2", {}, {"attention_bias": True, "mlp_bias": True}, ""),
+    ("qwen3_moe", {}, {"max_window_layers": 1}, ""),
+]
+CASES = []
+for families, *case in ACCEPTED:
+    for family in list_families() if families == "all" else families.split():
+        CASES.append((family, *case))
+
+
+@torch.no_grad()
+def compute_theirs(folder: Path, dtype: torch.dtype) -> Tensor:
+    theirs, found = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True
+    )
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    return theirs(TOKENS).logits
+
+
+@pytest.mark.parametrize("family, sizes, changes, stored", CASES, ids=str)
+def test_an_accepted_value_gives_transformers_logits_and_so_does_an_export(
+    family, sizes, changes, stored, make_folder, tmp_path
+):
+    folder = shutil.copytree(make_folder(family, sizes), tmp_path / "folder")
+    write_config(folder, family, {**json.loads((folder / "config.json").read_text()), **changes})
+    if stored:
+        change_tensors(folder, STORED[stored])
+    dtype = torch.float32 if family in EXPERTS else torch.float64
+    expected = compute_theirs(folder, dtype)
+    ours = load_ours(folder)
+    args = ours.model_args
+    assert stored == "" or args.tie_embeddings == (stored != "different")
+    published = read_published(folder)
+    tokenizer = load_tokenizer("bytes")
+    source = ModelSource(folder, args, "causal", tokenizer, frozenset(), 96, published, None)
+    write_folder(source, tmp_path / "out", "float32", ours.state_dict().__getitem__)
+    with torch.no_grad():
+        found = ours.to(dtype)(TOKENS, positions=POSITIONS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=LARGEST_ERRORS[dtype])
+    assert torch.equal(compute_theirs(tmp_path / "out", dtype), expected)
+
+
+def test_an_export_after_training_on_longer_sequences_keeps_the_rope(make_folder, tmp_path):
+    folder = shutil.copytree(make_folder("llama", {}), tmp_path / "folder")
+    write_config(folder, "llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 32})
+    ours = load_ours(folder)
+    published, tokenizer = read_published(folder), load_tokenizer("bytes")
+    source = ModelSource(
+        folder, ours.model_args, "causal", tokenizer, frozenset(), 96, published, None
+    )
+    write_folder(source, tmp_path / "out", "float32", ours.state_dict().__getitem__)
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 96
+    assert torch.equal(
+        compute_theirs(tmp_path / "out", torch.float64), compute_theirs(folder, torch.float64)
+    )
+
+
+# ---------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize("family", list_families())
+def test_each_key_of_transformers_has_a_row_with_its_default(family):
+    row = list_families()[family][1]
+    rows = EVERY_FAMILY | row.keys
+    theirs = CONFIG_MAPPING[family]
+    code = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[theirs].__module__])
+    read = re.findall(r'config(?:\.|, ")([a-z]\w*)', code)  # config.KEY or getattr(config, "KEY")
+    defaults = {each.name: each.default for each in fields(theirs)}
+    assert {*defaults, *read} - rows.keys() == set()
+    for key in defaults.keys() & row.keys.keys() - {"bos_token_id"}:
+        ours = row.keys[key]
+        if ours.only:
+            assert defaults[key] in ours.only
+        elif not (ours.default is ... or ours.is_ignored):
+            assert ours.default == defaults[key]
+
+
+def test_what_is_ignored_is_said(make_folder):
+    content = make_content("mixtral") | {"foo": 3, "bar": False, "_name_or_path": "x"}
+    content |= {"rope_scaling": {"rope_type": "linear", "factor": 2, "beta_fast": 4}}
+    content |= {"attention_dropout": 0.1, "router_jitter_noise": 0.0, "output_router_logits": True}
+    tied = read_model_args(make_folder("mixtral", {"tie_word_embeddings": True}))
+    first, second, third = list_ignored(content, tied)
+    assert "attention_dropout = 0.1" in first and "output_router_logits = true" in second
+    assert third.endswith(": foo = 3, rope_scaling.beta_fast")
+    untied = read_model_args(make_folder("mixtral", {}))
+    (notice,) = list_ignored(make_content("mixtral") | {"tie_word_embeddings": True}, untied)
+    assert "tie_word_embeddings" in notice
+
+
+# ---------------------------------------------------------------- refused
+
+NESTED = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
+SLIDING = ["full_attention"] * 3 + ["sliding_attention"]
+REFUSED = [  # families, key, values
+    ("all", "num_attention_heads", [0, -4, "4", 4.0, True, None, ABSENT]),
+    ("llama", "num_attention_heads", [3, 5]),
+    ("all", "num_key_value_heads", [0, -2, 3, "2", 2.0]),
+    ("mixtral qwen3_moe", "num_key_value_heads", [None]),
+    ("all", "head_dim", [0, 15, -16, "16", 16.0]),
+    ("qwen2 qwen3 qwen3_moe", "head_dim", [None]),
+    ("all", "hidden_size", [0, -64, "64", None, ABSENT]),
+    ("all", "num_hidden_layers", [0, -1, 2.0, "2"]),
+    ("all", "vocab_size", [0, "128", True]),
+    ("all", "intermediate_size", [0, -1, ABSENT]),
+    ("all", "max_position_embeddings", ["512", 0, -1, 512.0, None]),
+    ("all", "rms_norm_eps", [float("nan"), float("inf"), -1e-6, "1e-6", True, None]),
+    ("all", "hidden_act", ["gelu", None, 1]),
+    ("llama qwen3 qwen3_moe", "attention_bias", [True, 0, None]),
+    ("llama", "mlp_bias", [True]),
+    ("all", "tie_word_embeddings", ["yes", 1, None]),
+    ("all", "is_causal", [False, None]),
+    ("all", "quantization_config", [{}, {"quant_method": "bitsandbytes"}]),
+    ("all", "per_layer_config", [{"0": {"rms_norm_eps": 0.1}}]),
+    ("all", "transformers_weights", ["other.safetensors"]),
+    ("all", "configuration_files", [["config.4.0.0.json"]]),
+    ("all", "fusion_config", [{"a": 1}]),
+    ("all", "eos_token_id", ["</s>", ["</s>"], 2.0, True, -1, [2, None]]),
+    ("all", "bos_token_id", ["<s>", [1]]),
+    ("all", "pad_token_id", ["x"]),
+    ("all", "layer_types", [SLIDING, ["full_attention"], [], "full_attention", [{}, 1]]),
+    ("mixtral", "sliding_window", [4096, "8", 0]),
+    ("qwen2 qwen3 qwen3_moe", "use_sliding_window", ["no", 0, None]),
+    ("qwen2 qwen3 qwen3_moe", "sliding_window", ["8", 0]),
+    ("qwen2 qwen3", "max_window_layers", ["2", -1, None]),
+    ("mixtral qwen3_moe", "num_experts_per_tok", [0, 5, "2", ABSENT]),
+    ("mixtral qwen3_moe", "num_local_experts", [0, "4", None]),
+    ("mixtral qwen3_moe", "num_experts", [0, "4", None]),
+    ("qwen3_moe", "moe_intermediate_size", [0, "24", ABSENT]),
+    ("qwen3_moe", "norm_topk_prob", [1, "yes", None]),
+    ("qwen3_moe", "decoder_sparse_step", [0, -1, None]),
+    ("qwen3_moe", "mlp_only_layers", [[1], [0, 2], [0.0], [False], [None], "0", 1]),
+    ("all", "partial_rotary_factor", [0.5, "1", True]),
+    ("all", "rope_theta", [0, -1.0, float("nan"), "1e4", True, None]),
+    ("all", "rope_scaling", ["llama3", 2.0, []]),
+    ("all", "original_max_position_embeddings", [None, 0, "64"]),
+    ("all", "rope_parameters.rope_theta", [0, -1, None, "1e4", float("inf")]),
+    ("all", "rope_parameters.partial_rotary_factor", [0.5]),
+    ("all", "rope_parameters.full_attention", list(NESTED.values())),
+]
+SCALED = [  # changes of rope_scaling, the key that is named
+    ({"rope_type": "yarn"}, "rope_type"),
+    ({"rope_type": "dynamic"}, "rope_type"),
+    ({"rope_type": "longrope"}, "rope_type"),
+    ({"rope_type": None}, "rope_type"),
+    ({"rope_type": {}}, "rope_type"),
+    ({"factor": 0}, "rope_scaling.factor"),
+    ({"factor": "8"}, "rope_scaling.factor"),
+    ({"factor": ABSENT}, "rope_scaling.factor"),
+    ({"low_freq_factor": 0.0}, "rope_scaling.low_freq_factor"),
+    ({"low_freq_factor": 8.0}, "rope_scaling.low_freq_factor"),
+    ({"low_freq_factor": ABSENT}, "rope_scaling.low_freq_factor"),
+    ({"high_freq_factor": None}, "rope_scaling.high_freq_factor"),
+    ({ORIGINAL: 64.0}, f"rope_scaling.{ORIGINAL}"),
+]
+
+
+def assert_named(folder: Path, key: str) -> None:
+    with pytest.raises(HuggingFaceError) as error:
+        read_model_args(folder)
+    assert re.search(
+        rf"{re.escape(str(folder))}.*\n  config.json: {re.escape(key)} ", str(error.value)
+    )
+
+
+@pytest.mark.parametrize("families, key, values", REFUSED, ids=lambda value: str(value)[:40])
+def test_a_value_that_cannot_be_is_refused_by_its_key(families, key, values, tmp_path):
+    for family in list_families() if families == "all" else families.split():
+        for value in values:
+            changes = {key: value}
+            if key.startswith("rope_parameters."):
+                changes = {"rope_parameters": {key.removeprefix("rope_parameters."): value}}
+            elif key == "rope_theta":
+                changes["rope_parameters"] = ABSENT
+            write_config(tmp_path, family, changes)
+            assert_named(tmp_path, key)
+
+
+@pytest.mark.parametrize("changes, key", SCALED, ids=str)
+def test_a_scaling_that_cannot_be_is_refused_by_its_key(changes, key, tmp_path):
+    scaling = {**LLAMA3, **changes}
+    scaling = {name: value for name, value in scaling.items() if value is not ABSENT}
+    write_config(tmp_path, "llama", {"rope_scaling": scaling})
+    assert_named(tmp_path, key)
+
+
+@pytest.mark.parametrize("family, first", [("qwen2", 3), ("qwen3", 0), ("qwen3_moe", 28)])
+def test_a_window_that_a_layer_has_is_refused(family, first, tmp_path):
+    write_config(tmp_path, family, {**WINDOW, "max_window_layers": first})
+    assert_named(tmp_path, "use_sliding_window")
+
+
+@pytest.mark.parametrize("value", ["</s>", ["</s>"], 2.5, True, {"id": 2}], ids=str)
+def test_an_end_token_of_generation_config_json_is_a_number(value, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id = "):
+        read_published(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dim, width", [(64, 22), (64, 60), (64, 90), (64, 20), (66, 24), (60, 24), (64, 24)]
+)
+def test_sizes_that_torchs_grouped_matmul_refuses_are_refused_before_the_run(dim, width, dtype):
+    rows = torch.randn(6, dim, dtype=getattr(torch, dtype))
+    matrices = torch.randn(2, dim, width, dtype=rows.dtype)
+    down = torch.randn(2, width, dim, dtype=rows.dtype)
+    ends = torch.tensor([4, 6], dtype=torch.int32)
+    works = True
+    try:
+        F.grouped_mm(F.grouped_mm(rows, matrices, offs=ends), down, offs=ends)
+    except RuntimeError as error:
+        assert "strides" in str(error)
+        works = False
+    args = ModelArgs(dim, 1, 4, 2, 16, 64, 128, moe=MoEArgs(2, 1, width))
+    assert (explain_strides(args, dtype) == "") == works
