@@ -49,12 +49,12 @@ def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
 def sum_nats(
     batches: Iterable[Batch], compute_loss: Callable[[Batch], Tensor], bytes_of_tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss summed over all batches in nats, () float64, and the number of tokens and bytes, (2,) int64.
+    """Return the loss summed over all batches in nats, () float64, and the number of tokens and bytes, (2,) float64.
 
-    `compute_loss` returns the sum of token losses of a batch, (). `bytes_of_tokens` (V,) int64: UTF-8 bytes of each id.
+    `compute_loss` returns the sum of token losses of a batch, (). `bytes_of_tokens` (V,) float64: bytes of each id.
     """
     nats = torch.zeros((), dtype=torch.float64, device=bytes_of_tokens.device)
-    counts = torch.zeros(2, dtype=torch.int64, device=bytes_of_tokens.device)
+    counts = torch.zeros(2, dtype=torch.float64, device=bytes_of_tokens.device)
     for batch in batches:
         nats += compute_loss(batch)
         counted = batch.targets != IGNORE_INDEX

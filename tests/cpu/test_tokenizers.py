@@ -175,7 +175,7 @@ def test_both_makers_of_a_byte_level_bpe_give_the_packages_ids(kind, tmp_path, m
     with monkeypatch.context() as patches:
         patches.setitem(sys.modules, "tokenizers", None)
         fast = load_tokenizer(tmp_path)
-    monkeypatch.setattr(tokenizer_module, "read_byte_level_bpe", lambda file: None)
+    monkeypatch.setattr(tokenizer_module, "read_byte_level_bpe", lambda *_: None)
     by_package = load_tokenizer(tmp_path)
     assert fast.fingerprint == by_package.fingerprint and fast.bytes_of_id == by_package.bytes_of_id
     bos_id = oracle.token_to_id("<|end_of_text|>") if kind == "Llama 3" else None
@@ -201,6 +201,118 @@ def test_a_bpe_with_another_pattern_or_other_merges_goes_to_the_package(tmp_path
         tokenizer = load_tokenizer(write(tmp_path, oracle, "<|im_end|>"))
         oracle.encode_special_tokens = True
         assert tokenizer.encode(SOURCE) == oracle.encode(SOURCE, add_special_tokens=False).ids
+
+
+FLAGS = dict.fromkeys(("special", "lstrip", "rstrip", "single_word", "normalized"), False)
+WORDS = ("QZX", "QZXJ", "QZXJK")
+ADDED_TOKENS = {  # what is added to a byte-level BPE: content and flags; None: anything but an added token
+    "one begins another": [(word, "") for word in WORDS],
+    "special ones": [(word, "special") for word in WORDS],
+    "a special one has others": [("QZXJK", "special"), ("QZX", ""), ("ZXJ", ""), ("JK!", "")],
+    "others have a special one": [("QZXJK", ""), ("QZX", "special"), ("J", "special")],
+    "they overlap": [("QZX", "special"), ("XJK", ""), ("ZXJ", "")],
+    "brackets": [("[|end|]", "special"), ("[|end", ""), ("[|end|]x", "special")],
+    "spaces and accents": [(" QZX", ""), ("QZX\n", "special"), ("é", ""), ("X\u0307", "")],
+    "entries of the vocabulary": [("return", ""), ("the", "special"), ("Ġthe", ""), ("1", "")],
+    "twice": [("QZX", ""), ("QZX", "special"), ("QZXJ", "special"), ("QZXJ", "rstrip")],
+    "empty": [("", ""), ("QZX", "special")],
+}
+for _flag in FLAGS:
+    ADDED_TOKENS[_flag] = [("QZX", _flag), ("QZXJ", "")]
+    ADDED_TOKENS[f"special, {_flag}"] = [("QZX", f"special {_flag}"), ("QZXJ", "special")]
+TRICKY = [
+    *WORDS,
+    *"JKQZXé!1> ",
+    "ZXJ",
+    "[|end",
+    "|]",
+    "x",
+    "e\u0301",
+    "\u0307",
+    "\u0338",
+    "\n",
+    "\t",
+]
+TRICKY += [" the", "return", "👩‍👩‍👧", "日本", "\u3000", "<|im_end|>", "<think>", "12345", "ſ"]
+
+
+def add_tokens(tokenizer: HuggingFace, tokens: list[tuple[str, str]]) -> dict:
+    """Return the content of tokenizer.json with more added tokens. Their ids are wrong on purpose."""
+    content = json.loads(tokenizer.to_str())
+    for name, flags in tokens:
+        flags = FLAGS | dict.fromkeys(flags.split(), True)
+        content["added_tokens"].append({"id": 7, "content": name, **flags})
+    return content
+
+
+def compare(folder: Path, content: dict, pieces: list[str] = TRICKY) -> None:
+    """Compare ids of both kinds with the package, on texts of these pieces."""
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(pieces, k=draw.randrange(1, 12))) for _ in range(300)]
+    oracle = HuggingFace.from_str(json.dumps(content))
+    write(folder, oracle, "<|im_end|>")
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    ours = load_tokenizer(folder)
+    assert ours.special.items() <= oracle.get_vocab().items()
+    for text in [*texts, *TEXTS]:
+        oracle.encode_special_tokens = True
+        assert ours.encode(text) == oracle.encode(text, add_special_tokens=False).ids, text
+        oracle.encode_special_tokens = False
+        ids, _ = ours.encode_special(text)
+        assert ids == oracle.encode(text, add_special_tokens=False).ids, text
+
+
+@pytest.mark.parametrize("case", ADDED_TOKENS)
+@pytest.mark.parametrize("kind", ["Qwen", "Llama 3"])
+def test_added_tokens_are_found_where_the_package_finds_them(kind, case, tmp_path):
+    compare(tmp_path, add_tokens(train_bpe(kind), ADDED_TOKENS[case]))
+
+
+def test_tokens_that_begin_another_stay_with_tiktoken(tmp_path, monkeypatch):
+    bpe = train_bpe("Qwen")
+    bpe.add_special_tokens([*WORDS])
+    write(tmp_path, bpe, "<|im_end|>")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    tokenizer = load_tokenizer(tmp_path)
+    names = ["QZXJ", "QZXJK", "QZXJK", "QZX"]
+    ids = [bpe.token_to_id(name) for name in names]
+    assert tokenizer.encode_special("".join(names)) == (ids, [4, 9, 14, 17])
+
+
+MERGES = {  # what a tokenizer.json has behind the merges of a trained BPE: ignore_merges, merges
+    "a word that other merges take apart": (False, "crossed"),
+    "the same, looked up whole": (True, "crossed"),
+    "a word without merges": (True, "nothing"),
+    "a word of two tokens": (False, "proper"),
+    "its first merge again": (False, "first"),
+}
+
+
+@pytest.mark.parametrize("case", MERGES)
+def test_merges_that_tiktoken_would_apply_in_another_order_go_to_the_package(case, tmp_path):
+    ignore_merges, merges = MERGES[case]
+    bpe = train_bpe("GPT-2")
+    content = json.loads(bpe.to_str())
+    model = content["model"]
+    model["ignore_merges"] = ignore_merges
+    words = [token for token in model["vocab"] if re.fullmatch("[a-z]{1,3}", token)]
+    pairs = [(a, b) for a in words for b in words if a + b not in model["vocab"]]
+    is_proper = merges != "crossed"
+    left, right = next(p for p in pairs if (bpe.encode("".join(p)).tokens == [*p]) == is_proper)
+    if merges == "first":
+        model["merges"].append(model["merges"][0])
+    else:
+        model["vocab"][left + right] = len(model["vocab"])
+        model["merges"] += [[left, right]] * (merges != "nothing")
+    compare(tmp_path, content, [*words, left + right, " ", "x" + left + right])
+
+
+def test_random_merges_are_refused(tmp_path):
+    content = json.loads(train_bpe("GPT-2").to_str())
+    content["model"]["dropout"] = 0.1
+    write(tmp_path, HuggingFace.from_str(json.dumps(content)), "<|im_end|>")
+    with pytest.raises(ConfigError, match="model.dropout = 0.1.*null"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_sentencepiece_tokenizer_gives_the_packages_ids_and_knows_begin_end_and_bytes(tmp_path):

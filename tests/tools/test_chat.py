@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from test_tokenizers import SHIPPED, train_bpe, write
+from tokenizers import Tokenizer as HuggingFace
 from transformers import AutoTokenizer
 
 from torchtitan_lite.__main__ import main
@@ -122,14 +123,18 @@ TEMPLATES = {
 
 
 @pytest.fixture(scope="module")
-def make_folder(tmp_path_factory) -> Callable[[str | None], Path]:
+def make_folder(tmp_path_factory) -> Callable[..., Path]:
     """Function: chat template -> a tokenizer's folder with it."""
     bpe = train_bpe("Qwen")
     bpe.add_special_tokens(["<|im_start|>"])
 
-    def make(template: str | None) -> Path:
-        folder = write(tmp_path_factory.mktemp("tokenizer"), bpe, "<|end_of_text|>")
-        config = {"eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    def make(template: str | None, *special: str) -> Path:
+        """`special`: more special tokens, of which the first is EOS."""
+        more = HuggingFace.from_str(bpe.to_str())
+        more.add_special_tokens([*special])
+        eos = [*special, "<|end_of_text|>"][0]
+        folder = write(tmp_path_factory.mktemp("tokenizer"), more, eos)
+        config = {"eos_token": eos, "tokenizer_class": "PreTrainedTokenizerFast"}
         (folder / "tokenizer_config.json").write_text(
             json.dumps({**config, "chat_template": template})
         )
@@ -201,6 +206,38 @@ def test_a_greeting_is_an_answer(make_folder):
     for folder in (make_folder(CHATML), SHIPPED):
         greeting, answer = encode(folder, {"messages": messages})[2]
         assert greeting.startswith("Hello<|") and answer.startswith("4<|")
+
+
+BRACKETS = ("[|endofturn|]", "[|assistant|]", "[|user|]")
+ENDINGS = {  # special tokens, text after a message, what a target has of it, the end token
+    "in brackets": (BRACKETS, "[|endofturn|]\n", "[|endofturn|]", "[|endofturn|]"),
+    "start of another": (("[|end|]", "[|end|]\n\n"), "[|end|]\n", "[|end|]", "[|end|]"),
+    "longer than another": (("[|end|]x", "[|end|]"), "[|end|]x[|end|]", "[|end|]x", "[|end|]x"),
+    "with spaces": (("<end of> ",), " <end of> \n", " <end of> ", "<end of> "),
+    "SentencePiece's spaces": (("▁</s>",), "▁</s>\n", "▁</s>", "▁</s>"),
+    "a word": (("QZXJ", "QZX"), " QZXJ QZX", " QZXJ", "QZXJ"),
+    "plain text": ((), "</s>\n", "</s>", None),
+    "none, but for the heads": (BRACKETS[1:], "\n", "", None),
+    "none": ((), "", "", None),
+}
+ANSWERS = ["<br>hello<br>", "<s>", "</s>hello", "[|end", "hello\n", " a <think> b ", "QZ"]
+
+
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_an_answer_ends_with_a_special_token_of_the_tokenizer_however_it_is_spelled(
+    kind, make_folder
+):
+    special, written, kept, end = ENDINGS[kind]
+    head = "{% for message in messages %}[|{{ message.role }}|]{{ message.content }}"
+    asks = "{% endfor %}{% if add_generation_prompt %}[|assistant|]{% endif %}"
+    folder = make_folder(f"{head}{{{{ {written!r} }}}}{asks}", *special)
+    oracle = AutoTokenizer.from_pretrained(folder)
+    for answer in ANSWERS:
+        messages = [message | {"content": answer} for message in EXCHANGE] * 3
+        ids, _, turns = encode(folder, {"messages": messages})
+        assert turns == [answer + kept] * 3
+        assert ids == oracle.apply_chat_template(messages)["input_ids"]
+    assert read_chat_format(load_tokenizer(folder)).end == end
 
 
 @pytest.mark.parametrize("kind", ["plain", "marks on their own line"])
@@ -339,7 +376,7 @@ def test_a_row_that_cannot_be_trained_is_named_and_skipped_with_skip_bad(
     "template, reason",
     [
         (
-            "{{ message.role }}: {{ message.content }}",
+            "{{ '<think>' if loop.last }}{{ message.content }}",
             "message 2 cannot be found.*--only-last-turn",
         ),
         ("{{ message.content | length }}\n", "leaves out message 2's content"),

@@ -158,7 +158,8 @@ def test_characters_are_shown_whole_as_soon_as_their_last_byte_is_there(assets):
     shown = []
     ids = tokenizer.encode(text)
     ends = frozenset([tokenizer.eos_id])
-    assert tool.take(iter([*ids, tokenizer.eos_id, *ids]), tokenizer, ends, shown.append) == ids
+    tokens = iter([*ids, tokenizer.eos_id, *ids])
+    assert tool.take(tokens, tokenizer, ends, shown.append) == (ids, text)
     assert "".join(shown) == text
     for n_tokens in range(1, len(ids) + 1):
         so_far = b"".join(tokenizer.bytes_of_id[token] for token in ids[:n_tokens])
@@ -183,7 +184,7 @@ def test_chat_encodes_a_message_as_transformers_does_and_stops_at_the_templates_
     for prompt in ("Hi", text):
         report = generate(export, "--chat", "--prompt", prompt, "--max-new-tokens", 1)
         assert report["prompt_tokens"] == expected
-    assert read_chat_format(tokenizer).ending[1] == "<|eot_id|>"
+    assert read_chat_format(tokenizer).end == "<|eot_id|>"
 
 
 def test_without_chat_a_line_says_that_special_names_are_text(export, capsys):

@@ -112,7 +112,9 @@ def plan_save(
             continue  # equal on all ranks: the first stage saves it
         dtype = str(tensor.dtype).removeprefix("torch.")
         record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
-        if tensor.numel() >= DEALT:  # smaller ones stay in few files, because every rank that resumes opens them
+        if (
+            tensor.numel() >= DEALT
+        ):  # smaller ones stay in few files, because every rank that resumes opens them
             record = record._replace(copy=number % count_copies(record, mesh))
         records[name] = record
         shard, begin = find_shard(tensor)

@@ -47,6 +47,8 @@ class Corpus:
         if "targets" in sizes.sha256:
             self.targets = torch.from_file(f"{path}.targets", size=n_tokens, dtype=torch.bool)
         self.n_tokens = n_tokens
+        self.n_predicted = n_tokens - sizes.n_documents  # all but the first of each document
+        self.n_text_bytes = sizes.n_text_bytes
 
     def read(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, whether each starts a document, and whether each may be a target, for slices at `starts`.

@@ -266,13 +266,25 @@ def prefetch(
 # ---------------------------------------------------------------- data of a rank
 
 
+def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
+    """Return the number of text bytes of each id, (V,) float64.
+
+    If the tokens in a row are not the text, each id has the mean of the corpora, so that they have their own bytes.
+    """
+    if not tokenizer.decode_text:
+        return torch.tensor(tokenizer.bytes_of_tokens(), dtype=torch.float64)
+    n_bytes = sum(corpus.n_text_bytes for corpus in corpora)
+    n_tokens = sum(corpus.n_predicted for corpus in corpora)
+    return torch.full((tokenizer.vocab_size,), n_bytes / max(1, n_tokens), dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class RunData:
     """The batches of a run, and the rows that this rank reads. All tp and pp ranks of a replica read the same rows."""
 
     stream: SampleStream
     validation: ValidationBatches  # without batches if validation is off
-    bytes_of_tokens: Tensor  # (V,) int64, on the device: number of UTF-8 bytes of each id
+    bytes_of_tokens: Tensor  # (V,) float64, on the device: text bytes of each id in validation
     rows: range
     fingerprint: dict[str, object]  # must match when a run resumes
 
@@ -318,7 +330,7 @@ def open_data(
             global_batch_size=global_batch_size,
             most_batches=config.validation.steps,
         ),
-        bytes_of_tokens=torch.tensor(tokenizer.bytes_of_tokens(), device=device),
+        bytes_of_tokens=count_bytes(tokenizer, validation_reader.corpora).to(device),
         rows=rows_of_rank(data_rank, layout.dp, global_batch_size),
         fingerprint=fingerprint,
     )

@@ -18,27 +18,30 @@ If a text contains the name of a special token, it is encoded as plain text, so 
 
 import hashlib
 import json
+import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.files import import_extra, read_json, refuse_pointer
 from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.data.byte_level_bpe import read_byte_level_bpe
 from torchtitan_lite.data.vocabulary import (
+    SPECIAL_MAP,
     SPECIAL_TOKENS,
     TOKENIZER_CONFIG,
     BytePairs,
     find_bos,
     find_eos,
-    list_configured_tokens,
+    list_added_tokens,
     parse_tokenizer_model,
-    read_byte_level_bpe,
-    spell_token,
+    spell_vocabulary,
 )
 
 try:
@@ -74,7 +77,9 @@ class Tokenizer:
     # Recognizes special tokens. Also returns the index after each token's last character in the normalized text.
     encode_special: Callable[[str], tuple[list[int], list[int]]]
     normalize: Callable[[str], str] = str  # normalization that encode_special applies to a text
-    unknown_id: int | None = None  # stands for text that no other token can write
+    unknown_id: int | None = None  # used where the vocabulary has no token
+    # None: the bytes of the tokens in a row are the text
+    decode_text: Callable[[list[int]], str] | None = None
 
     @cached_property
     def vocab_size(self) -> int:
@@ -96,11 +101,13 @@ class Tokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD. Raises KeyError for an unused id."""
+        if self.decode_text:
+            return self.decode_text(ids)
         tokens = [self.bytes_of_id[token_id] for token_id in ids]
         return b"".join(tokens).decode(errors="replace")
 
     def bytes_of_tokens(self) -> list[int]:
-        """Return the number of text bytes of each id; 0 for special tokens and unused ids."""
+        """Return the number of bytes of each id; 0 for special tokens and unused ids. See count_bytes in dataset.py."""
         special = set(self.special.values())
         n_bytes = [0] * self.vocab_size
         for token_id, token in self.bytes_of_id.items():
@@ -170,27 +177,45 @@ def make_llama3_tokenizer(
     )
 
 
-def encode_by_tiktoken(pairs: BytePairs, added: dict[str, int]) -> tuple[Callable, Callable]:
-    """Return Tokenizer.encode_text and encode_special, implemented with tiktoken."""
+def encode_by_tiktoken(
+    pairs: BytePairs, added: dict[str, int], in_text: Set[str] = frozenset()
+) -> tuple[Callable, Callable]:
+    """Return Tokenizer.encode_text and encode_special, implemented with tiktoken.
+
+    `added`: name -> id of the tokens that are matched before the text is cut. Plain text can have those in `in_text`.
+    """
     encoding = tiktoken and tiktoken.Encoding(
         "torchtitan_lite", pat_str=pairs.pattern, mergeable_ranks=pairs.ranks, special_tokens=added
     )
+    names = match_longest(added)  # tiktoken does not try the longest first
 
-    def encode_text(text: str) -> list[int]:
-        text = compose(text) if pairs.nfc else text
+    def encode(text: str, found: Set[str]) -> list[int]:
         ids = []
-        allowed = pairs.found_in_text
-        for start in range(0, len(text), MAX_CHARACTERS):
-            piece = text[start : start + MAX_CHARACTERS]
-            ids += encoding.encode(piece, allowed_special=allowed, disallowed_special=())
+        start = 0
+        for name in [*names.finditer(text), None]:
+            if name and name[0] not in found:
+                continue
+            piece = text[start : name.start() if name else None]
+            piece = compose(piece) if pairs.nfc else piece
+            for first in range(0, len(piece), MAX_CHARACTERS):
+                ids += encoding.encode_ordinary(piece[first : first + MAX_CHARACTERS])
+            if name:
+                ids.append(added[name[0]])
+                start = name.end()
         return ids
 
     def encode_special(text: str) -> tuple[list[int], list[int]]:
-        ids = encoding.encode(text, allowed_special="all")
+        ids = encode(text, added.keys())
         tokens = encoding.decode_tokens_bytes(ids)
         return ids, list(accumulate(len(token.translate(None, CONTINUATION)) for token in tokens))
 
-    return encode_text, encode_special
+    return partial(encode, found=in_text), encode_special
+
+
+def match_longest(names: Iterable[str]) -> re.Pattern:
+    """Return a pattern that finds the longest of the names at the earliest place."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 # ---------------------------------------------------------------- tokenizer.json
@@ -203,45 +228,51 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     vocab = model.take("vocab", dict | list)
     if isinstance(vocab, list):  # Unigram: tokens and scores, in the order of the ids
         vocab = {token: id for id, (token, _) in enumerate(vocab)}
+    if model.get("dropout"):
+        raise ValueError(f"model.dropout = {model['dropout']} makes the ids random. Set it to null")
     config = read_json(path.with_name(TOKENIZER_CONFIG), may_be_missing=True)
-    added = file.take("added_tokens", list, [])
-    configured = list_configured_tokens(config, {token["content"] for token in added})
-    if configured:
-        added += configured
+    special_map = read_json(path.with_name(SPECIAL_MAP), may_be_missing=True)
+    added = list_added_tokens(file, [config, special_map], vocab)
+    if added != (file.get("added_tokens") or []):
         file["added_tokens"] = added
         content = json.dumps(file).encode()
     added_ids = {token["content"]: token["id"] for token in added}
+    special = {token["content"]: token["id"] for token in added if token["special"]}
     ids = vocab | added_ids
     bos_id = ids.get(find_bos(file))
     eos_id = find_eos(path.parent, config, ids)
-    is_byte_level = '"ByteLevel"' in json.dumps(file.get("decoder"))
-    bytes_of_id = {}
-    for token, id in vocab.items():
-        bytes_of_id[id] = spell_token(token, is_byte_level=is_byte_level)
-    pairs = read_byte_level_bpe(file)
+    spelled = spell_vocabulary(file, vocab)
+    bytes_of_id = spelled or {id: token.encode() for token, id in vocab.items()}
+    decode_text = None
+    pairs = read_byte_level_bpe(file, added)
     if pairs:
-        encode_text, encode_special = encode_by_tiktoken(pairs, added_ids)
+        in_text = added_ids.keys() - special.keys()
+        encode_text, encode_special = encode_by_tiktoken(pairs, added_ids, in_text)
     else:
-        encode_text, encode_special = encode_by_package(content)
+        package = import_extra("tokenizers", "hf").Tokenizer.from_buffer(content)
+        encode_text, encode_special = encode_by_package(package)
+        if not spelled:
+            decode_text = partial(package.decode, skip_special_tokens=False)
     return Tokenizer(
         path=path,
         fingerprint=hashlib.sha256(content + f"\0{bos_id} {eos_id}".encode()).hexdigest(),
         bos_id=bos_id,
         eos_id=eos_id,
-        special={token["content"]: token["id"] for token in added if token["special"]},
+        special=special,
         bytes_of_id=bytes_of_id | {id: text.encode() for text, id in added_ids.items()},
         encode_text=encode_text,
         encode_special=encode_special,
         normalize=compose if pairs and pairs.nfc else str,
         unknown_id=model.get("unk_id", ids.get(model.get("unk_token"))),
+        decode_text=decode_text,
     )
 
 
-def encode_by_package(content: bytes) -> tuple[Callable, Callable]:
+def encode_by_package(package: Any) -> tuple[Callable, Callable]:
     """Return Tokenizer.encode_text and encode_special, implemented with the package `tokenizers`."""
-    package = import_extra("tokenizers", "hf").Tokenizer.from_buffer(content)
     package.no_truncation()
     package.no_padding()
+    package.post_processor = None  # it can leave white space out of offsets
     package.encode_special_tokens = True  # treats names of special tokens as plain text
 
     def encode_text(text: str) -> list[int]:

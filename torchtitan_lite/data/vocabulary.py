@@ -1,26 +1,25 @@
-"""Parse vocabulary files for tiktoken: tokenizer.model, and any tokenizer.json that tiktoken can encode with.
+"""Read vocabulary files: tokenizer.model, and the files of a Hugging Face folder beside tokenizer.json.
 
-    tokenizer.model    as published with Llama 3: one line per token, `<base64 of its bytes> <rank>`; ids are the ranks,
-                       followed by 256 special tokens
-    tokenizer.json     Hugging Face's file. A plain byte-level BPE (Llama 3, Qwen, GPT-2) is converted to ranks:
-
-        model           tokens with one printable character per byte ("Ġreturn" is " return"), and merges
-        pre_tokenizer   a pattern that cuts a text into words: one of PATTERNS
-        normalizer      none, or NFC
-        added_tokens    special tokens, and tokens such as "<think>" that are matched before the text is cut
-
-tiktoken merges the two neighbors that form the token with the lowest id; Hugging Face's library applies the first merge
-in its list. Both give the same ids if the merges are sorted by the ids that they produce, as in trained files.
+tokenizer.model    as published with Llama 3: one line per token, `<base64 of its bytes> <rank>`; ids are the ranks,
+                   followed by 256 special tokens
+tokenizer.json     Hugging Face's file: a model, and added tokens, which are matched before the text is cut.
+                   tokenizer_config.json and special_tokens_map.json beside it add more of them
 """
 
+import json
 from base64 import b64decode
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from torchtitan_lite.config.files import JsonObject, read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"  # older than tokenizer_config.json
+AFFIXES = (
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+)  # of a token inside or at the end of a word
 
 # The first alternative that matches is the next word.
 LLAMA3_PATTERN = "|".join(
@@ -34,10 +33,6 @@ LLAMA3_PATTERN = "|".join(
         r"\s+",
     ]
 )
-QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-PATTERNS = (LLAMA3_PATTERN, QWEN_PATTERN, GPT2_PATTERN)
-
 # Special tokens of Llama 3.1, whose ids follow all other tokens
 SPECIAL = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"]
 SPECIAL += [
@@ -60,8 +55,6 @@ class BytePairs:
     ranks: dict[bytes, int]
     pattern: str  # cuts a text into words
     nfc: bool = False  # normalize texts to NFC first
-    # added tokens that are not special, so they are matched in plain text
-    found_in_text: frozenset[str] = frozenset()
 
 
 def parse_tokenizer_model(content: bytes) -> BytePairs:
@@ -82,52 +75,6 @@ def parse_tokenizer_model(content: bytes) -> BytePairs:
 # ---------------------------------------------------------------- tokenizer.json
 
 
-def read_byte_level_bpe(file: dict) -> BytePairs | None:
-    """Convert a plain byte-level BPE to ranks. Return None for any other tokenizer."""
-    model = file["model"]
-    vocab = model["vocab"]
-    normalizer = file.get("normalizer")
-    pattern = read_pattern(file.get("pre_tokenizer"))
-    if "merges" not in model or pattern not in PATTERNS or not vocab.keys() >= BYTE_OF.keys():
-        return None
-    if normalizer not in (None, {"type": "NFC"}):
-        return None
-    added = file.get("added_tokens") or []
-    in_text = [token for token in added if not token["special"]]
-    for token in in_text:
-        if any(map(token.get, ("lstrip", "rstrip", "single_word", "normalized"))):
-            return None
-    # A merge is "a b" or ["a", "b"]. No token has a space: it is spelled "Ġ".
-    made = ["".join(merge).replace(" ", "") for merge in model["merges"]]
-    ids = [vocab[token] for token in made]
-    if ids != sorted(ids):
-        return None
-    ranks = {}
-    # Without ignore_merges, a token that no merge produces is never used
-    for token in vocab if model.get("ignore_merges") else {*BYTE_OF, *made}:
-        if BYTE_OF.keys() >= set(token):
-            ranks[spell_token(token, is_byte_level=True)] = vocab[token]
-    found_in_text = frozenset(token["content"] for token in in_text)
-    return BytePairs(ranks, pattern, normalizer is not None, found_in_text)
-
-
-def read_pattern(pre_tokenizer: dict | None) -> str | None:
-    """Return the regular expression that cuts a text into words; None if the pre-tokenizer does anything else."""
-    if pre_tokenizer is None:
-        return None
-    stages = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    kinds = [stage["type"] for stage in stages]
-    if kinds[-1:] != ["ByteLevel"] or stages[-1].get("add_prefix_space", True):
-        return None
-    if stages[-1].get("use_regex", True):
-        return GPT2_PATTERN if len(stages) == 1 else None
-    if kinds != ["Split", "ByteLevel"] or stages[0]["behavior"] != "Isolated":
-        return None
-    regex = stages[0]["pattern"].get("Regex", "")
-    # some files contain the unescaped characters
-    return regex.replace("\r", r"\r").replace("\n", r"\n")
-
-
 def find_bos(file: dict) -> str | None:
     """Return the token that the post-processor adds before a text, or None."""
     processor = file.get("post_processor") or {}
@@ -137,16 +84,47 @@ def find_bos(file: dict) -> str | None:
     return None
 
 
-def list_configured_tokens(config: JsonObject, known: set[str]) -> list[dict]:
-    """Return the tokens of tokenizer_config.json that tokenizer.json does not know."""
-    tokens = []
-    decoder = config.take("added_tokens_decoder", dict, {})
-    for token_id in decoder:
-        token = decoder.take(token_id, dict)
-        token.take("special", bool)
-        if token.take("content", str) not in known:
-            tokens.append({**token, "id": int(token_id)})
-    return tokens
+def list_added_tokens(file: dict, configs: list[JsonObject], vocab: dict[str, int]) -> list[dict]:
+    """Return the added tokens of tokenizer.json and of the configs beside it, as transformers has them.
+
+    As in the package `tokenizers`, an id in the file has no effect: an entry of the vocabulary keeps its id there, and
+    others follow the vocabulary. Raises UserError.
+    """
+    tokens = list(file.get("added_tokens") or [])
+    for config in configs:
+        decoder = config.take("added_tokens_decoder", dict, {})
+        for token_id in sorted(decoder, key=int):
+            token = decoder.take(token_id, dict)
+            token.take("content", str)
+            token.take("special", bool)
+            tokens.append(token)
+        known = vocab.keys() | {token["content"] for token in tokens}
+        named = [name for name in list_special_names(config) if name in known]
+        tokens += [{"content": name, "special": True} for name in named]
+    added = {}
+    free_id = len(vocab)
+    for token in filter(itemgetter("content"), tokens):
+        name = token["content"]
+        earlier = added.get(name)
+        if earlier is None:
+            earlier = dict.fromkeys(("special", "lstrip", "rstrip", "single_word"), False)
+            earlier |= {"normalized": not token["special"], "id": vocab.get(name, free_id)}
+            free_id += name not in vocab
+        is_special = earlier["special"] or token["special"]
+        added[name] = {**earlier, **token, "id": earlier["id"], "special": is_special}
+    return list(added.values())
+
+
+def list_special_names(config: dict) -> list[str]:
+    """Return the values of keys such as "pad_token", and of the lists of more special tokens."""
+    values = []
+    for key, value in config.items():
+        if key in ("additional_special_tokens", "extra_special_tokens"):
+            values += value.values() if isinstance(value, dict) else value or []
+        elif key.endswith("_token"):
+            values.append(value)
+    names = [value.get("content") if isinstance(value, dict) else value for value in values]
+    return [name for name in names if isinstance(name, str)]  # "add_bos_token" is true or false
 
 
 def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
@@ -175,13 +153,27 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
     raise ValueError(f"{files} in the same folder have no eos_token, which ends a document")
 
 
-def spell_token(token: str, *, is_byte_level: bool) -> bytes:
-    """Return the bytes of a token, which has one character per byte, or is text with SentencePiece's "▁" for spaces."""
-    if is_byte_level:
-        return bytes(BYTE_OF[character] for character in token if character in BYTE_OF)
-    if len(token) == 6 and token.startswith("<0x"):
-        return bytes.fromhex(token[3:5])
-    return token.replace("▁", " ").encode()
+def spell_vocabulary(file: dict, vocab: dict[str, int]) -> dict[int, bytes] | None:
+    """Return id -> bytes of the text. None if the tokens in a row are not the text, as with the "##" of WordPiece."""
+    decoder = json.dumps(file.get("decoder"))
+    is_byte_level = '"ByteLevel"' in json.dumps(file.get("pre_tokenizer")) + decoder
+    is_sentencepiece = r'"\u2581"' in decoder
+    if any(map(file["model"].get, AFFIXES)) or not (is_byte_level or is_sentencepiece):
+        return None
+    spelled = {}
+    for token, id in vocab.items():
+        if is_byte_level:
+            spelled[id] = spell_token(token)
+        elif token[:3] == "<0x" and len(token) == 6 and '"ByteFallback"' in decoder:
+            spelled[id] = bytes.fromhex(token[3:5])
+        else:
+            spelled[id] = token.replace("▁", " ").encode()
+    return spelled
+
+
+def spell_token(token: str) -> bytes:
+    """Return the bytes of a byte-level token, which has one character per byte."""
+    return token.translate(BYTES).encode("latin-1", "ignore")
 
 
 def spell_bytes() -> dict[str, int]:
@@ -198,3 +190,5 @@ def spell_bytes() -> dict[str, int]:
 
 
 BYTE_OF = spell_bytes()
+# for str.translate, which removes characters that stand for no byte
+BYTES = dict.fromkeys(range(256)) | {ord(character): byte for character, byte in BYTE_OF.items()}

@@ -19,7 +19,7 @@ from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.corpus_folder import DATASETS, MANIFEST, read_split
-from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, prefetch
+from torchtitan_lite.data.dataset import SampleReader, ValidationBatches, count_bytes, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.tools.corpora.command import prepare_dataset
@@ -66,12 +66,12 @@ def main(options: Namespace) -> int:
 
         batches = prefetch(windows, range(n_rows), steps=range(windows.n_batches), device=device)
         batches = show_progress(batches, windows.n_batches, "batches")
-        bytes_of_tokens = torch.tensor(source.tokenizer.bytes_of_tokens(), device=device)
+        bytes_of_tokens = count_bytes(source.tokenizer, [corpus]).to(device)
         nats, counts = sum_nats(batches, compute_loss, bytes_of_tokens)
     if not math.isfinite(nats):
         why = f"the loss is {nats.item()}. The weights are damaged or diverged"
         raise CheckpointError(f"{source.path}: {why}.")
-    n_tokens, n_bytes = counts.tolist()
+    n_tokens, n_bytes = map(round, counts.tolist())
     report = {
         "source": str(source.path),
         "data": options.data,

@@ -7,11 +7,10 @@ equal tokens on every device. A text ends at an end token, after --max-new-token
 Source: top-p arXiv:1904.09751. Legend: V vocabulary.
 """
 
-import codecs
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -23,7 +22,7 @@ from torch import Tensor
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, LENGTH
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
-from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.data.tokenizer import Tokenizer, match_longest
 from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.kv_cache import CachedModel
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source
@@ -39,7 +38,7 @@ def main(options: Namespace) -> int:
     end_ids = source.end_ids
     if options.chat:
         chat = read_chat_format(source.tokenizer)
-        end_ids = end_ids | {source.tokenizer.special.get(chat.ending[1])}
+        end_ids = end_ids | {source.tokenizer.special.get(chat.end)}
     text_stream = sys.stderr if options.json else sys.stdout
     show = partial(print, end="", flush=True, file=text_stream)
     model = None
@@ -58,13 +57,14 @@ def main(options: Namespace) -> int:
             show(prompt)
         model.forget()  # a template can write earlier turns in another way
         tokens = generate(model, model.read(prompt_tokens), options, source.tokenizer)
-        taken = take(islice(tokens, n_new_tokens), source.tokenizer, end_ids, show)
+        before = [] if chat else prompt_tokens
+        tokens = islice(tokens, n_new_tokens)
+        taken, text = take(tokens, source.tokenizer, end_ids, show, before)
         show("\n")
         stopped = "end_of_document"
         if len(taken) == n_new_tokens:
             stopped = "context" if n_new_tokens < options.max_new_tokens else "max_new_tokens"
         print(f"[{len(taken)} tokens, {stopped}]", file=sys.stderr)
-        text = source.tokenizer.decode(taken)
         messages.append({"role": "assistant", "content": text})
     if options.json:
         report = {
@@ -96,9 +96,8 @@ def read_prompts(options: Namespace) -> Iterator[str]:
 
 def encode_text(prompt: str, tokenizer: Tokenizer) -> list[int]:
     """Return BOS and the tokens of a text."""
-    for name in tokenizer.special:
-        if name in prompt:
-            print(f"{name} is plain text here. See --chat.", file=sys.stderr)
+    for name in dict.fromkeys(match_longest(tokenizer.special).findall(prompt)):
+        print(f"{name} is plain text here. See --chat.", file=sys.stderr)
     return tokenizer.encode(prompt, bos=True)
 
 
@@ -122,7 +121,7 @@ def encode_conversation(messages: list[dict], chat: ChatFormat) -> list[int]:
             text, _ = chat.write({"messages": messages, "add_generation_prompt": True})
         except ValueError as error:
             raise SourceError(f"The conversation cannot be written: {error}.") from None
-    tokens, _ = tokenizer.encode_special(tokenizer.normalize(text))
+    tokens, _ = tokenizer.encode_special(text)
     return tokens
 
 
@@ -155,17 +154,25 @@ def take(
     tokenizer: Tokenizer,
     end_ids: frozenset[int],
     show: Callable[[str], object],
-) -> list[int]:
-    """Return `tokens` up to an end token. Show characters as soon as they are complete."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token can end inside a character
+    before: Sequence[int] = (),
+) -> tuple[list[int], str]:
+    """Return `tokens` up to an end token, and their text after the tokens `before`.
+
+    Shows characters as soon as they are complete.
+    """
+    n_before = len(tokenizer.decode([*before]))
     taken = []
+    text = shown = ""
     for token in tokens:
         if token in end_ids:
             break
         taken.append(token)
-        show(decoder.decode(tokenizer.bytes_of_id[token]))
-    show(decoder.decode(b"", final=True))
-    return taken
+        text = tokenizer.decode([*before, *taken])[n_before:]
+        complete = text.rstrip("\ufffd")  # a token can end inside a character
+        show(complete[len(shown) :])
+        shown = complete
+    show(text[len(shown) :])
+    return taken, text
 
 
 def generate(

@@ -16,8 +16,6 @@ found in the whole text by two other texts of the template:
 A corpus depends only on its files: a template that asks for today's date gets DATE.
 """
 
-import os
-import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
@@ -28,7 +26,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_lite.config.files import import_extra
-from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.data.tokenizer import Tokenizer, match_longest
+from torchtitan_lite.data.vocabulary import SPECIAL_TOKENS
 from torchtitan_lite.tools.corpora.dialects import read_conversation
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 
@@ -39,8 +38,7 @@ LLAMA_3 = (  # arXiv:2407.21783, and Llama 3's model card
     "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-NAME = re.compile(r"<[^<>\s]+>")  # of a special token, which may be plain text to this tokenizer
-ENDING = re.compile(rf"(?s)\s*({NAME.pattern})?(.*)")
+LLAMA_3_NAMES = set(match_longest(SPECIAL_TOKENS).findall(LLAMA_3))
 SIGN = "\U00100000"  # a text that no template writes
 TEMPLATE_ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -69,14 +67,18 @@ class ChatFormat:
         """Try how the template takes a content, and what it writes after an answer.
 
         takes_parts: a content must be [{"type": "text", "text": ...}], as in many templates of models for pictures
-        ending: the text after an answer: a name such as "<|im_end|>", or None, and the text after the name
+        end: the special token after an answer, such as "<|im_end|>", or None
+        after_end: the text after it. Without an end token, the white space that ends the text
         """
+        self.special = match_longest(self.tokenizer.special)
         _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})
         for self.takes_parts in (False, True, False):  # the last one if neither writes it
             _, sign, after = self.try_write(exchange).rpartition(SIGN)
             if sign:
                 break
-        self.ending = ENDING.match(after)
+        name = self.special.search(after)
+        self.end = name and name[0]
+        self.after_end = after[name.end() if name else len(after.rstrip()) :]
 
     def write(self, row: dict) -> tuple[str, list[range] | None]:
         """Return the text of a conversation, and the ranges of its {% generation %} marks, as transformers does.
@@ -178,29 +180,39 @@ class ChatFormat:
 
     def find_turn(self, row: dict, whole: str, number: int) -> range:
         """Return the characters of an answer in the text `whole`. Raises ValueError if that is not certain."""
-        earlier = row["messages"][:number]
+        messages = row["messages"]
+        earlier = messages[:number]
         prompt = self.try_write(row | {"messages": earlier, "add_generation_prompt": True})
         if not prompt:
             raise ValueError(
                 f"message {number + 1} is an answer, but the chat template cannot write what comes before it. "
                 'Begin with a user message, or give this answer "weight": 0'
             )
-        start = len(os.path.commonprefix([prompt, whole]))
-        is_certain = 0 < start == len(prompt)
-        if not is_certain:
-            # The answer can leave out the last names of the prompt, such as <think>, but not its first.
-            before = self.try_write(row | {"messages": earlier})
-            start = prompt.rfind("<", 0, start + 1)
-            is_certain = start > len(os.path.commonprefix([prompt, before]))
-        answered = self.try_write(row | {"messages": row["messages"][: number + 1]})
-        answered = answered.removesuffix(self.ending[2]).rstrip()
-        ends = [found.end() for found in NAME.finditer(whole, start)]
-        for stop in [*ends, len(whole.rstrip())]:
-            if is_certain and answered.endswith(whole[start:stop]):
-                return range(start, stop)
+        head = prompt
+        if not whole.startswith(prompt):
+            # The answer can leave out the end of the prompt, such as <think>: it begins where a content begins.
+            signed = [*earlier, {"role": "assistant", "content": SIGN}, *messages[number + 1 :]]
+            head, _, _ = self.try_write(row | {"messages": signed}).partition(SIGN)
+        answered, end = self.write_up_to(row, number)
+        stops = [name.end() for name in self.special.finditer(whole, len(head)) if name[0] == end]
+        if answered.startswith(head):
+            stops.insert(0, len(answered))
+        is_certain = bool(head) and prompt.startswith(head) and whole.startswith(head)
+        for stop in stops:
+            if is_certain and answered.endswith(whole[len(head) : stop]):
+                return range(len(head), stop)
         raise ValueError(
             f"message {number + 1} cannot be found with certainty; --only-last-turn trains the last answer alone"
         )
+
+    def write_up_to(self, row: dict, number: int) -> tuple[str, str | None]:
+        """Return the text of a conversation up to an answer and its end token, and this token if there is one."""
+        text = self.try_write(row | {"messages": row["messages"][: number + 1]})
+        text = text.removesuffix(self.after_end)
+        *_, last = [None, *self.special.finditer(text)]
+        if last and not text[last.end() :].strip():
+            return text[: last.end()], last[0]
+        return text, None
 
 
 def vary(value: Any) -> Any:
@@ -249,7 +261,7 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
             theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tokenizer.path.parent)
         else:
             theirs = transformers.PreTrainedTokenizerBase()
-        if not theirs.chat_template and tokenizer.special.keys() >= set(NAME.findall(LLAMA_3)):
+        if not theirs.chat_template and tokenizer.special.keys() >= LLAMA_3_NAMES:
             theirs.chat_template = LLAMA_3
             name = "the format of Llama 3, because the tokenizer has no chat template"
         theirs.get_chat_template()  # raises if there is none

@@ -1,0 +1,144 @@
+"""Decide whether tiktoken encodes every text exactly as a tokenizer.json says, and convert the vocabulary for it.
+
+    model           byte-level BPE: tokens with one printable character per byte ("Ġreturn" is " return"), and merges
+    pre_tokenizer   a pattern that cuts a text into words: one of PATTERNS
+    normalizer      none, or NFC
+    added_tokens    matched as they are written, before the text is normalized: no flag changes that
+
+tiktoken looks a word up, and otherwise merges the two neighbors that form the token with the lowest id. The package
+`tokenizers` applies the first merge in its list. Both give the same ids if the merges are sorted by the ids that they
+form, and if merging the bytes of each token gives this token, as in trained files.
+"""
+
+from torchtitan_lite.data.vocabulary import (
+    AFFIXES,
+    BYTE_OF,
+    LLAMA3_PATTERN,
+    BytePairs,
+    spell_token,
+)
+
+QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+PATTERNS = (LLAMA3_PATTERN, QWEN_PATTERN, GPT2_PATTERN)
+
+
+def read_byte_level_bpe(file: dict, added: list[dict]) -> BytePairs | None:
+    """Return the vocabulary of a tokenizer.json, or None if tiktoken would encode some texts in another way."""
+    normalizer = file.get("normalizer")
+    pattern = read_pattern(file.get("pre_tokenizer"))
+    if pattern not in PATTERNS or normalizer not in (None, {"type": "NFC"}):
+        return None
+    if not are_matched_as_written(added, is_normalized=normalizer is not None):
+        return None
+    ranks = rank_tokens(file["model"])
+    return BytePairs(ranks, pattern, nfc=normalizer is not None) if ranks else None
+
+
+def read_pattern(pre_tokenizer: dict | None) -> str | None:
+    """Return the regular expression that cuts a text into words; None if the pre-tokenizer does anything else."""
+    if pre_tokenizer is None:
+        return None
+    stages = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    kinds = [stage["type"] for stage in stages]
+    if kinds[-1:] != ["ByteLevel"] or stages[-1].get("add_prefix_space", True):
+        return None
+    if stages[-1].get("use_regex", True):
+        return GPT2_PATTERN if len(stages) == 1 else None
+    if kinds != ["Split", "ByteLevel"]:
+        return None
+    split = stages[0]
+    if split["behavior"] != "Isolated" or split.get("invert"):
+        return None
+    regex = split["pattern"].get("Regex", "")
+    # some files contain the unescaped characters
+    return regex.replace("\r", r"\r").replace("\n", r"\n")
+
+
+def are_matched_as_written(added: list[dict], *, is_normalized: bool) -> bool:
+    """Return whether no flag of an added token has an effect.
+
+    "normalized" matches a token in the normalized text, after all tokens without this flag.
+    """
+    flags = [[token["lstrip"], token["rstrip"], token["single_word"]] for token in added]
+    in_normalized = {token["normalized"] for token in added}
+    has_stages = in_normalized == {False, True} or (is_normalized and True in in_normalized)
+    return not any(map(any, flags)) and not has_stages
+
+
+# ---------------------------------------------------------------- merges
+
+
+def rank_tokens(model: dict) -> dict[bytes, int] | None:
+    """Return the ids of the tokens that texts can have; None if tiktoken would merge some bytes in another way."""
+    vocab = model["vocab"]
+    if "merges" not in model or any(map(model.get, AFFIXES)):
+        return None
+    if not vocab.keys() >= BYTE_OF.keys() or sorted(vocab.values()) != list(range(len(vocab))):
+        return None
+    merges = {}  # ids of two neighbors -> id of the token that they form
+    for merge in model["merges"]:
+        # A merge is "a b" or ["a", "b"]. No token has a space: it is spelled "Ġ".
+        left, right = merge.split() if isinstance(merge, str) else merge
+        pair = (vocab[left], vocab[right])
+        merges.pop(pair, None)  # the last one of equal merges counts
+        merges[pair] = vocab[left + right]
+    bytes_ids = {vocab[character] for character in BYTE_OF}
+    made = [max(bytes_ids), *merges.values()]
+    if made != sorted(made):
+        return None
+    used = {*bytes_ids, *made}  # without ignore_merges, a token that no merge forms is never used
+    formed = bytes_ids | find_halves(merges).keys()
+    ranks = {}
+    for token, id in vocab.items():
+        spelled = spell_token(token)
+        if len(spelled) < len(token) or not (model.get("ignore_merges") or id in used):
+            continue
+        if id not in formed and not (
+            model.get("ignore_merges") and list_splits(token, vocab) <= merges.keys()
+        ):
+            return None
+        ranks[spelled] = id
+    return ranks
+
+
+def list_splits(token: str, vocab: dict[str, int]) -> set[tuple[int, int]]:
+    """Return the ids of all pairs of tokens that are this token in a row."""
+    cuts = range(1, len(token))
+    pairs = [(vocab.get(token[:cut]), vocab.get(token[cut:])) for cut in cuts]
+    return {pair for pair in pairs if None not in pair}
+
+
+def find_halves(merges: dict[tuple[int, int], int]) -> dict[int, tuple[int, int]]:
+    """Return the last merge for each token that the merges form from its own bytes."""
+    halves = {}
+    made = set(merges.values())
+    for (left, right), id in merges.items():
+        are_formed = all(half in halves or half not in made for half in (left, right))
+        if id not in halves and are_formed and not is_crossed(left, right, id, merges, halves):
+            halves[id] = (left, right)
+    return halves
+
+
+def is_crossed(
+    left: int,
+    right: int,
+    last: int,
+    merges: dict[tuple[int, int], int],
+    halves: dict[int, tuple[int, int]],
+) -> bool:
+    """Return whether a merge below the id `last` joins two neighbors across the border between two tokens.
+
+    Goes back in time: undoes the latest merge beside the border until there are only bytes. Of equal merges, the one
+    further left comes first.
+    """
+    while merges.get((left, right), last) >= last:
+        if left in halves and (left > right or right not in halves):
+            last = left
+            left = halves[left][1]
+        elif right in halves:
+            last = right + 1
+            right = halves[right][0]
+        else:
+            return False
+    return True
