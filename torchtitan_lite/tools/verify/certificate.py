@@ -24,8 +24,8 @@ from torchtitan_lite.tools.verify.witnesses import changes_results, merge
 Changes = dict[str, tuple[object, object]]  # key -> value asked, value that ran
 CERTIFIED, WRONG = "certified", "wrong"
 OUTSIDE = (
-    "what both sides share: the model file, a loss formula of its own, initial weights, the optimizer's and the "
-    "schedule's formulas, float8 arithmetic; kernels of CUDA and NCCL; real sizes; speed and memory"
+    "what both sides share (the model file, a loss formula of its own, initial weights, optimizer, schedule, float8 "
+    "arithmetic); kernels of CUDA and NCCL; real sizes; speed and memory"
 )
 
 

@@ -117,6 +117,12 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     if config.training.loss_chunk_tokens:
         # A small batch needs a smaller chunk to have several; 0 means no chunks and stays.
         keys["training.loss_chunk_tokens"] = 24
+    n_shards = wide.dp_shard * wide.cp
+    of_node = config.parallelism.zero_plus_plus_node_size // wide.tp
+    is_one_node = of_node >= n_shards > 2 and n_shards % 2 == 0
+    if config.parallelism.zero_plus_plus and is_one_node:
+        # ZeRO++ differs only if a group has several nodes of several ranks.
+        keys["parallelism.zero_plus_plus_node_size"] = wide.tp * n_shards // 2
     if config.validation.steps != AUTOMATIC:
         keys["validation.steps"] = 1  # fewer than the small split has
     if config.compile.enable:
