@@ -7,26 +7,46 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from functools import partial
+from dataclasses import fields, replace
+from functools import cache, partial
 from pathlib import Path
 
 import compare
 import pytest
-from layouts import EP, MOE, PP, SHARD, TP, Row
+from layouts import (
+    ACCUMULATION_4,
+    COMPILED,
+    CP,
+    EP,
+    MODE,
+    MOE,
+    PP,
+    RING,
+    SCHEDULE,
+    SHARD,
+    TP,
+    ZERO,
+    Row,
+)
 from marks import choose_fast
+from mutant_table import put_in_place
 from mutants import MUTANTS, apply_mutant, try_mutant
 
-from torchtitan_lite import REPOSITORY
-from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite import REPOSITORY, build, step
+from torchtitan_lite.components import optim
+from torchtitan_lite.config.layout import MODEL_SIZES, plan_layout
+from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.reader import KEYS, read_config
-from torchtitan_lite.config.schema import get_value
+from torchtitan_lite.config.schema import Config, get_value, with_value
+from torchtitan_lite.parallel import parallelize
 from torchtitan_lite.tools.verify import train_py
 from torchtitan_lite.tools.verify.certificate import describe, make_report
-from torchtitan_lite.tools.verify.command import make_trials
+from torchtitan_lite.tools.verify.command import list_trials, make_trials
 from torchtitan_lite.tools.verify.degrees import choose_other_layout
 from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.tools.verify.reduction import override, reduce_config
-from torchtitan_lite.tools.verify.trial import make_trial
+from torchtitan_lite.tools.verify.trial import Trial, make_trial
+from torchtitan_lite.tools.verify.witnesses import NO_RESULT, WITNESSES, changes_results
 
 TP2 = ("--config", "debug", f"--{TP}=2", f"--{SHARD}=1")
 # One of each kind. The others: `tests/run.sh --all`.
@@ -100,8 +120,15 @@ compile.components=["loss"]
 # Keys of this table that the trial of train.py must not replace.
 AS_ASKED = """
 training.dataset_weights debug.deterministic optimizer.moments_dtype optimizer.beta2 lr_scheduler.decay_type
-training.max_norm validation.steps checkpoint.async_mode checkpoint.enable_first_step_checkpoint
+training.max_norm checkpoint.async_mode checkpoint.enable_first_step_checkpoint
 """.split()
+# Keys of the first table that must be called covered, and keys that did not act.
+COVERED = """
+training.dataset_weights training.max_norm debug.deterministic optimizer.moments_dtype optimizer.beta2
+lr_scheduler.decay_ratio lr_scheduler.decay_type checkpoint.async_mode activation_checkpoint.mode compile.enable
+compile.components
+""".split()
+IDLE = ["parallelism.zero_plus_plus", "parallelism.zero_plus_plus_node_size"]
 
 
 def record_configs(run_ranks, configs: dict):
@@ -131,17 +158,177 @@ def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
     assert configs.keys() == {"wide", "deep", "train.py", "bfloat16"}
     for trial in report["trials"]:
         for config in configs[trial["name"]]:
-            for key in KEYS.keys() - {"job.config_file"}:  # the file that each config is in
+            for key in filter(changes_results, KEYS):
                 asked, ran = get_value(reading.config, key), get_value(config, key)
                 if asked != ran and asked not in (-1, "auto", None):
-                    assert key in trial["replaced"] and key in text, (trial["name"], key)
+                    assert key in trial["replaced"], (trial["name"], key)
     of_train_py = report["trials"][2]
     assert of_train_py["name"] == "train.py" and of_train_py["replaced"].keys().isdisjoint(AS_ASKED)
     assert {"compile.backend", "checkpoint.initial_load_path"} <= report["not_covered"].keys()
-    assert "parallelism.enable_async_tensor_parallel" in report["not_covered"]
-    assert "hpz: nodes of 8 ranks" in report["without_effect"]["parallelism.zero_plus_plus"]
-    first_lines = text.split("worst error")[0]
-    assert all(key in first_lines for key in (*report["not_covered"], *report["without_effect"]))
+    assert {"parallelism.enable_async_tensor_parallel", "training.enable_cpu_offload"} <= report[
+        "not_covered"
+    ].keys()
+    assert list(report["did_not_act"]) == IDLE
+    uncovered = {*report["not_covered"], *report["did_not_act"]}
+    assert uncovered.isdisjoint(COVERED)
+    first_lines = text.split("another value")[0]
+    assert all(key.rpartition(".")[2] in first_lines for key in uncovered)
+
+
+OTHER = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 0.25}
+
+
+def choose_other(value: object) -> object:
+    """Any value but the default. No rule checks it here."""
+    if isinstance(value, list):
+        return [*value, "other"]
+    return OTHER.get(type(value), lambda _: "other")(value)
+
+
+NOT_TRIED = {"model.name", "model.flavor", *(f"model.{size}" for size in MODEL_SIZES)}
+
+
+@pytest.mark.parametrize("key", sorted(set(filter(changes_results, KEYS)) - NOT_TRIED))
+def test_a_key_that_is_set_is_covered_only_by_its_witness(key):
+    """A new key has no witness."""
+    small = reduce()
+    real = with_value(small.real, key, choose_other(get_value(Config(), key)))
+    reduction = replace(small, real=real)
+
+    def find_idle(acted: dict) -> dict:
+        return make_report("debug", reduction, [Trial("wide", ran=((real, acted),))])["did_not_act"]
+
+    everything = dict.fromkeys(WITNESSES, True)
+    without = {other: True for other in WITNESSES if other != key}
+    idle = find_idle(everything)
+    assert key in find_idle(without) and (key in idle) == (key not in WITNESSES)
+    assert key in find_idle(everything | {key: False}) and key not in find_idle(
+        everything | {key: None}
+    )
+
+
+def test_witnesses_and_keys_without_results_name_keys():
+    sections = {key.partition(".")[0] for key in KEYS}
+    sizes = {f"model.{size.name}" for size in fields(MoEArgs)}
+    assert KEYS.keys() | sizes >= WITNESSES.keys()
+    assert KEYS.keys() | sections >= NO_RESULT
+    assert all(changes_results(key) for key in WITNESSES)
+
+
+# ---------------------------------------------------------------- keys that are broken
+
+SHARDED = {
+    **ACCUMULATION_4,
+    MODE: "full",
+    ZERO: 2,
+    "training.skip_spikes": 3.0,
+    "lr_scheduler.min_lr_factor": 0.3,
+    "lr_scheduler.decay_ratio": 0.5,
+    "lr_scheduler.total_steps": 30,
+    "optimizer.name": "AdamW",
+    "optimizer.implementation": "fused",
+    "optimizer.moments_dtype": "bfloat16",
+}
+ROWS = {
+    "sharded": Row(2, SHARDED),
+    "stages": Row(2, {PP: 2, SCHEDULE: "GPipe"}),
+    "ring": Row(2, {CP: 2, **RING, **COMPILED, MODE: "none"}),
+    "experts": Row(2, {EP: 2, **MOE, "training.expert_balance_loss": 0.1}),
+}
+
+
+def give_other(**changes):
+    """A function in whose first argument, a config section, keys get other values."""
+
+    def call(original, section, *args):
+        return original(replace(section, **changes), *args)
+
+    return call
+
+
+def keep_sharded(original, part, mesh, expert_mesh, section, layout):
+    return original(part, mesh, expert_mesh, section, replace(layout, zero_stage=3))
+
+
+def build_1f1b(original, parts, layout, mesh, *, section, **options):
+    section = replace(section, pipeline_parallel_schedule="1F1B")
+    return original(parts, layout, mesh, section=section, **options)
+
+
+def gather_keys(original, part, mesh, *, attention, method):
+    return original(part, mesh, attention=attention, method="allgather")
+
+
+def clip_nothing(original, optimizer, grad_norm, max_norm):
+    return original(optimizer, grad_norm, 0.0)
+
+
+BROKEN = [  # row, key, the function that no longer obeys it, what it does instead, whether verify finds a wrong number
+    ("sharded", "training.skip_spikes", (step, "skip_spike"), lambda _, __, norm, *___: norm, True),
+    ("sharded", "training.max_norm", (step, "update_weights"), clip_nothing, True),
+    (
+        "sharded",
+        "lr_scheduler.min_lr_factor",
+        (optim, "learning_rate_factor"),
+        give_other(min_lr_factor=0.0),
+        True,
+    ),
+    (
+        "sharded",
+        "optimizer.moments_dtype",
+        (build, "build_optimizer"),
+        give_other(moments_dtype="float32"),
+        True,
+    ),
+    ("sharded", MODE, (parallelize, "apply_recompute"), lambda *_: None, False),
+    ("sharded", ZERO, (parallelize, "apply_fsdp"), keep_sharded, False),
+    ("stages", SCHEDULE, (build, "build_schedule"), build_1f1b, False),
+    ("ring", "compile.enable", (parallelize, "compile_method"), lambda *_: None, False),
+    (
+        "ring",
+        "parallelism.context_parallel_rotate_method",
+        (parallelize, "apply_context_parallel"),
+        gather_keys,
+        False,
+    ),
+    (
+        "experts",
+        "training.expert_balance_loss",
+        (build, "build_balance"),
+        lambda build, parts, section, *rest: build(
+            parts, replace(section, expert_balance_loss=0.0), *rest
+        ),
+        True,
+    ),
+]
+
+
+def break_row(number: int):
+    _, _, (owner, name), function, _ = BROKEN[number]
+    return put_in_place(function, owner, name)
+
+
+@pytest.fixture(scope="module")
+def find_sound(pool, tmp_path_factory):
+    """Function: name of a row -> report of the wide trial on sound ranks."""
+    return cache(lambda name: try_wide(name, pool.run, tmp_path_factory.mktemp("sound")))
+
+
+def try_wide(name: str, run_ranks, folder: Path) -> dict:
+    reduction = compare.reduce_row(ROWS[name])
+    trial = list_trials(reduction, run_ranks, folder)["wide"]()
+    return make_report(name, reduction, [trial])
+
+
+@pytest.mark.parametrize("number", choose_fast(range(len(BROKEN)), [0, 1, 4, 5, 6]))
+def test_a_key_that_no_longer_acts_is_caught_or_not_covered(pool, tmp_path, find_sound, number):
+    row, key, _, _, is_wrong = BROKEN[number]
+    sound = find_sound(row)
+    assert sound["verdict"] == "certified" and key not in sound["did_not_act"]
+    run_ranks = compare.ranks_inside(pool, partial(break_row, number))
+    broken = try_wide(row, run_ranks, tmp_path)
+    assert broken["verdict"] == ("wrong" if is_wrong else "certified")
+    assert is_wrong or key in broken["did_not_act"]
 
 
 def hang(rank: int, world_size: int) -> None:

@@ -7,6 +7,7 @@ from multiprocessing import forkserver
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
+    "KINETO_LOG_LEVEL": "99",  # torch's profiler prints nothing
 }
 PRELOADED = [  # otherwise each worker would import them
     "torchtitan_lite.tools.fork_server",

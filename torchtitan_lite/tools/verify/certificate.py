@@ -1,28 +1,31 @@
 """The verdict of `verify` and what it does not cover: the config of each trial beside the config that verify was given.
 
-    not covered   keys that no trial ran with the value asked, and keys that had no effect in any trial
-    replaced      keys that some trials ran with another value; another trial ran the value asked
+    covered       a trial ran the value asked, and saw the key act (witnesses.py); or the key is off
+    not covered   all other keys: no trial ran the value asked, or the key did not act, or it is set and has no witness
+    replaced      keys that some trials ran with another value, but that another trial covers
 
-No list of replaced keys is kept anywhere: a trial hands over its configs, and every key is compared.
+A trial hands over its configs and which keys acted, and every key is compared. No list of keys is kept here.
 """
 
 import reprlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from torchtitan_lite.config.layout import MODEL_SIZES, Layout, resolve_config, resolve_model
+from torchtitan_lite.config.layout import MODEL_SIZES, resolve_config, resolve_model
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Config, get_value
 from torchtitan_lite.tools.tables import format_table
 from torchtitan_lite.tools.verify.degrees import AUTOMATIC
 from torchtitan_lite.tools.verify.reduction import Reduction
 from torchtitan_lite.tools.verify.trial import NOT_FINISHED, Trial
+from torchtitan_lite.tools.verify.witnesses import changes_results, merge
 
 Changes = dict[str, tuple[object, object]]  # key -> value asked, value that ran
 CERTIFIED, WRONG = "certified", "wrong"
 OUTSIDE = (
-    "the model file, a loss formula of its own and float8 arithmetic, which both sides share; kernels of CUDA and "
-    "NCCL; real sizes; speed and memory"
+    "what both sides share (the model file, a loss formula of its own, initial weights, optimizer, schedule, float8 "
+    "arithmetic); kernels of CUDA and NCCL; real sizes; speed and memory"
 )
 
 
@@ -32,38 +35,54 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
     verdict = WRONG if faults else CERTIFIED
     if NOT_FINISHED in faults:
         verdict = NOT_FINISHED
-    asked = list_values(reduction, reduction.real)
-    covered = set()
-    not_covered: Changes = {}
+    real = reduction.real
+    asked = list_values(reduction, real)
+    observations = []
+    changes: Changes = {}
     records = []
     for trial in trials:
         replaced: Changes = {}
-        for config in trial.ran:
+        for config, acted in trial.ran:
+            seen = {}
             for key, value in list_values(reduction, config).items():
-                if value == asked[key]:
-                    covered.add(key)
-                else:
+                if value != asked[key]:
                     replaced.setdefault(key, (asked[key], value))
-        not_covered = replaced | not_covered
+                else:
+                    seen[key] = acted[key] if key in acted else act_without_witness(key, real)
+            observations.append(seen)
+        changes = replaced | changes
         records.append(asdict(trial) | {"replaced": replaced})
-    for key in covered:
-        not_covered.pop(key, None)
+    did_not_act = {}
+    for key, has_acted in merge(observations).items():
+        if has_acted is not False:
+            changes.pop(key, None)
+        elif key not in changes:
+            did_not_act[key] = asked[key]
     layout = reduction.layout
     return {
         "config": config_name,
         "layout": f"{layout}, {layout.world_size} ranks",
         "verdict": verdict,
-        "not_covered": not_covered,
-        "without_effect": find_without_effect(reduction.real, layout),
+        "not_covered": changes,
+        "did_not_act": did_not_act,
         "trials": records,
     }
 
 
+def act_without_witness(key: str, real: Config) -> bool | None:
+    """A key without a witness is off as long as it has its default. Once it is set, nothing shows that it acts."""
+    is_default = get_value(real, key) == get_value(Config(), key)
+    return None if is_default else False
+
+
 def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
-    """Return the value of each key and size. Automatic values are resolved with the layout of the wide trial."""
+    """Return the value of each key and size that can change a result.
+
+    Automatic values are resolved with the layout of the wide trial.
+    """
     resolved = resolve_config(config, reduction.layout, "cuda")
     values = {}
-    for key in KEYS:
+    for key in filter(changes_results, KEYS):
         values[key] = get_value(config, key)
         if values[key] in (AUTOMATIC, "auto", None):
             values[key] = get_value(resolved, key)
@@ -74,18 +93,6 @@ def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
         for name, size in vars(args.moe).items():
             values[f"model.{name}"] = size
     return values
-
-
-def find_without_effect(config: Config, layout: Layout) -> dict[str, str]:
-    """Return keys that change nothing on the ranks of verify, each with the reason."""
-    section = config.parallelism
-    for_nodes = [option for option in section.zero_plus_plus if option in ("hpz", "qgz")]
-    if not for_nodes or layout.fsdp_far > 1 or layout.efsdp_far > 1:
-        return {}
-    node = f"nodes of {section.zero_plus_plus_node_size} ranks"
-    group = f"an FSDP group of {layout.dp_shard * layout.cp}"
-    reason = f"{', '.join(for_nodes)}: {node} do not split {group}"
-    return {"parallelism.zero_plus_plus": reason}
 
 
 # ---------------------------------------------------------------- text
@@ -101,24 +108,34 @@ def describe(report: dict) -> str:
         lines.append(f"trial {last['name']}, in the order of a step:")
         lines += [f"  {culprit['text']}" for culprit in last["faults"].values()]
     lines.append(f"not covered: {OUTSIDE}. By key:")
-    for key, reason in report["without_effect"].items():
-        lines.append(f"  {key}: no effect: {reason}")
-    for key, change in report["not_covered"].items():
-        lines.append(f"  {format_change(key, change)}")
+    texts = {key: describe_change(change) for key, change in report["not_covered"].items()}
+    for key, asked in report["did_not_act"].items():
+        texts[key] = f"{reprlib.repr(asked)} did not act"
+    lines += [f"  {line}" for line in list_by_section(texts)]
     for trial in report["trials"]:
-        replaced = []
+        replaced = {}
         for key, change in trial["replaced"].items():
             if key not in report["not_covered"]:
-                replaced.append(format_change(key, change))
+                replaced[key] = describe_change(change)
         if replaced:
-            lines.append(f"another value in trial {trial['name']}: {', '.join(replaced)}")
+            lines.append(f"another value in trial {trial['name']}:")
+            lines += [f"  {line}" for line in list_by_section(replaced)]
     return "\n".join([*lines, "", describe_measures(report["trials"])])
 
 
-def format_change(key: str, change: tuple[object, object]) -> str:
-    """Return the text of a change. A long value, such as a path, is cut in the middle."""
+def describe_change(change: tuple[object, object]) -> str:
+    """Return the value asked and the value that ran. A long value, such as a path, is cut in the middle."""
     asked, ran = map(reprlib.repr, change)
-    return f"{key} {asked} -> {ran}"
+    return f"{asked} -> {ran}"
+
+
+def list_by_section(texts: dict[str, str]) -> list[str]:
+    """Return a line for each section with the texts of its keys, in the order of KEYS."""
+    sections = defaultdict(list)
+    for key, text in texts.items():
+        section, _, name = key.rpartition(".")
+        sections[section].append(f"{name} {text}")
+    return [f"{section}: {', '.join(found)}" for section, found in sections.items()]
 
 
 def describe_measures(trials: list[dict]) -> str:

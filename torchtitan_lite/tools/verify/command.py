@@ -1,6 +1,7 @@
 """`verify`: compare a reduced config with one process; print a certificate or the first difference.
 
-wide        five steps with the optimizer and schedule of the run; two of them have a gradient that is not finite
+wide        five steps with the optimizer and schedule of the run; two of them have a gradient that is not finite.
+            With training.skip_spikes a sixth, whose gradient is a spike
 deep        one step: twelve layers, twelve microbatches, rows of 280 tokens or more
 train.py    three starts of train.py: one process; the layout; another layout that resumes
 bfloat16    one step (float8: three steps), compared with one rank that rounds in the same places
@@ -18,7 +19,7 @@ import torch
 
 from torchtitan_lite.tools.plan.planned_run import read_target
 from torchtitan_lite.tools.verify.certificate import CERTIFIED, describe, make_report
-from torchtitan_lite.tools.verify.plain import STEPS
+from torchtitan_lite.tools.verify.plain import count_steps
 from torchtitan_lite.tools.verify.precision import try_precision
 from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.tools.verify.reduction import Reduction, deepen, reduce_config
@@ -47,7 +48,7 @@ def list_trials(
     wide = reduction.config
     n_ranks = reduction.layout.world_size
     trials = {
-        "wide": partial(try_layout, "wide", wide, n_ranks, run_ranks, folder, len(STEPS)),
+        "wide": partial(try_layout, "wide", wide, n_ranks, run_ranks, folder, count_steps(wide)),
         "deep": partial(try_layout, "deep", deepen(reduction), n_ranks, run_ranks, folder, 1),
         "train.py": partial(try_train, reduction, run_ranks, folder),
     }

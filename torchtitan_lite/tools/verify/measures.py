@@ -24,6 +24,7 @@ class Seen:
     coordinates: Coordinates
     errors: dict[Key, float] = field(default_factory=dict)
     results: list[dict] = field(default_factory=list)  # of each step, if there is only one rank
+    acted: dict[str, bool | None] = field(default_factory=dict)  # witnesses.Acted
 
     def note(self, step: int, measure: str, name: str, error: float) -> None:
         """Record an error, at most LARGEST. Of several errors with the same key, keep the largest."""

@@ -14,6 +14,7 @@ The steps:
     3  two steps before the end  one gradient of the last rank is NaN: the step must be skipped
     4  one step before the end   the same with infinity
     5  end of the schedule       gradients are clipped to half
+    6  the same, if training.skip_spikes is on: a gradient is a spike, and the step must be skipped
 """
 
 import math
@@ -37,12 +38,14 @@ from torchtitan_lite.model.loss import IGNORE_INDEX, Vocabulary, find_formula
 from torchtitan_lite.model.moe import MoE, list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
+SPIKE = 10.0  # in units of the largest gradient norm that training.skip_spikes allows
 STEPS = [  # max_norm in units of the gradient norm, and what to write into one gradient (0: nothing)
     (0.5, 0.0),
     (2.0, 0.0),
     (2.0, math.nan),
     (2.0, math.inf),
     (0.5, 0.0),
+    (2.0, SPIKE),
 ]
 TIE = 5e-6  # a smaller margin between the last chosen and the first unchosen expert is a tie: about fifty roundings
 DECIDES = 10.0  # a bias larger than every score
@@ -59,7 +62,7 @@ class PlainStep:
     batch: Batch
     position: int  # in the schedule
     max_norm: float
-    spoiled_by: float  # NaN or infinity to write into one gradient; 0: none
+    spoiled_by: float  # NaN, infinity or a spike to write into one gradient; 0: none
     weights: dict[str, Tensor]  # before the step, including expert biases
     outputs: dict[str, Tensor]  # of each module, in forward order; for the head, token losses
     ties: dict[int, tuple[Tensor, Tensor]]  # layer -> scores and experts of tokens with tied scores
@@ -104,10 +107,15 @@ def make_batch(config: Config, seed: int) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), targets, positions, documents)
 
 
+def count_steps(config: Config) -> int:
+    """Return the number of steps of the wide trial. The last one is for training.skip_spikes."""
+    return len(STEPS) if config.training.skip_spikes else len(STEPS) - 1
+
+
 def choose_positions(section: LRScheduler) -> list[int]:
-    """Return the position of each step in the schedule of the run: start, peak, and the last three."""
+    """Return the position of each step in the schedule of the run: start, peak, the last three, the last again."""
     last = section.total_steps - 1
-    positions = [0, section.warmup_steps - 1, last - 2, last - 1, last]
+    positions = [0, section.warmup_steps - 1, last - 2, last - 1, last, last]
     return [max(0, min(position, last)) for position in positions]
 
 
@@ -251,6 +259,8 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
         weights = copy_tensors(plain.model.state_dict())
         loss, gradients = plain.backward(batch)
         norm = get_total_norm([gradient.double() for gradient in gradients.values()]).item()
+        if spoiled_by == SPIKE:
+            spoiled_by = SPIKE * config.training.skip_spikes * norm
         if not spoiled_by:
             for fqn, parameter in plain.parameters.items():
                 parameter.grad = gradients[fqn] * min(1.0, clip * norm / (norm + 1e-6))

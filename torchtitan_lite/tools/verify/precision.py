@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config.block import SKIP_SMALL
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.tools.verify.measures import Key
 from torchtitan_lite.tools.verify.plain import run_plainly
 from torchtitan_lite.tools.verify.rank import compare_steps
@@ -26,6 +26,7 @@ from torchtitan_lite.tools.verify.reduction import (
     put_on_one_rank,
 )
 from torchtitan_lite.tools.verify.trial import BOUNDS, SUMS, RunRanks, Trial, judge
+from torchtitan_lite.tools.verify.witnesses import merge
 
 # name -> steps; lower limit of a bound, because the errors of one rank may cancel in its loss
 PRECISIONS = {"bfloat16": (1, 1e-3), "float8": (3, 1e-2)}
@@ -64,7 +65,10 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
         is_of_experts = layout.ep > 1 and ".feed_forward." in fqn
         return ROUNDED_OFTEN if is_tied or is_of_experts else SUMS
 
-    return replace(judge(name, ranks, choose_bound), ran=(config,))
+    ran = with_value(config, "training.max_norm", round(steps[0].max_norm, 3))
+    return replace(
+        judge(name, ranks, choose_bound), ran=((ran, merge(rank.acted for rank in ranks)),)
+    )
 
 
 def make_config(reduction: Reduction, *, float8: bool) -> Config:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # a module, because tests patch its functions
 from torchtitan_lite.checkpoint.load import set_step
+from torchtitan_lite.components.optim import N_NORMS
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, with_value
@@ -45,6 +46,7 @@ from torchtitan_lite.tools.verify.rounding import (
     reductions_noted,
     sums_in_bfloat16,
 )
+from torchtitan_lite.tools.verify.witnesses import actions_noted
 
 SAME_TOKEN = 1e-6  # score distance within one token; if another token is that close, it makes the same choice (see TIE)
 
@@ -63,7 +65,9 @@ def own_rows(run: build.Run, batch: Batch) -> Batch:
     return batch.take_rows(rows_of_rank(run.mesh.data_rank, run.layout.dp, len(batch.tokens)))
 
 
-def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen:
+def compare_steps(
+    rank: int, world_size: int, config: Config, path: str, *, is_profiled: bool = True
+) -> Seen:
     """Worker: repeat the steps of the plain loop, stored in the file `path`, on this layout. Collective."""
     steps: list[PlainStep] = torch.load(path, weights_only=False, mmap=True)
     run = build_small_run(config, world_size)
@@ -74,10 +78,11 @@ def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen
             right = right / EMBEDDING_SCALE
         is_equal = torch.equal(local(parameter), right)
         seen.note(0, "initial weights", fqn, float(not is_equal))
-    for number, plain in enumerate(steps):
-        results = compare_step(run, plain, partial(seen.note, number))
-        if world_size == 1:
-            seen.results.append(results)
+    with actions_noted(seen.acted, profiled=is_profiled):
+        for number, plain in enumerate(steps):
+            results = compare_step(run, plain, partial(seen.note, number))
+            if world_size == 1:
+                seen.results.append(results)
     return seen
 
 
@@ -95,6 +100,11 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
     n_right = count_valid_tokens(plain.batch.targets).item()
     note("counted tokens", "count_global_tokens", abs(n_tokens - n_right))
     config = with_value(run.config, "training.max_norm", plain.max_norm)
+    if math.isfinite(plain.spoiled_by) and plain.spoiled_by:
+        # A spike is judged by the norms of earlier steps.
+        for _ in range(N_NORMS):
+            norm = torch.tensor(plain.norm)
+            stepping.skip_spike(run.optimizer, norm, config.training.skip_spikes)
     measure_grad_norm = stepping.measure_grad_norm
 
     def compare_and_measure(*args) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,7 @@ STAGES_BY_RULE = {  # values of the keys that define stages, with which stages f
 TOKENIZER = "bytes"
 N_WORDS = 258  # of this tokenizer
 REPLACED = {
+    "training.steps": 5,  # the wide trial has at least as many
     "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
     "model.converters": [],  # so has float8
     "parallelism.enable_async_tensor_parallel": False,  # needs inductor and GPUs
@@ -116,6 +117,14 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     if config.training.loss_chunk_tokens:
         # A small batch needs a smaller chunk to have several; 0 means no chunks and stays.
         keys["training.loss_chunk_tokens"] = 24
+    n_shards = wide.dp_shard * wide.cp
+    of_node = config.parallelism.zero_plus_plus_node_size // wide.tp
+    is_one_node = of_node >= n_shards > 2 and n_shards % 2 == 0
+    if config.parallelism.zero_plus_plus and is_one_node:
+        # ZeRO++ differs only if a group has several nodes of several ranks.
+        keys["parallelism.zero_plus_plus_node_size"] = wide.tp * n_shards // 2
+    if config.validation.steps != AUTOMATIC:
+        keys["validation.steps"] = 1  # fewer than the small split has
     if config.compile.enable:
         # Traces and differentiates like inductor, but generates no kernels.
         keys["compile.backend"] = "aot_eager"

@@ -50,6 +50,7 @@ from torchtitan_lite.tools.verify.reduction import (
 )
 from torchtitan_lite.tools.verify.rounding import packing_checked
 from torchtitan_lite.tools.verify.trial import BOUNDS, RunRanks, Trial, judge
+from torchtitan_lite.tools.verify.witnesses import Acted, actions_noted, merge
 
 RESUMED = {  # more steps, and values that any layout can run
     **STAGES_BY_RULE,
@@ -70,12 +71,12 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
     alone = put_on_one_rank(resumed, first.training.global_batch_size)
     alone = with_value(alone, "job.dump_folder", str(folder / "one process"))
     write_corpora(first)
-    right = run_train(alone, 1, run_ranks)
+    right, _ = run_train(alone, 1, run_ranks)
     seen = Seen({})
     ran = []
     for name, config, steps in (("first start", first, (1, 2)), ("resumed start", resumed, (3, 4))):
-        log = run_train(config, n_ranks, run_ranks)
-        ran.append(config)
+        log, acted = run_train(config, n_ranks, run_ranks)
+        ran.append((config, acted))
         for step in steps:
             for key, expected in right[step].items():
                 if key in BOUNDS:
@@ -108,8 +109,8 @@ def compare_checkpoints(alone: Config, config: Config, step: int, seen: Seen) ->
         seen.note(step - 1, measure, name, errors[name])
 
 
-def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> Log:
-    """Run train.py on ranks of the pool, and return its log. Raises RankFailure."""
+def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> tuple[Log, Acted]:
+    """Run train.py on ranks of the pool. Return its log, and which keys acted. Raises RankFailure."""
     flavors = {"debug": resolve_model(config.model)}  # a TOML file cannot set the number of experts
     config = override(config, {"model.flavor": "debug", "model.row": None})
     folder = Path(config.job.dump_folder)
@@ -117,13 +118,13 @@ def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> Log:
     path.write_text(dump_config_toml(config), encoding="utf-8")
     # As in torchrun, the parent hosts the store for the rendezvous, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run_ranks(start_train, n_ranks, ["--config", str(path)], store.port, flavors)
+    ranks = run_ranks(start_train, n_ranks, ["--config", str(path)], store.port, flavors)
     log: Log = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if record["kind"] in ("step", "validation"):
             log.setdefault(record["step"], {}).update(record)
-    return log
+    return log, merge(ranks)
 
 
 # ---------------------------------------------------------------- a start
@@ -131,13 +132,14 @@ def run_train(config: Config, n_ranks: int, run_ranks: RunRanks) -> Log:
 
 def start_train(
     rank: int, world_size: int, args: list[str], port: int, flavors: dict[str, ModelArgs]
-) -> None:
+) -> Acted:
     """Worker: execute train.py as under torchrun. `port`: port of the parent's TCPStore.
 
-    `flavors` are added to those of the model. Exceptions of train.py propagate.
+    `flavors` are added to those of the model. Returns which keys acted. Exceptions of train.py propagate.
     Raises RuntimeError if its exit status is not 0.
     """
     log = io.StringIO()
+    acted: Acted = {}
     dist.destroy_process_group()
     with (
         process_left_as_it_was(),
@@ -145,6 +147,7 @@ def start_train(
         patch.dict(MODELS[flavors["debug"].name].flavors, flavors),
         patch.object(Router, "choose", choose_by_bias),
         packing_checked(lambda *_: None),
+        actions_noted(acted),
         redirect_stdout(log),
         redirect_stderr(log),
     ):
@@ -154,6 +157,7 @@ def start_train(
         raise RuntimeError(
             f"train.py ended with status {status}; its log:\n{log.getvalue()[-4000:].strip()}"
         )
+    return acted
 
 
 def choose_by_bias(router: Router, scores: Tensor) -> Tensor:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.tools.verify.measures import Coordinates, Key, Seen
 from torchtitan_lite.tools.verify.plain import run_plainly
 from torchtitan_lite.tools.verify.rank import compare_steps
 from torchtitan_lite.tools.verify.ranks import NoAnswer, RankFailure
+from torchtitan_lite.tools.verify.witnesses import Acted, merge
 
 RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per rank
 
@@ -75,7 +76,9 @@ class Trial:
     measures: dict[str, tuple[float, float]] = field(default_factory=dict)  # worst error, bound
     faults: dict[str, Culprit] = field(default_factory=dict)  # by measure, in the order of a step
     seconds: float = 0.0
-    ran: tuple[Config, ...] = ()  # configs of the layouts that ran
+    ran: tuple[
+        tuple[Config, Acted], ...
+    ] = ()  # config of each layout that ran, and which keys acted
 
     @property
     def culprit(self) -> Culprit | None:
@@ -85,8 +88,12 @@ class Trial:
 def try_layout(
     name: str, config: Config, world_size: int, run_ranks: RunRanks, folder: Path, n_steps: int
 ) -> Trial:
-    """Run a reduced config on `world_size` ranks, and compare it with the plain loop."""
+    """Run a reduced config on `world_size` ranks, and compare it with the plain loop.
+
+    A single step is not profiled: that of the deep trial is so long that this would take most of the time.
+    """
     steps = run_plainly(config, n_steps)
+    is_profiled = n_steps > 1
     gradients = steps[0].gradients
 
     def choose_bound(key: Key) -> float:
@@ -97,13 +104,15 @@ def try_layout(
 
     path = folder / f"{name}.pt"
     torch.save([replace(step, outputs={}) for step in steps], path)
-    ranks = run_ranks(compare_steps, world_size, config, str(path))
+    ranks = run_ranks(compare_steps, world_size, config, str(path), is_profiled=is_profiled)
     trial = judge(name, ranks, choose_bound)
+    ran = with_value(config, "training.max_norm", round(steps[0].max_norm, 3))
+    acted = merge(rank.acted for rank in ranks)
     if trial.culprit and trial.culprit.kind in OF_FORWARD:
         torch.save(steps, path)
         ranks = run_ranks(compare_steps, world_size, config, str(path))
         trial = judge(name, ranks, choose_bound, steps[0].outputs)
-    return replace(trial, ran=(config,))
+    return replace(trial, ran=((ran, acted),))
 
 
 def make_trial(name: str, call: Callable[[], Trial]) -> Trial:

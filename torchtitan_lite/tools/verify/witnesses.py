@@ -1,0 +1,422 @@
+"""Witnesses: the facts that show that a config key acted in a trial. A key without a witness is never covered.
+
+    acted          a trial ran the value of the key, and a rank saw it act: a spike was skipped, a block recomputed
+    did not act    a trial ran the value, but no rank saw it act
+    off            the value turns its feature off, or belongs to a feature that is off: there is nothing to see
+
+A witness looks at a step from outside: at its results, and at the profile of torch, which names each operator,
+collective of FSDP and compiled region that ran. Keys in NO_RESULT need none, because they change no result.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+
+from torchtitan_lite import build
+from torchtitan_lite import step as stepping
+from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.layout import MODEL_SIZES
+from torchtitan_lite.config.model_rows import MoEArgs
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.model.float8_linear import Float8Linear
+from torchtitan_lite.tools.verify.degrees import DEGREES
+from torchtitan_lite.tools.verify.measures import local
+
+MOE_SIZES = [size.name for size in fields(MoEArgs)]
+Acted = dict[str, bool | None]  # key -> whether it acted; None: it is off
+# Sections and keys of logs, traces, files and time-outs, and of the steps in which a run saves or validates.
+NO_RESULT = {
+    "comm",
+    "job",
+    "metrics",
+    "profiling",
+    "checkpoint.enable",
+    "checkpoint.folder",
+    "checkpoint.interval",
+    "checkpoint.enable_first_step_checkpoint",
+    "checkpoint.keep_latest_k",
+    "debug.compare_copies_every",
+    "training.cache_folder",
+    "training.gc_freq",
+    "validation.enable",
+    "validation.freq",
+}
+
+
+def changes_results(key: str) -> bool:
+    section, _, _ = key.partition(".")
+    return NO_RESULT.isdisjoint((key, section))
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A step that one rank ran in a trial."""
+
+    run: build.Run  # with the config of the trial, resolved
+    batch: Batch
+    result: stepping.StepResult
+    biases: dict[str, Tensor]  # of the experts, before the step
+    forward: Counter[
+        str
+    ]  # events of the profile by name, outside of backward. Empty if the step was not profiled
+    backward: Counter[str]
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    @property
+    def rate(self) -> float:
+        """Learning rate as a fraction of its peak."""
+        return self.result.lr / (self.config.optimizer.lr or 1.0)
+
+    @property
+    def position(self) -> int:
+        """Position of the step in the learning-rate schedule."""
+        return self.run.lr_scheduler.last_epoch - 1
+
+    @property
+    def moments(self) -> list[Tensor]:
+        states = self.run.optimizer.state.values()
+        return [state["exp_avg_sq"] for state in states if "exp_avg_sq" in state]
+
+    def runs_thread(self, name: str) -> bool:
+        return any(thread.name.startswith(name) for thread in threading.enumerate())
+
+
+Witness = Callable[[Observed], bool | None]
+
+
+def count(events: Counter[str], *words: str) -> int:
+    """Return the number of events whose names contain one of the words."""
+    return sum(n for name, n in events.items() if any(word in name for word in words))
+
+
+def once_on(is_on: object, acted: bool) -> bool | None:
+    """Return whether a key acted; None if it is off."""
+    return acted if is_on else None
+
+
+def in_use(step: Observed) -> bool:
+    """Every step uses the value: a size, a degree, a seed. The comparison with the plain loop would fail without it."""
+    return True
+
+
+# ---------------------------------------------------------------- witnesses of several lines or several keys
+
+
+def computes_in_dtype(step: Observed) -> bool:
+    is_bfloat16 = count(step.forward, "aten::mm c10::BFloat16") > 0
+    is_asked = step.config.training.mixed_precision_param == "bfloat16"
+    return bool(step.forward) and is_bfloat16 == is_asked
+
+
+def updates(step: Observed) -> bool:
+    return bool(step.result.applied) and step.result.lr > 0
+
+
+def has_moments(step: Observed) -> bool | None:
+    n_moments = OPTIMIZERS[step.config.optimizer.name].n_moments
+    return once_on(n_moments, bool(step.moments))
+
+
+def stores_moments(step: Observed) -> bool | None:
+    asked = getattr(torch, step.config.optimizer.moments_dtype)
+    is_stored = any(local(moment).dtype == asked for moment in step.moments)
+    return once_on(has_moments(step) is not None, is_stored)
+
+
+def decays(step: Observed) -> bool | None:
+    section = step.config.lr_scheduler
+    is_after_warmup = step.position >= section.warmup_steps
+    return once_on(section.decay_ratio != 0, is_after_warmup and step.rate < 1)
+
+
+def ends_above_zero(step: Observed) -> bool | None:
+    """The decay never falls below this rate. Without it, the last step of a schedule has nearly none."""
+    factor = step.config.lr_scheduler.min_lr_factor
+    return once_on(factor and decays(step) is not None, decays(step) and step.rate >= factor)
+
+
+def runs_implementation(step: Observed) -> bool | None:
+    """Only AdamW has kernels of its own for each implementation. The fused one also uses one kernel for lists."""
+    section = step.config.optimizer
+    if not OPTIMIZERS[section.name].has_fused_kernel:
+        return None
+    if count(step.forward, "_fused_adam"):
+        return section.implementation == "fused"
+    is_foreach = count(step.forward, "_foreach_addcdiv") > 0
+    return section.implementation == ("foreach" if is_foreach else "for-loop")
+
+
+def moves_biases(step: Observed) -> bool | None:
+    if step.run.balance is None:
+        return None
+    moved = [not torch.equal(step.biases[fqn], b) for fqn, b in step.run.balance.biases.items()]
+    return once_on(step.config.training.expert_bias_rate, any(moved))
+
+
+def balances(step: Observed) -> bool | None:
+    has_loss = step.run.balance and step.config.training.expert_balance_loss
+    return once_on(has_loss, count(step.backward, "AuxiliaryGradient") > 0)
+
+
+def splits_loss(step: Observed) -> bool | None:
+    chunk_tokens = step.config.training.loss_chunk_tokens
+    layout = step.run.layout
+    n_tokens = layout.microbatch_size * step.config.training.seq_len // layout.cp
+    return once_on(chunk_tokens, n_tokens > chunk_tokens)
+
+
+def gathers_as_zero_stage(step: Observed) -> bool | None:
+    """Compare the gathers and reductions of a block with the table in parallel/fsdp.py."""
+    layout = step.run.layout
+    events = step.forward + step.backward
+    n_gathers = max(
+        (events[name] for name in events if "FSDP::all_gather (layers." in name), default=0
+    )
+    n_reduced = max((events[name] for name in events if "reduce (layers." in name), default=0)
+    acted = n_gathers > 1
+    if layout.zero_stage < 3:
+        # With a single microbatch, stages 1 and 2 are the same.
+        expected = layout.n_microbatches if layout.zero_stage == 2 else 1
+        acted = n_gathers == 1 and n_reduced == expected
+    return once_on(layout.dp_shard * layout.cp > 1, acted)
+
+
+def splits_nodes(step: Observed) -> bool | None:
+    """hpZ keeps nothing, and qgZ has a single exchange, if nodes do not split an FSDP group."""
+    layout = step.run.layout
+    uses_nodes = {"hpz", "qgz"} & set(step.config.parallelism.zero_plus_plus)
+    return once_on(uses_nodes, layout.fsdp_far > 1 or layout.efsdp_far > 1)
+
+
+def rounds_shards(step: Observed) -> bool | None:
+    uses = set(step.config.parallelism.zero_plus_plus)
+    n_rounded = count(step.forward + step.backward, "aten::round_")
+    rounds = n_rounded > 0 or uses == {"hpz"}
+    return once_on(uses, rounds and splits_nodes(step) is not False)
+
+
+def runs_schedule(step: Observed) -> bool | None:
+    name = step.config.parallelism.pipeline_parallel_schedule
+    return once_on(step.run.schedule, type(step.run.schedule).__name__ == f"Schedule{name}")
+
+
+def has_stages_by_rule(step: Observed) -> bool | None:
+    section = step.config.parallelism
+    return once_on(step.run.schedule, not section.module_fqns_per_model_part)
+
+
+def rotates(step: Observed) -> bool | None:
+    """Only the ring exchanges keys by all-to-all. Experts do so too, and hide it."""
+    layout = step.run.layout
+    is_ring = count(step.forward, "alltoall", "all_to_all") > 0
+    asked = step.config.parallelism.context_parallel_rotate_method
+    return once_on(
+        layout.cp > 1, bool(step.forward) and layout.ep <= 1 and is_ring == (asked == "ring")
+    )
+
+
+def recomputes(step: Observed) -> bool | None:
+    """Backward repeats norms or attention. The compiler alone repeats only cheaper operators."""
+    section = step.config.activation_checkpoint
+    repeated = [name for name in step.backward if "ackward" not in name]
+    return once_on(
+        section.mode != "none", any("rms_norm" in n or "attention" in n for n in repeated)
+    )
+
+
+def compiles(step: Observed) -> bool | None:
+    """A compiled block is an autograd function, unless the backend is "eager". The compiled loss is none."""
+    section = step.config.compile
+    n_regions = count(step.forward, "Torch-Compiled Region")
+    n_blocks = step.forward["CompiledFunction"]
+    acted = {"model": n_blocks > 0, "loss": n_regions > n_blocks}
+    return once_on(section.enable, all(acted[name] for name in section.components))
+
+
+def multiplies_in_float8(step: Observed) -> bool | None:
+    n_matmuls = count(step.forward, "Float8MatmulFunction")
+    return once_on(step.config.model.uses_float8, n_matmuls > 0)
+
+
+def gathers_in_float8(step: Observed) -> bool | None:
+    """FSDP sends bytes. No backend gathers float8."""
+    section = step.config.quantize.linear.float8
+    is_on = step.config.model.uses_float8 and section.enable_fsdp_float8_all_gather
+    return once_on(is_on, count(step.forward, "_allgather_base_ unsigned char") > 0)
+
+
+def filters_linears(step: Observed) -> bool | None:
+    """A linear layer that a filter names does not multiply in float8."""
+    filters = step.config.quantize.linear.float8.filter_fqns
+    named = []
+    for part in step.run.parts:
+        for fqn, module in part.named_modules():
+            if isinstance(module, nn.Linear) and any(text in fqn for text in filters):
+                named.append(module)
+    is_filtered = not any(isinstance(module, Float8Linear) for module in named)
+    return once_on(step.config.model.uses_float8 and named, is_filtered)
+
+
+def precomputes_scales(step: Observed) -> bool | None:
+    """Without it, each weight that is gathered in float8 needs an all-reduce in forward."""
+    section = step.config.quantize.linear.float8
+    is_on = step.config.model.uses_float8 and section.precompute_float8_dynamic_scale_for_fsdp
+    n_matmuls = count(step.forward, "Float8MatmulFunction")
+    return once_on(is_on, 0 < count(step.forward, "c10d::allreduce_") < n_matmuls)
+
+
+def saves_in_thread(step: Observed) -> bool | None:
+    """Nothing is pinned on a CPU."""
+    mode = step.config.checkpoint.async_mode
+    return once_on(mode != "disabled", mode == "async" and step.runs_thread("checkpoint"))
+
+
+# ---------------------------------------------------------------- the table
+
+WITNESSES: dict[str, Witness] = {
+    **{f"model.{name}": in_use for name in ("name", "flavor", *MODEL_SIZES, *MOE_SIZES)},
+    "model.hf_assets_path": lambda step: step.runs_thread("prefetch"),  # train.py reads text
+    "model.attention": lambda step: once_on(
+        step.config.model.attention != "causal", step.batch.doc_ids.any().item()
+    ),
+    "model.converters": multiplies_in_float8,
+    "training.dataset_weights": lambda step: once_on(
+        step.config.training.dataset_weights, step.runs_thread("prefetch")
+    ),
+    "training.local_batch_size": in_use,
+    "training.global_batch_size": in_use,
+    "training.seq_len": in_use,
+    "training.max_norm": lambda step: once_on(
+        step.config.training.max_norm,
+        updates(step) and step.result.grad_norm.item() > step.config.training.max_norm,
+    ),
+    "training.skip_spikes": lambda step: once_on(
+        step.config.training.skip_spikes,
+        step.result.grad_norm.isfinite().item() and not step.result.applied,
+    ),
+    "training.mixed_precision_param": computes_in_dtype,
+    "training.mixed_precision_reduce": in_use,
+    "training.loss_chunk_tokens": splits_loss,
+    "training.expert_bias_rate": moves_biases,
+    "training.expert_balance_loss": balances,
+    **dict.fromkeys(DEGREES, in_use),
+    "parallelism.fsdp_reshard_after_forward": gathers_as_zero_stage,
+    "parallelism.zero_stage": gathers_as_zero_stage,
+    "parallelism.zero_plus_plus": rounds_shards,
+    "parallelism.zero_plus_plus_node_size": splits_nodes,
+    "parallelism.pipeline_parallel_schedule": runs_schedule,
+    "parallelism.pipeline_parallel_microbatch_size": in_use,
+    "parallelism.pipeline_parallel_layers_per_stage": has_stages_by_rule,
+    "parallelism.pipeline_parallel_first_stage_less_layers": has_stages_by_rule,
+    "parallelism.pipeline_parallel_last_stage_less_layers": has_stages_by_rule,
+    "parallelism.module_fqns_per_model_part": in_use,
+    "parallelism.context_parallel_rotate_method": rotates,
+    "optimizer.name": lambda step: (
+        count(step.forward, f"Optimizer.step#{step.config.optimizer.name}") > 0
+    ),
+    "optimizer.lr": lambda step: once_on(step.config.optimizer.lr, updates(step)),
+    "optimizer.beta1": has_moments,
+    "optimizer.beta2": has_moments,
+    "optimizer.eps": has_moments,
+    "optimizer.weight_decay": lambda step: once_on(
+        step.config.optimizer.weight_decay, updates(step)
+    ),
+    "optimizer.implementation": runs_implementation,
+    "optimizer.moments_dtype": stores_moments,
+    "lr_scheduler.warmup_steps": lambda step: once_on(
+        step.config.lr_scheduler.warmup_steps > 1,
+        step.position < step.config.lr_scheduler.warmup_steps and step.rate < 1,
+    ),
+    "lr_scheduler.total_steps": decays,
+    "lr_scheduler.decay_ratio": decays,
+    "lr_scheduler.decay_type": decays,
+    "lr_scheduler.min_lr_factor": ends_above_zero,
+    "checkpoint.async_mode": saves_in_thread,
+    "activation_checkpoint.mode": recomputes,
+    "activation_checkpoint.selective_ac_option": lambda step: once_on(
+        step.config.activation_checkpoint.mode == "selective", recomputes(step)
+    ),
+    "activation_checkpoint.memory_budget": lambda step: once_on(
+        step.config.activation_checkpoint.mode == "memory_budget", recomputes(step)
+    ),
+    "compile.enable": compiles,
+    "compile.components": compiles,
+    "compile.backend": compiles,
+    "quantize.linear.float8.recipe_name": multiplies_in_float8,
+    "quantize.linear.float8.filter_fqns": filters_linears,
+    "quantize.linear.float8.emulate": multiplies_in_float8,
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": gathers_in_float8,
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": precomputes_scales,
+    "debug.seed": in_use,
+    "debug.deterministic": lambda step: once_on(
+        step.config.debug.deterministic, torch.are_deterministic_algorithms_enabled()
+    ),
+    "debug.deterministic_warn_only": lambda step: once_on(
+        step.config.debug.deterministic and step.config.debug.deterministic_warn_only,
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    ),
+}
+
+
+# ---------------------------------------------------------------- steps of a trial
+
+
+@contextmanager
+def actions_noted(acted: Acted, *, profiled: bool = True) -> Iterator[None]:
+    """Context manager: note in `acted` which keys act in the steps of this rank."""
+    train_step = stepping.train_step
+
+    def watch(run: build.Run, batch: Batch, *args) -> stepping.StepResult:
+        biases = {}
+        if run.balance:
+            biases = {fqn: bias.clone() for fqn, bias in run.balance.biases.items()}
+        with profile(enabled=profiled, record_shapes=True) as profiler:
+            result = train_step(run, batch, *args)
+        forward, backward = count_events(profiler)
+        step = Observed(run, batch, result, biases, forward, backward)
+        seen = {key: witness(step) for key, witness in WITNESSES.items()}
+        acted.update(merge([acted, seen]))
+        return result
+
+    with patch.object(stepping, "train_step", watch):
+        yield
+
+
+def merge(observations: Iterable[Acted]) -> Acted:
+    """Merge what steps and ranks saw. A key acted if it acted once. It is off if it was off each time."""
+    merged: Acted = {}
+    for acted in observations:
+        for key, is_acting in acted.items():
+            known = merged.get(key)
+            merged[key] = is_acting if known is None else known or bool(is_acting)
+    return merged
+
+
+def count_events(profiler: profile | None) -> tuple[Counter[str], Counter[str]]:
+    """Count the events of a profile by name, outside of backward and inside. Some names include a dtype."""
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+    if profiler is None:  # not enabled
+        return forward, backward
+    end_ns = 0  # of the last node of autograd
+    for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        name = event.name()
+        start_ns = event.start_ns()
+        if name.startswith("autograd::engine::evaluate_function"):
+            end_ns = max(end_ns, start_ns + event.duration_ns())
+        if name in ("aten::mm", "c10d::_allgather_base_"):
+            name = f"{name} {event.dtypes()[0]}"
+        events = backward if start_ns < end_ns else forward
+        events[name] += 1
+    return forward, backward
