@@ -26,8 +26,8 @@ the step hangs. Before the first step is done, the first signal already does, be
 Environment:
   CONFIG_FILE    same as --config; --config wins if both are given
   NGPU           ranks per host; default: all GPUs; on a CPU the product of the config's degrees, else 2
-  LOG_RANK       ranks of this host whose output is shown (default 0; 0,1 for two). If a rank fails, the stderr of the
-                 others is kept in a folder that the last lines name
+  LOG_RANK       ranks of this host whose output is shown (default 0; 0,1 for two). If a rank fails, its traceback is
+                 shown, and what the other ranks wrote is kept in a folder that the last lines name
   MAX_RESTARTS   number of times torchrun restarts all ranks after a failure (default 0). With --checkpoint.enable a
                  restarted run resumes from the newest complete checkpoint
   TOOL           pulse: measure the ranks and links of this run instead of training
@@ -69,7 +69,8 @@ repository=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 
 # The Python to train with. Nodes that srun starts below inherit PYTHON, so they do not set up an environment again.
 command -v "${PYTHON:=python3}" >/dev/null || fail "$PYTHON was not found: set PYTHON=/path/to/python3"
-export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+# PYTHONSAFEPATH: do not import from the user's folder, which may have a torchtitan_lite of its own (Python 3.11 or newer).
+export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 PYTHON=$("$PYTHON" -m torchtitan_lite.tools.environment)
 export PYTHON
 

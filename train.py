@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import sys
-import traceback
 from functools import partial
 from signal import Signals
 
@@ -16,10 +15,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
 from torchtitan_lite.components.diagnosis import find_non_finite
-from torchtitan_lite.components.log import start_logging
+from torchtitan_lite.components.log import IN_FILE, start_logging
 from torchtitan_lite.components.shutdown import STOPPED_BY, StopRequest, describe_newest
 from torchtitan_lite.config.block import count_parameters
-from torchtitan_lite.config.machine import detect_machine
+from torchtitan_lite.config.machine import FROM_LAUNCHER, detect_machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.data.corpus_folder import check_prepared
 from torchtitan_lite.data.dataset import open_data
@@ -71,8 +70,8 @@ def main(args: list[str], stop: StopRequest) -> int:
         starting_over = config.job.overwrite and place.restarts == 0
         lock = open_dump_folder(plan.dump_folder, config, starting_over=starting_over)
     start_logging(place.rank, plan.dump_folder)
-    for notice in plan.notices:
-        logger.info(notice)
+    for notice in plan.notices:  # the launcher has printed them
+        logger.log(IN_FILE if FROM_LAUNCHER in os.environ else logging.INFO, notice)
     n_parameters = count_parameters(plan.model_args)
     logger.info(f"{plan.title}: {n_parameters:,} parameters, {plan.layout}, {plan.origin}")
 
@@ -139,26 +138,11 @@ def main(args: list[str], stop: StopRequest) -> int:
     return status
 
 
-@record  # torchrun then reports which rank failed first, and why
-def run_rank(args: list[str], stop: StopRequest) -> int:
-    """Call `main`. Print an exception for the user, then re-raise it. tools/launch.py calls this in a fork."""
-    try:
-        return main(args, stop)
-    except UserError as error:
-        print(f"The run stopped: {error}", file=sys.stderr)
-        raise
-    except Exception:
-        if (
-            stop.received is None
-        ):  # otherwise a peer has ended, and a collective of this rank has failed
-            traceback.print_exc()
-        raise
-
-
-if __name__ == "__main__":  # under a bare torchrun
+if __name__ == "__main__":  # under a bare torchrun, whose report ends with the first exception
     stop = StopRequest(os.environ.get("RANK", ""))
     stop.listen()
     try:
-        sys.exit(run_rank(sys.argv[1:], stop))
-    except Exception as error:  # printed above
+        sys.exit(record(main)(sys.argv[1:], stop))
+    except UserError as error:
+        print(f"The run stopped: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

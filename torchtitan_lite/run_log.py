@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.components.expert_balance import count_collapsed, describe_load
-from torchtitan_lite.components.log import describe_rank
+from torchtitan_lite.components.log import IN_FILE, describe_rank
 from torchtitan_lite.components.metrics import (
     MetricsWriter,
     describe_speed,
@@ -220,12 +220,15 @@ class RunLog:
                 yield
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            logger.error(f"{describe_rank(rank, self.run.mesh.coordinates())} failed: {reason}")
+            reason = f"{describe_rank(rank, self.run.mesh.coordinates())}: {reason}"
+            # not on the screen: if another rank failed first, the launcher shows that error
+            logger.log(IN_FILE, reason)
+            self.record("stop", self.step, reason=reason)
             if is_out_of_memory(error):
                 config_file = shlex.quote(f"{folder}/config.toml")
                 plan = f"plan --gpus {dist.get_world_size()} --config {config_file}"
-                logger.error(f"to see what uses the memory: {name_command(plan)}")
-            self.record("stop", self.step, reason=reason)
+                hint = f"To see what uses the memory: {name_command(plan)}"
+                error.args = (f"{error}\n{hint}",)  # Python 3.10 has no add_note
             raise
         else:
             logger.info(f"look at it: {name_views(folder, config.metrics)}")

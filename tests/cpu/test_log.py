@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from torchtitan_lite.components.log import start_logging
+from torchtitan_lite.components.log import IN_FILE, start_logging
 
 
 @pytest.fixture
@@ -39,6 +39,14 @@ def test_rank_0_writes_info_to_stdout_and_appends_to_log_txt(logger, tmp_path, c
         " first run",
         " second run",
     ]  # after 2026-11-20 12:30:01
+
+
+def test_a_line_that_the_launcher_shows_is_only_in_log_txt(logger, tmp_path, capsys):
+    for rank in (0, 1):
+        start_logging(rank, tmp_path)
+        logger.log(IN_FILE, "seq_len is 512")
+    assert capsys.readouterr() == ("", "")
+    assert (tmp_path / "log.txt").read_text().count("seq_len is 512") == 1
 
 
 def test_other_ranks_write_only_warnings_to_stderr_with_their_rank(logger, tmp_path, capsys):

@@ -24,7 +24,6 @@ from torchtitan_lite.tools import launch
 TRAIN = """
 import os, signal, sys, time
 SAVED = "outputs/debug/checkpoint/step-4"
-from torch.distributed.elastic.multiprocessing.errors import record
 
 def wait(stop):
     print("ready", flush=True)
@@ -32,8 +31,7 @@ def wait(stop):
         time.sleep(0.01)
     return 128 + stop.received
 
-@record
-def run_rank(args, stop):
+def main(args, stop):
     rank = os.environ["RANK"]
     assert "TORCHTITAN_LITE_MACHINE" in os.environ
     print("stdout of", rank, flush=True)
@@ -71,20 +69,46 @@ ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per se
     "copies": ("wait(stop); time.sleep(3); print('saved', flush=True)", [signal.SIGTERM] * 3, 143, "stopped"),
     "Ctrl-C twice, and ranks do not listen": ("stop.note = print", [signal.SIGINT] * 2, 130, "stopped by SIGINT"),
     "SIGTERM, and the save fails": ("wait(stop); raise OSError('disk full')", [signal.SIGTERM], 1, "rank"),
-    "a rank raises": ("if rank == '1': raise OSError('no disk 7')", [], 1, "rank 1 failed: OSError: no disk 7"),
+    "a rank raises, and its peer loses it": (
+        "if rank == '1': raise OSError('no disk 7')\n    time.sleep(0.2); raise OSError('Connection closed')",
+        [],
+        1,
+        "rank 1 failed: OSError: no disk 7 ({repository}/train.py:21)",
+    ),
+    "two ranks raise": (
+        "time.sleep(0.1 * int(rank)); raise OSError(f'disk {rank} is full\\nsecond line')",
+        [],
+        1,
+        "rank 0 failed: OSError: disk 0 is full ({repository}/train.py:21)",
+    ),
+    "a user's mistake": (
+        "from torchtitan_lite.config.messages import UserError; raise UserError('There is no disk. Buy one')",
+        [],
+        1,
+        "the run stopped: There is no disk. Buy one",
+    ),
+    "a rank crashes": ("if rank == '1': os.kill(os.getpid(), 11)", [], 1, "rank 1 was killed by SIGSEGV"),
     "a rank ends": ("if rank == '0': return 1", [], 1, "rank 0 exited with status 1"),
     "a rank is killed": (
         "if rank == '1': os.makedirs(SAVED); open(SAVED + '/manifest.json', 'w'); os.kill(os.getpid(), 9)\n"
         "    time.sleep(0.05); raise OSError('my peer is gone')",
         [],
         1,
-        "rank 1 was killed by SIGKILL, as Linux does when memory runs out; newest checkpoint outputs/debug/"
+        "rank 1 was killed by SIGKILL, as Linux does when memory runs out, and so left no traceback; newest "
+        "checkpoint outputs/debug/"
         f"checkpoint/step-4; to continue: NGPU=2 {REPOSITORY}/run_train.sh --model.dim=64",
     ),
 }  # fmt: skip
 
 
-SLOW = ("a closed terminal", "SIGTERM, and the save fails", "a rank raises")
+SHOWN = {  # lines about the rank that failed first; nothing of the other ranks is shown
+    "SIGTERM, and the peer of a failed rank ends first": "OSError: disk full",
+    "SIGTERM, and the save fails": "OSError: disk full",
+    "a rank raises, and its peer loses it": "OSError: no disk 7",
+    "two ranks raise": "OSError: disk 0 is full\nsecond line",
+    "a rank crashes": '  File "{repository}/train.py", line 21 in main',
+}
+SLOW = ("a closed terminal", "SIGTERM, and the save fails", "two ranks raise")
 
 
 @pytest.mark.parametrize("name", choose_fast(ENDINGS, ENDINGS.keys() - SLOW))
@@ -107,13 +131,20 @@ def test_the_last_line_says_how_the_run_has_ended(tmp_path, name):
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=1)
     output += finish(process, status)
+    repository = tmp_path / "repository"
+    last_line = last_line.format(repository=repository)
     assert output.splitlines()[-1].startswith(f"run_train.sh: {last_line}"), output
+    for line in SHOWN.get(name, "Traceback").format(repository=repository).splitlines():
+        assert (line in output.splitlines()) == (name in SHOWN), output
+    assert output.count("Traceback (most recent call last)") == ("Error" in SHOWN.get(name, ""))
+    assert "Connection closed" not in output and "my peer is gone" not in output
     assert ("saved" in output) == ("saved" in action), "a copy of the signal has killed the ranks"
-    assert "stdout of 0" in output and "stderr of 0" in output and "of 1" not in output
-    assert "torch/distributed" not in output
+    assert "stdout of 0" in output and "stderr of 0" in output and "stdout of 1" not in output
+    assert ("stderr of 1" in output) == ("crashes" in name)
+    assert ("torch/distributed" in output) == ("crashes" in name)
     (kept,) = list(temporary.glob("torchtitan_lite.*")) if status == 1 else [None]
     if kept:
-        assert f"The stderr of the other ranks is in {kept}." in output
+        assert f"What the other ranks wrote is in {kept}/" in output
         (text,) = [path.read_text() for path in kept.rglob("stderr.log")]
         assert text.startswith("stderr of 1\n")
     assert list(temporary.iterdir()) == [kept] * bool(kept)

@@ -36,7 +36,7 @@ from torchtitan_lite.faults import start as start_module
 from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.faults.start import start_from
-from torchtitan_lite.tools.faults.hang import explain, read_files
+from torchtitan_lite.tools.faults.hang import explain, list_hangs, read_files
 from torchtitan_lite.tools.plan.pulse import Measured, judge
 
 SHARD = "parallelism.data_parallel_shard_degree"
@@ -323,6 +323,7 @@ def test_a_start_removes_earlier_hang_files_and_a_rank_without_its_peer_ends_at_
     assert not any(path.exists() for path in earlier)
     files = read_files(tmp_path / "hang" / "restart-0", "failed")
     assert list(files) == [0, 1]
+    assert not list_hangs(tmp_path / "hang"), "a rank that fails is not told as a hang"
     assert explain({0: files[0]})[0] == [1], "the last call counts as the one that failed"
 
 

@@ -1,6 +1,7 @@
 """A run that gets SIGINT or SIGTERM: after which step it stops, what it saves, how it ends."""
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -48,6 +49,30 @@ def test_a_signal_in_the_first_step_ends_the_process():
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.count(b"\n") == 1 and b"SIGINT" in err
+
+
+def test_the_first_ending_of_a_rank_counts_and_one_rank_of_a_host_tells_a_signal(
+    tmp_path, monkeypatch
+):
+    said = []
+    for rank in "011":
+        file = tmp_path / rank / "error.json"
+        file.parent.mkdir(exist_ok=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        said.append(shutdown.write_ending(143, f"stopped {len(said)} times before"))
+    assert said == [True, False, False]
+    for rank in (0, 1):
+        ending = json.loads((tmp_path / str(rank) / "error.json").read_text())
+        assert ending == {"status": 143, "message": f"stopped {rank} times before"}
+
+
+def test_a_rank_that_fails_says_nothing_of_a_signal(monkeypatch, caplog):
+    """torchrun ends the ranks that have lost a peer with SIGTERM."""
+    request = StopRequest()
+    request.has_failed = True
+    monkeypatch.setattr(request, "end", pytest.fail)
+    request.note(signal.SIGTERM)
+    assert request.received is None and not caplog.records
 
 
 @pytest.mark.parametrize(

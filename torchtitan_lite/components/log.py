@@ -1,6 +1,7 @@
 """Write log lines.
 
-    rank 0         INFO and above       stdout, and dump_folder/log.txt with the date
+    rank 0         INFO and above       stdout
+                   IN_FILE and above    dump_folder/log.txt with the date
     other ranks    WARNING and above    stderr, with the rank
 
 Modules log through `logging.getLogger(__name__)`.
@@ -9,6 +10,8 @@ Modules log through `logging.getLogger(__name__)`.
 import logging
 import sys
 from pathlib import Path
+
+IN_FILE = logging.INFO - 1  # level of lines that the launcher shows on the screen
 
 
 class LineFormatter(logging.Formatter):
@@ -42,11 +45,12 @@ def start_logging(rank: int, dump_folder: Path | None) -> None:
     console.setFormatter(LineFormatter(rank, "%H:%M:%S"))
     logger.addHandler(console)
     if rank == 0 and dump_folder:
+        console.setLevel(logging.INFO)
         # Appends: a resumed run continues the file
         file = logging.FileHandler(dump_folder / "log.txt", encoding="utf-8")
         file.setFormatter(LineFormatter(rank, "%Y-%m-%d %H:%M:%S"))
         logger.addHandler(file)
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.setLevel(IN_FILE if rank == 0 else logging.WARNING)
     # A library that configures the root logger would print every line again.
     logger.propagate = False
 

@@ -54,7 +54,9 @@ class StopRequest:
         self.received: signal.Signals | None = None
         self.received_at_s = 0.0
         self.is_first_step = True  # there is nothing to save yet
-        self.has_lost_peer: Callable[[], bool] = lambda: False  # HangWatch replaces it
+        # HangWatch sets the next two
+        self.has_failed = False  # an exception ends this rank, and the launcher says so
+        self.has_lost_peer: Callable[[], bool] = lambda: False
 
     @property
     def requested(self) -> int:
@@ -85,7 +87,9 @@ class StopRequest:
     def note(self, received: signal.Signals) -> None:
         """Store the first signal until the end of a step. End this process on a later one, or during the first step."""
         now_s = time.monotonic()
-        if self.has_lost_peer():
+        if self.has_failed:
+            return
+        elif self.has_lost_peer():
             os._exit(128 + received)
         elif self.is_first_step:
             self.end(
@@ -101,16 +105,29 @@ class StopRequest:
             self.end(received, "immediately, because this is the second signal")
 
     def end(self, received: signal.Signals, when: str) -> NoReturn:
-        """End this process from any thread, with exit status 128 + signal number, the convention of shells.
-
-        As for an exception, torchrun's error file keeps the reason, so the launcher knows what happened first.
-        """
+        """End this process from any thread, with exit status 128 + signal number, the convention of shells."""
         reason = f"{STOPPED_BY}{received.name}"
-        os.write(2, f"rank {self.rank} was {reason} {when}\n".encode())
-        record = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if record:
-            Path(record).write_text(json.dumps({"message": reason}))
+        if write_ending(128 + received, reason):
+            os.write(2, f"rank {self.rank} was {reason} {when}\n".encode())
         os._exit(128 + received)
+
+
+def write_ending(status: int, reason: str) -> bool:
+    """Write why this rank ends to the file that torchrun names. Return whether no rank of this host has ended before.
+
+    `status`: exit status of the run. The first ending of a process counts. tools/launch.py reads the file; torchrun
+    itself reads `message`.
+    """
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not name:
+        return True
+    file = Path(name)
+    earlier = list(file.parent.parent.glob(f"*/{file.name}"))
+    if file not in earlier:
+        unfinished = file.with_suffix(".tmp")
+        unfinished.write_text(json.dumps({"message": reason, "status": status}))
+        unfinished.rename(file)
+    return not earlier
 
 
 def describe_newest(newest: Path | None, config: Config, args: list[str], ngpu: str | None) -> str:

@@ -105,6 +105,7 @@ class HangWatch:
     def __exit__(self, kind: type | None, *_: object) -> None:
         self.leaving.set()
         if kind is not None:
+            self.stop.has_failed = True
             self.write(self.failed)
 
     def watch(self) -> None:

@@ -4,8 +4,11 @@
 
 SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to the ranks, which finish a step, save and exit
 (components/shutdown.py). Copies of the signal within 5 s are ignored; a later signal kills the ranks, and so does the
-first one if a step hangs. If a rank fails, torchrun ends the others, and the last line says which rank failed first,
-why, and how to resume from the newest checkpoint.
+first one if a step hangs.
+
+If a rank fails, torchrun ends the others. Each failed rank writes why (run_rank). The launcher prints the traceback of
+the first one. The last line says which rank it was, why, in which line of code, and how to resume from the newest
+checkpoint. On several hosts, the other launchers print the last line too.
 
 If NNODES is a range such as 2:4, torchrun restarts the ranks on the hosts that are left after a loss, and on all hosts
 when one joins. A host joins after the step that is running is saved: torchrun sends SIGTERM to the ranks.
@@ -16,6 +19,7 @@ Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by C
 131 by SIGQUIT, 1 otherwise.
 """
 
+import faulthandler
 import importlib
 import json
 import logging
@@ -28,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,6 +40,7 @@ from dataclasses import asdict
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.format import find_steps
@@ -45,6 +51,7 @@ from torchtitan_lite.components.shutdown import (
     StopRequest,
     describe_newest,
     handle_signals,
+    write_ending,
 )
 from torchtitan_lite.config.machine import FROM_LAUNCHER
 from torchtitan_lite.config.messages import UserError
@@ -70,6 +77,9 @@ from torchtitan_lite.tools.progress import watch_saves
 
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 STOP_FILE = "stopped"  # in the launch folder; after a signal, it has the exit status
+ERROR = "error.txt"  # in the folder of a rank (see find_last_start): the traceback of an exception
+RANK = "rank"  # in the same folder: the global rank
+N_LINES = 60  # of the hidden stderr of a rank that was killed: the stacks of its threads
 RESTART_WITHIN_S = 10.0  # torchrun looks for new hosts once a second
 
 
@@ -110,8 +120,10 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
     if status == 0 and is_first:
         status = export_last_checkpoint(prepared)
     handle_signals(signal.SIG_IGN)  # another copy of the signal must not change the exit status
-    if status == 1 and list(folder.rglob("stderr.log")):
-        print(f"The stderr of the other ranks is in {folder}.", file=sys.stderr)
+    last = find_last_start(folder)
+    if status == 1 and last and len(list(last.iterdir())) > 1:
+        said = f"What the other ranks wrote is in {last}: RANK/{ERROR}, RANK/stderr.log."
+        print(said, file=sys.stderr)
     else:
         shutil.rmtree(folder)
     if reason:
@@ -203,83 +215,124 @@ def run_ranks(
             if not is_first_host():
                 threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
         start_fork_server()
-        status, reason = run_torchrun(work, args, n_local, n_hosts, signals)
+        ending = run_torchrun(work, args, n_local, n_hosts, signals)
     except UserError as error:
         return 2, str(error)
     except KeyboardInterrupt:
         status = 128 + signals.received[0]
-        reason = name_signal(signals.received[0])
+        ending = Ending(status, name_signal(signals.received[0]))
+    agreed = (ending.status, ending.reason)
     if store:
-        return agree_on_cause(store, status, reason)
-    return status, reason
+        agreed = agree_on_cause(store, *agreed)
+    if agreed[1].startswith(ending.reason):  # otherwise another host shows its traceback
+        show(ending.details)
+    return agreed
+
+
+class Ending(NamedTuple):
+    """How the ranks of this host have ended."""
+
+    status: int  # exit status of the run
+    reason: str  # one line; empty if the run was trained
+    details: str = ""  # several lines about the rank that failed first: its traceback, or the end of its stderr
+
+
+def show(details: str) -> None:
+    if details:
+        print(details, file=sys.stderr, flush=True)
 
 
 def run_torchrun(
     work: Callable, args: list[str], n_local: int, n_hosts: int, signals: Signals
-) -> tuple[int, str]:
-    """Start the ranks and wait. Return as run_ranks does."""
+) -> Ending:
+    """Start the ranks and wait."""
     # These imports load torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
     torchrun = importlib.import_module("torch.distributed.run")
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     config = make_launch_config(torchrun, n_local, n_hosts, signals.folder)
-    agent = logging.getLogger("torch.distributed.elastic.agent.server.api")
-    agent.setLevel(logging.INFO)
-    agent.addFilter(lambda record: "will restart" in record.msg)
     if config.max_restarts == 0:  # hide torchrun's long failure report
         logging.disable(logging.ERROR)
+    else:
+        show_restarts(signals)
     signals.may_interrupt = n_hosts > 1  # it may wait for other hosts
     try:
-        statuses = torchrun.elastic_launch(config, work)(args, signals.folder)
+        statuses = torchrun.elastic_launch(config, run_rank)(work, args, signals.folder)
     except errors.ChildFailedError as error:
-        return explain_failure(*error.get_first_failure(), signals)
+        _, failure = error.get_first_failure()
+        return explain_failure(failure.local_rank, failure.exitcode, signals)
     except Exception as error:  # hosts cannot connect, or a port is in use
-        return 1, f"torchrun failed: {type(error).__name__}: {error}"
+        return Ending(1, f"torchrun failed: {type(error).__name__}: {error}")
     status = max(statuses.values())
-    return status, name_signal(status - 128) if status else ""
+    return Ending(status, name_signal(status - 128) if status else "")
+
+
+def show_restarts(signals: Signals) -> None:
+    """Make torchrun say why it restarts the ranks: the first failure, as at the end of a run."""
+    failures: list[Ending] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        """Replace torchrun's report of a rank that has ended."""
+        if record.msg.startswith("failed (exitcode"):
+            exitcode, local_rank = record.args[:2]
+            failures.append(explain_failure(local_rank, exitcode, signals))
+        return False
+
+    def show_failure(record: logging.LogRecord) -> bool:
+        """Show the line about a restart, below the failure that causes it."""
+        is_shown = "will restart" in record.msg
+        if is_shown and failures:
+            failure = failures.pop()
+            show(failure.details)
+            show(f"run_train.sh: {failure.reason}")
+        return is_shown
+
+    elastic = "torch.distributed.elastic"
+    logging.getLogger(f"{elastic}.multiprocessing.api").addFilter(note)
+    agent = logging.getLogger(f"{elastic}.agent.server.api")
+    agent.setLevel(logging.INFO)
+    agent.addFilter(show_failure)
 
 
 def name_signal(number: int) -> str:
     return f"{STOPPED_BY}{signal.Signals(number).name}"
 
 
-def explain_failure(rank: int, failure: object, signals: Signals) -> tuple[int, str]:
-    """Return the exit status of the run, and the first cause on this host: an error, or a signal.
+def explain_failure(local_rank: int, exitcode: int, signals: Signals) -> Ending:
+    """Return the first cause on this host: an error, or a signal. torchrun reports this rank and its exit status.
 
-    `failure` is torchrun's ProcessFailure of `rank`. If ranks end together, torchrun reports any of them, so the first
-    record decides. A rank that was killed, or returned a status, leaves no record.
+    If ranks end together, torchrun reports any of them, so the first ending that a rank wrote decides. A rank that was
+    killed, or returned a status, writes none.
     """
     received = signals.received
-    is_own = signals.has_killed or -failure.exitcode in received or failure.exitcode in STOPPED
-    record = None
-    if failure.exitcode in STOPPED or Path(failure.error_file).exists():
-        record = read_first_record(signals.folder)
-    if record:
-        local_rank, said = record
-        if said.startswith(STOPPED_BY):
-            return 128 + signal.Signals[said.removeprefix(STOPPED_BY)], said
-        return 1, f"rank {rank - failure.local_rank + local_rank} failed: {said}"
+    is_own = signals.has_killed or -exitcode in received or exitcode in STOPPED
+    start = find_last_start(signals.folder)
+    own = start / str(local_rank)
+    endings = sorted(start.glob("*/error.json"), key=os.path.getmtime)
+    if endings and (exitcode in STOPPED or own / "error.json" in endings):
+        ending = json.loads(endings[0].read_text())
+        return Ending(ending["status"], ending["message"], read_if_any(endings[0].with_name(ERROR)))
     if received and is_own:
-        return 128 + received[0], name_signal(received[0])
-    if failure.exitcode == -signal.SIGABRT:  # gloo does so if calls differ
+        return Ending(128 + received[0], name_signal(received[0]))
+    details = ""
+    if exitcode not in (1, -signal.SIGKILL):  # 1: train.py has logged why
+        details = "\n".join(read_if_any(own / "stderr.log").splitlines()[-N_LINES:])
+    if exitcode == -signal.SIGABRT:  # gloo does so if calls differ
         _, text = hang.explain_newest(signals.hangs, "failed")
-        print(text, file=sys.stderr)
-    return 1, f"rank {rank} {describe_failure(failure)}"
+        details = f"{details}\n{text}".strip()
+    rank = read_if_any(own / RANK) or local_rank
+    return Ending(1, f"rank {rank} {describe_exit(exitcode)}", details)
 
 
-def read_first_record(folder: Path) -> tuple[int, str] | None:
-    """Return the local rank that was the first to record why it ended, and the first line. None: no rank did.
+def find_last_start(folder: Path) -> Path | None:
+    """Return where torchrun has put one folder for each local rank, when it started the ranks for the last time.
 
-    `folder` has torchrun's files. Only the last attempt counts: torchrun restarted the ranks after the others.
+    None: torchrun has started no rank.
     """
-    attempts = folder.glob("*/attempt_*")
-    last = max(attempts, key=os.path.getmtime)
-    records = sorted(last.glob("*/error.json"), key=os.path.getmtime)
-    if not records:
-        return None
-    message = json.loads(records[0].read_text())["message"]
-    if isinstance(message, dict):  # an exception
-        message = message["message"]
-    return int(records[0].parent.name), message.splitlines()[0]
+    return max(folder.glob("*/attempt_*"), key=os.path.getmtime, default=None)
+
+
+def read_if_any(path: Path) -> str:
+    return path.read_text(errors="replace").rstrip() if path.exists() else ""
 
 
 def start_fork_server() -> None:
@@ -287,12 +340,13 @@ def start_fork_server() -> None:
 
     It blocks all signals, and new ranks inherit this, so a signal stays pending until the rank can handle it.
     """
-    multiprocessing.set_forkserver_preload(["train", "torchtitan_lite.tools.fork_server"])
+    tools = "torchtitan_lite.tools"
+    multiprocessing.set_forkserver_preload([f"{tools}.fork_server", f"{tools}.train_file"])
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     resource_tracker.ensure_running()  # starting it later would unblock the signals, as it does here
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    folder = os.getcwd()  # the user's folder may have another train.py
-    os.chdir(REPOSITORY)
+    folder = os.getcwd()
+    os.chdir(REPOSITORY)  # train_file.py imports train.py from there
     forkserver.ensure_running()
     os.chdir(folder)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -332,8 +386,33 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
     )
 
 
+def run_rank(work: Callable, args: list[str], folder: Path) -> int:
+    """Return the status of `work(args, folder)`, which is one rank. If it fails, write why, and end the process."""
+    faulthandler.enable()  # a crash prints the stacks of all threads
+    own = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
+    rank = os.environ["RANK"]
+    (own / RANK).write_text(rank)
+    status = 1
+    try:
+        status = work(args, folder)
+        if status in (0, *STOPPED):
+            return status
+    except UserError as error:
+        write_ending(1, f"the run stopped: {error}")
+    except Exception as error:
+        (own / ERROR).write_text(traceback.format_exc())
+        file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
+        what = traceback.format_exception_only(error)[0].splitlines()[0]
+        write_ending(1, f"rank {rank} failed: {what} ({file}:{line})")
+    # torchrun's SIGTERM must end a failed rank
+    handle_signals(signal.SIG_DFL)
+    # torchrun reports the first rank to exit: let the rank that caused the failure exit first
+    time.sleep(1)
+    sys.exit(status)
+
+
 def train_rank(args: list[str], folder: Path) -> int:
-    """Train as one rank. Return 0, or 128 + a signal. On failure, end the process with another status."""
+    """Train as one rank. Return the status of train.py."""
     stop = StopRequest(os.environ["RANK"])
     stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -343,31 +422,28 @@ def train_rank(args: list[str], folder: Path) -> int:
     with open(folder / f"starts-{os.environ['LOCAL_RANK']}", "a") as starts:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(starts.tell())
         starts.write(".")
-    train = importlib.import_module("train")  # already imported by the fork server
-    status = 1
-    with suppress(Exception):  # already printed, and recorded for describe_failure
-        status = train.run_rank(args, stop)
+    status = importlib.import_module("train").main(args, stop)  # imported by the fork server
+    if status not in (0, *STOPPED):
+        return status
     # A host joins if this host was not told to stop: torchrun then restarts the ranks, and ends them first by SIGTERM.
     # The torchrun of one host notices the new host first, and so stops the ranks of all hosts. On the others, a rank
     # must not return before its own torchrun notices, because the run would end there.
     is_elastic = ":" in os.environ.get("NNODES", "")
     may_restart = is_elastic and status in STOPPED and not (folder / STOP_FILE).exists()
-    # torchrun's SIGTERM must end a failed rank. But if a late signal killed any other rank, the launcher would hang.
-    is_failed = status not in (0, *STOPPED)
-    handle_signals(signal.SIG_DFL if is_failed or may_restart else signal.SIG_IGN)
+    # If a late signal killed a rank that is done, the launcher would hang.
+    handle_signals(signal.SIG_DFL if may_restart else signal.SIG_IGN)
     if may_restart and stop.received is None:
         time.sleep(RESTART_WITHIN_S)
-    elif is_failed or may_restart:
-        # torchrun reports the first rank to exit: let the rank that caused the failure exit first.
-        time.sleep(1)
+    elif may_restart:
+        time.sleep(1)  # as in run_rank
         sys.exit(status)
     return status
 
 
-def describe_failure(failure: object) -> str:
-    """Describe how a rank failed. `failure` is torchrun's ProcessFailure."""
-    if failure.exitcode == -signal.SIGKILL:
-        return "was killed by SIGKILL, as Linux does when memory runs out"
-    if failure.exitcode < 0:
-        return f"was killed by {failure.signal_name()}"
-    return f"exited with status {failure.exitcode}"
+def describe_exit(exitcode: int) -> str:
+    """Describe how a rank ended that has written nothing. `exitcode`: as in multiprocessing."""
+    if exitcode == -signal.SIGKILL:
+        return "was killed by SIGKILL, as Linux does when memory runs out, and so left no traceback"
+    if exitcode < 0:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    return f"exited with status {exitcode}"

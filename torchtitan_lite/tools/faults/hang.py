@@ -56,23 +56,25 @@ def explain_newest(folder: Path, kind: str = "rank") -> tuple[list[int], str]:
 
 
 def watch(folder: Path, report: Callable[[str], None]) -> None:
-    """Call `report` with a paragraph about each hang of a run whose ranks write into `folder`. Runs in a thread."""
-    reported = list_kinds(folder)  # of an earlier run
+    """Call `report` with a paragraph about each hang of a run whose ranks write into `folder`. Runs in a thread.
+
+    Files of failed ranks do not count: a rank also fails if a signal has ended another one.
+    """
+    reported = list_hangs(folder)  # of an earlier run
     while True:
         time.sleep(LOOK_EVERY_S)
-        found = list_kinds(folder)
-        for restart, kind in found - reported:
+        found = list_hangs(folder)
+        for restart in found - reported:
             time.sleep(WAIT_FOR_RANKS_S)
-            _, text = explain(read_files(restart, kind))
+            _, text = explain(read_files(restart))
             if text:  # otherwise the step has ended after all
                 report(text)
         reported = found
 
 
-def list_kinds(folder: Path) -> set[tuple[Path, str]]:
-    """Return the folders with files of ranks, each with the kind of its files: rank or failed."""
-    paths = folder.glob("restart-*/*-*.json")
-    return {(path.parent, path.name.partition("-")[0]) for path in paths}
+def list_hangs(folder: Path) -> set[Path]:
+    """Return the folders with files of ranks that hang."""
+    return {path.parent for path in folder.glob("restart-*/rank-*.json")}
 
 
 def read_files(folder: Path, kind: str = "rank") -> dict[int, dict]:
