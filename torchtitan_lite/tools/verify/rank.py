@@ -25,7 +25,6 @@ from torch import Tensor
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # a module, because tests patch its functions
 from torchtitan_lite.checkpoint.load import set_step
-from torchtitan_lite.components.optim import N_NORMS
 from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, with_value
@@ -102,7 +101,7 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
     config = with_value(run.config, "training.max_norm", plain.max_norm)
     if math.isfinite(plain.spoiled_by) and plain.spoiled_by:
         # A spike is judged by the norms of earlier steps.
-        for _ in range(N_NORMS):
+        for _ in range(config.training.spike_window):
             norm = torch.tensor(plain.norm)
             stepping.skip_spike(run.optimizer, norm, config.training.skip_spikes)
     measure_grad_norm = stepping.measure_grad_norm
