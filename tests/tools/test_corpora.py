@@ -354,7 +354,7 @@ def test_a_tokenizer_that_cannot_be_trained_is_refused_with_the_reason(
     options, words, here, capsys
 ):
     Path("in.jsonl").write_text('{"text": "a"}\n{"messages": []}\n')
-    command = ["prepare", "in.jsonl", "--out", "out", "--train-tokenizer", "258", *options]
+    command = ["prepare", "in.jsonl", "--out", "out", "--train-tokenizer", "300", *options]
     assert main([*command, "--processes", "1"]) == 2
     assert words in capsys.readouterr().err
     assert os.listdir() == ["in.jsonl"]
