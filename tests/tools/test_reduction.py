@@ -169,6 +169,13 @@ def test_experts_keep_top_k_and_are_shared_as_before(args, efsdp, n_experts, n_d
         )
 
 
+@pytest.mark.parametrize("tp, n_shards, near", [(1, 4, 2), (2, 4, 2), (1, 8, 4), (1, 2, 1)])
+def test_nodes_of_zero_plus_plus_split_a_group_that_is_large_enough(tp, n_shards, near):
+    args = ('--parallelism.zero_plus_plus=["hpz"]', f"--{TP}={tp}", f"--{SHARD}={n_shards}")
+    layout = reduce_config(read("debug", *args), 8).layout
+    assert (layout.fsdp_near, layout.fsdp_far) == (near, n_shards // near if near > 1 else 1)
+
+
 # ---------------------------------------------------------------- every shipped config, and the deep run
 
 
