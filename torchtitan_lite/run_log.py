@@ -71,7 +71,7 @@ class RunLog:
         self.writer = None
         if dist.get_rank() == 0:
             self.writer = MetricsWriter(
-                plan.dump_folder,
+                plan.written_folder,
                 config.metrics,
                 n_steps=self.n_steps,
                 resumed_step=resumed_step,
@@ -216,7 +216,8 @@ class RunLog:
             self.record("stop", self.step, reason=reason)
             raise
         else:
-            logger.info(f"look at it: {name_views(folder, config.metrics)}")
+            if self.plan.written_folder:
+                logger.info(f"look at it: {name_views(folder, config.metrics)}")
         finally:
             if self.writer:
                 self.writer.close()
