@@ -66,10 +66,10 @@ def main(args: list[str], stop: StopRequest) -> int:
     # all ranks connect the groups by the store
     mesh = build_mesh(plan.layout, device.type)
     lock = None
-    if place.rank == 0:
+    if place.rank == 0 and plan.written_folder:
         starting_over = config.job.overwrite and place.restarts == 0
         lock = open_dump_folder(plan.dump_folder, config, starting_over=starting_over)
-    start_logging(place.rank, plan.dump_folder)
+    start_logging(place.rank, plan.written_folder)
     for notice in plan.notices:  # the launcher has printed them
         logger.log(IN_FILE if FROM_LAUNCHER in os.environ else logging.INFO, notice)
     n_parameters = count_parameters(plan.model_args)
@@ -129,7 +129,7 @@ def main(args: list[str], stop: StopRequest) -> int:
                 break
         else:
             trained = f"trained {last - resumed_step} steps ({resumed_step + 1} to {last})"
-            log.stop(last, f"{trained}; everything is in {plan.dump_folder}")
+            log.stop(last, f"{trained}; {plan.where_kept}")
     batches.close()
     if lock:
         lock.close()

@@ -50,7 +50,7 @@ def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> int:
     """
     with (
         process_left_as_it_was(),
-        redirect_stdout(io.StringIO()),
+        redirect_stdout(sys.stdout if isinstance(sys.stdout, io.StringIO) else io.StringIO()),
         patch.object(
             train,
             "join_job",
@@ -61,6 +61,12 @@ def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> int:
         patch.dict(os.environ, make_environment(rank, world_size, port=0)),
     ):
         return train.main(["--config=debug", *keys], StopAfter(n_steps if rank == 0 else 0))
+
+
+def start_aloud(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> tuple[int, str]:
+    """Worker: start a run. Return its exit status, and what this rank prints to stdout."""
+    with redirect_stdout(io.StringIO()) as said:
+        return start(rank, world_size, keys, n_steps), said.getvalue()
 
 
 def write_letters(folder: Path) -> list[str]:

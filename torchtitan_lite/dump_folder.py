@@ -1,17 +1,21 @@
 """Check the paths of a run before it starts. Create, lock and empty `job.dump_folder`, which holds all files of a run.
 
-config.toml     the resolved config      log.txt, metrics.jsonl, tb/<run name>/     logs
+config.toml     the resolved config, without job.overwrite: training from this file never deletes the run
+log.txt, metrics.jsonl, tb/<run name>/     logs; metrics-1.jsonl: of an earlier start that was not resumed
 checkpoint/     step-N/, run_id          traces/, comm_traces/, memory_snapshot/    if enabled
 hang/           what hanging ranks did: `python3 -m torchtitan_lite hang FOLDER`
 wandb/          Weights & Biases if enabled; job.overwrite keeps it, because some of it may not be uploaded yet
 wandb_id        id of the run in Weights & Biases
 lock            locked by the run that writes here
+
+A run with checkpoint.load_only writes none of them.
 """
 
 import fcntl
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import BinaryIO
@@ -25,8 +29,8 @@ from torchtitan_lite.checkpoint.format import (
 )
 from torchtitan_lite.config.checks import Problems
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.config.reader import dump_config_toml, flatten_table, load_toml
+from torchtitan_lite.config.schema import Config, get_value, with_value
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +39,8 @@ LOCK = "lock"
 CONFIG_TOML = "config.toml"  # marks the folder of a run
 RUN_ID = "run_id"  # in checkpoint.folder: names the snapshots of the run
 HANG = "hang"  # folder with what hanging ranks did, one folder inside for each restart
-FILES = ("log.txt", "metrics.jsonl", "wandb_id", f"{HANG}/restart-*")
+METRICS = "metrics.jsonl"
+FILES = ("log.txt", METRICS, "metrics-[0-9]*.jsonl", "wandb_id", f"{HANG}/restart-*")
 FOLDERS = {  # keys that name a folder inside job.dump_folder -> what a run writes there, and job.overwrite deletes
     "checkpoint.folder": (
         f"step-*/{MANIFEST}",
@@ -56,9 +61,11 @@ def check_files(config: Config, restarted: bool) -> Problems:
     problems = Problems(config)
     dump_folder = Path(config.job.dump_folder)
     starts_over = config.job.overwrite and not restarted
-    keys = ["job.dump_folder", "training.cache_folder"]
-    if config.checkpoint.local_folder:
-        keys.append(LOCAL_FOLDER)
+    keys = ["training.cache_folder"]
+    if not config.checkpoint.load_only:
+        keys.append("job.dump_folder")
+        if config.checkpoint.local_folder:
+            keys.append(LOCAL_FOLDER)
     for key in keys:
         path = Path(get_value(config, key)).absolute()
         nearest = find_nearest(path)
@@ -68,12 +75,6 @@ def check_files(config: Config, restarted: bool) -> Problems:
         if not (nearest.is_dir() and os.access(nearest, needed)):
             why = f"{nearest} is not a folder that this user can read and write"
             problems.refuse(key, why, "Name another folder")
-    goes_on = config.checkpoint.enable or starts_over or restarted
-    if (dump_folder / CONFIG_TOML).exists() and not goes_on:
-        remedy = "Name another folder, or delete that run with --job.overwrite"
-        if find_steps(dump_folder / config.checkpoint.folder):
-            remedy += ", or resume it with --checkpoint.enable"
-        problems.refuse("job.dump_folder", f"it has an earlier run ({CONFIG_TOML})", remedy)
     for key in FOLDERS:
         value = get_value(config, key)
         if value in ("", ".", "..") or "/" in value:
@@ -84,6 +85,12 @@ def check_files(config: Config, restarted: bool) -> Problems:
     if is_inside and starts_over:
         key = "checkpoint.initial_load_path"
         problems.refuse(key, "job.overwrite deletes it first", "Copy it elsewhere")
+    if config.checkpoint.load_only and config.job.overwrite:
+        why = "it would delete the run that checkpoint.load_only reads"
+        problems.refuse("job.overwrite", why, "Set one of them to false")
+    earlier = read_earlier(dump_folder)
+    if earlier is not None and not (starts_over or restarted):
+        check_earlier(problems, config, earlier)
     return problems
 
 
@@ -121,13 +128,59 @@ def check_snapshots(config: Config, snapshot_bytes: int) -> Problems:
     return problems
 
 
+def read_earlier(folder: Path) -> dict[str, object] | None:
+    """Return key -> value of the run that has written to `folder`, {} if its config.toml is lost; None: no run has."""
+    try:
+        return dict(flatten_table(load_toml(folder / CONFIG_TOML)))
+    except ValueError:
+        has_files = (folder / CONFIG_TOML).exists() or (folder / METRICS).exists()
+        return {} if has_files else None
+
+
+def check_earlier(problems: Problems, config: Config, earlier: dict[str, object]) -> None:
+    """Refuse an earlier run in the dump folder, unless it is resumed, or has ended before it could save."""
+    section = config.checkpoint
+    saved_in = earlier.get("checkpoint.folder", section.folder)
+    why = "it has an earlier run, which saved no checkpoints"
+    remedy = "Name another folder"
+    if not section.load_only:
+        remedy += ", or delete that run with --job.overwrite"
+    resuming = []
+    if find_steps(Path(config.job.dump_folder) / saved_in):
+        why = f"it has an earlier run, with checkpoints in {saved_in}"
+        if not section.enable:
+            resuming.append("--checkpoint.enable")
+        if saved_in != section.folder:
+            resuming.append(f"--checkpoint.folder={shlex.quote(saved_in)}")
+        if not resuming:
+            return
+        remedy += f", or resume it with {' '.join(resuming)}"
+    elif section.load_only or (section.enable and earlier.get("checkpoint.enable", True)):
+        return
+    problems.refuse("job.dump_folder", why, remedy)
+
+
 def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> BinaryIO:
     """Create the folder, lock it for this run, and write the resolved config there. Rank 0 calls this.
 
     `starting_over` deletes the files of an earlier run first. Returns the open lock file. The lock is released when the
-    file is closed, or when the process dies. Raises CheckpointError if another run holds the lock.
+    file is closed, or when the process dies. Raises CheckpointError if another run holds the lock, or if a file cannot
+    be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(folder)
+        if starting_over:
+            delete_earlier(folder, config)
+        write_config(folder, config)
+    except OSError as error:
+        remedy = "Free some space, or set another job.dump_folder"
+        raise CheckpointError(f"the run cannot start in {folder}: {error}. {remedy}") from None
+    return lock
+
+
+def lock_folder(folder: Path) -> BinaryIO:
+    """Lock the folder for this run. Return the open lock file. Raises CheckpointError, and OSError."""
     lock = open(folder / LOCK, "ab")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,26 +192,42 @@ def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> Bi
         logger.warning(
             f"the file system of {folder} has no locks, so a second run could write there too"
         )
-    if starting_over:
-        for path in list_earlier(folder, config):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-    (folder / CONFIG_TOML).write_text(dump_config_toml(config), encoding="utf-8")
     return lock
+
+
+def delete_earlier(folder: Path, config: Config) -> None:
+    """Delete the files of an earlier run. Raises OSError."""
+    for path in list_earlier(folder, config):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Replace config.toml. The file is complete or unchanged. Raises OSError."""
+    new = folder / f"{CONFIG_TOML}.new"
+    try:
+        kept = with_value(config, "job.overwrite", False)
+        new.write_text(dump_config_toml(kept), encoding="utf-8")
+        new.replace(folder / CONFIG_TOML)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def list_earlier(folder: Path, config: Config) -> list[Path]:
     """List the paths that job.overwrite deletes: only what a run has written, never another file."""
     paths = set()
+    earlier = read_earlier(folder) or {}
     if (folder / CONFIG_TOML).exists():  # a run was here, so these are its files
         for pattern in FILES:
             paths.update(folder.glob(pattern))
     for key, patterns in FOLDERS.items():
-        inside = folder / get_value(config, key)
-        for pattern in patterns:
-            for path in inside.glob(pattern):
-                # The first part: a checkpoint or a trace is deleted with its folder, step-N.
-                paths.add(inside / path.relative_to(inside).parts[0])
+        value = get_value(config, key)
+        for name in {value, earlier.get(key, value)}:
+            inside = folder / name
+            for pattern in patterns:
+                for path in inside.glob(pattern):
+                    # The first part: a checkpoint or a trace is deleted with its folder, step-N.
+                    paths.add(inside / path.relative_to(inside).parts[0])
     return sorted(paths)

@@ -37,7 +37,7 @@ from torchtitan_lite.config.memory_bound import bound_memory, check_memory, coun
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import AUTO
 from torchtitan_lite.config.reader import Prepared, dump_config_toml, flatten_table, read_config
-from torchtitan_lite.config.schema import Parallelism, with_value
+from torchtitan_lite.config.schema import Parallelism, get_value, with_value
 from torchtitan_lite.data.corpus_folder import (
     check_data,
     describe_epochs,
@@ -53,6 +53,17 @@ HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of 
 # a step of a 135M model takes less than two minutes on two cores (November 2026).
 CPU_TOKENS = 2048
 CPU_SEQ_LEN = 512
+# checkpoint.load_only: keys that would write a file, and the value with which they do not
+READ_ONLY = {
+    "metrics.enable_tensorboard": False,
+    "metrics.enable_wandb": False,
+    "profiling.enable_profiling": False,
+    "profiling.enable_memory_snapshot": False,
+    "comm.hang_seconds": 0,
+    "comm.trace_buf_size": 0,
+    "checkpoint.local_folder": "",
+    "checkpoint.last_save_in_hf": False,
+}
 # Sections that decide the weights, the tokenizer and the layout. The rules of check_run and check_machine read more.
 LAYOUT_SECTIONS = {"model", "training", "parallelism", "checkpoint", "job"}
 RULED_SECTIONS = {*LAYOUT_SECTIONS, "optimizer", "activation_checkpoint", "compile", "profiling"}
@@ -125,8 +136,16 @@ def read_run_config(
             is_checkpoint = path.parent.name == section.folder
             name = f"finetune-{path.parents[1].name if is_checkpoint else path.name}"
         run.config = with_value(run.config, "job.dump_folder", f"./outputs/{name}")
+    if section.load_only:
+        turn_off_files(run)
     try:
         run.weights = find_resumed(run.config, restarted) or find_initial(run.config)
+        if section.load_only and run.weights is None:
+            why = f"{run.dump_folder / section.folder} has no checkpoint that could be loaded"
+            remedy = (
+                "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved"
+            )
+            run.refuse("checkpoint.load_only", why, remedy)
     except ConfigError as error:
         run.problems += error.problems
     if run.config.model.hf_assets_path == AUTO:
@@ -169,6 +188,22 @@ def adapt_to_weights(run: Prepared) -> None:
     if run.config.optimizer.lr > HIGHEST_LR:
         high = f"optimizer.lr = {run.config.optimizer.lr:g} is high for trained weights"
         run.notices.append(f"{high}; finetune.toml uses 1e-5")
+
+
+def turn_off_files(run: Prepared) -> None:
+    """Turn off what writes files, for checkpoint.load_only, and say what the user does not get."""
+    ignored = []
+    for key, off in READ_ONLY.items():
+        if get_value(run.config, key) != off:
+            run.config = with_value(run.config, key, off)
+            if key in run.chosen:
+                ignored.append(key)
+    notice = (
+        f"checkpoint.load_only: the run writes nothing to {run.dump_folder}, only to the screen"
+    )
+    if ignored:
+        notice += f". It ignores {', '.join(ignored)}"
+    run.notices.append(notice)
 
 
 def adapt_to_cpu(run: Prepared) -> None:

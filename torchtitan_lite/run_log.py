@@ -73,7 +73,7 @@ class RunLog:
         self.writer = None
         if dist.get_rank() == 0:
             self.writer = MetricsWriter(
-                plan.dump_folder,
+                plan.written_folder,
                 config.metrics,
                 n_steps=self.n_steps,
                 resumed_step=resumed_step,
@@ -231,7 +231,8 @@ class RunLog:
                 error.args = (f"{error}\n{hint}",)  # Python 3.10 has no add_note
             raise
         else:
-            logger.info(f"look at it: {name_views(folder, config.metrics)}")
+            if self.plan.written_folder:
+                logger.info(f"look at it: {name_views(folder, config.metrics)}")
         finally:
             if self.writer:
                 self.writer.close()

@@ -2,19 +2,22 @@
 
 import errno
 import fcntl
+import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+from checkpoints import limit_files
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.memory_bound import count_saved_bytes
-from torchtitan_lite.config.reader import dump_config_toml
+from torchtitan_lite.config.reader import dump_config_toml, read_config
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.dump_folder import (
     check_files,
@@ -170,3 +173,122 @@ def test_a_file_system_without_locks_is_warned_of_and_used(folder, caplog):
     with patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
         open_dump_folder(folder, Config(), starting_over=False).close()
     assert str(folder) in caplog.text
+
+
+def test_a_full_disk_stops_the_start_with_a_sentence_and_the_earlier_config_stays(folder):
+    before = list_files(folder)
+    with limit_files(100), pytest.raises(CheckpointError, match=f"{folder}.*too large"):
+        open_dump_folder(folder, Config(), starting_over=False)
+    assert (folder / "config.toml").read_text() == CONFIG
+    assert list_files(folder) == before | {"lock"}
+
+
+def test_training_from_the_config_of_a_run_never_deletes_the_run(tmp_path):
+    config = with_value(Config(), "job.overwrite", True)
+    open_dump_folder(tmp_path, config, starting_over=False).close()
+    written = read_config([f"--config={tmp_path / 'config.toml'}"])
+    assert written.problems == [] and not written.config.job.overwrite
+
+
+# -- an earlier run in the folder
+
+SAVED, IN_CK, NEVER = "saved", "saved in ck", "never saved"
+ON = "--checkpoint.enable"
+RESUME, REFUSED, ANEW = "resume", "refused", "anew"
+# What the earlier run has left | arguments of this run | what happens | arguments that resume, which the refusal names.
+# `saved` and `saved in ck` have a checkpoint; `killed` had none yet; `never saved` had checkpoint.enable = false.
+# `lost`: config.toml is gone. `records`: nothing is left but metrics.jsonl.
+EARLIER = f"""
+nothing                |                                       | {ANEW}    |
+nothing                | {ON}                                  | {ANEW}    |
+saved                  | {ON}                                  | {RESUME}  |
+saved                  | {ON} --metrics.save_tb_folder=events  | {RESUME}  |
+saved                  | {ON} --checkpoint.load_only           | {RESUME}  |
+saved                  |                                       | {REFUSED} | {ON}
+saved                  | {ON} --checkpoint.folder=other        | {REFUSED} | --checkpoint.folder=checkpoint
+saved                  | --checkpoint.folder=other             | {REFUSED} | {ON} --checkpoint.folder=checkpoint
+saved in ck            | {ON}                                  | {REFUSED} | --checkpoint.folder=ck
+saved in ck            |                                       | {REFUSED} | {ON} --checkpoint.folder=ck
+saved in ck            | {ON} --checkpoint.load_only           | {REFUSED} | --checkpoint.folder=ck
+saved in ck            | {ON} --checkpoint.load_step=4         | {REFUSED} | --checkpoint.folder=ck
+saved in ck            | {ON} --checkpoint.folder=ck           | {RESUME}  |
+saved in ck            | {ON} --job.overwrite                  | {ANEW}    |
+never saved            | {ON}                                  | {REFUSED} |
+never saved            |                                       | {REFUSED} |
+never saved            | {ON} --checkpoint.folder=ck           | {REFUSED} |
+never saved            | --job.overwrite                       | {ANEW}    |
+killed                 | {ON}                                  | {ANEW}    |
+killed                 | {ON} --checkpoint.folder=ck           | {ANEW}    |
+killed                 |                                       | {REFUSED} |
+saved, lost            | {ON}                                  | {RESUME}  |
+saved, lost            |                                       | {REFUSED} | {ON}
+records                | {ON}                                  | {ANEW}    |
+records                |                                       | {REFUSED} |
+"""
+
+
+def write_earlier(folder: Path, left: str) -> None:
+    """Write what an earlier run has left."""
+    if left == "nothing":
+        return
+    keys = {"checkpoint.enable": left != NEVER}
+    name = "ck" if left == IN_CK else "checkpoint"
+    config = Config()
+    for key, value in {**keys, "checkpoint.folder": name}.items():
+        config = with_value(config, key, value)
+    folder.mkdir()
+    if "lost" not in left and left != "records":
+        (folder / "config.toml").write_text(dump_config_toml(config))
+    record = {"kind": "step", "step": 1, "loss": 8.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    if left.startswith(SAVED):
+        checkpoint = folder / name / "step-4"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("of the earlier run")
+
+
+def find_problems(folder: Path, args: list[str], restarted: bool = False) -> list:
+    config = read_config([*args, f"--job.dump_folder={folder}"]).config
+    config = with_value(config, "training.cache_folder", str(folder.parent))
+    return check_files(config, restarted)
+
+
+@pytest.mark.parametrize("row", EARLIER.strip().splitlines())
+def test_an_earlier_run_is_resumed_or_refused_by_what_it_wrote_and_the_remedies_work(tmp_path, row):
+    left, args, expected, named = map(str.strip, row.split("|"))
+    folder = tmp_path / "run"
+    args = ["--config=llama3_1b", "--checkpoint.no_enable", *args.split()]
+    write_earlier(folder, left)
+    problems = find_problems(folder, args)
+    assert find_problems(folder, args, restarted=True) == []  # the files are its own
+    assert len(problems) == (expected == REFUSED)
+    if problems:
+        (problem,) = problems
+        assert problem.key == "job.dump_folder"
+        flags = re.findall(r"--[\w.]+(?:=\w+)?", problem.remedy)
+        ways = [named.split()] if named else []
+        if "--checkpoint.load_only" not in args:
+            ways.insert(0, ["--job.overwrite"])
+        assert flags == sum(ways, [])
+        for way in ways:
+            assert find_problems(folder, args + way) == []
+        assert find_problems(tmp_path / "another", args) == []
+
+
+def test_job_overwrite_deletes_the_checkpoints_of_the_earlier_run_wherever_it_saved_them(tmp_path):
+    write_earlier(tmp_path / "run", IN_CK)
+    (tmp_path / "run" / "ck" / "letter.txt").write_text("not of a run")
+    open_dump_folder(tmp_path / "run", Config(), starting_over=True).close()
+    assert list_files(tmp_path / "run") == {"config.toml", "lock", "ck/letter.txt"}
+
+
+@pytest.mark.parametrize("args, key", [(["--job.overwrite"], "job.overwrite"), ([], None)])
+def test_a_run_that_only_reads_needs_no_permission_to_write_and_deletes_nothing(
+    tmp_path, args, key
+):
+    write_earlier(tmp_path / "run", SAVED)
+    (tmp_path / "file").write_text("no folder can be made inside")
+    args = ["--config=llama3_1b", ON, "--checkpoint.load_only", *args]
+    assert [problem.key for problem in find_problems(tmp_path / "run", args)] == [key] * bool(key)
+    with patch("os.access", lambda path, mode: Path(path) != tmp_path / "run"):
+        assert key or find_problems(tmp_path / "run", args) == []

@@ -1,6 +1,9 @@
 """Log lines: who says what, and where."""
 
 import logging
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +59,47 @@ def test_other_ranks_write_only_warnings_to_stderr_with_their_rank(logger, tmp_p
     out, err = capsys.readouterr()
     assert (out, err[8:]) == ("", " WARNING rank 3: disk is slow\n")
     assert list(tmp_path.iterdir()) == []
+
+
+# -- a disk that is full
+
+
+@pytest.mark.parametrize("kind", ["full", "folder"])
+def test_a_log_txt_that_cannot_be_written_is_one_sentence_and_the_console_goes_on(
+    logger, tmp_path, capsys, kind
+):
+    path = tmp_path / "log.txt"
+    if kind == "full":
+        path.symlink_to("/dev/full")
+    else:
+        path.mkdir()
+    start_logging(0, tmp_path)
+    for number in range(3):
+        logger.info(f"line {number}")
+    out, err = capsys.readouterr()
+    assert [line[9:] for line in out.splitlines() if "line" in line] == [
+        "line 0",
+        "line 1",
+        "line 2",
+    ]
+    said = [line for line in (out + err).splitlines() if str(path) in line]
+    assert len(said) == 1 and "the run goes on: [Errno" in said[0]
+    assert "Traceback" not in out + err
+    for handler in logger.handlers:
+        with suppress(OSError):  # what it still has to write
+            handler.close()
+    logger.handlers = []
+
+
+def test_a_console_that_cannot_be_written_is_one_sentence_and_log_txt_goes_on(
+    logger, tmp_path, capsys, monkeypatch
+):
+    with suppress(OSError), Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        start_logging(0, tmp_path)
+        for number in range(3):
+            logger.info(f"line {number}")
+        monkeypatch.undo()
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "the run goes on: [Errno 28]" in err
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 3

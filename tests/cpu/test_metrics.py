@@ -5,8 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
+from checkpoints import limit_files
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from torchtitan_lite.components import log as log_module
 from torchtitan_lite.components import metrics as metrics_module
 from torchtitan_lite.components.metrics import MetricsWriter, describe_speed
 from torchtitan_lite.config.block import count_flops_per_token
@@ -164,6 +166,82 @@ def test_tensorboard_has_torchtitans_tags_and_each_step_once_after_a_resume(tmp_
         "validation_metrics/bits_per_byte": 2.25,
     }
     assert {tag: last[tag] for tag in expected} == pytest.approx(expected, rel=1e-3)
+
+
+# -- what cannot be written
+
+
+@pytest.fixture
+def errors(monkeypatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(log_module.logger, "error", lines.append)
+    return lines
+
+
+def test_records_that_a_full_disk_refuses_are_one_sentence_and_later_ones_are_whole(
+    tmp_path, console, errors
+):
+    writer = make_writer(tmp_path)
+    writer.write("step", 1, **STEP)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    with limit_files(size + 100):
+        for step in (2, 3, 4):
+            writer.write("step", step, **STEP)
+    writer.write("step", 5, **STEP)
+    writer.close()
+    assert len(errors) == 1 and str(tmp_path / "metrics.jsonl") in errors[0]
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3, 4, 5]
+    assert len(console) == 5
+
+
+def test_a_run_ends_although_its_last_records_cannot_be_written(tmp_path, errors):
+    writer = make_writer(tmp_path)
+    with limit_files(10):
+        writer.write("step", 1, **STEP)
+        writer.close()
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize(
+    "name, keys", [("metrics.jsonl", {}), ("tb", {"enable_tensorboard": True})]
+)
+def test_a_file_that_cannot_be_opened_does_not_stop_the_other_sinks(
+    tmp_path, console, errors, name, keys
+):
+    if name == "tb":
+        (tmp_path / "tb").write_text("a file")
+    else:
+        (tmp_path / "metrics.jsonl.new").mkdir()  # as a disk without room for it
+        for step in (1, 3):
+            make_writer(tmp_path, resumed_step=9).write("step", step, **STEP)
+    writer = make_writer(tmp_path, Metrics(**{"enable_tensorboard": False, **keys}), resumed_step=1)
+    writer.write("step", 2, **STEP)
+    writer.close()
+    assert len(errors) == 1 and name in errors[0]
+    steps = [line["step"] for line in read_lines(tmp_path)]
+    assert steps == ([2] if name == "tb" else [1, 3])
+    assert console[-1].startswith("step    2/")
+
+
+def test_records_of_a_start_that_was_not_resumed_are_kept(tmp_path):
+    (tmp_path / "metrics-1.jsonl").write_text("of a start before")
+    make_writer(tmp_path).write("start", 0)  # ended before its first step
+    killed = make_writer(tmp_path)
+    killed.write("start", 0)
+    killed.write("step", 1, **STEP)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    again = make_writer(tmp_path)
+    again.write("step", 1, **STEP)
+    assert [line["step"] for line in read_lines(tmp_path)] == [1]
+    assert (tmp_path / "metrics-1.jsonl").read_text() == "of a start before"
+    assert (tmp_path / "metrics-2.jsonl").read_text() == before
+    assert before.count('"start"') == 2
+
+
+def test_lines_that_are_no_records_are_kept_aside(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n[3]\nof another program\n')
+    make_writer(tmp_path).write("step", 1, **STEP)
+    assert "another program" in (tmp_path / "metrics-1.jsonl").read_text()
 
 
 def test_a_resumed_run_is_the_same_run_in_wandb(tmp_path, monkeypatch):

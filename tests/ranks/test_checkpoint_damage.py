@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.format import DamagedCheckpoint
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.config.schema import Checkpoint, with_value
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.preflight import preflight
 
@@ -133,18 +133,24 @@ def test_a_damaged_checkpoint_is_renamed_and_never_replaced(folder):
 LAPTOP = Machine("cpu", 1, 2**34, "a laptop")
 
 
-@pytest.fixture
-def run_folder(tmp_path) -> Path:
-    """The dump folder of a run that has saved steps 4 and 8."""
+def write_steps(folder: Path, steps: list[int], load_step: int = -1) -> None:
+    """Write checkpoints as a run with this load_step saves them."""
     prepared = preflight(["--config=debug"], machine=LAPTOP)
     fingerprint = {
         "shape": asdict(prepared.model_args),
         "tokenizer": prepared.tokenizer.fingerprint,
     }
-    run = describe_run(prepared.config, {}, {})
-    for step in (4, 8):
-        path = tmp_path / "checkpoint" / f"step-{step}"
+    config = with_value(prepared.config, "checkpoint.load_step", load_step)
+    run = describe_run(config, {}, {})
+    for step in steps:
+        path = folder / "checkpoint" / f"step-{step}"
         write_tensors(path, make_tensors(step), step=step, fingerprint=fingerprint, run=run)
+
+
+@pytest.fixture
+def run_folder(tmp_path) -> Path:
+    """The dump folder of a run that has saved steps 4 and 8."""
+    write_steps(tmp_path, [4, 8])
     return tmp_path
 
 
@@ -174,6 +180,29 @@ def test_a_named_step_is_checked_before_torch_starts(run_folder):
             resume_at(run_folder, step, *more)
         (problem,) = refused.value.problems
         assert problem.key == "checkpoint.load_step" and named in str(problem)
+
+
+def test_a_command_with_a_step_that_is_started_again_goes_on_from_what_it_has_saved(run_folder):
+    """As a job that is queued again. Only a run that saves does so."""
+    write_steps(run_folder, [12, 16], load_step=8)
+    assert resume_at(run_folder, 8) == 16
+    for restarted in (False, True):
+        assert resume_at(run_folder, 8, "--checkpoint.load_only", restarted=restarted) == 8
+    with pytest.raises(ConfigError, match=r"Use \[16\]"):
+        resume_at(run_folder, 4)
+    flip_bit(run_folder / "checkpoint" / "step-16" / "manifest.json")
+    assert resume_at(run_folder, 8) == 12
+
+
+@pytest.mark.parametrize(
+    "more", [["--checkpoint.no_enable"], ["--job.dump_folder=nowhere"], ["--checkpoint.folder=ck"]]
+)
+def test_a_run_that_only_reads_is_refused_if_there_is_nothing_to_read(run_folder, more):
+    for step in (-1, 4):
+        with pytest.raises(ConfigError) as refused:
+            resume_at(run_folder, step, "--checkpoint.load_only", *more)
+        keys = [problem.key for problem in refused.value.problems]
+        assert set(keys) & {"checkpoint.load_only", "checkpoint.load_step"}
 
 
 def change_format(path: Path) -> None:

@@ -1,18 +1,27 @@
 """train.py: killed and restarted under torchrun, resumed on another layout."""
 
+import fcntl
+import hashlib
+import json
 import os
 import random
+import re
+import shlex
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import warm_start
+from checkpoints import assemble, flip_bit
 from marks import slow
 from warm_start import finish, kill_rank, launch, list_differences, read_losses
 
+import train
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.dump_folder import CONFIG_TOML, FILES, LOCK
+from torchtitan_lite.tools.verify.ranks import RankFailure
 
 STEPS = 20
 KEYS = [
@@ -117,6 +126,196 @@ def test_metrics_jsonl_tells_a_run_from_its_start_to_its_stop(unbroken):
     assert (
         first["time"] < last["time"] and f"trained {STEPS} steps (1 to {STEPS})" in last["reason"]
     )
+
+
+# -- a run that only reads
+
+READER = [
+    "--checkpoint.load_only",
+    "--validation.freq=1",
+    "--profiling.enable_profiling",
+    "--profiling.profile_freq=1",
+    "--profiling.profiler_warmup=0",
+    "--checkpoint.local_interval=1",
+    "--checkpoint.interval=1",
+    "--checkpoint.last_save_in_hf",
+]
+
+
+def describe_tree(folder: Path) -> dict[str, tuple]:
+    """Return path -> size, time of the last change, and hash, of everything in a folder."""
+    tree = {}
+    for path in (folder, *folder.rglob("*")):
+        about = path.stat()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        tree[str(path)] = about.st_size, about.st_mtime_ns, about.st_mode, digest
+    return tree
+
+
+@pytest.fixture(scope="module")
+def stopped(pool, unbroken, tmp_path_factory) -> tuple[Path, list[str]]:
+    """Dump folder and snapshots of a run that a signal has stopped after step 10, and its keys."""
+    folder = tmp_path_factory.mktemp("stopped")
+    keys = [*unbroken[1], LAYOUT, f"--job.dump_folder={folder / 'run'}"]
+    keys += ["--checkpoint.interval=4", "--checkpoint.local_interval=3"]
+    keys += [f"--checkpoint.local_folder={folder / 'snapshots'}"]
+    assert pool.run(warm_start.start, RANKS, keys, 10) == [143] * RANKS
+    hang = folder / "run" / "hang" / "restart-0" / "rank-00000.json"
+    hang.parent.mkdir(parents=True)
+    hang.write_text("of the run that was stopped")
+    return folder, keys
+
+
+@pytest.mark.parametrize(
+    "more, damaged, first",
+    [
+        (["--checkpoint.load_step=4", "--training.steps=6"], False, 5),
+        (["--training.steps=12"], False, 11),
+        (["--training.steps=10"], True, 9),  # the newest checkpoint is damaged
+    ],
+)
+def test_a_run_that_only_reads_changes_no_file_of_the_run_that_it_loads(
+    pool, stopped, unbroken, tmp_path, capfd, more, damaged, first
+):
+    shutil.copytree(stopped[0], tmp_path, dirs_exist_ok=True)
+    keys = [key.replace(str(stopped[0]), str(tmp_path)) for key in stopped[1]]
+    run = tmp_path / "run"
+    assert find_steps(run / "checkpoint") == [4, 8, 10]
+    if damaged:
+        flip_bit(run / "checkpoint" / "step-10" / "rank-00001.safetensors")
+        keys.append("--training.steps=11")  # otherwise the manifest says that the run has finished
+        more = ["--training.steps=11"]
+    before = describe_tree(tmp_path)
+    with (run / "lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as the run that still writes there
+        said = pool.run(warm_start.start_aloud, RANKS, [*keys, *READER, *more])
+    assert [status for status, _ in said] == [0] * RANKS
+    output = said[0][1]
+    losses = dict(re.findall(r"step +(\d+)/\d+  loss ([\d.]+)", output))
+    assert min(map(int, losses)) == first
+    expected = read_losses(unbroken[0])
+    assert losses == {step: f"{expected[int(step)]:.5f}" for step in losses}
+    assert "writes nothing to" in output and "val_loss" in output
+    assert describe_tree(tmp_path) == before
+
+
+def test_a_run_that_only_reads_and_is_stopped_names_no_command_to_continue(pool, stopped):
+    before = describe_tree(stopped[0])
+    keys = [*stopped[1], *READER, "--checkpoint.load_step=4"]
+    said = pool.run(warm_start.start_aloud, RANKS, keys, 2)
+    assert [status for status, _ in said] == [143] * RANKS
+    assert "after step 6 of 20; nothing is saved" in said[0][1]
+    assert describe_tree(stopped[0]) == before
+
+
+def fail_in_a_step(rank: int, world_size: int, keys: list[str]) -> str:
+    """Worker: start a run that ends with an error in its first step. Return the error."""
+    with patch.object(train, "validate", side_effect=RuntimeError("planted")):
+        try:
+            return f"status {warm_start.start(rank, world_size, keys)}"
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_a_run_that_only_reads_and_fails_writes_no_report(pool, stopped):
+    before = describe_tree(stopped[0])
+    assert pool.run(fail_in_a_step, RANKS, [*stopped[1], *READER]) == ["planted"] * RANKS
+    assert describe_tree(stopped[0]) == before
+
+
+# -- started again in the same folder
+
+
+def test_a_run_that_ended_before_its_first_save_starts_again_and_keeps_its_records(
+    pool, unbroken, tmp_path
+):
+    keys = [*unbroken[1], LAYOUT, f"--job.dump_folder={tmp_path}", "--checkpoint.interval=99"]
+    assert pool.run(warm_start.start, RANKS, keys, 6) == [143] * RANKS
+    shutil.rmtree(tmp_path / "checkpoint")  # as if it had been killed in step 6
+    assert pool.run(warm_start.start, RANKS, keys) == [0] * RANKS
+    assert list(read_losses(tmp_path)) == [*range(1, STEPS + 1)]
+    aside = (tmp_path / "metrics-1.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in aside.splitlines() if '"lr"' in line] == [
+        *range(1, 7)
+    ]
+
+
+# -- what acts once
+
+
+def read_adam_step(dump_folder: Path) -> int:
+    """Return AdamW's step count in the newest checkpoint."""
+    step = find_steps(dump_folder / "checkpoint")[-1]
+    tensors = assemble(dump_folder / "checkpoint" / f"step-{step}")
+    (count,) = {int(value) for name, value in tensors.items() if name.endswith(".step")}
+    return count
+
+
+ANEW = "--checkpoint.exclude_from_loading=optimizer"
+# starts of one command, each stopped after so many steps, before or after its first save -> AdamW's step at the end
+STARTS = {
+    "one": ([0], 12),
+    "two, the first saves": ([5, 0], 12),
+    "three, the first two save": ([3, 4, 0], 12),
+    "two, the newest of the first is damaged": ([5, "damage", 0], 12),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_new_moments_begin_once_however_often_the_command_is_started(
+    pool, unbroken, tmp_path, name
+):
+    starts, expected = STARTS[name]
+    shutil.copytree(unbroken[0] / "checkpoint" / "step-8", tmp_path / "checkpoint" / "step-8")
+    keys = [*unbroken[1], LAYOUT, f"--job.dump_folder={tmp_path}", ANEW, "--checkpoint.interval=99"]
+    for n_steps in starts:
+        if n_steps == "damage":
+            newest = find_steps(tmp_path / "checkpoint")[-1]
+            flip_bit(tmp_path / "checkpoint" / f"step-{newest}" / "rank-00000.safetensors")
+        else:
+            status = 143 if n_steps else 0
+            assert pool.run(warm_start.start, RANKS, keys, n_steps) == [status] * RANKS
+    assert read_adam_step(tmp_path) == expected
+    # A new folder is a new run: its first start begins with new moments again.
+    (tmp_path / "again").mkdir()
+    path = tmp_path / "checkpoint" / f"step-{STEPS}"
+    more = [f"--job.dump_folder={tmp_path / 'again'}", f"--checkpoint.initial_load_path={path}"]
+    more += ["--checkpoint.no_initial_load_model_only", f"--training.steps={STEPS + 3}"]
+    assert pool.run(warm_start.start, RANKS, [*keys, *more]) == [0] * RANKS
+    assert read_adam_step(tmp_path / "again") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interval", [99, 5])  # killed before its first save, or after two
+def test_a_killed_rank_begins_with_new_moments_once(unbroken, tmp_path, interval):
+    folder = tmp_path / "run"
+    shutil.copytree(unbroken[0] / "checkpoint" / "step-8", folder / "checkpoint" / "step-8")
+    keys = [*unbroken[1], LAYOUT, ANEW, f"--checkpoint.interval={interval}"]
+    process = launch(folder, tmp_path, *keys, n_ranks=RANKS, MAX_RESTARTS="1")
+    kill_rank(process, RANKS - 1, after_step=17)
+    output = finish(process)
+    assert (
+        output.count("resumed from the checkpoint") == 1
+    )  # the restart; kill_rank has read the first
+    assert ("new moments" in output) == (interval == 99)
+    assert read_adam_step(folder) == STEPS - 8
+
+
+def test_the_way_back_that_a_refusal_names_trains_on_in_another_folder(pool, unbroken, tmp_path):
+    folder, keys = unbroken
+    before = describe_tree(folder)
+    keys = [*keys, LAYOUT, f"--job.dump_folder={folder}", "--training.steps=24"]
+    with pytest.raises(RankFailure) as refused:
+        pool.run(warm_start.start, RANKS, [*keys, "--checkpoint.load_step=8"])
+    way = re.search(r"replace it by (--.*?)\.\s", f"{refused.value}\n")[1]
+    way = shlex.split(way.replace("FOLDER", shlex.quote(str(tmp_path / "again"))))
+    more = ["--optimizer.lr=1e-4", "--lr_scheduler.total_steps=20"]
+    assert pool.run(warm_start.start, RANKS, [*keys, *way, *more]) == [0] * RANKS
+    rates = read_losses(tmp_path / "again", "lr")
+    assert list(rates) == [*range(9, 25)]
+    assert rates[9] == pytest.approx(read_losses(folder, "lr")[9] / 40)  # 4e-3 in debug.toml
+    assert read_losses(tmp_path / "again")[9] == read_losses(folder)[9]
+    assert describe_tree(folder) == before
 
 
 LAYOUTS = {

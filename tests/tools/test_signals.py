@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from torchtitan_lite.components import shutdown
 from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, StopRequest, describe_newest
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.config.schema import ONE_SHOT, Config, get_value, with_value
 
 
 def test_a_second_signal_ends_the_process_but_a_copy_of_the_first_does_not(monkeypatch):
@@ -81,6 +83,10 @@ def test_a_rank_that_fails_says_nothing_of_a_signal(monkeypatch, caplog):
         (["--job.no_overwrite"], ""),
         (["--job.overwrite"], " --job.no_overwrite"),
         (["--job.no_overwrite", "--checkpoint.load_step=4"], " --checkpoint.load_step=-1"),
+        (
+            ["--checkpoint.exclude_from_loading=optimizer"],
+            " '--checkpoint.exclude_from_loading=[]'",
+        ),
     ],
 )
 def test_the_command_that_continues_neither_starts_over_nor_goes_back(args, change):
@@ -90,8 +96,17 @@ def test_the_command_that_continues_neither_starts_over_nor_goes_back(args, chan
     assert line.endswith(
         f"out/checkpoint/step-7; to continue: NGPU=8 {name_command('train')} {' '.join(args)}{change}"
     )
-    assert read_config([*args, *change.split()]).problems == []
+    again = read_config([*args, *shlex.split(change)])
+    assert again.problems == []
+    for key in ONE_SHOT:
+        assert get_value(again.config, key) == get_value(Config(), key)
     assert describe_newest(None, config, args, None) == "nothing is saved"
+    # Before its first save, the same command does the same again.
+    newest = Path("out/checkpoint/step-7")
+    line = describe_newest(newest, config, args, None, is_own=False)
+    assert line.endswith(f"to continue: {name_command('train')} {' '.join(args)}")
+    config = with_value(config, "checkpoint.load_only", True)
+    assert describe_newest(newest, config, args, None) == "nothing is saved"
 
 
 # ---------------------------------------------------------------- who gets which signal, and when, on two ranks

@@ -9,7 +9,8 @@ preflight compares the sizes of the model and the tokenizer with the fingerprint
 
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.starting_weights import PATH, Weights
+from torchtitan_lite.checkpoint.format import Manifest
+from torchtitan_lite.checkpoint.starting_weights import NOT_ONLY, PATH, Weights
 from torchtitan_lite.config.checks import Problems
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.learning_rate import learning_rate_factor
@@ -78,7 +79,7 @@ def check_continued(
     """
     path = weights.path
     manifest = weights.manifest
-    exclude = config.checkpoint.exclude_from_loading
+    starts_anew = excludes_moments(config, manifest, is_resumed=weights.is_resumed)
     options = f"--job.dump_folder=FOLDER --{PATH}={path} --checkpoint.initial_load_model_only"
     new_run = f"start another run from these weights: {options}"
     problems = Problems(config)
@@ -87,7 +88,7 @@ def check_continued(
     for key, (before, value) in different.items():
         section = key.partition(".")[0]
         is_free = key in FREE or (section in FREE and key not in NOTED)
-        if key in REFUSED and section not in exclude:
+        if key in REFUSED and not (section == "optimizer" and starts_anew):
             remedy = f"Use {before!r}, or {new_run}"
             if section == "optimizer":
                 remedy += ", or start with new moments: --checkpoint.exclude_from_loading=optimizer"
@@ -108,11 +109,36 @@ def check_continued(
             remedy = f"Set it to more than {manifest.step}, or {new_run}"
             problems.refuse("training.steps", why, remedy)
         return problems, notices
-    has_state = exclude or any(name.startswith("optimizer.") for name in manifest.tensors)
+    has_state = starts_anew or has_moments(manifest)
+    if config.checkpoint.exclude_from_loading and not starts_anew:
+        why = f"{path} was saved after checkpoint.exclude_from_loading had acted"
+        again = f"--job.dump_folder=FOLDER --{PATH}={path} --{NOT_ONLY}"
+        notices.append(f"{why}, so its optimizer state is loaded. To start anew again, add {again}")
     if OPTIMIZERS[config.optimizer.name].n_moments and not has_state:
         why = f"{path} has only weights (checkpoint.last_save_model_only), so training cannot continue from it"
         problems.refuse("training.steps", why, f"To use them, {new_run}")
     return problems, notices
+
+
+def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) -> bool:
+    """Return whether a run leaves out the optimizer state of a checkpoint (checkpoint.exclude_from_loading).
+
+    The key acts once: a checkpoint that a run has saved since then is resumed with its state, if the config can use it.
+    """
+    key = "checkpoint.exclude_from_loading"
+    if "optimizer" not in get_value(config, key):
+        return False
+    saved = dict(flatten_table(manifest.run.get("config", {})))
+    has_acted = "optimizer" in saved.get(key, [])
+    is_usable = has_moments(manifest)
+    for name in REFUSED:
+        if name.startswith("optimizer.") and saved.get(name) != get_value(config, name):
+            is_usable = False
+    return not (is_resumed and has_acted and is_usable)
+
+
+def has_moments(manifest: Manifest) -> bool:
+    return any(name.startswith("optimizer.") for name in manifest.tensors)
 
 
 def describe_rates(config: Config, weights: Weights) -> str:

@@ -117,6 +117,7 @@ class Saved(NamedTuple):
     path: Path
     ranks: dist.ProcessGroup  # the ranks whose shards it has
     kind: str = "checkpoint"
+    is_without_moments: bool = False  # load its weights only
 
 
 def create_optimizer_state(optimizer: Optimizer) -> None:
@@ -141,7 +142,10 @@ def load_newest(found: list[Saved], tensors: dict[str, Tensor], group: dist.Proc
     """
     reasons = []
     for saved in sorted(found, key=lambda saved: saved.step, reverse=True):
-        load = partial(load_checkpoint, saved.path, tensors, group=saved.ranks)
+        wanted = tensors
+        if saved.is_without_moments:
+            wanted = {name: tensors[name] for name in tensors if name.startswith("model.")}
+        load = partial(load_checkpoint, saved.path, wanted, group=saved.ranks)
         try:
             raise_on_all_ranks(group, load)
             return saved

@@ -1,10 +1,13 @@
 """Find the weights that a run starts from: a checkpoint to resume, or checkpoint.initial_load_path. Loads no tensor.
 
 checkpoint in the dump folder    the newest readable one, or checkpoint.load_step: the run continues from its step
+                                 (a run that saves continues from its last step only)
 checkpoint elsewhere             its weights; also its step and optimizer state, unless initial_load_model_only
 Hugging Face folder              its weights
 """
 
+import shlex
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,9 +25,12 @@ from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.config.schema import Checkpoint, Config, get_value
 
 PATH = "checkpoint.initial_load_path"
+NOT_ONLY = (
+    "checkpoint.no_initial_load_model_only"  # argument: with the optimizer state and the step
+)
 
 
 @dataclass(frozen=True)
@@ -49,15 +55,11 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
     starts_over = config.job.overwrite and not restarted
     steps = [] if starts_over else find_steps(folder)
     key = "job.dump_folder"
-    if section.load_step != -1 and not restarted:
+    if names_step(section, steps, restarted):
         key = "checkpoint.load_step"
-        # A run that saves would save the later steps a second time.
-        usable = steps if section.load_only else steps[-1:]
-        if section.load_step not in usable:
-            why = f"the run has the steps {steps}, and resumes from the last one without load_only"
-            remedy = f"Use {usable}" if usable else "Leave it out to start from the beginning"
-            raise ConfigError([Problem(key, section.load_step, why, remedy)])
         steps = [section.load_step]
+    elif section.load_step != -1 and not restarted:
+        check_went_on(section, folder, steps)
     remedy = "Restore the checkpoint from a copy or make it readable, or start another run: --job.dump_folder=FOLDER"
     reasons = []
     for step in reversed(steps):
@@ -71,6 +73,39 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
         if not reasons or section.local_folder:  # the run may resume from a snapshot
             return None
     raise ConfigError([Problem(key, get_value(config, key), "; ".join(reasons), remedy)])
+
+
+def names_step(section: Checkpoint, steps: list[int], restarted: bool) -> bool:
+    """Return whether load_step is the step to load. A run that saves would save later steps a second time.
+
+    A job that torchrun restarts continues from what it has saved.
+    """
+    if section.load_only:
+        return section.load_step in steps
+    return section.load_step in steps[-1:] and not restarted
+
+
+def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
+    """Check a load_step that is not the last step: a run may have gone on from it, with the same command.
+
+    Raises ConfigError.
+    """
+    step = section.load_step
+    for later in steps:
+        if later > step and not section.load_only:
+            with suppress(CheckpointError):
+                saved = read_manifest(folder / f"step-{later}").run["config"]
+                if saved["checkpoint"]["load_step"] == step:
+                    return
+    why = f"the run has the steps {steps}, and resumes from the last one without load_only"
+    remedy = "Leave it out to start from the beginning"
+    if steps:
+        remedy = f"Use {steps if section.load_only else steps[-1:]}"
+    if step in steps:
+        path = shlex.quote(str(folder / f"step-{step}"))
+        instead = f"--job.dump_folder=FOLDER --{PATH}={path} --{NOT_ONLY}"
+        remedy += f". To go back and train on from there, replace it by {instead}"
+    raise ConfigError([Problem("checkpoint.load_step", step, why, remedy)])
 
 
 def find_initial(config: Config) -> Weights | None:

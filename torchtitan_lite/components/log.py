@@ -4,14 +4,53 @@
                    IN_FILE and above    dump_folder/log.txt with the date
     other ranks    WARNING and above    stderr, with the rank
 
-Modules log through `logging.getLogger(__name__)`.
+Modules log through `logging.getLogger(__name__)`. If a log or a record cannot be written, because the disk is full, the
+run says so once and goes on.
 """
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 IN_FILE = logging.INFO - 1  # level of lines that the launcher shows on the screen
+
+UNWRITTEN = "{} cannot be written, and the run goes on: {}"
+
+
+class SayOnce(logging.Handler):
+    """Says once on stderr that lines cannot be written. logging itself prints a traceback for each of them."""
+
+    has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if self.has_failed:
+            return
+        self.has_failed = True
+        with suppress(OSError):
+            print(UNWRITTEN.format(self.name, sys.exc_info()[1]), file=sys.stderr)
+
+
+class Console(SayOnce, logging.StreamHandler):
+    pass
+
+
+class LogFile(SayOnce, logging.FileHandler):
+    pass
+
+
+@contextmanager
+def go_on_unwritten(name: str, said: set[str]) -> Iterator[None]:
+    """Log an OSError inside as one sentence, once for each `name`, and go on. `said`: names logged so far."""
+    try:
+        yield
+    except OSError as error:
+        if name not in said:
+            said.add(name)
+            logger.error(UNWRITTEN.format(name, error))
 
 
 class LineFormatter(logging.Formatter):
@@ -36,23 +75,26 @@ def start_logging(rank: int, dump_folder: Path | None) -> None:
 
     Without `dump_folder`, no log.txt is written.
     """
-    logger = logging.getLogger("torchtitan_lite")
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
+    package = logging.getLogger("torchtitan_lite")
+    for handler in list(package.handlers):
+        package.removeHandler(handler)
         handler.close()
 
-    console = logging.StreamHandler(sys.stdout if rank == 0 else sys.stderr)
+    console = Console(sys.stdout if rank == 0 else sys.stderr)
+    console.set_name("the console")
     console.setFormatter(LineFormatter(rank, "%H:%M:%S"))
-    logger.addHandler(console)
+    package.addHandler(console)
     if rank == 0 and dump_folder:
         console.setLevel(logging.INFO)
-        # Appends: a resumed run continues the file
-        file = logging.FileHandler(dump_folder / "log.txt", encoding="utf-8")
-        file.setFormatter(LineFormatter(rank, "%Y-%m-%d %H:%M:%S"))
-        logger.addHandler(file)
-    logger.setLevel(IN_FILE if rank == 0 else logging.WARNING)
+        path = dump_folder / "log.txt"
+        with go_on_unwritten(str(path), set()):
+            file = LogFile(path, encoding="utf-8")  # appends: a resumed run continues the file
+            file.set_name(str(path))
+            file.setFormatter(LineFormatter(rank, "%Y-%m-%d %H:%M:%S"))
+            package.addHandler(file)
+    package.setLevel(IN_FILE if rank == 0 else logging.WARNING)
     # A library that configures the root logger would print every line again.
-    logger.propagate = False
+    package.propagate = False
 
 
 def describe_rank(rank: int, coordinates: dict[str, int]) -> str:

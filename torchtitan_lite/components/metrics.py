@@ -13,19 +13,19 @@ Loss and grad_norm are the same on every rank; times and memory are measured on 
 MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
 """
 
-import json
 import logging
 import math
-import os
 import resource
 import shutil
 import sys
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from torchtitan_lite.components.sinks import TensorBoardSink, WandbSink
+from torchtitan_lite.components.log import go_on_unwritten
+from torchtitan_lite.components.sinks import JsonLinesSink, TensorBoardSink, WandbSink
 from torchtitan_lite.config.block import FlopsPerToken
 from torchtitan_lite.config.schema import Metrics
 
@@ -99,33 +99,40 @@ def read_peak_memory(device: torch.device) -> dict[str, float]:
 
 
 class MetricsWriter:
-    """Writes records to metrics.jsonl, to the console and to the sinks that [metrics] enables. Only rank 0 creates one.
+    """Writes records to the console, to metrics.jsonl and to the sinks that [metrics] enables. Only rank 0 creates one.
 
-    A resumed run logs each step once: it drops the records of an earlier attempt after `resumed_step`.
+    A sink that cannot be written is one line of the log. It is tried again with each record.
     """
 
     def __init__(
         self,
-        dump_folder: Path,
+        dump_folder: Path | None,
         section: Metrics,
         *,
         n_steps: int,
         resumed_step: int,
         settings: dict[str, object],
     ):
-        """`n_steps`: number of steps in the whole run. `settings`: the config by section, for sinks that display it."""
+        """`n_steps`: number of steps in the whole run. `settings`: the config by section, for sinks that display it.
+
+        Without `dump_folder`, only the console is written.
+        """
         self.n_steps = n_steps
+        self.sinks: dict[str, JsonLinesSink | TensorBoardSink | WandbSink] = {}
+        self.unwritten: set[str] = set()  # names of the sinks that the log has reported
+        if dump_folder is None:
+            return
         path = dump_folder / "metrics.jsonl"
-        drop_later_steps(path, resumed_step)
-        # line-buffered: no record is lost on a kill
-        self.jsonl = open(path, "a", encoding="utf-8", buffering=1)
-        self.sinks: list[TensorBoardSink | WandbSink] = []
+        openers = {str(path): partial(JsonLinesSink, path, resumed_step=resumed_step)}
         if section.enable_tensorboard:
             # TensorBoard names a run by its folder
             folder = dump_folder / section.save_tb_folder / dump_folder.resolve().name
-            self.sinks.append(TensorBoardSink(folder, resumed_step=resumed_step))
+            openers[str(folder)] = partial(TensorBoardSink, folder, resumed_step=resumed_step)
         if section.enable_wandb:
-            self.sinks.append(WandbSink(dump_folder, settings=settings))
+            openers["wandb"] = partial(WandbSink, dump_folder, settings=settings)
+        for name, open_sink in openers.items():
+            with go_on_unwritten(name, self.unwritten):
+                self.sinks[name] = open_sink()
 
     def write(self, kind: str, step: int, **fields: object) -> None:
         """Write one record. JSON has no NaN or infinity, so numbers that are not finite become null."""
@@ -138,10 +145,9 @@ class MetricsWriter:
             if key in TAGS and value is not None:
                 tag = TAGS[key]
                 scalars[tag] = 100 * value if tag.endswith("(%)") else value
-        self.jsonl.write(json.dumps(record) + "\n")
-        for sink in self.sinks:
-            if scalars:
-                sink.write(step, scalars)
+        for name, sink in self.sinks.items():
+            with go_on_unwritten(name, self.unwritten):
+                sink.write(record, scalars)
         if kind in FORMATS:
             width = len(str(self.n_steps))
             figures = FORMATS[kind](fields)
@@ -150,9 +156,9 @@ class MetricsWriter:
             logger.info(fit_line(figures, columns - len("12:30:01 ")))
 
     def close(self) -> None:
-        self.jsonl.close()
-        for sink in self.sinks:
-            sink.close()
+        for name, sink in self.sinks.items():
+            with go_on_unwritten(name, self.unwritten):
+                sink.close()
 
 
 def format_step(fields: dict[str, object]) -> list[str]:
@@ -197,19 +203,3 @@ def fit_line(figures: list[str], width: int) -> str:
             break
         line = longer
     return line
-
-
-def drop_later_steps(path: Path, last_step: int) -> None:
-    """Drop from metrics.jsonl all records after `last_step`, and an incomplete last line."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= last_step:
-                kept.append(line + "\n")
-        except json.JSONDecodeError:
-            continue
-    new = path.with_name(path.name + ".new")
-    new.write_text("".join(kept), encoding="utf-8")
-    os.replace(new, path)  # atomic: killing the process here loses nothing

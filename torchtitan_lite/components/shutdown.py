@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan_lite.config.messages import name_command
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import ONE_SHOT, Config, get_value
 
 logger = logging.getLogger(__name__)
 
@@ -130,17 +130,24 @@ def write_ending(status: int, reason: str) -> bool:
     return not earlier
 
 
-def describe_newest(newest: Path | None, config: Config, args: list[str], ngpu: str | None) -> str:
+def describe_newest(
+    newest: Path | None,
+    config: Config,
+    args: list[str],
+    ngpu: str | None,
+    *,
+    is_own: bool = True,
+) -> str:
     """Name the newest checkpoint and the command that resumes from it.
 
-    `args` are the arguments of the run, `ngpu` is the environment variable NGPU.
+    `args` are the arguments of the run, `ngpu` is the environment variable NGPU. If the checkpoint `is_own`, saved by
+    this run, the command leaves out the keys in ONE_SHOT, which have acted. Otherwise the same command repeats the run.
     """
-    if newest is None:
+    if newest is None or config.checkpoint.load_only:
         return "nothing is saved"
     command = ["train", *args]
-    if config.job.overwrite:
-        command.append("--job.no_overwrite")
-    if config.checkpoint.load_step != -1:
-        command.append("--checkpoint.load_step=-1")
+    for key, off in ONE_SHOT.items():
+        if is_own and get_value(config, key) != get_value(Config(), key):
+            command.append(off)
     variable = f"NGPU={ngpu} " if ngpu else ""
     return f"newest checkpoint {newest}; to continue: {variable}{name_command(shlex.join(command))}"

@@ -1,16 +1,37 @@
-"""Send metrics to TensorBoard and Weights & Biases, in addition to the log and metrics.jsonl.
+"""Where metrics are written besides the log: metrics.jsonl, TensorBoard, and Weights & Biases.
 
-A sink has `write(step, scalars)`, with `scalars` from tag to value, and `close()`. Only rank 0 creates sinks. wandb
+A sink has `write(record, scalars)`, with `scalars` from tag to value, and `close()`. Only rank 0 creates sinks. wandb
 reads the environment (WANDB_MODE=offline, WANDB_PROJECT, WANDB_NAME, WANDB_API_KEY). Its id of the run is kept in the
 file wandb_id of the dump folder, so a resumed run is the same run in wandb.
 """
 
+import json
+import logging
+import os
+from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
 from torch.utils.tensorboard import SummaryWriter
 
 from torchtitan_lite.config.files import import_extra
+
+logger = logging.getLogger(__name__)
+
+
+class JsonLinesSink:
+    """Writes one JSON object per line. A resumed run has each step once: it drops the records after `resumed_step`."""
+
+    def __init__(self, path: Path, *, resumed_step: int):
+        drop_later_steps(path, resumed_step)
+        # line-buffered: no record is lost on a kill
+        self.file = open(path, "a", encoding="utf-8", buffering=1)
+
+    def write(self, record: dict[str, object], scalars: dict[str, float]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
 
 
 class TensorBoardSink:
@@ -19,9 +40,9 @@ class TensorBoardSink:
     def __init__(self, folder: Path, *, resumed_step: int):
         self.writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
-    def write(self, step: int, scalars: dict[str, float]) -> None:
+    def write(self, record: dict[str, object], scalars: dict[str, float]) -> None:
         for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, step)
+            self.writer.add_scalar(tag, value, record["step"])
         self.writer.flush()  # does not wait: a background thread writes the file
 
     def close(self) -> None:
@@ -41,8 +62,50 @@ class WandbSink:
             dir=str(folder), config=settings, id=id_file.read_text(), resume="allow"
         )
 
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        self.run.log(scalars, step=step)
+    def write(self, record: dict[str, object], scalars: dict[str, float]) -> None:
+        if scalars:
+            self.run.log(scalars, step=record["step"])
 
     def close(self) -> None:
         self.run.finish()
+
+
+def drop_later_steps(path: Path, last_step: int) -> None:
+    """Drop from metrics.jsonl all records after `last_step`, and an incomplete last line.
+
+    If no step would be left, the file is of a start that was not resumed: rename it instead to metrics-N.jsonl.
+    """
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8", errors="replace")
+    kept = []
+    n_steps = 0
+    for line in text.splitlines():
+        record = read_record(line)
+        if record and record["step"] <= last_step:
+            kept.append(line + "\n")
+            n_steps += record["kind"] == "step"
+    if "".join(kept) == text:
+        return
+    if n_steps == 0:
+        numbered = (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in count(1))
+        aside = next(name for name in numbered if not name.exists())
+        path.rename(aside)
+        logger.info(f"{aside} has the records of an earlier start, whose steps are trained again")
+        return
+    new = path.with_name(path.name + ".new")
+    try:
+        new.write_text("".join(kept), encoding="utf-8")
+        os.replace(new, path)  # atomic: killing the process here loses nothing
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def read_record(line: str) -> dict[str, object] | None:
+    """Return the record in a line of metrics.jsonl; None if the line is incomplete."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    is_record = isinstance(record, dict) and {"kind", "step"} <= record.keys()
+    return record if is_record else None

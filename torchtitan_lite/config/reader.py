@@ -79,6 +79,18 @@ class Prepared:
         return Path(self.config.job.dump_folder)
 
     @property
+    def written_folder(self) -> Path | None:
+        """Folder that the run writes to; None with checkpoint.load_only, which writes no file."""
+        return None if self.config.checkpoint.load_only else self.dump_folder
+
+    @property
+    def where_kept(self) -> str:
+        """Where the results are, for people."""
+        if self.written_folder is None:
+            return "nothing was written (checkpoint.load_only)"
+        return f"everything is in {self.dump_folder}"
+
+    @property
     def resumed_step(self) -> int:
         """Step of the checkpoint that the run resumes from; 0: the run does not resume."""
         return self.weights.manifest.step if self.weights and self.weights.is_resumed else 0

@@ -182,10 +182,11 @@ class Checkpoint:
     # new: save snapshots too, into this folder of each host, such as /dev/shm/snapshots
     local_folder: PathText = ""
     local_interval: Positive = 10  # new: steps between snapshots, of which the last two are kept
-    # resume from this step; auto: the newest undamaged one
+    # resume from this step; auto: the newest undamaged one. A run that saves resumes from its last step only
     load_step: Annotated[int, Range(0, auto=-1)] = -1
-    load_only: bool = False  # resume, but never save
-    # start with new optimizer state
+    # load a checkpoint of the dump folder, but write no file there: neither checkpoints nor logs
+    load_only: bool = False
+    # start with new optimizer state, once: checkpoints that the run saves afterwards are loaded whole
     exclude_from_loading: list[Literal["optimizer"]] = field(default_factory=list)
     # checkpoint or Hugging Face folder with initial weights, used if the run does not resume; works without `enable`
     initial_load_path: PathText = ""
@@ -326,6 +327,15 @@ class Config:
     debug: Debug = Debug()
     job: Job = Job()
     profiling: Profiling = Profiling()
+
+
+# Keys that act when a run starts, and not again when it continues from a checkpoint that it has saved since then -> the
+# argument that turns them off in the command that continues
+ONE_SHOT = {
+    "job.overwrite": "--job.no_overwrite",
+    "checkpoint.load_step": "--checkpoint.load_step=-1",
+    "checkpoint.exclude_from_loading": "--checkpoint.exclude_from_loading=[]",
+}
 
 
 def get_value(config: Config, key: str) -> Any:

@@ -44,10 +44,12 @@ class Guards:
             folder / section.folder, section, group=groups.saver, **options
         )
         self.snapshots = None
-        if section.local_folder and not section.load_only:
+        if section.local_folder:
             self.snapshots = Snapshots(folder, section, place, groups.host, **options)
         comm = run.config.comm
-        self.hangs = HangWatch(folder, comm, run.mesh, place.restarts, groups.host, stop)
+        self.hangs = HangWatch(
+            plan.written_folder, comm, run.mesh, place.restarts, groups.host, stop
+        )
 
     def resume(self) -> int:
         """Load the state that the run starts from. Return its step; 0: initial weights."""

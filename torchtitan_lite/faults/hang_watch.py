@@ -47,11 +47,14 @@ TORCH = Path(torch.__file__).parent
 
 
 class HangWatch:
-    """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread. Collective."""
+    """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread. Collective.
+
+    Writes nothing if `dump_folder` is None.
+    """
 
     def __init__(
         self,
-        dump_folder: Path,
+        dump_folder: Path | None,
         section: Comm,
         mesh: Mesh,
         restarts: int,
@@ -61,9 +64,11 @@ class HangWatch:
         self.section = section
         self.stop = stop
         self.rank = group.rank()
-        self.folder = dump_folder / HANG / f"restart-{restarts}"
-        if self.rank == 0 and restarts == 0:
-            shutil.rmtree(dump_folder / HANG, ignore_errors=True)  # of an earlier start
+        self.may_write = dump_folder is not None
+        reports = (dump_folder or Path()) / HANG
+        self.folder = reports / f"restart-{restarts}"
+        if self.may_write and self.rank == 0 and restarts == 0:
+            shutil.rmtree(reports, ignore_errors=True)  # of an earlier start
         self.file = self.folder / f"rank-{self.rank:05}.json"
         self.failed = self.folder / f"failed-{self.rank:05}.json"
         name = describe_rank(self.rank, mesh.coordinates())
@@ -145,6 +150,8 @@ class HangWatch:
 
     def write(self, file: Path) -> None:
         """Write what this rank does. The file is complete or does not exist."""
+        if not self.may_write:
+            return
         content = json.dumps(self.collect(has_failed=file == self.failed))
         unfinished = file.with_suffix(".tmp")
         with suppress(OSError):  # a full disk

@@ -1,14 +1,14 @@
 """Start a run: resume from the newest checkpoint or snapshot, or load initial weights.
 
     the run                          starts from
-    with checkpoint.load_step        that checkpoint, or is refused
+    with checkpoint.load_step        that checkpoint, or is refused. A run that has gone on from there: see the next row
     restarted by torchrun            the newest checkpoint or snapshot that all ranks can open
     in the folder of an earlier run  the same
     other                            checkpoint.initial_load_path, if set
 
 With job.overwrite, the files of the earlier run are already deleted, and its snapshots belong to another run. Nothing
 else is renamed or deleted until a state has been loaded. Then damaged newer checkpoints are renamed, and snapshots that
-do not belong to this run any more are deleted.
+do not belong to this run any more are deleted. With checkpoint.load_only nothing is.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.checkpoint.continued import check_continued
+from torchtitan_lite.checkpoint.continued import check_continued, excludes_moments
 from torchtitan_lite.checkpoint.format import CheckpointError, find_steps, quarantine, read_manifest
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG
@@ -31,8 +31,9 @@ from torchtitan_lite.checkpoint.load import (
 )
 from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
 from torchtitan_lite.checkpoint.save import name_tensors, name_weights
-from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint
+from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint, names_step
 from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.faults.snapshots import Snapshots
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def start_from(
     if section.enable:
         steps = do_on_rank_0(group, lambda: find_steps(folder))
     snapshotted = snapshots.list_usable(run.saved) if snapshots else []
-    if steps and section.load_step != -1 and not restarted:
+    if names_step(section, steps, restarted):
         steps = [section.load_step]
         snapshotted = []
     checkpoints = [Saved(step, folder / f"step-{step}", group) for step in steps]
@@ -65,7 +66,8 @@ def start_from(
     else:
         step = load_initial(run, group)
     damaged = [saved.path for saved in checkpoints if saved.step > step]
-    do_on_rank_0(group, lambda: quarantine(damaged))
+    if not section.load_only:
+        do_on_rank_0(group, lambda: quarantine(damaged))
     if snapshots:
         snapshots.forget_after(step)
     return step
@@ -87,21 +89,34 @@ def check_snapshot(run: Run, snapshots: Snapshots, path: Path) -> None:
         logger.info(notice)
 
 
-def restore_run(found: list[Saved], run: Run, group: dist.ProcessGroup) -> int:
+def restore_run(
+    found: list[Saved], run: Run, group: dist.ProcessGroup, *, is_resumed: bool = True
+) -> int:
     """Restore the newest of `found` that all ranks can open. Return its step. Collective over `group`.
 
-    Raises CheckpointError; the parameters are then undefined.
+    `is_resumed`: they are states of this run. Raises CheckpointError; the parameters are then undefined.
     """
-    if "optimizer" in run.config.checkpoint.exclude_from_loading:
+    if run.config.checkpoint.exclude_from_loading:
+        found = [mark_moments(saved, run.config, is_resumed) for saved in found]
+    create_optimizer_state(run.optimizer)
+    loaded = load_newest(found, name_tensors(run.saved, run.optimizer), group)
+    if loaded.is_without_moments:
         logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
-        tensors = name_weights(run.saved)
-    else:
-        create_optimizer_state(run.optimizer)
-        tensors = name_tensors(run.saved, run.optimizer)
-    loaded = load_newest(found, tensors, group)
+        for parameter in run.parameters.values():
+            run.optimizer.state.pop(parameter, None)
     set_step(run.lr_scheduler, loaded.step)
     logger.info(f"resumed from the {loaded.kind} {loaded.path}")
     return loaded.step
+
+
+def mark_moments(saved: Saved, config: Config, is_resumed: bool) -> Saved:
+    """Note whether checkpoint.exclude_from_loading leaves out the optimizer state of a checkpoint or snapshot."""
+    try:
+        manifest = read_manifest(saved.path)
+    except CheckpointError:  # loading it raises this again, on all ranks
+        return saved
+    starts_anew = excludes_moments(config, manifest, is_resumed=is_resumed)
+    return saved._replace(is_without_moments=starts_anew)
 
 
 def load_initial(run: Run, group: dist.ProcessGroup) -> int:
@@ -120,7 +135,7 @@ def load_initial(run: Run, group: dist.ProcessGroup) -> int:
         manifest = raise_on_all_ranks(group, lambda: read_manifest(path))
         saved = Saved(manifest.step, path, group)
         if not section.initial_load_model_only:
-            return restore_run([saved], run, group)
+            return restore_run([saved], run, group, is_resumed=False)
         load_newest([saved], name_weights(run.saved), group)
     logger.info(f"the run starts from the weights in {path}")
     return 0

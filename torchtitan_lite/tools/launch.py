@@ -109,14 +109,16 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
         return 1
     os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
-    signals = Signals(folder, prepared.dump_folder / HANG)
+    # a run that writes nothing must not read the hang reports of an earlier one
+    signals = Signals(folder, (prepared.written_folder or folder) / HANG)
     status, reason = run_ranks(work or train_rank, args, prepared, n_hosts, signals)
     if status == 1 and prepared.config.checkpoint.enable:
         checkpoints = prepared.dump_folder / prepared.config.checkpoint.folder
         for step in find_steps(checkpoints)[-1:]:
             newest = checkpoints / f"step-{step}"
             n_each = os.environ.get("NGPU")
-            reason += f"; {describe_newest(newest, prepared.config, args, n_each)}"
+            is_own = step > prepared.resumed_step
+            reason += f"; {describe_newest(newest, prepared.config, args, n_each, is_own=is_own)}"
     if status == 0 and is_first:
         status = export_last_checkpoint(prepared)
     handle_signals(signal.SIG_IGN)  # another copy of the signal must not change the exit status
