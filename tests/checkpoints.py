@@ -50,12 +50,29 @@ def train(run: build.Run, steps: range) -> list[float]:
     return [stepping.train_step(run, batch).loss.item() for batch in batches]
 
 
+def list_state(run: build.Run) -> dict[str, Tensor]:
+    """Return all that modules and optimizer hold, by its name in a checkpoint. Asks torch, not the code that saves."""
+    state = {}
+    fqns = {}
+    for part in run.parts:
+        for fqn, tensor in part.state_dict(keep_vars=True).items():
+            fqns.setdefault(tensor, fqn)  # a tied embedding has two names
+    for tensor, fqn in fqns.items():
+        state[f"model.{fqn}"] = tensor.detach()
+    for owner, values in run.optimizer.state.items():
+        for name, value in values.items():
+            assert isinstance(value, Tensor), (
+                "a number is saved only if the step in the manifest gives it"
+            )
+            state[f"optimizer.{fqns.get(owner, owner)}.{name}"] = value
+    return state
+
+
 def whole_state(run: build.Run) -> dict[str, Tensor]:
-    """Return full copies of weights and optimizer states, by name. Collective."""
-    named = name_tensors(run.saved, run.optimizer)
+    """Return full copies of `list_state`. Collective."""
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-        for name, tensor in named.items()
+        for name, tensor in list_state(run).items()
     }
 
 

@@ -10,6 +10,7 @@ import compare
 import pytest
 import torch
 import warm_start
+from checkpoints import list_state
 from layouts import (
     ADAMW,
     BFLOAT16,
@@ -56,13 +57,9 @@ def break_a_step(rank: int, world_size: int, overrides: dict[str, object]) -> tu
 
 
 def snapshot(run: build.Run) -> dict[str, torch.Tensor]:
-    """Return this rank's slices of all weights, biases of experts, and optimizer states."""
-    tensors = {fqn: compare.local(tensor).clone() for fqn, tensor in run.saved.items()}
-    for fqn, parameter in run.parameters.items():
-        for name, value in run.optimizer.state[parameter].items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{fqn} {name}"] = compare.local(value).clone()
-    return tensors
+    """Return this rank's slices of all weights, biases of experts, and optimizer states, without gradient norms."""
+    state = list_state(run)
+    return {name: compare.local(x).clone() for name, x in state.items() if NORMS not in name}
 
 
 BROKEN = {

@@ -18,7 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm_start
-from checkpoints import flip_bit, list_differing, make_saver, make_snapshots, train, whole_state
+from checkpoints import (
+    flip_bit,
+    list_differing,
+    list_state,
+    make_saver,
+    make_snapshots,
+    train,
+    whole_state,
+)
 from layouts import MOE, PP, REPLICATE, TP, TWO_LAYERS
 from marks import slow
 
@@ -345,7 +353,7 @@ def flip_each_tensor(
     """Worker: flip one bit of each tensor in a checkpoint on rank 1. Return those with a copy, and what is said."""
     run = compare.build_table_run(world_size, overrides | TWO_LAYERS)
     train(run, range(1))
-    tensors = name_tensors(run.saved, run.optimizer)
+    tensors = list_state(run)
     shards = {name: compare.local(tensor) for name, tensor in tensors.items()}
     of_ranks: list[dict] = [{}] * world_size
     dist.all_gather_object(of_ranks, shards)
