@@ -156,6 +156,7 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     )
     for name, key in (("there", "checkpoint.local_folder"), ("new", "")):
         config = with_value(Config(), "checkpoint.local_folder", str(tmp_path / name))
+        config = with_value(config, "training.cache_folder", str(tmp_path / "cache"))
         assert "".join(problem.key for problem in check_files(config, False)) == key
 
 

@@ -38,7 +38,15 @@ from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools.convert import write_folder
 from torchtitan_lite.tools.model_source import ModelSource
 
-ABSENT = object()  # deletes a key
+
+class Missing:
+    """A key that is left out. Its name in test ids is the same in every process."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+ABSENT = Missing()
 TOKENS = torch.randint(128, (2, 96), generator=torch.Generator().manual_seed(3))
 POSITIONS = torch.arange(96).expand(2, -1)
 SIZES = {

@@ -37,7 +37,9 @@ MANIFEST, FIRST, SECOND = FILES = [
 
 def make_tensors(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    tensors = {f"model.{name}.weight": torch.randn(64, 48, generator=generator) for name in "abcd"}
+    tensors = {
+        f"model.{name}.weight": torch.randn(256, 256, generator=generator) for name in "abcd"
+    }
     scalar = {"optimizer.a.weight.step": torch.tensor(2.0)}
     return tensors | scalar | {"model.e.weight": torch.randn(7, generator=generator)}
 
