@@ -312,9 +312,12 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     assert not watch.is_late(), "a save may take longer"
     stop.received = None
     assert not stop.has_lost_peer()
+    assert watch.seen == {pid for pid, _ in watch.local.values()}
     ended = subprocess.Popen("true")
     ended.wait()
     watch.local[1 - rank] = (ended.pid, "rank of this host")
+    assert not stop.has_lost_peer(), "a process that was never seen need not have ended"
+    watch.seen.add(ended.pid)
     with patch.object(os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit):
         stop.note(signal.SIGTERM)
     assert stop.received is None, "nothing is said of the end of a step"

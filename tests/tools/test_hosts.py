@@ -7,15 +7,16 @@ import sys
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.tools import hosts
+from torchtitan_lite.tools import hosts, launch
 
 MEET = """
 import os, sys, time, torch.distributed
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.tools import hosts
+from torchtitan_lite.tools import hosts, launch
 hosts.SAY_AFTER_S = hosts.END_WITHIN_S = 0.6
 try:
     hosts.meet_hosts(torch.distributed, {"optimizer.lr": float(sys.argv[1])})
@@ -84,7 +85,7 @@ def test_an_address_that_the_first_host_cannot_use_is_refused(monkeypatch, addre
 
 
 CUT_OFF = """
-from torchtitan_lite.tools import hosts
+from torchtitan_lite.tools import hosts, launch
 hosts.CONNECT_EVERY_S = 0.1
 print("watches", flush=True)
 hosts.end_if_cut_off(0.5)
@@ -126,3 +127,32 @@ def test_the_cause_on_another_host_wins_over_the_signal_on_this_one(monkeypatch,
         store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
         status, reason = hosts.agree_on_cause(store, status, reason)
         assert (status, reason.partition(" (on ")[0]) == agreed
+
+
+def test_launchers_with_one_hostname_and_process_id_are_two_hosts_for_torchrun(monkeypatch):
+    """As in two containers with the network of their host."""
+    names = set()
+    for node_rank in "01":
+        monkeypatch.setenv("NODE_RANK", node_rank)
+        launch.number_host()
+        generator = dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator
+        names.add(generator.generate("127.0.0.1"))
+    assert len(names) == 2
+
+
+IDENTIFY = (
+    "from torchtitan_lite.faults.host import *; print(identify_host(), read_state(2**22 - 1))"
+)
+
+
+def test_a_pid_namespace_is_a_host_of_its_own():
+    inside = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    python = [sys.executable, "-c", IDENTIFY]
+    answers = []
+    for prefix in ([], [], inside):
+        answer = subprocess.run([*prefix, *python], cwd=REPOSITORY, capture_output=True, text=True)
+        if answer.returncode:
+            pytest.skip(f"needs PID namespaces: {answer.stderr}")
+        answers.append(answer.stdout)
+    here, again, elsewhere = answers
+    assert here == again != elsewhere

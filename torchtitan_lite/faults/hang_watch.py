@@ -19,7 +19,6 @@ and on NCCL also sends and receives. On gloo, the main thread's stack tells that
 import json
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -35,6 +34,7 @@ from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
+from torchtitan_lite.faults.host import identify_host, read_state
 from torchtitan_lite.parallel.mesh import Mesh
 
 # Groups of checkpoints, which threads use beside the steps
@@ -72,7 +72,7 @@ class HangWatch:
         self.file = self.folder / f"rank-{self.rank:05}.json"
         self.failed = self.folder / f"failed-{self.rank:05}.json"
         name = describe_rank(self.rank, mesh.coordinates())
-        own = (socket.gethostname(), os.getpid(), name)
+        own = (identify_host(), os.getpid(), name)
         ranks = [own] * group.size()
         dist.all_gather_object(ranks, own, group=group)
         self.world_size = len(ranks)
@@ -80,6 +80,7 @@ class HangWatch:
         for rank, (host, pid, name) in enumerate(ranks):
             if host == own[0]:
                 self.local[rank] = (pid, name)
+        self.seen = {pid for pid, _ in self.local.values() if read_state(pid)}
         self.written_in_s: float | None = None  # `began_s` of the step that the file is about
         self.step = 0
         self.is_in_step = False
@@ -143,10 +144,17 @@ class HangWatch:
         if self.leaving.is_set():
             return False
         for pid, _ in self.local.values():
-            if read_state(pid) == "Z":
+            if self.find_state(pid) == "Z":
                 self.write(self.failed)
                 return True
         return False
+
+    def find_state(self, pid: int) -> str:
+        """Return the state of a rank of this host, as read_state does. A rank that was seen has ended if it is not."""
+        state = read_state(pid)
+        if not state and pid in self.seen:
+            state = "Z"
+        return state
 
     def write(self, file: Path) -> None:
         """Write what this rank does. The file is complete or does not exist."""
@@ -170,7 +178,7 @@ class HangWatch:
             stack.append(f"{name}:{line} {frame.f_code.co_name}")
         host = {}
         for rank, (pid, described) in self.local.items():
-            host[rank] = (pid, read_state(pid), described)
+            host[rank] = (pid, self.find_state(pid), described)
         return {
             "kind": "FAILED" if has_failed else "HANG",
             "rank": self.rank,
@@ -218,11 +226,3 @@ def read_recorder(main_thread: int, has_failed: bool) -> dict[str, dict]:
     if has_failed and groups and not any(row["pending"] for row in groups.values()):
         groups[group]["pending"] = last
     return groups
-
-
-def read_state(pid: int) -> str:
-    """Return the state of a process's main thread in /proc: R runs, S sleeps, D waits for a disk, T is stopped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:  # it has ended; unknown on other systems than Linux
-        return "Z" if sys.platform == "linux" else ""

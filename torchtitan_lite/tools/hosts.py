@@ -148,7 +148,11 @@ def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
 def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
     """Return the exit status and the reason of the host that failed first; of this host if none did."""
     with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
-        own_cause = f"{reason} (on {socket.gethostname()})" if status == 1 else ""
+        own_cause = ""
+        if status == 1:  # containers can share a hostname
+            own_cause = (
+                f"{reason} (on {socket.gethostname()}, NODE_RANK={read_number('NODE_RANK')})"
+            )
         cause = store.compare_set("cause", "", own_cause).decode()
         if cause and status:
             status = 1

@@ -365,6 +365,7 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
         local_address = os.environ.get("PET_LOCAL_ADDR")
         # torchrun makes a new store after each restart
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        number_host()
     return torchrun.LaunchConfig(
         min_nodes=read_hosts()[0],
         max_nodes=n_hosts,
@@ -411,6 +412,16 @@ def run_rank(work: Callable, args: list[str], folder: Path) -> int:
     # torchrun reports the first rank to exit: let the rank that caused the failure exit first
     time.sleep(1)
     sys.exit(status)
+
+
+def number_host() -> None:
+    """Make torchrun see different hosts in two containers of one hostname, whose launchers have the same process id.
+
+    torchrun names a host by hostname, process id, and a number that counts the rendezvous of a process (torch 2.13).
+    """
+    rendezvous = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+    handler = importlib.import_module(rendezvous).DynamicRendezvousHandler
+    handler._node_desc_generator._local_id = read_number("NODE_RANK")
 
 
 def train_rank(args: list[str], folder: Path) -> int:
