@@ -361,6 +361,81 @@ def test_eos_and_more_tokens_are_found_where_transformers_finds_them(place, tmp_
     assert tokenizer.eos_id not in tokenizer.encode(text)
 
 
+NAMED = {  # how a folder names a token "<q>" of its tokenizer.json that is not special there
+    "eos_token": {"eos_token": "<q>"},
+    "another role": {"pad_token": "<q>"},
+    "added_tokens_decoder": {"added_tokens_decoder": {"273": {**ADDED, "content": "<q>"}}},
+    "a list": {"additional_special_tokens": ["<q>"]},
+    "a table": {"extra_special_tokens": {"picture_token": "<q>"}},
+}
+
+
+@pytest.mark.parametrize("in_vocab", [False, True])
+@pytest.mark.parametrize("case", NAMED)
+def test_a_token_that_the_folder_calls_special_never_comes_from_plain_text(
+    case, in_vocab, tmp_path
+):
+    content = json.loads(make_sentencepiece().to_str())
+    token = {**FLAGS, "id": 273, "content": "<q>"}
+    if in_vocab:
+        content["model"]["vocab"]["<q>"] = 273
+    else:
+        content["added_tokens"].append(token)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**kind, **NAMED[case]}))
+    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    assert tokenizer.eos_id == oracle.eos_token_id
+    assert tokenizer.special["<q>"] == 273 not in tokenizer.encode("a<q>b")
+    ids, _ = tokenizer.encode_special("a<q>b")
+    assert ids == oracle.encode("a<q>b", add_special_tokens=False) and 273 in ids
+
+
+def make_suffix_bpe() -> HuggingFace:
+    """As GPT-1 has it: the last token of a word ends with "</w>", and spaces are lost."""
+    tokenizer = HuggingFace(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    tokenizer.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(
+            vocab_size=400, end_of_word_suffix="</w>", special_tokens=["<unk>", "</s>"]
+        ),
+    )
+    return tokenizer
+
+
+def make_word_piece() -> HuggingFace:
+    """As BERT has it: a token inside a word starts with "##", and spaces are lost."""
+    tokenizer = HuggingFace(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.train_from_iterator(
+        TEXTS, trainers.WordPieceTrainer(vocab_size=400, special_tokens=["<unk>", "</s>"])
+    )
+    return tokenizer
+
+
+def make_byte_level_suffix_bpe() -> HuggingFace:
+    """As CLIP has it."""
+    content = json.loads(train_bpe("GPT-2").to_str())
+    content["model"]["end_of_word_suffix"] = "</w>"
+    content["model"]["unk_token"] = "!"
+    return HuggingFace.from_str(json.dumps(content))
+
+
+@pytest.mark.parametrize("make", [make_suffix_bpe, make_word_piece, make_byte_level_suffix_bpe])
+def test_text_that_is_not_its_tokens_in_a_row_is_decoded_by_the_package(make, tmp_path):
+    oracle = make()
+    ours = load_tokenizer(write(tmp_path, oracle, oracle.id_to_token(1)))
+    text = "Return the tokenizers, naïve!"
+    ids = ours.encode(text)
+    assert ids == oracle.encode(text).ids
+    assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=False)
+    assert ours.decode_text
+
+
 @pytest.mark.parametrize("name", EOS_IDS)
 def test_eos_without_a_name_is_the_id_that_ends_a_text_in_transformers(name, tmp_path):
     make_sentencepiece().save(str(tmp_path / "tokenizer.json"))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import flip_bit
 from test_generate_tool import ARGS, SHIPPED, save
+from test_tokenizers import make_suffix_bpe, make_word_piece, write
 from transformers import LlamaForCausalLM
 
 from torchtitan_lite.__main__ import main
@@ -109,6 +110,20 @@ def test_of_a_corpus_the_held_out_documents_count(evaluate, checkpoint, texts, t
     validation = json.loads(capsys.readouterr().out)["splits"]["validation"]
     found = evaluate(checkpoint, "--data", tmp_path / "corpus")
     assert found["tokens"] == validation["n_tokens"] - validation["n_documents"] > 0
+
+
+@pytest.mark.parametrize("make", [make_suffix_bpe, make_word_piece])
+def test_bits_per_byte_count_the_bytes_of_the_text_itself(
+    make, evaluate, checkpoint, texts, tmp_path, capsys
+):
+    folder = tmp_path / "llama"
+    assert main(["convert", str(checkpoint), str(folder)]) == 0
+    capsys.readouterr()
+    vocabulary = write(tmp_path, make(), "</s>")
+    found = evaluate(folder, "--data", texts, "--tokenizer", vocabulary)
+    assert found["bytes"] == sum(len(text.encode()) for text in TEXTS.values())
+    bits = found["loss"] * found["tokens"] / math.log(2)
+    assert found["bits_per_byte"] == pytest.approx(bits / found["bytes"])
 
 
 def test_biases_choose_the_experts(evaluate, texts, tmp_path):

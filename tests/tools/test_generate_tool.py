@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_tensors
-from test_tokenizers import train_bpe, write
+from test_tokenizers import make_suffix_bpe, make_word_piece, train_bpe, write
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -164,6 +164,19 @@ def test_characters_are_shown_whole_as_soon_as_their_last_byte_is_there(assets):
     for n_tokens in range(1, len(ids) + 1):
         so_far = b"".join(tokenizer.bytes_of_id[token] for token in ids[:n_tokens])
         assert "".join(shown[:n_tokens]) == so_far.decode(errors="ignore")
+
+
+@pytest.mark.parametrize("make", [make_suffix_bpe, make_word_piece])
+def test_text_after_a_prompt_has_the_spaces_of_the_packages_decoder(make, tmp_path):
+    oracle = make()
+    tokenizer = load_tokenizer(write(tmp_path, oracle, "</s>"))
+    prompt, more = "Return the", "text of tokenizers"
+    before, ids = tokenizer.encode(prompt), tokenizer.encode(more)
+    shown = []
+    ends = frozenset([tokenizer.eos_id])
+    taken, text = tool.take(iter([*ids, tokenizer.eos_id]), tokenizer, ends, shown.append, before)
+    assert taken == ids and text == "".join(shown)
+    assert oracle.decode(before) + text == oracle.decode([*before, *ids])
 
 
 def test_rows_of_the_head_without_a_token_are_never_drawn(export, generate):

@@ -1,9 +1,9 @@
 """Encode text to token ids and decode ids to text, with the vocabulary at `model.hf_assets_path`.
 
     tokenizer.model    as published with Llama 3: encoded by tiktoken
-    tokenizer.json     Hugging Face's file. A plain byte-level BPE is encoded by tiktoken, which is three times as fast
-                       as the package `tokenizers`; that package (extra `hf`) encodes with every other file, such as
-                       the BPE and Unigram vocabularies of SentencePiece
+    tokenizer.json     Hugging Face's file, with the ids of the package `tokenizers` (extra `hf`). tiktoken encodes a
+                       byte-level BPE if the ids are the same (byte_level_bpe.py), because it is three times as fast;
+                       the package encodes with every other file
     bytes              no file: ids 0-255 are bytes, 256 starts a document, 257 ends it
 
 Llama, Qwen and GPT use byte-pair encoding. A pattern cuts a text into words. Each word starts as its UTF-8 bytes; the

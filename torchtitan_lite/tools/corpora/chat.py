@@ -11,7 +11,8 @@ transformers (the extra `chat`) reads the tokenizer's folder and runs its chat t
 found in the whole text by two other texts of the template:
 
     prompt    the conversation before the answer, and the text that asks for it: the turn begins at its end
-    answered  the conversation up to the answer: the turn is the end of this text
+    answered  the conversation up to the answer: the turn is the end of this text, up to the first special token of the
+              tokenizer that the template writes after an answer
 
 A corpus depends only on its files: a template that asks for today's date gets DATE.
 """
