@@ -27,9 +27,9 @@ from transformers import AutoTokenizer
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.data import tokenizer as tokenizer_module
 from torchtitan_lite.data.corpus_folder import read_corpus_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.extensions import tokenizer_json
 
 SHIPPED = REPOSITORY / "assets" / "tokenizer"
 LLAMA3 = (  # as published, in one piece
@@ -175,7 +175,7 @@ def test_both_makers_of_a_byte_level_bpe_give_the_packages_ids(kind, tmp_path, m
     with monkeypatch.context() as patches:
         patches.setitem(sys.modules, "tokenizers", None)
         fast = load_tokenizer(tmp_path)
-    monkeypatch.setattr(tokenizer_module, "read_byte_level_bpe", lambda *_: None)
+    monkeypatch.setattr(tokenizer_json, "read_byte_level_bpe", lambda *_: None)
     by_package = load_tokenizer(tmp_path)
     assert fast.fingerprint == by_package.fingerprint and fast.bytes_of_id == by_package.bytes_of_id
     bos_id = oracle.token_to_id("<|end_of_text|>") if kind == "Llama 3" else None

@@ -147,6 +147,16 @@ EXTENSIONS = {  # file of extensions/, without .py
         (),
         "loaded for tied weights in a pipeline: the last stage computes with a copy of the embedding",
     ),
+    "tokenizer_json": Extension(
+        "",
+        (),
+        "loaded for a tokenizer.json, Hugging Face's file",
+    ),
+    "byte_level_bpe": Extension(
+        "",
+        (),
+        "loaded with tokenizer_json: decides whether tiktoken encodes a tokenizer.json exactly",
+    ),
     "checkpoint_format_3": Extension(
         "",
         (),

@@ -1,9 +1,8 @@
 """Encode text to token ids and decode ids to text, with the vocabulary at `model.hf_assets_path`.
 
-    tokenizer.model    as published with Llama 3: encoded by tiktoken
-    tokenizer.json     Hugging Face's file, with the ids of the package `tokenizers` (extra `hf`). tiktoken encodes a
-                       byte-level BPE if the ids are the same (byte_level_bpe.py), because it is three times as fast;
-                       the package encodes with every other file
+    tokenizer.model    as published with Llama 3: one line per token, `<base64 of its bytes> <rank>`; ids are the ranks,
+                       followed by 256 special tokens. Encoded by tiktoken
+    tokenizer.json     Hugging Face's file: extensions/tokenizer_json.py
     bytes              no file: ids 0-255 are bytes, 256 starts a document, 257 ends it
 
 Llama, Qwen and GPT use byte-pair encoding. A pattern cuts a text into words. Each word starts as its UTF-8 bytes; the
@@ -17,32 +16,20 @@ If a text contains the name of a special token, it is encoded as plain text, so 
 """
 
 import hashlib
-import json
 import re
 import unicodedata
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.arguments import explain_hub_name
-from torchtitan_lite.config.files import import_extra, read_json, refuse_pointer
+from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.files import refuse_pointer
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.data.byte_level_bpe import read_byte_level_bpe
-from torchtitan_lite.data.vocabulary import (
-    SPECIAL_MAP,
-    SPECIAL_TOKENS,
-    TOKENIZER_CONFIG,
-    BytePairs,
-    find_bos,
-    find_eos,
-    list_added_tokens,
-    parse_tokenizer_model,
-    spell_vocabulary,
-)
 
 try:
     import tiktoken
@@ -50,6 +37,7 @@ except ModuleNotFoundError:  # `check` and `plan` read vocabularies and encode n
     tiktoken = None
 
 KEY = "model.hf_assets_path"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 BYTES = "bytes"  # value of the key that means plain bytes
 # the first existing file is used
 IN_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
@@ -61,6 +49,41 @@ MAX_CHARACTERS = 400_000
 CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that do not begin a character
 
 compose = partial(unicodedata.normalize, "NFC")
+
+# The first alternative that matches is the next word.
+LLAMA3_PATTERN = "|".join(
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # the end of an English contraction
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # letters, and one other character before them: " return", "_name"
+        r"\p{N}{1,3}",  # up to three digits
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line ends after it
+        r"\s*[\r\n]+",  # empty lines
+        r"\s+(?!\S)",  # spaces, except the last one before a word, which belongs to the word
+        r"\s+",
+    ]
+)
+# Special tokens of Llama 3.1, whose ids follow all other tokens
+SPECIAL = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"]
+SPECIAL += [
+    "finetune_right_pad_id",
+    "step_id",
+    "start_header_id",
+    "end_header_id",
+    "eom_id",
+    "eot_id",
+    "python_tag",
+]
+SPECIAL += [f"reserved_special_token_{number}" for number in range(2, 247)]
+SPECIAL_TOKENS = [f"<|{name}|>" for name in SPECIAL]
+
+
+@dataclass(frozen=True)
+class BytePairs:
+    """A vocabulary in the form that tiktoken needs."""
+
+    ranks: dict[bytes, int]
+    pattern: str  # cuts a text into words
+    nfc: bool = False  # normalize texts to NFC first
 
 
 @dataclass(frozen=True)
@@ -129,7 +152,7 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
         refuse_pointer(path)
         content = path.read_bytes()
         if path.suffix == ".json":
-            return read_tokenizer_json(path, content)
+            return load_extension("tokenizer_json").read_tokenizer_json(path, content)
         return make_llama3_tokenizer(path, content, parse_tokenizer_model(content), SPECIAL_TOKENS)
     except Exception as error:  # the package `tokenizers` raises plain Exception
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
@@ -177,6 +200,21 @@ def make_llama3_tokenizer(
     )
 
 
+def parse_tokenizer_model(content: bytes) -> BytePairs:
+    """Parse Llama 3's tokenizer.model. Raises ValueError."""
+    if b"\0" in content:
+        why = "it is a SentencePiece model, not Llama 3's list of base64 tokens"
+        command = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        remedy = "Use the tokenizer.json of the same model (extra `hf`); transformers writes it"
+        raise ValueError(f"{why}. {remedy}: {command}")
+    lines = [line.split() for line in content.splitlines()]
+    ranks = {b64decode(token, validate=True): int(rank) for token, rank in lines}
+    single_bytes = {bytes([n]) for n in range(256)}
+    if sorted(ranks.values()) != list(range(len(lines))) or not ranks.keys() >= single_bytes:
+        raise ValueError("its ranks are not 0, 1, 2, ..., or one of the 256 bytes is missing")
+    return BytePairs(ranks, LLAMA3_PATTERN)
+
+
 def encode_by_tiktoken(
     pairs: BytePairs, added: dict[str, int], in_text: Set[str] = frozenset()
 ) -> tuple[Callable, Callable]:
@@ -216,72 +254,3 @@ def match_longest(names: Iterable[str]) -> re.Pattern:
     """Return a pattern that finds the longest of the names at the earliest place."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-
-# ---------------------------------------------------------------- tokenizer.json
-
-
-def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
-    """Read tokenizer.json. BOS comes from its post-processor, EOS and more tokens from the files in the same folder."""
-    file = read_json(path)
-    model = file.take("model", dict)
-    vocab = model.take("vocab", dict | list)
-    if isinstance(vocab, list):  # Unigram: tokens and scores, in the order of the ids
-        vocab = {token: id for id, (token, _) in enumerate(vocab)}
-    if model.get("dropout"):
-        raise ValueError(f"model.dropout = {model['dropout']} makes the ids random. Set it to null")
-    config = read_json(path.with_name(TOKENIZER_CONFIG), may_be_missing=True)
-    special_map = read_json(path.with_name(SPECIAL_MAP), may_be_missing=True)
-    added = list_added_tokens(file, [config, special_map], vocab)
-    if added != (file.get("added_tokens") or []):
-        file["added_tokens"] = added
-        content = json.dumps(file).encode()
-    added_ids = {token["content"]: token["id"] for token in added}
-    special = {token["content"]: token["id"] for token in added if token["special"]}
-    ids = vocab | added_ids
-    bos_id = ids.get(find_bos(file))
-    eos_id = find_eos(path.parent, config, ids)
-    spelled = spell_vocabulary(file, vocab)
-    bytes_of_id = spelled or {id: token.encode() for token, id in vocab.items()}
-    decode_text = None
-    pairs = read_byte_level_bpe(file, added)
-    if pairs:
-        in_text = added_ids.keys() - special.keys()
-        encode_text, encode_special = encode_by_tiktoken(pairs, added_ids, in_text)
-    else:
-        package = import_extra("tokenizers", "hf").Tokenizer.from_buffer(content)
-        encode_text, encode_special = encode_by_package(package)
-        if not spelled:
-            decode_text = partial(package.decode, skip_special_tokens=False)
-    return Tokenizer(
-        path=path,
-        fingerprint=hashlib.sha256(content + f"\0{bos_id} {eos_id}".encode()).hexdigest(),
-        bos_id=bos_id,
-        eos_id=eos_id,
-        special=special,
-        bytes_of_id=bytes_of_id | {id: text.encode() for text, id in added_ids.items()},
-        encode_text=encode_text,
-        encode_special=encode_special,
-        normalize=compose if pairs and pairs.nfc else str,
-        unknown_id=model.get("unk_id", ids.get(model.get("unk_token"))),
-        decode_text=decode_text,
-    )
-
-
-def encode_by_package(package: Any) -> tuple[Callable, Callable]:
-    """Return Tokenizer.encode_text and encode_special, implemented with the package `tokenizers`."""
-    package.no_truncation()
-    package.no_padding()
-    package.post_processor = None  # it can leave white space out of offsets
-    package.encode_special_tokens = True  # treats names of special tokens as plain text
-
-    def encode_text(text: str) -> list[int]:
-        return package.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    def encode_special(text: str) -> tuple[list[int], list[int]]:
-        package.encode_special_tokens = False
-        found = package.encode(text, add_special_tokens=False)
-        package.encode_special_tokens = True
-        return found.ids, [end for _, end in found.offsets]
-
-    return encode_text, encode_special

@@ -38,8 +38,7 @@ from torchtitan_lite.checkpoint.hugging_face_folder import (
 )
 from torchtitan_lite.checkpoint.save import write_tensors
 from torchtitan_lite.config.block import count_parameters, list_expert_biases
-from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.data.vocabulary import TOKENIZER_CONFIG
+from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 from torchtitan_lite.tools.progress import show_progress
 

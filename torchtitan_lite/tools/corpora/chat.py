@@ -27,8 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_lite.config.files import import_extra
-from torchtitan_lite.data.tokenizer import Tokenizer, match_longest
-from torchtitan_lite.data.vocabulary import SPECIAL_TOKENS
+from torchtitan_lite.data.tokenizer import SPECIAL_TOKENS, Tokenizer, match_longest
 from torchtitan_lite.tools.corpora.dialects import read_conversation
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 

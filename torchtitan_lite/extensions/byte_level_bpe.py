@@ -11,13 +11,12 @@ form, and if merging the bytes of each token gives this token, as in trained fil
 looks words up too: then other tokens are words, if the list has all merges that form them (695 tokens of Llama 3.1).
 """
 
-from torchtitan_lite.data.vocabulary import (
-    AFFIXES,
-    BYTE_OF,
-    LLAMA3_PATTERN,
-    BytePairs,
-    spell_token,
-)
+from torchtitan_lite.data.tokenizer import LLAMA3_PATTERN, BytePairs
+
+AFFIXES = (
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+)  # of a token inside or at the end of a word
 
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -143,3 +142,26 @@ def is_crossed(
         else:
             return False
     return True
+
+
+def spell_token(token: str) -> bytes:
+    """Return the bytes of a byte-level token, which has one character per byte."""
+    return token.translate(BYTES).encode("latin-1", "ignore")
+
+
+def spell_bytes() -> dict[str, int]:
+    """Return GPT-2's character for each byte: printable bytes map to themselves, others to U+0100, U+0101, ..."""
+    byte_of = {}
+    n_others = 0
+    for byte in range(256):
+        character = chr(byte)
+        if byte == 0x20 or not character.isprintable():
+            character = chr(0x100 + n_others)
+            n_others += 1
+        byte_of[character] = byte
+    return byte_of
+
+
+BYTE_OF = spell_bytes()
+# for str.translate, which removes characters that stand for no byte
+BYTES = dict.fromkeys(range(256)) | {ord(character): byte for character, byte in BYTE_OF.items()}

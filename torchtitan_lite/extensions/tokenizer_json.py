@@ -1,78 +1,89 @@
-"""Read vocabulary files: tokenizer.model, and the files of a Hugging Face folder beside tokenizer.json.
+"""Read tokenizer.json, Hugging Face's file, with the ids of the package `tokenizers` (extra `hf`).
 
-tokenizer.model    as published with Llama 3: one line per token, `<base64 of its bytes> <rank>`; ids are the ranks,
-                   followed by 256 special tokens
-tokenizer.json     Hugging Face's file: a model, and added tokens, which are matched before the text is cut.
-                   tokenizer_config.json and special_tokens_map.json beside it add more of them
+tiktoken encodes a byte-level BPE if the ids are the same (byte_level_bpe.py), because it is three times as fast. The
+package encodes with every other file. A tokenizer.json has a model, and added tokens, which are matched before the text
+is cut. tokenizer_config.json and special_tokens_map.json beside it add more of them.
 """
 
+import hashlib
 import json
-from base64 import b64decode
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
-from torchtitan_lite.config.files import JsonObject, read_json
+from torchtitan_lite.config.files import JsonObject, import_extra, read_json
+from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, compose, encode_by_tiktoken
+from torchtitan_lite.extensions.byte_level_bpe import AFFIXES, read_byte_level_bpe, spell_token
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"  # older than tokenizer_config.json
-AFFIXES = (
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-)  # of a token inside or at the end of a word
-
-# The first alternative that matches is the next word.
-LLAMA3_PATTERN = "|".join(
-    [
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # the end of an English contraction
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # letters, and one other character before them: " return", "_name"
-        r"\p{N}{1,3}",  # up to three digits
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line ends after it
-        r"\s*[\r\n]+",  # empty lines
-        r"\s+(?!\S)",  # spaces, except the last one before a word, which belongs to the word
-        r"\s+",
-    ]
-)
-# Special tokens of Llama 3.1, whose ids follow all other tokens
-SPECIAL = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"]
-SPECIAL += [
-    "finetune_right_pad_id",
-    "step_id",
-    "start_header_id",
-    "end_header_id",
-    "eom_id",
-    "eot_id",
-    "python_tag",
-]
-SPECIAL += [f"reserved_special_token_{number}" for number in range(2, 247)]
-SPECIAL_TOKENS = [f"<|{name}|>" for name in SPECIAL]
 
 
-@dataclass(frozen=True)
-class BytePairs:
-    """A vocabulary in the form that tiktoken needs."""
+def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
+    """Read tokenizer.json. BOS comes from its post-processor, EOS and more tokens from the files in the same folder."""
+    file = read_json(path)
+    model = file.take("model", dict)
+    vocab = model.take("vocab", dict | list)
+    if isinstance(vocab, list):  # Unigram: tokens and scores, in the order of the ids
+        vocab = {token: id for id, (token, _) in enumerate(vocab)}
+    if model.get("dropout"):
+        raise ValueError(f"model.dropout = {model['dropout']} makes the ids random. Set it to null")
+    config = read_json(path.with_name(TOKENIZER_CONFIG), may_be_missing=True)
+    special_map = read_json(path.with_name(SPECIAL_MAP), may_be_missing=True)
+    added = list_added_tokens(file, [config, special_map], vocab)
+    if added != (file.get("added_tokens") or []):
+        file["added_tokens"] = added
+        content = json.dumps(file).encode()
+    added_ids = {token["content"]: token["id"] for token in added}
+    special = {token["content"]: token["id"] for token in added if token["special"]}
+    ids = vocab | added_ids
+    bos_id = ids.get(find_bos(file))
+    eos_id = find_eos(path.parent, config, ids)
+    spelled = spell_vocabulary(file, vocab)
+    bytes_of_id = spelled or {id: token.encode() for token, id in vocab.items()}
+    decode_text = None
+    pairs = read_byte_level_bpe(file, added)
+    if pairs:
+        in_text = added_ids.keys() - special.keys()
+        encode_text, encode_special = encode_by_tiktoken(pairs, added_ids, in_text)
+    else:
+        package = import_extra("tokenizers", "hf").Tokenizer.from_buffer(content)
+        encode_text, encode_special = encode_by_package(package)
+        if not spelled:
+            decode_text = partial(package.decode, skip_special_tokens=False)
+    return Tokenizer(
+        path=path,
+        fingerprint=hashlib.sha256(content + f"\0{bos_id} {eos_id}".encode()).hexdigest(),
+        bos_id=bos_id,
+        eos_id=eos_id,
+        special=special,
+        bytes_of_id=bytes_of_id | {id: text.encode() for text, id in added_ids.items()},
+        encode_text=encode_text,
+        encode_special=encode_special,
+        normalize=compose if pairs and pairs.nfc else str,
+        unknown_id=model.get("unk_id", ids.get(model.get("unk_token"))),
+        decode_text=decode_text,
+    )
 
-    ranks: dict[bytes, int]
-    pattern: str  # cuts a text into words
-    nfc: bool = False  # normalize texts to NFC first
 
+def encode_by_package(package: Any) -> tuple[Callable, Callable]:
+    """Return Tokenizer.encode_text and encode_special, implemented with the package `tokenizers`."""
+    package.no_truncation()
+    package.no_padding()
+    package.post_processor = None  # it can leave white space out of offsets
+    package.encode_special_tokens = True  # treats names of special tokens as plain text
 
-def parse_tokenizer_model(content: bytes) -> BytePairs:
-    """Parse Llama 3's tokenizer.model. Raises ValueError."""
-    if b"\0" in content:
-        why = "it is a SentencePiece model, not Llama 3's list of base64 tokens"
-        command = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        remedy = "Use the tokenizer.json of the same model (extra `hf`); transformers writes it"
-        raise ValueError(f"{why}. {remedy}: {command}")
-    lines = [line.split() for line in content.splitlines()]
-    ranks = {b64decode(token, validate=True): int(rank) for token, rank in lines}
-    single_bytes = {bytes([n]) for n in range(256)}
-    if sorted(ranks.values()) != list(range(len(lines))) or not ranks.keys() >= single_bytes:
-        raise ValueError("its ranks are not 0, 1, 2, ..., or one of the 256 bytes is missing")
-    return BytePairs(ranks, LLAMA3_PATTERN)
+    def encode_text(text: str) -> list[int]:
+        return package.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
+    def encode_special(text: str) -> tuple[list[int], list[int]]:
+        package.encode_special_tokens = False
+        found = package.encode(text, add_special_tokens=False)
+        package.encode_special_tokens = True
+        return found.ids, [end for _, end in found.offsets]
 
-# ---------------------------------------------------------------- tokenizer.json
+    return encode_text, encode_special
 
 
 def find_bos(file: dict) -> str | None:
@@ -169,26 +180,3 @@ def spell_vocabulary(file: dict, vocab: dict[str, int]) -> dict[int, bytes] | No
         else:
             spelled[id] = token.replace("▁", " ").encode()
     return spelled
-
-
-def spell_token(token: str) -> bytes:
-    """Return the bytes of a byte-level token, which has one character per byte."""
-    return token.translate(BYTES).encode("latin-1", "ignore")
-
-
-def spell_bytes() -> dict[str, int]:
-    """Return GPT-2's character for each byte: printable bytes map to themselves, others to U+0100, U+0101, ..."""
-    byte_of = {}
-    n_others = 0
-    for byte in range(256):
-        character = chr(byte)
-        if byte == 0x20 or not character.isprintable():
-            character = chr(0x100 + n_others)
-            n_others += 1
-        byte_of[character] = byte
-    return byte_of
-
-
-BYTE_OF = spell_bytes()
-# for str.translate, which removes characters that stand for no byte
-BYTES = dict.fromkeys(range(256)) | {ord(character): byte for character, byte in BYTE_OF.items()}
