@@ -20,6 +20,8 @@ READ_RECORDER = """
 import json, threading
 import torch, torch.distributed as dist
 from torchtitan_lite.faults.hang_watch import read_recorder
+from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
+limit_gloo_workers()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.new_group([0], group_desc="mesh_tp")
 for _ in range(3):
