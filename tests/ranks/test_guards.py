@@ -169,8 +169,10 @@ def fail_to_save_the_last_step(rank: int, world_size: int, keys: list[str]) -> l
     return snapshots
 
 
-def test_snapshots_are_kept_until_the_last_checkpoint_is_saved(pool, tmp_path):
-    keys = ["--training.steps=6", f"--checkpoint.local_folder={tmp_path / 'snapshots'}"]
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_snapshots_are_kept_until_the_last_checkpoint_is_saved(pool, tmp_path, mode):
+    keys = ["--training.steps=6", f"--checkpoint.async_mode={mode}"]
+    keys += [f"--checkpoint.local_folder={tmp_path / 'snapshots'}"]
     keys = start_small(tmp_path, *keys, "--checkpoint.local_interval=2")
     (saved,) = pool.run(fail_to_save_the_last_step, 1, keys)
     assert len(saved) == 2 and len(set(saved)) == 1
