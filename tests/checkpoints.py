@@ -33,7 +33,7 @@ from torchtitan_lite.checkpoint.save import (
     write_slices,
 )
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.faults.snapshots import Snapshots
+from torchtitan_lite.extensions.snapshots import Snapshots
 from torchtitan_lite.faults.start import restore_run
 from torchtitan_lite.parallel.process_groups import Place
 

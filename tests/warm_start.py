@@ -43,10 +43,10 @@ class StopAfter(StopRequest):
         return signal.SIGTERM if self.n_steps == 0 else 0
 
 
-def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> int:
+def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0, restarts: int = 0) -> int:
     """Worker: train over the process group that this worker is in. Return the exit status.
 
-    Rank 0 gets SIGTERM before step number `n_steps` of this start.
+    Rank 0 gets SIGTERM before step number `n_steps` of this start. torchrun has restarted the job `restarts` times.
     """
     with (
         process_left_as_it_was(),
@@ -54,7 +54,7 @@ def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> int:
         patch.object(
             train,
             "join_job",
-            return_value=(process_groups.Place(rank, world_size, rank, 1, 0), None),
+            return_value=(process_groups.Place(rank, world_size, rank, 1, restarts), None),
         ),
         patch.object(process_groups, "start_process_group"),
         patch.object(process_groups.dist, "destroy_process_group"),

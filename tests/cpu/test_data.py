@@ -13,6 +13,7 @@ from made_corpora import BYTES, write_corpus
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.corpus_folder import CorpusError
 from torchtitan_lite.data.dataset import (
+    CYCLE,
     Sampler,
     SampleReader,
     SampleStream,
@@ -279,6 +280,30 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     other_seed = Sampler([n], seed=1).choose(two_epochs)[1][:n]
     for one, another in ((first, second), (first, other_seed), (second, other_seed)):
         assert (one == another).sum() < 8  # one in a fair permutation
+
+
+@pytest.mark.parametrize("weights", [[], [1.0, 1.0, 1.0]])
+def test_every_source_epoch_and_seed_has_an_order_of_its_own(weights):
+    """Three sources of equal size. Two fair permutations of 50 samples agree in one place on average."""
+    n = 50
+    orders = []
+    for seed in (0, 1):
+        sampler = Sampler([n] * 3, weights=weights, seed=seed)
+        sources, samples = sampler.choose(torch.arange(10 * n))
+        for source in range(3):
+            own = samples[sources == source]
+            orders += own[: len(own) // n * n].split(n)
+    assert len(orders) >= 2 * 3 * 3
+    for one, another in itertools.combinations(orders, 2):
+        assert (one == another).sum() < 10
+
+
+@pytest.mark.parametrize("weights", [[], [1.0, 3.0]])
+def test_an_epoch_that_is_longer_than_a_cycle_of_draws_repeats_nothing(weights):
+    sampler = Sampler([2**22, 2**22], weights=weights, seed=0)
+    draws = torch.cat([cycle * CYCLE + torch.arange(1000) for cycle in range(4)])
+    chosen = [tuple(pair) for pair in torch.stack(sampler.choose(draws), dim=1).tolist()]
+    assert len(set(chosen)) == len(draws)
 
 
 SHARES = [0.00004, 0.9, 0.000001, 0.0003, 0.00074, 0.098919]

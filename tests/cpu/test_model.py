@@ -228,3 +228,15 @@ def test_initial_weights_have_the_spread_that_the_rule_says():
     assert spread["layers.0.attention.wo.weight"] == pytest.approx(0.02 / 4**0.5 * cut, rel=0.03)
     assert spread["tok_embeddings.weight"] == pytest.approx(1.0 * cut, rel=0.03)
     assert spread["output.weight"] == pytest.approx(256**-0.5 * cut, rel=0.03)
+
+
+def test_initial_biases_are_0_and_norms_are_1():
+    model = Llama3(replace(PLAIN, qkv_bias=True, qk_norm=True))
+    initialize_weights(model, 0)
+    kinds = set()
+    for fqn, parameter in model.named_parameters():
+        kind = "bias" if fqn.endswith("bias") else "norm" if "norm" in fqn else "other"
+        kinds.add(kind)
+        if kind != "other":
+            assert (parameter == (kind == "norm")).all()
+    assert len(kinds) == 3

@@ -7,8 +7,15 @@ import compare
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import list_differing, load_and_train, merge_states, train_and_save
+from checkpoints import (
+    list_differing,
+    load_and_train,
+    make_saver,
+    merge_states,
+    train_and_save,
+)
 from layouts import ACCUMULATION_4, ADAMW, CP, EP, MODE, MOE, PP, SCHEDULE, TP
+from safetensors.torch import load_file
 from torch import Tensor
 
 from torchtitan_lite import step as stepping
@@ -182,6 +189,40 @@ def test_a_checkpoint_of_ep2_opens_on_another_layout_with_every_element_and_bias
         opened_state = merge_states(opened_states)
         assert list_differing(opened_state, state) == [], keys
         assert opened_losses[0] == pytest.approx(losses[0], rel=1e-4)  # of three more steps
+
+
+BIAS = "layers.{}.feed_forward.router.expert_bias"
+
+
+def save_weights_alone(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+    """Worker: save the weights of a run in bfloat16. Return the biases, which a run starts with at zero."""
+    run = compare.build_table_run(world_size, {**MOE, **ADAMW})
+    biases = [router.expert_bias for router in run.balance.routers.values()]
+    assert not any(bias.any() for bias in biases)
+    for bias in biases:
+        bias += 1 / 3
+    section = Checkpoint(
+        enable=True, last_save_model_only=True, export_dtype="bfloat16", interval=1
+    )
+    with make_saver(folder, section, run.optimizer) as saver:
+        for step in (1, 2):
+            options = {"n_steps": 2, "is_stopped": False, "record": lambda *_, **__: None}
+            saver.after_step(step, run.saved, **options)
+    return {f"model.{BIAS.format(layer)}": bias for layer, bias in enumerate(biases)}
+
+
+def test_weights_alone_are_rounded_only_at_the_end_and_biases_of_experts_never(pool, tmp_path):
+    (biases,) = pool.run(save_weights_alone, 1, str(tmp_path))
+    files = [tmp_path / f"step-{step}" / "rank-00000.safetensors" for step in (1, 2)]
+    earlier, last = map(load_file, files)
+    assert len(biases) == 2
+    for name, tensor in last.items():
+        saved = earlier[name]
+        assert saved.dtype == torch.float32 and name.startswith("model.")
+        if name in biases:
+            assert torch.equal(saved, biases[name]) and torch.equal(tensor, biases[name])
+        else:
+            assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, saved.bfloat16())
 
 
 # ---------------------------------------------------------------- the log

@@ -1,6 +1,9 @@
 """Mistakes that one process and every layout would share, or that only large sizes show: `verify` cannot see them."""
 
 import copy
+import signal
+from pathlib import Path
+from unittest.mock import patch
 
 import compare
 import pytest
@@ -11,6 +14,10 @@ from made_corpora import write_corpus
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from torchtitan_lite.checkpoint.format import CheckpointError
+from torchtitan_lite.checkpoint.save import CheckpointSaver
+from torchtitan_lite.faults import guards
+from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.model.loss import Vocabulary, differentiate_cross_entropy
 from torchtitan_lite.parallel.initial_weights import copy_local_shard
 from torchtitan_lite.parallel.tensor_parallel import RowwiseLinear
@@ -116,3 +123,75 @@ def test_a_run_logs_rate_and_norm_of_each_step_and_validates_other_documents_wit
     assert min(norms) > 0.2, "before clipping"
     assert losses == list(warm_start.read_losses(tmp_path / "no_enable").values())
     assert losses[3] < losses[0] - 0.5 and held_out[3] > losses[0]
+
+
+# ---------------------------------------------------------------- when a run saves, compares, validates, and resumes
+
+
+def start_small(folder: Path, *more: str) -> list[str]:
+    """Return the arguments of a small run in `folder`/run."""
+    letters = warm_start.write_letters(folder / "letters")
+    return [*letters, f"--job.dump_folder={folder / 'run'}", *more]
+
+
+def note_compared_steps(rank: int, world_size: int, keys: list[str]) -> list[int]:
+    """Worker: train. Return the steps after which copies were compared."""
+    steps = []
+    with patch.object(
+        guards, "compare_copies", lambda run, group: steps.append(run.lr_scheduler.last_epoch)
+    ):
+        assert warm_start.start(rank, world_size, keys) == 0
+    return steps
+
+
+def test_a_run_compares_validates_and_records_after_every_nth_step(pool, tmp_path):
+    keys = ["--training.steps=8", "--debug.compare_copies_every=3", "--checkpoint.no_enable"]
+    keys += ["--validation.enable", "--validation.freq=3", "--metrics.log_freq=5"]
+    assert pool.run(note_compared_steps, 1, start_small(tmp_path, *keys)) == [[3, 6]]
+    assert [*warm_start.read_losses(tmp_path / "run", "val_loss")] == [1, 3, 6, 8]
+    assert [*warm_start.read_losses(tmp_path / "run")] == [1, 3, 5, 6, 8]  # validated ones too
+
+
+def fail_to_save_the_last_step(rank: int, world_size: int, keys: list[str]) -> list[str]:
+    """Worker: train six steps, of which the last cannot be saved. Return the snapshots that were saved."""
+    write = CheckpointSaver.write
+    snapshots = []
+
+    def write_or_fail(saver: CheckpointSaver, step: int, tensors: dict) -> None:
+        if type(saver) is CheckpointSaver:
+            raise CheckpointError("the disk is full")
+        write(saver, step, tensors)
+        snapshots.append(str(saver.folder))
+
+    with patch.object(CheckpointSaver, "write", write_or_fail):
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            warm_start.start(rank, world_size, keys)
+    return snapshots
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_snapshots_are_kept_until_the_last_checkpoint_is_saved(pool, tmp_path, mode):
+    keys = ["--training.steps=6", f"--checkpoint.async_mode={mode}"]
+    keys += [f"--checkpoint.local_folder={tmp_path / 'snapshots'}"]
+    keys = start_small(tmp_path, *keys, "--checkpoint.local_interval=2")
+    (saved,) = pool.run(fail_to_save_the_last_step, 1, keys)
+    assert len(saved) == 2 and len(set(saved)) == 1
+    assert sorted(path.name for path in Path(saved[0]).iterdir()) == ["step-2", "step-4"]
+
+
+def note_resumed_step(rank: int, world_size: int, keys: list[str], restarts: int) -> int:
+    """Worker: start a job that torchrun has restarted so often. Return the step that it resumes from."""
+    steps = []
+    with patch.object(
+        guards, "start_from", lambda *a, **o: steps.append(start_from(*a, **o)) or steps[0]
+    ):
+        assert warm_start.start(rank, world_size, keys, restarts=restarts) == 0
+    return steps[0]
+
+
+def test_a_restarted_job_resumes_from_its_newest_checkpoint_instead_of_load_step(pool, tmp_path):
+    keys = start_small(tmp_path, "--training.steps=9", "--checkpoint.interval=2")
+    assert pool.run(warm_start.start, 1, keys, n_steps=4) == [128 + signal.SIGTERM]
+    keys += ["--checkpoint.load_step=2", "--checkpoint.load_only"]
+    resumed = [pool.run(note_resumed_step, 1, keys, restarts) for restarts in (0, 1)]
+    assert resumed == [[2], [4]]

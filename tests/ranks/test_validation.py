@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.data.corpus import Corpus
@@ -16,6 +17,7 @@ from torchtitan_lite.data.dataset import RunData, SampleReader, ValidationBatche
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.step import forward_only, shard_for_cp
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import find_files
 from torchtitan_lite.validation import validate
@@ -111,6 +113,32 @@ def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool
     world_size, overrides = LAYOUTS[name]
     for found in pool.run(validate_layout, world_size, overrides, folder, -1):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def count_gathered(rank: int, world_size: int, overrides: dict, folder: Path) -> list[int]:
+    """Worker: return the numbers of parameters that are not sharded before, during and after a validation."""
+    run = compare.build_table_run(world_size, overrides)
+
+    def count() -> int:
+        parameters = [p for part in run.parts for p in part.parameters()]
+        return sum(not isinstance(parameter, DTensor) for parameter in parameters)
+
+    counts = [count()]
+    run.parts[-1].register_forward_hook(lambda *_: counts.append(count()))
+    vocab_size = run.config.model.vocab_size
+    batch = compare.own_rows(run, compare.make_batch(0, vocab_size))
+    forward_only(run, shard_for_cp(run, batch), torch.ones((), dtype=torch.int64))
+    return [counts[0], max(counts), count()]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {ZERO: 1}, {PP: 2, SCHEDULE: "Interleaved1F1B"}],
+    ids=["ZeRO-3", "ZeRO-1", "pp2"],
+)
+def test_weights_are_sharded_again_after_a_validation(pool, folder, overrides):
+    for before, during, after in pool.run(count_gathered, 4, overrides, folder):
+        assert before == 0 and during > 0 and after == 0
 
 
 def test_a_number_of_batches_means_samples_at_equal_distances_on_every_layout(pool, folder):

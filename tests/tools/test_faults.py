@@ -39,10 +39,10 @@ from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Checkpoint, Comm
 from torchtitan_lite.extensions.copies import compare_copies
+from torchtitan_lite.extensions.snapshots import Snapshots
 from torchtitan_lite.extensions.tied_embeddings import TiedMatrix
 from torchtitan_lite.faults import start as start_module
 from torchtitan_lite.faults.hang_watch import HangWatch
-from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.tools.faults.hang import explain, list_hangs, read_files
 from torchtitan_lite.tools.plan.pulse import Measured, judge

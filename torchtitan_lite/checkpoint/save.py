@@ -149,7 +149,7 @@ class CheckpointSaver:
     """Saves to `folder` according to [checkpoint]. A context manager: leaving it waits for the save in flight.
 
     `manifest` gives the fingerprint and the description of the run. `group` has all ranks, uses gloo, and is only for
-    this saver, because two threads that share a group can deadlock. faults/snapshots.py has a subclass.
+    this saver, because two threads that share a group can deadlock. extensions/snapshots.py has a subclass.
     """
 
     host: range | None = None  # the ranks of this host, in a subclass whose hosts save apart

@@ -137,6 +137,11 @@ EXTENSIONS = {  # file of extensions/, without .py
         (),
         "causal attention over cp ranks, part by part, by an all-gather or around a ring",
     ),
+    "snapshots": Extension(
+        "checkpoint.local_folder",
+        (),
+        "saves checkpoints often into a folder on each host",
+    ),
     "copies": Extension(
         "debug.compare_copies_every",
         (),

@@ -11,7 +11,6 @@ from torchtitan_lite.components.shutdown import StopRequest
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.faults.hang_watch import HangWatch
-from torchtitan_lite.faults.snapshots import Snapshots
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.parallel.process_groups import Groups, Place
 
@@ -45,7 +44,9 @@ class Guards:
         )
         self.snapshots = None
         if section.local_folder:
-            self.snapshots = Snapshots(folder, section, place, groups.host, **options)
+            self.snapshots = load_extension("snapshots").Snapshots(
+                folder, section, place, groups.host, **options
+            )
         comm = run.config.comm
         self.hangs = HangWatch(
             plan.written_folder, comm, run.mesh, place.restarts, groups.host, stop

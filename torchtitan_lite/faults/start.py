@@ -14,6 +14,7 @@ do not belong to this run any more are deleted. With checkpoint.load_only nothin
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,17 +35,15 @@ from torchtitan_lite.checkpoint.save import name_tensors, name_weights
 from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint, names_step
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.faults.snapshots import Snapshots
 
 logger = logging.getLogger(__name__)
 
 
-def start_from(
-    run: Run, snapshots: Snapshots | None, group: dist.ProcessGroup, *, restarted: bool
-) -> int:
+def start_from(run: Run, snapshots: Any, group: dist.ProcessGroup, *, restarted: bool) -> int:
     """Load the state that a run starts from. Return its step; 0: initial weights. Collective over `group`, all ranks.
 
-    `restarted`: torchrun has restarted the job, which then resumes from its own newest state. Raises ConfigError if the
+    `snapshots`: the Snapshots of extensions/snapshots.py, or None. `restarted`: torchrun has restarted the job, which
+    then resumes from its own newest state. Raises ConfigError if the
     config does not continue a snapshot, and CheckpointError.
     """
     section = run.config.checkpoint
@@ -73,7 +72,7 @@ def start_from(
     return step
 
 
-def check_snapshot(run: Run, snapshots: Snapshots, path: Path) -> None:
+def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
     """Print the keys that differ from the run that saved a snapshot. preflight only does so for a checkpoint.
 
     Raises ConfigError for keys that must not differ, and CheckpointError if the model or the documents do.
