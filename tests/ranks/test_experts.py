@@ -204,7 +204,7 @@ def save_weights_alone(rank: int, world_size: int, folder: str) -> dict[str, Ten
     section = Checkpoint(
         enable=True, last_save_model_only=True, export_dtype="bfloat16", interval=1
     )
-    with make_saver(folder, section, run.optimizer) as saver:
+    with make_saver(folder, section, run) as saver:
         for step in (1, 2):
             options = {"n_steps": 2, "is_stopped": False, "record": lambda *_, **__: None}
             saver.after_step(step, run.saved, **options)
