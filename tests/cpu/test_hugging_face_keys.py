@@ -226,6 +226,8 @@ def test_an_accepted_value_gives_transformers_logits_and_so_does_an_export(
         found = ours.to(dtype)(TOKENS, positions=POSITIONS)
     torch.testing.assert_close(found, expected, rtol=0, atol=LARGEST_ERRORS[dtype])
     assert torch.equal(compute_theirs(tmp_path / "out", dtype), expected)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written.get("tie_word_embeddings", False) == args.tie_embeddings
 
 
 def test_an_export_after_training_on_longer_sequences_keeps_the_rope(make_folder, tmp_path):
