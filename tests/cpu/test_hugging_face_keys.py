@@ -153,7 +153,7 @@ ACCEPTED = [  # families, sizes of the stored model, changes of its config.json,
     ("llama", {}, {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 5e5}, ""),
     ("llama", {}, {"rope_parameters": {"type": "linear", "rope_type": "default", "factor": 2}}, ""),
     ("llama", {}, {"rope_parameters": {"type": "linear", "factor": 0.5, "foo": 1}}, ""),
-    ("llama", {}, {"partial_rotary_factor": 1.0}, ""),
+    ("llama", {}, {"partial_rotary_factor": 1, "per_layer_config": {}}, ""),
     ("llama qwen3", {}, {**VERSION_4, "rope_scaling": LLAMA3}, ""),
     ("mixtral", {}, {**VERSION_4, "rope_scaling": LLAMA3, "max_position_embeddings": 64}, ""),
     ("llama", {}, {**VERSION_4, "rope_scaling": LLAMA3, "max_position_embeddings": ABSENT}, ""),
@@ -234,6 +234,8 @@ def test_an_accepted_value_gives_transformers_logits_and_so_does_an_export(
         found = ours.to(dtype)(TOKENS, positions=POSITIONS)
     torch.testing.assert_close(found, expected, rtol=0, atol=LARGEST_ERRORS[dtype])
     assert torch.equal(compute_theirs(tmp_path / "out", dtype), expected)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written.get("tie_word_embeddings", False) == args.tie_embeddings
 
 
 def test_an_export_after_training_on_longer_sequences_keeps_the_rope(make_folder, tmp_path):

@@ -62,7 +62,7 @@ class HuggingFaceError(UserError):
 ABSENT = ConfigKey(only=(None,), kind=dict | list | str | None)
 IGNORED = ConfigKey(is_ignored=True)
 SCALE = ConfigKey(float, ..., least=ABOVE_ZERO)
-FULL_ROTATION = ConfigKey(float | None, only=(1.0, None))
+FULL_ROTATION = ConfigKey(int | float | None, only=(1.0, None))
 EVERY_FAMILY = {  # keys that transformers reads for every architecture
     "model_type": IGNORED,  # read before these rows
     END: ConfigKey(int | list | None, least=0, items=int),
@@ -73,7 +73,7 @@ EVERY_FAMILY = {  # keys that transformers reads for every architecture
     ORIGINAL_LENGTH: ConfigKey(int, least=1),
     "is_causal": ConfigKey(bool, only=(True,)),
     "quantization_config": ABSENT,
-    "per_layer_config": ABSENT,
+    "per_layer_config": ConfigKey(dict | None, only=(None, {})),
     "fusion_config": ABSENT,
     "transformers_weights": ABSENT,  # the name of another file of weights
     "configuration_files": ABSENT,  # the names of other files instead of config.json
