@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from test_size import is_tool, is_trainer, measure
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.reader import KEYS, find_config_file
@@ -24,13 +23,6 @@ def test_the_two_commands_come_first():
         "./run_train.sh",
         "tests/run.sh",
     ]
-
-
-def test_the_sizes_that_readme_tells_are_the_measured_ones():
-    text = " ".join(README.read_text(encoding="utf-8").split())
-    sizes = re.search(r"trainer has (\S+) code tokens .* its tools have (\S+)\.", text)
-    for told, is_of_half in zip(sizes.groups(), (is_trainer, is_tool), strict=True):
-        assert int(told.replace(",", "")) == pytest.approx(measure(is_of_half)[0], rel=0.02)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
