@@ -86,7 +86,6 @@ if [[ -z ${NNODES:-} ]]; then
     fi
 fi
 export NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-} MASTER_PORT=${MASTER_PORT:-29500}
-[[ $NNODES == 1 || -n $MASTER_ADDR ]] || fail "NNODES=$NNODES needs MASTER_ADDR, the name of the host with NODE_RANK=0"
 [[ -z ${CONFIG_FILE:-} ]] || set -- --config "$CONFIG_FILE" "$@" # the last --config wins
 # On GPUs, expandable segments avoid fragmentation of memory.
 [[ -n ${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-} ]] || export PYTORCH_ALLOC_CONF=expandable_segments:True

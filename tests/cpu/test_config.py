@@ -3,6 +3,7 @@
 import ast
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,8 +16,19 @@ from torchtitan_lite.config.reader import (
     find_key,
     read_config,
 )
-from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.config.schema import Config, Range, get_value
 from torchtitan_lite.extensions.torchtitan_keys import ABSENT, explain_absent
+
+
+def find_range(kind: object) -> Range | None:
+    """Return the bounds in the type of a key: Annotated[int, Range], a list of these, or None."""
+    ranges = [part for part in get_args(kind) if isinstance(part, Range)]
+    ranges += filter(None, map(find_range, get_args(kind)))
+    return next(iter(ranges), None)
+
+
+NUMBERS = {key: find_range(kind) for key, kind in KEYS.items() if find_range(kind)}
+WITHOUT_END = (int, float, int | None, float | None, list[int], list[float])
 
 
 @pytest.fixture
@@ -137,6 +149,29 @@ def test_a_toml_file_with_a_byte_order_mark_is_read_and_its_paths_are_expanded(
     monkeypatch.setenv("DATA", "/data")
     config = read_sound(write_toml("\ufeff[training]\ndataset = ['$DATA/a', 'b']"))
     assert config.training.dataset == ["/data/a", "b"]
+
+
+BEYOND = ("1e31", "-2", "nan", "inf")
+
+
+@pytest.mark.parametrize("text", BEYOND)
+def test_every_number_has_an_end(text):
+    """Larger ones would overflow, or keep the check busy for hours. The ends themselves are accepted."""
+    assert len(NUMBERS) > 50 and not any(kind in WITHOUT_END for kind in KEYS.values())
+    for key, limits in NUMBERS.items():
+        problem = read_one_problem([f"--{key}={text}"])
+        assert (problem.key, problem.value) == (key, text)
+        for end in (limits.low, limits.high):
+            config = read_sound([f"--{key}={end}"])
+            assert get_value(config, key) in (end, [end])
+
+
+def test_a_text_that_is_not_utf_8_is_refused(monkeypatch):
+    """As a Latin-1 byte of a command line reaches Python. It could not be written to config.toml."""
+    monkeypatch.setenv("FOLDER", "caf\udce9")
+    for key in ("job.dump_folder", "job.description", "checkpoint.folder", "job.config_file"):
+        assert read_one_problem([f"--{key}=caf\udce9"]).key == key
+    assert read_one_problem(["--training.cache_folder=$FOLDER/a"]).key == "training.cache_folder"
 
 
 # --- files ---

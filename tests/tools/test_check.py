@@ -302,7 +302,14 @@ ANSWERS = f"""
                                                     | NODE_RANK=x    | | NODE_RANK
                                                     | NODE_RANK=1    | | NODE_RANK: NNODES allows 0 to 0
                                                     | NNODES=2 NODE_RANK=2 | | NODE_RANK: NNODES allows 0 to 1
+                                                    | NODE_RANK=-1   | | NODE_RANK
                                                     | MASTER_PORT=x  | | MASTER_PORT
+                                                    | MASTER_PORT=0  | | MASTER_PORT
+                                                    | MASTER_PORT=99999 | | MASTER_PORT
+                                                    | NNODES=1:2:3   | | NNODES
+                                                    | OMP_NUM_THREADS=x | | OMP_NUM_THREADS
+                                                    | LOG_RANK=0,,1  | | LOG_RANK
+                                                    | NGPU=2 LOG_RANK=0,2 | | LOG_RANK: this host has the ranks 0 to 1
 --config debug_3d                                   | NNODES=3       | | NNODES
                                                     | NNODES=two     | | NNODES
                                                     | ELASTIC NNODES=1:2 | | 2
@@ -485,7 +492,12 @@ def test_check_imports_no_torch():
 KEYS = [  # arguments | status | printed | not printed
     ("", 0, 'name = "AdamW"  # AdamW | SGD | Muon; SGD has', "Annotated"),
     ("quantize.linear.float8", 0, "[quantize.linear.float8]\n# ", "\n["),
-    ("optimizer.lr", 0, "[optimizer]\nlr = 0.0008  # a finite number, 0 or more; peak", "beta1"),
+    (
+        "optimizer.lr",
+        0,
+        "[optimizer]\nlr = 0.0008  # a finite number, a value from 0 to 1e+30; peak",
+        "beta1",
+    ),
     ("optimizer.beta training.seed", 0, "\n\n[debug]\n# for initial weights", "lr ="),
     ("optimizer.lrr", 2, "The nearest key is optimizer.lr.", "[optimizer]"),
 ]

@@ -22,7 +22,8 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.reader import REPOSITORY, read_config
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
-from torchtitan_lite.tools.command_lines import TOOLS, parse_command
+from torchtitan_lite.tools.command_lines import TOOLS, parse_command, rank, ranks
+from torchtitan_lite.tools.options import Option, count
 
 CHAPTERS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "torchtitan_lite").rglob("README.md"))]
 SHOWN = re.compile(
@@ -104,6 +105,31 @@ def test_wrong_input_ends_a_tool_with_status_2_and_its_key(line, capsys):
         status = stop.code
     assert status == 2
     assert key in capsys.readouterr().err
+
+
+def list_numbers() -> list[tuple[str, Option]]:
+    """Return each tool and argument that takes a number."""
+    found = []
+    for name, tool in TOOLS.items():
+        for option in tool.options:
+            for each in option if isinstance(option, list) else [option]:
+                if isinstance(each.default, int | float) or each.type in (count, ranks, rank):
+                    found.append((name, each))
+    return found
+
+
+@pytest.mark.parametrize("text", ["1e31", "-2", "nan", "inf", "x"])
+def test_every_number_of_a_tool_has_an_end(text, capsys):
+    numbers = list_numbers()
+    assert len(numbers) > 20 and {name for name, _ in numbers} >= {"generate", "plan", "prepare"}
+    for name, option in numbers:
+        if not option.type or option.choices:
+            continue
+        given = [f"{option.name}={text}"] if option.name.startswith("-") else ["--", text]
+        with pytest.raises(SystemExit) as stop:
+            parse_command(name, given)
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert stop.value.code == 2 and option.name.strip("-") in said.lower(), said
 
 
 @pytest.fixture(scope="module")

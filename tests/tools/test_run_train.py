@@ -97,6 +97,7 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
         "SLURM_STEP_NUM_TASKS",
     }
     internal |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_RESTART_COUNT"}
+    internal |= {"TORCHELASTIC_ERROR_FILE"}
     for name in read - internal | {"NGPU", "srun", "--config"}:
         assert name in answer.stdout, name
 
@@ -114,6 +115,35 @@ def test_arguments_reach_the_launcher_unchanged_and_it_replaces_the_script(check
     )
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
+def test_a_package_of_the_same_name_in_the_users_folder_is_not_run(checkout):
+    for name in ("torchtitan_lite", "tests"):
+        (checkout.folder / name).mkdir()
+        (checkout.folder / name / "__init__.py").write_text("1 / 0")
+    assert checkout.run().returncode == 0
+    assert len(checkout.calls()) == 1
+
+
+USERS = """
+import sys
+sys.path.insert(0, sys.argv[1])  # as in the fork server of Python 3.14
+import torchtitan_lite.tools.train_file
+import train
+print(train.NAME)
+"""
+
+
+def test_the_fork_server_imports_train_py_by_its_path(tmp_path):
+    for name in ("the user's", "the checkout's"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(f"NAME = {name!r}")
+    command = [sys.executable, "-c", USERS, str(tmp_path / "the user's")]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    folder = tmp_path / "the checkout's"
+    answer = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert answer.stdout == "the checkout's\n", answer.stderr
+
+
 STEP = {
     "SLURM_JOB_NUM_NODES": "2",
     "SLURM_JOB_ID": "1",
@@ -125,7 +155,6 @@ STEP = {
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
         (STEP, "--ntasks-per-node=1"),
         ({"without": "1"}, "--wrap"),
     ],

@@ -19,12 +19,17 @@ def parse_whole(text: str) -> int:
 
 
 def expand_path(text: str) -> str:
-    """Replace ~ and $VAR in a path that does not exist as written. Raises UserError for an unknown user or variable."""
-    if os.path.exists(text):
-        return text
-    expanded = os.path.expanduser(os.path.expandvars(text))
-    if unset := re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", expanded):
-        raise UserError(f"the user or environment variable {unset[0]} does not exist")
+    """Replace ~ and $VAR in a path that does not exist as written.
+
+    Raises UserError for an unknown user or variable, and for a name that is not UTF-8, as all files of a run are.
+    """
+    expanded = text
+    if not os.path.exists(text):
+        expanded = os.path.expanduser(os.path.expandvars(text))
+        if unset := re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", expanded):
+            raise UserError(f"the user or environment variable {unset[0]} does not exist")
+    if not is_unicode(expanded):
+        raise UserError(f"{expanded!a} is not UTF-8: rename it")
     return expanded
 
 
@@ -38,6 +43,11 @@ def explain_hub_cache(folder: str | Path) -> str:
     snapshots = sorted(map(str, root.glob("snapshots/*")))
     where = f"{folder} is a cache folder of the Hugging Face Hub. Its files are in"
     return f"{where} {' or '.join(snapshots)}" if snapshots else ""
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether Python could decode all bytes of `text`, which are UTF-8 on almost all systems."""
+    return not re.search("[\ud800-\udfff]", text)
 
 
 def explain_hub_name(text: str | Path) -> str:

@@ -20,7 +20,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.config.arguments import expand_path, parse_whole
+from torchtitan_lite.config.arguments import expand_path, is_unicode, parse_whole
 from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.memory_bound import MemoryBound
@@ -123,10 +123,11 @@ def read_config(args: list[str]) -> Prepared:
         path = find_config_file(expand_path(config_file))
         is_shipped = path.parent.resolve() == CONFIG_FOLDER
         table |= flatten_table(load_toml(path))
+        # not the one that a resolved config.toml was made from
+        table["job.config_file"] = config_file
     except ValueError as error:
         remedy = "Name a TOML file, or one in configs/"
         problems.append(Problem("job.config_file", config_file, str(error), remedy))
-    table["job.config_file"] = config_file  # not the one that a resolved config.toml was made from
     given = {}
     notices = []
     for name, value in [*table.items(), *texts.items()]:  # the command line replaces the table
@@ -256,6 +257,8 @@ def convert(kind: Any, value: Any) -> Any:
         value = float(value)
     if type(value) is not kind or (kind is float and not isfinite(value)):
         raise WrongValue(f"it must be {NAMES[kind]}", f"Write {NAMES[kind]}")
+    if kind is str and not is_unicode(value):
+        raise WrongValue("it is not UTF-8", "Rename it, or write it in UTF-8")
     return value
 
 
@@ -266,7 +269,7 @@ def check_limits(value: Any, limits: Any) -> Any:
             return expand_path(value)
         except UserError as error:
             raise WrongValue(str(error), "Write the whole path, or set the variable") from None
-    if not limits.low <= value <= limits.high and value != limits.auto:
+    if value not in limits:
         raise WrongValue("it is out of range", f"Use {limits}")
     return value
 

@@ -7,7 +7,6 @@ from TOML and the command line, and `layout.py` plans the layout from them.
 
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from math import inf
 from typing import Annotated, Any, Literal
 
 from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, LOSSES, OPTIMIZERS, SCHEDULES
@@ -17,24 +16,40 @@ from torchtitan_lite.models.registry import FLAVORS, MODELS
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number: `low <= value <= high`, or the value `auto`, which is resolved later."""
+    """Bounds of a number: `low <= value <= high`, or the value `auto`, which is resolved later.
+
+    Every number has an upper bound. A larger one would overflow, or keep the check busy for hours.
+    """
 
     low: float
-    high: float = inf
+    high: float
     auto: int | None = None
 
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high or value == self.auto
+
     def __str__(self) -> str:
-        bounds = f"{self.low} or more"
-        if self.high != inf:
-            bounds = f"a value from {self.low} to {self.high}"
+        bounds = f"a value from {self.low} to {self.high:,}"
         return bounds if self.auto is None else f"{bounds}, or {self.auto} for the automatic value"
 
 
-Positive = Annotated[int, Range(1)]
-PositiveOrAuto = Annotated[int, Range(1, auto=-1)]
-NotNegative = Annotated[int, Range(0)]
-NotNegativeOrAuto = Annotated[int, Range(0, auto=-1)]
-AboveZero = Annotated[float, Range(1e-30)]
+MANY = 10**9  # steps, files, tokens
+MOST_RANKS = 2**20
+MOST_LAYERS = 10_000
+MOST_SECONDS = 10**7
+LARGEST_SIZE = 2**24  # a dim of the model, tokens of a sequence, sequences of a batch
+LARGEST_SEED = 2**63 - 1  # TOML's largest integer
+LARGEST = 1e30  # in a float32
+Positive = Annotated[int, Range(1, MANY)]
+NotNegative = Annotated[int, Range(0, MANY)]
+Seconds = Annotated[int, Range(1, MOST_SECONDS)]
+Degree = Annotated[int, Range(1, MOST_RANKS)]
+DegreeOrAuto = Annotated[int, Range(1, MOST_RANKS, auto=-1)]
+Size = Annotated[int, Range(1, LARGEST_SIZE)]
+SizeOrAuto = Annotated[int, Range(1, LARGEST_SIZE, auto=-1)]
+Layers = Annotated[int, Range(1, MOST_LAYERS)]
+AboveZero = Annotated[float, Range(1e-30, LARGEST)]
+ZeroOrMore = Annotated[float, Range(0, LARGEST)]
 Share = Annotated[float, Range(0, 1)]
 Decay = Annotated[float, Range(0, 0.999999)]  # Adam divides by 1 - beta
 PATH = "path"
@@ -50,14 +65,14 @@ class Model:
     # folder with tokenizer.json or tokenizer.model, in the working directory or in this repository; or "bytes".
     # auto: the tokenizer of the weights that the run loads, else assets/tokenizer
     hf_assets_path: PathText = "auto"
-    dim: Positive | None = None  # new: width of the residual stream
-    n_layers: Positive | None = None  # new
-    n_heads: Positive | None = None  # new: query heads
+    dim: Size | None = None  # new: width of the residual stream
+    n_layers: Layers | None = None  # new
+    n_heads: Size | None = None  # new: query heads
     # new: key/value heads, each shared by a group of query heads
-    n_kv_heads: Positive | None = None
-    head_dim: Positive | None = None  # new: an even number; default: dim / n_heads
-    ffn_dim: Positive | None = None  # new: hidden dim of the feed-forward
-    vocab_size: Positive | None = None  # new
+    n_kv_heads: Size | None = None
+    head_dim: Size | None = None  # new: an even number; default: dim / n_heads
+    ffn_dim: Size | None = None  # new: hidden dim of the feed-forward
+    vocab_size: Size | None = None  # new
     # new: document: tokens attend only within their document
     attention: Literal[tuple(ATTENTIONS)] = "causal"
     # ["float8"]: linear layers compute in float8, see [quantize.linear.float8]
@@ -83,19 +98,19 @@ class Training:
     cache_folder: PathText = "outputs/cache"
     # upper bound on the sequences per data-parallel rank and forward pass; a rank whose share of global_batch_size is
     # smaller passes its share. Under PP: divides the share
-    local_batch_size: Positive = 8
+    local_batch_size: Size = 8
     # sequences per step; auto: local_batch_size x data-parallel ranks. Smaller on a CPU unless set
-    global_batch_size: PositiveOrAuto = -1
+    global_batch_size: SizeOrAuto = -1
     # tokens per sequence. Unless set: at most the context length of Hugging Face weights, and at most 512 on a CPU
-    seq_len: Positive = 2048
+    seq_len: Size = 2048
     steps: Positive = 10000
     # gradients are scaled down to this global 2-norm; 0: never
-    max_norm: Annotated[float, Range(0)] = 1.0
+    max_norm: ZeroOrMore = 1.0
     # new: skip the update of a step whose gradient norm is more than this times its running median, such as 3; 0: never
-    skip_spikes: Annotated[float, Range(0)] = 0.0
+    skip_spikes: ZeroOrMore = 0.0
     # new: steps of that median, including skipped ones. If norms rise for good, half as many steps are skipped, and the
     # higher level is accepted
-    spike_window: Annotated[int, Range(2)] = 32
+    spike_window: Annotated[int, Range(2, 2**20)] = 32
     # compute dtype; auto: bfloat16 on CUDA
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
     mixed_precision_reduce: Literal["float32"] = "float32"  # dtype of gradient reduction
@@ -103,11 +118,11 @@ class Training:
     enable_cpu_offload: bool = False
     loss: Literal[tuple(LOSSES)] = "cross_entropy"  # new: loss of a token, a formula of its logits
     # new: number of tokens whose logits a rank computes at a time; 0: all; auto: 4096 on CUDA, else 1024
-    loss_chunk_tokens: NotNegativeOrAuto = -1
+    loss_chunk_tokens: Annotated[int, Range(0, MANY, auto=-1)] = -1
     # new: change of an expert's bias per step to balance the load; 0: no bias (default with Hugging Face weights)
     expert_bias_rate: Share = 1e-3
     # new: weight of the load-balancing loss per sequence (DeepSeek-V3: 1e-4; Mixtral and Qwen3: 1e-3 or more)
-    expert_balance_loss: Annotated[float, Range(0)] = 0.0
+    expert_balance_loss: ZeroOrMore = 0.0
     # steps between Python garbage collections, which all ranks run at the same step
     gc_freq: Positive = 50
 
@@ -115,43 +130,47 @@ class Training:
 @dataclass(frozen=True)
 class Parallelism:
     # replicas of the sharded model (HSDP); alone: plain data parallel
-    data_parallel_replicate_degree: Positive = 1
+    data_parallel_replicate_degree: Degree = 1
     # FSDP2: ranks that shard one replica; auto: all remaining ranks
-    data_parallel_shard_degree: PositiveOrAuto = -1
+    data_parallel_shard_degree: DegreeOrAuto = -1
     # read if zero_stage is auto. always: 3; never: 2, under PP 1
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; under PP 1; with a single shard 2
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     # new: keep a node's shards for backward (hpz); round the weights (qwz) and gradients (qgz) that FSDP sends to int8
     zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = field(default_factory=list)
-    zero_plus_plus_node_size: Positive = 8  # new: number of ranks in a node
-    tensor_parallel_degree: Positive = 1
+    zero_plus_plus_node_size: Degree = 8  # new: number of ranks in a node
+    tensor_parallel_degree: Degree = 1
     # overlap TP collectives with chunks of matmuls; inductor on CUDA
     enable_async_tensor_parallel: bool = False
-    pipeline_parallel_degree: Positive = 1
+    pipeline_parallel_degree: Degree = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
-    pipeline_parallel_microbatch_size: Positive = 1  # sequences per microbatch
+    pipeline_parallel_microbatch_size: Size = 1  # sequences per microbatch
     # default: one stage per rank, or two if interleaved
-    pipeline_parallel_layers_per_stage: Positive | None = None
-    pipeline_parallel_first_stage_less_layers: NotNegative = 1  # load of the embedding, in layers
-    pipeline_parallel_last_stage_less_layers: NotNegative = 1  # load of norm and head, in layers
+    pipeline_parallel_layers_per_stage: Layers | None = None
+    pipeline_parallel_first_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = (
+        1  # load of the embedding, in layers
+    )
+    pipeline_parallel_last_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = (
+        1  # load of norm and head, in layers
+    )
     # the modules of each stage, by FQN
     module_fqns_per_model_part: list[list[str]] = field(default_factory=list)
-    context_parallel_degree: Positive = 1  # ranks that share each sequence
+    context_parallel_degree: Degree = 1  # ranks that share each sequence
     # how cp ranks exchange keys and values
     context_parallel_rotate_method: Literal["allgather", "ring"] = "allgather"
     # ranks of dp_shard x cp x tp that share the experts of a layer
-    expert_parallel_degree: Positive = 1
+    expert_parallel_degree: Degree = 1
 
 
 @dataclass(frozen=True)
 class Optimizer:
     name: Literal[tuple(OPTIMIZERS)] = "AdamW"  # SGD has no momentum
-    lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
+    lr: ZeroOrMore = 8e-4  # peak learning rate
     beta1: Decay = 0.9
     beta2: Decay = 0.95
     eps: AboveZero = 1e-8  # must be positive: otherwise a zero gradient gives 0/0
-    weight_decay: Annotated[float, Range(0)] = 0.1  # decoupled, on every parameter
+    weight_decay: ZeroOrMore = 0.1  # decoupled, on every parameter
     # SGD and Muon use foreach instead of fused
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     # new: bfloat16 saves 4 bytes per parameter of AdamW
@@ -183,7 +202,7 @@ class Checkpoint:
     local_folder: PathText = ""
     local_interval: Positive = 10  # new: steps between snapshots, of which the last two are kept
     # resume from this step; auto: the newest undamaged one. A run that saves resumes from its last step only
-    load_step: Annotated[int, Range(0, auto=-1)] = -1
+    load_step: Annotated[int, Range(0, MANY, auto=-1)] = -1
     # load a checkpoint of the dump folder, but write no file there: neither checkpoints nor logs
     load_only: bool = False
     # start with new optimizer state, once: checkpoints that the run saves afterwards are loaded whole
@@ -207,7 +226,7 @@ class Validation:
     dataset_path: PathText = ""  # as training.dataset_path; empty: the same path
     freq: Positive = 10  # steps between validations; also runs after the first and the last step
     # batches of training.global_batch_size, spread over the split; auto: all of it
-    steps: PositiveOrAuto = -1
+    steps: Annotated[int, Range(1, MANY, auto=-1)] = -1
 
 
 @dataclass(frozen=True)
@@ -265,19 +284,19 @@ class Metrics:
 @dataclass(frozen=True)
 class Comm:
     # time-out of collectives until the first step ends, and for checkpoints
-    init_timeout_seconds: Positive = 300
-    train_timeout_seconds: Positive = 100  # time-out of collectives after the first step
+    init_timeout_seconds: Seconds = 300
+    train_timeout_seconds: Seconds = 100  # time-out of collectives after the first step
     # new: report a longer step; 0: never; auto: 3/4 of train_timeout_seconds
-    hang_seconds: NotNegativeOrAuto = -1
+    hang_seconds: Annotated[int, Range(0, MOST_SECONDS, auto=-1)] = -1
     # entries in NCCL's flight recorder, which is written on a time-out; 0: off
-    trace_buf_size: NotNegative = 20000
+    trace_buf_size: Annotated[int, Range(0, 10**7)] = 20000
     save_traces_folder: str = "comm_traces"  # inside dump_folder
 
 
 @dataclass(frozen=True)
 class Debug:
     # for initial weights and order of samples, which are the same on every layout
-    seed: NotNegative = 0
+    seed: Annotated[int, Range(0, LARGEST_SEED)] = 0
     deterministic: bool = False  # use torch's deterministic algorithms
     # new: steps between comparisons of replicas, which find damage; 0: never
     compare_copies_every: NotNegative = 0

@@ -25,6 +25,8 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 
+MOST_OPEN_FILES = 10240  # OPEN_MAX of macOS
+
 
 @dataclass(frozen=True)
 class Place:
@@ -122,9 +124,17 @@ def prepare_process(config: Config, dump_folder: Path) -> None:
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if n_recorded else "0"
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / "rank_")
 
-    # gloo opens about n + 3 files for each group of n ranks
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allow_open_files()
+
+
+def allow_open_files() -> None:
+    """Raise the limit of open files: gloo opens about n + 3 files for each group of n ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = hard
+    if hard == resource.RLIM_INFINITY:  # macOS, which does not allow it as the soft limit
+        most = max(soft, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def choose_device(local_rank: int, device_type: str) -> torch.device:

@@ -16,22 +16,24 @@ from torchtitan_lite.config.extensions import EXTENSIONS
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine, detect_machine
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
 from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, find_key, read_config, suggest_key
-from torchtitan_lite.config.schema import PATH, Config, get_value
+from torchtitan_lite.config.schema import MANY, MOST_RANKS, PATH, Config, Range, get_value
 from torchtitan_lite.preflight import Prepared, preflight
 from torchtitan_lite.tools.hosts import read_hosts, read_number
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, describe_node
 
 # a key in schema.py: lines of comments, name, a comment behind the type and the default
 FIELD = re.compile(r"^((?: *#.*\n)*) *(\w+): .+?(?:  # (.*))?$", re.MULTILINE)
-NUMBERS = {  # variables of the launcher
-    "NGPU": r"[1-9]\d*",
-    "NNODES": r"[1-9]\d*(:[1-9]\d*)?",
-    "LOG_RANK": r"\d+(,\d+)*",
-    "MAX_RESTARTS": r"\d+",
-    "NODE_RANK": r"\d+",
-    "MASTER_PORT": r"\d+",
+NUMBERS = {  # variables of the launcher: how to write the numbers, and their range
+    "NGPU": (r"\d+", Range(1, 4096)),
+    "NNODES": (r"\d+(:\d+)?", Range(1, MOST_RANKS)),
+    "LOG_RANK": (r"\d+(,\d+)*", Range(0, 4095)),
+    "MAX_RESTARTS": (r"\d+", Range(0, MANY)),
+    "NODE_RANK": (r"\d+", Range(0, MOST_RANKS)),
+    "MASTER_PORT": (r"\d+", Range(1, 65535)),
+    "OMP_NUM_THREADS": (r"\d+(,\d+)*", Range(1, 4096)),
 }
 BATCH = "training.global_batch_size"
+LONGEST_S = 1e13  # that a timedelta can hold
 
 
 def main(options: Namespace) -> int:
@@ -52,11 +54,15 @@ def main(options: Namespace) -> int:
 
 def choose_host() -> tuple[Machine, int | None, int]:
     """Return this host, the number of ranks in NGPU, and the largest number of hosts in NNODES. Raises ConfigError."""
-    for name, pattern in NUMBERS.items():
+    problems = []
+    for name, (pattern, limits) in NUMBERS.items():
         text = os.environ.get(name) or "1"
-        if not re.fullmatch(pattern, text):
-            why = "it is not a number"
-            raise ConfigError([Problem(name, text, why, "Set it to a whole number")])
+        is_written_so = re.fullmatch(pattern, text, re.ASCII)
+        if not is_written_so or not all(int(n) in limits for n in re.findall(r"\d+", text)):
+            why = f"it is not a whole number from {limits.low} to {limits.high:,}"
+            problems.append(Problem(name, text, why, "Change or unset this environment variable"))
+    if problems:
+        raise ConfigError(problems)
     machine = detect_machine()
     n_hosts = read_hosts()[1]
     node_rank = read_number("NODE_RANK")
@@ -82,6 +88,11 @@ def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts
         remedy = "Set NGPU to the number of ranks per host"
         raise ConfigError([Problem("NNODES", n_hosts, why, remedy)])
     check_fewer_hosts(prepared, config_args, machine, n_hosts)
+    n_local = prepared.layout.world_size // n_hosts
+    shown = os.environ.get("LOG_RANK") or "0"
+    if machine.is_here and max(map(int, shown.split(","))) >= n_local:
+        why = f"this host has the ranks 0 to {n_local - 1}"
+        raise ConfigError([Problem("LOG_RANK", shown, why, "Name ranks of this host")])
     return prepared
 
 
@@ -145,7 +156,8 @@ def describe_prepared(prepared: Prepared, machine: Machine) -> str:
     if machine.device_type == "cpu" and machine.is_here:
         n_cores = min(layout.world_size, os.cpu_count())
         seconds = flops.causal * tokens * config.training.steps / (n_cores * CPU_FLOPS_PER_CORE)
-        rows["time"] = f"roughly {timedelta(seconds=ceil(seconds))} (h:mm:ss) on {n_cores} cores"
+        estimate = timedelta(seconds=ceil(min(seconds, LONGEST_S)))
+        rows["time"] = f"roughly {estimate} (h:mm:ss) on {n_cores} cores"
         if config.activation_checkpoint.mode == "selective" and not config.compile.enable:
             slow = 'activation_checkpoint.mode = "selective" is slow without compile on a CPU'
             rows["note"] = f'{slow}. If memory allows, use "none"'

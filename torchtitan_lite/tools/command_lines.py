@@ -9,8 +9,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.config.messages import name_command
-from torchtitan_lite.config.schema import Training
-from torchtitan_lite.tools.options import Option, add_option, count, file, path, share, words
+from torchtitan_lite.config.schema import LARGEST_SEED, MANY, MOST_RANKS, Range, Training
+from torchtitan_lite.tools.options import (
+    Option,
+    add_option,
+    count,
+    file,
+    number,
+    path,
+    share,
+    text,
+    words,
+)
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
 
 CONFIG = f"""config:
@@ -64,8 +74,18 @@ GPU = Option(
     default="h100",
     choices=tuple(CLUSTERS),
 )
-GPUS = Option("--gpus", "default: the product of the degrees", count)
-SEED = Option("--seed", "equal seeds give equal results (%(default)s)", int, 0)
+ranks = number("ranks", int, Range(1, MOST_RANKS))
+rank = number("rank", int, Range(0, MOST_RANKS))
+processes = number("processes", int, Range(1, 1024))
+tokens = number("tokens", int, Range(0, MANY))
+seed = number("seed", int, Range(0, LARGEST_SEED))
+timeout = number("seconds", int, Range(1, 10**6))
+hours = number("hours", float, Range(0.1, 1e9))
+seconds = number("seconds", float, Range(0, 86_400))
+temperature = number("temperature", float, Range(0, 1e6))
+probability = number("probability", float, Range(0, 1))
+GPUS = Option("--gpus", "default: the product of the degrees", ranks)
+SEED = Option("--seed", "equal seeds give equal results (%(default)s)", seed, 0)
 SOURCE = Option("source", "checkpoint, run (its newest checkpoint), or Hugging Face folder", path)
 TOKENIZER = Option("--tokenizer", "default: the tokenizer of the source", file)
 
@@ -86,7 +106,7 @@ Without --gpus, check a run on this host: NGPU ranks (default: all GPUs; on a CP
 each of NNODES hosts like this one. check needs no package.""",
         True,
         (
-            Option("--gpus", "check a run on this many GPUs elsewhere", count),
+            Option("--gpus", "check a run on this many GPUs elsewhere", ranks),
             GPU,
             Option("--keys", "print all keys, or those whose names start so", str, nargs="*"),
         ),
@@ -127,7 +147,7 @@ documents are skipped and counted. OUT is complete or does not exist.""",
             Option("--only-last-turn", "with --chat: only the last answer has targets"),
             Option("--suffix", "also read files with this suffix", str, [], action="append"),
             Option("--skip-bad", "print and count bad rows instead of stopping at the first one"),
-            Option("--processes", "(%(default)s)", count, os.cpu_count()),
+            Option("--processes", "(%(default)s)", processes, os.cpu_count()),
             Option("--dataset", "prepare this corpus for training.dataset; reads --tokenizer", str),
             Option("--dataset-path", "the downloaded files, as in training.dataset_path", file, ""),
             Option("--cache-folder", "(%(default)s)", path, Path(Training.cache_folder)),
@@ -145,7 +165,7 @@ another layout; bfloat16 and float8 if the run uses them. If the layout needs mo
         (
             JSON,
             Option("--ranks", "most processes (%(default)s)", int, 8, choices=range(1, 17)),
-            Option("--timeout", "seconds of silence that end a trial (%(default)s)", count, 300),
+            Option("--timeout", "seconds of silence that end a trial (%(default)s)", timeout, 300),
         ),
     ),
     "plan": Tool(
@@ -158,9 +178,9 @@ error.""",
         (
             GPUS,
             GPU,
-            Option("--mtbf-hours", "mean hours between failures; prints how often to save", float),
-            Option("--restart-s", "... seconds that a restart takes (%(default)s)", float, 600),
-            Option("--save-stall-s", "... seconds that a save stalls (%(default)s)", float, 10),
+            Option("--mtbf-hours", "mean hours between failures; prints how often to save", hours),
+            Option("--restart-s", "... seconds that a restart takes (%(default)s)", seconds, 600),
+            Option("--save-stall-s", "... seconds that a save stalls (%(default)s)", seconds, 10),
             Option("--search", "rank all layouts of this model on these GPUs"),
             Option("--toml", "with --search: write the best layout as a config", path),
             Option("--dry-run", "compare with a run of step.py on tensors without storage"),
@@ -179,7 +199,7 @@ This is recorded while step.py runs as one rank of the layout, on tensors withou
         (
             GPUS,
             GPU,
-            Option("--rank", "only the shards of this rank and its peers in other stages", int),
+            Option("--rank", "only the shards of this rank and its peers in other stages", rank),
         ),
     ),
     "convert": Tool(
@@ -214,12 +234,12 @@ answer is printed. On a terminal, without --prompt, it is a conversation.""",
             SOURCE,
             TOKENIZER,
             JSON,
-            Option("--prompt", "default: standard input", str),
+            Option("--prompt", "default: standard input", text),
             Option("--chat", "answer a user; needs the extra `chat`"),
             Option("--max-new-tokens", "(%(default)s)", count, 256),
-            Option("--temperature", "0: always the most likely token (%(default)s)", float, 0.8),
-            Option("--top-k", "draw from this many most likely tokens; 0: from all", int, 0),
-            Option("--top-p", "draw from the most likely tokens of this probability", float, 1.0),
+            Option("--temperature", "0: the most likely token (%(default)s)", temperature, 0.8),
+            Option("--top-k", "draw from this many most likely tokens; 0: from all", tokens, 0),
+            Option("--top-p", "draw from the most likely of this probability", probability, 1.0),
             SEED,
         ),
     ),

@@ -86,7 +86,10 @@ def read_prompts(options: Namespace) -> Iterator[str]:
     if options.prompt is not None:
         yield options.prompt
     elif not options.chat or options.json or not sys.stdin.isatty():
-        yield sys.stdin.read()
+        try:
+            yield sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise SourceError(f"Standard input is not UTF-8: {error}.") from None
     else:
         print("Ctrl-D ends the conversation.", file=sys.stderr)
         with suppress(EOFError):

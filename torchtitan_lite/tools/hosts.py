@@ -102,7 +102,12 @@ def is_first_host() -> bool:
 
 
 def find_master() -> tuple[str, int]:
-    return os.environ["MASTER_ADDR"], read_number("MASTER_PORT", 29500)
+    """Return address and port of the host with NODE_RANK=0. Raises UserError."""
+    address = os.environ.get("MASTER_ADDR")
+    if not address:
+        why = "needs MASTER_ADDR, the name of the host with NODE_RANK=0"
+        raise UserError(f"NNODES={os.environ.get('NNODES')} {why}")
+    return address, read_number("MASTER_PORT", 29500)
 
 
 def connect() -> str:

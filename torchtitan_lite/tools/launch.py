@@ -88,6 +88,8 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
     args = options.config_args
     try:
         machine, n_ranks, n_hosts = choose_host()
+        if n_hosts > 1:
+            find_master()  # raises UserError if MASTER_ADDR is missing
         is_first = is_first_host()
         prepared = check(args, machine, n_ranks, n_hosts)
         if is_first:

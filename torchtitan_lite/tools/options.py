@@ -5,8 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.config.arguments import expand_path, parse_whole
+from torchtitan_lite.config.arguments import expand_path, is_unicode, parse_whole
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.schema import MANY, Range
 
 
 class Option(NamedTuple):
@@ -31,11 +32,20 @@ def add_option(parser: ArgumentParser, option: Option) -> None:
         parser.add_argument(option.name, action="store_true", help=option.help)
 
 
-def count(text: str) -> int:
-    """Parse a positive integer; used as the type of an argument."""
-    if (number := parse_whole(text)) < 1:
-        raise ValueError
-    return number
+def number(name: str, kind: type, limits: Range) -> Callable:
+    """Return the type of an argument: a number within `limits`. Help and errors call it by its name."""
+
+    def parse(text: str) -> float:
+        value = parse_whole(text) if kind is int else float(text)
+        if value not in limits:
+            raise ArgumentTypeError(f"{text} is out of range. Use {limits}")
+        return value
+
+    parse.__name__ = name
+    return parse
+
+
+count = number("count", int, Range(1, MANY))
 
 
 def share(text: str) -> float:
@@ -44,6 +54,13 @@ def share(text: str) -> float:
     if not 0 <= number < 1:
         raise ArgumentTypeError(f"{text} is not a number from 0 to below 1, such as 0.01")
     return number
+
+
+def text(written: str) -> str:
+    """Return a text that a tokenizer can encode; used as the type of an argument."""
+    if not is_unicode(written):
+        raise ArgumentTypeError("it is not UTF-8")
+    return written
 
 
 def file(text: str) -> str:

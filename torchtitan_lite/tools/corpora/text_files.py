@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchtitan_lite.config.arguments import explain_hub_cache
+from torchtitan_lite.config.arguments import explain_hub_cache, is_unicode
 from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.config.messages import UserError
 
@@ -140,6 +140,8 @@ def find_files(
         elif not path.exists():
             raise PreparationError(f"{path} does not exist, or is a link to nothing")
         elif get_kind(path) in suffixes:
+            if not is_unicode(str(path)):  # the name decides the split of a document
+                raise PreparationError(f"the name {str(path)!a} is not UTF-8. Rename the file")
             files.append(path)
         elif is_named:
             raise PreparationError(

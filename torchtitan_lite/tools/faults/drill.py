@@ -35,7 +35,8 @@ from torchtitan_lite.tools.tables import format_table
 VARIABLE = "TORCHTITAN_LITE_FAULT"
 LAUNCHER = "TORCHTITAN_LITE_LAUNCHER"
 HANG = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
-KILLED = r"exitcode: -9\) local_rank: {rank} "  # in torchrun's report
+KILLED = "rank {rank} was killed by SIGKILL"
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: a temporary folder
 KINDS = {  # function of inject.py -> what names its fault in the output; {rank} is the rank that met it
     "kill": KILLED,
     "kill_saving": KILLED,
@@ -121,7 +122,7 @@ def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> 
     )
     rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with tempfile.TemporaryDirectory(prefix="torchtitan_lite.drill-", dir="/dev/shm") as snapshots:
+    with tempfile.TemporaryDirectory(prefix="torchtitan_lite.drill-", dir=MEMORY) as snapshots:
         run_with(fault, [*args, f"--checkpoint.local_folder={snapshots}"])
     last = f"checkpoint/step-{N_STEPS}"
     if (folder / last).exists():
