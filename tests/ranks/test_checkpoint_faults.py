@@ -188,6 +188,31 @@ def test_loading_on_another_layout_takes_its_share_and_no_more_than_one_tensor(p
         assert 2 * MIB <= n_bytes < 5 * MIB  # two mapped tensors; a whole copy would be 16 MiB
 
 
+# ---------------------------------------------------------------- another spike_window
+
+
+def load_with_another_window(rank: int, world_size: int, path: str) -> dict[str, list]:
+    """Worker: load the history of 32 gradient norms into one of 8."""
+    tensors = {
+        "optimizer.gradient_norms.history": torch.full((8,), 7.0),
+        "optimizer.gradient_norms.skipped": torch.zeros(()),
+        "model.a": torch.zeros(2),
+    }
+    load_checkpoint(Path(path), tensors, group=dist.group.WORLD)
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def test_a_history_of_another_window_is_not_loaded_and_everything_else_is(pool, tmp_path):
+    saved = {
+        "optimizer.gradient_norms.history": torch.ones(32),
+        "optimizer.gradient_norms.skipped": torch.tensor(3.0),
+        "model.a": torch.ones(2),
+    }
+    path = write_tensors(tmp_path / "step-1", saved, step=1)
+    (loaded,) = pool.run(load_with_another_window, 1, str(path))
+    assert [*loaded.values()] == [[7.0] * 8, 3.0, [1.0, 1.0]]
+
+
 # ---------------------------------------------------------------- when
 
 
