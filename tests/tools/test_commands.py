@@ -38,6 +38,10 @@ TINY += " --model.vocab_size 2304 --training.seq_len 64 --training.local_batch_s
 TINY += " --training.mixed_precision_param float32"
 MORE = {  # part of a command that trains -> arguments that make the run short; the default is two steps
     "--help": "",
+    "outputs/diverged --": "--checkpoint.interval 1 --training.steps 3 --validation.steps 1",
+    "initial_load_path outputs/diverged": (
+        "--checkpoint.initial_load_path outputs/diverged/checkpoint/step-1 --training.steps 3 --validation.steps 1"
+    ),
     "async_mode": f"{TWO_STEPS} --job.dump_folder outputs/saved",
     "llama3_1b": TINY,
     "llama3_8b --training.dataset": TINY,
