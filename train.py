@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import sys
+from contextlib import ExitStack
 from functools import partial
 from signal import Signals
 
@@ -18,13 +19,15 @@ from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.log import IN_FILE, start_logging
 from torchtitan_lite.components.shutdown import STOPPED_BY, StopRequest, describe_newest
 from torchtitan_lite.config.block import count_parameters
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.machine import FROM_LAUNCHER, detect_machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.data.corpus_folder import check_prepared
 from torchtitan_lite.data.dataset import open_data
 from torchtitan_lite.dump_folder import open_dump_folder
-from torchtitan_lite.faults.guards import Guards
+from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.orphans import end_with_parent
+from torchtitan_lite.faults.start import build_savers, start_from
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, join_job, start_process
 from torchtitan_lite.preflight import preflight
@@ -84,10 +87,12 @@ def main(args: list[str], stop: StopRequest) -> int:
     run = build_run(config, plan.model_args, plan.layout, mesh, device)
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
-    # all ranks: all-gather of hosts and process ids; if snapshots are on, rank 0 broadcasts the id of the run
-    guards = Guards(run, plan, place, groups, data.fingerprint, stop)
-    # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots, and of damaged files
-    resumed_step = guards.resume()
+    # all ranks, if snapshots are on: rank 0 broadcasts the id of the run
+    savers = build_savers(run, plan, place, groups, data.fingerprint)
+    # all ranks: all-gather of hosts and process ids
+    hangs = HangWatch(plan.written_folder, config.comm, mesh, place.restarts, groups.host, stop)
+    # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots; all-reduce of errors
+    resumed_step = start_from(run, savers, groups.host, restarted=place.restarts > 0)
 
     # ---- loop
     log = RunLog(run, plan, machine.name, resumed_step, place.restarts, groups)
@@ -95,12 +100,15 @@ def main(args: list[str], stop: StopRequest) -> int:
     batches = log.time_loading(data.batches(range(resumed_step, last)))
     status = 0
     # all ranks: a barrier; on leaving, they wait for the save in flight
-    with log.around_steps(), guards.watching():
+    with log.around_steps(), ExitStack() as around, hangs:
+        for saver in savers:
+            around.enter_context(saver)
+        copied = [saver.wait_for_copy for saver in savers]
         for step in range(resumed_step + 1, last + 1):
-            guards.begin(step)
+            hangs.begin(step)
             batch = next(batches)
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
-            result = train_step(run, batch, stop.requested, guards.wait_for_copies)
+            result = train_step(run, batch, stop.requested, copied)
             # the same on every rank; the host waits for the device, and so for all ranks
             is_applied, grad_norm, stop_signal = result.read()
             if not math.isfinite(grad_norm):
@@ -111,19 +119,24 @@ def main(args: list[str], stop: StopRequest) -> int:
                 log.stop(step, f"step {step}: {why}")
                 status = 1
                 break
-            # all ranks, if debug.compare_copies_every is due: rank 0 gathers checksums, and broadcasts what it finds
-            guards.end(step)
+            hangs.end()
             stop.is_first_step = False
+            if config.debug.compare_copies_every and step % config.debug.compare_copies_every == 0:
+                # all ranks: rank 0 gathers checksums, and broadcasts what it finds
+                load_extension("copies").compare_copies(run, groups.host)
             # all ranks, if due: weights and activations; all-reduce of the loss (8 bytes) and of token counts (16)
             validation = validate(run, data, step)
             # all ranks, after the first step only: a barrier, then shorter time-outs
             log.after_step(step, result, validation, is_applied=is_applied, grad_norm=grad_norm)
             is_stopped = stop_signal > 0 and step < last
-            # all ranks, if due: rank 0 gathers lists of shards, and scatters who writes which; then a barrier
-            guards.save(step, log.record, is_stopped=is_stopped)
+            for saver in savers:  # checkpoints first: the last one replaces all snapshots
+                # all ranks, if due: rank 0 gathers a hash of each file and broadcasts that all is saved
+                saver.after_step(
+                    step, run.saved, n_steps=last, is_stopped=is_stopped, record=log.record
+                )
             if is_stopped:
                 stopped = f"{STOPPED_BY}{Signals(stop_signal).name} after step {step} of {last}"
-                newest = describe_newest(guards.saver.newest, config, args, os.environ.get("NGPU"))
+                newest = describe_newest(savers[0].newest, config, args, os.environ.get("NGPU"))
                 log.stop(step, f"{stopped}; {newest}")
                 status = 128 + stop_signal
                 break

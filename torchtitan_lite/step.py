@@ -4,7 +4,7 @@ The loss is always (sum of token losses) / (counted tokens of the *global* batch
 microbatches and data-parallel degree. Gradients are therefore sums over microbatches and ranks, never means of means.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,29 +41,28 @@ def train_step(
     run: Run,
     batch: Batch,
     stop_signal: int = 0,
-    before_update: Callable[[], None] = lambda: None,
+    before_update: Sequence[Callable[[], None]] = (),
 ) -> StepResult:
     """Run one optimizer step. Nothing is copied to the host.
 
     `batch` is this rank's rows of the global batch. `stop_signal` is the signal that this rank received, or 0.
-    `before_update` is called once, before the first change of a tensor that checkpoints contain.
+    `before_update` is called before the first change of a tensor that checkpoints contain.
     """
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     parameters = run.parameters.values()
     # all-reduces 40 bytes over all ranks
     grad_norm, stop = measure_grad_norm(parameters, stop_signal)
-    before_update()
+    for wait in before_update:
+        wait()
     training = run.config.training
     judged = skip_spike(run.optimizer, grad_norm, training.skip_spikes)
     applied = update_weights(run.optimizer, judged, training.max_norm)  # clips too
     expert_loads = None
     if run.balance:
         expert_loads = run.balance.update(applied)  # all-reduces layers x (experts + 1) x 8 bytes
-    for (
-        follow_up
-    ) in run.after_update:  # precomputed float8 scales: all-reduces one float per weight
-        follow_up()
+    for follow_up in run.after_update:
+        follow_up()  # precomputed float8 scales: all-reduces one float per weight
     lr = run.lr_scheduler.get_last_lr()[0]
     run.lr_scheduler.step()
     return StepResult(loss, grad_norm, applied, stop, lr, expert_loads)

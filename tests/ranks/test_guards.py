@@ -14,10 +14,10 @@ from made_corpora import write_corpus
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+import train
 from torchtitan_lite.checkpoint.format import CheckpointError
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.extensions import copies
-from torchtitan_lite.faults import guards
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.model.loss import Vocabulary, differentiate_cross_entropy
 from torchtitan_lite.parallel.initial_weights import copy_local_shard
@@ -184,7 +184,7 @@ def note_resumed_step(rank: int, world_size: int, keys: list[str], restarts: int
     """Worker: start a job that torchrun has restarted so often. Return the step that it resumes from."""
     steps = []
     with patch.object(
-        guards, "start_from", lambda *a, **o: steps.append(start_from(*a, **o)) or steps[0]
+        train, "start_from", lambda *a, **o: steps.append(start_from(*a, **o)) or steps[0]
     ):
         assert warm_start.start(rank, world_size, keys, restarts=restarts) == 0
     return steps[0]

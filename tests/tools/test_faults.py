@@ -445,7 +445,7 @@ def start(
     )
     with snapshots:
         try:
-            return start_from(run, snapshots, dist.group.WORLD, restarted=False), run
+            return start_from(run, [None, snapshots], dist.group.WORLD, restarted=False), run
         except UserError as error:
             return str(error), run
 
@@ -553,7 +553,7 @@ def start_over_and_end(rank: int, world_size: int, folder: str) -> list:
         run, snapshots = open_run(compare.build_table_run(world_size, {}), folder, n_hosts=1)
         with snapshots:
             found += [
-                start_from(run, snapshots, dist.group.WORLD, restarted=False),
+                start_from(run, [None, snapshots], dist.group.WORLD, restarted=False),
                 list_saved(folder)["snapshots"],
             ]
             dist.barrier()

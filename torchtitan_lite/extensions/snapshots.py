@@ -62,7 +62,13 @@ class Snapshots(CheckpointSaver):
         self.host = range(first, first + n_local)
 
     def after_step(
-        self, step: int, parameters: dict[str, Tensor], *, n_steps: int, is_stopped: bool
+        self,
+        step: int,
+        parameters: dict[str, Tensor],
+        *,
+        n_steps: int,
+        is_stopped: bool,
+        record: object = None,
     ) -> None:
         """Save every local_interval steps, but not where the run ends with a checkpoint. Raises errors of saves.
 

@@ -20,7 +20,13 @@ import torch.distributed as dist
 
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.continued import check_continued, excludes_moments
-from torchtitan_lite.checkpoint.format import CheckpointError, find_steps, quarantine, read_manifest
+from torchtitan_lite.checkpoint.format import (
+    CheckpointError,
+    Manifest,
+    find_steps,
+    quarantine,
+    read_manifest,
+)
 from torchtitan_lite.checkpoint.hugging_face import load_weights
 from torchtitan_lite.checkpoint.hugging_face_config import CONFIG
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
@@ -30,22 +36,55 @@ from torchtitan_lite.checkpoint.load import (
     load_newest,
     set_step,
 )
+from torchtitan_lite.checkpoint.plan import list_degrees
 from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
-from torchtitan_lite.checkpoint.save import name_tensors, name_weights
+from torchtitan_lite.checkpoint.save import (
+    CheckpointSaver,
+    describe_run,
+    name_tensors,
+    name_weights,
+)
 from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint, names_step
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError
+from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.parallel.process_groups import Groups, Place
 
 logger = logging.getLogger(__name__)
 
 
-def start_from(run: Run, snapshots: Any, group: dist.ProcessGroup, *, restarted: bool) -> int:
+def build_savers(
+    run: Run, plan: Prepared, place: Place, groups: Groups, fingerprint: dict[str, object]
+) -> list[CheckpointSaver]:
+    """Return what saves after each step: checkpoints, then snapshots if checkpoint.local_folder is set.
+
+    Collective over all ranks if snapshots are on.
+    """
+    section = run.config.checkpoint
+    published = plan.weights.published if plan.weights else {}
+    about = describe_run(run.config, run.layout.degrees, published)
+    manifest = Manifest(0, fingerprint, about, mesh=list_degrees(run.layout))
+    options = {"optimizer": run.optimizer, "manifest": manifest, "device": run.device}
+    folder = plan.dump_folder
+    savers = [CheckpointSaver(folder / section.folder, section, group=groups.saver, **options)]
+    if section.local_folder:
+        snapshots = load_extension("snapshots").Snapshots(
+            folder, section, place, groups.host, **options
+        )
+        savers.append(snapshots)
+    return savers
+
+
+def start_from(
+    run: Run, savers: list[CheckpointSaver], group: dist.ProcessGroup, *, restarted: bool
+) -> int:
     """Load the state that a run starts from. Return its step; 0: initial weights. Collective over `group`, all ranks.
 
-    `snapshots`: the Snapshots of extensions/snapshots.py, or None. `restarted`: torchrun has restarted the job, which
-    then resumes from its own newest state. Raises ConfigError if the
-    config does not continue a snapshot, and CheckpointError.
+    `savers`: as build_savers returns them. `restarted`: torchrun has restarted the job, which then resumes from its own
+    newest state. Raises ConfigError if the config does not continue a snapshot, and CheckpointError.
     """
+    snapshots: Any = next(iter(savers[1:]), None)
     section = run.config.checkpoint
     folder = Path(run.config.job.dump_folder) / section.folder
     steps = []
