@@ -133,7 +133,7 @@ def count_gathered(rank: int, world_size: int, overrides: dict, folder: Path) ->
 
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {ZERO: 1}, {PP: 2, SCHEDULE: "Interleaved1F1B"}],
+    [{}, {ZERO: 1}, {PP: 2}],
     ids=["ZeRO-3", "ZeRO-1", "pp2"],
 )
 def test_weights_are_sharded_again_after_a_validation(pool, folder, overrides):
