@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 from dataclasses import asdict
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from torchtitan_lite.config.machine import (
     measure_cpu_memory,
     peak_flops,
 )
+from torchtitan_lite.parallel import process_groups
 from torchtitan_lite.parallel.process_groups import choose_device
 
 # As the real one: --id selects by index or UUID, and an unknown id is an error
@@ -141,3 +143,21 @@ def test_the_commit_is_that_of_the_repository_if_it_is_one(tmp_path, monkeypatch
     clean = find_commit()
     file.write_text("changed")
     assert len(clean) == 40 and find_commit() == f"{clean}-dirty"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (256, 4096, 4096),
+        (256, resource.RLIM_INFINITY, 10240),  # macOS refuses more
+        (20480, resource.RLIM_INFINITY, 20480),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_the_system_allows(
+    monkeypatch, soft, hard, raised
+):
+    limits = []
+    monkeypatch.setattr(process_groups.resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(process_groups.resource, "setrlimit", lambda *call: limits.append(call))
+    process_groups.allow_open_files()
+    assert limits == [(resource.RLIMIT_NOFILE, (raised, hard))]

@@ -150,15 +150,21 @@ def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
     return result
 
 
+def claim_cause(store: Any, key: str, reason: str) -> str:
+    """Return the first reason that a host has given for `key`, and the host; "" if none has.
+
+    `reason`: of this host, or "".
+    """
+    own = ""
+    if reason:  # containers can share a hostname
+        own = f"{reason} (on {socket.gethostname()}, NODE_RANK={read_number('NODE_RANK')})"
+    return store.compare_set(key, "", own).decode()
+
+
 def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
     """Return the exit status and the reason of the host that failed first; of this host if none did."""
     with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
-        own_cause = ""
-        if status == 1:  # containers can share a hostname
-            own_cause = (
-                f"{reason} (on {socket.gethostname()}, NODE_RANK={read_number('NODE_RANK')})"
-            )
-        cause = store.compare_set("cause", "", own_cause).decode()
+        cause = claim_cause(store, "cause", reason if status == 1 else "")
         if cause and status:
             status = 1
             reason = cause

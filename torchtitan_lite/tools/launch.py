@@ -40,7 +40,7 @@ from dataclasses import asdict
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.format import find_steps
@@ -66,6 +66,7 @@ from torchtitan_lite.tools.faults import hang
 from torchtitan_lite.tools.hosts import (
     STORE_TIMEOUT_S,
     agree_on_cause,
+    claim_cause,
     end_if_cut_off,
     find_master,
     is_first_host,
@@ -173,12 +174,14 @@ class Signals:
         (self.folder / STOP_FILE).write_text(str(128 + number))
         if self.may_interrupt and not multiprocessing.active_children():
             raise KeyboardInterrupt
-        starts = map(os.path.getsize, self.folder.glob("starts-*"))
-        n_restarts = max(starts, default=1) - 1
-        is_hanging = any(self.hangs.glob(f"restart-{n_restarts}/rank-*.json"))
+        is_hanging = any(self.hangs.glob(f"restart-{self.count_starts() - 1}/rank-*.json"))
         if is_hanging or len(self.received) > 1:
             number = signal.SIGKILL
         self.end_ranks(number)
+
+    def count_starts(self) -> int:
+        """Return how often the ranks of this host have been started."""
+        return max(map(os.path.getsize, self.folder.glob("starts-*")), default=1)
 
     def end_ranks(self, number: int) -> None:
         if number == signal.SIGKILL:
@@ -219,7 +222,7 @@ def run_ranks(
             if not is_first_host():
                 threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
         start_fork_server()
-        ending = run_torchrun(work, args, n_local, n_hosts, signals)
+        ending = run_torchrun(work, args, n_local, n_hosts, signals, store)
     except UserError as error:
         return 2, str(error)
     except KeyboardInterrupt:
@@ -247,9 +250,9 @@ def show(details: str) -> None:
 
 
 def run_torchrun(
-    work: Callable, args: list[str], n_local: int, n_hosts: int, signals: Signals
+    work: Callable, args: list[str], n_local: int, n_hosts: int, signals: Signals, store: Any
 ) -> Ending:
-    """Start the ranks and wait."""
+    """Start the ranks and wait. `store`: of several hosts, else None."""
     # These imports load torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
     torchrun = importlib.import_module("torch.distributed.run")
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
@@ -257,7 +260,7 @@ def run_torchrun(
     if config.max_restarts == 0:  # hide torchrun's long failure report
         logging.disable(logging.ERROR)
     else:
-        show_restarts(signals)
+        show_restarts(signals, store)
     signals.may_interrupt = n_hosts > 1  # it may wait for other hosts
     try:
         statuses = torchrun.elastic_launch(config, run_rank)(work, args, signals.folder)
@@ -270,8 +273,8 @@ def run_torchrun(
     return Ending(status, name_signal(status - 128) if status else "")
 
 
-def show_restarts(signals: Signals) -> None:
-    """Make torchrun say why it restarts the ranks: the first failure, as at the end of a run."""
+def show_restarts(signals: Signals, store: Any) -> None:
+    """Make torchrun say why it restarts the ranks: the first failure, as at the end of a run. `store`: of the hosts."""
     failures: list[Ending] = []
 
     def note(record: logging.LogRecord) -> bool:
@@ -283,12 +286,17 @@ def show_restarts(signals: Signals) -> None:
 
     def show_failure(record: logging.LogRecord) -> bool:
         """Show the line about a restart, below the failure that causes it."""
-        is_shown = "will restart" in record.msg
-        if is_shown and failures:
-            failure = failures.pop()
-            show(failure.details)
-            show(f"run_train.sh: {failure.reason}")
-        return is_shown
+        if "will restart" not in record.msg:
+            return False
+        own = failures.pop() if failures else Ending(0, "")  # another host failed, or joins
+        reason = own.reason
+        if store:
+            reason = claim_cause(store, f"cause of restart {signals.count_starts()}", reason)
+        if reason.startswith(own.reason):
+            show(own.details)
+        if reason:
+            show(f"run_train.sh: {reason}")
+        return True
 
     elastic = "torch.distributed.elastic"
     logging.getLogger(f"{elastic}.multiprocessing.api").addFilter(note)
