@@ -137,7 +137,9 @@ def test_files_are_safetensors_that_torch_opens_and_sha256sum_checks_and_others_
 
 def rewrite_in_format_3(checkpoint: Path) -> None:
     """Replace the manifest by the one that versions before format 4 wrote: a list of slices for each tensor."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    path_of_manifest = checkpoint / "manifest.json"
+    path_of_hashes = checkpoint / "checksums"
+    manifest = json.loads(path_of_manifest.read_text())
     slices = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -150,11 +152,13 @@ def rewrite_in_format_3(checkpoint: Path) -> None:
         tensors[name] = [dtype, shape, slices[name]]
     old = {key: manifest[key] for key in ("step", "fingerprint", "run")}
     content = json.dumps({**old, "tensors": tensors, "format": 3})
-    (checkpoint / "manifest.json").write_text(content)
-    lines = (checkpoint / "checksums").read_text().splitlines()
-    lines = [line for line in lines if not line.endswith("  manifest.json")]
-    lines.append(f"{hashlib.sha256(content.encode()).hexdigest()}  manifest.json")
-    (checkpoint / "checksums").write_text("\n".join(lines) + "\n")
+    path_of_manifest.write_text(content)
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    lines = []
+    for line in path_of_hashes.read_text().splitlines():
+        is_old = line.endswith("  manifest.json")
+        lines.append(f"{digest}  manifest.json" if is_old else line)
+    path_of_hashes.write_text("\n".join(lines) + "\n")
 
 
 def test_checkpoints_of_format_3_open_on_another_layout(pool, saved, tmp_path):

@@ -307,8 +307,10 @@ def test_the_way_back_that_a_refusal_names_trains_on_in_another_folder(pool, unb
     keys = [*keys, LAYOUT, f"--job.dump_folder={folder}", "--training.steps=24"]
     with pytest.raises(RankFailure) as refused:
         pool.run(warm_start.start, RANKS, [*keys, "--checkpoint.load_step=8"])
-    way = re.search(r"replace it by (--.*?)\.\s", f"{refused.value}\n")[1]
-    way = shlex.split(way.replace("FOLDER", shlex.quote(str(tmp_path / "again"))))
+    said = f"{refused.value}\n"
+    way = re.search(r"replace it by (--.*?)\.\s", said)[1]
+    again = shlex.quote(str(tmp_path / "again"))
+    way = shlex.split(way.replace("FOLDER", again))
     more = ["--optimizer.lr=1e-4", "--lr_scheduler.total_steps=20"]
     assert pool.run(warm_start.start, RANKS, [*keys, *way, *more]) == [0] * RANKS
     rates = read_losses(tmp_path / "again", "lr")

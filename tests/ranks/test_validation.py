@@ -120,14 +120,17 @@ def count_gathered(rank: int, world_size: int, overrides: dict, folder: Path) ->
     run = compare.build_table_run(world_size, overrides)
 
     def count() -> int:
-        parameters = [p for part in run.parts for p in part.parameters()]
-        return sum(not isinstance(parameter, DTensor) for parameter in parameters)
+        n_gathered = 0
+        for parameter in torch.nn.ModuleList(run.parts).parameters():
+            n_gathered += not isinstance(parameter, DTensor)
+        return n_gathered
 
     counts = [count()]
     run.parts[-1].register_forward_hook(lambda *_: counts.append(count()))
     vocab_size = run.config.model.vocab_size
     batch = compare.own_rows(run, compare.make_batch(0, vocab_size))
-    forward_only(run, shard_for_cp(run, batch), torch.ones((), dtype=torch.int64))
+    one_token = torch.ones((), dtype=torch.int64)
+    forward_only(run, shard_for_cp(run, batch), one_token)
     return [counts[0], max(counts), count()]
 
 

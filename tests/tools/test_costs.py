@@ -1,5 +1,6 @@
 """Closed form = dry run = real step: memory and traffic of the same layouts, three ways."""
 
+import inspect
 from collections import Counter
 from itertools import starmap
 from unittest.mock import patch
@@ -289,8 +290,8 @@ def test_an_extra_collective_in_the_step_is_in_the_dry_run_with_its_line():
         2**22,
         "between",
     )
-    called = stepping.train_step.__code__.co_firstlineno
-    assert called < int(more.site.line.removeprefix("step.py:")) < called + 12
+    lines, first = inspect.getsourcelines(stepping.train_step)
+    assert int(more.site.line.removeprefix("step.py:")) in range(first, first + len(lines))
 
 
 def test_a_gpu_makes_no_mask_of_the_sequence_and_keeps_no_steps_of_a_norm():

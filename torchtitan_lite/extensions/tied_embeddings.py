@@ -52,7 +52,7 @@ def tie_schedule(
     """Return the schedule of this rank, which has `owner`, `copy`, both or none. Collective over both stages."""
     if copy is None and owner is None:
         return schedule
-    pipeline = pp.mesh.tolist()
+    pipeline = dist.get_process_group_ranks(pp.get_group())
     first = pipeline[layout.stage_ranks[0]]
     last = pipeline[layout.stage_ranks[-1]]
     group = None

@@ -13,12 +13,14 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import train
 from torchtitan_lite.build import Run
+from torchtitan_lite.checkpoint.plan import name_file
 from torchtitan_lite.components.optim import count_copies, local_tensor
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.step import StepResult
@@ -86,8 +88,9 @@ def flip_checkpoint(fault: Fault, run: Run) -> None:
 
 
 def disk_full(fault: Fault, run: Run) -> None:
-    """Let this process write no file that is larger than half a shard of a checkpoint."""
-    limit = find_newest(Path(fault.folder)).stat().st_size // 2
+    """Let this process write no file that is larger than half of its file in the newest checkpoint."""
+    newest = find_newest(Path(fault.folder)).with_name(name_file(fault.rank))
+    limit = newest.stat().st_size // 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
@@ -110,11 +113,11 @@ def replace_step(fault: Fault) -> None:
     mark = Path(fault.folder, MARK)
     steps = itertools.count(1)
 
-    def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
+    def train_step(run: Run, batch: Batch, *options: Any) -> StepResult:
         is_due = next(steps) == fault.step and fault.rank == dist.get_rank()
         if is_due and not mark.exists():
             mark.touch()
             globals()[fault.kind](fault, run)
-        return original(run, batch, stop_signal)
+        return original(run, batch, *options)
 
     train.train_step = train_step
