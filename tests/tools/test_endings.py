@@ -51,6 +51,12 @@ sys.exit(launch.main(command_lines.parse_command("train", sys.argv[1:])))
 """
 ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per second, its exit status, the last line
     "SIGTERM": ("", [signal.SIGTERM], 143, "stopped by SIGTERM"),
+    "SIGTERM, and the temporary folder is gone": (
+        "if rank == '0': import glob, shutil; shutil.rmtree(*glob.glob(f'{os.environ[\"TMPDIR\"]}/torchtitan_lite.*'))",
+        [signal.SIGTERM],
+        143,
+        "stopped by SIGTERM",
+    ),
     "a closed terminal": ("", [signal.SIGHUP], 129, "stopped by SIGHUP"),
     "SIGTERM, and the peer of a failed rank ends first": (
         "wait(stop)\n    if rank == '1': raise OSError('disk full')\n"

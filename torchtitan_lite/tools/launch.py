@@ -130,7 +130,7 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
         said = f"What the other ranks wrote is in {last}: RANK/{ERROR}, RANK/stderr.log."
         print(said, file=sys.stderr)
     else:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # /tmp may have been cleaned during a long run
     if reason:
         print(f"run_train.sh: {reason}", file=sys.stderr)
     return status
@@ -171,7 +171,8 @@ class Signals:
         self.received_at_s = self.received_at_s or now_s
         self.received.append(number)
         # For ranks that start later, for example after a failure.
-        (self.folder / STOP_FILE).write_text(str(128 + number))
+        with suppress(FileNotFoundError):  # /tmp was cleaned
+            (self.folder / STOP_FILE).write_text(str(128 + number))
         if self.may_interrupt and not multiprocessing.active_children():
             raise KeyboardInterrupt
         is_hanging = any(self.hangs.glob(f"restart-{self.count_starts() - 1}/rank-*.json"))
@@ -317,7 +318,7 @@ def explain_failure(local_rank: int, exitcode: int, signals: Signals) -> Ending:
     """
     received = signals.received
     is_own = signals.has_killed or -exitcode in received or exitcode in STOPPED
-    start = find_last_start(signals.folder)
+    start = find_last_start(signals.folder) or signals.folder  # /tmp may have been cleaned
     own = start / str(local_rank)
     endings = sorted(start.glob("*/error.json"), key=os.path.getmtime)
     if endings and (exitcode in STOPPED or own / "error.json" in endings):
@@ -413,6 +414,7 @@ def run_rank(work: Callable, args: list[str], folder: Path) -> int:
     except UserError as error:
         write_ending(1, f"the run stopped: {error}")
     except Exception as error:
+        own.mkdir(parents=True, exist_ok=True)  # /tmp may have been cleaned
         (own / ERROR).write_text(traceback.format_exc())
         file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
         what = traceback.format_exception_only(error)[0].splitlines()[0]
