@@ -78,25 +78,29 @@ def test_a_rank_that_fails_says_nothing_of_a_signal(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    "args, change",
+    "once, in_file, added",
     [
-        (["--job.no_overwrite"], ""),
-        (["--job.overwrite"], " --job.no_overwrite"),
-        (["--job.no_overwrite", "--checkpoint.load_step=4"], " --checkpoint.load_step=-1"),
-        (
-            ["--checkpoint.exclude_from_loading=optimizer"],
-            " '--checkpoint.exclude_from_loading=[]'",
-        ),
+        ([], "", []),
+        (["--job.no_overwrite"], "", []),
+        (["--job.overwrite"], "", []),
+        (["--checkpoint.load-step", "4", "--job.overwrite=true"], "", []),
+        (["--checkpoint.exclude_from_loading=optimizer"], "", []),
+        ([], "[checkpoint]\nload_step = 4\n", ["--checkpoint.load_step=-1"]),
     ],
 )
-def test_the_command_that_continues_neither_starts_over_nor_goes_back(args, change):
-    args = ["--config=debug", "--checkpoint.enable", *args]
+def test_the_command_that_continues_neither_starts_over_nor_goes_back(
+    tmp_path, once, in_file, added
+):
+    path = tmp_path / "run.toml"
+    path.write_text(in_file)
+    always = [f"--config={path}", "--checkpoint.enable"]
+    args = [*always, *once, "--training.steps", "9"]
     config = read_config(args).config
     line = describe_newest(Path("out/checkpoint/step-7"), config, args, "8")
-    assert line.endswith(
-        f"out/checkpoint/step-7; to continue: NGPU=8 {name_command('train')} {' '.join(args)}{change}"
-    )
-    again = read_config([*args, *shlex.split(change)])
+    resuming = [*always, "--training.steps", "9", *added]
+    command = f"{name_command('train')} {shlex.join(resuming)}"
+    assert line.endswith(f"out/checkpoint/step-7; to continue: NGPU=8 {command}")
+    again = read_config(resuming)
     assert again.problems == []
     for key in ONE_SHOT:
         assert get_value(again.config, key) == get_value(Config(), key)
@@ -104,7 +108,7 @@ def test_the_command_that_continues_neither_starts_over_nor_goes_back(args, chan
     # Before its first save, the same command does the same again.
     newest = Path("out/checkpoint/step-7")
     line = describe_newest(newest, config, args, None, is_own=False)
-    assert line.endswith(f"to continue: {name_command('train')} {' '.join(args)}")
+    assert line.endswith(f"to continue: {name_command('train')} {shlex.join(args)}")
     config = with_value(config, "checkpoint.load_only", True)
     assert describe_newest(newest, config, args, None) == "nothing is saved"
 

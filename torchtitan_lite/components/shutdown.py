@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan_lite.config.messages import name_command
+from torchtitan_lite.config.reader import drop_keys, read_config
 from torchtitan_lite.config.schema import ONE_SHOT, Config, get_value
 
 logger = logging.getLogger(__name__)
@@ -146,8 +147,11 @@ def describe_newest(
     if newest is None or config.checkpoint.load_only:
         return "nothing is saved"
     command = ["train", *args]
-    for key, off in ONE_SHOT.items():
-        if is_own and get_value(config, key) != get_value(Config(), key):
-            command.append(off)
+    if is_own:
+        command = drop_keys(command, ONE_SHOT)
+        in_file = read_config(command[1:]).config
+        for key, off in ONE_SHOT.items():
+            if get_value(in_file, key) != get_value(Config(), key):
+                command.append(off)
     variable = f"NGPU={ngpu} " if ngpu else ""
     return f"newest checkpoint {newest}; to continue: {variable}{name_command(shlex.join(command))}"
