@@ -25,8 +25,8 @@ FLOORS = {
     "torchtitan_lite.checkpoint": 2,
     "torchtitan_lite.components": 2,
     "torchtitan_lite": 3,  # what is in the package itself
-    "torchtitan_lite.extensions": 4,  # loaded by name, from config/extensions.py
     "torchtitan_lite.faults": 4,
+    "torchtitan_lite.extensions": 5,  # loaded by name, from config/extensions.py
     "train": 5,
     "torchtitan_lite.tools": 6,
     "torchtitan_lite.__main__": 7,

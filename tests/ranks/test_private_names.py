@@ -19,7 +19,7 @@ from torchtitan_lite.tools.plan.dry_run import dry_run
 READ_RECORDER = """
 import json, threading
 import torch, torch.distributed as dist
-from torchtitan_lite.faults.hang_watch import read_recorder
+from torchtitan_lite.extensions.hang_report import read_recorder
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 limit_gloo_workers()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -31,7 +31,7 @@ print(json.dumps(read_recorder(threading.main_thread().ident, has_failed=True)))
 
 
 def test_gloos_recorder_tells_the_last_call_of_a_group():
-    """The flight recorder's functions, environment variable and fields (hang_watch.py)."""
+    """The flight recorder's functions, environment variable and fields (hang_report.py)."""
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
     answer = subprocess.run(
         [sys.executable, "-c", READ_RECORDER],

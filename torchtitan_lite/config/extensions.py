@@ -147,6 +147,11 @@ EXTENSIONS = {  # file of extensions/, without .py
         (),
         "compares tensors that must be bit-equal on several ranks",
     ),
+    "hang_report": Extension(
+        "",
+        (),
+        "loaded when a step hangs or a rank fails: collects what this rank does",
+    ),
     "tied_embeddings": Extension(
         "",
         (),

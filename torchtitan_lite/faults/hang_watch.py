@@ -12,38 +12,31 @@ from /proc. If the step ends after all, the rank deletes its file. A new start d
 gloo aborts a rank if its call differs from the calls of its peers. A rank that ends with an error, or because another
 rank has ended, writes the same record to hang/restart-0/failed-00003.json.
 
-The calls come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and gloo,
-and on NCCL also sends and receives. On gloo, the main thread's stack tells that it waits in a pipeline.
+extensions/hang_report.py collects what a rank does, and is loaded when a step hangs.
 """
 
 import json
 import os
 import shutil
-import sys
 import threading
 import time
-import traceback
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
 from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.components.shutdown import StopRequest
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.faults.host import identify_host, read_state
 from torchtitan_lite.parallel.mesh import Mesh
 
-# Groups of checkpoints, which threads use beside the steps
-IN_THREADS = ("host", "saver", "snapshot")
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
 STOP_WITHIN_S = (
     15.0  # after a signal, a step hangs if it takes longer, and twice as long as the last one
 )
-TORCH = Path(torch.__file__).parent
 
 
 class HangWatch:
@@ -160,69 +153,9 @@ class HangWatch:
         """Write what this rank does. The file is complete or does not exist."""
         if not self.may_write:
             return
-        content = json.dumps(self.collect(has_failed=file == self.failed))
+        content = load_extension("hang_report").collect(self, has_failed=file == self.failed)
         unfinished = file.with_suffix(".tmp")
         with suppress(OSError):  # a full disk
             file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(content)
+            unfinished.write_text(json.dumps(content))
             unfinished.rename(file)
-
-    def collect(self, *, has_failed: bool) -> dict[str, object]:
-        """Return what this rank does, as tools/faults/hang.py reads it."""
-        main_thread = threading.main_thread().ident
-        stack = []  # innermost call first
-        for frame, line in traceback.walk_stack(sys._current_frames()[main_thread]):
-            file = Path(frame.f_code.co_filename)
-            is_torch = file.is_relative_to(TORCH)
-            name = file.relative_to(TORCH.parent) if is_torch else file.name
-            stack.append(f"{name}:{line} {frame.f_code.co_name}")
-        host = {}
-        for rank, (pid, described) in self.local.items():
-            host[rank] = (pid, self.find_state(pid), described)
-        return {
-            "kind": "FAILED" if has_failed else "HANG",
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "step": self.step,
-            "in_step": self.is_in_step,
-            "seconds": round(time.monotonic() - self.began_s, 1),
-            "host": host,
-            "stack": stack,
-            "groups": read_recorder(main_thread, has_failed),
-        }
-
-
-def read_recorder(main_thread: int, has_failed: bool) -> dict[str, dict]:
-    """Return for each group the number of its last call, and the first call that is pending.
-
-    The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. Calls of checkpoint threads are left out.
-    If a call `has_failed`, none may be pending any more. In this case the last one counts.
-    """
-    ranks = {}
-    for group in dist.distributed_c10d._world.pg_map:
-        ranks[group.group_name] = dist.get_process_group_ranks(group)
-    entries = []  # the oldest first
-    # gloo; NCCL in builds for CUDA
-    for recorder in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if dump := getattr(_distributed_c10d, recorder, None):
-            entries += json.loads(dump(True, False)).get("entries", [])
-    groups: dict[str, dict] = {}
-    for entry in entries:
-        name, description = entry["process_group"]
-        if description in IN_THREADS and int(entry["thread_id"]) != main_thread:
-            continue
-        group = f"{description} {ranks.get(name, [])}"
-        row = groups.setdefault(group, {"pending": None})
-        row["n"] = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-        last = {
-            "group": group,
-            "number": row["n"],
-            "name": entry["profiling_name"].partition(":")[2],  # "gloo:all_reduce"
-            "sizes": entry["input_sizes"],
-            "at_ns": entry["time_created_ns"],
-        }
-        if not entry["retired"] and row["pending"] is None:
-            row["pending"] = last
-    if has_failed and groups and not any(row["pending"] for row in groups.values()):
-        groups[group]["pending"] = last
-    return groups
