@@ -211,7 +211,9 @@ def test_a_torch_without_the_option_is_named(caplog):
 
 
 def test_every_file_that_joins_a_gloo_group_limits_its_workers():
-    for path in [*REPOSITORY.glob("*/**/*.py"), REPOSITORY / "train.py"]:
+    folders = [REPOSITORY / name for name in ("torchtitan_lite", "tests", "assets")]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    for path in [*files, REPOSITORY / "train.py"]:
         source = path.read_text(encoding="utf-8")
         joins = re.findall(r"dist\.init_process_group\((.*)", source)
         if any(not call.startswith(('"fake"', '"nccl"')) for call in joins):
