@@ -1,7 +1,7 @@
 """Check the paths of a run before it starts. Create, lock and empty `job.dump_folder`, which holds all files of a run.
 
 config.toml     the resolved config, without job.overwrite: training from this file never deletes the run
-log.txt, metrics.jsonl, tb/<run name>/     logs; metrics-1.jsonl: of an earlier start that was not resumed
+log.txt, metrics.jsonl, tb/<run name>/     logs; metrics-1.jsonl: records of an earlier start that saved nothing
 checkpoint/     step-N/, run_id          traces/, comm_traces/, memory_snapshot/    if enabled
 hang/           what hanging ranks did: `python3 -m torchtitan_lite hang FOLDER`
 wandb/          Weights & Biases if enabled; job.overwrite keeps it, because some of it may not be uploaded yet
@@ -102,7 +102,7 @@ def find_nearest(path: Path) -> Path:
 def name_snapshots(local_folder: str, dump_folder: Path) -> Path:
     """Return the folder on each host for the snapshots of all runs in `dump_folder`.
 
-    Its name begins with that of the dump folder. A hash of the whole path makes it unique.
+    The name begins with the name of the dump folder. A hash of the whole path makes it unique.
     """
     path = os.fsencode(dump_folder.absolute())
     beginning = os.path.basename(path)[:64].decode(errors="ignore")  # a name has at most 255 bytes

@@ -8,8 +8,8 @@
     norm.weight, copy 0             rows 0..127     (equal)         rows 128..255   (equal)
 
 A save therefore gathers no list of slices, and the manifest has one line per tensor, on any number of ranks. A reader
-computes by arithmetic which ranks wrote the slices that it needs: `list_slices`. Of the ranks with equal slices, `copy`
-writes; save.py deals copies evenly.
+computes by arithmetic which ranks wrote the slices that it needs: `list_slices`. If several ranks have equal slices,
+the rank with the number `copy` writes; save.py lets them take turns.
 
 A dim of n elements over k ranks has slices of ceil(n/k) elements, and the last ones may be smaller or empty, as in
 torch.chunk. If a dim is split twice, the second split cuts each slice of the first.
@@ -48,7 +48,7 @@ class TensorRecord(NamedTuple):
     shape: Sequence[int]
     stage: int  # coordinate on pp of the ranks that have it
     splits: Sequence[Split]  # in the order of cutting
-    copy: int  # of the ranks with equal slices, the one that writes
+    copy: int  # which of the ranks with equal slices writes
 
 
 class Slice(NamedTuple):

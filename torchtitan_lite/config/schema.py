@@ -108,8 +108,8 @@ class Training:
     max_norm: ZeroOrMore = 1.0
     # new: skip the update of a step whose gradient norm is more than this times its running median, such as 3; 0: never
     skip_spikes: ZeroOrMore = 0.0
-    # new: steps of that median, including skipped ones. If norms rise for good, half as many steps are skipped, and the
-    # higher level is accepted
+    # new: number of steps in that median, skipped steps included. If norms rise for good, half as many steps are
+    # skipped; then the higher level is accepted
     spike_window: Annotated[int, Range(2, 2**20)] = 32
     # compute dtype; auto: bfloat16 on CUDA
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"

@@ -12,7 +12,7 @@ from torchtitan_lite.checkpoint.plan import Slice
 
 
 class OldRecord(NamedTuple):
-    """A tensor in the manifest. Its first two fields are those of a TensorRecord."""
+    """A tensor in the manifest. The first two fields have the same meaning as in TensorRecord."""
 
     dtype: str
     shape: Sequence[int]

@@ -208,7 +208,7 @@ def is_row(line: bytes) -> bool:
         is_second_object = error.msg == "Extra data" and rest.startswith("{")
         return rest != "" and not is_second_object
     except RecursionError:
-        pass
+        return True  # a row, which is refused when it is read
     return True
 
 
