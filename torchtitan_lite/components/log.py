@@ -5,7 +5,7 @@
     other ranks    WARNING and above    stderr, with the rank
 
 Modules log through `logging.getLogger(__name__)`. If a log or a record cannot be written, because the disk is full, the
-run says so once and goes on.
+run reports it once and continues.
 """
 
 import logging

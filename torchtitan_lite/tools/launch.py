@@ -253,7 +253,7 @@ def show(details: str) -> None:
 def run_torchrun(
     work: Callable, args: list[str], n_local: int, n_hosts: int, signals: Signals, store: Any
 ) -> Ending:
-    """Start the ranks and wait. `store`: of several hosts, else None."""
+    """Start the ranks and wait. `store` is shared by several hosts; None on one host."""
     # These imports load torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
     torchrun = importlib.import_module("torch.distributed.run")
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
@@ -275,7 +275,7 @@ def run_torchrun(
 
 
 def show_restarts(signals: Signals, store: Any) -> None:
-    """Make torchrun say why it restarts the ranks: the first failure, as at the end of a run. `store`: of the hosts."""
+    """Make torchrun report the first failure when it restarts the ranks. `store` is shared by hosts."""
     failures: list[Ending] = []
 
     def note(record: logging.LogRecord) -> bool:

@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
     except OSError as error:  # for example a full disk
         print(f"The corpus could not be made: {error}", file=sys.stderr)
         return 1
-    with suppress(BrokenPipeError):  # the corpus is complete, whoever reads this
+    with suppress(BrokenPipeError):  # nobody reads this, but the corpus is complete
         print(summary)
     return 0
 

@@ -57,7 +57,7 @@ STAGES_BY_RULE = {  # values of the keys that define stages, with which stages f
 TOKENIZER = "bytes"
 N_WORDS = 258  # of this tokenizer
 REPLACED = {
-    "training.steps": 5,  # the wide trial has at least as many
+    "training.steps": 5,  # the wide trial has five or more
     "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
     "model.converters": [],  # so has float8
     "parallelism.enable_async_tensor_parallel": False,  # needs inductor and GPUs
