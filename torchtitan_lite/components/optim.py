@@ -109,9 +109,9 @@ def skip_spike(optimizer: TorchOptimizer, grad_norm: Tensor, factor: float) -> T
     """Return the norm, () fp32, or infinity if it is a spike: more than `factor` times the running median.
 
     The median is over the last training.spike_window finite norms, including this norm and the norms of skipped steps.
-    While less than half of them are known, no step is skipped. A skipped step does not change the weights, so skipping cannot
-    lower norms that have risen for good. Because the history has these norms too, the median then rises after half of
-    the window, and the run continues.
+    While less than half of them are known, no step is skipped. A skipped step does not change the weights, so skipping
+    cannot lower norms that have risen for good. Because the history has these norms too, the median then rises after
+    half of the window, and the run continues.
     All ranks have the same norm and history, so they decide the same. `factor` 0 turns this off. The history stays on
     the device.
     """
