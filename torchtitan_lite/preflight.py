@@ -15,13 +15,6 @@ from math import prod
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
-from torchtitan_lite.checkpoint.hugging_face_config import (
-    CONFIG,
-    LENGTH,
-    explain_unwritable,
-    find_model_type,
-    list_ignored,
-)
 from torchtitan_lite.checkpoint.starting_weights import PATH, find_initial, find_resumed
 from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
 from torchtitan_lite.config.checks import (
@@ -30,6 +23,7 @@ from torchtitan_lite.config.checks import (
     check_run,
     count_pieces,
 )
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import plan_degrees, plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.learning_rate import describe_unusual_rates
 from torchtitan_lite.config.machine import Machine
@@ -46,6 +40,7 @@ from torchtitan_lite.data.corpus_folder import (
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import find_tokenizer, load_tokenizer
 from torchtitan_lite.dump_folder import check_files, check_snapshots, list_earlier, name_snapshots
+from torchtitan_lite.models.registry import CONFIG, LENGTH, find_model_type
 
 SHIPPED = "assets/tokenizer"
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
@@ -176,6 +171,7 @@ def adapt_to_weights(run: Prepared) -> None:
     if not (weights.published or is_trained_further):
         return
     if weights.manifest is None:
+        list_ignored = load_extension("hugging_face_config").list_ignored
         run.notices += list_ignored(weights.published[CONFIG], weights.model_args)
     context = weights.published.get(CONFIG, {}).get(LENGTH) or training.seq_len
     seq_len = min(context, training.seq_len)
@@ -276,6 +272,7 @@ def check_model_files(run: Prepared) -> None:
         check_vocabulary(run)
     if section.enable and section.last_save_in_hf:
         key = "checkpoint.last_save_in_hf"
+        explain_unwritable = load_extension("hugging_face_export").explain_unwritable
         unwritable = explain_unwritable(run.model_args, run.config.model.attention)
         if unwritable:
             run.refuse(key, unwritable, "Set it to false, or change [model]")

@@ -10,17 +10,15 @@ from safetensors.torch import load_file
 from test_model import FLAVORS, PLAIN, build_ours, build_theirs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import (
-    LENGTH,
-    make_config,
-    read_model_args,
-)
-from torchtitan_lite.checkpoint.hugging_face_folder import INDEX, list_tensors, open_folder
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.extensions.hugging_face import load_weights
+from torchtitan_lite.extensions.hugging_face_config import read_model_args
+from torchtitan_lite.extensions.hugging_face_export import make_config
+from torchtitan_lite.extensions.hugging_face_folder import INDEX, list_tensors, open_folder
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS as OUR_FLAVORS
+from torchtitan_lite.models.registry import LENGTH
 from torchtitan_lite.tools import convert
 from torchtitan_lite.tools.model_source import ModelSource
 
@@ -32,12 +30,11 @@ LARGEST_ERROR = 5e-6  # of a logit; they are about 4
 
 
 def load_ours(folder: Path, args: ModelArgs | None = None) -> Llama3:
-    opened = open_folder(folder)
-    model = Llama3(args or opened.model_args)
+    model = Llama3(args or open_folder(folder).model_args)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)  # shows what is not loaded
-    load_weights(opened, dict(model.named_parameters()))
+    load_weights(folder, dict(model.named_parameters()))
     return model
 
 

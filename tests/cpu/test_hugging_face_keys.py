@@ -23,7 +23,11 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from torchtitan_lite.checkpoint.hugging_face_config import (
+from torchtitan_lite.config.checks import explain_strides
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.extensions.hugging_face_config import (
     EVERY_FAMILY,
     HuggingFaceError,
     list_families,
@@ -31,10 +35,6 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     read_model_args,
     read_published,
 )
-from torchtitan_lite.config.checks import explain_strides
-from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
-from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.tools.convert import write_folder
 from torchtitan_lite.tools.model_source import ModelSource
 

@@ -15,7 +15,6 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint import format as folders
 from torchtitan_lite.checkpoint.continued import FREE, NOTED, REFUSED
 from torchtitan_lite.checkpoint.format import Manifest
-from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.plan import TensorRecord
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.messages import Problem
@@ -24,6 +23,7 @@ from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.data.corpus_folder import fingerprint_documents
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.extensions.hugging_face_folder import list_tensors
 from torchtitan_lite.preflight import SHIPPED, Prepared, preflight
 from torchtitan_lite.tools.convert import write_folder
 from torchtitan_lite.tools.model_source import ModelSource

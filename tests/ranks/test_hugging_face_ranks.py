@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from watching import PeakMemory
 
-from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors, open_folder
 from torchtitan_lite.checkpoint.save import choose_tensors
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.extensions.hugging_face import load_weights
+from torchtitan_lite.extensions.hugging_face_folder import list_tensors, open_folder
 from torchtitan_lite.faults.start import load_initial
 
 MODEL_ARGS = compare.resolve_model(compare.TABLE_CONFIG.model)
@@ -56,9 +56,9 @@ def save_theirs(folder: Path, args: ModelArgs) -> Path:
 
 
 def load_in_one_process(folder: Path) -> dict[str, Tensor]:
-    opened = open_folder(folder)
-    tensors = {fqn: torch.empty(size) for fqn, size in list_tensors(opened.model_args).items()}
-    load_weights(opened, tensors)
+    model_args = open_folder(folder).model_args
+    tensors = {fqn: torch.empty(size) for fqn, size in list_tensors(model_args).items()}
+    load_weights(folder, tensors)
     return tensors
 
 
@@ -74,7 +74,7 @@ def load_shards(
     loading = PeakMemory()
     loading.know(own)
     with loading:
-        load_weights(open_folder(Path(source)), run.saved)
+        load_weights(Path(source), run.saved)
     assert not any(bias.any() for fqn, bias in run.saved.items() if fqn.endswith("expert_bias"))
     return compare.gather(run, lambda parameter: parameter), loading.peak_bytes
 

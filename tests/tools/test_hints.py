@@ -13,14 +13,14 @@ from test_tokenizers import SHIPPED
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
-from torchtitan_lite.checkpoint.hugging_face_config import HuggingFaceError
-from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.starting_weights import find_initial
 from torchtitan_lite.config import messages
 from torchtitan_lite.config.messages import ConfigError, UserError, name_command
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, read_corpus_manifest
 from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.extensions.hugging_face_config import HuggingFaceError
+from torchtitan_lite.extensions.hugging_face_folder import open_folder
 from torchtitan_lite.preflight import read_run_config
 from torchtitan_lite.tools import check
 from torchtitan_lite.tools.command_lines import parse_command

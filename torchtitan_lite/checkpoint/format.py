@@ -33,6 +33,9 @@ from torchtitan_lite.config.schema import Checkpoint
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+IN_MANIFEST = (
+    "hugging_face"  # key in `run`: name -> content of files published with the initial weights
+)
 CHECKSUMS = "checksums"
 FORMAT = 4
 OLD_FORMAT = 3  # a list of slices for each tensor

@@ -45,6 +45,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.checkpoint.format import (
+    IN_MANIFEST,
     CheckpointError,
     Manifest,
     commit,
@@ -57,7 +58,6 @@ from torchtitan_lite.checkpoint.format import (
     remove_partial,
     write_manifest,
 )
-from torchtitan_lite.checkpoint.hugging_face_config import IN_MANIFEST
 from torchtitan_lite.checkpoint.plan import (
     WORLD_DIMS,
     Degrees,

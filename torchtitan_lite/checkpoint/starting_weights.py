@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.format import (
+    IN_MANIFEST,
     CheckpointError,
     DamagedCheckpoint,
     Manifest,
@@ -20,12 +21,12 @@ from torchtitan_lite.checkpoint.format import (
     read_manifest,
     require_files,
 )
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, read_published
-from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.config.arguments import explain_hub_name
+from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint, Config, get_value
+from torchtitan_lite.models.registry import CONFIG
 
 PATH = "checkpoint.initial_load_path"
 NOT_ONLY = (
@@ -121,8 +122,10 @@ def find_initial(config: Config) -> Weights | None:
             raise UserError(f"there is no folder {path.absolute()}")
         if not (path / CONFIG).is_file():
             return describe_checkpoint(path)
-        model_args = replace(open_folder(path).model_args, name=config.model.name)
-        return Weights(path, model_args, str(path.absolute()), read_published(path))
+        folder = load_extension("hugging_face_folder").open_folder(path)
+        model_args = replace(folder.model_args, name=config.model.name)
+        published = load_extension("hugging_face_config").read_published(path)
+        return Weights(path, model_args, str(path.absolute()), published)
     except UserError as error:
         remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
         raise ConfigError([Problem(PATH, name, str(error), remedy)]) from None

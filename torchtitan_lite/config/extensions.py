@@ -167,6 +167,26 @@ EXTENSIONS = {  # file of extensions/, without .py
         (),
         "loaded with tokenizer_json: decides whether tiktoken encodes a tokenizer.json exactly",
     ),
+    "hugging_face": Extension(
+        "",
+        (),
+        "loaded for a Hugging Face folder in checkpoint.initial_load_path: reads its weights on any layout",
+    ),
+    "hugging_face_folder": Extension(
+        "",
+        (),
+        "loaded with hugging_face: finds the tensors of the folder, and compares them with its config.json",
+    ),
+    "hugging_face_config": Extension(
+        "",
+        (),
+        "loaded with hugging_face_folder: reads config.json",
+    ),
+    "hugging_face_export": Extension(
+        "checkpoint.last_save_in_hf",
+        (True,),
+        "says whether a model has a Hugging Face format, and writes its config.json",
+    ),
     "checkpoint_format_3": Extension(
         "",
         (),

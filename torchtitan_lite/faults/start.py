@@ -27,9 +27,6 @@ from torchtitan_lite.checkpoint.format import (
     quarantine,
     read_manifest,
 )
-from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG
-from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.load import (
     Saved,
     create_optimizer_state,
@@ -49,6 +46,7 @@ from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.models.registry import CONFIG
 from torchtitan_lite.parallel.process_groups import Groups, Place
 
 logger = logging.getLogger(__name__)
@@ -168,7 +166,8 @@ def load_initial(run: Run, group: dist.ProcessGroup) -> int:
         return 0
     path = Path(section.initial_load_path)
     if (path / CONFIG).is_file():
-        raise_on_all_ranks(group, lambda: load_weights(open_folder(path), run.saved))
+        load_weights = load_extension("hugging_face").load_weights
+        raise_on_all_ranks(group, lambda: load_weights(path, run.saved))
     else:
         manifest = raise_on_all_ranks(group, lambda: read_manifest(path))
         saved = Saved(manifest.step, path, group)

@@ -6,7 +6,10 @@ models/NAME/modules.py    Model, an nn.Module: the code (see model/README.md); b
 
 from importlib import import_module
 
-from torchtitan_lite.config.model_rows import ModelTable
+from torchtitan_lite.config.model_rows import SWITCHES, ModelArgs, ModelTable
+
+CONFIG = "config.json"  # describes the model of a Hugging Face folder
+LENGTH = "max_position_embeddings"  # its key for the context length
 
 NAMES = (  # model.name
     "llama3",
@@ -18,3 +21,13 @@ flavors: dict[str, None] = {}
 for table in MODELS.values():
     flavors |= dict.fromkeys(table.flavors)
 FLAVORS = tuple(flavors)
+
+
+def find_model_type(model_args: ModelArgs) -> str | None:
+    """Return the model_type of the first family that computes the same; None: the model has no Hugging Face format."""
+    wanted = {switch for switch in SWITCHES if getattr(model_args, switch)}
+    has_experts = model_args.moe is not None
+    for kind, family in MODELS[model_args.name].families.items():
+        if set(family.switches) == wanted and bool(family.experts) == has_experts:
+            return kind
+    return None

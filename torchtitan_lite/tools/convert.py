@@ -23,22 +23,19 @@ from torchtitan_lite.checkpoint.format import (
     discard,
     write_file,
 )
-from torchtitan_lite.checkpoint.hugging_face import find_unit, to_their_order
-from torchtitan_lite.checkpoint.hugging_face_config import (
-    CONFIG,
-    GENERATION_CONFIG,
-    explain_unwritable,
-    make_config,
-)
-from torchtitan_lite.checkpoint.hugging_face_folder import (
+from torchtitan_lite.checkpoint.save import write_tensors
+from torchtitan_lite.config.block import count_parameters, list_expert_biases
+from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
+from torchtitan_lite.extensions.hugging_face import find_unit, to_their_order
+from torchtitan_lite.extensions.hugging_face_config import GENERATION_CONFIG
+from torchtitan_lite.extensions.hugging_face_export import explain_unwritable, make_config
+from torchtitan_lite.extensions.hugging_face_folder import (
     INDEX,
     SINGLE_FILE,
     list_tensors,
     name_theirs,
 )
-from torchtitan_lite.checkpoint.save import write_tensors
-from torchtitan_lite.config.block import count_parameters, list_expert_biases
-from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
+from torchtitan_lite.models.registry import CONFIG
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, open_source
 from torchtitan_lite.tools.progress import show_progress
 

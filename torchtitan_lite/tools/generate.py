@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.format import CheckpointError
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, LENGTH
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.data.tokenizer import Tokenizer, match_longest
+from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.tools.corpora.chat import ChatFormat, read_chat_format
 from torchtitan_lite.tools.kv_cache import CachedModel
 from torchtitan_lite.tools.model_source import ModelSource, SourceError, build_model, open_source

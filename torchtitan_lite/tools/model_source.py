@@ -15,17 +15,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.build import find_model_class
-from torchtitan_lite.checkpoint.format import MANIFEST, find_steps, parse_model_args
-from torchtitan_lite.checkpoint.hugging_face import load_weights
-from torchtitan_lite.checkpoint.hugging_face_config import (
-    CONFIG,
-    GENERATION_CONFIG,
-    IN_MANIFEST,
-    LENGTH,
-    list_ignored,
-    read_published,
-)
-from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
+from torchtitan_lite.checkpoint.format import IN_MANIFEST, MANIFEST, find_steps, parse_model_args
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.block import list_expert_biases
@@ -34,7 +24,15 @@ from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.extensions.hugging_face import load_weights
+from torchtitan_lite.extensions.hugging_face_config import (
+    GENERATION_CONFIG,
+    list_ignored,
+    read_published,
+)
+from torchtitan_lite.extensions.hugging_face_folder import open_folder
 from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.parallel.process_groups import choose_device
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # bfloat16 is slower on a CPU
@@ -158,7 +156,7 @@ def build_model(source: ModelSource) -> nn.Module:
     for fqn in list_expert_biases(model_args):
         tensors[fqn] = model.get_buffer(fqn)
     if source.checkpoint is None:
-        load_weights(open_folder(source.path), tensors)
+        load_weights(source.path, tensors)
         return model
     for fqn, tensor in tensors.items():
         tensor.copy_(source.checkpoint.read(f"model.{fqn}"))

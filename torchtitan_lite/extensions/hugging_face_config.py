@@ -1,41 +1,36 @@
-"""Read config.json of a Hugging Face folder into ModelArgs, and write it. Needs no torch.
+"""Read config.json of a Hugging Face folder into ModelArgs. Needs no torch.
 
 The architectures are in FAMILIES of models/NAME/table.py, with one row for each key of their config.json; EVERY_FAMILY
 has the keys that they share. A model with an unsupported feature (other biases, a sliding window, another activation
 or RoPE scaling, quantized weights) is refused, because it would load but compute something else. A key without a row
-is ignored with a notice, as transformers ignores it. A model that fits no family cannot be exported.
+is ignored with a notice, as transformers ignores it.
 
 transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
-are read. Exports use the format of version 4, which every version reads.
+are read.
 
     config.json, generation_config.json   published with the weights: `read_published`
       -> the run                          config.json describes its model: preflight.py
       -> manifest.json of a checkpoint    `run` has both files; runs that start from this checkpoint copy them
-      -> an export                        both files, updated after training: `make_config`
+      -> an export                        both files, updated after training: hugging_face_export.py
 """
 
-from dataclasses import fields
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
 from torchtitan_lite.config.files import JsonObject, has_kind, read_json, shorten
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import (
     ABOVE_ZERO,
-    SWITCHES,
     ConfigKey,
     Family,
     ModelArgs,
     MoEArgs,
     RopeScaling,
 )
-from torchtitan_lite.models.registry import MODELS
+from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS, find_model_type
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-IN_MANIFEST = "hugging_face"  # key in `run` of a manifest: file name -> content
-LENGTH = "max_position_embeddings"
+GENERATION_CONFIG = "generation_config.json"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # in transformers 4 and 5
 DENSE_LAYERS = "mlp_only_layers"  # a list of layer numbers
 TIED = "tie_word_embeddings"
@@ -110,6 +105,11 @@ ROPE_KEYS = {  # inside rope_parameters or rope_scaling
 }
 
 
+def find_family(model_args: ModelArgs) -> Family:
+    """Return the family of a model that has one."""
+    return MODELS[model_args.name].families[find_model_type(model_args)]
+
+
 def list_families() -> dict[str, tuple[str, Family]]:
     """Return model_type -> name of the first model that has it, and its family."""
     found = {}
@@ -117,43 +117,6 @@ def list_families() -> dict[str, tuple[str, Family]]:
         for kind, row in table.families.items():
             found.setdefault(kind, (name, row))
     return found
-
-
-def find_model_type(model_args: ModelArgs) -> str | None:
-    """Return the model_type of the first family that computes the same; None: the model has no Hugging Face format."""
-    wanted = {switch for switch in SWITCHES if getattr(model_args, switch)}
-    has_experts = model_args.moe is not None
-    for kind, family in MODELS[model_args.name].families.items():
-        if set(family.switches) == wanted and bool(family.experts) == has_experts:
-            return kind
-    return None
-
-
-def find_family(model_args: ModelArgs) -> Family:
-    """Return the family of a model that has one."""
-    return MODELS[model_args.name].families[find_model_type(model_args)]
-
-
-def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
-    """Explain why a model with this attention cannot be exported to Hugging Face; None if it can."""
-    if find_model_type(model_args) is None:
-        return f"no family in the table of model.name = {model_args.name!r} computes the same in transformers"
-    family = find_family(model_args)
-    theirs = f"transformers' {family.title}"
-    if model_args.dim % model_args.n_heads and family.divides_dim:
-        return f"{theirs} needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
-    if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # for example in a fork
-        return f"model.attention = {attention!r}, but {theirs} only has causal attention"
-    if model_args.moe is None:
-        return None
-    for number in fields(MoEArgs):
-        value = getattr(model_args.moe, number.name)
-        if number.name not in family.experts and value != number.default:
-            return f"{number.name} = {value!r}, but {theirs} only supports {number.default!r}"
-    return None
-
-
-# --- read ---
 
 
 def read_published(folder: Path) -> dict[str, JsonObject]:
@@ -361,64 +324,3 @@ def list_ignored(content: dict[str, Any], model_args: ModelArgs) -> list[str]:
         why = "the files have two different matrices, so the model is not tied, as in transformers"
         notices.append(f"{CONFIG}: {TIED} = true, but {why}")
     return notices
-
-
-# --- write ---
-
-
-def name_values(source: object, keys: dict[str, str]) -> dict[str, Any]:
-    """Return key -> value for some fields of a dataclass. `keys`: field -> key."""
-    return {key: getattr(source, name) for name, key in keys.items()}
-
-
-def make_config(
-    model_args: ModelArgs,
-    *,
-    dtype: str,
-    bos_id: int | None = None,
-    eos_id: int | None = None,
-    context: int | None = None,
-    published: dict[str, Any] | None = None,
-) -> dict[str, object]:
-    """Return the content of config.json.
-
-    `dtype`: torch's name of the dtype. `context`: length of the training sequences in tokens, if known. `published`:
-    the config.json that came with the weights. All of it is kept, except the dtype, tied embeddings that were not
-    tied, and a context length that is shorter than the training sequences.
-    """
-    scaling = model_args.rope_scaling
-    if published:
-        changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published}
-        if published.get(TIED):
-            changed[TIED] = model_args.tie_embeddings
-        if context and context > (published.get(LENGTH) or context):
-            changed[LENGTH] = context
-            if scaling and scaling.kind == "llama3":  # its default is the old length
-                changed[ORIGINAL_LENGTH] = scaling.original_length
-        return published | changed
-    family = find_family(model_args)
-    constants = {
-        key: row.only[0] for key, row in family.keys.items() if not row.is_ignored and row.only
-    }
-    of_moe = name_values(model_args.moe, family.experts)
-    if DENSE_LAYERS in of_moe:
-        of_moe[DENSE_LAYERS] = list(range(of_moe[DENSE_LAYERS]))
-    config: dict[str, object] = {
-        "architectures": [family.architecture],
-        "model_type": find_model_type(model_args),
-        **constants,
-        **name_values(model_args, family.sizes),
-        **of_moe,
-        "rope_theta": model_args.rope_theta,
-        "rope_scaling": None,
-        TIED: model_args.tie_embeddings,
-        "bos_token_id": bos_id,
-        END: eos_id,
-        DTYPE_KEYS[0]: dtype,
-    }
-    if context is not None:
-        config[LENGTH] = context
-    if scaling is not None:
-        values = name_values(scaling, SCALINGS[scaling.kind])
-        config["rope_scaling"] = {"rope_type": scaling.kind, **values}
-    return config

@@ -14,18 +14,20 @@ Legend: E head dim, R rows.
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint.hugging_face_folder import (
-    HuggingFaceFolder,
-    name_theirs,
-)
 from torchtitan_lite.checkpoint.load import open_tensors
 from torchtitan_lite.checkpoint.ranks import find_shard
 from torchtitan_lite.config.block import list_expert_biases, list_parameters
 from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.extensions.hugging_face_folder import (
+    HuggingFaceFolder,
+    name_theirs,
+    open_folder,
+)
 
 
 def to_our_order(theirs: Tensor, head_dim: int) -> Tensor:
@@ -45,11 +47,12 @@ def find_unit(fqn: str, model_args: ModelArgs) -> int:
 
 
 @torch.no_grad()
-def load_weights(folder: HuggingFaceFolder, parameters: dict[str, Tensor]) -> None:
+def load_weights(path: Path, parameters: dict[str, Tensor]) -> None:
     """Load this rank's shards of the parameters (FQN -> parameter), and set expert biases to zero. Not collective.
 
-    `open_folder` has compared the folder with its model. Raises DamagedCheckpoint for a damaged file.
+    Raises as `open_folder` does, and DamagedCheckpoint for a damaged file.
     """
+    folder = open_folder(path)
     model_args = folder.model_args
     biases = list_expert_biases(model_args)
     for fqn, parameter in parameters.items():

@@ -1,0 +1,98 @@
+"""Write config.json of a Hugging Face folder, and explain which models have none. Needs no torch.
+
+Exports use the format of transformers 4, which every version reads. A model that fits no family in the table of its
+model cannot be exported.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
+from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
+from torchtitan_lite.extensions.hugging_face_config import (
+    DENSE_LAYERS,
+    DTYPE_KEYS,
+    END,
+    ORIGINAL_LENGTH,
+    SCALINGS,
+    TIED,
+    find_family,
+)
+from torchtitan_lite.models.registry import LENGTH, find_model_type
+
+
+def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
+    """Explain why a model with this attention cannot be exported to Hugging Face; None if it can."""
+    if find_model_type(model_args) is None:
+        return f"no family in the table of model.name = {model_args.name!r} computes the same in transformers"
+    family = find_family(model_args)
+    theirs = f"transformers' {family.title}"
+    if model_args.dim % model_args.n_heads and family.divides_dim:
+        return f"{theirs} needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
+    if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # for example in a fork
+        return f"model.attention = {attention!r}, but {theirs} only has causal attention"
+    if model_args.moe is None:
+        return None
+    for number in fields(MoEArgs):
+        value = getattr(model_args.moe, number.name)
+        if number.name not in family.experts and value != number.default:
+            return f"{number.name} = {value!r}, but {theirs} only supports {number.default!r}"
+    return None
+
+
+def name_values(source: object, keys: dict[str, str]) -> dict[str, Any]:
+    """Return key -> value for some fields of a dataclass. `keys`: field -> key."""
+    return {key: getattr(source, name) for name, key in keys.items()}
+
+
+def make_config(
+    model_args: ModelArgs,
+    *,
+    dtype: str,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    context: int | None = None,
+    published: dict[str, Any] | None = None,
+) -> dict[str, object]:
+    """Return the content of config.json.
+
+    `dtype`: torch's name of the dtype. `context`: length of the training sequences in tokens, if known. `published`:
+    the config.json that came with the weights. All of it is kept, except the dtype, tied embeddings that were not
+    tied, and a context length that is shorter than the training sequences.
+    """
+    scaling = model_args.rope_scaling
+    if published:
+        changed: dict[str, object] = {key: dtype for key in DTYPE_KEYS if key in published}
+        if published.get(TIED):
+            changed[TIED] = model_args.tie_embeddings
+        if context and context > (published.get(LENGTH) or context):
+            changed[LENGTH] = context
+            if scaling and scaling.kind == "llama3":  # its default is the old length
+                changed[ORIGINAL_LENGTH] = scaling.original_length
+        return published | changed
+    family = find_family(model_args)
+    constants = {
+        key: row.only[0] for key, row in family.keys.items() if not row.is_ignored and row.only
+    }
+    of_moe = name_values(model_args.moe, family.experts)
+    if DENSE_LAYERS in of_moe:
+        of_moe[DENSE_LAYERS] = list(range(of_moe[DENSE_LAYERS]))
+    config: dict[str, object] = {
+        "architectures": [family.architecture],
+        "model_type": find_model_type(model_args),
+        **constants,
+        **name_values(model_args, family.sizes),
+        **of_moe,
+        "rope_theta": model_args.rope_theta,
+        "rope_scaling": None,
+        TIED: model_args.tie_embeddings,
+        "bos_token_id": bos_id,
+        END: eos_id,
+        DTYPE_KEYS[0]: dtype,
+    }
+    if context is not None:
+        config[LENGTH] = context
+    if scaling is not None:
+        values = name_values(scaling, SCALINGS[scaling.kind])
+        config["rope_scaling"] = {"rope_type": scaling.kind, **values}
+    return config
