@@ -135,7 +135,7 @@ def test_an_epoch_is_every_sample_once_as_cut_by_hand_so_every_token_but_a_docum
     )
 
 
-@pytest.mark.parametrize("global_batch_size", [16, 60])
+@pytest.mark.parametrize("global_batch_size", [12, 16])
 def test_all_ranks_read_one_global_batch_whatever_their_number_and_where_they_resume(
     tmp_path, global_batch_size
 ):
@@ -272,14 +272,6 @@ def test_batches_arrive_on_the_gpu(stream):
 
 
 # ---------------------------------------------------------------- the order of samples
-
-
-def test_epochs_and_seeds_have_orders_of_their_own():
-    n, two_epochs = 40, torch.arange(80)
-    first, second = Sampler([n], seed=0).choose(two_epochs)[1].chunk(2)
-    other_seed = Sampler([n], seed=1).choose(two_epochs)[1][:n]
-    for one, another in ((first, second), (first, other_seed), (second, other_seed)):
-        assert (one == another).sum() < 8  # one in a fair permutation
 
 
 @pytest.mark.parametrize("weights", [[], [1.0, 1.0, 1.0]])

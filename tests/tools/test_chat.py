@@ -279,12 +279,9 @@ DIALECTS = {
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_each_dialect_gives_the_same_conversation_and_is_named(
-    name, suffix, make_folder, tmp_path, capsys
-):
+def test_each_dialect_gives_the_same_conversation_and_is_named(name, make_folder, tmp_path, capsys):
     folder = make_folder(CHATML)
-    assert prepare(tmp_path / f"in{suffix}", [DIALECTS[name]], "--tokenizer", folder) == 0
+    assert prepare(tmp_path / "in.parquet", [DIALECTS[name]], "--tokenizer", folder) == 0
     assert (
         f"1 conversations in the dialect {name}, written by the tokenizer's chat template"
         in capsys.readouterr().out
@@ -295,78 +292,14 @@ def test_each_dialect_gives_the_same_conversation_and_is_named(
     assert tokens[0].tolist() == expected
 
 
-def test_columns_reach_the_template_and_other_dialects_keep_their_system_message_and_prompt():
-    messages = [{"role": "system", "content": "s"}, *EXCHANGE]
-    lists = {"prompt": [EXCHANGE[0]], "completion": [EXCHANGE[1]]}
-    for row, expected in (
-        ({**DIALECTS["conversations"], "system": "s"}, {"messages": messages}),
-        (
-            {"instruction": "2+", "input": "2?", "output": "4"},
-            {"messages": [{**EXCHANGE[0], "content": "2+\n\n2?", "weight": 0}, EXCHANGE[1]]},
-        ),
-        (lists, {"messages": [{**EXCHANGE[0], "weight": 0}, EXCHANGE[1]]}),
-        (
-            {
-                "messages": EXCHANGE,
-                "tools": json.dumps(TOOLS),
-                "chat_template_kwargs": {"x": 1},
-                "documents": None,
-            },
-            {"messages": EXCHANGE, "tools": TOOLS, "x": 1},
-        ),
-    ):
-        assert read_conversation(row)[1] == expected
-    assert read_conversation({"talk": EXCHANGE, "messages": 3}, "talk")[1]["messages"] == EXCHANGE
-
-
-REFUSED = {  # row -> words of the reason
-    "other columns": (
-        {"question": "2+2?", "answer": "4"},
-        ["question", "conversations", "instruction/output"],
-    ),
-    "text": ({"messages": "hello"}, ["messages is not a list: 'hello'"]),
-    "no role": ({"messages": [{"content": "x"}]}, ["message 1 needs a role"]),
-    "no content": ({"messages": [{"role": "assistant", "content": None}]}, ["message 1"]),
-    "no assistant": ({"messages": EXCHANGE[:1]}, ["no assistant turn"]),
-    "a number as message": ({"prompt": [5], "completion": "x"}, ["not a mapping"]),
-    "a list as a row": (["messages"], ["no messages", "['messages']"]),
-    "a picture": (
-        {"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": [{"type": "image"}]}]},
-        ["message 2 has a part that is no text: {'type': 'image'}"],
-    ),
-    "a weight that is no number": (
-        {"messages": [EXCHANGE[0], {**EXCHANGE[1], "weight": "no"}]},
-        ["message 2's weight is 'no'"],
-    ),
-    "name in a role": (
-        {"messages": [{"role": "user<|im_end|>", "content": "x"}, EXCHANGE[1]]},
-        ["message 1's role has the text"],
-    ),
-    "name in a content": (
-        {"messages": [EXCHANGE[0], {**EXCHANGE[1], "content": "<|im_end|>"}]},
-        ["message 2's content has the"],
-    ),
-    "half a character": (
-        {"messages": [{"role": "user", "content": "\ud83d"}, EXCHANGE[1]]},
-        ["surrogates not allowed"],
-    ),
-    "name in a column": (
-        {"messages": EXCHANGE, "date_string": "<|im_end|>"},
-        ["column date_string has the text"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
 def test_a_row_that_cannot_be_trained_is_named_and_skipped_with_skip_bad(
-    case, make_folder, tmp_path, capsys
+    make_folder, tmp_path, capsys
 ):
-    row, words = REFUSED[case]
-    rows = [{"messages": EXCHANGE}, row]
+    rows = [{"messages": EXCHANGE}, {"messages": EXCHANGE[:1]}]
     arguments = [tmp_path / "in.jsonl", rows, "--tokenizer", make_folder(CHATML)]
     assert prepare(*arguments) == 2
     error = capsys.readouterr().err
-    assert [word for word in ["in.jsonl, row 2", *words] if word not in error] == []
+    assert "in.jsonl, row 2" in error and "no assistant turn" in error
     assert not (tmp_path / "out").exists()
     assert prepare(*arguments, "--skip-bad", "--json") == 0
     assert json.loads(capsys.readouterr().out)["counts"]["bad rows left out"] == 1
@@ -388,13 +321,6 @@ def test_answers_that_are_not_certain_are_refused(template, reason, make_folder)
     folder = make_folder("{% for message in messages %}" + template + "{% endfor %}")
     with pytest.raises(ValueError, match=reason):
         encode(folder, {"messages": EXCHANGE * 2})
-
-
-def test_a_content_of_text_parts_is_one_text(make_folder):
-    parts = in_parts(EXCHANGE)
-    parts[1]["tool_calls"] = []
-    folder = make_folder(CHATML)
-    assert encode(folder, {"messages": parts}) == encode(folder, {"messages": EXCHANGE})
 
 
 @pytest.mark.slow

@@ -308,14 +308,21 @@ def open_data(
     """Open the prepared corpora of a run. `config` is resolved. No communication."""
     training = config.training
     global_batch_size = layout.global_batch_size
-    restart_positions = config.model.attention == "document"
-    sizes = (training.seq_len, model_args.vocab_size)
-    reader = SampleReader([], *sizes, restart_positions)
-    validation_reader = SampleReader([], *sizes, restart_positions)
-    cache_folder = Path(training.cache_folder)
+    corpora: dict[str, list[Corpus]] = {"train": [], "validation": []}
     for _, name, split, path in list_corpora(config):
-        corpora = reader.corpora if split == "train" else validation_reader.corpora
-        corpora.append(Corpus(name, tokenizer, cache_folder, split=split, dataset_path=path))
+        corpus = Corpus(
+            name, tokenizer, Path(training.cache_folder), split=split, dataset_path=path
+        )
+        corpora[split].append(corpus)
+    readers = {}
+    for split in corpora:
+        readers[split] = SampleReader(
+            corpora[split],
+            training.seq_len,
+            model_args.vocab_size,
+            restart_positions=config.model.attention == "document",
+        )
+    reader = readers["train"]
     sampler = Sampler(reader.n_samples, weights=training.dataset_weights, seed=config.debug.seed)
     # Checkpoints store it. Runs with equal fingerprints and configs have the same samples in the same order.
     fingerprint = {
@@ -326,11 +333,11 @@ def open_data(
     return RunData(
         stream=SampleStream(reader, sampler, global_batch_size),
         validation=ValidationBatches(
-            validation_reader,
+            readers["validation"],
             global_batch_size=global_batch_size,
             most_batches=config.validation.steps,
         ),
-        bytes_of_tokens=count_bytes(tokenizer, validation_reader.corpora).to(device),
+        bytes_of_tokens=count_bytes(tokenizer, corpora["validation"]).to(device),
         rows=rows_of_rank(data_rank, layout.dp, global_batch_size),
         fingerprint=fingerprint,
     )

@@ -57,9 +57,7 @@ def list_tensors(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
 
 
 def name_theirs(fqn: str, model_args: ModelArgs) -> list[str]:
-    """Return Hugging Face's name of a parameter; for experts, one name per expert. A tied head is the embedding."""
-    if fqn == "output.weight" and model_args.tie_embeddings:
-        fqn = "tok_embeddings.weight"
+    """Return Hugging Face's name of a parameter; for experts, one name per expert."""
     row = list_parameters(model_args)[fqn].row
     prefix = ".".join(["model", *fqn.split(".")[:2], ""]) if fqn.startswith("layers.") else ""
     name = prefix + find_family(model_args).names[row.name]
