@@ -109,16 +109,11 @@ def test_rows_are_held_out_by_their_text_and_files_by_their_path(here):
 ROW = b'{"text": "x"}\n'
 REFUSED = {  # file -> content, words of the message
     "half.jsonl.gz": (gzip.compress(ROW * 99)[:-9], "half.jsonl.gz cannot be read"),
-    "half.txt.xz": (lzma.compress(ROW * 99)[:-9], "half.txt.xz cannot be read"),
     "half.txt.zst": (zstandard.compress(ROW * 99)[:-3], "half.txt.zst cannot be read"),
     "line.jsonl": (ROW + b'{"text": \n', "line.jsonl, row 2: Expecting value"),
     "field.jsonl": (
         b'{"content": "x"}',
         "it has no text in 'text' (or set --text-column or --chat): {'content'",
-    ),
-    "list.jsonl": (
-        ROW + b"5",
-        "row 2: it has no text in 'text' (or set --text-column or --chat): 5",
     ),
     "first.jsonl": (b"nonsense\n" + ROW, "first.jsonl, row 1: Expecting value"),
     "comma.jsonl": (b'{"text": "x"},\n' + ROW, "comma.jsonl, row 1: Extra data"),
@@ -128,15 +123,10 @@ REFUSED = {  # file -> content, words of the message
         "row 1: 'utf-8' codec can't encode character '\\ud800'",
     ),
     "empty.jsonl": (b'{"text": ""}', "no text to train on"),
-    "element.json": (
-        b'[{"text": "x"},\n {"text": }]',
-        "element.json cannot be read: Expecting value: line 2",
-    ),
     "commas.json": (
         b'{\n"text": "x"},\n{"text": "y"}',
         "commas.json cannot be read: Expecting value: line 2",
     ),
-    "deep.json": (b"[" * 100_000, "deep.json cannot be read: maximum recursion depth"),
     "latin.txt": (
         b"one\ntwo caf\xe9",
         "latin.txt cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 11",
@@ -147,10 +137,6 @@ REFUSED = {  # file -> content, words of the message
     ),
     "binary.txt": (b"\x01\0", "character 1 is NUL"),
     "utf16.txt": ("text".encode("utf-16-le"), "--encoding utf-16-le"),
-    "column.tsv": (
-        b"id\tbody\n1\tx\n",
-        "row 1: it has no text in 'text' (or set --text-column or --chat): {'id': '1', 'body'",
-    ),
     "fields.csv": (b"id,text\n1,one, two\n", "line 2 does not have the fields of the header"),
     "names.csv": (b"text,text\none,two\n", "line 2 does not have the fields of the header"),
     "quote.csv": (b'text\n"one\ntwo\n', "quote.csv cannot be read: unexpected end of data"),

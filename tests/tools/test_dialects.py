@@ -67,7 +67,6 @@ COMPOSED = "a line\n\u0303b e\u0301"  # NFC joins the last letter and its accent
 DEFAULTS = ({"messages": TALK}, ["4"], [])
 # What is left out at the end of a row is as in DEFAULTS.
 RIGHT: dict[str, tuple] = {
-    "messages": ({"messages": TALK},),
     "an id, a source, pairs of preferences": (
         {"id": 0, "source": "web", "chosen": [1], "rejected": [2], "ok": False, "messages": TALK},
         {"messages": TALK},
@@ -87,7 +86,6 @@ RIGHT: dict[str, tuple] = {
         {"system": "S", "messages": TALK},
         {"messages": [system("S"), *TALK]},
     ),
-    "an empty system": ({"system": "", "messages": TALK},),
     "variables": (
         {"messages": TALK, "date_string": "May", "enable_thinking": False, "id": 7},
         {"messages": TALK, "date_string": "May", "enable_thinking": False},
@@ -156,13 +154,16 @@ RIGHT: dict[str, tuple] = {
         {"messages": [system("S"), *TALK]},
     ),
     "ShareGPT of other models": (
-        share(("user", "a"), ("chatgpt", "b"), ("human", "c"), ("bing", "d"), ("user", "e")),
-        {"messages": [user("a"), answer("b"), user("c"), answer("d"), user("e")]},
-        ["b", "d"],
-    ),
-    "ShareGPT and a system": (
-        {"system": "S", **share(("human", "2+2?"), ("bard", "4"))},
-        {"messages": [system("S"), *TALK]},
+        share(
+            ("user", "a"),
+            ("chatgpt", "b"),
+            ("human", "c"),
+            ("bing", "d"),
+            ("user", "e"),
+            ("bard", "f"),
+        ),
+        {"messages": [user("a"), answer("b"), user("c"), answer("d"), user("e"), answer("f")]},
+        ["b", "d", "f"],
     ),
     "ShareGPT's function_call": (
         share(("human", "?"), ("function_call", FUNCTION), ("observation", "5"), ("gpt", "6")),
@@ -201,20 +202,30 @@ RIGHT: dict[str, tuple] = {
         {"messages": [{"role": "developer", "content": "S"}, *TALK]},
         {"messages": [{"role": "developer", "content": "S"}, *TALK]},
     ),
-    "no loss": (
-        {"messages": [user("a"), answer("b", loss=False), user("c"), answer("d", loss=True)]},
-        {"messages": [user("a"), answer("b"), user("c"), answer("d")]},
-        ["d"],
-    ),
-    "no training": (
-        {"messages": [user("a", train=False), answer("b"), user("c"), answer("d", train=False)]},
-        {"messages": [user("a"), answer("b"), user("c"), answer("d")]},
-        ["b"],
-    ),
-    "weights": (
-        {"messages": [user("a", weight=0), answer("b", weight=1.0), answer("c", weight=0.0)]},
-        {"messages": [user("a"), answer("b"), answer("c")]},
-        ["b"],
+    "weights, losses and trains": (
+        {
+            "messages": [
+                user("a", weight=0),
+                answer("b", loss=False),
+                user("c", train=False),
+                answer("d", weight=1.0),
+                answer("e", weight=0.0),
+                answer("f", train=False),
+                answer("g", loss=True),
+            ]
+        },
+        {
+            "messages": [
+                user("a"),
+                answer("b"),
+                user("c"),
+                answer("d"),
+                answer("e"),
+                answer("f"),
+                answer("g"),
+            ]
+        },
+        ["d", "g"],
     ),
     "ShareGPT's weights, some null": (
         {
@@ -340,7 +351,6 @@ NO_ROLE = [user("a"), {"role": "critic", "content": "b"}, answer("c")]
 REFUSED: dict[str, tuple[dict, list[str]]] = {  # row -> words of the reason
     "an unknown role": ({"messages": NO_ROLE}, ["message 2's role 'critic'", "assistant"]),
     "an unknown name": (share(("human", "a"), ("gpt-9", "b")), ["message 2's role 'gpt-9'"]),
-    "a name in capitals": (share(("Human", "a"), ("gpt", "b")), ["message 1's role 'Human'"]),
     "observation as a role": (
         {"messages": [user("a"), {"role": "observation", "content": "b"}, answer("c")]},
         ["message 2's role 'observation'"],
@@ -352,10 +362,6 @@ REFUSED: dict[str, tuple[dict, list[str]]] = {  # row -> words of the reason
     "a function without a name": (
         share(("human", "a"), ("function_call", '{"arguments": {}}')),
         ["message 2 calls a function"],
-    ),
-    "a function without a text": (
-        {"messages": [user("a"), {"role": "tool_call"}]},
-        ["message 2 calls a function", "None"],
     ),
     "the old key of a call": (
         {"messages": [user("a"), answer("", function_call={"name": "f"})]},
@@ -380,7 +386,6 @@ REFUSED: dict[str, tuple[dict, list[str]]] = {  # row -> words of the reason
         ["message 1's images"],
     ),
     "half a weight": ({"messages": [user("a"), answer("b", weight=0.5)]}, ["weight is 0.5"]),
-    "a weight in words": ({"messages": [user("a"), answer("b", train="no")]}, ["train is 'no'"]),
     "a loss of the user": (
         {"messages": [user("a", loss=True), answer("b")]},
         ["message 1's loss is True", "assistant"],
@@ -393,7 +398,6 @@ REFUSED: dict[str, tuple[dict, list[str]]] = {  # row -> words of the reason
         {"system": "S", "messages": [system("T"), *TALK]},
         ["column system", "remove one"],
     ),
-    "a number as system": ({"system": 0, "messages": TALK}, ["message 1 needs"]),
     "tools that are no JSON": (
         {"tools": "f(a)", "messages": TALK},
         ["tools is not a list", "f(a)"],
@@ -402,10 +406,8 @@ REFUSED: dict[str, tuple[dict, list[str]]] = {  # row -> words of the reason
     "a text of kwargs": ({"chat_template_kwargs": "x", "messages": TALK}, ["chat_template_kwargs"]),
     "a history of texts": ({**ALPACA, "history": ["a", "b"]}, ["history", "'a'"]),
     "a history of three": ({**ALPACA, "history": [["a", "b", "c"]]}, ["history"]),
-    "a history of messages": ({**ALPACA, "history": TALK}, ["history", "user"]),
     "a number in a history": ({**ALPACA, "history": [["a", 5]]}, ["message 2 needs"]),
     "a number as output": ({**ALPACA, "output": 4}, ["output is not a str: 4"]),
-    "an input of messages": ({**ALPACA, "input": TALK}, ["input is not a str"]),
     "messages that are one message": ({"messages": TALK[0]}, ["messages is not a list"]),
     "preferences alone": (
         {"prompt": "a", "chosen": "b", "rejected": "c"},
@@ -420,7 +422,6 @@ REFUSED: dict[str, tuple[dict, list[str]]] = {  # row -> words of the reason
         ["question", "conversations", "instruction/output"],
     ),
     "a text as messages": ({"messages": "hello"}, ["messages is not a list: 'hello'"]),
-    "no content": ({"messages": [{"role": "assistant", "content": None}]}, ["message 1"]),
     "a list as a row": (["messages"], ["no messages", "['messages']"]),
     "a name in a role": (
         {"messages": [{"role": f"user{END}", "content": "x"}, TALK[1]]},
