@@ -150,9 +150,9 @@ def write_tensors(
     folder: Path, tensors: dict[str, Tensor], *, step: int = 0, **about: object
 ) -> Path:
     """Write a checkpoint of these tensors in one process."""
-    plan, slices = plan_save(tensors, ONE_RANK, 0)
+    plan = plan_save(tensors, ONE_RANK, 0)
     create_unfinished(folder)
-    hashes = write_slices(folder, plan, slices)
+    hashes = write_slices(folder, plan, plan.slices)
     fingerprint = about.get("fingerprint", {})
     manifest = Manifest(step, fingerprint, about.get("run", {}), plan.records, ONE_RANK)
     write_manifest(name_unfinished(folder), manifest, hashes)

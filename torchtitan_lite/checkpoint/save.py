@@ -27,8 +27,9 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
@@ -87,18 +88,19 @@ MESH_DIMS = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a rank writes, and what its stage has."""
+    """What a rank writes: its file, and lines of the manifest."""
 
-    records: dict[str, TensorRecord]  # of all tensors of this stage
-    offsets: dict[str, list[int]]  # of the slices that this rank writes
     file: str
-    is_first_of_stage: bool  # among the ranks that save together
+    slices: dict[str, Tensor]
+    offsets: dict[str, list[int]]  # of each slice in its tensor
+    # of all tensors of this stage, on its first rank among those that save together; empty on the others
+    records: dict[str, TensorRecord]
 
 
 def plan_save(
     tensors: dict[str, Tensor], mesh: Degrees, rank: int, host: range | None = None
-) -> tuple[SavePlan, dict[str, Tensor]]:
-    """Plan what this rank writes of `tensors`. Return the plan and the slices. No communication.
+) -> SavePlan:
+    """Plan what this rank writes of `tensors`. No communication.
 
     `host`: the ranks of this host, if each host saves what its ranks have.
     """
@@ -123,9 +125,8 @@ def plan_save(
             if find_writer(record, mesh, find_indices(record, mesh, rank), host) == rank:
                 offsets[name] = list(begin)
                 slices[name] = shard.detach()
-    first = host.start if host else 0
-    is_first = rank % ranks_per_stage == 0 or rank == first
-    return SavePlan(records, offsets, name_file(rank), is_first), slices
+    is_first = rank % ranks_per_stage == 0 or (host is not None and rank == host.start)
+    return SavePlan(name_file(rank), slices, offsets, records if is_first else {})
 
 
 def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
@@ -227,14 +228,15 @@ class CheckpointSaver:
         previous one failed on any rank. A failed save leaves no files behind.
         """
         self.wait()
-        plan, slices = plan_save(tensors, self.manifest.mesh, dist.get_rank(), self.host)
+        plan = plan_save(tensors, self.manifest.mesh, dist.get_rank(), self.host)
         if self.stager is None:
-            self.write(step, plan, slices)
+            self.write(step, plan, plan.slices)
             return
         if self.on_cuda:
             # the stager's stream does not wait for kernels that still write the tensors
             torch.cuda.current_stream().synchronize()
-        self.in_flight = self.thread.submit(self.write, step, plan, self.stager.stage(slices))
+        copies = self.stager.stage(plan.slices)
+        self.in_flight = self.thread.submit(self.write, step, plan, copies)
 
     def wait_for_copy(self) -> None:
         """Wait until the save in flight has copied its tensors to the host."""
@@ -254,15 +256,17 @@ class CheckpointSaver:
             in_flight.result()
 
     def write(self, step: int, plan: SavePlan, slices: dict[str, Tensor] | Future) -> None:
-        """Write and commit one checkpoint, then delete old ones. Runs in the thread if saves are asynchronous."""
+        """Write and commit one checkpoint, then delete old ones. Runs in the thread if saves are asynchronous.
+
+        `slices`: those of the plan, or their copies on the host.
+        """
         final = self.folder / f"step-{step}"
         try:
             do_on_rank_0(self.group, lambda: self.create(final))
             written = raise_on_all_ranks(self.group, lambda: write_slices(final, plan, slices))
-            records = plan.records if plan.is_first_of_stage else {}
             # rank 0 gathers the hash of each file, and from each stage one line per tensor
             gathered = [None] * self.group.size() if self.group.rank() == 0 else None
-            dist.gather_object((written, records), gathered, group=self.group, group_dst=0)
+            dist.gather_object((written, plan.records), gathered, group=self.group, group_dst=0)
             do_on_rank_0(self.group, lambda: self.finish(step, final, gathered))
         except CheckpointError:  # on every rank, when no rank writes any more
             if self.group.rank() == 0:
@@ -270,11 +274,9 @@ class CheckpointSaver:
             raise
 
     def create(self, final: Path) -> None:
-        try:
+        with refuse_to_write(final):
             remove_partial(final.parent)
             create_unfinished(final)
-        except OSError as error:
-            raise refuse_to_write(final, error) from None
 
     def finish(self, step: int, final: Path, gathered: list[tuple]) -> None:
         """Commit the checkpoint, whose files are all on disk, and delete old ones."""
@@ -284,11 +286,9 @@ class CheckpointSaver:
             hashes |= written
             tensors |= records
         manifest = replace(self.manifest, step=step, tensors=tensors)
-        try:
+        with refuse_to_write(final):
             write_manifest(name_unfinished(final), manifest, hashes)
             commit(final)
-        except OSError as error:
-            raise refuse_to_write(final, error) from None
         logger.log(self.log_level, f"saved checkpoint {final}")
         try:
             prune(self.folder, self.section)
@@ -319,15 +319,19 @@ def write_slices(final: Path, plan: SavePlan, slices: dict[str, Tensor] | Future
         return {}
     path = name_unfinished(final) / plan.file
     sharding = {name: {OFFSETS: offsets} for name, offsets in plan.offsets.items()}
-    try:
+    with refuse_to_write(final):
         write_tensors(path, slices, {SHARDING: json.dumps(sharding)})
         return {plan.file: flush_and_hash(path)}
+
+
+@contextmanager
+def refuse_to_write(final: Path) -> Iterator[None]:
+    """Raise an error of writing as a CheckpointError that names the rank and the folder."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
-        raise refuse_to_write(final, error) from None
-
-
-def refuse_to_write(final: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"rank {dist.get_rank()} cannot write {final}: {error}")
+        why = f"rank {dist.get_rank()} cannot write {final}: {error}"
+        raise CheckpointError(why) from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
