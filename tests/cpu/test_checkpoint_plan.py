@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from torchtitan_lite.checkpoint.plan import (
-    EXPERT_DIMS,
     WORLD_DIMS,
     Split,
     TensorRecord,
@@ -72,17 +71,6 @@ def cut_by_plan(record: TensorRecord, offsets, sizes) -> torch.Tensor:
     return whole[make_box(offsets, sizes)]
 
 
-def intersect(one: tuple[slice, ...], other: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Return the box that two boxes share. It has an element."""
-    shared = []
-    for left, right in zip(one, other, strict=True):
-        start = max(left.start, right.start)
-        stop = min(left.stop, right.stop)
-        assert start < stop
-        shared.append(slice(start, stop))
-    return tuple(shared)
-
-
 def list_ranks(degrees: dict[str, int], stage: int) -> range:
     n = prod(degrees[dim] for dim in WORLD_DIMS[1:])
     return range(stage * n, (stage + 1) * n)
@@ -120,9 +108,10 @@ def test_a_box_is_covered_once_by_the_slices_of_their_writers(degrees, shape, sp
         covered = torch.zeros(shape, dtype=torch.int64)
         for file, begin, extent in list_slices(record, degrees, offsets, sizes):
             assert slices_of_files[file] == (list(begin), list(extent))
-            covered[intersect(wanted, make_box(begin, extent))] += 1
+            before = covered[wanted].sum()
+            covered[make_box(begin, extent)] += 1
+            assert covered[wanted].sum() > before  # no file is opened for nothing
         assert (covered[wanted] == 1).all()
-        assert covered.sum() == covered[wanted].numel()
 
 
 def test_on_a_host_the_first_rank_with_a_slice_writes_it():
@@ -133,8 +122,3 @@ def test_on_a_host_the_first_rank_with_a_slice_writes_it():
     weight = TensorRecord("float32", (8, 4), 0, [Split(0, ("tp",)), FSDP], 0)
     half = list(list_slices(weight, degrees, [0, 0], [8, 4], among=range(2)))  # dp_shard rank 0
     assert [one.offsets for one in half] == [[0, 0], [4, 0]]
-
-
-def test_expert_dims_are_dims_of_the_same_ranks():
-    degrees = make_degrees(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
-    assert prod(degrees[dim] for dim in EXPERT_DIMS) == prod(degrees[dim] for dim in WORLD_DIMS)
