@@ -327,20 +327,26 @@ def encode(folder) -> Callable[[dict], Document]:
     return encode
 
 
+def decode_targets(document: Document, folder: Path) -> str:
+    pairs = zip(document.tokens, document.targets, strict=True)
+    ids = [id for id, is_target in pairs if is_target]
+    return AutoTokenizer.from_pretrained(folder).decode(ids)
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_row_is_written_as_transformers_does_and_what_is_not_used_is_counted(
     name, folder, encode
 ):
     row, *given = RIGHT[name]
-    conversation, targets, unused = [*given, *DEFAULTS[len(given) :]]
+    left_out = DEFAULTS[len(given) :]
+    conversation, targets, unused = [*given, *left_out]
     document = encode(row)
-    oracle = AutoTokenizer.from_pretrained(folder)
     variables = dict(conversation)
-    right = oracle.apply_chat_template(variables.pop("messages"), **variables, return_dict=True)
+    messages = variables.pop("messages")
+    oracle = AutoTokenizer.from_pretrained(folder)
+    right = oracle.apply_chat_template(messages, **variables, return_dict=True)
     assert document.tokens.tolist() == right["input_ids"]
-    pairs = zip(document.tokens, document.targets, strict=True)
-    trained = oracle.decode([id for id, is_target in pairs if is_target])
-    assert trained == "".join(text + END for text in targets)
+    assert decode_targets(document, folder) == "".join(text + END for text in targets)
     named = [reason for reason in document.counts if reason.endswith("is not used")]
     assert len(named) == len(unused)
     for reason, words in zip(named, unused, strict=True):
@@ -476,6 +482,4 @@ def test_only_last_turn_trains_after_a_conversation_that_the_assistant_begins(fo
     content = json.dumps({"messages": [answer("hi"), *TALK]}).encode()
     settings = PrepareSettings(str(folder), is_chat=True, only_last_turn=True)
     document = encode_row(settings, Row(Path("in.jsonl"), 1, content, ""))
-    oracle = AutoTokenizer.from_pretrained(folder)
-    pairs = zip(document.tokens, document.targets, strict=True)
-    assert oracle.decode([id for id, is_target in pairs if is_target]) == "4" + END
+    assert decode_targets(document, folder) == "4" + END
