@@ -13,10 +13,12 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
+from torchtitan_lite.tools.plan.command import describe_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks, warn_of_groups
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
+from torchtitan_lite.tools.tables import format_bytes
 
 ONE_STAGE = [
     "--parallelism.pipeline_parallel_schedule=1F1B",
@@ -93,6 +95,15 @@ def test_a_dry_run_prints_the_plan_and_both_columns(capsys):
     (gathers,) = (line for line in table.splitlines() if "all-gather over tp, " in line)
     closed, dry = re.findall(r"[\d.]+ [KM]iB", gathers)
     assert closed == dry
+
+
+def test_the_table_of_memory_has_the_fullest_rank():
+    """In a V, pp ranks 2 and 3 have equal stages, and the last one has more microbatches in flight."""
+    v_schedule = {"pipeline_parallel_schedule": "ZBVZeroBubble", "mode": "none", "enable": "false"}
+    planned = read("llama3_8b", 64, pp=4, local_batch_size=32, **v_schedule)
+    table = describe_memory(planned)
+    assert "pp rank 3 and 1 like it" in table
+    assert format_bytes(planned.taken_bytes) in table
 
 
 # ---------------------------------------------------------------- remarks

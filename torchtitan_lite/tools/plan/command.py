@@ -64,8 +64,9 @@ def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
 
 def describe_memory(planned: PlannedRun) -> str:
     rows = [("", *Memory._fields, "live", "at most")]
-    for pp_rank, alike in planned.workload.group_pp_ranks().items():
-        memory = estimate_memory(planned.workload, pp_rank)
+    for alike in planned.workload.group_pp_ranks().values():
+        by_rank = {rank: estimate_memory(planned.workload, rank) for rank in alike}
+        pp_rank, memory = max(by_rank.items(), key=lambda item: item[1].live)
         sizes = [*memory, memory.live, planned.find_most_taken(memory.live)]
         cells = list(map(format_bytes, sizes))
         if not memory.gradients:  # the peak is at the loss of the only microbatch

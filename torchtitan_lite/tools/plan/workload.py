@@ -192,7 +192,10 @@ class Workload:
         return list_order(*self.pipeline)
 
     def group_pp_ranks(self) -> dict[int, list[int]]:
-        """Group pp ranks with equal stages: first rank -> all ranks of its group. The first uses the most memory."""
+        """Group pp ranks with equal stages: first rank -> all ranks of its group.
+
+        The first has the most microbatches in flight, except in schedules that place stages in a V.
+        """
         alike = defaultdict(list)
         for rank in range(self.layout.pp):
             alike[tuple(self.stages_of(rank))].append(rank)
