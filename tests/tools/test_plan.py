@@ -220,7 +220,11 @@ def test_llama3_405b_on_16384_h100_and_its_128k_layout():
     }
     planned = read("llama3_405b", 16384, pp=16, tp=8, **options)
     short = planned.forecast
-    assert [stage.n_dense for stage in planned.workload.stages] == [0, *[1] * 126, 0]
+    assert [stage.n_layers for stage in planned.workload.stages] == [
+        (0, 0),
+        *[(1, 0)] * 126,
+        (0, 0),
+    ]
     assert 15 / (8 * 16 + 15) < short.bubble < 0.15
     assert short.mfu_causal == pytest.approx(0.41, rel=0.18)
     options["seq_len"] = 131072

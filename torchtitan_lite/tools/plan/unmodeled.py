@@ -9,6 +9,9 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun
 
 MODELED_VALUES = {  # key -> its values that the closed forms model, and what they count for all others
     "training.loss": (("cross_entropy",), "the time and memory of cross entropy"),
+    "model.attention": (("causal", "document"), "causal attention over the whole sequence"),
+    "quantize.linear.float8.emulate": ((False,), "matmuls of float8 units"),
+    "debug.deterministic": ((False,), "the fastest kernels"),
     "training.enable_cpu_offload": ((False,), "a run without offload"),
     "debug.compare_copies_every": ((0,), "no comparisons"),
     "checkpoint.local_folder": (("",), "no snapshots"),
