@@ -1,5 +1,6 @@
 """`plan`: answered without torch, its time and remarks, clusters, checkpoints; the closed form by hand."""
 
+import json
 import re
 import subprocess
 import sys
@@ -122,6 +123,18 @@ def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
         f"training.global_batch_size = {n * 128}" in remark
         and "or about 5 stages per rank" in remark
     )
+
+
+def test_programs_read_the_figures_of_a_plan(capsys):
+    assert (
+        main("plan --json --config llama3_8b --gpus 8 --training.enable_cpu_offload".split()) == 0
+    )
+    figures = json.loads(capsys.readouterr().out)
+    planned = read("llama3_8b", 8, global_batch_size=128)
+    assert figures["step_time_s"] == planned.forecast.step_time_s
+    assert figures["taken_bytes"] == planned.taken_bytes
+    assert list(figures["unmodeled"]) == ["training.enable_cpu_offload = True"]
+    assert main("plan --json --search --config llama3_8b --gpus 8".split()) == 2
 
 
 def test_a_plan_names_what_it_does_not_model():

@@ -184,6 +184,7 @@ error.""",
             Option("--search", "rank all layouts of this model on these GPUs"),
             Option("--toml", "with --search: write the best layout as a config", path),
             Option("--dry-run", "compare with a run of step.py on tensors without storage"),
+            JSON,
         ),
     ),
     "explain": Tool(

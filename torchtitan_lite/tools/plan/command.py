@@ -7,27 +7,58 @@
 """
 
 import argparse
+import json
 from datetime import timedelta
 from math import ceil, prod
 
 from torchtitan_lite.config.machine import GIB
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.plan.bars import BARS, find_family
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
-from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
+from torchtitan_lite.tools.plan.memory import Memory, estimate_memory, estimate_peak
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
 from torchtitan_lite.tools.plan.search import search_layouts
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
+from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 
 def main(options: argparse.Namespace) -> int:
+    if options.json and (options.search or options.dry_run):
+        raise UserError("--json prints the plan of one layout. Leave out --search and --dry-run")
     if options.search:
         print(search_layouts(options))
         return 0
     planned = plan_run(options.config_args, options.gpus, options.gpu)
-    print(describe_plan(planned, options))
+    if options.json:
+        print(json.dumps(list_figures(planned), indent=2))
+    else:
+        print(describe_plan(planned, options))
     return int(not planned.fits)
+
+
+def list_figures(planned: PlannedRun) -> dict[str, object]:
+    """Return the figures of the plan, for programs. Names end with their unit: bytes, or s for seconds."""
+    forecast = planned.forecast
+    family = find_family(planned.workload)
+    return {
+        "config_name": planned.config_name,
+        "layout": str(planned),
+        "gpu": planned.cluster.name,
+        "fits": planned.fits,
+        "taken_bytes": planned.taken_bytes,
+        "live_bytes": estimate_peak(planned.workload),
+        "step_time_s": forecast.step_time_s,
+        "parts_s": forecast.parts_s,
+        "bubble": forecast.bubble,
+        "tokens_per_s_per_gpu": forecast.tokens_per_s_per_gpu,
+        "tokens_per_s_per_gpu_range": BARS[family].widen(forecast.tokens_per_s_per_gpu),
+        "mfu_full": forecast.mfu_full,
+        "mfu_causal": forecast.mfu_causal,
+        "unmodeled": list_unmodeled(planned),
+        "remarks": list_remarks(planned),
+    }
 
 
 def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
