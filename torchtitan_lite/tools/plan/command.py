@@ -40,22 +40,17 @@ def main(options: argparse.Namespace) -> int:
 
 def list_figures(planned: PlannedRun) -> dict[str, object]:
     """Return the figures of the plan, for programs. Names end with their unit: bytes, or s for seconds."""
-    forecast = planned.forecast
-    family = find_family(planned.workload)
-    return {
+    figures = dict(vars(planned.forecast))
+    del figures["timeline"]
+    bar = BARS[find_family(planned.workload)]
+    return figures | {
         "config_name": planned.config_name,
         "layout": str(planned),
         "gpu": planned.cluster.name,
         "fits": planned.fits,
         "taken_bytes": planned.taken_bytes,
         "live_bytes": estimate_peak(planned.workload),
-        "step_time_s": forecast.step_time_s,
-        "parts_s": forecast.parts_s,
-        "bubble": forecast.bubble,
-        "tokens_per_s_per_gpu": forecast.tokens_per_s_per_gpu,
-        "tokens_per_s_per_gpu_range": BARS[family].widen(forecast.tokens_per_s_per_gpu),
-        "mfu_full": forecast.mfu_full,
-        "mfu_causal": forecast.mfu_causal,
+        "tokens_per_s_per_gpu_range": bar.widen(planned.forecast.tokens_per_s_per_gpu),
         "unmodeled": list_unmodeled(planned),
         "remarks": list_remarks(planned),
     }
