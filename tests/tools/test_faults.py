@@ -45,7 +45,7 @@ from torchtitan_lite.faults import start as start_module
 from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.tools.faults.hang import explain, list_hangs, read_files
-from torchtitan_lite.tools.plan.pulse import Measured, judge
+from torchtitan_lite.tools.faults.pulse import Measured, judge
 
 SHARD = "parallelism.data_parallel_shard_degree"
 

@@ -184,6 +184,7 @@ error.""",
             Option("--search", "rank all layouts of this model on these GPUs"),
             Option("--toml", "with --search: write the best layout as a config", path),
             Option("--dry-run", "compare with a run of step.py on tensors without storage"),
+            JSON,
         ),
     ),
     "explain": Tool(
@@ -287,7 +288,7 @@ For the speed of a model on your GPUs, train a few steps of it: each line of the
         ),
     ),
     "pulse": Tool(
-        "plan.pulse",
+        "faults.pulse",
         """Is a device slow or wrong, is a link slow? Measures the ranks of a run before it starts, within a minute.
 
 Start it on every host with the environment of the run, or TOOL=pulse ./run_train.sh, which also works with Slurm.""",

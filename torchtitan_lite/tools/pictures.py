@@ -1,9 +1,11 @@
-"""Draw SVG pictures: curves over steps, and rows of boxes for heat maps, timelines and flame graphs.
+"""Write HTML pages with SVG pictures: curves over steps, and rows of boxes for heat maps, timelines and flame graphs.
 
 Horizontal positions are percentages and heights are pixels, so a picture fits any width and its text keeps its size.
-The page that contains it has the style sheet (report/page.py). Each point and each box has a tooltip, its <title>.
+Each point and each box has a tooltip, its <title>. STYLE has the colors: one for each run, mesh dim and action of a
+pipeline. A page is one file without scripts, so the tools that write one need no torch.
 """
 
+from collections.abc import Iterable, Sequence
 from html import escape
 from math import ceil, floor, log10
 from statistics import mean
@@ -13,6 +15,28 @@ WIDTH = 83.0  # length of the horizontal axis, in percent
 PLOT_HEIGHT = 130  # pixels
 ROW_HEIGHT = 20  # pixels
 MOST_POINTS = 300  # per curve
+STYLE = """
+:root { color-scheme: light dark; --page: light-dark(#fff, #15191d); --ink: light-dark(#1f262d, #e1e5e9);
+  --pale: light-dark(#69727b, #98a1aa); --line: light-dark(#e4e7ea, #2d343b); --soft: light-dark(#f4f5f7, #1e242a);
+  --run0: #4587cf; --run1: #d9822b; --run2: #35a075; --run3: #c05c98; --run4: #8a6fd0; --run5: #b8a02c;
+  --run6: #c9504a; --run7: #2fa3b5; --run8: #8c6d4f; --run9: #6a9a2f; --run10: #5a62c4; --run11: #808890;
+  --computing: #8ba1b8; --waiting: #8e969d40;
+  --dp_replicate: #3d6fae; --dp_shard: #4c8fd6; --efsdp: #6f86c9; --pp: #9a6fd6; --cp: #2fa39c; --tp: #dd5f46;
+  --ep: #d3a02c; --various: #8d949c; --F: #4c8fd6; --B: #ea8f3c; --I: #d9b92e; --W: #a573cf }
+body { margin: 0 auto; max-width: 1080px; padding: 24px 16px; background: var(--page); color: var(--ink);
+  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-variant-numeric: tabular-nums }
+h1, h2, h3, p, figure { margin: 5px 0 } h2, h3 { margin-top: 32px } p { max-width: 88ch } i { color: var(--pale) }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 310px), 1fr)); gap: 18px 28px }
+pre, .wide { overflow-x: auto } pre { font-size: 12.5px; background: var(--soft); padding: 8px }
+table { border-collapse: collapse; font-size: 14px } p { overflow-wrap: anywhere }
+td { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line) } tr:first-child { font-weight: 600 }
+svg { width: 100%; overflow: visible; display: block } svg svg { overflow: hidden } svg.box { width: auto }
+text { font-size: 11px; fill: var(--pale) } .box text { fill: var(--ink) } line { stroke: var(--line) }
+rect { stroke: var(--page); fill: color-mix(in srgb, currentColor 62%, var(--page)) }
+.band { fill-opacity: .18; stroke: none } polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
+.far { opacity: 0 } circle:hover { opacity: 1 }
+@media print { h2, h3 { break-after: avoid } figure, svg, tr { break-inside: avoid } }
+"""
 
 Points = list[tuple[float, float]]  # (place on the horizontal axis, value)
 Samples = list[tuple[float, list[float]]]  # (place on the horizontal axis, value of each run)
@@ -129,3 +153,22 @@ def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float) -> str:
             )
         y += height + 2
     return f'<svg height="{y}">{"".join(shapes)}</svg>'
+
+
+def draw_table(rows: Iterable[Sequence[str]]) -> str:
+    """Draw a table; its first row is the heading."""
+    body = ""
+    for row in rows:
+        cells = "".join(f"<td>{escape(cell)}" for cell in row)
+        body += f"<tr>{cells}"
+    return f"<div class=wide><table>{body}</table></div>"
+
+
+def wrap_page(title: str, body: str, refresh_s: int = 0) -> str:
+    """Return a whole page. `refresh_s`: seconds until the browser loads it again; 0: never."""
+    head = f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title><style>{STYLE}</style>'
+    if refresh_s:
+        head = f'<meta http-equiv="refresh" content="{refresh_s}">{head}'
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8">{head}<body>{body}</body></html>\n'
+    )

@@ -36,14 +36,12 @@ class Cluster:
     peak_bfloat16: float = PEAK_BF16_FLOPS["H100"]  # dense FLOP/s
     peak_float32: float = 67e12
     peak_float8: float = 2 * PEAK_BF16_FLOPS["H100"]  # peak_bfloat16 if the GPU has no float8 units
-    memory_bytes: float = (
-        81559 * MIB
-    )  # of one GPU, as the driver reports it: the total in nvidia-smi
+    # of one GPU, as the driver reports it: the total in nvidia-smi
+    memory_bytes: float = 81559 * MIB
     memory_bandwidth: float = 3.35e12
     node_size: int = 8  # GPUs connected by the fast links
-    link_bandwidth: float = (
-        450 * GB
-    )  # inside a node: half of the datasheet's number, which counts both directions
+    # inside a node: half of the datasheet's number, which counts both directions
+    link_bandwidth: float = 450 * GB
     network_bandwidth: float = 50 * GB  # between nodes
     n_multiprocessors: int = 132  # each computes one tile at a time
 
@@ -67,12 +65,10 @@ class Cluster:
     triton_backward: float = 0.16
     # Matmuls of unfused attention, which writes its scores to memory. Fit.
     unfused_efficiency: float = 0.54
-    memory_efficiency: float = (
-        0.72  # of elementwise kernels. Fit; STREAM-like copies reach 80 to 90 %
-    )
-    link_efficiency: float = (
-        0.80  # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
-    )
+    # Of elementwise kernels. Fit; STREAM-like copies reach 80 to 90 %
+    memory_efficiency: float = 0.72
+    # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
+    link_efficiency: float = 0.80
     network_efficiency: float = 0.92  # 46 to 48 GB/s on a 400 Gb/s card: nccl-tests issue 290
     # Ring, protocol Simple: base, per hop inside a node, per hop between nodes. NCCL, tuning.cc.
     latency_s: float = 8.4e-6
@@ -170,11 +166,11 @@ ROWS = [
     # A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6
     Cluster(
         "a100-80",
-        A100,
-        19.5e12,
-        A100,
-        81920 * MIB,
-        2.039e12,
+        peak_bfloat16=A100,
+        peak_float32=19.5e12,
+        peak_float8=A100,
+        memory_bytes=81920 * MIB,
+        memory_bandwidth=2.039e12,
         link_bandwidth=300 * GB,
         network_bandwidth=25 * GB,
         n_multiprocessors=108,
@@ -188,11 +184,11 @@ ROWS = [
     # copied from Hopper: no published run has been compared with this row
     Cluster(
         "b200",
-        B200,
-        75e12,
-        2 * B200,
-        180 * GB,
-        8e12,
+        peak_bfloat16=B200,
+        peak_float32=75e12,
+        peak_float8=2 * B200,
+        memory_bytes=180 * GB,
+        memory_bandwidth=8e12,
         link_bandwidth=900 * GB,
         n_multiprocessors=148,
     ),
@@ -203,15 +199,15 @@ ROWS = [
     # memory to the system
     Cluster(
         "cpu",
-        9e10,
-        9e10,
-        9e10,
-        4 * GIB,
-        4e10,
-        64,
-        1e9,
-        1e9,
-        1,
+        peak_bfloat16=9e10,
+        peak_float32=9e10,
+        peak_float8=9e10,
+        memory_bytes=4 * GIB,
+        memory_bandwidth=4e10,
+        node_size=64,
+        link_bandwidth=1e9,
+        network_bandwidth=1e9,
+        n_multiprocessors=1,
         matmul_efficiency=0.5,
         cudnn_forward=0.35,
         cudnn_backward=0.35,
@@ -234,6 +230,8 @@ def describe_node(cluster: Cluster, n_ranks: int) -> Machine:
 
 def find_row(device_name: str) -> str:
     """Return the name of the row for a device, by the driver's name; "h100" if there is none."""
-    return next(
-        (name for name in CLUSTERS if name.partition("-")[0] in device_name.lower()), "h100"
-    )
+    for name in CLUSTERS:
+        chip, _, _ = name.partition("-")
+        if chip in device_name.lower():
+            return name
+    return "h100"

@@ -7,27 +7,53 @@
 """
 
 import argparse
+import json
 from datetime import timedelta
 from math import ceil, prod
 
 from torchtitan_lite.config.machine import GIB
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.plan.bars import BARS, find_family
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
-from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
+from torchtitan_lite.tools.plan.memory import Memory, estimate_memory, estimate_peak
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
 from torchtitan_lite.tools.plan.search import search_layouts
 from torchtitan_lite.tools.plan.transfers import estimate_traffic
+from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 
 def main(options: argparse.Namespace) -> int:
+    if options.json and (options.search or options.dry_run):
+        raise UserError("--json prints the plan of one layout. Leave out --search and --dry-run")
     if options.search:
         print(search_layouts(options))
         return 0
     planned = plan_run(options.config_args, options.gpus, options.gpu)
-    print(describe_plan(planned, options))
+    if options.json:
+        print(json.dumps(list_figures(planned), indent=2))
+    else:
+        print(describe_plan(planned, options))
     return int(not planned.fits)
+
+
+def list_figures(planned: PlannedRun) -> dict[str, object]:
+    """Return the figures of the plan, for programs. Names end with their unit: bytes, or s for seconds."""
+    figures = dict(vars(planned.forecast))
+    del figures["timeline"]
+    bar = BARS[find_family(planned.workload)]
+    return figures | {
+        "config_name": planned.config_name,
+        "layout": str(planned),
+        "gpu": planned.cluster.name,
+        "fits": planned.fits,
+        "taken_bytes": planned.taken_bytes,
+        "live_bytes": estimate_peak(planned.workload),
+        "tokens_per_s_per_gpu_range": bar.widen(planned.forecast.tokens_per_s_per_gpu),
+        "unmodeled": list_unmodeled(planned),
+        "remarks": list_remarks(planned),
+    }
 
 
 def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
@@ -64,8 +90,9 @@ def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
 
 def describe_memory(planned: PlannedRun) -> str:
     rows = [("", *Memory._fields, "live", "at most")]
-    for pp_rank, alike in planned.workload.group_pp_ranks().items():
-        memory = estimate_memory(planned.workload, pp_rank)
+    for alike in planned.workload.group_pp_ranks().values():
+        by_rank = {rank: estimate_memory(planned.workload, rank) for rank in alike}
+        pp_rank, memory = max(by_rank.items(), key=lambda item: item[1].live)
         sizes = [*memory, memory.live, planned.find_most_taken(memory.live)]
         cells = list(map(format_bytes, sizes))
         if not memory.gradients:  # the peak is at the loss of the only microbatch

@@ -1,4 +1,4 @@
-"""Remarks of `plan` on a layout: settings that waste time or memory, each with a better value."""
+"""Remarks of `plan`: settings that waste time or memory, each with a better value, and what is not modeled."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -10,6 +10,7 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
+from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
 
 MOST_IDLE = 0.15  # fraction of a step
 LEVERS = [  # key, value: from the one that costs least time
@@ -30,10 +31,8 @@ def list_remarks(planned: PlannedRun) -> list[str]:
     expected = planned.forecast
     remarks = warn_of_bubble(planned, expected.bubble)
     remarks += warn_of_groups(planned.layout, cluster)
-    untimed = set().union(*(kind.untimed for kind in planned.workload.kinds))
-    if untimed:
-        names = ", ".join(sorted(untimed))
-        remarks.append(f"the time and memory of {names} are not in this forecast")
+    for name, counted in list_unmodeled(planned).items():
+        remarks.append(f"the forecast does not model {name}. It counts {counted}")
     waiting = expected.parts_s["waiting for dp"] / expected.step_time_s
     if waiting > MOST_IDLE:
         advice = "More sequences per rank (training.global_batch_size) or pipeline stages may be faster. Try --search"

@@ -6,6 +6,7 @@ from math import prod
 from operator import mul
 
 from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, count_flops_per_token
+from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
 from torchtitan_lite.tools.plan.orders import Action, Order
 from torchtitan_lite.tools.plan.timeline import Timeline, simulate
@@ -118,13 +119,19 @@ class StepTime(LayerTime):
 
     @cached_property
     def lower_bound_s(self) -> float:
-        """Lower bound on the step time of any schedule: a rank waits for its first microbatch, then is never idle."""
+        """Lower bound on the step time: a rank waits for its first microbatch, then is never idle.
+
+        Earlier stages run their last backwards after it, unless its last gradients of weights overlap with them.
+        """
         layout = self.workload.layout
+        splits_backward = SCHEDULES[self.workload.schedule].splits_backward
         bounds = []
         for rank in range(layout.pp):
             indices = layout.stages_of(rank)
             before = self.stages[: indices[0]]
-            fill = sum(phases.forward + phases.backward_input for phases in before)
+            fill = sum(phases.forward for phases in before)
+            if not splits_backward:
+                fill += sum(phases.backward_input for phases in before)
             busy = sum(self.stages[index].total for index in indices)
             bounds.append(fill + layout.n_microbatches * busy)
         return max(bounds) + self.once_s + self.optimizer_s

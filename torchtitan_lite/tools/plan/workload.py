@@ -33,8 +33,7 @@ Group = tuple[str, list[int], int]
 class Stage:
     """The modules of a pipeline stage."""
 
-    n_dense: int  # layers without experts
-    n_moes: int  # layers with experts
+    n_layers: tuple[int, int]  # without experts, with experts
     has_embedding: bool
     has_head: bool  # and the final norm
 
@@ -91,7 +90,7 @@ class LayerKind:
 
     def count(self, stage: Stage) -> int:
         """Return the number of layers of this kind in a stage."""
-        return stage.n_moes if self.is_moe else stage.n_dense
+        return stage.n_layers[self.is_moe]
 
     def average(self, **by_mode: float) -> float:
         """Average a number that depends on the recompute mode over the layers. Modes that are not given count as 0."""
@@ -192,7 +191,10 @@ class Workload:
         return list_order(*self.pipeline)
 
     def group_pp_ranks(self) -> dict[int, list[int]]:
-        """Group pp ranks with equal stages: first rank -> all ranks of its group. The first uses the most memory."""
+        """Group pp ranks with equal stages: first rank -> all ranks of its group.
+
+        The first has the most microbatches in flight, except in schedules that place stages in a V.
+        """
         alike = defaultdict(list)
         for rank in range(self.layout.pp):
             alike[tuple(self.stages_of(rank))].append(rank)
@@ -290,6 +292,6 @@ def count_modules(stages: Stages, args: ModelArgs) -> tuple[Stage, ...]:
     for fqns in stages:
         layers = [int(fqn.removeprefix("layers.")) for fqn in fqns if fqn.startswith("layers.")]
         n_moes = sum(map(args.is_moe, layers))
-        has_embedding = "tok_embeddings" in fqns
-        found.append(Stage(len(layers) - n_moes, n_moes, has_embedding, "output" in fqns))
+        n_layers = (len(layers) - n_moes, n_moes)
+        found.append(Stage(n_layers, "tok_embeddings" in fqns, "output" in fqns))
     return tuple(found)

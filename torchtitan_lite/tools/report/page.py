@@ -3,14 +3,23 @@
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from statistics import mean, median
 from typing import NamedTuple
 
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.tools.pictures import ROW_HEIGHT, Points, Samples, draw_curves, draw_rows, thin
+from torchtitan_lite.tools.pictures import (
+    ROW_HEIGHT,
+    Points,
+    Samples,
+    draw_curves,
+    draw_rows,
+    draw_table,
+    thin,
+    wrap_page,
+)
 from torchtitan_lite.tools.plan.memory import estimate_memory
 from torchtitan_lite.tools.plan.timeline import draw_timeline
 from torchtitan_lite.tools.report.runs import (
@@ -38,28 +47,6 @@ PLOTS = {  # title -> field, field of the dashed curve, whether the axis starts 
     "MFU": ("mfu_full", "mfu_causal", True),
     "Peak memory of rank 0, GiB": ("peak_memory_gib", "reserved_memory_gib", True),
 }
-STYLE = """
-:root { color-scheme: light dark; --page: light-dark(#fff, #15191d); --ink: light-dark(#1f262d, #e1e5e9);
-  --pale: light-dark(#69727b, #98a1aa); --line: light-dark(#e4e7ea, #2d343b); --soft: light-dark(#f4f5f7, #1e242a);
-  --run0: #4587cf; --run1: #d9822b; --run2: #35a075; --run3: #c05c98; --run4: #8a6fd0; --run5: #b8a02c;
-  --run6: #c9504a; --run7: #2fa3b5; --run8: #8c6d4f; --run9: #6a9a2f; --run10: #5a62c4; --run11: #808890;
-  --computing: #8ba1b8; --waiting: #8e969d40;
-  --dp_replicate: #3d6fae; --dp_shard: #4c8fd6; --efsdp: #6f86c9; --pp: #9a6fd6; --cp: #2fa39c; --tp: #dd5f46;
-  --ep: #d3a02c; --various: #8d949c; --F: #4c8fd6; --B: #ea8f3c; --I: #d9b92e; --W: #a573cf }
-body { margin: 0 auto; max-width: 1080px; padding: 24px 16px; background: var(--page); color: var(--ink);
-  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-variant-numeric: tabular-nums }
-h1, h2, h3, p, figure { margin: 5px 0 } h2, h3 { margin-top: 32px } p { max-width: 88ch } i { color: var(--pale) }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 310px), 1fr)); gap: 18px 28px }
-pre, .wide { overflow-x: auto } pre { font-size: 12.5px; background: var(--soft); padding: 8px }
-table { border-collapse: collapse; font-size: 14px } p { overflow-wrap: anywhere }
-td { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line) } tr:first-child { font-weight: 600 }
-svg { width: 100%; overflow: visible; display: block } svg svg { overflow: hidden } svg.box { width: auto }
-text { font-size: 11px; fill: var(--pale) } .box text { fill: var(--ink) } line { stroke: var(--line) }
-rect { stroke: var(--page); fill: color-mix(in srgb, currentColor 62%, var(--page)) }
-.band { fill-opacity: .18; stroke: none } polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
-.far { opacity: 0 } circle:hover { opacity: 1 }
-@media print { h2, h3 { break-after: avoid } figure, svg, tr { break-inside: avoid } }
-"""
 
 
 class Series(NamedTuple):
@@ -120,8 +107,8 @@ def write_page(
     series = []
     for at, (name, members) in enumerate(groups.items()):
         series.append(Series(name, f"var(--run{at})", members))
-    title = escape(" and ".join(groups))
-    parts = [f"<h1>{title}</h1>"]
+    title = " and ".join(groups)
+    parts = [f"<h1>{escape(title)}</h1>"]
     if is_alone:
         parts += [f"<p>{escape(sentence)}</p>" for sentence in summarize(runs[0])]
     else:
@@ -138,19 +125,7 @@ def write_page(
         if not refresh:
             parts += draw_traces(runs[0])
         parts.append(compare_with_forecast(runs[0]))
-    head = f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style>'
-    if refresh:
-        head = f'<meta http-equiv="refresh" content="{REFRESH_S}">{head}'
-    return f'<!doctype html><html lang="en"><meta charset="utf-8">{head}<body>{"".join(parts)}</body></html>\n'
-
-
-def draw_table(rows: Iterable[Sequence[str]]) -> str:
-    """Draw a table; its first row is the heading."""
-    body = ""
-    for row in rows:
-        cells = "".join(f"<td>{escape(cell)}" for cell in row)
-        body += f"<tr>{cells}"
-    return f"<div class=wide><table>{body}</table></div>"
+    return wrap_page(title, "".join(parts), REFRESH_S if refresh else 0)
 
 
 def compare_runs(series: list[Series], keys: list[str]) -> str:

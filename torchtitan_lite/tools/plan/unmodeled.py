@@ -1,0 +1,31 @@
+"""What a run has that the forecast does not model. `plan` prints a remark for each, also before a dry run.
+
+A key is listed with the values that the closed forms model. Other keys either are modeled for all of their values, or
+do not change the time or the memory of a step. Validation and checkpoints run between steps, so they are not listed.
+"""
+
+from torchtitan_lite.config.schema import get_value
+from torchtitan_lite.tools.plan.planned_run import PlannedRun
+
+MODELED_VALUES = {  # key -> its values that the closed forms model, and what they count for all others
+    "training.loss": (("cross_entropy",), "the time and memory of cross entropy"),
+    "model.attention": (("causal", "document"), "causal attention over the whole sequence"),
+    "quantize.linear.float8.emulate": ((False,), "matmuls of float8 units"),
+    "debug.deterministic": ((False,), "the fastest kernels"),
+    "training.enable_cpu_offload": ((False,), "a run without offload"),
+    "debug.compare_copies_every": ((0,), "no comparisons"),
+    "checkpoint.local_folder": (("",), "no snapshots"),
+}
+
+
+def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
+    """Return key with its value, or name of a module -> what the forecast counts instead."""
+    unmodeled = {}
+    for key, (values, counted) in MODELED_VALUES.items():
+        value = get_value(planned.config, key)
+        if value not in values:
+            unmodeled[f"{key} = {value}"] = counted
+    for kind in planned.workload.kinds:
+        for name in sorted(kind.untimed):
+            unmodeled[name] = "its weights, but neither its time nor its activations"
+    return unmodeled
