@@ -1,6 +1,5 @@
 """Mutants that the wide trial sees: norm, loss, gradients, pieces, positions, masks."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -9,7 +8,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from layouts import CHUNKS, COMPILED, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, TWO_LAYERS, ZERO, Row
 from mutant_table import CP2, mutant
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from torchtitan_lite import step
 from torchtitan_lite.components import optim
@@ -44,7 +42,7 @@ def loss_averaged_per_rank(original, run, batch):
     return (count_valid_tokens(batch.targets) * run.layout.dp).clamp(min=1)
 
 
-@mutant("dp4", "gradients", "output.weight", at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
+@mutant("dp2", "gradients", "output.weight", at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
 def gradients_averaged_instead_of_summed(original, module, factor):
     """FSDP's default divides by the number of ranks, after the loss was already divided by all tokens."""
     return None
@@ -99,13 +97,6 @@ def recompute_forgets_an_input(original, forward, *args, **options):
         return forward(x, rotation.roll(next(shifts), dims=1), doc_ids)
 
     return original(drifting, *args, **options)
-
-
-@mutant(Row(2, CP2), "rotary angles", "layers.0", at=(step, "shard_for_cp"))
-def positions_not_sharded(original, run, batch):
-    """Each context-parallel rank counts the positions of its tokens from 0."""
-    pieces = original(run, batch)
-    return replace(pieces, positions=batch.positions[:, : pieces.tokens.shape[1]])
 
 
 @mutant(
@@ -227,19 +218,6 @@ def small_error_from_layer_0(original, part, mesh):
         )
 
 
-# ---------------------------------------------------------------- one collective of each mesh dim
-
-REDUCE_SCATTER = (
-    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-)  # 2.13
-
-
-@mutant("dp2", "gradients", "output.weight", at=(dist, REDUCE_SCATTER))
-def shards_not_summed(original, output, input, *args, group, **options):
-    """FSDP's reduce-scatter leaves each rank its shard of its own gradients."""
-    output.copy_(input.chunk(group.size())[group.rank()])
-
-
 @mutant(Row(2, {**CP2, **RING}), "module output", "layers.0.attention.inner")
 def keys_not_fetched():
     """Context parallel brings a rank its own keys and values again."""
@@ -251,17 +229,3 @@ def keys_not_fetched():
         wait_tensor=lambda tensor: tensor if tensor.is_leaf else ops.wait_tensor(tensor),
     )
     return patch.object(ring_attention, "collectives", broken)
-
-
-@mutant(
-    "pp2 1F1B",
-    "module output",
-    "layers.1.attention_norm",
-    at=(_PipelineStageBase, "get_fwd_send_ops"),
-)
-def hidden_states_not_sent(original, stage, microbatch):
-    """A pipeline stage sends zeros."""
-    ops = original(stage, microbatch)
-    for op in ops:
-        op.tensor = torch.zeros_like(op.tensor)
-    return ops
