@@ -28,7 +28,7 @@ COMMENT = re.compile(r"<!-- .*? -->\n", re.DOTALL)
 ANSWER = re.compile(r"<!-- answer (\w+): (.+?) \| (.+?) -->")
 SLIP = re.compile(r"<!-- slip (\w+) (\S+): (.+?) -->")
 JUDGED_BY = re.compile(r"<!-- judge: (.+?) -->")
-QUANTITY = re.compile(r"([-+]?[\d.,]*\d(?:[eE][-+]?\d+)?)\s*([A-Za-z%]*)")
+QUANTITY = re.compile(r"([-+]?[\d,]*\.?\d+(?:[eE][-+]?\d+)?)\s*([A-Za-z%]*)")
 UNITS = {
     "": 1.0,
     "%": 0.01,
