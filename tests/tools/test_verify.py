@@ -39,13 +39,18 @@ from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import Config, get_value, with_value
 from torchtitan_lite.parallel import parallelize
 from torchtitan_lite.tools.verify import train_py
-from torchtitan_lite.tools.verify.certificate import describe, make_report
+from torchtitan_lite.tools.verify.certificate import (
+    NO_RESULT,
+    changes_results,
+    describe,
+    make_report,
+)
 from torchtitan_lite.tools.verify.command import list_trials, make_trials
 from torchtitan_lite.tools.verify.degrees import choose_other_layout
 from torchtitan_lite.tools.verify.ranks import RankPool
 from torchtitan_lite.tools.verify.reduction import override, reduce_config
 from torchtitan_lite.tools.verify.trial import Trial, make_trial
-from torchtitan_lite.tools.verify.witnesses import WITNESSES, changes_results
+from torchtitan_lite.tools.verify.witnesses import WITNESSES
 
 TP2 = ("--config", "debug", f"--{TP}=2", f"--{SHARD}=1")
 # One of each kind. The others: `tests/run.sh --all`.
@@ -181,6 +186,7 @@ def test_a_key_that_is_set_is_covered_only_if_its_witness_saw_it_act():
     """A new key has no witness. `real` has another value of every key; no rule checks it here."""
     sizes = {f"model.{size.name}" for size in fields(MoEArgs)}
     assert KEYS.keys() | sizes >= WITNESSES.keys()
+    assert KEYS.keys() | {key.partition(".")[0] for key in KEYS} >= NO_RESULT
     small = reduce()
     real = small.real
     tried = set(filter(changes_results, KEYS)) - {"model.name", "model.flavor"}

@@ -6,18 +6,15 @@ and inside are counted apart, because recompute shows as an operator of forward 
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from unittest.mock import patch
 
 from torch import Tensor
 from torch.autograd.profiler import profile
 
 from torchtitan_lite import build
-from torchtitan_lite import step as stepping
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.batch import Batch
+from torchtitan_lite.step import StepResult
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Observed:
 
     run: build.Run  # with the config of the trial, resolved
     batch: Batch
-    result: stepping.StepResult
+    result: StepResult
     biases: dict[str, Tensor]  # of the experts, before the step
     # Events of the profile by name, outside of backward and inside. Empty if the step was not profiled.
     forward: Counter[str]
@@ -60,30 +57,12 @@ def count(events: Counter[str], *words: str) -> int:
     return sum(n for name, n in events.items() if any(word in name for word in words))
 
 
-@contextmanager
-def steps_observed(look: Callable[[Observed], None], *, profiled: bool) -> Iterator[None]:
-    """Context manager: call `look` after each step of this rank."""
-    train_step = stepping.train_step
-
-    def watch(run: build.Run, batch: Batch, *args) -> stepping.StepResult:
-        biases = {}
-        if run.balance:
-            biases = {fqn: bias.clone() for fqn, bias in run.balance.biases.items()}
-        profiler = profile(enabled=profiled, record_shapes=True)
-        with profiler:
-            result = train_step(run, batch, *args)
-        forward, backward = count_events(profiler) if profiled else (Counter(), Counter())
-        look(Observed(run, batch, result, biases, forward, backward))
-        return result
-
-    with patch.object(stepping, "train_step", watch):
-        yield
-
-
 def count_events(profiler: profile) -> tuple[Counter[str], Counter[str]]:
     """Count the events of a profile by name, outside of backward and inside. Some names include a dtype."""
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
+    if not profiler.enabled:
+        return forward, backward
     end_ns = 0  # of the last node of autograd
     for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         name = event.name()

@@ -4,53 +4,34 @@
     did not act    a trial ran the value, but no rank saw it act
     off            the value turns its feature off, or belongs to a feature that is off: there is nothing to see
 
-A witness looks at a step from outside (observed.py). Keys in NO_RESULT need none, because they change no result.
+A witness looks at a step from outside (observed.py).
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.autograd.profiler import profile
 
+from torchtitan_lite import build
+from torchtitan_lite import step as stepping
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.layout import MODEL_SIZES
 from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.schema import get_value
 from torchtitan_lite.model.attention import ATTENTION_MODULES
+from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import Float8Linear
 from torchtitan_lite.tools.verify.degrees import DEGREES
 from torchtitan_lite.tools.verify.measures import local
-from torchtitan_lite.tools.verify.observed import Observed, count, steps_observed
+from torchtitan_lite.tools.verify.observed import Observed, count, count_events
 from torchtitan_lite.tools.verify.plain import PLAIN_ATTENTIONS
 
 MOE_SIZES = [size.name for size in fields(MoEArgs)]
 Acted = dict[str, bool | None]  # key -> whether it acted; None: it is off
-# Sections and keys of logs, traces, files and time-outs, and of the steps in which a run saves or validates.
-NO_RESULT = {
-    "comm",
-    "job",
-    "metrics",
-    "profiling",
-    "checkpoint.enable",
-    "checkpoint.folder",
-    "checkpoint.interval",
-    "checkpoint.enable_first_step_checkpoint",
-    "checkpoint.keep_latest_k",
-    "debug.compare_copies_every",
-    "training.cache_folder",
-    "training.gc_freq",
-    "validation.enable",
-    "validation.freq",
-}
-
-
-def changes_results(key: str) -> bool:
-    section, _, _ = key.partition(".")
-    return NO_RESULT.isdisjoint((key, section))
-
-
 Witness = Callable[[Observed], bool | None]
 
 
@@ -342,14 +323,25 @@ WITNESSES: dict[str, Witness] = {
 # ---------------------------------------------------------------- steps of a trial
 
 
-def actions_noted(acted: Acted, *, profiled: bool = True) -> AbstractContextManager[None]:
+@contextmanager
+def actions_noted(acted: Acted, *, profiled: bool = True) -> Iterator[None]:
     """Context manager: note in `acted` which keys act in the steps of this rank."""
+    train_step = stepping.train_step
 
-    def note(step: Observed) -> None:
+    def watch(run: build.Run, batch: Batch, *args) -> stepping.StepResult:
+        biases = {}
+        if run.balance:
+            biases = {fqn: bias.clone() for fqn, bias in run.balance.biases.items()}
+        profiler = profile(enabled=profiled, record_shapes=True)
+        with profiler:
+            result = train_step(run, batch, *args)
+        step = Observed(run, batch, result, biases, *count_events(profiler))
         seen = {key: witness(step) for key, witness in WITNESSES.items()}
         acted.update(merge([acted, seen]))
+        return result
 
-    return steps_observed(note, profiled=profiled)
+    with patch.object(stepping, "train_step", watch):
+        yield
 
 
 def merge(observations: Iterable[Acted]) -> Acted:
