@@ -45,8 +45,9 @@ class Observed:
 
     @property
     def moments(self) -> list[Tensor]:
+        """Optimizer state of all parameters, without counters. An optimizer of a fork may have any names."""
         states = self.run.optimizer.state.values()
-        return [state["exp_avg_sq"] for state in states if "exp_avg_sq" in state]
+        return [tensor for state in states for tensor in state.values() if tensor.dim()]
 
     def runs_thread(self, name: str) -> bool:
         return any(thread.name.startswith(name) for thread in threading.enumerate())
