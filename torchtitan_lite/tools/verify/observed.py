@@ -45,9 +45,12 @@ class Observed:
 
     @property
     def moments(self) -> list[Tensor]:
-        """Optimizer state of all parameters, without counters. An optimizer of a fork may have any names."""
-        states = self.run.optimizer.state.values()
-        return [tensor for state in states for tensor in state.values() if tensor.dim()]
+        """Optimizer state of the parameters, without counters. A fork may have any names."""
+        found = []
+        for parameter in self.run.parameters.values():
+            state = self.run.optimizer.state[parameter]
+            found += [tensor for tensor in state.values() if tensor.dim()]
+        return found
 
     def runs_thread(self, name: str) -> bool:
         return any(thread.name.startswith(name) for thread in threading.enumerate())
