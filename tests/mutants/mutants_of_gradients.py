@@ -117,13 +117,10 @@ def documents_lost_after_the_first_stage(
 @mutant("tp2", "updates", "norm.weight", at=(step, "update_weights"), dims=("tp",))
 def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm):
     """Norm weights are copied on each tensor-parallel rank, and one rank forgets to step them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.dim() == 1]
-    before = [parameter.to_local().detach().clone() for parameter in parameters]
-    finite = original(optimizer, grad_norm, max_norm)
-    if dist.get_rank() == 1:
-        for parameter, old in zip(parameters, before, strict=True):
-            parameter.to_local().detach().copy_(old)
-    return finite
+    for parameter in optimizer.param_groups[0]["params"]:
+        if parameter.dim() == 1 and dist.get_rank() == 1:
+            parameter.grad.to_local().zero_()
+    return original(optimizer, grad_norm, max_norm)
 
 
 @mutant("tp2", "module output", "output", at=(tensor_parallel.SplitHead, "compute"))
