@@ -5,7 +5,6 @@ from argparse import Namespace
 import pytest
 import torch
 from test_model import FLAVORS, build_ours
-from torch import Tensor
 from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -33,17 +32,6 @@ def sharpen(model: Llama3) -> Llama3:
     return model
 
 
-def draw_tokens(n_tokens: int) -> list[int]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randint(PLAIN.vocab_size, (n_tokens,), generator=generator).tolist()
-
-
-@torch.no_grad()
-def read_without_cache(model: Llama3, tokens: list[int]) -> Tensor:
-    """Logits after each token, (S, V)."""
-    return model(torch.tensor([tokens]), positions=torch.arange(len(tokens))[None])[0]
-
-
 # ---------------------------------------------------------------- the cache
 
 
@@ -59,12 +47,13 @@ def read_without_cache(model: Llama3, tokens: list[int]) -> Tensor:
 )
 def test_logits_with_a_cache_are_those_without(name, pieces):
     model = sharpen(build_ours(FLAVORS[name]))
-    tokens = draw_tokens(90)
-    expected = read_without_cache(model, tokens)
+    tokens = torch.randint(PLAIN.vocab_size, (90,), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = model(tokens[None], positions=torch.arange(90)[None])[0]  # (S, V)
     cached = CachedModel(model)
     start = 0
     for n_tokens in pieces:
-        logits = cached.read(tokens[start : start + n_tokens])
+        logits = cached.read(tokens[start : start + n_tokens].tolist())
         start += n_tokens
         assert (logits - expected[start - 1]).abs().max() < 2e-5
 

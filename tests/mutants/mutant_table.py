@@ -4,7 +4,6 @@ They are teaching material too: each says what is wrong, and mostly no user woul
 force inside one worker process, for one measurement. The parent, which runs the plain loop, is not patched.
 """
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -61,7 +60,6 @@ def put_in_place(function: Callable, owner: object, name: str) -> AbstractContex
     def broken(*args, **options):
         return function(original, *args, **options)
 
-    is_static = isinstance(owner, type) and isinstance(
-        inspect.getattr_static(owner, name), staticmethod
-    )
-    return patch.object(owner, name, staticmethod(broken) if is_static else broken)
+    if isinstance(vars(owner).get(name), staticmethod):
+        broken = staticmethod(broken)
+    return patch.object(owner, name, broken)

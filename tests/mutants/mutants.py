@@ -2,23 +2,17 @@
 
 from contextlib import AbstractContextManager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import compare
-
-# Each adds its patches to the table.
-import mutants_of_experts  # noqa: F401
-import mutants_of_gradients  # noqa: F401
-import mutants_of_models  # noqa: F401
-import mutants_of_muon  # noqa: F401
-import mutants_of_precision  # noqa: F401
-import mutants_of_sizes  # noqa: F401
-import mutants_of_train  # noqa: F401
-import mutants_of_updates  # noqa: F401
 from mutant_table import MUTANTS
 
 from torchtitan_lite.tools.verify.command import list_trials
 from torchtitan_lite.tools.verify.trial import Trial, make_trial
+
+for path in Path(__file__).parent.glob("mutants_of_*.py"):
+    import_module(path.stem)  # it adds its mutants to the table
 
 
 def apply_mutant(name: str) -> AbstractContextManager:

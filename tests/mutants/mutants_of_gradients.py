@@ -1,6 +1,5 @@
 """Mutants that the wide trial sees: norm, loss, gradients, pieces, positions, masks."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -9,7 +8,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from layouts import CHUNKS, COMPILED, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, TWO_LAYERS, ZERO, Row
 from mutant_table import CP2, mutant
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from torchtitan_lite import step
 from torchtitan_lite.components import optim
@@ -44,7 +42,7 @@ def loss_averaged_per_rank(original, run, batch):
     return (count_valid_tokens(batch.targets) * run.layout.dp).clamp(min=1)
 
 
-@mutant("dp4", "gradients", "output.weight", at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
+@mutant("dp2", "gradients", "output.weight", at=(fsdp.FSDPModule, "set_gradient_divide_factor"))
 def gradients_averaged_instead_of_summed(original, module, factor):
     """FSDP's default divides by the number of ranks, after the loss was already divided by all tokens."""
     return None
@@ -101,13 +99,6 @@ def recompute_forgets_an_input(original, forward, *args, **options):
     return original(drifting, *args, **options)
 
 
-@mutant(Row(2, CP2), "rotary angles", "layers.0", at=(step, "shard_for_cp"))
-def positions_not_sharded(original, run, batch):
-    """Each context-parallel rank counts the positions of its tokens from 0."""
-    pieces = original(run, batch)
-    return replace(pieces, positions=batch.positions[:, : pieces.tokens.shape[1]])
-
-
 @mutant(
     Row(2, {PP: 2, **DOCUMENTS}),
     "module output",
@@ -126,13 +117,10 @@ def documents_lost_after_the_first_stage(
 @mutant("tp2", "updates", "norm.weight", at=(step, "update_weights"), dims=("tp",))
 def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm):
     """Norm weights are copied on each tensor-parallel rank, and one rank forgets to step them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.dim() == 1]
-    before = [parameter.to_local().detach().clone() for parameter in parameters]
-    finite = original(optimizer, grad_norm, max_norm)
-    if dist.get_rank() == 1:
-        for parameter, old in zip(parameters, before, strict=True):
-            parameter.to_local().detach().copy_(old)
-    return finite
+    for parameter in optimizer.param_groups[0]["params"]:
+        if parameter.dim() == 1 and dist.get_rank() == 1:
+            parameter.grad.to_local().zero_()
+    return original(optimizer, grad_norm, max_norm)
 
 
 @mutant("tp2", "module output", "output", at=(tensor_parallel.SplitHead, "compute"))
@@ -227,19 +215,6 @@ def small_error_from_layer_0(original, part, mesh):
         )
 
 
-# ---------------------------------------------------------------- one collective of each mesh dim
-
-REDUCE_SCATTER = (
-    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-)  # 2.13
-
-
-@mutant("dp2", "gradients", "output.weight", at=(dist, REDUCE_SCATTER))
-def shards_not_summed(original, output, input, *args, group, **options):
-    """FSDP's reduce-scatter leaves each rank its shard of its own gradients."""
-    output.copy_(input.chunk(group.size())[group.rank()])
-
-
 @mutant(Row(2, {**CP2, **RING}), "module output", "layers.0.attention.inner")
 def keys_not_fetched():
     """Context parallel brings a rank its own keys and values again."""
@@ -251,17 +226,3 @@ def keys_not_fetched():
         wait_tensor=lambda tensor: tensor if tensor.is_leaf else ops.wait_tensor(tensor),
     )
     return patch.object(ring_attention, "collectives", broken)
-
-
-@mutant(
-    "pp2 1F1B",
-    "module output",
-    "layers.1.attention_norm",
-    at=(_PipelineStageBase, "get_fwd_send_ops"),
-)
-def hidden_states_not_sent(original, stage, microbatch):
-    """A pipeline stage sends zeros."""
-    ops = original(stage, microbatch)
-    for op in ops:
-        op.tensor = torch.zeros_like(op.tensor)
-    return ops

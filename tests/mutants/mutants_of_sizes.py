@@ -8,10 +8,8 @@ from mutant_table import mutant
 
 from torchtitan_lite import build, step
 from torchtitan_lite.components import optim
-from torchtitan_lite.config.model_rows import RopeScaling
 from torchtitan_lite.extensions import ring_attention
 from torchtitan_lite.model import attention, head, moe
-from torchtitan_lite.models.llama3 import modules as llama3
 from torchtitan_lite.parallel import initial_weights
 
 LONG = {"training.seq_len": 2048}
@@ -78,18 +76,6 @@ def odd_rows_lose_a_token(original, run, batch):
     """Rows are cut into two equal pieces with one cp rank, too."""
     n_kept = batch.tokens.shape[1] // 2 * 2
     return batch.map(lambda field: field[:, :n_kept])
-
-
-@mutant(
-    Row(1, {"flavor.rope_scaling": RopeScaling(factor=8.0), **LONG}),
-    "rotary angles",
-    "layers.0",
-    at=(llama3, "rotary_angles"),
-    trial="deep",
-)
-def positions_end_at_original_length(original, positions, shape):
-    """A table of rotary angles has original_length rows, and what lies behind takes the last one."""
-    return original(positions.clamp(max=8191), shape)
 
 
 @mutant(

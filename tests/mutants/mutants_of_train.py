@@ -1,6 +1,5 @@
 """Mutants that are wrong only in a run of train.py: data, schedule, log, save and resume."""
 
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -94,39 +93,36 @@ def schedule_shifted_by_a_resume(original, lr_scheduler, step):
     original(lr_scheduler, step - 1)
 
 
-@in_saved_tensor(FAST["experts, dp2, ep2"], name="model.layers.0.feed_forward.experts.w3")
+@in_saved_tensor(FAST["experts, dp2, ep2"], name="model.layers.0.feed_forward.experts.w2")
 @contextmanager
 def experts_saved_in_another_order():
-    """Experts are written in turns, one from each ep rank, and read so: right as long as ep stays."""
+    """Experts are numbered from another one, which depends on ep, and read so: right as long as ep stays."""
     name_tensors, load_newest = saving.name_tensors, starting.load_newest
 
-    def save_in_turns(parameters, optimizer):
-        in_turns = partial(reorder, unflatten=lambda full, ep: full.unflatten(0, (ep, -1)))
-        return {
-            name: in_turns(tensor) for name, tensor in name_tensors(parameters, optimizer).items()
-        }
+    def save_rolled(parameters, optimizer):
+        named = name_tensors(parameters, optimizer)
+        return {name: roll_experts(tensor, 1) for name, tensor in named.items()}
 
-    def load_in_turns(found, tensors, group):
+    def load_rolled(found, tensors, group):
         saved = load_newest(found, tensors, group)
         for tensor in tensors.values():
-            back = reorder(tensor, unflatten=lambda full, ep: full.unflatten(0, (-1, ep)))
-            local(tensor).copy_(local(back))
+            local(tensor).copy_(local(roll_experts(tensor, -1)))
         return saved
 
     with (
-        patch.object(saving, "name_tensors", save_in_turns),
-        patch.object(starting, "load_newest", load_in_turns),
+        patch.object(saving, "name_tensors", save_rolled),
+        patch.object(starting, "load_newest", load_rolled),
     ):
         yield
 
 
-def reorder(tensor: torch.Tensor, unflatten: Callable) -> torch.Tensor:
+def roll_experts(tensor: torch.Tensor, direction: int) -> torch.Tensor:
     if not isinstance(tensor, DTensor) or tensor.dim() != 3:
         return tensor
     mesh = tensor.device_mesh
     ep = mesh["ep"].size() if "ep" in mesh.mesh_dim_names else 1
-    mixed = unflatten(tensor.full_tensor(), ep).transpose(0, 1).flatten(0, 1).contiguous()
-    return distribute_tensor(mixed, mesh, tensor.placements, src_data_rank=None)
+    rolled = tensor.full_tensor().roll(direction * ep, 0)
+    return distribute_tensor(rolled, mesh, tensor.placements, src_data_rank=None)
 
 
 @in_first_start("dp2", kind="loss", at=(run_log.RunLog, "write_step"))

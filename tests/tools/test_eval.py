@@ -39,6 +39,13 @@ def checkpoint(model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def export(checkpoint, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "llama"
+    assert main(["convert", str(checkpoint), str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
     for name, text in TEXTS.items():
@@ -81,11 +88,8 @@ def measure(model, window_size: int) -> dict[str, float]:
 
 
 def test_a_text_has_the_loss_of_transformers_on_the_same_windows(
-    evaluate, checkpoint, texts, tmp_path, capsys
+    evaluate, checkpoint, export, texts, capsys
 ):
-    export = tmp_path / "llama"
-    assert main(["convert", str(checkpoint), str(export)]) == 0
-    capsys.readouterr()
     theirs = LlamaForCausalLM.from_pretrained(export, dtype=torch.float32)
     expected = measure(lambda ids: theirs(ids).logits, WINDOW)
     options = ["--data", str(texts), "--seq-len", str(WINDOW)]
@@ -113,14 +117,9 @@ def test_of_a_corpus_the_held_out_documents_count(evaluate, checkpoint, texts, t
 
 
 @pytest.mark.parametrize("make", [make_suffix_bpe, make_word_piece])
-def test_bits_per_byte_count_the_bytes_of_the_text_itself(
-    make, evaluate, checkpoint, texts, tmp_path, capsys
-):
-    folder = tmp_path / "llama"
-    assert main(["convert", str(checkpoint), str(folder)]) == 0
-    capsys.readouterr()
+def test_bits_per_byte_count_the_bytes_of_the_text_itself(make, evaluate, export, texts, tmp_path):
     vocabulary = write(tmp_path, make(), "</s>")
-    found = evaluate(folder, "--data", texts, "--tokenizer", vocabulary)
+    found = evaluate(export, "--data", texts, "--tokenizer", vocabulary)
     assert found["bytes"] == sum(len(text.encode()) for text in TEXTS.values())
     bits = found["loss"] * found["tokens"] / math.log(2)
     assert found["bits_per_byte"] == pytest.approx(bits / found["bytes"])

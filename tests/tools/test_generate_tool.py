@@ -1,7 +1,5 @@
 """`generate`: the text that transformers writes from the export, how it is shown, and what is refused."""
 
-import argparse
-import inspect
 import io
 import json
 import shutil
@@ -41,22 +39,12 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def trained(tokenizer) -> Llama3:
-    """A model that has seen a little Python: its next tokens depend on more than rounding."""
+def model() -> Llama3:
+    """A model with weights so large that its next tokens depend on more than rounding, and on all tokens before."""
     model = Llama3(ARGS)
     initialize_weights(model, seed=0)
-    tokens = torch.tensor(tokenizer.encode(inspect.getsource(argparse)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    generator = torch.Generator().manual_seed(0)
-    positions = torch.arange(64).expand(8, -1)
-    for _ in range(40):
-        starts = torch.randint(len(tokens) - 65, (8,), generator=generator)
-        rows = torch.stack([tokens[start : start + 65] for start in starts])
-        loss = model(rows[:, :-1], positions=positions, targets=rows[:, 1:]) / rows[:, 1:].numel()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 5.5  # 7.7 without any training
+    for parameter in model.parameters():
+        parameter.data *= 3
     return model
 
 
@@ -81,8 +69,8 @@ def save(
 
 
 @pytest.fixture(scope="module")
-def checkpoint(trained, tmp_path_factory) -> Path:
-    return save(tmp_path_factory.mktemp("run") / "step-40", trained.state_dict())
+def checkpoint(model, tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("run") / "step-40", model.state_dict())
 
 
 @pytest.fixture(scope="module")
@@ -117,19 +105,16 @@ def test_greedy_text_is_that_of_transformers_on_the_exported_model(
         assert report["stopped"] == "max_new_tokens"
 
 
-def test_the_text_goes_to_standard_output_and_depends_on_its_seed(checkpoint, generate, capsys):
-    arguments = ["--prompt", PROMPT, "--max-new-tokens", "12", "--temperature", "1.5"]
-    texts = [generate(checkpoint, *arguments, "--seed", seed)["text"] for seed in (7, 8, 8)]
-    assert texts[0] != texts[1] == texts[2]
-    assert main(["generate", str(checkpoint), *arguments, "--seed", "8"]) == 0
-    assert capsys.readouterr().out == f"{PROMPT}{texts[1]}\n"
-
-
-def test_the_prompt_is_an_argument_or_standard_input(checkpoint, generate, monkeypatch):
-    prompt, short = "  naïve\n\tdef  ", ("--max-new-tokens", 3)
-    expected = generate(checkpoint, "--prompt", prompt, *short)
+def test_the_text_depends_on_the_seed_and_the_prompt_may_be_standard_input(
+    checkpoint, generate, monkeypatch, capsys
+):
+    prompt = "  naïve\n\tdef  "
+    arguments = ["--max-new-tokens", "12", "--temperature", "1.5", "--seed"]
+    first, second = (generate(checkpoint, "--prompt", prompt, *arguments, seed) for seed in (7, 8))
+    assert first["text"] != second["text"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
-    assert generate(checkpoint, *short)["prompt_tokens"] == expected["prompt_tokens"]
+    assert main(["generate", str(checkpoint), *arguments, "8"]) == 0
+    assert capsys.readouterr().out == f"{prompt}{second['text']}\n"
 
 
 def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config(
@@ -237,11 +222,11 @@ def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_a
 
 
 def test_wrong_input_is_refused_before_weights_are_loaded(
-    trained, checkpoint, export, tmp_path, capsys, monkeypatch
+    model, checkpoint, export, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(tool, "build_model", None)  # would raise TypeError
-    foreign = save(tmp_path / "step-1", trained.state_dict(), tokenizer="0" * 64)
-    other = save(tmp_path / "step-2", trained.state_dict(), attention="of_another_fork")
+    foreign = save(tmp_path / "step-1", model.state_dict(), tokenizer="0" * 64)
+    other = save(tmp_path / "step-2", model.state_dict(), attention="of_another_fork")
     without_context = shutil.copytree(export, tmp_path / "llama")
     bare = shutil.copytree(export, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     bpe = train_bpe("Qwen")
@@ -251,23 +236,22 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
     config["max_position_embeddings"] = None
     (without_context / "config.json").write_text(json.dumps(config))
     for source, prompt, named, *options in (
-        (checkpoint, "x " * 200, "has 202 tokens, but the context has 128. Shorten it"),
+        (checkpoint, "x " * 200, "has 202 tokens"),
         (tmp_path / "nowhere", "a", "nowhere"),
-        (Path("outputs/absent"), "a", "outputs/absent is no folder with a checkpoint"),
-        (foreign, "a", f"{SHIPPED} is not the tokenizer that it was trained with"),
+        (Path("outputs/absent"), "a", "outputs/absent"),
+        (foreign, "a", SHIPPED),
         (other, "a", "of_another_fork"),
-        (bare, "a", "Name it with --tokenizer FOLDER"),
+        (bare, "a", "--tokenizer"),
         (without_context, "a", "max_position_embeddings"),
-        (export, "<2303>", "but its model has 2304 rows", "--tokenizer", str(larger)),
+        (export, "<2303>", "2304 rows", "--tokenizer", str(larger)),
     ):
         assert main(["generate", str(source), "--prompt", prompt, *options]) == 2
         printed = capsys.readouterr()
-        assert printed.out == ""
-        assert named in printed.err
+        assert printed.out == "" and named in printed.err
 
 
-def test_weights_that_diverged_end_with_status_1(trained, tmp_path, capsys):
+def test_weights_that_diverged_end_with_status_1(model, tmp_path, capsys):
     nan = {"norm.weight": torch.full((128,), torch.nan)}
-    path = save(tmp_path / "step-41", trained.state_dict() | nan)
+    path = save(tmp_path / "step-41", model.state_dict() | nan)
     assert main(["generate", str(path), "--prompt", "a"]) == 1
     assert "not finite" in capsys.readouterr().err

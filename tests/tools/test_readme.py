@@ -4,48 +4,26 @@ import re
 
 import pytest
 
-from torchtitan_lite import REPOSITORY
+from torchtitan_lite import PACKAGE, REPOSITORY
 from torchtitan_lite.config.reader import KEYS, find_config_file
 
-README = REPOSITORY / "README.md"
 PAGES = [
-    README,
-    *(REPOSITORY / "torchtitan_lite").rglob("README.md"),
+    REPOSITORY / "README.md",
+    *PACKAGE.rglob("README.md"),
     *(REPOSITORY / "assets").glob("*/README.md"),
 ]
-NAMED = re.compile(r"`((?:torchtitan_lite|configs|tests|assets|train\.py|run_train\.sh)[\w./]*)`")
-FILE = re.compile(r"`([\w/]+\.py)`")
-
-
-def test_the_two_commands_come_first():
-    first_block = README.read_text(encoding="utf-8").split("```")[1]
-    assert [line.split()[0] for line in first_block.strip().splitlines()] == [
-        "./run_train.sh",
-        "tests/run.sh",
-    ]
+ROOT = "torchtitan_lite|configs|tests|assets|train\\.py|run_train\\.sh"
+PATH = re.compile(rf"`((?:{ROOT})[\w./]*|[\w/]+\.py)`|\]\(([\w./]+)\)")
+CONFIG = re.compile(r"--config (\w[\w.]*)")
+KEY = re.compile(r"--(\w+(?:\.\w+)+)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_what_a_page_names_exists(page):
     text = page.read_text(encoding="utf-8")
-    missing = [path for path in NAMED.findall(text) if not (REPOSITORY / path).exists()]
-    missing += [
-        path for path in re.findall(r"\]\(([\w./]+)\)", text) if not (page.parent / path).exists()
-    ]
-    package = REPOSITORY / "torchtitan_lite"
-    roots = [REPOSITORY, package, page.parent, package / "tools", *package.glob("*/")]
-    missing += [
-        path for path in FILE.findall(text) if not any((root / path).exists() for root in roots)
-    ]
-    missing += [
-        name for name in re.findall(r"--config (\w[\w.]*)", text) if not find_config_file(name)
-    ]
-    for key in re.findall(r"--(\w+(?:\.\w+)+)", text):
-        section, _, name = key.rpartition(".")
-        if (
-            key not in KEYS
-            and f"{section}.{name.removeprefix('no_')}" not in KEYS
-            and key != "section.key"
-        ):
-            missing.append(key)
-    assert missing == []
+    folders = [REPOSITORY, PACKAGE, page.parent, PACKAGE / "tools", *PACKAGE.glob("*/")]
+    paths = [named or linked for named, linked in PATH.findall(text)]
+    assert not [path for path in paths if not any((f / path).exists() for f in folders)]
+    assert all(map(find_config_file, CONFIG.findall(text)))
+    keys = {key.replace(".no_", ".") for key in KEY.findall(text)}
+    assert keys <= {*KEYS, "section.key"}

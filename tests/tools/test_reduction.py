@@ -9,6 +9,7 @@ from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import CONFIG_FOLDER, read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.verify.reduction import (
+    Reduction,
     count_layers,
     deepen,
     override,
@@ -16,7 +17,7 @@ from torchtitan_lite.tools.verify.reduction import (
 )
 
 CONFIGS = sorted(path.stem for path in CONFIG_FOLDER.glob("*.toml"))
-LAYERS_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
+PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 
 
 ONE_COPY = "--parallelism.data_parallel_replicate_degree=1"
@@ -40,11 +41,8 @@ def read(*args: str) -> Config:
         (8, {PP: 2, REPLICATE: 2, CP: 2, SHARD: 1}, "pp2 x dp_replicate2 x cp2"),
         (8, {CP: 4, TP: 2, SHARD: 1}, "cp4 x tp2"),
         (1, {SHARD: 1}, "one rank"),
-        (
-            8,
-            {REPLICATE: 2},
-            "dp_replicate2 x dp_shard4",
-        ),  # an automatic dp_shard takes what is left
+        # an automatic dp_shard takes what is left
+        (8, {REPLICATE: 2}, "dp_replicate2 x dp_shard4"),
         (6, {TP: 2}, "dp_shard3 x tp2"),
     ],
 )
@@ -88,92 +86,81 @@ def test_a_layout_that_needs_more_ranks_is_refused_with_a_command_that_runs(
 
 # ---------------------------------------------------------------- stages, microbatches, sizes
 
-EVEN = (
-    "--model.n_layers=30",
-    f"--{PP}=4",
-    f"--{SHARD}=1",
-)  # embedding and head weigh a layer each: 32 on 4 stages
+STAGES = ("llama3_8b", f"--{PP}=4", f"--{SHARD}=1", ANY_BATCH)
+# Embedding and head weigh a layer each: 32 on 4 stages.
+EVEN = (*STAGES, "--training.local_batch_size=16", "--model.n_layers=30")
 INTERLEAVED = (*EVEN, f"--{SCHEDULE}=Interleaved1F1B")
+ACCUMULATED = ("debug", f"--{SHARD}=2", "--training.local_batch_size=4")
+ODD = ("debug", f"--{SHARD}=2", f"--{TP}=2", "--model.vocab_size=2306")  # 2306 = 2 * 1153
+MIXTRAL = ("mixtral_8x22b", f"--{PP}=1", f"--{TP}=1", f"--{EP}=4", f"--{SHARD}=8", ONE_COPY)
+NEAR = ("debug", '--parallelism.zero_plus_plus=["hpz"]')
+
+
+def layers_of_stages(reduction: Reduction) -> list[int]:
+    return count_layers(reduction.layout.stages)
+
+
+def n_microbatches(reduction: Reduction) -> int:
+    return reduction.layout.n_microbatches
+
+
+def remainder_of_vocabulary(reduction: Reduction) -> int:
+    return reduction.config.model.vocab_size % 4
+
+
+def experts(reduction: Reduction) -> tuple[int, ...]:
+    """ep, the ranks that share an expert, the numbers of experts in the wide and the deep trial, and top_k."""
+    wide, deep = (resolve_model(c.model).moe for c in (reduction.config, deepen(reduction)))
+    assert wide.top_k == deep.top_k
+    layout = reduction.layout
+    return layout.ep, layout.efsdp, wide.n_experts, deep.n_experts, wide.top_k
+
+
+def nodes(reduction: Reduction) -> tuple[int, int]:
+    return reduction.layout.fsdp_near, reduction.layout.fsdp_far
 
 
 @pytest.mark.parametrize(
-    "args, layers_of_stages",
+    "args, relation, value",
     [
-        (EVEN, [1, 2, 2, 1]),
-        ((*EVEN, "--model.n_layers=31"), [2, 2, 2, 1]),
-        ((*INTERLEAVED, f"--{LAYERS_PER_STAGE}=4"), [1, 2, 2, 2, 2, 2, 2, 1]),
-        ((*INTERLEAVED, f"--{LAYERS_PER_STAGE}=1", "--model.n_layers=6"), [0, 1, 1, 1, 1, 1, 1, 0]),
-        (("--model.n_layers=3", f"--{PP}=4", f"--{SHARD}=1"), [1, 1, 1, 0]),
-    ],
-)
-def test_stages_stay_as_many_per_rank_and_as_even(args, layers_of_stages):
-    config = read("llama3_8b", "--training.local_batch_size=16", ANY_BATCH, *args)
-    assert count_layers(reduce_config(config, 4).layout.stages) == layers_of_stages
-
-
-@pytest.mark.parametrize(
-    "n_real, schedule, n_small",
-    [(4, "1F1B", 4), (16, "1F1B", 6), (2, "GPipe", 2)],
-)
-def test_microbatches_keep_their_relation_to_the_stages(n_real, schedule, n_small):
-    args = (
-        f"--training.local_batch_size={n_real}",
-        f"--{PP}=4",
-        f"--{SHARD}=1",
-        f"--{SCHEDULE}={schedule}",
-    )
-    assert reduce_config(read("llama3_8b", ANY_BATCH, *args), 4).layout.n_microbatches == n_small
-
-
-def test_accumulation_documents_recompute_and_sizes_that_do_not_divide_are_kept():
-    batch = ("--training.local_batch_size=4", "--training.global_batch_size=32")
-    documents = "--model.attention=document"
-    reduction = reduce_config(read("debug", f"--{SHARD}=2", *batch, documents), 8)
-    assert reduction.layout.n_microbatches == 3  # so that a third one that is left out is seen
-    assert reduction.config.model.attention == "document"
-    odd = read("debug", f"--{SHARD}=2", f"--{TP}=2", "--model.vocab_size=2306")  # 2306 = 2 * 1153
-    assert reduce_config(odd, 4).config.model.vocab_size % 4 == 2
-    assert (
-        reduce_config(override(odd, {"model.vocab_size": 2304}), 4).config.model.vocab_size % 4 == 0
-    )
-    with pytest.raises(ConfigError, match="n_kv_heads"):  # the real run could not start
-        reduce_config(read("debug", f"--{TP}=4", f"--{SHARD}=1"), 8)
-
-
-@pytest.mark.parametrize(
-    "args, efsdp, n_experts, n_deep",
-    [
+        # as many stages per rank, and as even
+        (EVEN, layers_of_stages, [1, 2, 2, 1]),
+        ((*EVEN, "--model.n_layers=31"), layers_of_stages, [2, 2, 2, 1]),
+        ((*INTERLEAVED, f"--{PER_STAGE}=4"), layers_of_stages, [1, 2, 2, 2, 2, 2, 2, 1]),
         (
-            ("mixtral_8x22b", f"--{PP}=1", f"--{TP}=1", f"--{EP}=4", f"--{SHARD}=8", ONE_COPY),
-            2,
-            8,
-            8,
-        ),  # FSDP shares experts
-        (("qwen3_30b_a3b", f"--{EP}=8", f"--{SHARD}=8"), 1, 16, 24),
-        (("qwen3_30b_a3b", f"--{EP}=2", f"--{SHARD}=4", f"--{TP}=2"), 4, 16, 24),
-        (("debug_moe_3d",), 1, 8, 8),
+            (*INTERLEAVED, f"--{PER_STAGE}=1", "--model.n_layers=6"),
+            layers_of_stages,
+            [0, 1, 1, 1, 1, 1, 1, 0],
+        ),
+        ((*EVEN, "--model.n_layers=3"), layers_of_stages, [1, 1, 1, 0]),
+        # microbatches and stages
+        ((*STAGES, "--training.local_batch_size=4"), n_microbatches, 4),
+        ((*STAGES, "--training.local_batch_size=16"), n_microbatches, 6),
+        ((*STAGES, "--training.local_batch_size=2", f"--{SCHEDULE}=GPipe"), n_microbatches, 2),
+        # a third one that is left out is seen
+        ((*ACCUMULATED, "--training.global_batch_size=32"), n_microbatches, 3),
+        # sizes that the ranks do not divide
+        (ODD, remainder_of_vocabulary, 2),
+        ((*ODD, "--model.vocab_size=2304"), remainder_of_vocabulary, 0),
+        # FSDP shards experts, or their matrices
+        (MIXTRAL, experts, (4, 2, 8, 8, 2)),
+        (("qwen3_30b_a3b", f"--{EP}=8", f"--{SHARD}=8"), experts, (8, 1, 16, 24, 8)),
+        (("qwen3_30b_a3b", f"--{EP}=2", f"--{SHARD}=4", f"--{TP}=2"), experts, (2, 4, 16, 24, 8)),
+        (("debug_moe_3d",), experts, (4, 1, 8, 8, 2)),
+        # nodes split a group that is large enough
+        ((*NEAR, f"--{SHARD}=4"), nodes, (2, 2)),
+        ((*NEAR, f"--{SHARD}=4", f"--{TP}=2"), nodes, (2, 2)),
+        ((*NEAR, f"--{SHARD}=8"), nodes, (4, 2)),
+        ((*NEAR, f"--{SHARD}=2"), nodes, (1, 1)),
     ],
 )
-def test_experts_keep_top_k_and_are_shared_as_before(args, efsdp, n_experts, n_deep):
-    config = read(*args)
-    reduction = reduce_config(config, 8)
-    assert (reduction.layout.ep, reduction.layout.efsdp) == (
-        config.parallelism.expert_parallel_degree,
-        efsdp,
-    )
-    for small, n in ((reduction.config, n_experts), (deepen(reduction), n_deep)):
-        of_experts = resolve_model(small.model).moe
-        assert (of_experts.n_experts, of_experts.top_k) == (
-            n,
-            resolve_model(config.model).moe.top_k,
-        )
+def test_a_relation_between_sizes_is_kept(args, relation, value):
+    assert relation(reduce_config(read(*args), 8)) == value
 
 
-@pytest.mark.parametrize("tp, n_shards, near", [(1, 4, 2), (2, 4, 2), (1, 8, 4), (1, 2, 1)])
-def test_nodes_of_zero_plus_plus_split_a_group_that_is_large_enough(tp, n_shards, near):
-    args = ('--parallelism.zero_plus_plus=["hpz"]', f"--{TP}={tp}", f"--{SHARD}={n_shards}")
-    layout = reduce_config(read("debug", *args), 8).layout
-    assert (layout.fsdp_near, layout.fsdp_far) == (near, n_shards // near if near > 1 else 1)
+def test_a_config_whose_real_run_cannot_start_is_refused():
+    with pytest.raises(ConfigError, match="n_kv_heads"):
+        reduce_config(read("debug", f"--{TP}=4", f"--{SHARD}=1"), 8)
 
 
 # ---------------------------------------------------------------- every shipped config, and the deep run
@@ -191,14 +178,16 @@ def test_each_small_run_keeps_the_layout_and_the_deep_one_is_deep_long_and_far(n
     reduction, real = reduce_config(config, 16), resolve_model(config.model)
     small, deep = resolve_model(reduction.config.model), deepen(reduction)
     layout = plan_layout(deep, resolve_model(deep.model), reduction.layout.world_size)
-    assert layout.degrees == reduction.layout.degrees and layout.ep == reduction.layout.ep
-    assert small.n_heads // small.n_kv_heads == real.n_heads // real.n_kv_heads
-    assert (small.dim == small.n_heads * small.head_dim) == (
-        real.dim == real.n_heads * real.head_dim
-    )
-    assert small.rope_scaling == real.rope_scaling and small.tie_embeddings == real.tie_embeddings
+    assert (layout.degrees, layout.ep) == (reduction.layout.degrees, reduction.layout.ep)
+    for relation in (
+        lambda args: args.n_heads // args.n_kv_heads,
+        lambda args: args.dim == args.n_heads * args.head_dim,
+        lambda args: (args.rope_scaling, args.tie_embeddings),
+    ):
+        assert relation(small) == relation(real)
     assert small.dim <= 512 and small.n_layers <= 16
-    assert reduction.config.optimizer == config.optimizer and deep.optimizer == config.optimizer
+    assert reduction.config.optimizer == deep.optimizer == config.optimizer
+    assert reduction.config.model.attention == config.model.attention
     assert deep.model.n_layers >= 12 and deep.training.seq_len > 256
     assert layout.n_microbatches >= 12 or layout.pp == 1
     assert deep.training.seq_len / deep.training.loss_chunk_tokens >= 11

@@ -31,7 +31,7 @@ def main(options: Namespace) -> int:
         print(f"The working copy is {folder}. Then: {name_command(f'lab {lab.number} check')}")
         return 0
     continue_with_packages()
-    status = working_copy.judge(lab, folder)
+    status = working_copy.judge_work(lab, folder)
     print(f"lab {lab.number}: {'not yet' if status else 'solved'}")
     return 1 if status else 0
 

@@ -17,19 +17,18 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
 
 FOLDER = REPOSITORY / "assets" / "labs"
-TITLE = re.compile(r"# Lab \d+: (.+)")
+TITLE = re.compile(r"# Lab (\d+): (.+)")
 COMMENT = re.compile(r"<!-- .*? -->\n", re.DOTALL)
 ANSWER = re.compile(r"<!-- answer (\w+): (.+?) \| (.+?) -->")
 SLIP = re.compile(r"<!-- slip (\w+) (\S+): (.+?) -->")
-JUDGE = re.compile(r"<!-- judge: (.+?) -->")
-QUANTITY = re.compile(r"([-+]?[\d.,]*\d(?:[eE][-+]?\d+)?)\s*([A-Za-z%]*)")
+JUDGED_BY = re.compile(r"<!-- judge: (.+?) -->")
+QUANTITY = re.compile(r"([-+]?[\d,]*\.?\d+(?:[eE][-+]?\d+)?)\s*([A-Za-z%]*)")
 UNITS = {
     "": 1.0,
     "%": 0.01,
@@ -63,58 +62,44 @@ class Lab:
     """A lab of assets/labs/."""
 
     number: int
+    title: str  # name and duration
+    text: str  # without the comments
+    questions: dict[str, tuple[str, str]]  # name -> command of a tool, pattern of the answer
+    slips: list[tuple[str, str, str]]  # name, ratio of the wrong answer to the right one, hint
+    judge: str  # command that judges the work; empty if there is nothing to write
 
     @property
     def folder(self) -> Path:
         """The folder of its holes, solution and judge, if it has something to write or repair."""
         return FOLDER / f"lab{self.number}"
 
-    @cached_property
-    def source(self) -> str:
-        """The whole file, with comments."""
-        return (FOLDER / f"lab{self.number}.md").read_text(encoding="utf-8")
-
-    @property
-    def title(self) -> str:
-        """Its name and duration."""
-        return TITLE.match(self.source)[1]
-
-    @property
-    def text(self) -> str:
-        """What a learner reads."""
-        return COMMENT.sub("", self.source)
-
-    @property
-    def questions(self) -> dict[str, tuple[str, str]]:
-        """Name -> command of a tool, and pattern of the answer in what it prints."""
-        return {name: (command, pattern) for name, command, pattern in ANSWER.findall(self.source)}
-
-    @property
-    def judge(self) -> str:
-        """The command that judges the work; empty if there is nothing to write."""
-        found = JUDGE.search(self.source)
-        return found[1] if found else ""
-
     def find_hint(self, name: str, ratio: float) -> str:
         """Return the hint for an answer that is `ratio` times the right one; empty if there is none."""
-        for slip, factor, hint in SLIP.findall(self.source):
+        for slip, factor, hint in self.slips:
             if slip == name and abs(ratio / float(factor) - 1) < 0.02:
                 return hint
         return ""
 
 
 def list_labs() -> list[Lab]:
-    """Return all labs, in order."""
-    numbers = [int(path.stem.removeprefix("lab")) for path in FOLDER.glob("lab*.md")]
-    return [Lab(number) for number in sorted(numbers)]
+    """Read all labs, in order."""
+    labs = []
+    for path in FOLDER.glob("lab*.md"):
+        source = path.read_text(encoding="utf-8")
+        number, title = TITLE.match(source).groups()
+        questions = {name: (command, pattern) for name, command, pattern in ANSWER.findall(source)}
+        command = "".join(JUDGED_BY.findall(source))
+        text = COMMENT.sub("", source)
+        labs.append(Lab(int(number), title, text, questions, SLIP.findall(source), command))
+    return sorted(labs, key=lambda lab: lab.number)
 
 
 def find_lab(number: int) -> Lab:
     """Return a lab. Raises UserError."""
     labs = list_labs()
-    if Lab(number) not in labs:
+    if number > len(labs):
         raise UserError(f"there is no lab {number}. Use 1 to {len(labs)}.")
-    return Lab(number)
+    return labs[number - 1]
 
 
 def read_quantity(text: str) -> float:

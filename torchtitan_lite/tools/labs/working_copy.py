@@ -19,7 +19,8 @@ from torchtitan_lite import IS_INSTALLED, PACKAGE, REPOSITORY
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.labs.lab import Lab
 
-COPIED = ("train.py", "configs", "assets/tokenizer", "pyproject.toml", "run_train.sh")
+FOLDERS = ("configs", "assets/tokenizer")  # copied beside the package
+FILES = ("train.py", "pyproject.toml", "run_train.sh")
 PLACE = re.compile(r"^# (\S+\.py): ([\w.]+)\n", re.MULTILINE)
 HOLE = "hole.py"
 JUDGE = "judge.py"
@@ -33,14 +34,10 @@ def start(lab: Lab, folder: Path) -> None:
     if folder.exists():
         raise UserError(f"{folder} exists. Go on there, or delete it to start again.")
     shutil.copytree(PACKAGE, folder / "torchtitan_lite", ignore=leave_out)
-    for name in COPIED:
-        source = REPOSITORY / name
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_dir():
-            shutil.copytree(source, target)
-        else:
-            shutil.copy(source, target)
+    for name in FOLDERS:
+        shutil.copytree(REPOSITORY / name, folder / name)
+    for name in FILES:
+        shutil.copy(REPOSITORY / name, folder)
     for path in lab.folder.iterdir():
         if path.name not in OURS:
             shutil.copy(path, folder / path.name)
@@ -56,15 +53,14 @@ def leave_out(folder: str, names: list[str]) -> list[str]:
     return left_out
 
 
-def judge(lab: Lab, folder: Path) -> int:
+def judge_work(lab: Lab, folder: Path) -> int:
     """Run the judge of a lab in its working copy. Return its exit status: 0 if the work is right."""
     if not folder.is_dir():
         raise UserError(f"{folder} does not exist. Start with: lab {lab.number} start.")
     command = [sys.executable]
     if lab.judge == JUDGE:
-        shutil.copy(
-            lab.folder / JUDGE, folder
-        )  # Python imports from the folder of the file it runs
+        # Python imports from the folder of the file it runs.
+        shutil.copy(lab.folder / JUDGE, folder)
         command.append(JUDGE)
     else:
         command += ["-m", "torchtitan_lite", *lab.judge.split()]
@@ -72,14 +68,11 @@ def judge(lab: Lab, folder: Path) -> int:
     return subprocess.run(command, cwd=folder, env=environment).returncode
 
 
-def replace_functions(folder: Path, source: Path) -> list[str]:
-    """Put each function of `source` in the place that the comment above it names. Return the places."""
+def replace_functions(folder: Path, source: Path) -> None:
+    """Put each function of `source` in the place that the comment above it names."""
     pieces = PLACE.split(source.read_text(encoding="utf-8"))[1:]
-    places = []
     for file, name, function in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=True):
         replace_function(folder / file, name, function.strip())
-        places.append(f"{file}: {name}")
-    return places
 
 
 def replace_function(path: Path, name: str, function: str) -> None:
@@ -87,12 +80,10 @@ def replace_function(path: Path, name: str, function: str) -> None:
     text = path.read_text(encoding="utf-8")
     node: ast.AST = ast.parse(text)
     for part in name.split("."):
-        inside = [
-            child for child in ast.iter_child_nodes(node) if getattr(child, "name", "") == part
-        ]
-        if not inside:
+        named = {getattr(child, "name", ""): child for child in ast.iter_child_nodes(node)}
+        if part not in named:
             raise UserError(f"{path} has no {name}")
-        node = inside[0]
+        node = named[part]
     lines = text.splitlines()
     indented = textwrap.indent(function, " " * node.col_offset)
     lines[node.lineno - 1 : node.end_lineno] = indented.splitlines()

@@ -19,7 +19,7 @@ from torchtitan_lite.tools.tables import format_table
 from torchtitan_lite.tools.verify.degrees import AUTOMATIC
 from torchtitan_lite.tools.verify.reduction import Reduction
 from torchtitan_lite.tools.verify.trial import NOT_FINISHED, Trial
-from torchtitan_lite.tools.verify.witnesses import changes_results, merge
+from torchtitan_lite.tools.verify.witnesses import merge
 
 Changes = dict[str, tuple[object, object]]  # key -> value asked, value that ran
 CERTIFIED, WRONG = "certified", "wrong"
@@ -27,6 +27,24 @@ OUTSIDE = (
     "what both sides share (the model file, a loss formula of its own, initial weights, optimizer, schedule, float8 "
     "arithmetic); kernels of CUDA and NCCL; real sizes; speed and memory"
 )
+
+# Sections and keys of logs, traces, files and time-outs, and of the steps in which a run saves or validates.
+NO_RESULT = {
+    "comm",
+    "job",
+    "metrics",
+    "profiling",
+    "checkpoint.enable",
+    "checkpoint.folder",
+    "checkpoint.interval",
+    "checkpoint.enable_first_step_checkpoint",
+    "checkpoint.keep_latest_k",
+    "debug.compare_copies_every",
+    "training.cache_folder",
+    "training.gc_freq",
+    "validation.enable",
+    "validation.freq",
+}
 
 
 def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial]) -> dict:
@@ -73,6 +91,11 @@ def act_without_witness(key: str, real: Config) -> bool | None:
     """A key without a witness is off as long as it has its default. Once it is set, nothing shows that it acts."""
     is_default = get_value(real, key) == get_value(Config(), key)
     return None if is_default else False
+
+
+def changes_results(key: str) -> bool:
+    section, _, _ = key.partition(".")
+    return NO_RESULT.isdisjoint((key, section))
 
 
 def list_values(reduction: Reduction, config: Config) -> dict[str, object]:

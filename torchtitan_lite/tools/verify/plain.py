@@ -32,6 +32,7 @@ from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
+from torchtitan_lite.model.attention import DocumentAttention
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.model.loss import IGNORE_INDEX, Vocabulary, find_formula
@@ -130,6 +131,10 @@ class PlainDocuments(InnerAttention):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
+# Kinds of attention that the plain loop computes in its own way; a fork's kind is shared, and so not covered.
+PLAIN_ATTENTIONS = {DocumentAttention: PlainDocuments}
+
+
 class PlainExperts:
     """Replaces the forward of an MoE: every expert computes every token. The weight of an unchosen expert is 0.
 
@@ -193,8 +198,9 @@ class PlainModel:
         for name, module in self.model.named_modules():
             if name:
                 module.register_forward_hook(partial(self.keep_output, name))
-            if name.endswith("attention") and config.model.attention == "document":
-                module.inner = PlainDocuments()
+            inner = getattr(module, "inner", None)
+            if type(inner) in PLAIN_ATTENTIONS:
+                module.inner = PLAIN_ATTENTIONS[type(inner)]()
         initialize_weights(self.model, config.debug.seed)
         self.model.tok_embeddings.weight.data *= EMBEDDING_SCALE
         biases_decide = self.section.mixed_precision_param == "bfloat16"

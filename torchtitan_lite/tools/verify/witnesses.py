@@ -4,19 +4,16 @@
     did not act    a trial ran the value, but no rank saw it act
     off            the value turns its feature off, or belongs to a feature that is off: there is nothing to see
 
-A witness looks at a step from outside: at its results, and at the profile of torch, which names each operator,
-collective of FSDP and compiled region that ran. Keys in NO_RESULT need none, because they change no result.
+A witness looks at a step from outside (observed.py).
 """
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.profiler import profile
 
 from torchtitan_lite import build
@@ -24,80 +21,18 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.layout import MODEL_SIZES
 from torchtitan_lite.config.model_rows import MoEArgs
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import get_value
+from torchtitan_lite.model.attention import ATTENTION_MODULES
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import Float8Linear
 from torchtitan_lite.tools.verify.degrees import DEGREES
 from torchtitan_lite.tools.verify.measures import local
+from torchtitan_lite.tools.verify.observed import Observed, count, count_events
+from torchtitan_lite.tools.verify.plain import PLAIN_ATTENTIONS
 
 MOE_SIZES = [size.name for size in fields(MoEArgs)]
 Acted = dict[str, bool | None]  # key -> whether it acted; None: it is off
-# Sections and keys of logs, traces, files and time-outs, and of the steps in which a run saves or validates.
-NO_RESULT = {
-    "comm",
-    "job",
-    "metrics",
-    "profiling",
-    "checkpoint.enable",
-    "checkpoint.folder",
-    "checkpoint.interval",
-    "checkpoint.enable_first_step_checkpoint",
-    "checkpoint.keep_latest_k",
-    "debug.compare_copies_every",
-    "training.cache_folder",
-    "training.gc_freq",
-    "validation.enable",
-    "validation.freq",
-}
-
-
-def changes_results(key: str) -> bool:
-    section, _, _ = key.partition(".")
-    return NO_RESULT.isdisjoint((key, section))
-
-
-@dataclass(frozen=True)
-class Observed:
-    """A step that one rank ran in a trial."""
-
-    run: build.Run  # with the config of the trial, resolved
-    batch: Batch
-    result: stepping.StepResult
-    biases: dict[str, Tensor]  # of the experts, before the step
-    forward: Counter[
-        str
-    ]  # events of the profile by name, outside of backward. Empty if the step was not profiled
-    backward: Counter[str]
-
-    @property
-    def config(self) -> Config:
-        return self.run.config
-
-    @property
-    def rate(self) -> float:
-        """Learning rate as a fraction of its peak."""
-        return self.result.lr / (self.config.optimizer.lr or 1.0)
-
-    @property
-    def position(self) -> int:
-        """Position of the step in the learning-rate schedule."""
-        return self.run.lr_scheduler.last_epoch - 1
-
-    @property
-    def moments(self) -> list[Tensor]:
-        states = self.run.optimizer.state.values()
-        return [state["exp_avg_sq"] for state in states if "exp_avg_sq" in state]
-
-    def runs_thread(self, name: str) -> bool:
-        return any(thread.name.startswith(name) for thread in threading.enumerate())
-
-
 Witness = Callable[[Observed], bool | None]
-
-
-def count(events: Counter[str], *words: str) -> int:
-    """Return the number of events whose names contain one of the words."""
-    return sum(n for name, n in events.items() if any(word in name for word in words))
 
 
 def once_on(is_on: object, acted: bool) -> bool | None:
@@ -110,7 +45,12 @@ def in_use(step: Observed) -> bool:
     return True
 
 
-# ---------------------------------------------------------------- witnesses of several lines or several keys
+def once_set(key: str, witness: Witness) -> Witness:
+    """Return the witness of a key that is off if its value is 0, empty or false."""
+    return lambda step: witness(step) if get_value(step.config, key) else None
+
+
+# ---------------------------------------------------------------- the facts
 
 
 def computes_in_dtype(step: Observed) -> bool:
@@ -119,8 +59,31 @@ def computes_in_dtype(step: Observed) -> bool:
     return bool(step.forward) and is_bfloat16 == is_asked
 
 
+def reads_text(step: Observed) -> bool:
+    return step.runs_thread("prefetch")  # train.py does
+
+
+def separates_documents(step: Observed) -> bool | None:
+    """Kinds that the plain loop does not compute in its own way are shared with it, and so not covered."""
+    name = step.config.model.attention
+    is_compared = ATTENTION_MODULES[name] in PLAIN_ATTENTIONS
+    return once_on(name != "causal", is_compared and step.batch.doc_ids.any().item())
+
+
 def updates(step: Observed) -> bool:
     return bool(step.result.applied) and step.result.lr > 0
+
+
+def clips(step: Observed) -> bool:
+    return updates(step) and step.result.grad_norm.item() > step.config.training.max_norm
+
+
+def skips_a_spike(step: Observed) -> bool:
+    return step.result.grad_norm.isfinite().item() and not step.result.applied
+
+
+def steps_with_optimizer(step: Observed) -> bool:
+    return count(step.forward, f"Optimizer.step#{step.config.optimizer.name}") > 0
 
 
 def has_moments(step: Observed) -> bool | None:
@@ -132,6 +95,11 @@ def stores_moments(step: Observed) -> bool | None:
     asked = getattr(torch, step.config.optimizer.moments_dtype)
     is_stored = any(local(moment).dtype == asked for moment in step.moments)
     return once_on(has_moments(step) is not None, is_stored)
+
+
+def warms_up(step: Observed) -> bool | None:
+    n_steps = step.config.lr_scheduler.warmup_steps
+    return once_on(n_steps > 1, step.position < n_steps and step.rate < 1)
 
 
 def decays(step: Observed) -> bool | None:
@@ -161,19 +129,17 @@ def moves_biases(step: Observed) -> bool | None:
     if step.run.balance is None:
         return None
     moved = [not torch.equal(step.biases[fqn], b) for fqn, b in step.run.balance.biases.items()]
-    return once_on(step.config.training.expert_bias_rate, any(moved))
+    return any(moved)
 
 
 def balances(step: Observed) -> bool | None:
-    has_loss = step.run.balance and step.config.training.expert_balance_loss
-    return once_on(has_loss, count(step.backward, "AuxiliaryGradient") > 0)
+    return once_on(step.run.balance, count(step.backward, "AuxiliaryGradient") > 0)
 
 
-def splits_loss(step: Observed) -> bool | None:
-    chunk_tokens = step.config.training.loss_chunk_tokens
+def splits_loss(step: Observed) -> bool:
     layout = step.run.layout
     n_tokens = layout.microbatch_size * step.config.training.seq_len // layout.cp
-    return once_on(chunk_tokens, n_tokens > chunk_tokens)
+    return n_tokens > step.config.training.loss_chunk_tokens
 
 
 def gathers_as_zero_stage(step: Observed) -> bool | None:
@@ -199,11 +165,10 @@ def splits_nodes(step: Observed) -> bool | None:
     return once_on(uses_nodes, layout.fsdp_far > 1 or layout.efsdp_far > 1)
 
 
-def rounds_shards(step: Observed) -> bool | None:
-    uses = set(step.config.parallelism.zero_plus_plus)
+def rounds_shards(step: Observed) -> bool:
     n_rounded = count(step.forward + step.backward, "aten::round_")
-    rounds = n_rounded > 0 or uses == {"hpz"}
-    return once_on(uses, rounds and splits_nodes(step) is not False)
+    rounds = n_rounded > 0 or step.config.parallelism.zero_plus_plus == ["hpz"]
+    return rounds and splits_nodes(step) is not False
 
 
 def runs_schedule(step: Observed) -> bool | None:
@@ -228,11 +193,14 @@ def rotates(step: Observed) -> bool | None:
 
 def recomputes(step: Observed) -> bool | None:
     """Backward repeats norms or attention. The compiler alone repeats only cheaper operators."""
-    section = step.config.activation_checkpoint
+    is_on = step.config.activation_checkpoint.mode != "none"
     repeated = [name for name in step.backward if "ackward" not in name]
-    return once_on(
-        section.mode != "none", any("rms_norm" in n or "attention" in n for n in repeated)
-    )
+    return once_on(is_on, any("rms_norm" in name or "attention" in name for name in repeated))
+
+
+def recomputes_in(step: Observed, mode: str) -> bool | None:
+    """Whether blocks are recomputed, if they are in this mode."""
+    return recomputes(step) if step.config.activation_checkpoint.mode == mode else None
 
 
 def compiles(step: Observed) -> bool | None:
@@ -282,38 +250,40 @@ def saves_in_thread(step: Observed) -> bool | None:
     return once_on(mode != "disabled", mode == "async" and step.runs_thread("checkpoint"))
 
 
+def warns_only(step: Observed) -> bool | None:
+    section = step.config.debug
+    is_on = section.deterministic and section.deterministic_warn_only
+    return once_on(is_on, torch.is_deterministic_algorithms_warn_only_enabled())
+
+
 # ---------------------------------------------------------------- the table
 
-WITNESSES: dict[str, Witness] = {
-    **{f"model.{name}": in_use for name in ("name", "flavor", *MODEL_SIZES, *MOE_SIZES)},
-    "model.hf_assets_path": lambda step: step.runs_thread("prefetch"),  # train.py reads text
-    "model.attention": lambda step: once_on(
-        step.config.model.attention != "causal", step.batch.doc_ids.any().item()
-    ),
-    "model.converters": multiplies_in_float8,
-    "training.dataset_weights": lambda step: once_on(
-        step.config.training.dataset_weights, step.runs_thread("prefetch")
-    ),
-    "training.local_batch_size": in_use,
-    "training.global_batch_size": in_use,
-    "training.seq_len": in_use,
-    "training.max_norm": lambda step: once_on(
-        step.config.training.max_norm,
-        updates(step) and step.result.grad_norm.item() > step.config.training.max_norm,
-    ),
-    "training.skip_spikes": lambda step: once_on(
-        step.config.training.skip_spikes,
-        step.result.grad_norm.isfinite().item() and not step.result.applied,
-    ),
-    "training.mixed_precision_param": computes_in_dtype,
-    "training.mixed_precision_reduce": in_use,
+SWITCHES: dict[str, Witness] = {  # keys that are off if they are 0, empty or false
+    "training.dataset_weights": reads_text,
+    "training.max_norm": clips,
+    "training.skip_spikes": skips_a_spike,
     "training.loss_chunk_tokens": splits_loss,
     "training.expert_bias_rate": moves_biases,
     "training.expert_balance_loss": balances,
+    "parallelism.zero_plus_plus": rounds_shards,
+    "optimizer.lr": updates,
+    "optimizer.weight_decay": updates,
+    "debug.deterministic": lambda step: torch.are_deterministic_algorithms_enabled(),
+}
+WITNESSES: dict[str, Witness] = {
+    **{f"model.{name}": in_use for name in ("name", "flavor", *MODEL_SIZES, *MOE_SIZES)},
     **dict.fromkeys(DEGREES, in_use),
+    **{key: once_set(key, witness) for key, witness in SWITCHES.items()},
+    "model.hf_assets_path": reads_text,
+    "model.attention": separates_documents,
+    "model.converters": multiplies_in_float8,
+    "training.local_batch_size": in_use,
+    "training.global_batch_size": in_use,
+    "training.seq_len": in_use,
+    "training.mixed_precision_param": computes_in_dtype,
+    "training.mixed_precision_reduce": in_use,
     "parallelism.fsdp_reshard_after_forward": gathers_as_zero_stage,
     "parallelism.zero_stage": gathers_as_zero_stage,
-    "parallelism.zero_plus_plus": rounds_shards,
     "parallelism.zero_plus_plus_node_size": splits_nodes,
     "parallelism.pipeline_parallel_schedule": runs_schedule,
     "parallelism.pipeline_parallel_microbatch_size": in_use,
@@ -322,34 +292,21 @@ WITNESSES: dict[str, Witness] = {
     "parallelism.pipeline_parallel_last_stage_less_layers": has_stages_by_rule,
     "parallelism.module_fqns_per_model_part": in_use,
     "parallelism.context_parallel_rotate_method": rotates,
-    "optimizer.name": lambda step: (
-        count(step.forward, f"Optimizer.step#{step.config.optimizer.name}") > 0
-    ),
-    "optimizer.lr": lambda step: once_on(step.config.optimizer.lr, updates(step)),
+    "optimizer.name": steps_with_optimizer,
     "optimizer.beta1": has_moments,
     "optimizer.beta2": has_moments,
     "optimizer.eps": has_moments,
-    "optimizer.weight_decay": lambda step: once_on(
-        step.config.optimizer.weight_decay, updates(step)
-    ),
     "optimizer.implementation": runs_implementation,
     "optimizer.moments_dtype": stores_moments,
-    "lr_scheduler.warmup_steps": lambda step: once_on(
-        step.config.lr_scheduler.warmup_steps > 1,
-        step.position < step.config.lr_scheduler.warmup_steps and step.rate < 1,
-    ),
+    "lr_scheduler.warmup_steps": warms_up,
     "lr_scheduler.total_steps": decays,
     "lr_scheduler.decay_ratio": decays,
     "lr_scheduler.decay_type": decays,
     "lr_scheduler.min_lr_factor": ends_above_zero,
     "checkpoint.async_mode": saves_in_thread,
     "activation_checkpoint.mode": recomputes,
-    "activation_checkpoint.selective_ac_option": lambda step: once_on(
-        step.config.activation_checkpoint.mode == "selective", recomputes(step)
-    ),
-    "activation_checkpoint.memory_budget": lambda step: once_on(
-        step.config.activation_checkpoint.mode == "memory_budget", recomputes(step)
-    ),
+    "activation_checkpoint.selective_ac_option": lambda step: recomputes_in(step, "selective"),
+    "activation_checkpoint.memory_budget": lambda step: recomputes_in(step, "memory_budget"),
     "compile.enable": compiles,
     "compile.components": compiles,
     "compile.backend": compiles,
@@ -359,13 +316,7 @@ WITNESSES: dict[str, Witness] = {
     "quantize.linear.float8.enable_fsdp_float8_all_gather": gathers_in_float8,
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": precomputes_scales,
     "debug.seed": in_use,
-    "debug.deterministic": lambda step: once_on(
-        step.config.debug.deterministic, torch.are_deterministic_algorithms_enabled()
-    ),
-    "debug.deterministic_warn_only": lambda step: once_on(
-        step.config.debug.deterministic and step.config.debug.deterministic_warn_only,
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    ),
+    "debug.deterministic_warn_only": warns_only,
 }
 
 
@@ -381,10 +332,10 @@ def actions_noted(acted: Acted, *, profiled: bool = True) -> Iterator[None]:
         biases = {}
         if run.balance:
             biases = {fqn: bias.clone() for fqn, bias in run.balance.biases.items()}
-        with profile(enabled=profiled, record_shapes=True) as profiler:
+        profiler = profile(enabled=profiled, record_shapes=True)
+        with profiler:
             result = train_step(run, batch, *args)
-        forward, backward = count_events(profiler)
-        step = Observed(run, batch, result, biases, forward, backward)
+        step = Observed(run, batch, result, biases, *count_events(profiler))
         seen = {key: witness(step) for key, witness in WITNESSES.items()}
         acted.update(merge([acted, seen]))
         return result
@@ -401,22 +352,3 @@ def merge(observations: Iterable[Acted]) -> Acted:
             known = merged.get(key)
             merged[key] = is_acting if known is None else known or bool(is_acting)
     return merged
-
-
-def count_events(profiler: profile | None) -> tuple[Counter[str], Counter[str]]:
-    """Count the events of a profile by name, outside of backward and inside. Some names include a dtype."""
-    forward: Counter[str] = Counter()
-    backward: Counter[str] = Counter()
-    if profiler is None:  # not enabled
-        return forward, backward
-    end_ns = 0  # of the last node of autograd
-    for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        name = event.name()
-        start_ns = event.start_ns()
-        if name.startswith("autograd::engine::evaluate_function"):
-            end_ns = max(end_ns, start_ns + event.duration_ns())
-        if name in ("aten::mm", "c10d::_allgather_base_"):
-            name = f"{name} {event.dtypes()[0]}"
-        events = backward if start_ns < end_ns else forward
-        events[name] += 1
-    return forward, backward
