@@ -18,6 +18,7 @@ FLOORS = {
     "torchtitan_lite.config.model_rows": -2,  # the types of the rows below
     "torchtitan_lite.models": -1,  # the tables of the models
     "torchtitan_lite.config": 0,
+    "torchtitan_lite.dtensor": 1,
     "torchtitan_lite.model": 1,
     "torchtitan_lite.models.NAME.modules": 2,  # NAME: any folder of models/
     "torchtitan_lite.parallel": 2,

@@ -23,9 +23,9 @@ from torchtitan_lite.checkpoint.hugging_face_folder import (
     name_theirs,
 )
 from torchtitan_lite.checkpoint.load import open_tensors
-from torchtitan_lite.checkpoint.ranks import find_shard
 from torchtitan_lite.config.block import list_expert_biases, list_parameters
 from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.dtensor import find_shard
 
 
 def to_our_order(theirs: Tensor, head_dim: int) -> Tensor:

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from torchtitan_lite.components.optim import local_tensor
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.dtensor import local_shard
 
 
 class TiedSchedule:
@@ -78,17 +78,17 @@ class TiedMatrix:
         if self.copy is not None:
             self.copy.grad = None
         if self.group is None:
-            local_tensor(self.copy).copy_(local_tensor(self.owner))
+            local_shard(self.copy).copy_(local_shard(self.owner))
         else:
-            dist.broadcast(local_tensor(self.pick()).detach(), group=self.group, group_src=0)
+            dist.broadcast(local_shard(self.pick()).detach(), group=self.group, group_src=0)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Add the gradient of the copy to the gradient of the owner. Collective over the group."""
         if self.group is None:
-            local_tensor(self.owner.grad).add_(local_tensor(self.copy.grad))
+            local_shard(self.owner.grad).add_(local_shard(self.copy.grad))
         else:
-            dist.all_reduce(local_tensor(self.pick().grad), group=self.group)
+            dist.all_reduce(local_shard(self.pick().grad), group=self.group)
 
     def pick(self) -> Tensor:
         return self.owner if self.copy is None else self.copy

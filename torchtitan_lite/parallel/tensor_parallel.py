@@ -51,9 +51,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_block, list_gathered
+from torchtitan_lite.dtensor import differentiable_shard, shard_parameters
 from torchtitan_lite.model.loss import Vocabulary
 from torchtitan_lite.parallel.exchange import Gather, GatherEqually, Ranks, Scatter, list_ranks
-from torchtitan_lite.parallel.local_parameters import local_tensor, shard_parameters
 from torchtitan_lite.parallel.pipeline import is_tied_inside
 
 
@@ -134,8 +134,8 @@ class RowwiseLinear(LocalStyle):
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
         out = Scatter.apply(super().compute(module, ranks, x), ranks, 1)
-        bias = module._parameters["bias"]
-        return out if bias is None else out + local_tensor(bias)
+        bias = module.bias
+        return out if bias is None else out + differentiable_shard(bias)
 
 
 class LocalModule(LocalStyle):
@@ -150,7 +150,7 @@ class SplitEmbedding(LocalStyle):
     placements = {"weight": Shard(0)}
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
-        n_rows = len(module.weight)
+        n_rows = module.num_embeddings // ranks.n
         row = x - ranks.own * n_rows
         is_here = (row >= 0) & (row < n_rows)
         found = super().compute(module, ranks, row.where(is_here, 0))

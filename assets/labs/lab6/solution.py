@@ -6,8 +6,8 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
     return n_tokens.clamp(min=1)
 
 
-# torchtitan_lite/components/optim.py: count_copies
-def count_copies(tensor: Tensor) -> int:
+# torchtitan_lite/dtensor.py: count_replicas
+def count_replicas(tensor: Tensor) -> int:
     """Return the number of ranks that hold the same shard: each counts its part of it."""
     if not isinstance(tensor, DTensor):
         return 1
@@ -21,7 +21,7 @@ def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
     return reduce_scatter(grad, ctx.ranks, ctx.dim), None, None
 
 
-# torchtitan_lite/parallel/local_parameters.py: find_gradient_placements
+# torchtitan_lite/dtensor.py: find_gradient_placements
 def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:
     """A rank has the gradient of its own tokens only, so the gradient of a copied parameter is a partial sum."""
     return tuple(Partial() if each.is_replicate() else each for each in parameter.placements)
