@@ -9,7 +9,7 @@ from mutant_table import mutant
 from torchtitan_lite import step
 from torchtitan_lite.extensions.tied_embeddings import TiedMatrix
 from torchtitan_lite.parallel import initial_weights
-from torchtitan_lite.parallel.tensor_parallel import ColwiseLinear
+from torchtitan_lite.parallel.tensor_parallel import ColwiseParallel
 
 STAGES = Row(2, {PP: 2, **TIED})
 
@@ -48,7 +48,7 @@ def a_tied_matrix_counts_twice_in_the_norm():
     Row(2, {TP: 2, **BIASES}),
     "gradients",
     "layers.1.attention.wv.bias",
-    at=(ColwiseLinear, "compute"),
+    at=(ColwiseParallel, "compute"),
 )
 def a_bias_is_added_for_every_tp_rank(compute, style, module, ranks, x):
     """Biases start at zero, so only their gradients show it in the first step."""

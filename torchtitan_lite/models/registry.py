@@ -5,16 +5,15 @@ models/NAME/modules.py    Model, an nn.Module: the code (see model/README.md); b
 """
 
 from importlib import import_module
+from itertools import chain
 
-from torchtitan_lite.config.model_rows import ModelTable
+from torchtitan_lite.config.model_rows import AUTO, ModelTable
 
-NAMES = (  # model.name
+MODEL_NAMES = (  # model.name
     "llama3",
 )
 MODELS: dict[str, ModelTable] = {
-    name: import_module(f"torchtitan_lite.models.{name}.table").MODEL for name in NAMES
+    name: import_module(f"torchtitan_lite.models.{name}.table").MODEL for name in MODEL_NAMES
 }
-flavors: dict[str, None] = {}
-for table in MODELS.values():
-    flavors |= dict.fromkeys(table.flavors)
-FLAVORS = tuple(flavors)
+# model.flavor, of all models
+FLAVOR_NAMES = (*dict.fromkeys(chain(*(table.flavors for table in MODELS.values()))), AUTO)

@@ -1,4 +1,4 @@
-# torchtitan_lite/parallel/tensor_parallel.py: RowwiseLinear.compute
+# torchtitan_lite/parallel/tensor_parallel.py: RowwiseParallel.compute
 def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
     partial = super().compute(module, ranks, x)
     out = Scatter.apply(partial, ranks, 1)
