@@ -45,6 +45,7 @@ class Run:
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
+    n_tokens: Tensor  # () int64: the schedule divides its losses by this
     after_update: list[Callable[[], None]]  # calls of extensions that follow each update
     balance: ExpertBalance | None = None  # None: the model has no experts
 
@@ -137,6 +138,7 @@ def build_run(
         on = next(iter(parameters.values())).device
         remember_norms(optimizer, config.training.spike_window, on)
     schedule = None
+    n_tokens = torch.ones((), dtype=torch.int64, device=device)
     if layout.pp > 1:
         schedule = build_schedule(
             parts,
@@ -144,6 +146,7 @@ def build_run(
             mesh.pp,
             section=config.parallelism,
             device=device,
+            n_tokens=n_tokens,
             expert_loads=balance.loads if balance else None,
         )
     if layout.tied:  # the ranks of the first and the last stage connect
@@ -161,6 +164,7 @@ def build_run(
         optimizer,
         build_lr_scheduler(config.lr_scheduler, optimizer),
         schedule,
+        n_tokens,
         after_update,
         balance,
     )
