@@ -34,8 +34,7 @@ FLOORS = {
 }
 IMPORT_BY_NAME = {  # modules that call importlib in a function
     "torchtitan_lite.config.files",  # import_extra: optional packages
-    "torchtitan_lite.build",  # the code of a model, by its name
-    "torchtitan_lite.config.extensions",  # load_extension
+    "torchtitan_lite.config.extensions",  # load_module
     "torchtitan_lite.__main__",  # picks its tool
     "torchtitan_lite.tools.hosts",
     "torchtitan_lite.tools.launch",  # imports torch after the ranks have started

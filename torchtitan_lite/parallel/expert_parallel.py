@@ -38,7 +38,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from torchtitan_lite.dtensor import shard_parameters
-from torchtitan_lite.model.moe import Experts, list_moes, permute_rows
+from torchtitan_lite.model.moe import Experts, permute_rows
+from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, list_ranks
 
 

@@ -46,12 +46,6 @@ def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
     return part
 
 
-def is_tied_inside(part: nn.Module) -> bool:
-    """Whether embedding and head are one matrix of this part. In a pipeline, see tied_embeddings.py."""
-    has_both = part.tok_embeddings is not None and part.output is not None
-    return has_both and part.model_args.tie_embeddings
-
-
 def build_schedule(
     parts: list[nn.Module],
     layout: Layout,

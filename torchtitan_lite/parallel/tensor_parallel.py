@@ -55,8 +55,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchtitan_lite.config.block import list_block_modules, list_gathered
 from torchtitan_lite.dtensor import differentiable_shard, shard_parameters
 from torchtitan_lite.model.loss import Vocabulary
+from torchtitan_lite.model.part import is_tied_inside
 from torchtitan_lite.parallel.exchange import Gather, GatherEqually, Ranks, Scatter, list_ranks
-from torchtitan_lite.parallel.pipeline import is_tied_inside
 
 
 def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:

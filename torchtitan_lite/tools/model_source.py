@@ -34,7 +34,7 @@ from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.process_groups import choose_device
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # bfloat16 is slower on a CPU
