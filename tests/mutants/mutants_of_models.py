@@ -7,19 +7,19 @@ from layouts import BIASES, PP, TIED, TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite import step
-from torchtitan_lite.extensions.tied_embeddings import TiedMatrix
+from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
 from torchtitan_lite.parallel import initial_weights
 from torchtitan_lite.parallel.tensor_parallel import ColwiseParallel
 
 STAGES = Row(2, {PP: 2, **TIED})
 
 
-@mutant(STAGES, "gradients", "tok_embeddings.weight", at=(TiedMatrix, "sum_gradients"))
+@mutant(STAGES, "gradients", "tok_embeddings.weight", at=(TiedSchedule, "sum_gradients"))
 def the_gradient_of_the_tied_head_is_lost(sum_gradients, tied):
     """The first stage trains with the gradient of its lookup alone."""
 
 
-@mutant(STAGES, "gradients", "tok_embeddings.weight", at=(TiedMatrix, "sum_gradients"))
+@mutant(STAGES, "gradients", "tok_embeddings.weight", at=(TiedSchedule, "sum_gradients"))
 def tied_gradients_are_summed_twice(sum_gradients, tied):
     sum_gradients(tied)
     sum_gradients(tied)
@@ -28,7 +28,7 @@ def tied_gradients_are_summed_twice(sum_gradients, tied):
 @mutant(STAGES, "gradient norm", "all gradients")
 def a_tied_matrix_counts_twice_in_the_norm():
     """The last stage counts its copy, as if it were another parameter."""
-    copies, sum_gradients, measure = [], TiedMatrix.sum_gradients, step.measure_grad_norm
+    copies, sum_gradients, measure = [], TiedSchedule.sum_gradients, step.measure_grad_norm
 
     def sum_and_keep(tied):
         sum_gradients(tied)
@@ -39,7 +39,7 @@ def a_tied_matrix_counts_twice_in_the_norm():
         return measure([*parameters, *copies[-1:]], stop_signal)
 
     stack = ExitStack()
-    stack.enter_context(patch.object(TiedMatrix, "sum_gradients", sum_and_keep))
+    stack.enter_context(patch.object(TiedSchedule, "sum_gradients", sum_and_keep))
     stack.enter_context(patch.object(step, "measure_grad_norm", measure_all))
     return stack
 

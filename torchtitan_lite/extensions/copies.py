@@ -34,9 +34,8 @@ def compare_copies(run: Run, group: dist.ProcessGroup) -> None:
     """Raise UserError on every rank if copies differ. `group` has all ranks. Collective."""
     tensors = name_tensors(run.saved, run.optimizer)
     if isinstance(run.schedule, TiedSchedule):
-        tied = run.schedule.tied
-        tied.send_weights()  # broadcasts this rank's shard of the matrix
-        tensors[TIED] = tied.pick()
+        run.schedule.send_weights()  # broadcasts this rank's shard of the matrix
+        tensors[TIED] = run.schedule.pick()
     sums: Checksums = {}
     for name, tensor in tensors.items():
         shard, offsets = find_shard(tensor)

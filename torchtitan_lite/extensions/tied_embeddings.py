@@ -25,52 +25,24 @@ from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.dtensor import local_shard
 
 
-class TiedSchedule:
-    """A pipeline schedule on a rank that holds the matrix: sends its weights before, sums its gradients after."""
-
-    def __init__(self, schedule: _PipelineSchedule, tied: "TiedMatrix"):
-        self.schedule = schedule
-        self.tied = tied
-
-    def step(self, *tokens: Tensor, **options) -> None:
-        self.tied.send_weights()  # broadcasts this rank's shard of the matrix from the first to the last stage
-        self.schedule.step(*tokens, **options)
-        self.tied.sum_gradients()  # all-reduces the same shard over both stages
-
-    def eval(self, *tokens: Tensor, **options) -> None:
-        self.tied.send_weights()  # broadcasts the same shard
-        self.schedule.eval(*tokens, **options)
-
-
-def tie_schedule(
-    schedule: _PipelineSchedule,
-    owner: Tensor | None,
-    copy: Tensor | None,
-    layout: Layout,
-    pp: DeviceMesh,
-) -> "_PipelineSchedule | TiedSchedule":
-    """Return the schedule of this rank, which has `owner`, `copy`, both or none. Collective over both stages."""
-    if copy is None and owner is None:
-        return schedule
-    pipeline = dist.get_process_group_ranks(pp.get_group())
-    first = pipeline[layout.stage_ranks[0]]
-    last = pipeline[layout.stage_ranks[-1]]
-    group = None
-    if first != last:
-        ends = [first, last]
-        group = dist.new_group(ends, use_local_synchronization=True, group_desc="mesh_pp_ends")
-    return TiedSchedule(schedule, TiedMatrix(owner, copy, group))
-
-
 @dataclass(frozen=True)
-class TiedMatrix:
-    """The matrix on the ranks of the first and the last stage. Both hold the same shard of it."""
+class TiedSchedule:
+    """A pipeline schedule on a rank that holds the matrix. The first and the last stage hold the same shard of it."""
 
+    schedule: _PipelineSchedule
     owner: Tensor | None  # tok_embeddings.weight; None: another rank has the first stage
     copy: Tensor | None  # output.weight; None: another rank has the last stage
-    group: (
-        dist.ProcessGroup | None
-    )  # the ranks of both stages, first the owner; None: the same rank
+    # the ranks of both stages, first the owner; None: the same rank
+    group: dist.ProcessGroup | None
+
+    def step(self, *tokens: Tensor, **options) -> None:
+        self.send_weights()  # broadcasts this rank's shard of the matrix from the first to the last stage
+        self.schedule.step(*tokens, **options)
+        self.sum_gradients()  # all-reduces the same shard over both stages
+
+    def eval(self, *tokens: Tensor, **options) -> None:
+        self.send_weights()  # broadcasts the same shard
+        self.schedule.eval(*tokens, **options)
 
     @torch.no_grad()
     def send_weights(self) -> None:
@@ -91,4 +63,25 @@ class TiedMatrix:
             dist.all_reduce(local_shard(self.pick().grad), group=self.group)
 
     def pick(self) -> Tensor:
+        """Return the matrix of this rank."""
         return self.owner if self.copy is None else self.copy
+
+
+def tie_schedule(
+    schedule: _PipelineSchedule,
+    owner: Tensor | None,
+    copy: Tensor | None,
+    layout: Layout,
+    pp: DeviceMesh,
+) -> _PipelineSchedule | TiedSchedule:
+    """Return the schedule of this rank, which has `owner`, `copy`, both or none. Collective over both stages."""
+    if copy is None and owner is None:
+        return schedule
+    pipeline = dist.get_process_group_ranks(pp.get_group())
+    first = pipeline[layout.stage_ranks[0]]
+    last = pipeline[layout.stage_ranks[-1]]
+    group = None
+    if first != last:
+        ends = [first, last]
+        group = dist.new_group(ends, use_local_synchronization=True, group_desc="mesh_pp_ends")
+    return TiedSchedule(schedule, owner, copy, group)

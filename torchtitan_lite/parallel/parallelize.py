@@ -42,7 +42,7 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     """Apply the parallelisms of the layout to `part` (on meta), in place."""
     if config.model.uses_float8:  # 0
         float8 = config.quantize.linear.float8
-        load_module("parallel.float8").apply_float8(part, float8, layout.tp)
+        load_module("model.float8_linear").apply_float8(part, float8, layout.tp)
     if layout.tp > 1:  # 1
         apply_tensor_parallel(part, mesh.tp)
     if layout.cp > 1:  # 2

@@ -81,10 +81,9 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the parameters of `part` (on meta), and make its modules compute with the shards."""
     parallelize_module(part, mesh, plan_tensor_parallel(part))
-    if is_tied_inside(
-        part
-    ):  # parallelize_module made a separate DTensor for each module, with equal placements
-        part.output.register_parameter("weight", part.tok_embeddings._parameters["weight"])
+    if is_tied_inside(part):
+        # parallelize_module made a separate DTensor for each module, with equal placements
+        part.output.weight = part.tok_embeddings.weight
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
