@@ -7,6 +7,7 @@ from layouts import BIASES, PP, TIED, TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite import step
+from torchtitan_lite.dtensor import differentiable_shard
 from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
 from torchtitan_lite.parallel import initial_weights
 from torchtitan_lite.parallel.tensor_parallel import ColwiseParallel
@@ -53,7 +54,7 @@ def a_tied_matrix_counts_twice_in_the_norm():
 def a_bias_is_added_for_every_tp_rank(compute, style, module, ranks, x):
     """Biases start at zero, so only their gradients show it in the first step."""
     out = compute(style, module, ranks, x)
-    return out if module.bias is None else out + (ranks.n - 1) * module.bias
+    return out if module.bias is None else out + (ranks.n - 1) * differentiable_shard(module.bias)
 
 
 @mutant(
