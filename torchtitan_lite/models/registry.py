@@ -15,5 +15,5 @@ MODEL_NAMES = (  # model.name
 MODELS: dict[str, ModelTable] = {
     name: import_module(f"torchtitan_lite.models.{name}.table").MODEL for name in MODEL_NAMES
 }
-# model.flavor, of all models
-FLAVOR_NAMES = (*dict.fromkeys(chain(*(table.flavors for table in MODELS.values()))), AUTO)
+flavors = chain.from_iterable(table.flavors for table in MODELS.values())
+FLAVOR_NAMES = (*dict.fromkeys(flavors), AUTO)  # model.flavor, of all models
