@@ -11,8 +11,11 @@ def count_replicas(tensor: Tensor) -> int:
     """Return the number of ranks that hold the same shard: each counts its part of it."""
     if not isinstance(tensor, DTensor):
         return 1
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return math.prod(size for size, placement in sizes if placement.is_replicate())
+    n_replicas = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if placement.is_replicate():
+            n_replicas *= size
+    return n_replicas
 
 
 # torchtitan_lite/parallel/exchange.py: Gather.backward
