@@ -81,6 +81,13 @@ def build_table_run(
     return build_small_run(complete(overrides, world_size, base), world_size)
 
 
+def read_rows(run: build.Run, step: int = 0, *, documents: bool = False) -> Batch:
+    """Return this rank's rows of a batch for a run of the table model."""
+    vocab_size = resolve_model(run.config.model).vocab_size
+    whole = make_batch(step, vocab_size, run.layout.global_batch_size, documents=documents)
+    return own_rows(run, whole)
+
+
 def gather(run: build.Run, choose: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Full copies of one tensor per parameter. Collective over the ranks that share them."""
     chosen = {fqn: choose(parameter) for fqn, parameter in run.parameters.items()}

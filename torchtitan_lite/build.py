@@ -10,26 +10,28 @@ train.py, verify, plan, explain and bench all build their runs here, so they can
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.components.expert_balance import ExpertBalance, build_balance
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, remember_norms
 from torchtitan_lite.config.block import list_parameters
-from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.model.part import is_tied_inside, list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule, is_tied_inside
+from torchtitan_lite.parallel.pipeline import apply_stage, build_schedule
+
+if TYPE_CHECKING:
+    from torchtitan_lite.components.expert_balance import ExpertBalance
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ class Run:
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
+    n_tokens: Tensor  # () int64: the schedule divides its losses by this
     after_update: list[Callable[[], None]]  # calls of extensions that follow each update
-    balance: ExpertBalance | None = None  # None: the model has no experts
+    balance: "ExpertBalance | None" = None  # None: the model has no experts
 
     @property
     def saved(self) -> dict[str, Tensor]:
@@ -56,7 +59,7 @@ class Run:
 
 def find_model_class(name: str) -> type[nn.Module]:
     """Return the class of a model in models/registry.py."""
-    return import_module(f"torchtitan_lite.models.{name}.modules").Model
+    return load_module(f"models.{name}.modules").Model
 
 
 def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
@@ -132,11 +135,14 @@ def build_run(
         for dim in (mesh.cp, mesh.tp):
             if dim.size() > 1:
                 groups.append(dim.get_group())
-        balance = build_balance(parts, config.training, layout.global_batch_size, groups, device)
+        balance = load_module("components.expert_balance").build_balance(
+            parts, config.training, layout.global_batch_size, groups, device
+        )
     if config.training.skip_spikes:
         on = next(iter(parameters.values())).device
         remember_norms(optimizer, config.training.spike_window, on)
     schedule = None
+    n_tokens = torch.ones((), dtype=torch.int64, device=device)
     if layout.pp > 1:
         schedule = build_schedule(
             parts,
@@ -144,6 +150,7 @@ def build_run(
             mesh.pp,
             section=config.parallelism,
             device=device,
+            n_tokens=n_tokens,
             expert_loads=balance.loads if balance else None,
         )
     if layout.tied:  # the ranks of the first and the last stage connect
@@ -161,6 +168,7 @@ def build_run(
         optimizer,
         build_lr_scheduler(config.lr_scheduler, optimizer),
         schedule,
+        n_tokens,
         after_update,
         balance,
     )

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.components.expert_balance import count_collapsed, describe_load
 from torchtitan_lite.components.log import IN_FILE, describe_rank
 from torchtitan_lite.components.metrics import (
     MetricsWriter,
@@ -30,6 +29,7 @@ from torchtitan_lite.components.metrics import (
 from torchtitan_lite.components.optim import NORMS
 from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
 from torchtitan_lite.config.block import count_flops_per_token
+from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.machine import describe_launch, peak_flops
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import Prepared
@@ -168,8 +168,9 @@ class RunLog:
         fields |= read_peak_memory(self.run.device)
         if result.expert_loads is not None:
             moe = self.plan.model_args.moe
-            load = describe_load(result.expert_loads, moe.top_k)
-            self.n_collapsed = count_collapsed(step, load, moe, self.n_collapsed)
+            balance = load_module("components.expert_balance")
+            load = balance.describe_load(result.expert_loads, moe.top_k)
+            self.n_collapsed = balance.count_collapsed(step, load, moe, self.n_collapsed)
             fields |= load
             fields["expert_loads"] = result.expert_loads[:, :-1].int().tolist()
         if spikes := self.run.optimizer.state.get(NORMS):

@@ -125,15 +125,14 @@ def run_schedule(run: Run, schedule_fn: Callable, batch: Batch, n_tokens: Tensor
     """Run the pipeline schedule. Return the loss of each microbatch on the rank with the head, [] on other ranks.
 
     `schedule_fn` is the schedule's `step` or `eval`. Stages send hidden states and their gradients. Every rank passes
-    the other inputs itself, and torch splits them into microbatches along dim 0. The token count is passed as `target`,
-    because torch hands `target` to the loss function.
+    the other inputs itself, and torch splits them into microbatches along dim 0.
     """
     tokens = [batch.tokens] if run.parts[0].tok_embeddings is not None else []
     losses: list[Tensor] = []  # one per microbatch, on the rank that has the head
-    target = n_tokens.expand(len(batch.tokens))
+    run.n_tokens.copy_(n_tokens)
     schedule_fn(
         *tokens,
-        target=target,
+        target=batch.targets,
         losses=losses,
         return_outputs=False,
         **stage_kwargs(batch),

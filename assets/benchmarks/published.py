@@ -18,7 +18,7 @@ from statistics import mean, median
 
 import torch
 
-from torchtitan_lite.config.block import list_block
+from torchtitan_lite.config.block import list_block_modules
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow, MoEArgs
@@ -165,7 +165,7 @@ def describe_row(values: dict[str, object]) -> Workload:
     )
     n_again = values["recomputed_layers"]
     recompute = Counter({values["recompute"]: n_again}) + Counter(none=n_layers - n_again)
-    modules = {module.name for module in list_block(args, moe=bool(moe))}
+    modules = {module.name for module in list_block_modules(args, moe=bool(moe))}
     return make(
         Workload,
         values,

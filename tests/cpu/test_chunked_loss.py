@@ -1,7 +1,6 @@
-"""The chunked loss: the plain loss's numbers without its logits. On ranks: the rows of layouts.py that name a chunk."""
+"""The chunked loss: the plain loss's numbers without its logits. In float32 and on ranks: test_loss.py."""
 
 import math
-from functools import partial
 from unittest.mock import patch
 
 import compare
@@ -54,16 +53,6 @@ def compute(dtype: torch.dtype, head: Head, hidden: torch.Tensor, targets: torch
     return loss.detach(), hidden.grad, weight.grad
 
 
-compute_in_float64 = partial(compute, torch.float64)
-
-
-@pytest.mark.parametrize("chunk_tokens", [0, 1, 7, 20, ROWS * SEQ_LEN, 1000])
-def test_loss_and_gradients_are_those_of_torch_cross_entropy(chunk_tokens):
-    case = make_case()
-    for value, truth in zip(run_head(*case, chunk_tokens), compute_in_float64(*case), strict=True):
-        assert compare.relative_error(value, truth) < 1e-6
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
 def test_in_bfloat16_it_errs_no_more_than_torchs_loss(chunk_tokens):
     head, hidden, targets = make_case(torch.bfloat16)
@@ -86,7 +75,9 @@ def test_in_bfloat16_a_token_that_is_almost_certain_still_has_a_gradient():
     with torch.no_grad():
         head.weight.copy_(torch.eye(2))
     _, _, gradient = run_head(head, hidden, targets, 1)
-    assert compare.relative_error(gradient, compute_in_float64(head, hidden, targets)[2]) < 2**-7
+    assert (
+        compare.relative_error(gradient, compute(torch.float64, head, hidden, targets)[2]) < 2**-7
+    )
 
 
 def test_logits_of_any_size_neither_overflow_nor_vanish():
@@ -94,7 +85,7 @@ def test_logits_of_any_size_neither_overflow_nor_vanish():
     sizes = torch.tensor([1e-4, 1.0, 1e4])  # logits up to 1e5; exp(89) is more than fp32 holds
     hidden *= sizes[:, None, None]
     found = run_head(head, hidden, targets, 7)
-    expected = compute_in_float64(head, hidden, targets)
+    expected = compute(torch.float64, head, hidden, targets)
     for value, truth in zip(found, expected, strict=True):
         assert compare.relative_error(value, truth) < 1e-6
 

@@ -18,6 +18,7 @@ FLOORS = {
     "torchtitan_lite.config.model_rows": -2,  # the types of the rows below
     "torchtitan_lite.models": -1,  # the tables of the models
     "torchtitan_lite.config": 0,
+    "torchtitan_lite.dtensor": 1,
     "torchtitan_lite.model": 1,
     "torchtitan_lite.models.NAME.modules": 2,  # NAME: any folder of models/
     "torchtitan_lite.parallel": 2,
@@ -33,8 +34,7 @@ FLOORS = {
 }
 IMPORT_BY_NAME = {  # modules that call importlib in a function
     "torchtitan_lite.config.files",  # import_extra: optional packages
-    "torchtitan_lite.build",  # the code of a model, by its name
-    "torchtitan_lite.config.extensions",  # load_extension
+    "torchtitan_lite.config.extensions",  # load_module
     "torchtitan_lite.__main__",  # picks its tool
     "torchtitan_lite.tools.hosts",
     "torchtitan_lite.tools.launch",  # imports torch after the ranks have started
@@ -155,11 +155,9 @@ def test_the_plan_in_the_docstring_of_tensor_parallel_is_the_plan():
     plan = tensor_parallel.plan_tensor_parallel(
         build_on_meta(Config(), resolve_model(Model(n_layers=1)))
     )
-    written, row = {}, r"^ {4}(\S+(?:, w.)*) +((?:Split|Local|Gathered|Colwise|Rowwise)\w+)"
-    for names, style in re.findall(row, tensor_parallel.__doc__, re.MULTILINE):
-        first, *others = names.split(", ")
-        fqns = [first, *(f"{first.rpartition('.')[0]}.{other}" for other in others)]
-        written |= dict.fromkeys(fqns, style)
-    assert written == {
-        fqn.removeprefix("layers.0."): type(style).__name__ for fqn, style in plan.items()
-    }
+    lines = [line.replace(",", " ").split() for line in tensor_parallel.__doc__.splitlines()]
+    for fqn, style in plan.items():
+        parent, _, name = fqn.removeprefix("layers.0.").rpartition(".")
+        names = {name, f"{parent}.{name}"}
+        row = [line for line in lines if names & {*line} and "".join(line).startswith(parent)]
+        assert [type(style).__name__ in line for line in row].count(True) == 1, fqn

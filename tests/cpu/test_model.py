@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.model.loss import IGNORE_INDEX
-from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
@@ -215,28 +215,23 @@ def test_initial_weights_depend_on_seed_and_name_only():
     )  # another name
 
 
+CUT = 0.9933  # of a normal distribution cut off (by clamping) at three standard deviations
+SPREAD = {  # weight -> mean, standard deviation
+    "layers.0.attention.wq.weight": (0, 0.02 * CUT),
+    "layers.0.attention.wo.weight": (0, 0.02 / 4**0.5 * CUT),
+    "tok_embeddings.weight": (0, 1.0 * CUT),
+    "output.weight": (0, 256**-0.5 * CUT),
+    "layers.0.attention.wq.bias": (0, 0),
+    "layers.0.attention.q_norm.weight": (1, 0),
+    "norm.weight": (1, 0),
+}
+
+
 def test_initial_weights_have_the_spread_that_the_rule_says():
-    model = Llama3(replace(PLAIN, dim=256, ffn_dim=512))
+    model = Llama3(replace(PLAIN, dim=256, ffn_dim=512, qkv_bias=True, qk_norm=True))
     initialize_weights(model, seed=0)
-    spread = {
-        fqn: parameter.std().item()
-        for fqn, parameter in model.named_parameters()
-        if parameter.dim() == 2
-    }
-    cut = 0.9933  # of a normal distribution cut off (by clamping) at three standard deviations
-    assert spread["layers.0.attention.wq.weight"] == pytest.approx(0.02 * cut, rel=0.03)
-    assert spread["layers.0.attention.wo.weight"] == pytest.approx(0.02 / 4**0.5 * cut, rel=0.03)
-    assert spread["tok_embeddings.weight"] == pytest.approx(1.0 * cut, rel=0.03)
-    assert spread["output.weight"] == pytest.approx(256**-0.5 * cut, rel=0.03)
-
-
-def test_initial_biases_are_0_and_norms_are_1():
-    model = Llama3(replace(PLAIN, qkv_bias=True, qk_norm=True))
-    initialize_weights(model, 0)
-    kinds = set()
-    for fqn, parameter in model.named_parameters():
-        kind = "bias" if fqn.endswith("bias") else "norm" if "norm" in fqn else "other"
-        kinds.add(kind)
-        if kind != "other":
-            assert (parameter == (kind == "norm")).all()
-    assert len(kinds) == 3
+    parameters = dict(model.named_parameters())
+    for fqn, (mean, std) in SPREAD.items():
+        values = parameters[fqn]
+        assert values.mean().item() == pytest.approx(mean, abs=0.02 * std), fqn
+        assert values.std().item() == pytest.approx(std, rel=0.03), fqn

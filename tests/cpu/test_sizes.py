@@ -125,7 +125,7 @@ def add_row(row: ModuleRow):
 
 list_llama_block = MODELS["llama3"].list_block
 OLMO_NORM = ModuleRow(
-    "attention.q_norm", "norm", (128,), "heads", 1.0
+    "attention.q_norm", "norm", (128,), "heads", init_mean=1.0
 )  # over all heads; one has 32 features
 
 
@@ -139,8 +139,8 @@ OLMO_NORM = ModuleRow(
             2,
             "parallelism.tensor_parallel_degree",
         ),
-        (ModuleRow("ffn_scale", "norm", (128,), "rowwise", 1.0), 1, "model.name"),
-        (ModuleRow("ffn_scale", "norm", (128,), "sequence", 1.0), 2, None),
+        (ModuleRow("ffn_scale", "norm", (128,), "rowwise", init_mean=1.0), 1, "model.name"),
+        (ModuleRow("ffn_scale", "norm", (128,), "sequence", init_mean=1.0), 2, None),
     ],
 )
 def test_check_judges_a_table_without_its_code(row, tp, key):

@@ -7,17 +7,18 @@ from layouts import FAST
 from mutant_table import mutant
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite import dtensor
 from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import ExpertBalance
 from torchtitan_lite.model import moe
-from torchtitan_lite.parallel import initial_weights, local_parameters
+from torchtitan_lite.parallel import initial_weights
 
 EP2, TP2 = FAST["experts, dp2, ep2"], FAST["experts, tp2, ep2"]
 SHARED_TP2 = FAST["experts, tp2, ep2, shared experts"]
 # ---------------------------------------------------------------- gradients and their norm
 
 
-@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w3", at=(local_parameters, "local_tensor"))
+@mutant(EP2, "gradients", "layers.1.feed_forward.experts.w3", at=(dtensor, "differentiable_shard"))
 def expert_gradients_divided_by_ep(original, parameter):
     """Average the gradients of experts over ep, as if the ranks held copies."""
     own = original(parameter)
@@ -32,7 +33,7 @@ def is_of_experts(tensor) -> bool:
     TP2,
     "gradients",
     "layers.1.feed_forward.router.weight",
-    at=(local_parameters, "find_gradient_placements"),
+    at=(dtensor, "find_gradient_placements"),
 )
 def router_gradient_of_own_tokens(original, parameter):
     """Each tensor-parallel rank has a router's gradient of its slice of the sequence, and nobody adds them."""

@@ -30,7 +30,7 @@ def clip_norm_forgets_pp():
     return patch.object(optim, "dist", SimpleNamespace(all_reduce=lambda tensor: None))
 
 
-@mutant("tp2", "gradient norm", "all gradients", at=(optim, "count_copies"))
+@mutant("tp2", "gradient norm", "all gradients", at=(optim, "count_replicas"))
 def norm_counts_every_copy(original, tensor):
     """What several ranks hold, norm weights under tp, counts once on each of them."""
     return 1

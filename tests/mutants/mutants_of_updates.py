@@ -10,7 +10,7 @@ from mutant_table import mutant
 from torchtitan_lite import build, step
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components import optim
-from torchtitan_lite.components.optim import local_tensor as local
+from torchtitan_lite.dtensor import local_shard as local
 
 # Warm-up, peak and decay all differ, and the decay ends above zero.
 RATES = {

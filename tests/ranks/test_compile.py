@@ -27,7 +27,7 @@ def list_compiled_by_step(
     run = compare.build_table_run(world_size, overrides)
     compiled = []
     for step in range(N_STEPS):
-        batch = compare.own_rows(run, compare.make_batch(step, 256))
+        batch = compare.read_rows(run, step)
         known = {
             id(entry) for entry in get_compilation_metrics()
         }  # torch keeps the last 64 entries

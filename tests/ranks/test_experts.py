@@ -125,8 +125,7 @@ def test_the_auxiliary_gradient_is_that_of_the_papers_loss():
 def count_step(rank: int, world_size: int, overrides: dict) -> dict:
     """Worker: return the loads of a step, and the biases after it, of all layers."""
     run = compare.build_table_run(world_size, {**MOE, **overrides})
-    batch = compare.make_batch(0, run.config.model.vocab_size)
-    batch = compare.own_rows(run, batch)
+    batch = compare.read_rows(run)
     sharded = stepping.shard_for_cp(run, batch)
     stepping.forward_only(run, sharded, torch.ones(()))  # validation counts nothing
     loads = stepping.train_step(run, batch).expert_loads

@@ -8,7 +8,7 @@ import checkpoints
 import compare
 import pytest
 import torch
-from layouts import EMULATED, FLOAT8, GATHER, MODE, PRECOMPUTE, REPLICATE, TP, TWO_LAYERS
+from layouts import EMULATED, FLOAT8, GATHER, PRECOMPUTE, REPLICATE, TP, TWO_LAYERS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -147,27 +147,6 @@ def test_activations_are_summed_fast_and_gradients_exactly(recipe_name, n_matmul
     with Matmuls() as matmuls:
         run_linear(linear, x, dy)
     assert matmuls.fast == [True] + [False] * (n_matmuls - 1)
-
-
-def count_matmuls(rank: int, world_size: int, overrides: dict) -> int:
-    """Worker: float8 matmuls in one step."""
-    run = compare.build_table_run(world_size, overrides)
-    with Matmuls() as matmuls:
-        checkpoints.train(run, range(1))
-    return len(matmuls.fast)
-
-
-@pytest.mark.parametrize(
-    "mode, matmuls_per_linear",
-    [
-        ("none", 3),
-        ("selective", 3),
-        ("full", 4),
-    ],
-)
-def test_per_op_recompute_keeps_what_float8_matmuls_gave(pool, mode, matmuls_per_linear):
-    keys = {**FLOAT8, MODE: mode, "model.n_layers": 1}
-    assert pool.run(count_matmuls, 1, keys) == [7 * matmuls_per_linear]
 
 
 def test_checkpoints_hold_high_precision_under_the_usual_names(pool, tmp_path):

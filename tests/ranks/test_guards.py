@@ -21,7 +21,7 @@ from torchtitan_lite.extensions import copies
 from torchtitan_lite.faults.start import start_from
 from torchtitan_lite.model.loss import Vocabulary, differentiate_cross_entropy
 from torchtitan_lite.parallel.initial_weights import copy_local_shard
-from torchtitan_lite.parallel.tensor_parallel import RowwiseLinear
+from torchtitan_lite.parallel.tensor_parallel import RowwiseParallel
 from torchtitan_lite.step import train_step
 
 
@@ -56,7 +56,7 @@ def compare_rowwise_bias(rank: int, world_size: int) -> float:
     x = torch.randn(2, 4, 8)
     grad = torch.randn(2, 4, 6)
     mesh = init_device_mesh("cpu", (world_size,))
-    linear = parallelize_module(copy.deepcopy(plain), mesh, RowwiseLinear())
+    linear = parallelize_module(copy.deepcopy(plain), mesh, RowwiseParallel())
     out = linear(x.chunk(world_size, -1)[rank])
     out.backward(grad.chunk(world_size, 1)[rank])
     expected = plain(x)
@@ -90,7 +90,7 @@ def count_wrong_norms(rank: int, world_size: int) -> list[float]:
     for module in run.parts[0].modules():
         if isinstance(module, torch.nn.RMSNorm):
             module.register_forward_hook(compare_norm)
-    train_step(run, compare.own_rows(run, compare.make_batch(0, 256)))
+    train_step(run, compare.read_rows(run))
     return shares
 
 

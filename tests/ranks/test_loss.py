@@ -102,7 +102,7 @@ def run_formula(rank: int, world_size: int, name: str, chunk_tokens: int) -> lis
     loss.backward()
     rows = slice(rank * VOCAB // world_size, (rank + 1) * VOCAB // world_size)
     true_loss, true_hidden, true_weight = compute_in_float64(name)
-    weight_grad = local(head._parameters["weight"].grad)
+    weight_grad = local(head.weight.grad)
     return [
         relative_error(loss.detach(), true_loss),
         relative_error(hidden.grad, true_hidden[:, piece]),
@@ -113,8 +113,11 @@ def run_formula(rank: int, world_size: int, name: str, chunk_tokens: int) -> lis
 NAMES = ("cross_entropy", "z_loss", "smoothed", "weighted", "distilled", "softcap")
 
 
-@pytest.mark.parametrize("n_ranks, chunk_tokens", [(1, 0), (1, 7), (2, 7)])
-@pytest.mark.parametrize("name", NAMES)
+CASES = [(name, *case) for name in NAMES for case in ((1, 0), (1, 7), (2, 7))]
+CASES += [("cross_entropy", 1, n) for n in (1, SEQ_LEN, ROWS * SEQ_LEN, 1000)]
+
+
+@pytest.mark.parametrize("name, n_ranks, chunk_tokens", CASES)
 def test_a_formula_computes_what_torch_computes_on_whole_logits(pool, name, n_ranks, chunk_tokens):
     for errors in pool.run(run_formula, n_ranks, name, chunk_tokens):
         assert max(errors) < 2e-6, errors

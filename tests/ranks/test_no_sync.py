@@ -123,11 +123,7 @@ def list_waits(rank: int, world_size: int, runs: dict[str, dict[str, object]]) -
     waits = {}
     for name, overrides in runs.items():
         run = compare.build_table_run(world_size, {**ADAMW, **TWO_LAYERS, **overrides})
-        vocab_size = resolve_model(run.config.model).vocab_size
-        batches = [
-            compare.own_rows(run, compare.make_batch(step, vocab_size, documents=True))
-            for step in range(2)
-        ]
+        batches = [compare.read_rows(run, step, documents=True) for step in range(2)]
         stepping.train_step(run, batches[0])
         try:
             with NoWaiting():
@@ -149,7 +145,7 @@ def test_no_host_waits_for_the_device_inside_a_step(pool, n_ranks):
 def count_waits(rank: int, world_size: int, overrides: dict[str, object]) -> int:
     """Worker: how often the host reads the rows of an all-to-all in a step."""
     run = compare.build_table_run(world_size, overrides)
-    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    batch = compare.read_rows(run)
     with patch.object(
         expert_parallel, "read_splits", side_effect=expert_parallel.read_splits
     ) as reader:

@@ -9,7 +9,7 @@ import compare
 import pytest
 import torch
 from checkpoints import train
-from layouts import EMULATED, GATHER, MODE, PP, TWO_LAYERS
+from layouts import EMULATED, FLOAT8, GATHER, MODE, PP, TWO_LAYERS
 from test_costs import make
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,28 +69,44 @@ def test_fsdp_calls_the_hooks_that_gather_in_float8():
     assert gathered["tok_embeddings"] == "float32"
 
 
-class Attentions(TorchDispatchMode):
-    """Counts calls of the attention kernel of CPUs."""
+class Calls(TorchDispatchMode):
+    """Counts calls of one operator."""
 
-    n = 0
+    def __init__(self, operator):
+        super().__init__()
+        self.operator = operator
+        self.n = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        self.n += func is self.operator
         return func(*args, **(kwargs or {}))
 
 
-def count_attentions(rank: int, world_size: int, overrides: dict) -> int:
-    """Worker: calls of the attention kernel in one step, forward and recompute."""
+def count_calls(rank: int, world_size: int, name: str, overrides: dict) -> int:
+    """Worker: calls of an operator in one step, forward and recompute."""
     run = compare.build_table_run(world_size, overrides)
-    with Attentions() as attentions:
+    with Calls(getattr(torch.ops.aten, name).default) as calls:
         train(run, range(1))
-    return attentions.n
+    return calls.n
 
 
-def test_per_op_recompute_keeps_the_output_of_attention(pool):
-    """The operators that F.scaled_dot_product_attention calls (KEPT_OPS)."""
-    counts = {}
-    for mode in ("none", "selective", "full"):
-        (counts[mode],) = pool.run(count_attentions, 1, {**TWO_LAYERS, MODE: mode})
-    assert counts["selective"] == counts["none"] > 0
-    assert counts["full"] == 2 * counts["none"]
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize(
+    "operator, keys, mode, n_calls",
+    [
+        (ATTENTION, {}, "none", 1),
+        (ATTENTION, {}, "selective", 1),
+        (ATTENTION, {}, "full", 2),
+        ("_scaled_mm", FLOAT8, "none", 7 * 3),  # y, dx and dw of seven layers
+        ("_scaled_mm", FLOAT8, "selective", 7 * 3),
+        ("_scaled_mm", FLOAT8, "full", 7 * 4),
+    ],
+)
+def test_per_op_recompute_keeps_the_outputs_of_expensive_operators(
+    pool, operator, keys, mode, n_calls
+):
+    """The operators in KEPT_OPS are those that the model calls."""
+    keys = {**keys, MODE: mode, "model.n_layers": 1}
+    assert pool.run(count_calls, 1, operator, keys) == [n_calls]

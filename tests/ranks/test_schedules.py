@@ -137,8 +137,7 @@ def validate_then_train(
     embedding = run.parameters.get("tok_embeddings.weight")
     if embedding is not None:  # as in the plain loop
         compare.local(embedding).mul_(EMBEDDING_SCALE)
-    whole = compare.make_batch(0, run.config.model.vocab_size)
-    batch = compare.own_rows(run, whole)
+    batch = compare.read_rows(run)
     n_tokens = stepping.count_global_tokens(run, batch)
 
     def measure(make_losses) -> float:
@@ -181,7 +180,7 @@ def test_validation_runs_forward_through_every_schedule_and_zero_stage(pool, ove
 def list_traced(rank: int, world_size: int, overrides: dict[str, object]) -> list[str]:
     """Worker: the pipeline actions that a profiler sees in the second step."""
     run = compare.build_table_run(world_size, overrides)
-    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    batch = compare.read_rows(run)
     stepping.train_step(run, batch)
     with torch.profiler.profile() as profiler:
         stepping.train_step(run, batch)

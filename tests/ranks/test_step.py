@@ -32,15 +32,13 @@ from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.optim import NORMS, remember_norms, skip_spike
-from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.model.batch import Batch
 
 
 def make_step(run: build.Run, step: int) -> tuple[stepping.StepResult, bool]:
     """Return the result of a step, and whether it left weights and moments as they were."""
-    vocab_size = resolve_model(run.config.model).vocab_size
     before = snapshot(run)
-    result = stepping.train_step(run, compare.own_rows(run, compare.make_batch(step, vocab_size)))
+    result = stepping.train_step(run, compare.read_rows(run, step))
     after = snapshot(run)
     has_same_names = before.keys() == after.keys()
     return result, has_same_names and all(torch.equal(before[name], after[name]) for name in before)
@@ -198,8 +196,7 @@ def break_many_steps(
 ) -> list[tuple]:
     """Worker: each trial breaks one module of one rank. What was broken, and the diagnosis; a sound step first."""
     run = compare.build_table_run(world_size, overrides)
-    vocab_size = resolve_model(run.config.model).vocab_size
-    batch = compare.own_rows(run, compare.make_batch(0, vocab_size))
+    batch = compare.read_rows(run)
     trials = [(None, "a sound step", find_origin(run, batch))]
     modules = {}
     for part in run.parts:
@@ -267,7 +264,7 @@ def test_the_rank_and_the_module_that_made_the_first_nan_are_named(pool, name):
 def break_a_weight(rank: int, world_size: int, kind: str) -> str:
     """Worker: a NaN in a weight of rank 1, as a checkpoint or a defect of memory may leave one, or in its gradient."""
     run = compare.build_table_run(world_size, {TP: 2})
-    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    batch = compare.read_rows(run)
     stepping.compute_gradients(run, batch)
     weight = run.parameters["layers.2.feed_forward.w1.weight"]
     if rank == 1:

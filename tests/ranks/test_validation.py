@@ -127,8 +127,7 @@ def count_gathered(rank: int, world_size: int, overrides: dict, folder: Path) ->
 
     counts = [count()]
     run.parts[-1].register_forward_hook(lambda *_: counts.append(count()))
-    vocab_size = run.config.model.vocab_size
-    batch = compare.own_rows(run, compare.make_batch(0, vocab_size))
+    batch = compare.read_rows(run)
     one_token = torch.ones((), dtype=torch.int64)
     forward_only(run, shard_for_cp(run, batch), one_token)
     return [counts[0], max(counts), count()]

@@ -29,7 +29,7 @@ class GroupCalls(Collectives):
 def count_calls(rank: int, world_size: int, overrides: dict[str, object]) -> dict[str, int]:
     """Worker: collectives of FSDP in one forward_backward, after one that is not counted."""
     run = compare.build_table_run(world_size, {MODE: "none", **overrides})
-    batch = compare.own_rows(run, compare.make_batch(0, run.config.model.vocab_size))
+    batch = compare.read_rows(run)
     n_tokens = stepping.count_global_tokens(run, batch)
     stepping.forward_backward(run, batch, n_tokens)
     with GroupCalls() as counter:

@@ -220,7 +220,7 @@ def count_real_steps(rank: int, world_size: int, all_keys: list[dict]) -> list[t
 def count_real_step(world_size: int, keys: dict) -> tuple[dict, dict]:
     run = compare.build_table_run(world_size, keys)
     shape = resolve_model(run.config.model)
-    batch = compare.own_rows(run, compare.make_batch(0, shape.vocab_size))
+    batch = compare.read_rows(run)
     meter = Meter(run.layout)
     with patch.object(Router, "choose", choose_evenly):
         stepping.train_step(run, batch)

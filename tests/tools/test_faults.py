@@ -40,7 +40,7 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Checkpoint, Comm
 from torchtitan_lite.extensions.copies import compare_copies
 from torchtitan_lite.extensions.snapshots import Snapshots
-from torchtitan_lite.extensions.tied_embeddings import TiedMatrix
+from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
 from torchtitan_lite.faults import start as start_module
 from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.start import start_from
@@ -405,14 +405,14 @@ def send_a_wrong_copy(rank: int, world_size: int) -> list[str]:
     run = compare.build_table_run(world_size, overrides)
     train(run, range(1))
     said = [try_to_compare(run)]
-    send = TiedMatrix.send_weights
+    send = TiedSchedule.send_weights
 
-    def send_wrongly(tied: TiedMatrix) -> None:
+    def send_wrongly(tied: TiedSchedule) -> None:
         send(tied)
         if rank == 3:
             compare.local(tied.copy).detach().view(torch.int32).flatten()[:1] ^= 1
 
-    with patch.object(TiedMatrix, "send_weights", send_wrongly):
+    with patch.object(TiedSchedule, "send_weights", send_wrongly):
         said.append(try_to_compare(run))
     return said
 

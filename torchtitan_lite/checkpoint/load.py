@@ -29,8 +29,9 @@ from torchtitan_lite.checkpoint.format import (
     read_manifest,
     require_undamaged,
 )
-from torchtitan_lite.checkpoint.ranks import find_shard, raise_on_all_ranks
+from torchtitan_lite.checkpoint.ranks import raise_on_all_ranks
 from torchtitan_lite.checkpoint.save import GRADIENT_NORMS
+from torchtitan_lite.dtensor import find_shard
 
 logger = logging.getLogger(__name__)
 

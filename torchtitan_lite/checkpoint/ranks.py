@@ -1,22 +1,12 @@
-"""Ranks that save or load together: this rank's shard of a tensor, and one error on all ranks."""
+"""Ranks that save or load together: one error on all ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format import CheckpointError, DamagedCheckpoint
-
-
-def find_shard(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """Return this rank's shard of a tensor, and the index of its first element in the full tensor."""
-    if not isinstance(tensor, DTensor):
-        return tensor, [0] * tensor.dim()
-    (chunk,) = tensor.__create_chunk_list__()  # the method that torch.distributed.checkpoint calls
-    return tensor.to_local(), chunk.offsets
 
 
 def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:

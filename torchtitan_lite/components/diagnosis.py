@@ -20,10 +20,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite.components.log import describe_rank
+from torchtitan_lite.dtensor import local_shard
 
 
 def find_non_finite(
@@ -77,8 +77,7 @@ def find_non_finite(
 def is_finite(tree: object) -> bool:
     """Return whether all floating-point values in the local shards of a tree of tensors are finite."""
     for leaf in tree_leaves(tree):
-        if isinstance(leaf, DTensor):
-            leaf = leaf.to_local()
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
-            return False
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            if not local_shard(leaf).isfinite().all():
+                return False
     return True

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.model.moe import Router, Routing, list_moes
+from torchtitan_lite.model.moe import Router, Routing
+from torchtitan_lite.model.part import list_moes
 
 logger = logging.getLogger(__name__)
 

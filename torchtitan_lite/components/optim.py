@@ -10,7 +10,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
@@ -20,6 +19,7 @@ from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
+from torchtitan_lite.dtensor import count_replicas, local_shard
 
 NORMS = "gradient_norms"  # key in the optimizer's state, beside its parameters
 UNKNOWN_NORM = 1e18  # above every norm; finite, so that `verify` can compare checkpoints
@@ -80,8 +80,8 @@ def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[T
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            n_copies = count_copies(gradient)
-            by_copies[n_copies].append(local_tensor(gradient))
+            n_copies = count_replicas(gradient)
+            by_copies[n_copies].append(local_shard(gradient))
     # If n ranks hold the same shard (a norm weight under tp), each counts 1/n of it, so the sum counts it once.
     squares = 0
     for n_copies, shards in by_copies.items():
@@ -126,22 +126,6 @@ def skip_spike(optimizer: TorchOptimizer, grad_norm: Tensor, factor: float) -> T
     return grad_norm.masked_fill(is_spike, math.inf)
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or the tensor itself if it is not a DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def count_copies(tensor: Tensor) -> int:
-    """Return the number of ranks that hold the same shard of a tensor; 1 if it is not a DTensor."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    n_copies = 1
-    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
-        if placement.is_replicate():
-            n_copies *= size
-    return n_copies
-
-
 def sum_squares(tensors: list[Tensor]) -> Tensor:
     """Sum the squares of all values in `tensors`, which are on one device. Returns () float64.
 
@@ -175,7 +159,7 @@ def update_weights(optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    gradients.append(local_tensor(parameter.grad))
+                    gradients.append(local_shard(parameter.grad))
         torch._foreach_div_(gradients, divisor)
         optimizer.step()
     return finite

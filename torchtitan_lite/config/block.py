@@ -20,29 +20,29 @@ class Parameter(NamedTuple):
     is_bias: bool
 
 
-def list_block(model_args: ModelArgs, *, moe: bool = False) -> list[ModuleRow]:
+def list_block_modules(model_args: ModelArgs, *, moe: bool = False) -> list[ModuleRow]:
     """List the modules of one block of this model, dense or with experts."""
     return MODELS[model_args.name].list_block(model_args, model_args.moe if moe else None)
 
 
-def list_ends(model_args: ModelArgs) -> list[ModuleRow]:
+def list_end_modules(model_args: ModelArgs) -> list[ModuleRow]:
     """List the modules outside the blocks: tok_embeddings, norm, output."""
     return MODELS[model_args.name].list_ends(model_args)
 
 
 def list_gathered(rows: list[ModuleRow]) -> list[str]:
     """List the modules of a block whose linear layers need all tokens: tp gathers their input."""
-    linears = [row for row in rows if (row.kind, row.split) == ("linear", "colwise")]
+    linears = [row for row in rows if (row.kind, row.tp_style) == ("linear", "colwise")]
     return sorted({row.name.rpartition(".")[0] for row in linears})
 
 
 @lru_cache
 def list_parameters(model_args: ModelArgs) -> dict[str, Parameter]:
     """Return FQN -> parameter for the whole model, in the order of the model. A tied head is omitted."""
-    embedding, *others = list_ends(model_args)
+    embedding, *others = list_end_modules(model_args)
     modules = [("", embedding)]
     for layer in range(model_args.n_layers):
-        for row in list_block(model_args, moe=model_args.is_moe(layer)):
+        for row in list_block_modules(model_args, moe=model_args.is_moe(layer)):
             modules.append((f"layers.{layer}.", row))
     for row in others:
         if row.name != "output" or not model_args.tie_embeddings:
@@ -79,7 +79,7 @@ def count_parameters(
 
 def find_expert_dim(model_args: ModelArgs, ep: int, n_ranks: int) -> int | None:
     """Return the first dim of the experts (E/ep, in, out) that FSDP can shard evenly over `n_ranks`, or None."""
-    block = list_block(model_args, moe=True)
+    block = list_block_modules(model_args, moe=True)
     experts = [row.weight for row in block if row.kind == "experts"]
     for dim in range(3):
         n_pieces = n_ranks * ep if dim == 0 else n_ranks
@@ -162,7 +162,7 @@ def list_linears(model_args: ModelArgs) -> dict[str, tuple[int, int]]:
     linears = {}
     for fqn, parameter in list_parameters(model_args).items():
         row = parameter.row
-        is_split = row.kind == "linear" and row.split in ("colwise", "rowwise")
+        is_split = row.kind == "linear" and row.tp_style in ("colwise", "rowwise")
         if is_split and not parameter.is_bias:
             linears[fqn.removesuffix(".weight")] = parameter.shape
     return linears

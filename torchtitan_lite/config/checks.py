@@ -12,8 +12,8 @@ from math import gcd
 from torchtitan_lite.config.block import (
     FLOAT8_BLOCK,
     find_expert_dim,
-    list_block,
-    list_ends,
+    list_block_modules,
+    list_end_modules,
     list_linears,
     plan_float8,
 )
@@ -22,7 +22,7 @@ from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.extensions import FLOAT8, check_extensions
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
 from torchtitan_lite.config.messages import Problem, Problems
-from torchtitan_lite.config.model_rows import SPLITS, ModelArgs
+from torchtitan_lite.config.model_rows import TP_STYLES, ModelArgs
 from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
 
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
@@ -136,23 +136,23 @@ def check_sizes(problems: Problems, layout: Layout) -> None:
 def check_table(problems: Problems, tp: int) -> None:
     """Find rows in the table of the model that no code serves, or that tp cannot split."""
     model_args = problems.model_args
-    rows = list_ends(model_args) + list_block(model_args)
+    rows = list_end_modules(model_args) + list_block_modules(model_args)
     if model_args.moe:
-        rows += list_block(model_args, moe=True)
+        rows += list_block_modules(model_args, moe=True)
     expected = {"sequence": model_args.dim, "heads": model_args.head_dim}
     for row in dict.fromkeys(rows):
-        n_features = row.weight[-1] if row.split == "rowwise" else row.weight[0]
-        n_together = expected.get(row.split, n_features)
-        if row.split not in SPLITS.get(row.kind, ()):
-            why = f"its table says that {row.name} is a {row.kind} module with split {row.split!r}"
-            remedy = f"Use one of these in models/{model_args.name}/table.py: {SPLITS}"
+        n_features = row.weight[-1] if row.tp_style == "rowwise" else row.weight[0]
+        n_together = expected.get(row.tp_style, n_features)
+        if row.tp_style not in TP_STYLES.get(row.kind, ()):
+            why = f"its table says that {row.name} is a {row.kind} module with tp_style {row.tp_style!r}"
+            remedy = f"Use one of these in models/{model_args.name}/table.py: {TP_STYLES}"
             problems.refuse("model.name", why, remedy)
             continue
         is_across_ranks = row.kind == "norm" and n_features != n_together
-        is_uneven = row.split in ("colwise", "rowwise") and n_features % tp > 0
+        is_uneven = row.tp_style in ("colwise", "rowwise") and n_features % tp > 0
         # check_sizes has refused the sizes of [model] by their names
         if tp > 1 and (is_across_ranks or is_uneven) and not problems:
-            why = f"tp ranks cannot share the {n_features} features of {row.name}, whose split is {row.split!r}"
+            why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"
             problems.refuse(TP, why, "Use 1, or a degree that divides them")
 
 

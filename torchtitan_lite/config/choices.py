@@ -6,7 +6,7 @@
     training.loss                          LOSSES        model/loss.py, or a file of extensions/
     model.attention                        ATTENTIONS    model/attention.py; under cp: parallel/context_parallel.py
     parallelism.pipeline_parallel_schedule SCHEDULES     torch.distributed.pipelining
-    model.name                             NAMES, in models/registry.py; models/NAME/
+    model.name                             MODEL_NAMES, in models/registry.py; models/NAME/
 
 In a row, every feature is unsupported by default. A config that needs an unsupported feature is refused before launch.
 """

@@ -19,9 +19,14 @@ ZERO_PLUS_PLUS = "parallelism.zero_plus_plus"
 FLOAT8 = "quantize.linear.float8"
 
 
+def load_module(name: str) -> ModuleType:
+    """Import torchtitan_lite.NAME. Core code that only some configs need (experts, float8) is loaded here too."""
+    return import_module(f"torchtitan_lite.{name}")
+
+
 def load_extension(name: str) -> ModuleType:
     """Import torchtitan_lite/extensions/NAME.py."""
-    return import_module(f"torchtitan_lite.extensions.{name}")
+    return load_module(f"extensions.{name}")
 
 
 # ---------------------------------------------------------------- rules

@@ -11,7 +11,7 @@ from math import gcd
 from torchtitan_lite.config.checks import check_layout, check_model, find_refused
 from torchtitan_lite.config.degrees import Layout, plan_degrees
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.model_rows import AUTO, ModelArgs
 from torchtitan_lite.config.schedule import check_microbatches, place_stages, plan_stages
 from torchtitan_lite.config.schema import (
     ActivationCheckpoint,
@@ -43,10 +43,11 @@ def resolve_model(model: Model) -> ModelArgs:
 def find_row(model: Model) -> ModelArgs:
     """Return the model of the loaded weights, or of the flavor. Raises ConfigError."""
     flavors = MODELS[model.name].flavors
-    row = model.row or flavors.get(model.flavor)
+    flavor = "debug" if model.flavor == AUTO else model.flavor
+    row = model.row or flavors.get(flavor)
     if row is None:
         why = f"model.name = {model.name!r} has no such flavor"
-        remedy = f"Use one of {', '.join(flavors)}"
+        remedy = f"Use one of {', '.join([*flavors, AUTO])}"
         raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
     return row
 

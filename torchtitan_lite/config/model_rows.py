@@ -1,7 +1,7 @@
 """Row types that describe a model without torch. The rows themselves are in `models/NAME/table.py`.
 
     ModelArgs     the sizes of a model, and the options that its modules share
-    ModuleRow     one module: its weight and bias, how ranks split them, how they start
+    ModuleRow     one module: its weight and bias, how tp splits them, their initial values
     Family        names and keys of the model in Hugging Face folders
     ConfigKey     one key of config.json: read, refused or ignored
     ModelTable    all of these: what models/registry.py has for each model
@@ -76,7 +76,7 @@ class ModelArgs:
         return (layer + 1) % moe.moe_every == 0
 
 
-SPLITS = {  # kind of a module -> splits that parallel/ serves
+TP_STYLES = {  # kind of a module -> its styles in parallel/tensor_parallel.py, and for experts in expert_parallel.py
     "linear": ("colwise", "rowwise", "sequence", "vocabulary"),
     "norm": ("sequence", "heads", "colwise"),
     "embedding": ("vocabulary",),
@@ -89,12 +89,12 @@ SPLITS = {  # kind of a module -> splits that parallel/ serves
 class ModuleRow:
     """One module with a weight, and perhaps a bias.
 
-    kind    weight                            start: initial weights are
-    linear, embedding, router   (out, in)     normal with this standard deviation, clamped at three of them
-    norm    (size,)                           this constant. Also any other module that works on each element by itself
-    experts (experts, in, out)                normal, as above
+    kind                        weight
+    linear, embedding, router   (out, in)
+    norm                        (size,). Also any other module that works on each element by itself
+    experts                     (experts, in, out)
 
-    split       the tensors on a tp rank                    how the module computes there
+    tp_style    the tensors on a tp rank                    how the module computes there
     colwise     its output features, of weight and bias     all tokens are gathered before the module that has it
     rowwise     its input features; the whole bias          partial sums are scattered; then the bias is added
     vocabulary  its rows                                    embedding or head
@@ -104,11 +104,13 @@ class ModuleRow:
     """
 
     name: str  # FQN inside the block; for experts, the FQN of the parameter
-    kind: str  # a key of SPLITS
+    kind: str  # a key of TP_STYLES
     weight: tuple[int, ...]
-    split: str
-    start: float
+    tp_style: str
+    # The initial weight is normal with this standard deviation, clamped at three of them. 0: the constant init_mean
+    init_std: float = 0.0
     bias: bool = False  # has a bias, which starts at 0
+    init_mean: float = 0.0
     # Its output is heads that rotary embedding turns. Hugging Face orders the rows of a head in another way.
     is_rotated: bool = False
 
@@ -176,6 +178,3 @@ class ModelTable:
     list_ends: Callable[[ModelArgs], list[ModuleRow]]
     # empty: the model has no Hugging Face format
     families: dict[str, Family] = field(default_factory=dict)
-
-    def __post_init__(self):
-        self.flavors[AUTO] = self.flavors["debug"]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from torchtitan_lite.config.choices import ATTENTIONS, DECAYS, LOSSES, OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
-from torchtitan_lite.models.registry import FLAVORS, MODELS
+from torchtitan_lite.models.registry import FLAVOR_NAMES, MODELS
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Model:
     name: Literal[tuple(MODELS)] = "llama3"  # a folder of models/
     # a row of FLAVORS in models/NAME/table.py; the keys below override its sizes.
     # auto: the model of the weights that the run loads (own checkpoint, or checkpoint.initial_load_path), else debug
-    flavor: Literal[FLAVORS] = AUTO
+    flavor: Literal[FLAVOR_NAMES] = AUTO
     # folder with tokenizer.json or tokenizer.model, in the working directory or in this repository; or "bytes".
     # auto: the tokenizer of the weights that the run loads, else assets/tokenizer
     hf_assets_path: PathText = "auto"

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
-from torchtitan_lite.components.optim import local_tensor
+from torchtitan_lite.dtensor import local_shard
 
 
 class AdamWBFloat16(AdamW):
@@ -40,20 +40,20 @@ class AdamWBFloat16(AdamW):
 
     def update(self, parameter: Tensor, group: dict) -> None:
         """Update one parameter, its moments and its step count."""
-        weight = local_tensor(parameter)
+        weight = local_shard(parameter)
         state = self.state[parameter]
         if not state:  # a step count per parameter, () fp32, as in torch: tensors in a checkpoint share no storage
             state["step"] = torch.zeros((), device=weight.device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        first = local_tensor(state["exp_avg"])
-        second = local_tensor(state["exp_avg_sq"])
+        first = local_shard(state["exp_avg"])
+        second = local_shard(state["exp_avg_sq"])
         first32 = first.float()
         second32 = second.float()
         beta1, beta2 = group["betas"]
         adamw(
             [weight],
-            [local_tensor(parameter.grad)],
+            [local_shard(parameter.grad)],
             [first32],
             [second32],
             [],

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.checkpoint.ranks import do_on_rank_0, find_shard
+from torchtitan_lite.checkpoint.ranks import do_on_rank_0
 from torchtitan_lite.checkpoint.save import name_tensors
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.dtensor import find_shard
 from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
 
 TIED = "model.tok_embeddings.weight"
@@ -33,9 +34,8 @@ def compare_copies(run: Run, group: dist.ProcessGroup) -> None:
     """Raise UserError on every rank if copies differ. `group` has all ranks. Collective."""
     tensors = name_tensors(run.saved, run.optimizer)
     if isinstance(run.schedule, TiedSchedule):
-        tied = run.schedule.tied
-        tied.send_weights()  # broadcasts this rank's shard of the matrix
-        tensors[TIED] = tied.pick()
+        run.schedule.send_weights()  # broadcasts this rank's shard of the matrix
+        tensors[TIED] = run.schedule.pick()
     sums: Checksums = {}
     for name, tensor in tensors.items():
         shard, offsets = find_shard(tensor)

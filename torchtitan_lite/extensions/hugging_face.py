@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.load import open_tensors
-from torchtitan_lite.checkpoint.ranks import find_shard
 from torchtitan_lite.config.block import list_expert_biases, list_parameters
 from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.dtensor import find_shard
 from torchtitan_lite.extensions.hugging_face_folder import (
     HuggingFaceFolder,
     name_theirs,

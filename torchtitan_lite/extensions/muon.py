@@ -36,8 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW
 
-from torchtitan_lite.components.optim import local_tensor
 from torchtitan_lite.config.block import NEWTON_SCHULZ_STEPS, deal_matrices
+from torchtitan_lite.dtensor import local_shard
 
 # As in torch.optim.Muon
 MOMENTUM = 0.95
@@ -90,9 +90,9 @@ class Muon(AdamW):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            weights.append(local_tensor(parameter))
-            gradients.append(local_tensor(parameter.grad))
-            momenta.append(local_tensor(state["momentum_buffer"]))
+            weights.append(local_shard(parameter))
+            gradients.append(local_shard(parameter.grad))
+            momenta.append(local_shard(state["momentum_buffer"]))
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
         nesterov = torch._foreach_lerp(gradients, momenta, MOMENTUM)
         updates = [each.to(group["compute_dtype"]) for each in nesterov]
@@ -118,7 +118,7 @@ def plan_rounds(names: list[str], parameters: list[Tensor]) -> list[tuple[list, 
         owners = list(product(*ranks))
         shapes = []
         for parameter in hidden:
-            batch_shape = local_tensor(parameter).shape[:-2]  # this rank's experts
+            batch_shape = local_shard(parameter).shape[:-2]  # this rank's experts
             shapes.append((*batch_shape, *parameter.shape[-2:]))
         for indices in deal_matrices(shapes, len(owners)):
             matrices = []

@@ -21,25 +21,50 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from torchtitan_lite.components.optim import local_tensor
 from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.dtensor import local_shard
 
 
+@dataclass(frozen=True)
 class TiedSchedule:
-    """A pipeline schedule on a rank that holds the matrix: sends its weights before, sums its gradients after."""
+    """A pipeline schedule on a rank that holds the matrix. The first and the last stage hold the same shard of it."""
 
-    def __init__(self, schedule: _PipelineSchedule, tied: "TiedMatrix"):
-        self.schedule = schedule
-        self.tied = tied
+    schedule: _PipelineSchedule
+    owner: Tensor | None  # tok_embeddings.weight; None: another rank has the first stage
+    copy: Tensor | None  # output.weight; None: another rank has the last stage
+    # the ranks of both stages, first the owner; None: the same rank
+    group: dist.ProcessGroup | None
 
     def step(self, *tokens: Tensor, **options) -> None:
-        self.tied.send_weights()  # broadcasts this rank's shard of the matrix from the first to the last stage
+        self.send_weights()  # broadcasts this rank's shard of the matrix from the first to the last stage
         self.schedule.step(*tokens, **options)
-        self.tied.sum_gradients()  # all-reduces the same shard over both stages
+        self.sum_gradients()  # all-reduces the same shard over both stages
 
     def eval(self, *tokens: Tensor, **options) -> None:
-        self.tied.send_weights()  # broadcasts the same shard
+        self.send_weights()  # broadcasts the same shard
         self.schedule.eval(*tokens, **options)
+
+    @torch.no_grad()
+    def send_weights(self) -> None:
+        """Overwrite the copy, and forget its gradient. Collective over the group."""
+        if self.copy is not None:
+            self.copy.grad = None
+        if self.group is None:
+            local_shard(self.copy).copy_(local_shard(self.owner))
+        else:
+            dist.broadcast(local_shard(self.pick()).detach(), group=self.group, group_src=0)
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Add the gradient of the copy to the gradient of the owner. Collective over the group."""
+        if self.group is None:
+            local_shard(self.owner.grad).add_(local_shard(self.copy.grad))
+        else:
+            dist.all_reduce(local_shard(self.pick().grad), group=self.group)
+
+    def pick(self) -> Tensor:
+        """Return the matrix of this rank."""
+        return self.owner if self.copy is None else self.copy
 
 
 def tie_schedule(
@@ -48,7 +73,7 @@ def tie_schedule(
     copy: Tensor | None,
     layout: Layout,
     pp: DeviceMesh,
-) -> "_PipelineSchedule | TiedSchedule":
+) -> _PipelineSchedule | TiedSchedule:
     """Return the schedule of this rank, which has `owner`, `copy`, both or none. Collective over both stages."""
     if copy is None and owner is None:
         return schedule
@@ -59,36 +84,4 @@ def tie_schedule(
     if first != last:
         ends = [first, last]
         group = dist.new_group(ends, use_local_synchronization=True, group_desc="mesh_pp_ends")
-    return TiedSchedule(schedule, TiedMatrix(owner, copy, group))
-
-
-@dataclass(frozen=True)
-class TiedMatrix:
-    """The matrix on the ranks of the first and the last stage. Both hold the same shard of it."""
-
-    owner: Tensor | None  # tok_embeddings.weight; None: another rank has the first stage
-    copy: Tensor | None  # output.weight; None: another rank has the last stage
-    group: (
-        dist.ProcessGroup | None
-    )  # the ranks of both stages, first the owner; None: the same rank
-
-    @torch.no_grad()
-    def send_weights(self) -> None:
-        """Overwrite the copy, and forget its gradient. Collective over the group."""
-        if self.copy is not None:
-            self.copy.grad = None
-        if self.group is None:
-            local_tensor(self.copy).copy_(local_tensor(self.owner))
-        else:
-            dist.broadcast(local_tensor(self.pick()).detach(), group=self.group, group_src=0)
-
-    @torch.no_grad()
-    def sum_gradients(self) -> None:
-        """Add the gradient of the copy to the gradient of the owner. Collective over the group."""
-        if self.group is None:
-            local_tensor(self.owner.grad).add_(local_tensor(self.copy.grad))
-        else:
-            dist.all_reduce(local_tensor(self.pick().grad), group=self.group)
-
-    def pick(self) -> Tensor:
-        return self.owner if self.copy is None else self.copy
+    return TiedSchedule(schedule, owner, copy, group)

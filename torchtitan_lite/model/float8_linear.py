@@ -15,6 +15,11 @@ largest float8. The recipe says which values share a scale:
 * in extensions/float8_rowwise.py. x and w are always e4m3 (mantissa of 3 bits, up to 448). e5m2 has one bit less, and
 reaches 57,344.
 
+Under TP each rank multiplies its local slices of x and w, and rounds each with its own scale, so no traffic is added.
+(torch's DTensor does not support rowwise scales over gloo, and would all-reduce every maximum.) FSDP gathers the
+weights as in any run; extensions/float8_all_gather.py lets it gather them in float8.
+
+Effect: linear layers of the plan become Float8Linear; FQNs, parameters and checkpoints do not change.
 Legend: M tokens, K in features, N out features. Sources: arXiv:2209.05433; the recipes come from torchao.
 """
 
@@ -22,6 +27,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from torchtitan_lite.config.block import list_linears, plan_float8
+from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.schema import Float8
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -161,3 +170,17 @@ def convert_to_float8(linear: nn.Linear, recipe: Recipe, *, emulate: bool) -> No
     linear.__class__ = Float8Linear
     linear.recipe = recipe
     linear.emulate = emulate
+
+
+def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
+    """Make the linear layers that plan_float8 selects multiply in float8."""
+    recipes = RECIPES
+    if section.recipe_name not in recipes:
+        recipes = load_extension("float8_rowwise").RECIPES
+    recipe = recipes[section.recipe_name]
+    modules = dict(part.named_modules())
+    sizes = list_linears(part.model_args)
+    for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
+        linear = modules.get(fqn)
+        if type(linear) is nn.Linear:  # None: it is on another stage
+            convert_to_float8(linear, recipe, emulate=section.emulate)

@@ -13,7 +13,6 @@ Legend: B batch, S sequence, T = B*S tokens, D model dim, F expert hidden dim, E
 Sources: arXiv:1701.06538; Mixtral arXiv:2401.04088; bias arXiv:2408.15664.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -160,10 +159,3 @@ class PermuteRows(torch.autograd.Function):
 
 
 permute_rows = PermuteRows.apply
-
-
-def list_moes(part: nn.Module) -> Iterator[tuple[int, MoE]]:
-    """Yield the layer number and the MoE module of each layer with experts."""
-    for layer, block in part.layers.items():
-        if isinstance(block.feed_forward, MoE):
-            yield int(layer), block.feed_forward

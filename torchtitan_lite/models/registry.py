@@ -5,22 +5,21 @@ models/NAME/modules.py    Model, an nn.Module: the code (see model/README.md); b
 """
 
 from importlib import import_module
+from itertools import chain
 
-from torchtitan_lite.config.model_rows import SWITCHES, ModelArgs, ModelTable
+from torchtitan_lite.config.model_rows import AUTO, SWITCHES, ModelArgs, ModelTable
 
 CONFIG = "config.json"  # describes the model of a Hugging Face folder
 LENGTH = "max_position_embeddings"  # its key for the context length
 
-NAMES = (  # model.name
+MODEL_NAMES = (  # model.name
     "llama3",
 )
 MODELS: dict[str, ModelTable] = {
-    name: import_module(f"torchtitan_lite.models.{name}.table").MODEL for name in NAMES
+    name: import_module(f"torchtitan_lite.models.{name}.table").MODEL for name in MODEL_NAMES
 }
-flavors: dict[str, None] = {}
-for table in MODELS.values():
-    flavors |= dict.fromkeys(table.flavors)
-FLAVORS = tuple(flavors)
+flavors = chain.from_iterable(table.flavors for table in MODELS.values())
+FLAVOR_NAMES = (*dict.fromkeys(flavors), AUTO)  # model.flavor, of all models
 
 
 def find_model_type(model_args: ModelArgs) -> str | None:

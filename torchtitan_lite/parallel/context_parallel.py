@@ -13,9 +13,12 @@ equal work. Only attention changes: all other modules process each token separat
 FSDP sums the gradients.
 
 Causal attention (ring_attention.py) exchanges keys and values by an all-gather or around a ring. Its memory per rank is
-proportional to 1/n. Document attention all-gathers keys and values and masks them: P(n-1)/n, P = 2*B*K*S*E*2 bytes in
-bf16, and a reduce-scatter of P in backward. The gathered keys and values are saved for backward, unless recompute (any
-mode except "none") fetches them again.
+proportional to 1/n. It is an operator of its own, because two calls of torch's attention on the gathered keys would
+compute the masked half too: on a CPU, torch turns `causal_lower_right` into an explicit mask.
+
+Document attention all-gathers keys and values and masks them: P(n-1)/n, P = 2*B*K*S*E*2 bytes in bf16, and a
+reduce-scatter of P in backward. The gathered keys and values are saved for backward, unless recompute (any mode except
+"none") fetches them again.
 
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
 Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783, and arXiv:2311.09431 for another balanced order.

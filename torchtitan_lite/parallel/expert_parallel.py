@@ -37,9 +37,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from torchtitan_lite.model.moe import Experts, list_moes, permute_rows
+from torchtitan_lite.dtensor import shard_parameters
+from torchtitan_lite.model.moe import Experts, permute_rows
+from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.exchange import ExchangeRows, Ranks, all_to_all, list_ranks
-from torchtitan_lite.parallel.local_parameters import shard_parameters
 
 
 def apply_expert_parallel(part: nn.Module, mesh: DeviceMesh) -> None:

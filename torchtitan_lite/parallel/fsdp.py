@@ -55,7 +55,7 @@ from torch.distributed.tensor import Shard
 from torchtitan_lite.config.block import find_expert_dim
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Training
-from torchtitan_lite.model.moe import MoE, list_moes
+from torchtitan_lite.model.part import list_moes
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
@@ -109,7 +109,7 @@ def apply_fsdp(
         part.tok_embeddings.set_unshard_in_backward(False)
     shard(part, mesh=mesh, reshard_after_forward=reshard)
     if moes:
-        plan_prefetch(list(part.layers.values()))
+        plan_prefetch(list(part.layers.values()), moes)
     for module in list_fsdp_modules(part):
         own_mesh = expert_mesh if module in moes else mesh
         if own_mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
@@ -122,7 +122,7 @@ def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:
     return [module for module in part.modules() if isinstance(module, FSDPModule)]
 
 
-def plan_prefetch(blocks: list[nn.Module]) -> None:
+def plan_prefetch(blocks: list[nn.Module], moes: list[nn.Module]) -> None:
     """Let each block prefetch its MoE layer and the next block before it computes.
 
     By default, torch gathers a group when the host reaches it, but the host waits in the middle of each MoE layer
@@ -130,7 +130,7 @@ def plan_prefetch(blocks: list[nn.Module]) -> None:
     """
     before: list[nn.Module] = []
     for block, after in zip(blocks, [*blocks[1:], None], strict=True):
-        moe = [block.feed_forward] if isinstance(block.feed_forward, MoE) else []
+        moe = [block.feed_forward] if block.feed_forward in moes else []
         block.set_modules_to_forward_prefetch([*moe, after] if after else moe)
         block.set_modules_to_backward_prefetch([*moe, *before])
         before = [block, *moe]

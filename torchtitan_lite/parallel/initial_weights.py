@@ -39,17 +39,18 @@ def initialize_weights(part: nn.Module, seed: int, device: torch.device | None =
 
 
 def fill_tensor(full: Tensor, entry: Parameter, generator: torch.Generator) -> None:
-    """Fill the full tensor of one parameter: a constant in norms, 0 in biases, else normal values.
+    """Fill the full tensor of one parameter: 0 in biases, a constant in norms, else normal values.
 
     They are clamped at three standard deviations, because `trunc_normal_` is slower.
     """
-    start = entry.row.start
+    mean = entry.row.init_mean
+    std = entry.row.init_std
     if entry.is_bias:
         full.zero_()
-    elif entry.row.kind == "norm":
-        full.fill_(start)
+    elif std == 0:
+        full.fill_(mean)
     else:
-        full.normal_(0.0, start, generator=generator).clamp_(-3 * start, 3 * start)
+        full.normal_(mean, std, generator=generator).clamp_(mean - 3 * std, mean + 3 * std)
 
 
 def copy_local_shard(parameter: Tensor, full: Tensor) -> None:

@@ -19,18 +19,17 @@ Step 5 replaces the bound `forward` of a block in place. This gave correct resul
 import torch
 from torch import nn
 
+from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.layout import Layout, plan_recompute
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.model.loss import find_formula
-from torchtitan_lite.model.moe import MoE
+from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.activation_checkpoint import (
     apply_recompute,
     save_expensive_outputs,
     set_memory_budget,
 )
 from torchtitan_lite.parallel.context_parallel import apply_context_parallel
-from torchtitan_lite.parallel.expert_parallel import apply_expert_parallel
-from torchtitan_lite.parallel.float8 import apply_float8
 from torchtitan_lite.parallel.fsdp import apply_fsdp
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.tensor_parallel import (
@@ -42,7 +41,8 @@ from torchtitan_lite.parallel.tensor_parallel import (
 def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> None:
     """Apply the parallelisms of the layout to `part` (on meta), in place."""
     if config.model.uses_float8:  # 0
-        apply_float8(part, config.quantize.linear.float8, layout.tp)
+        float8 = config.quantize.linear.float8
+        load_module("model.float8_linear").apply_float8(part, float8, layout.tp)
     if layout.tp > 1:  # 1
         apply_tensor_parallel(part, mesh.tp)
     if layout.cp > 1:  # 2
@@ -52,7 +52,7 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
         part.output.chunk_tokens = config.training.loss_chunk_tokens
         part.output.formula = find_formula(config.training.loss)
     if layout.ep > 1:  # 4
-        apply_expert_parallel(part, mesh.ep)
+        load_module("parallel.expert_parallel").apply_expert_parallel(part, mesh.ep)
     recompute_and_compile(part, config, mesh)  # 5
     training = config.training
     casts = training.mixed_precision_param != "float32"
@@ -70,11 +70,12 @@ def recompute_and_compile(part: nn.Module, config: Config, mesh: Mesh) -> None:
         options = enable_async_tensor_parallel(mesh.tp)
     components = config.compile.components if config.compile.enable else []
     backend = config.compile.backend
+    moes = dict(list_moes(part))
     for layer, block in part.layers.items():
         recomputed = [(block, "forward")]
         compiled = recomputed
-        moe = block.feed_forward
-        if isinstance(moe, MoE):
+        moe = moes.get(int(layer))
+        if moe is not None:
             # An MoE block is recomputed and compiled in pieces: FSDP's hooks for the experts run in the middle of it,
             # and the number of rows per expert is only known there.
             dense = [(block, "attend")]

@@ -46,12 +46,6 @@ def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
     return part
 
 
-def is_tied_inside(part: nn.Module) -> bool:
-    """Whether embedding and head are one matrix of this part. In a pipeline, see tied_embeddings.py."""
-    has_both = part.tok_embeddings is not None and part.output is not None
-    return has_both and part.model_args.tie_embeddings
-
-
 def build_schedule(
     parts: list[nn.Module],
     layout: Layout,
@@ -59,12 +53,13 @@ def build_schedule(
     *,
     section: Parallelism,
     device: torch.device,
+    n_tokens: Tensor,
     expert_loads: Tensor | None,
 ) -> _PipelineSchedule:
     """Build the schedule that runs this rank's parts (already parallelized) over mesh dim `pp`.
 
-    Its `target` is the number of tokens, which divides the loss of each microbatch. Gradients are summed over them.
-    `expert_loads`: ExpertBalance.loads.
+    The loss of each microbatch is its sum of token losses over `n_tokens`, () int64, which the caller fills before each
+    call. Gradients are summed over microbatches. `expert_loads`: ExpertBalance.loads.
     """
     indices = layout.stages_of(mesh.get_local_rank())
     stages = []
@@ -77,7 +72,7 @@ def build_schedule(
     return schedule_class(
         stages[0] if one_stage else stages,
         n_microbatches=layout.n_microbatches,
-        loss_fn=lambda loss_sum, n_tokens: loss_sum / n_tokens[0],
+        loss_fn=lambda loss_sum, targets: loss_sum / n_tokens,
         scale_grads=False,
     )
 

@@ -1,18 +1,20 @@
 """Tensor parallel with sequence parallel: split each matmul of a block over mesh dim `tp`.
 
-    module                   style          weight on each rank      output           collective in forward
-    tok_embeddings           SplitEmbedding (V/tp, D)    Shard(0)    (B, S/tp, D)     reduce-scatter
-    attention_norm           LocalModule    (D,)         Replicate   (B, S/tp, D)
-    attention                GatheredInput                           (B, S, D)        all-gather, before its modules
-    attention.wq, wk, wv     ColwiseLinear  (H*E/tp, D)  Shard(0)    (B, S, H*E/tp)
-    attention.wo             RowwiseLinear  (D, H*E/tp)  Shard(1)    (B, S/tp, D)     reduce-scatter of partial sums
-    ffn_norm                 LocalModule    (D,)         Replicate   (B, S/tp, D)
-    feed_forward             GatheredInput                           (B, S, D)        all-gather, before its modules
-    feed_forward.w1, w3      ColwiseLinear  (F/tp, D)    Shard(0)    (B, S, F/tp)
-    feed_forward.w2          RowwiseLinear  (D, F/tp)    Shard(1)    (B, S/tp, D)     reduce-scatter of partial sums
-    norm                     LocalModule    (D,)         Replicate   (B, S/tp, D)
-    output                   SplitHead      (V/tp, D)    Shard(0)    loss ()          all-gather of the sequence
+    module                style               weight on each rank     output          collective in forward
+    tok_embeddings        SplitEmbedding      (V/tp, D)    Shard(0)   (B, S/tp, D)    reduce-scatter
+    attention_norm        SequenceParallel    (D,)         Replicate  (B, S/tp, D)
+    attention             PrepareModuleInput                          (B, S, D)       all-gather, before its modules
+    attention.wq, wk, wv  ColwiseParallel     (H*E/tp, D)  Shard(0)   (B, S, H*E/tp)
+    attention.wo          RowwiseParallel     (D, H*E/tp)  Shard(1)   (B, S/tp, D)    reduce-scatter of partial sums
+    ffn_norm              SequenceParallel    (D,)         Replicate  (B, S/tp, D)
+    feed_forward          PrepareModuleInput                          (B, S, D)       all-gather, before its modules
+    feed_forward.w1, w3   ColwiseParallel     (F/tp, D)    Shard(0)   (B, S, F/tp)
+    feed_forward.w2       RowwiseParallel     (D, F/tp)    Shard(1)   (B, S/tp, D)    reduce-scatter of partial sums
+    norm                  SequenceParallel    (D,)         Replicate  (B, S/tp, D)
+    output                SplitHead           (V/tp, D)    Shard(0)   loss ()         all-gather of the sequence
 
+The first four names are torch's. Its classes of these names compute with DTensors, which costs the host time
+(dtensor.py); these compute with plain tensors.
 "Colwise" splits *output features*; nn.Linear stores (out, in), so that is `Shard(0)`. Rowwise splits input features.
 
 Weights are DTensors, so the optimizer and checkpoints see one model. Activations are plain tensors. A module runs its
@@ -50,11 +52,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from torchtitan_lite.config.block import list_block, list_gathered
+from torchtitan_lite.config.block import list_block_modules, list_gathered
+from torchtitan_lite.dtensor import differentiable_shard, shard_parameters
 from torchtitan_lite.model.loss import Vocabulary
+from torchtitan_lite.model.part import is_tied_inside
 from torchtitan_lite.parallel.exchange import Gather, GatherEqually, Ranks, Scatter, list_ranks
-from torchtitan_lite.parallel.local_parameters import local_tensor, shard_parameters
-from torchtitan_lite.parallel.pipeline import is_tied_inside
 
 
 def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
@@ -64,12 +66,12 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
     """
     plan: dict[str, LocalStyle] = {}
     for layer in part.layers:
-        rows = list_block(part.model_args, moe=part.model_args.is_moe(int(layer)))
+        rows = list_block_modules(part.model_args, moe=part.model_args.is_moe(int(layer)))
         for name in list_gathered(rows):
-            plan[f"layers.{layer}.{name}"] = GatheredInput()
+            plan[f"layers.{layer}.{name}"] = PrepareModuleInput()
         for row in rows:
             if row.kind not in ("router", "experts"):
-                plan[f"layers.{layer}.{row.name}"] = STYLES[row.split]()
+                plan[f"layers.{layer}.{row.name}"] = STYLES[row.tp_style]()
     for name, style in STYLES_OF_ENDS.items():
         if getattr(part, name) is not None:
             plan[name] = style()
@@ -79,10 +81,9 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the parameters of `part` (on meta), and make its modules compute with the shards."""
     parallelize_module(part, mesh, plan_tensor_parallel(part))
-    if is_tied_inside(
-        part
-    ):  # parallelize_module made a separate DTensor for each module, with equal placements
-        part.output.register_parameter("weight", part.tok_embeddings._parameters["weight"])
+    if is_tied_inside(part):
+        # parallelize_module made a separate DTensor for each module, with equal placements
+        part.output.weight = part.tok_embeddings.weight
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, bool]:
@@ -112,20 +113,20 @@ class LocalStyle(ParallelStyle):
         return type(module).forward(module, *inputs, **options)
 
 
-class GatheredInput(LocalStyle):
+class PrepareModuleInput(LocalStyle):
     """All-gathers the input of a module that needs all tokens: x (B, S/tp, D) -> (B, S, D) inside."""
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor, *rest, **options) -> Tensor:
         return super().compute(module, ranks, Gather.apply(x, ranks, 1), *rest, **options)
 
 
-class ColwiseLinear(LocalStyle):
+class ColwiseParallel(LocalStyle):
     """x (B, S, in) -> (B, S, out/tp): computes this rank's output features. Also serves elementwise modules."""
 
     placements = {"weight": Shard(0), "bias": Shard(0)}
 
 
-class RowwiseLinear(LocalStyle):
+class RowwiseParallel(LocalStyle):
     """x (B, S, in/tp) -> (B, S/tp, out): reduce-scatters the partial sums over input features, then adds the bias."""
 
     placements = {"weight": Shard(1), "bias": Replicate()}
@@ -134,11 +135,11 @@ class RowwiseLinear(LocalStyle):
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
         out = Scatter.apply(super().compute(module, ranks, x), ranks, 1)
-        bias = module._parameters["bias"]
-        return out if bias is None else out + local_tensor(bias)
+        bias = module.bias
+        return out if bias is None else out + differentiable_shard(bias)
 
 
-class LocalModule(LocalStyle):
+class SequenceParallel(LocalStyle):
     """Any module that works on each token or head by itself, with replicated parameters."""
 
     placements = {"weight": Replicate(), "bias": Replicate()}
@@ -150,7 +151,7 @@ class SplitEmbedding(LocalStyle):
     placements = {"weight": Shard(0)}
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
-        n_rows = len(module.weight)
+        n_rows = module.num_embeddings // ranks.n
         row = x - ranks.own * n_rows
         is_here = (row >= 0) & (row < n_rows)
         found = super().compute(module, ranks, row.where(is_here, 0))
@@ -158,7 +159,7 @@ class SplitEmbedding(LocalStyle):
         return Scatter.apply(found * is_here[:, :, None], ranks, 1)
 
 
-class SplitHead(GatheredInput):
+class SplitHead(PrepareModuleInput):
     """hidden (B, S/tp, D), targets (B, S) -> the sum of token losses, () fp32. The same on every rank.
 
     Each rank uses its rows of the weight, so its gradient of hidden is a partial sum.
@@ -183,10 +184,10 @@ class SplitVocabulary(Vocabulary):
         return GatherEqually.apply(own[None], self.ranks)
 
 
-STYLES = {  # split of a row in the table of a model; check_table (config/checks.py) knows which kinds have it
-    "colwise": ColwiseLinear,
-    "rowwise": RowwiseLinear,
-    "sequence": LocalModule,
-    "heads": LocalModule,
+STYLES = {  # tp_style of a ModuleRow; check_table (config/checks.py) knows which kinds have it
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "sequence": SequenceParallel,
+    "heads": SequenceParallel,
 }
-STYLES_OF_ENDS = {"tok_embeddings": SplitEmbedding, "norm": LocalModule, "output": SplitHead}
+STYLES_OF_ENDS = {"tok_embeddings": SplitEmbedding, "norm": SequenceParallel, "output": SplitHead}

@@ -31,7 +31,7 @@ from torchtitan_lite.extensions.hugging_face_config import (
     read_published,
 )
 from torchtitan_lite.extensions.hugging_face_folder import open_folder
-from torchtitan_lite.model.moe import list_moes
+from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.parallel.process_groups import choose_device
 

@@ -5,8 +5,8 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
     return n_tokens.clamp(min=1)  # a batch of conversations without targets has loss 0, not 0/0
 
 
-# torchtitan_lite/components/optim.py: count_copies
-def count_copies(tensor: Tensor) -> int:
+# torchtitan_lite/dtensor.py: count_replicas
+def count_replicas(tensor: Tensor) -> int:
     """Return how often a tensor counts in the norm of all gradients."""
     return 1
 
@@ -16,7 +16,7 @@ def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
     return grad.chunk(ctx.ranks.n, ctx.dim)[ctx.ranks.own], None, None
 
 
-# torchtitan_lite/parallel/local_parameters.py: find_gradient_placements
+# torchtitan_lite/dtensor.py: find_gradient_placements
 def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:
     """Return the placement of a gradient."""
     return parameter.placements

@@ -6,13 +6,16 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
     return n_tokens.clamp(min=1)
 
 
-# torchtitan_lite/components/optim.py: count_copies
-def count_copies(tensor: Tensor) -> int:
+# torchtitan_lite/dtensor.py: count_replicas
+def count_replicas(tensor: Tensor) -> int:
     """Return the number of ranks that hold the same shard: each counts its part of it."""
     if not isinstance(tensor, DTensor):
         return 1
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return math.prod(size for size, placement in sizes if placement.is_replicate())
+    n_replicas = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if placement.is_replicate():
+            n_replicas *= size
+    return n_replicas
 
 
 # torchtitan_lite/parallel/exchange.py: Gather.backward
@@ -21,7 +24,7 @@ def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
     return reduce_scatter(grad, ctx.ranks, ctx.dim), None, None
 
 
-# torchtitan_lite/parallel/local_parameters.py: find_gradient_placements
+# torchtitan_lite/dtensor.py: find_gradient_placements
 def find_gradient_placements(parameter: DTensor) -> tuple[Placement, ...]:
     """A rank has the gradient of its own tokens only, so the gradient of a copied parameter is a partial sum."""
     return tuple(Partial() if each.is_replicate() else each for each in parameter.placements)

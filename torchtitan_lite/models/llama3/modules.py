@@ -15,10 +15,10 @@ Modules and parameters have the names of Meta's checkpoints (`layers.3.attention
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.model.attention import ATTENTION_MODULES
 from torchtitan_lite.model.head import Head
-from torchtitan_lite.model.moe import MoE
 from torchtitan_lite.model.rotary import rotary_angles, rotate
 
 
@@ -79,7 +79,7 @@ class TransformerBlock(nn.Module):
         self.shared_experts = None
         if is_moe:
             moe = model_args.moe
-            self.feed_forward = MoE(model_args.dim, moe)
+            self.feed_forward = load_module("model.moe").MoE(model_args.dim, moe)
             if moe.n_shared_experts:
                 ffn_dim = moe.n_shared_experts * moe.expert_ffn_dim
                 self.shared_experts = FeedForward(model_args.dim, ffn_dim)

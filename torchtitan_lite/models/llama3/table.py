@@ -2,7 +2,7 @@
 
     FLAVORS       sizes, compared with the model cards by tests
     list_block    the modules of a block, in the order of modules.py
-    FAMILIES      names and keys in Hugging Face folders
+    MODEL         both, with the names and keys of hugging_face.py
 
 Mixtral has experts in place of the feed-forward, Qwen2 a bias on queries, keys and values, Qwen3 an RMSNorm of each
 query and key head.
@@ -12,15 +12,13 @@ import math
 from functools import partial
 
 from torchtitan_lite.config.model_rows import (
-    ABOVE_ZERO,
-    ConfigKey,
-    Family,
     ModelArgs,
     ModelTable,
     ModuleRow,
     MoEArgs,
     RopeScaling,
 )
+from torchtitan_lite.models.llama3.hugging_face import FAMILIES
 
 # ---------------------------------------------------------------- sizes
 
@@ -93,7 +91,7 @@ FLAVORS = {
 
 # ---------------------------------------------------------------- modules
 
-STD = 0.02
+STD = 0.02  # of the initial weights of most matrices
 
 
 def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[ModuleRow]:
@@ -103,9 +101,9 @@ def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[Module
     query = model_args.n_heads * head_dim
     key = model_args.n_kv_heads * head_dim
     bias = model_args.qkv_bias
-    residual = start_of_residual(model_args)
+    residual = find_residual_std(model_args)
     rows = [
-        ModuleRow("attention_norm", "norm", (dim,), "sequence", 1.0),
+        ModuleRow("attention_norm", "norm", (dim,), "sequence", init_mean=1.0),
         ModuleRow("attention.wq", "linear", (query, dim), "colwise", STD, bias, is_rotated=True),
         ModuleRow("attention.wk", "linear", (key, dim), "colwise", STD, bias, is_rotated=True),
         ModuleRow("attention.wv", "linear", (key, dim), "colwise", STD, bias),
@@ -113,15 +111,17 @@ def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[Module
     ]
     if model_args.qk_norm:
         for name in ("attention.q_norm", "attention.k_norm"):
-            rows.append(ModuleRow(name, "norm", (head_dim,), "heads", 1.0, is_rotated=True))
-    rows.append(ModuleRow("ffn_norm", "norm", (dim,), "sequence", 1.0))
+            rows.append(
+                ModuleRow(name, "norm", (head_dim,), "heads", init_mean=1.0, is_rotated=True)
+            )
+    rows.append(ModuleRow("ffn_norm", "norm", (dim,), "sequence", init_mean=1.0))
     if moe:
         return rows + list_expert_rows(model_args, moe)
     return rows + list_swiglu("feed_forward", model_args, model_args.ffn_dim)
 
 
-def start_of_residual(model_args: ModelArgs) -> float:
-    """Return the start of matrices that write to the residual stream.
+def find_residual_std(model_args: ModelArgs) -> float:
+    """Return the standard deviation of matrices that write to the residual stream.
 
     It is smaller, which keeps the variance of the stream from growing with depth (as in GPT-2).
     """
@@ -132,7 +132,7 @@ def list_swiglu(name: str, model_args: ModelArgs, ffn_dim: int) -> list[ModuleRo
     dim = model_args.dim
     return [
         ModuleRow(f"{name}.w1", "linear", (ffn_dim, dim), "colwise", STD),
-        ModuleRow(f"{name}.w2", "linear", (dim, ffn_dim), "rowwise", start_of_residual(model_args)),
+        ModuleRow(f"{name}.w2", "linear", (dim, ffn_dim), "rowwise", find_residual_std(model_args)),
         ModuleRow(f"{name}.w3", "linear", (ffn_dim, dim), "colwise", STD),
     ]
 
@@ -142,7 +142,7 @@ def list_expert_rows(model_args: ModelArgs, moe: MoEArgs) -> list[ModuleRow]:
     dim = model_args.dim
     up = (moe.n_experts, dim, moe.expert_ffn_dim)
     down = (moe.n_experts, moe.expert_ffn_dim, dim)
-    residual = start_of_residual(model_args)
+    residual = find_residual_std(model_args)
     rows = [
         ModuleRow("feed_forward.router", "router", up[:2], "sequence", STD),
         ModuleRow("feed_forward.experts.w1", "experts", up, "experts", STD),
@@ -160,173 +160,12 @@ def list_ends(model_args: ModelArgs) -> list[ModuleRow]:
     dim = model_args.dim
     table = (model_args.vocab_size, dim)
     small = dim**-0.5
-    start = small if model_args.tie_embeddings else 1.0
+    embedding_std = small if model_args.tie_embeddings else 1.0
     return [
-        ModuleRow("tok_embeddings", "embedding", table, "vocabulary", start),
-        ModuleRow("norm", "norm", (dim,), "sequence", 1.0),
+        ModuleRow("tok_embeddings", "embedding", table, "vocabulary", embedding_std),
+        ModuleRow("norm", "norm", (dim,), "sequence", init_mean=1.0),
         ModuleRow("output", "linear", table, "vocabulary", small),
     ]
 
-
-# ---------------------------------------------------------------- Hugging Face
-
-SIZES = {  # field of ModelArgs -> key in config.json
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps",
-}
-NAMES = {
-    "tok_embeddings": "model.embed_tokens",
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "norm": "model.norm",
-    "output": "lm_head",
-}
-MIXTRAL_NAMES = {
-    "feed_forward.router": "block_sparse_moe.gate",
-    "feed_forward.experts.w1": "block_sparse_moe.experts.{}.w1",
-    "feed_forward.experts.w2": "block_sparse_moe.experts.{}.w2",
-    "feed_forward.experts.w3": "block_sparse_moe.experts.{}.w3",
-}
-QWEN3_MOE_NAMES = {
-    "feed_forward.router": "mlp.gate",
-    "feed_forward.experts.w1": "mlp.experts.{}.gate_proj",
-    "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
-    "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
-}
-# Keys of config.json, with the defaults of transformers 5.23. A test compares them with its classes.
-SIZE = ConfigKey(int, ..., least=1)
-BOOL = ConfigKey(bool, False)
-ONLY_FALSE = ConfigKey(bool, only=(False,))
-IGNORED = ConfigKey(is_ignored=True)
-SHARED = {
-    **dict.fromkeys(SIZES.values(), SIZE),
-    "num_key_value_heads": ConfigKey(int | None, least=1),
-    "head_dim": ConfigKey(int, least=1),  # missing: hidden_size / num_attention_heads
-    "rms_norm_eps": ConfigKey(float, 1e-6, least=0),
-    "hidden_act": ConfigKey(str, only=("silu", "swish")),  # two names of one function
-    "tie_word_embeddings": BOOL,
-    "max_position_embeddings": ConfigKey(int, 32768, least=1),
-    "rope_theta": ConfigKey(float, 1e4, least=ABOVE_ZERO),
-    "bos_token_id": ConfigKey(int | None),
-    "pad_token_id": ConfigKey(int | None),
-    "initializer_range": IGNORED,
-    "use_cache": IGNORED,
-    # Training here has no dropout
-    "attention_dropout": ConfigKey(only=(0.0,), is_ignored=True),
-}
-EXPERTS = {
-    "num_experts_per_tok": SIZE,
-    # The loss of transformers adds a balance loss if this is true; here training.expert_balance_loss does
-    "output_router_logits": ConfigKey(only=(False,), is_ignored=True),
-    "router_aux_loss_coef": IGNORED,
-}
-# A layer has a window if use_sliding_window is true, unless its number is below max_window_layers
-WINDOW = {
-    "use_sliding_window": BOOL,
-    "sliding_window": ConfigKey(int | None, 4096, least=1),
-    "max_window_layers": ConfigKey(int, 28, least=0),
-}
-FAMILIES = {  # model_type -> family; an export has the first that fits
-    "llama": Family(
-        "LlamaForCausalLM",
-        SHARED
-        | {
-            "head_dim": ConfigKey(int | None, least=1),
-            "max_position_embeddings": ConfigKey(int, 2048, least=1),
-            "attention_bias": ONLY_FALSE,
-            "mlp_bias": ONLY_FALSE,
-            "pretraining_tp": IGNORED,
-        },
-        SIZES,
-        NAMES,
-        divides_dim=True,
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        SHARED
-        | EXPERTS
-        | {
-            "num_key_value_heads": ConfigKey(int, 8, least=1),
-            "head_dim": ConfigKey(int | None, least=1),
-            "rms_norm_eps": ConfigKey(float, 1e-5, least=0),
-            "max_position_embeddings": ConfigKey(int, 131072, least=1),
-            "rope_theta": ConfigKey(float, 1e6, least=ABOVE_ZERO),
-            "sliding_window": ConfigKey(int | None, only=(None,)),
-            "num_local_experts": SIZE,
-            "num_experts": ConfigKey(int, least=1, same_as="num_local_experts"),
-            "router_jitter_noise": ConfigKey(only=(0.0,), is_ignored=True),
-        },
-        SIZES,
-        NAMES | MIXTRAL_NAMES,
-        experts={
-            "n_experts": "num_local_experts",
-            "top_k": "num_experts_per_tok",
-            "expert_ffn_dim": "intermediate_size",
-        },
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        SHARED | WINDOW | {"num_key_value_heads": ConfigKey(int | None, 32, least=1)},
-        SIZES,
-        NAMES,
-        switches=("qkv_bias",),
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        SHARED
-        | WINDOW
-        | {
-            "num_key_value_heads": ConfigKey(int | None, 32, least=1),
-            "head_dim": ConfigKey(int, 128, least=1),
-            "attention_bias": ONLY_FALSE,
-        },
-        SIZES,
-        NAMES,
-        switches=("qk_norm",),
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        SHARED
-        | EXPERTS
-        | WINDOW
-        | {
-            "max_window_layers": ConfigKey(default=0, is_ignored=True),
-            "num_key_value_heads": ConfigKey(int, 4, least=1),
-            "attention_bias": ONLY_FALSE,
-            "num_experts": SIZE,
-            "num_local_experts": ConfigKey(int, least=1, same_as="num_experts"),
-            "moe_intermediate_size": SIZE,
-            "norm_topk_prob": BOOL,
-            "decoder_sparse_step": ConfigKey(int, 1, least=1),
-            "mlp_only_layers": ConfigKey(list | None, items=int),
-        },
-        SIZES,
-        NAMES | QWEN3_MOE_NAMES,
-        switches=("qk_norm",),
-        experts={
-            "n_experts": "num_experts",
-            "top_k": "num_experts_per_tok",
-            "expert_ffn_dim": "moe_intermediate_size",
-            "normalize_top_k": "norm_topk_prob",
-            "n_first_dense_layers": "mlp_only_layers",
-            "moe_every": "decoder_sparse_step",
-        },
-    ),
-}
 
 MODEL = ModelTable(FLAVORS, list_block, list_ends, FAMILIES)

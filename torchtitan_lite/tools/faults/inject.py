@@ -21,7 +21,7 @@ import torch.distributed as dist
 import train
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.plan import name_file
-from torchtitan_lite.components.optim import count_copies, local_tensor
+from torchtitan_lite.dtensor import count_replicas, local_shard
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.step import StepResult
 from torchtitan_lite.tools.faults.drill import LAUNCHER, MARK, Fault
@@ -69,11 +69,11 @@ def flip_weight(fault: Fault, run: Run) -> None:
 
 def choose_weight(fault: Fault, run: Run) -> torch.Tensor:
     """Return the local shard of a weight, flat. Prefers weights that several ranks hold copies of."""
-    own = [parameter for parameter in run.parameters.values() if local_tensor(parameter).numel()]
-    copied = [parameter for parameter in own if count_copies(parameter) > 1]
+    own = [parameter for parameter in run.parameters.values() if local_shard(parameter).numel()]
+    copied = [parameter for parameter in own if count_replicas(parameter) > 1]
     if not copied:
         copied = own
-    return local_tensor(copied[fault.seed % len(copied)]).detach().view(-1)
+    return local_shard(copied[fault.seed % len(copied)]).detach().view(-1)
 
 
 def flip_snapshot(fault: Fault, run: Run) -> None:

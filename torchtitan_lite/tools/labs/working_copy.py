@@ -2,7 +2,7 @@
 
 A file of functions names where each belongs; `replace_functions` puts them there:
 
-    # torchtitan_lite/parallel/tensor_parallel.py: RowwiseLinear.forward
+    # torchtitan_lite/parallel/tensor_parallel.py: RowwiseParallel.forward
     def forward(self, x): ...
 """
 

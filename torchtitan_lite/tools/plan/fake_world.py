@@ -109,12 +109,12 @@ def even_experts(workload: Workload) -> Iterator[None]:
     received = [workload.n_rows // ep] * ep
     with (
         patch.object(expert_parallel, "read_splits", lambda ours, theirs: (sent, received)),
-        patch.object(moe, "multiply_groups", multiply_groups),
+        patch.object(moe, "multiply_groups", multiply_fake_groups),
     ):
         yield
 
 
-def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def multiply_fake_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Replace grouped_mm: torch's meta function takes bfloat16 only."""
     if rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, matrices, offs=ends)

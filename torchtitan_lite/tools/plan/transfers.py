@@ -138,9 +138,9 @@ def list_calls_of_layers(w: Workload, kind: LayerKind, n_layers: int) -> list[Ca
         sizes = list(map(prod, module.tensors.values()))
         if module.kind == "router":  # the router of each ep rank saw different tokens
             axis = "ep"
-        elif module.split == "rowwise":  # a bias is added after the scatter
+        elif module.tp_style == "rowwise":  # a bias is added after the scatter
             sizes = sizes[1:]
-        elif module.split not in ("sequence", "heads"):
+        elif module.tp_style not in ("sequence", "heads"):
             continue
         # A norm on a tp rank saw a shard of the sequence or of the heads.
         for size in sizes:

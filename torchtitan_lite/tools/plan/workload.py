@@ -17,7 +17,12 @@ from functools import cached_property, lru_cache
 from math import ceil, prod
 from typing import Literal, NamedTuple
 
-from torchtitan_lite.config.block import deal_matrices, find_expert_dim, list_block, list_gathered
+from torchtitan_lite.config.block import (
+    deal_matrices,
+    find_expert_dim,
+    list_block_modules,
+    list_gathered,
+)
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.memory_bound import MASTER_BYTES
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
@@ -52,11 +57,11 @@ class LayerKind:
     def __init__(self, w: "Workload", recompute: Counter, is_moe: bool):
         self.is_moe = is_moe
         self.recompute = recompute
-        self.block = list_block(w.args, moe=is_moe)  # modules that have weights
+        self.block = list_block_modules(w.args, moe=is_moe)  # modules that have weights
         self.groups = defaultdict(list)  # axis -> elements of each parameter, as in Group
-        by_split = defaultdict(list)
+        by_style = defaultdict(list)
         for module in self.block:
-            by_split[module.split].append(module)
+            by_style[module.tp_style].append(module)
             rows, *others = w.shape_on_rank(module)
             axis = "fsdp"
             if module.kind in ("router", "experts"):
@@ -68,9 +73,9 @@ class LayerKind:
                 self.groups[axis].append(rows)
         # axis -> elements
         self.sizes = Counter({axis: sum(sizes) for axis, sizes in self.groups.items()})
-        self.colwise = by_split["colwise"]  # tp gathers their input
-        self.rowwise = by_split["rowwise"]  # tp scatters their output
-        self.norms = [module for module in by_split["sequence"] if module.kind == "norm"]
+        self.colwise = by_style["colwise"]  # tp gathers their input
+        self.rowwise = by_style["rowwise"]  # tp scatters their output
+        self.norms = [module for module in by_style["sequence"] if module.kind == "norm"]
         # The closed forms know matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
         known = {"attention.q_norm", "attention.k_norm"}
         known.update(module.name for module in self.colwise + self.rowwise + self.norms)
@@ -168,11 +173,11 @@ class Workload:
     def shape_on_rank(self, module: ModuleRow) -> list[int]:
         """Return the shape of a module's weight on one rank of tp and ep, before FSDP shards it."""
         shape = list(module.weight)
-        if module.split == "colwise":
+        if module.tp_style == "colwise":
             shape[0] //= self.layout.tp
-        elif module.split == "rowwise":
+        elif module.tp_style == "rowwise":
             shape[1] //= self.layout.tp
-        elif module.split == "experts":
+        elif module.tp_style == "experts":
             shape[0] //= max(1, self.layout.ep)
         return shape
 

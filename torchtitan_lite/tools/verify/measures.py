@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_lite.components.optim import local_tensor
+from torchtitan_lite.dtensor import local_shard
 
 ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
 LARGEST = 1e30  # JSON has no infinity
@@ -34,7 +34,7 @@ class Seen:
 
 
 def local(tensor: Tensor) -> Tensor:
-    return local_tensor(tensor).detach()
+    return local_shard(tensor).detach()
 
 
 def cut(whole: Tensor, like: Tensor) -> Tensor:

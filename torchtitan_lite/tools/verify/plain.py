@@ -36,7 +36,8 @@ from torchtitan_lite.model.attention import DocumentAttention
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.model.loss import IGNORE_INDEX, Vocabulary, find_formula
-from torchtitan_lite.model.moe import MoE, list_moes
+from torchtitan_lite.model.moe import MoE
+from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 SPIKE = 10.0  # in units of the largest gradient norm that training.skip_spikes allows
