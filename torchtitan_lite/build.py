@@ -11,6 +11,7 @@ train.py, verify, plan, explain and bench all build their runs here, so they can
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite.components.expert_balance import ExpertBalance, build_balance
-from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, remember_norms
+from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import Layout
@@ -47,11 +48,17 @@ class Run:
     schedule: object | None  # a schedule of torch.distributed.pipelining; None without PP
     after_update: list[Callable[[], None]]  # calls of extensions that follow each update
     balance: ExpertBalance | None = None  # None: the model has no experts
+    spikes: Any = None  # extensions/spike_filter.py; None: training.skip_spikes is off
 
     @property
     def saved(self) -> dict[str, Tensor]:
         """Tensors in a checkpoint besides the optimizer state: FQN -> parameter, or expert bias of a layer."""
         return self.parameters | (self.balance.biases if self.balance else {})
+
+    @property
+    def extension_state(self) -> dict[str, Tensor]:
+        """Tensors in a checkpoint that are equal on all ranks, by the name they have there."""
+        return self.spikes.state if self.spikes else {}
 
 
 def find_model_class(name: str) -> type[nn.Module]:
@@ -133,9 +140,12 @@ def build_run(
             if dim.size() > 1:
                 groups.append(dim.get_group())
         balance = build_balance(parts, config.training, layout.global_batch_size, groups, device)
+    spikes = None
     if config.training.skip_spikes:
         on = next(iter(parameters.values())).device
-        remember_norms(optimizer, config.training.spike_window, on)
+        spikes = load_extension("spike_filter").SpikeFilter(
+            config.training.skip_spikes, config.training.spike_window, on
+        )
     schedule = None
     if layout.pp > 1:
         schedule = build_schedule(
@@ -163,4 +173,5 @@ def build_run(
         schedule,
         after_update,
         balance,
+        spikes,
     )

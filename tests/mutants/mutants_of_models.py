@@ -28,19 +28,19 @@ def tied_gradients_are_summed_twice(sum_gradients, tied):
 @mutant(STAGES, "gradient norm", "all gradients")
 def a_tied_matrix_counts_twice_in_the_norm():
     """The last stage counts its copy, as if it were another parameter."""
-    copies, sum_gradients, measure = [], TiedMatrix.sum_gradients, step.measure_grad_norm
+    copies, sum_gradients, measure = [], TiedMatrix.sum_gradients, step.sum_gradient_squares
 
     def sum_and_keep(tied):
         sum_gradients(tied)
         if tied.copy is not None:
             copies.append(tied.copy)
 
-    def measure_all(parameters, stop_signal):
-        return measure([*parameters, *copies[-1:]], stop_signal)
+    def measure_all(parameters):
+        return measure([*parameters, *copies[-1:]])
 
     stack = ExitStack()
     stack.enter_context(patch.object(TiedMatrix, "sum_gradients", sum_and_keep))
-    stack.enter_context(patch.object(step, "measure_grad_norm", measure_all))
+    stack.enter_context(patch.object(step, "sum_gradient_squares", measure_all))
     return stack
 
 

@@ -56,7 +56,7 @@ def schedule_as_long_as_this_start(original, config, layout, device_type):
 def moments_forgotten_by_a_resume():
     """Weights alone are loaded; AdamW begins with moments of zero."""
     return put_in_place(
-        lambda original, parameters, optimizer: name_weights(parameters), starting, "name_tensors"
+        lambda original, parameters, *others: name_weights(parameters), starting, "name_tensors"
     )
 
 
@@ -100,10 +100,10 @@ def experts_saved_in_another_order():
     """Experts are written in turns, one from each ep rank, and read so: right as long as ep stays."""
     name_tensors, load_newest = saving.name_tensors, starting.load_newest
 
-    def save_in_turns(parameters, optimizer):
+    def save_in_turns(*of_run):
         in_turns = partial(reorder, unflatten=lambda full, ep: full.unflatten(0, (ep, -1)))
         return {
-            name: in_turns(tensor) for name, tensor in name_tensors(parameters, optimizer).items()
+            name: in_turns(tensor) for name, tensor in name_tensors(*of_run).items()
         }
 
     def load_in_turns(found, tensors, group):
@@ -129,7 +129,7 @@ def reorder(tensor: torch.Tensor, unflatten: Callable) -> torch.Tensor:
     return distribute_tensor(mixed, mesh, tensor.placements, src_data_rank=None)
 
 
-@in_first_start("dp2", kind="loss", at=(run_log.RunLog, "write_step"))
+@in_first_start("dp2", kind="loss", at=(run_log.RunMetrics, "write_step"))
 def loss_of_rank_0_logged(original, log, step, result, is_applied):
     """The logged loss is about the share of rank 0."""
     original(log, step, replace(result, loss=result.loss / log.run.layout.world_size), is_applied)

@@ -35,7 +35,7 @@ from torchtitan_lite.__main__ import main
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.checkpoint.save import name_tensors
-from torchtitan_lite.components.shutdown import StopRequest
+from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Checkpoint, Comm
 from torchtitan_lite.extensions.copies import compare_copies
@@ -298,7 +298,7 @@ def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, capsys):
 
 def open_watch(rank: int, world_size: int, folder: str) -> None:
     run = compare.build_table_run(world_size, {})
-    stop = StopRequest()
+    stop = StopFlag()
     watch = HangWatch(Path(folder), Comm(), run.mesh, 0, dist.group.WORLD, stop)
     watch.begin(1)
     watch.end()

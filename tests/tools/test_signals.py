@@ -15,19 +15,19 @@ import pytest
 import warm_start
 from marks import slow
 from test_orphans import list_processes
+from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, StopFlag, describe_newest
 from warm_start import finish, launch, list_children, list_ranks, read_losses, read_until
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.components import shutdown
-from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, StopRequest, describe_newest
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import ONE_SHOT, Config, get_value, with_value
 
 
 def test_a_second_signal_ends_the_process_but_a_copy_of_the_first_does_not(monkeypatch):
-    request = StopRequest()
+    request = StopFlag()
     ends = []
     request.is_first_step = False
     monkeypatch.setattr(request, "end", lambda *said: ends.append(said))
@@ -41,8 +41,8 @@ def test_a_second_signal_ends_the_process_but_a_copy_of_the_first_does_not(monke
 
 def test_a_signal_in_the_first_step_ends_the_process():
     """Even if the main thread is in C and never returns to Python, as one that waits for a device."""
-    program = "import ctypes, os; from torchtitan_lite.components.shutdown import StopRequest\n"
-    program += "StopRequest().listen(); print(flush=True); ctypes.CDLL(None).read(os.pipe()[0], ctypes.c_buffer(1), 1)"
+    program = "import ctypes, os; from torchtitan_lite.components.shutdown import StopFlag\n"
+    program += "StopFlag().listen(); print(flush=True); ctypes.CDLL(None).read(os.pipe()[0], ctypes.c_buffer(1), 1)"
     process = subprocess.Popen(
         [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=-1
     )
@@ -70,7 +70,7 @@ def test_the_first_ending_of_a_rank_counts_and_one_rank_of_a_host_tells_a_signal
 
 def test_a_rank_that_fails_says_nothing_of_a_signal(monkeypatch, caplog):
     """torchrun ends the ranks that have lost a peer with SIGTERM."""
-    request = StopRequest()
+    request = StopFlag()
     request.has_failed = True
     monkeypatch.setattr(request, "end", pytest.fail)
     request.note(signal.SIGTERM)

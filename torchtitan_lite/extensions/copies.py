@@ -31,7 +31,7 @@ Checksums = dict[tuple[str, tuple[int, ...]], int]  # name and offsets of a shar
 
 def compare_copies(run: Run, group: dist.ProcessGroup) -> None:
     """Raise UserError on every rank if copies differ. `group` has all ranks. Collective."""
-    tensors = name_tensors(run.saved, run.optimizer)
+    tensors = name_tensors(run.saved, run.optimizer, run.extension_state)
     if isinstance(run.schedule, TiedSchedule):
         tied = run.schedule.tied
         tied.send_weights()  # broadcasts this rank's shard of the matrix
