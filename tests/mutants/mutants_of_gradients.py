@@ -124,11 +124,11 @@ def documents_lost_after_the_first_stage(
 
 
 @mutant("tp2", "updates", "norm.weight", at=(step, "update_weights"), dims=("tp",))
-def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm):
+def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm, *is_spike):
     """Norm weights are copied on each tensor-parallel rank, and one rank forgets to step them."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.dim() == 1]
     before = [parameter.to_local().detach().clone() for parameter in parameters]
-    finite = original(optimizer, grad_norm, max_norm)
+    finite = original(optimizer, grad_norm, max_norm, *is_spike)
     if dist.get_rank() == 1:
         for parameter, old in zip(parameters, before, strict=True):
             parameter.to_local().detach().copy_(old)

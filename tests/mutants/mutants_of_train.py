@@ -102,9 +102,7 @@ def experts_saved_in_another_order():
 
     def save_in_turns(*of_run):
         in_turns = partial(reorder, unflatten=lambda full, ep: full.unflatten(0, (ep, -1)))
-        return {
-            name: in_turns(tensor) for name, tensor in name_tensors(*of_run).items()
-        }
+        return {name: in_turns(tensor) for name, tensor in name_tensors(*of_run).items()}
 
     def load_in_turns(found, tensors, group):
         saved = load_newest(found, tensors, group)

@@ -38,6 +38,7 @@ from torchtitan_lite.config.layout import MODEL_SIZES, plan_layout
 from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import Config, get_value, with_value
+from torchtitan_lite.extensions.spike_filter import SpikeFilter
 from torchtitan_lite.parallel import parallelize
 from torchtitan_lite.tools.verify import train_py
 from torchtitan_lite.tools.verify.certificate import describe, make_report
@@ -259,12 +260,16 @@ def gather_keys(original, part, mesh, *, attention, method):
     return original(part, mesh, attention=attention, method="allgather")
 
 
-def clip_nothing(original, optimizer, grad_norm, max_norm):
-    return original(optimizer, grad_norm, 0.0)
+def judge_nothing(original, spikes, norm):
+    return norm < 0
+
+
+def clip_nothing(original, optimizer, grad_norm, max_norm, is_spike):
+    return original(optimizer, grad_norm, 0.0, is_spike)
 
 
 BROKEN = [  # row, key, the function that no longer obeys it, what it does instead, whether verify finds a wrong number
-    ("sharded", "training.skip_spikes", (step, "skip_spike"), lambda _, __, norm, *___: norm, True),
+    ("sharded", "training.skip_spikes", (SpikeFilter, "judge"), judge_nothing, True),
     ("sharded", "training.max_norm", (step, "update_weights"), clip_nothing, True),
     (
         "sharded",

@@ -65,7 +65,7 @@ def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> Lambd
 
 @torch.no_grad()
 def sum_gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
-    """Return this rank's part of the squared 2-norm of all gradients of the model, () float64. Ranks sum their parts."""
+    """Return this rank's part of the squared 2-norm of all gradients of the model, () float64. Sum over all ranks."""
     # Work on local shards: planning a DTensor operation costs more than summing a small tensor.
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
