@@ -114,7 +114,9 @@ def main(args: list[str], stop: StopFlag) -> int:
     with (
         metrics,
         collect_at_steps(config.training.gc_freq) as collect_garbage,
-        profile_steps(config.profiling, folder, place.rank, resumed_step=resumed_step) as profile,
+        profile_steps(
+            config.profiling, folder, place.rank, place.world_size, resumed_step=resumed_step
+        ) as profile,
         ExitStack() as saving,
         watch,
     ):

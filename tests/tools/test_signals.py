@@ -15,11 +15,13 @@ import pytest
 import warm_start
 from marks import slow
 from test_orphans import list_processes
-from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, StopFlag, describe_newest
 from warm_start import finish, launch, list_children, list_ranks, read_losses, read_until
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.format import find_steps
+from torchtitan_lite.components import endings, signals
+from torchtitan_lite.components.endings import describe_newest
+from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S, Phase, StopFlag
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import ONE_SHOT, Config, get_value, with_value

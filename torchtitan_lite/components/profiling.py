@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.profiler import profile, schedule
 
 from torchtitan_lite.config.messages import name_command
@@ -32,6 +31,7 @@ def profile_steps(
     section: Profiling,
     dump_folder: Path,
     rank: int,
+    n_ranks: int,
     *,
     resumed_step: int = 0,
 ) -> Iterator[Callable]:
@@ -81,7 +81,7 @@ def profile_steps(
             if section.enable_memory_snapshot:
                 write_snapshot(f"step-{step + 1}-out-of-memory")
             config_file = shlex.quote(f"{dump_folder}/config.toml")
-            plan = f"plan --gpus {dist.get_world_size()} --config {config_file}"
+            plan = f"plan --gpus {n_ranks} --config {config_file}"
             hint = f"To see what uses the memory: {name_command(plan)}"
             error.args = (f"{error}\n{hint}",)  # Python 3.10 has no add_note
         raise

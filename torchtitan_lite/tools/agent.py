@@ -46,7 +46,7 @@ from torchtitan_lite.tools.hosts import (
     read_hosts,
     read_number,
 )
-from torchtitan_lite.tools.local_ranks import ERROR, Ending, Signals, show
+from torchtitan_lite.tools.local_ranks import ERROR, Ending, Signals, find_last_start, show
 
 N_LINES = 60  # of the hidden stderr of a rank that was killed: the stacks of its threads
 JOIN_WITHIN_S = 10.0  # an agent looks for new hosts ten times a second
@@ -200,9 +200,10 @@ def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> End
     """
     exitcode = failure.exitcode
     received = signals.received
-    own = Path(failure.error_file)
-    endings = sorted(own.parents[1].glob(f"*/{own.name}"), key=os.path.getmtime)
-    if endings and (exitcode in STOPPED or own in endings):
+    start = find_last_start(signals.folder) or signals.folder  # /tmp may have been cleaned
+    own = start / str(failure.local_rank)
+    endings = sorted(start.glob("*/error.json"), key=os.path.getmtime)
+    if endings and (exitcode in STOPPED or own / "error.json" in endings):
         ending = json.loads(endings[0].read_text())
         details = read_if_any(endings[0].with_name(ERROR))
         return Ending(ending["status"], ending["message"], details)
@@ -212,7 +213,7 @@ def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> End
         return Ending(exitcode, describe_signal(exitcode))
     details = ""
     if exitcode not in (1, -signal.SIGKILL):  # 1: train.py has logged why
-        details = "\n".join(read_if_any(own.with_name("stderr.log")).splitlines()[-N_LINES:])
+        details = "\n".join(read_if_any(own / "stderr.log").splitlines()[-N_LINES:])
     if exitcode == -signal.SIGABRT:  # gloo does so if calls differ
         _, text = hang.explain_newest(signals.hangs, "failed")
         details = f"{details}\n{text}".strip()
