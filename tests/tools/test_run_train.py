@@ -98,7 +98,7 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
         "SLURM_STEP_NUM_TASKS",
     }
     internal |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_RESTART_COUNT"}
-    internal |= {"TORCHELASTIC_ERROR_FILE"}
+    internal |= {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
     for name in read - internal | {"NGPU", "srun", "--config"}:
         assert name in answer.stdout, name
 

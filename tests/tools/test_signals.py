@@ -159,7 +159,9 @@ def test_a_signal_loses_no_step_however_often_it_arrives(tmp_path, whom, receive
         "--training.local_batch_size=4",
         "--training.steps=5000",
     ]
-    process = launch(folder, tmp_path, *keys, "--validation.no_enable", *WHEN[when], n_ranks=2)
+    process = launch(
+        folder, tmp_path, *keys, "--validation.no_enable", *WHEN[when], n_ranks=2, MAX_RESTARTS="9"
+    )
     output = wait_for_moment(process, when, whom, folder)
     if whom == "one rank":
         os.kill(list_ranks(process)[-1], received)
@@ -174,6 +176,7 @@ def test_a_signal_loses_no_step_however_often_it_arrives(tmp_path, whom, receive
         "first step",
     ):  # there the other rank reports that its peer is gone
         assert "Traceback" not in output
+    assert "All ranks start again" not in output
     assert list_processes(folder) == []
     steps = find_steps(folder / "checkpoint")
     if when in ("import", "first step"):
