@@ -124,7 +124,8 @@ def main(args: list[str], stop: StopFlag) -> int:
             saving.enter_context(saver)  # all ranks: on leaving, they wait for the save in flight
         for step in range(resumed_step + 1, last + 1):
             watch.begin(step)
-            batch = metrics.next_batch(batches)
+            with metrics.waiting_for_data():
+                batch = next(batches)
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
             result = train_step(run, batch, stop.received, copied)
             # the same on every rank; the host waits for the device, and so for all ranks

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from torchtitan_lite.components.metrics import MetricsWriter, describe_speed, re
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import describe_launch, peak_flops
 from torchtitan_lite.config.reader import Prepared
-from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -79,12 +79,12 @@ class RunMetrics:
         if self.writer:
             self.writer.write(kind, step, **fields)
 
-    def next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """Return the next batch, and measure how long the host waits for it."""
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Measure how long the host waits for a batch."""
         started_s = time.perf_counter()
-        batch = next(batches)
+        yield
         self.data_time_s += time.perf_counter() - started_s
-        return batch
 
     def log(
         self,
