@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
 from torchtitan_lite.components.diagnosis import find_non_finite
-from torchtitan_lite.components.endings import describe_newest, describe_signal, name_views
+from torchtitan_lite.components.endings import describe_newest, describe_signal
 from torchtitan_lite.components.garbage import collect_at_steps
 from torchtitan_lite.components.log import IN_FILE, start_logging
 from torchtitan_lite.components.profiling import profile_steps
@@ -166,8 +166,6 @@ def main(args: list[str], stop: StopFlag) -> int:
         else:
             trained = f"trained {last - resumed_step} steps ({resumed_step + 1} to {last})"
             metrics.stop(last, f"{trained}; {spec.where_kept}")
-    if spec.written_folder:
-        logger.info(f"look at it: {name_views(folder, config.metrics)}")
     batches.close()
     if lock:
         lock.close()

@@ -14,6 +14,7 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from torchtitan_lite.build import Run
+from torchtitan_lite.components.endings import name_views
 from torchtitan_lite.components.expert_balance import count_collapsed, describe_load
 from torchtitan_lite.components.log import IN_FILE, describe_rank
 from torchtitan_lite.components.metrics import MetricsWriter, describe_speed, read_peak_memory
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunMetrics:
-    """Records the steps of a run. A context manager: leaving it records an error, and closes the files."""
+    """Records the steps of a run. A context manager: leaving it records an error, or tells how to look at the run."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class RunMetrics:
     ):
         config = run.config
         self.run = run
-        self.moe = spec.model_args.moe
+        self.spec = spec
         self.resumed_step = resumed_step
         self.n_steps = config.training.steps
         self.tokens_per_step = run.layout.global_batch_size * config.training.seq_len
@@ -129,8 +130,9 @@ class RunMetrics:
         fields["remaining_s"] = self.estimate_remaining(step)
         fields |= read_peak_memory(self.run.device)
         if result.expert_loads is not None:
-            load = describe_load(result.expert_loads, self.moe.top_k)
-            self.n_collapsed = count_collapsed(step, load, self.moe, self.n_collapsed)
+            moe = self.spec.model_args.moe
+            load = describe_load(result.expert_loads, moe.top_k)
+            self.n_collapsed = count_collapsed(step, load, moe, self.n_collapsed)
             fields |= load
             fields["expert_loads"] = result.expert_loads[:, :-1].int().tolist()
         if self.run.spikes:
@@ -165,5 +167,8 @@ class RunMetrics:
             # not on the screen: if another rank failed first, the launcher shows that error
             logger.log(IN_FILE, reason)
             self.record("stop", self.step, reason=reason)
+        elif error is None and self.spec.written_folder:
+            views = name_views(self.spec.dump_folder, self.run.config.metrics)
+            logger.info(f"look at it: {views}")
         if self.writer:
             self.writer.close()

@@ -127,7 +127,7 @@ def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_
     (waiting,), (killed,) = map(warm_start.list_ranks, hosts)
     os.kill(waiting, signal.SIGSTOP)
     os.kill(killed, signal.SIGKILL)
-    warm_start.read_until(hosts[0], f"Closing process {waiting}")
+    warm_start.read_until(hosts[0], "All ranks start again")
     os.kill(waiting, signal.SIGKILL)  # torchrun would do so after 30 s
     assert "resumed from" in warm_start.finish(hosts[0])
     warm_start.finish(hosts[1])
@@ -146,7 +146,7 @@ def test_a_lost_host_is_left_out_and_joins_again_with_the_losses_of_an_unbroken_
     (rank,) = warm_start.list_ranks(hosts[1])
     os.kill(rank, signal.SIGSTOP)  # the run waits for the host
     hosts[2] = start_host(2, **elastic)
-    warm_start.read_until(hosts[1], "Detected 1 new nodes")
+    warm_start.read_until(hosts[1], "All ranks start again")
     os.kill(rank, signal.SIGCONT)
     assert "world size 3 instead of 2" in warm_start.finish(hosts[0])
     for host in hosts[1:]:

@@ -9,8 +9,8 @@ All ranks of a host get N from its launcher. torchrun itself counts a restart on
 if a host joins.
 
 If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins, and ends them first by SIGTERM. The
-agent of one host notices the new host first, and so stops the ranks of all hosts after the same step. The other agents
-then wait until they notice it too, because the run would end there.
+agent of one host notices the new host first, and so stops the ranks of all hosts after the same step. A rank without a
+signal of its own waits until its agent notices, too: otherwise the run would end there.
 """
 
 import faulthandler
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -80,8 +80,6 @@ class Agent(LocalElasticAgent):
         self.signals = signals
         self.store = store
         self.ending: Ending | None = None  # of the last start
-        self.stopped: RunResult | None = None  # by a signal, perhaps because a host joins
-        self.stopped_at_s = 0.0
 
     def _rendezvous(self, worker_group: Any) -> None:
         with self.signals.interrupting():
@@ -94,28 +92,14 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
-        if self.stopped is None:
-            result = super()._monitor_workers(worker_group)
-            if not result.is_failed():
-                return result
-            ((rank, failure),) = result.failures.items()
+        result = super()._monitor_workers(worker_group)
+        for rank, failure in result.failures.items():
             self.ending = explain_failure(rank, failure, self.signals)
-            n_fewest, n_most = read_hosts()
-            if failure.exitcode not in STOPPED or n_fewest == n_most or self.signals.received:
-                return result
-            self.stopped = result
-            self.stopped_at_s = time.monotonic()
-        if time.monotonic() - self.stopped_at_s > JOIN_WITHIN_S:
-            return self.stopped
-        return RunResult(state=WorkerState.HEALTHY)  # then torchrun looks for new hosts
+        return result
 
     def _restart_workers(self, worker_group: Any) -> None:
-        joins = self.stopped is not None and time.monotonic() - self.stopped_at_s <= JOIN_WITHIN_S
-        own = Ending(0, "")  # another host has failed, or joins
-        if self.ending and not joins:
-            own = self.ending
+        own = self.ending or Ending(0, "")  # another host has failed, or joins
         self.ending = None
-        self.stopped = None
         cause = own[:2]
         if self.store:
             cause = claim_cause(self.store, f"cause of restart {self.starts.n_starts}", *cause)
@@ -267,9 +251,12 @@ def train_rank(args: list[str], folder: Path) -> int:
     stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     status = importlib.import_module("train").main(args, stop)  # imported by the fork server
+    if status in STOPPED and ":" in os.environ.get("NNODES", ""):
+        handle_signals(signal.SIG_DFL)
+        if not stop.received:
+            time.sleep(JOIN_WITHIN_S)  # its agent ends it by SIGTERM if a host joins
+        sys.exit(status)  # torchrun does not start ranks again that have returned
     if status in (0, *STOPPED):
         # If a late signal killed a rank that is done, the launcher would hang.
         handle_signals(signal.SIG_IGN)
-    if status in STOPPED and ":" in os.environ.get("NNODES", ""):
-        sys.exit(status)  # torchrun does not start ranks again that have returned
     return status
