@@ -276,7 +276,6 @@ ANEW = "--checkpoint.exclude_from_loading=optimizer"
 # starts of one command, each stopped after so many steps, before or after its first save -> AdamW's step at the end
 STARTS = {
     "one": ([0], 12),
-    "two, the first saves": ([5, 0], 12),
     "three, the first two save": ([3, 4, 0], 12),
     "two, the newest of the first is damaged": ([5, "damage", 0], 12),
 }

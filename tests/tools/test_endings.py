@@ -51,7 +51,6 @@ local_ranks.COPIES_ARRIVE_WITHIN_S = float(sys.argv.pop())
 sys.exit(launch.main(command_lines.parse_command("train", sys.argv[1:])))
 """
 ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per second, its exit status, the last line
-    "SIGTERM": ("", [signal.SIGTERM], 143, "stopped by SIGTERM"),
     "SIGTERM, and the temporary folder is gone": (
         "if rank == '0': import glob, shutil; shutil.rmtree(*glob.glob(f'{os.environ[\"TMPDIR\"]}/torchtitan_lite.*'))",
         [signal.SIGTERM],

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import warm_start
@@ -26,18 +27,28 @@ from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import ONE_SHOT, Config, get_value, with_value
 
+AT_S = (0.0, COPIES_ARRIVE_WITHIN_S, COPIES_ARRIVE_WITHIN_S + 0.1)  # when SIGTERM arrives
+ENDS_AT_S = {  # phase of the run -> when the process ends
+    Phase.START: AT_S[0],
+    Phase.STEPS: AT_S[2],  # not because of a copy
+    Phase.FAILED: None,
+}
 
-def test_a_second_signal_ends_the_process_but_a_copy_of_the_first_does_not(monkeypatch):
+
+@pytest.mark.parametrize("phase", ENDS_AT_S)
+def test_a_signal_does_what_the_phase_of_the_run_says(monkeypatch, phase):
     request = StopFlag()
-    ends = []
-    request.follow(lambda: Phase.STEPS)
-    monkeypatch.setattr(request, "end", lambda *said: ends.append(said))
-    for now_s in (100.0, 100.0 + COPIES_ARRIVE_WITHIN_S, 100.1 + COPIES_ARRIVE_WITHIN_S):
-        assert ends == []
+    request.follow(lambda: phase)
+    monkeypatch.setattr(request, "end", Mock(side_effect=SystemExit))
+    for now_s in AT_S:
         monkeypatch.setattr(signals.time, "monotonic", lambda now_s=now_s: now_s)
-        request.note(signal.SIGTERM)
-        assert request.received == signal.SIGTERM
-    assert len(ends) == 1
+        try:
+            request.note(signal.SIGTERM)
+        except SystemExit:
+            assert now_s == ENDS_AT_S[phase]
+            return
+        assert request.received == (0 if phase is Phase.FAILED else signal.SIGTERM)
+    assert ENDS_AT_S[phase] is None
 
 
 def test_a_signal_in_the_first_step_ends_the_process():
@@ -67,15 +78,6 @@ def test_the_first_ending_of_a_rank_counts_and_one_rank_of_a_host_tells_a_signal
     for rank in (0, 1):
         ending = json.loads((tmp_path / str(rank) / "error.json").read_text())
         assert ending == {"status": 143, "message": f"stopped {rank} times before"}
-
-
-def test_a_rank_that_fails_says_nothing_of_a_signal(monkeypatch, caplog):
-    """torchrun ends the ranks that have lost a peer with SIGTERM."""
-    request = StopFlag()
-    request.follow(lambda: Phase.FAILED)
-    monkeypatch.setattr(request, "end", pytest.fail)
-    request.note(signal.SIGTERM)
-    assert not request.received and not caplog.records
 
 
 @pytest.mark.parametrize(
