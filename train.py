@@ -10,14 +10,16 @@ import os
 import sys
 from contextlib import ExitStack
 from functools import partial
-from signal import Signals
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
 from torchtitan_lite.components.diagnosis import find_non_finite
+from torchtitan_lite.components.endings import describe_newest, describe_signal
+from torchtitan_lite.components.garbage import collect_at_steps
 from torchtitan_lite.components.log import IN_FILE, start_logging
-from torchtitan_lite.components.shutdown import STOPPED_BY, StopRequest, describe_newest
+from torchtitan_lite.components.profiling import profile_steps
+from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.machine import FROM_LAUNCHER, detect_machine
@@ -29,16 +31,21 @@ from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.faults.start import build_savers, start_from
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.parallel.process_groups import end_process, join_job, start_process
+from torchtitan_lite.parallel.process_groups import (
+    end_process,
+    join_job,
+    set_timeouts,
+    start_process,
+)
 from torchtitan_lite.preflight import preflight
-from torchtitan_lite.run_log import RunLog
+from torchtitan_lite.run_log import RunMetrics
 from torchtitan_lite.step import compute_gradients, train_step
-from torchtitan_lite.validation import validate
+from torchtitan_lite.validation import find_warm_step, validate
 
 logger = logging.getLogger("torchtitan_lite.train")
 
 
-def main(args: list[str], stop: StopRequest) -> int:
+def main(args: list[str], stop: StopFlag) -> int:
     """Train. Return the exit status. `stop` holds the signals of this process.
 
     0 trained and saved, 1 a step was not finite or a checkpoint was not written, 128 + n stopped by signal n.
@@ -48,67 +55,79 @@ def main(args: list[str], stop: StopRequest) -> int:
     # all ranks of several hosts, by the key-value store of torchrun: the number of restarts of each host
     place, store = join_job(os.environ)
     machine = detect_machine()
-    plan = preflight(
+    spec = preflight(
         args,
         machine=machine,
         n_ranks=place.world_size,
         n_hosts=place.n_hosts,
         restarted=place.restarts > 0,
     )
-    config = plan.config
-    if plan.finished:
+    config = spec.config
+    if spec.finished:
         if place.rank == 0:
-            print(plan.finished)
+            print(spec.finished)
         return 0
-    check_prepared(config, plan.tokenizer)
-    build_on_meta(config, plan.model_args)  # raises if the code of the model differs from its table
+    check_prepared(config, spec.tokenizer)
+    build_on_meta(config, spec.model_args)  # raises if the code of the model differs from its table
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     # all ranks connect by the store
-    device, groups = start_process(place, store, machine.device_type, config, plan.dump_folder)
+    device, groups = start_process(place, store, machine.device_type, config, spec.dump_folder)
     # all ranks connect the groups by the store
-    mesh = build_mesh(plan.layout, device.type)
+    mesh = build_mesh(spec.layout, device.type)
     lock = None
-    if place.rank == 0 and plan.written_folder:
+    if place.rank == 0 and spec.written_folder:
         starting_over = config.job.overwrite and place.restarts == 0
-        lock = open_dump_folder(plan.dump_folder, config, starting_over=starting_over)
-    start_logging(place.rank, plan.written_folder)
-    for notice in plan.notices:  # the launcher has printed them
+        lock = open_dump_folder(spec.dump_folder, config, starting_over=starting_over)
+    start_logging(place.rank, spec.written_folder)
+    for notice in spec.notices:  # the launcher has printed them
         logger.log(IN_FILE if FROM_LAUNCHER in os.environ else logging.INFO, notice)
-    n_parameters = count_parameters(plan.model_args)
-    logger.info(f"{plan.title}: {n_parameters:,} parameters, {plan.layout}, {plan.origin}")
+    n_parameters = count_parameters(spec.model_args)
+    logger.info(f"{spec.title}: {n_parameters:,} parameters, {spec.layout}, {spec.origin}")
 
     # ---- data: each data-parallel rank reads its rows of every global batch
-    data = open_data(config, plan.model_args, plan.layout, plan.tokenizer, mesh.data_rank, device)
-    about = f"tokenizer {config.model.hf_assets_path}, {plan.tokenizer.vocab_size:,} tokens"
+    data = open_data(config, spec.model_args, spec.layout, spec.tokenizer, mesh.data_rank, device)
+    about = f"tokenizer {config.model.hf_assets_path}, {spec.tokenizer.vocab_size:,} tokens"
     logger.info(f"data: {data.stream.describe(config.training.steps)}; {about}")
 
     # ---- run: model parts, optimizer, schedules. Initial weights need no communication
-    run = build_run(config, plan.model_args, plan.layout, mesh, device)
+    run = build_run(config, spec.model_args, spec.layout, mesh, device)
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
     # all ranks, if snapshots are on: rank 0 broadcasts the id of the run
-    savers = build_savers(run, plan, place, groups, data.fingerprint)
+    savers = build_savers(run, spec, place, groups, data.fingerprint)
     # all ranks: all-gather of hosts and process ids
-    hangs = HangWatch(plan.written_folder, config.comm, mesh, place.restarts, groups.host, stop)
+    watch = HangWatch(spec.written_folder, config.comm, mesh, place.restarts, groups.host, stop)
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots; all-reduce of errors
     resumed_step = start_from(run, savers, groups.host, restarted=place.restarts > 0)
 
     # ---- loop
-    log = RunLog(run, plan, machine.name, resumed_step, place.restarts, groups)
+    metrics = RunMetrics(run, spec, machine.name, resumed_step, place.restarts)
     last = config.training.steps
-    batches = log.time_loading(data.batches(range(resumed_step, last)))
+    warm_step = find_warm_step(config, resumed_step)
+    batches = data.batches(range(resumed_step, last))
+    copied = [saver.wait_for_copy for saver in savers]
+    folder = spec.dump_folder
     status = 0
-    # all ranks: a barrier; on leaving, they wait for the save in flight
-    with log.around_steps(), ExitStack() as around, hangs:
+    # all ranks: a barrier, then long time-outs
+    set_timeouts(config.comm.init_timeout_seconds, groups)
+    with (
+        metrics,
+        collect_at_steps(config.training.gc_freq) as collect_garbage,
+        profile_steps(
+            config.profiling, folder, place.rank, place.world_size, resumed_step=resumed_step
+        ) as profile,
+        ExitStack() as saving,
+        watch,
+    ):
         for saver in savers:
-            around.enter_context(saver)
-        copied = [saver.wait_for_copy for saver in savers]
+            saving.enter_context(saver)  # all ranks: on leaving, they wait for the save in flight
         for step in range(resumed_step + 1, last + 1):
-            hangs.begin(step)
-            batch = next(batches)
+            watch.begin(step)
+            with metrics.waiting_for_data():
+                batch = next(batches)
             # all ranks: weights, activations and gradients; loss, gradient norm and signals (step.py has the bytes)
-            result = train_step(run, batch, stop.requested, copied)
+            result = train_step(run, batch, stop.received, copied)
             # the same on every rank; the host waits for the device, and so for all ranks
             is_applied, grad_norm, stop_signal = result.read()
             if not math.isfinite(grad_norm):
@@ -116,33 +135,37 @@ def main(args: list[str], stop: StopRequest) -> int:
                 # all ranks repeat forward and backward; all-gather of what each has found
                 culprit = find_non_finite(run.parts, mesh.coordinates(), repeat)
                 why = f"gradient norm {grad_norm}, weights not updated: {culprit}"
-                log.stop(step, f"step {step}: {why}")
+                metrics.stop(step, f"step {step}: {why}")
                 status = 1
                 break
-            hangs.end()
-            stop.is_first_step = False
+            watch.end()
             if config.debug.compare_copies_every and step % config.debug.compare_copies_every == 0:
                 # all ranks: rank 0 gathers checksums, and broadcasts what it finds
                 load_extension("copies").compare_copies(run, groups.host)
             # all ranks, if due: weights and activations; all-reduce of the loss (8 bytes) and of token counts (16)
             validation = validate(run, data, step)
-            # all ranks, after the first step only: a barrier, then shorter time-outs
-            log.after_step(step, result, validation, is_applied=is_applied, grad_norm=grad_norm)
+            metrics.log(step, result, validation, is_applied=is_applied, grad_norm=grad_norm)
+            if step == warm_step:
+                # all ranks: a barrier, then shorter time-outs
+                set_timeouts(config.comm.train_timeout_seconds, groups)
+            profile()
+            collect_garbage(step)
             is_stopped = stop_signal > 0 and step < last
             for saver in savers:  # checkpoints first: the last one replaces all snapshots
                 # all ranks, if due: rank 0 gathers a hash of each file and broadcasts that all is saved
                 saver.after_step(
-                    step, run.saved, n_steps=last, is_stopped=is_stopped, record=log.record
+                    step, run.saved, n_steps=last, is_stopped=is_stopped, record=metrics.record
                 )
             if is_stopped:
-                stopped = f"{STOPPED_BY}{Signals(stop_signal).name} after step {step} of {last}"
-                newest = describe_newest(savers[0].newest, config, args, os.environ.get("NGPU"))
-                log.stop(step, f"{stopped}; {newest}")
                 status = 128 + stop_signal
+                newest = describe_newest(savers[0].newest, config, args)
+                metrics.stop(
+                    step, f"{describe_signal(status)} after step {step} of {last}; {newest}"
+                )
                 break
         else:
             trained = f"trained {last - resumed_step} steps ({resumed_step + 1} to {last})"
-            log.stop(last, f"{trained}; {plan.where_kept}")
+            metrics.stop(last, f"{trained}; {spec.where_kept}")
     batches.close()
     if lock:
         lock.close()
@@ -152,7 +175,7 @@ def main(args: list[str], stop: StopRequest) -> int:
 
 
 if __name__ == "__main__":  # under a bare torchrun, whose report ends with the first exception
-    stop = StopRequest(os.environ.get("RANK", ""))
+    stop = StopFlag(os.environ.get("RANK", ""))
     stop.listen()
     try:
         sys.exit(record(main)(sys.argv[1:], stop))

@@ -63,8 +63,8 @@ def list_state(run: build.Run) -> dict[str, Tensor]:
             assert isinstance(value, Tensor), (
                 "a number is saved only if the step in the manifest gives it"
             )
-            state[f"optimizer.{fqns.get(owner, owner)}.{name}"] = value
-    return state
+            state[f"optimizer.{fqns[owner]}.{name}"] = value
+    return state | run.extension_state
 
 
 def whole_state(run: build.Run) -> dict[str, Tensor]:
@@ -83,6 +83,8 @@ def make_saver(
     mesh = list_degrees(run.layout) if run else {**ONE_RANK, "dp_shard": dist.get_world_size()}
     manifest = Manifest(0, FINGERPRINT, {}, mesh=mesh)
     options = {"manifest": manifest, "device": torch.device("cpu")}
+    if run:
+        options["extension_state"] = run.extension_state
     return CheckpointSaver(
         Path(folder), section, optimizer, group=dist.new_group(backend="gloo"), **options
     )
@@ -108,7 +110,7 @@ def train_and_save(
         for step in range(n_steps):
             train(run, range(step, step + 1))
             saver.check()
-            saver.save(step + 1, name_tensors(run.saved, run.optimizer))
+            saver.save(step + 1, name_tensors(run.saved, run.optimizer, run.extension_state))
     state = whole_state(run)
     return state, train(run, range(n_steps, n_steps + 3)), whole_state(run)
 
@@ -130,7 +132,7 @@ def load_and_train(
     state = whole_state(run)
     if saved_again:
         with make_saver(saved_again, section, run) as saver:
-            saver.save(step, name_tensors(run.saved, run.optimizer))
+            saver.save(step, name_tensors(run.saved, run.optimizer, run.extension_state))
     return state, train(run, range(step, step + 3)), whole_state(run), step
 
 

@@ -8,13 +8,16 @@ import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stdout
+from functools import partial
+from itertools import count
 from pathlib import Path
 from random import Random
+from signal import SIGKILL, SIGTERM
 from unittest.mock import patch
 
 from checkpoints import assemble, list_differing
@@ -22,25 +25,15 @@ from made_corpora import write_corpus
 
 import train
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.components.shutdown import StopRequest
+from torchtitan_lite.build import Run
+from torchtitan_lite.components.signals import StopFlag
+from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel import process_groups
+from torchtitan_lite.step import StepResult, train_step
 from torchtitan_lite.tools.verify.train_py import make_environment, process_left_as_it_was
 
 STREAMS = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 MARK = "RUN_UNDER_TEST"  # variable in the environment of every process of a run: its dump folder
-
-
-class StopAfter(StopRequest):
-    """Gets SIGTERM before the step with this number, counted from the start of the process; 0: never."""
-
-    def __init__(self, n_steps: int):
-        super().__init__()
-        self.n_steps = n_steps
-
-    @property
-    def requested(self) -> int:  # train.py reads it once a step
-        self.n_steps -= 1
-        return signal.SIGTERM if self.n_steps == 0 else 0
 
 
 def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0, restarts: int = 0) -> int:
@@ -59,8 +52,17 @@ def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0, restart
         patch.object(process_groups, "start_process_group"),
         patch.object(process_groups.dist, "destroy_process_group"),
         patch.dict(os.environ, make_environment(rank, world_size, port=0)),
+        patch.object(train, "train_step", partial(step_with_signal, count(1), rank, n_steps)),
     ):
-        return train.main(["--config=debug", *keys], StopAfter(n_steps if rank == 0 else 0))
+        return train.main(["--config=debug", *keys], StopFlag())
+
+
+def step_with_signal(
+    steps: Iterator[int], rank: int, n_steps: int, run: Run, batch: Batch, signal: int, copied: list
+) -> StepResult:
+    """Make a step. Rank 0 gets SIGTERM before step number `n_steps`."""
+    is_stopped = next(steps) == n_steps and rank == 0
+    return train_step(run, batch, SIGTERM if is_stopped else signal, copied)
 
 
 def start_aloud(rank: int, world_size: int, keys: list[str], n_steps: int = 0) -> tuple[int, str]:
@@ -141,7 +143,7 @@ def kill_rank(
     """Send SIGKILL to one rank, once that step was logged."""
     read_until(process, f"step +{after_step}/")
     time.sleep(delay_s)
-    os.kill(list_ranks(process)[victim], signal.SIGKILL)
+    os.kill(list_ranks(process)[victim], SIGKILL)
 
 
 def list_ranks(launcher: subprocess.Popen) -> list[int]:

@@ -10,14 +10,14 @@ train.py, verify, plan, explain and bench all build their runs here, so they can
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer, remember_norms
+from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.config.block import list_parameters
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.layout import Layout
@@ -50,11 +50,17 @@ class Run:
     n_tokens: Tensor  # () int64: the schedule divides its losses by this
     after_update: list[Callable[[], None]]  # calls of extensions that follow each update
     balance: "ExpertBalance | None" = None  # None: the model has no experts
+    spikes: Any = None  # extensions/spike_filter.py; None: training.skip_spikes is off
 
     @property
     def saved(self) -> dict[str, Tensor]:
         """Tensors in a checkpoint besides the optimizer state: FQN -> parameter, or expert bias of a layer."""
         return self.parameters | (self.balance.biases if self.balance else {})
+
+    @property
+    def extension_state(self) -> dict[str, Tensor]:
+        """Tensors in a checkpoint that are equal on all ranks, by the name they have there."""
+        return self.spikes.state if self.spikes else {}
 
 
 def find_model_class(name: str) -> type[nn.Module]:
@@ -138,9 +144,12 @@ def build_run(
         balance = load_module("components.expert_balance").build_balance(
             parts, config.training, layout.global_batch_size, groups, device
         )
+    spikes = None
     if config.training.skip_spikes:
         on = next(iter(parameters.values())).device
-        remember_norms(optimizer, config.training.spike_window, on)
+        spikes = load_extension("spike_filter").SpikeFilter(
+            config.training.skip_spikes, config.training.spike_window, on
+        )
     schedule = None
     n_tokens = torch.ones((), dtype=torch.int64, device=device)
     if layout.pp > 1:
@@ -171,4 +180,5 @@ def build_run(
         n_tokens,
         after_update,
         balance,
+        spikes,
     )

@@ -1,79 +1,63 @@
-"""Work between two steps besides training: timing, metrics, profiling, garbage collection, and the last words of a run.
+"""Measure the steps of a run, and record them. Only rank 0 writes; nothing is sent.
 
 A CUDA step is only queued when its call returns, so timing a single step on the host is wrong. Reading the loss for a
-record waits for the device, so the time between two records is right. Rank 0 writes; all ranks profile and collect.
+record waits for the device, so the time between two records is right.
 """
 
-import gc
 import logging
 import math
-import os
-import shlex
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from torchtitan_lite.build import Run
+from torchtitan_lite.components.endings import name_views
 from torchtitan_lite.components.log import IN_FILE, describe_rank
-from torchtitan_lite.components.metrics import (
-    MetricsWriter,
-    describe_speed,
-    read_peak_memory,
-)
-from torchtitan_lite.components.optim import NORMS
-from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
+from torchtitan_lite.components.metrics import MetricsWriter, describe_speed, read_peak_memory
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.machine import describe_launch, peak_flops
-from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import Prepared
-from torchtitan_lite.config.schema import Metrics
-from torchtitan_lite.model.batch import Batch
-from torchtitan_lite.parallel.process_groups import Groups, set_timeouts
 from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)
 
 
-class RunLog:
-    """Writes the metrics of a run. Make the steps inside `around_steps`.
-
-    The time-outs of collectives change once, after the first step and the first validation. By then every rank has
-    compiled its code and connected to its peers.
-    """
+class RunMetrics:
+    """Records the steps of a run. A context manager: leaving it records an error, or tells how to look at the run."""
 
     def __init__(
         self,
         run: Run,
-        plan: Prepared,
+        spec: Prepared,
         device_name: str,
         resumed_step: int,
         restarts: int,
-        groups: Groups,
     ):
         config = run.config
         self.run = run
-        self.plan = plan
-        self.groups = groups
+        self.spec = spec
         self.resumed_step = resumed_step
         self.n_steps = config.training.steps
         self.tokens_per_step = run.layout.global_batch_size * config.training.seq_len
-        self.flops = count_flops_per_token(plan.model_args, config.training.seq_len)
+        self.flops = count_flops_per_token(spec.model_args, config.training.seq_len)
         self.peak_flops = peak_flops(device_name) if run.device.type == "cuda" else None
         self.step = resumed_step
-        self.skipped_above = math.inf  # the median norm, if the last step was skipped
+        self.was_skipped = False  # the last step
         self.n_collapsed = 0  # consecutive logged steps with collapsed experts
-        self.is_warm = False
+        # Since the last record:
+        self.started_s = time.perf_counter()
+        self.data_time_s = 0.0
+        self.n_timed = 0
+        self.highest_norm = 0.0
+        self.first_s = math.nan  # time of the first record
         self.writer = None
         if dist.get_rank() == 0:
             self.writer = MetricsWriter(
-                plan.written_folder,
+                spec.written_folder,
                 config.metrics,
                 n_steps=self.n_steps,
                 resumed_step=resumed_step,
@@ -87,7 +71,7 @@ class RunLog:
             device=device_name,
             resumed=resumed_step > 0,
             restarts=restarts,
-            weights=plan.origin,
+            weights=spec.origin,
             **describe_launch(),
         )
 
@@ -96,24 +80,14 @@ class RunLog:
         if self.writer:
             self.writer.write(kind, step, **fields)
 
-    def time_loading(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches, and measure how long the host waits for them."""
-        self.restart_clock()
-        while True:
-            started_s = time.perf_counter()
-            batch = next(batches, None)
-            if batch is None:
-                return
-            self.data_time_s += time.perf_counter() - started_s
-            yield batch
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Measure how long the host waits for a batch."""
+        started_s = time.perf_counter()
+        yield
+        self.data_time_s += time.perf_counter() - started_s
 
-    def restart_clock(self) -> None:
-        self.highest_norm = 0.0  # since the last record
-        self.started_s = time.perf_counter()
-        self.data_time_s = 0.0
-        self.n_timed = 0
-
-    def after_step(
+    def log(
         self,
         step: int,
         result: StepResult,
@@ -122,37 +96,26 @@ class RunLog:
         is_applied: bool,
         grad_norm: float,
     ) -> None:
-        """Record the step if it is due, was skipped, or is the first one after that.
-
-        `validation`: the result of `validate` for this step.
-
-        Collective over all ranks once, when the run is warm.
-        """
-        config = self.run.config
+        """Record the step if it is due, was skipped, or is the first one after that, and the result of `validate`."""
         self.step = step
         self.n_timed += 1
         self.highest_norm = max(self.highest_norm, grad_norm)
-        is_due = step % config.metrics.log_freq == 0
         is_end = step in (self.resumed_step + 1, self.n_steps)
+        is_due = is_end or step % self.run.config.metrics.log_freq == 0
         if validation:
             self.started_s += validation["val_time_s"]
-        is_after_spike = math.isfinite(self.skipped_above)
-        if self.writer and (validation or is_due or is_end or is_after_spike or not is_applied):
+        if self.writer and (validation or is_due or self.was_skipped or not is_applied):
             self.write_step(step, result, is_applied)
             if validation:
                 self.record("validation", step, **validation)
-        if not self.is_warm and (validation or not config.validation.enable):
-            self.is_warm = True
-            set_timeouts(config.comm.train_timeout_seconds, self.groups)
-        self.end_profiled_step()
-        if step % config.training.gc_freq == 0:
-            gc.collect(1)
+        self.was_skipped = not is_applied
 
     def write_step(self, step: int, result: StepResult, is_applied: bool) -> None:
         """Write the record of a step, with average times since the last record. Waits for the device."""
+        grad_norm = result.grad_norm.item()
         fields = {
             "loss": result.loss.item(),
-            "grad_norm": result.grad_norm.item(),
+            "grad_norm": grad_norm,
             "grad_norm_max": self.highest_norm,  # since the last record
             "lr": result.lr,
             "tokens": step * self.tokens_per_step,  # of all ranks, from the first step to this one
@@ -167,25 +130,19 @@ class RunLog:
         fields["remaining_s"] = self.estimate_remaining(step)
         fields |= read_peak_memory(self.run.device)
         if result.expert_loads is not None:
-            moe = self.plan.model_args.moe
+            moe = self.spec.model_args.moe
             balance = load_module("components.expert_balance")
             load = balance.describe_load(result.expert_loads, moe.top_k)
             self.n_collapsed = balance.count_collapsed(step, load, moe, self.n_collapsed)
             fields |= load
             fields["expert_loads"] = result.expert_loads[:, :-1].int().tolist()
-        if spikes := self.run.optimizer.state.get(NORMS):
-            fields["skipped_steps"] = int(spikes["skipped"])
-            median = spikes["history"].median().item()
-            if not is_applied:
-                fields["skipped_above"] = median
-            elif fields["grad_norm"] > self.run.config.training.skip_spikes * self.skipped_above:
-                rise = f"rose from {self.skipped_above:.4g} to {median:.4g}"
-                window = f"the last {len(spikes['history'])} steps (training.spike_window)"
-                why = f"their median over {window} {rise}"
-                logger.warning(f"step {step}: such gradient norms are no longer skipped: {why}")
-            self.skipped_above = math.inf if is_applied else median
+        if self.run.spikes:
+            fields |= self.run.spikes.describe(step, grad_norm, is_applied=is_applied)
         self.record("step", step, **fields)
-        self.restart_clock()
+        self.started_s = time.perf_counter()
+        self.data_time_s = 0.0
+        self.n_timed = 0
+        self.highest_norm = 0.0
 
     def estimate_remaining(self, step: int) -> float | None:
         """Return the seconds until the last step, as fast as since the first record; with its validations and saves."""
@@ -196,56 +153,23 @@ class RunLog:
             return None
         return (now_s - self.first_s) / n_steps * (self.n_steps - step)
 
-    # ---------------------------------------------------------------- the last words
-
     def stop(self, step: int, reason: str) -> None:
         """Say why the run ends after this step."""
         logger.info(reason)
         self.record("stop", step, reason=reason)
 
-    @contextmanager
-    def around_steps(self) -> Iterator[None]:
-        """Profile and collect garbage at fixed steps. An exception is logged with its rank, and raised again."""
-        config = self.run.config
-        folder = self.plan.dump_folder
-        rank = dist.get_rank()
-        set_timeouts(config.comm.init_timeout_seconds, self.groups)
-        if self.run.device.type == "cuda":
-            torch.cuda.empty_cache()  # initializing or loading weights allocated one full tensor at a time
-        gc.collect()
-        gc.freeze()  # never scan objects that exist now
-        gc.disable()  # after_step collects at fixed steps: a rank that collects alone makes all others wait
-        profiling = profile_steps(config.profiling, folder, rank, resumed_step=self.resumed_step)
-        try:
-            with profiling as self.end_profiled_step:
-                yield
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            reason = f"{describe_rank(rank, self.run.mesh.coordinates())}: {reason}"
+    def __enter__(self) -> "RunMetrics":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, Exception):
+            name = describe_rank(dist.get_rank(), self.run.mesh.coordinates())
+            reason = f"{name}: {type(error).__name__}: {error}"
             # not on the screen: if another rank failed first, the launcher shows that error
             logger.log(IN_FILE, reason)
             self.record("stop", self.step, reason=reason)
-            if is_out_of_memory(error):
-                config_file = shlex.quote(f"{folder}/config.toml")
-                plan = f"plan --gpus {dist.get_world_size()} --config {config_file}"
-                hint = f"To see what uses the memory: {name_command(plan)}"
-                error.args = (f"{error}\n{hint}",)  # Python 3.10 has no add_note
-            raise
-        else:
-            if self.plan.written_folder:
-                logger.info(f"look at it: {name_views(folder, config.metrics)}")
-        finally:
-            if self.writer:
-                self.writer.close()
-
-
-def name_views(folder: Path, section: Metrics) -> str:
-    """Return the commands that show the curves of the run in `folder`."""
-    name = shlex.quote(str(folder))
-    views = name_command(f"report {name}")
-    if section.enable_tensorboard:
-        python = os.path.relpath(sys.executable)
-        if python.startswith(".."):
-            python = sys.executable
-        views += f", or {python} -m tensorboard.main --logdir {name}/{section.save_tb_folder}"
-    return views
+        elif error is None and self.spec.written_folder:
+            views = name_views(self.spec.dump_folder, self.run.config.metrics)
+            logger.info(f"look at it: {views}")
+        if self.writer:
+            self.writer.close()

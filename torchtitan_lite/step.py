@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.components.optim import measure_grad_norm, skip_spike, update_weights
+from torchtitan_lite.components.optim import sum_gradient_squares, update_weights
+from torchtitan_lite.components.signals import SIGNALS
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.parallel.context_parallel import shard_sequence
@@ -51,13 +52,15 @@ def train_step(
     local_loss = compute_gradients(run, batch)
     loss = sum_losses(run, local_loss)  # all-reduces one float over pp, dp and cp
     parameters = run.parameters.values()
-    # all-reduces 40 bytes over all ranks
-    grad_norm, stop = measure_grad_norm(parameters, stop_signal)
+    squares = sum_gradient_squares(parameters)
+    grad_norm, stop = reduce_norm_and_signal(
+        squares, stop_signal
+    )  # all-reduces 40 bytes over all ranks
     for wait in before_update:
         wait()
-    training = run.config.training
-    judged = skip_spike(run.optimizer, grad_norm, training.skip_spikes)
-    applied = update_weights(run.optimizer, judged, training.max_norm)  # clips too
+    is_spike = run.spikes.judge(grad_norm) if run.spikes else None
+    max_norm = run.config.training.max_norm
+    applied = update_weights(run.optimizer, grad_norm, max_norm, is_spike)  # clips too
     expert_loads = None
     if run.balance:
         expert_loads = run.balance.update(applied)  # all-reduces layers x (experts + 1) x 8 bytes
@@ -155,6 +158,25 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
     n_tokens = count_valid_tokens(batch.targets)
     dist.all_reduce(n_tokens, group=run.mesh.dp_cp_mesh.get_group())
     return n_tokens.clamp(min=1)  # a batch of conversations without targets has loss 0, not 0/0
+
+
+@torch.no_grad()
+def reduce_norm_and_signal(squares: Tensor, stop_signal: int) -> tuple[Tensor, Tensor]:
+    """All-reduce two things in 40 bytes over all ranks: the gradient norm, and the signal that stops the run.
+
+    `squares`: the result of `sum_gradient_squares`. `stop_signal`: the signal that this rank received, one of SIGNALS,
+    or 0. Returns the norm, () fp32, and the signal that stops all ranks, () int64: 0 for none, and the last of SIGNALS
+    if ranks got different ones.
+    """
+    # Fill the flags on the device, because a copy from the host would wait for the device.
+    flags = [squares.new_full((), stop_signal == number) for number in SIGNALS]
+    numbers = torch.stack([squares, *flags])
+    dist.all_reduce(numbers)
+    squares, *n_ranks = numbers.unbind()
+    stop = torch.zeros((), dtype=torch.int64, device=squares.device)
+    for number, n_received in zip(SIGNALS, n_ranks, strict=True):
+        stop = torch.where(n_received > 0, int(number), stop)
+    return squares.sqrt().float(), stop
 
 
 def sum_losses(run: Run, local_loss: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import RunData
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import IGNORE_INDEX
@@ -25,9 +26,7 @@ def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
     Weights and gradients do not change. Collective: all-reduces 8 bytes over pp, dp_replicate, dp_shard and cp, and 16
     bytes over the last three.
     """
-    section = run.config.validation
-    is_end = step in (1, run.config.training.steps)
-    if not section.enable or (step % section.freq and not is_end):
+    if not is_validated(run.config, step):
         return None
     started_s = time.perf_counter()
     one = torch.ones((), dtype=torch.int64, device=run.device)  # divisor of sums of token losses
@@ -44,6 +43,20 @@ def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
         figures[f"val_{name}"] = value
     figures["val_time_s"] = time.perf_counter() - started_s
     return figures
+
+
+def is_validated(config: Config, step: int) -> bool:
+    section = config.validation
+    is_end = step in (1, config.training.steps)
+    return section.enable and (is_end or step % section.freq == 0)
+
+
+def find_warm_step(config: Config, resumed_step: int) -> int:
+    """Return the step after which every rank has compiled all its code and connected to its peers."""
+    steps = range(resumed_step + 1, config.training.steps + 1)
+    if not config.validation.enable:
+        return steps[0]
+    return next(step for step in steps if is_validated(config, step))
 
 
 def sum_nats(

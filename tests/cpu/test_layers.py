@@ -37,7 +37,8 @@ IMPORT_BY_NAME = {  # modules that call importlib in a function
     "torchtitan_lite.config.extensions",  # load_module
     "torchtitan_lite.__main__",  # picks its tool
     "torchtitan_lite.tools.hosts",
-    "torchtitan_lite.tools.launch",  # imports torch after the ranks have started
+    "torchtitan_lite.tools.launch",  # imports torch after the fork server has started
+    "torchtitan_lite.tools.agent",  # train.py, which the fork server has imported
     "torchtitan_lite.tools.faults.drill",  # only its ranks need torch
 }
 WITHOUT_TORCH = {  # besides config/ and the tables of models/: what `check` needs

@@ -115,12 +115,12 @@ def documents_lost_after_the_first_stage(
 
 
 @mutant("tp2", "updates", "norm.weight", at=(step, "update_weights"), dims=("tp",))
-def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm):
+def norm_updated_on_one_rank_only(original, optimizer, grad_norm, max_norm, *is_spike):
     """Norm weights are copied on each tensor-parallel rank, and one rank forgets to step them."""
     for parameter in optimizer.param_groups[0]["params"]:
         if parameter.dim() == 1 and dist.get_rank() == 1:
             parameter.grad.to_local().zero_()
-    return original(optimizer, grad_norm, max_norm)
+    return original(optimizer, grad_norm, max_norm, *is_spike)
 
 
 @mutant("tp2", "module output", "output", at=(tensor_parallel.SplitHead, "compute"))

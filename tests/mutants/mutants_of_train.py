@@ -55,7 +55,7 @@ def schedule_as_long_as_this_start(original, config, layout, device_type):
 def moments_forgotten_by_a_resume():
     """Weights alone are loaded; AdamW begins with moments of zero."""
     return put_in_place(
-        lambda original, parameters, optimizer: name_weights(parameters), starting, "name_tensors"
+        lambda original, parameters, *others: name_weights(parameters), starting, "name_tensors"
     )
 
 
@@ -99,8 +99,8 @@ def experts_saved_in_another_order():
     """Experts are numbered from another one, which depends on ep, and read so: right as long as ep stays."""
     name_tensors, load_newest = saving.name_tensors, starting.load_newest
 
-    def save_rolled(parameters, optimizer):
-        named = name_tensors(parameters, optimizer)
+    def save_rolled(*of_run):
+        named = name_tensors(*of_run)
         return {name: roll_experts(tensor, 1) for name, tensor in named.items()}
 
     def load_rolled(found, tensors, group):
@@ -125,7 +125,7 @@ def roll_experts(tensor: torch.Tensor, direction: int) -> torch.Tensor:
     return distribute_tensor(rolled, mesh, tensor.placements, src_data_rank=None)
 
 
-@in_first_start("dp2", kind="loss", at=(run_log.RunLog, "write_step"))
+@in_first_start("dp2", kind="loss", at=(run_log.RunMetrics, "write_step"))
 def loss_of_rank_0_logged(original, log, step, result, is_applied):
     """The logged loss is about the share of rank 0."""
     original(log, step, replace(result, loss=result.loss / log.run.layout.world_size), is_applied)

@@ -27,14 +27,14 @@ SHARDED, TENSOR, STAGES = (
 
 
 @mutant("tp2", "updates", "output.weight", at=(step, "update_weights"))
-def small_gradients_are_scaled_up(update_weights, optimizer, grad_norm, max_norm):
+def small_gradients_are_scaled_up(update_weights, optimizer, grad_norm, max_norm, *is_spike):
     """Gradients below the threshold are brought up to it, because nothing keeps the factor at most 1."""
     if grad_norm < max_norm:
         for group in optimizer.param_groups:
             torch._foreach_mul_(
                 [local(p.grad) for p in group["params"]], max_norm / (grad_norm + 1e-6)
             )
-    return update_weights(optimizer, grad_norm, max_norm)
+    return update_weights(optimizer, grad_norm, max_norm, *is_spike)
 
 
 @mutant(
@@ -65,27 +65,30 @@ def schedule_stepped_on_the_first_stage_only(build, section, optimizer):
 
 
 @mutant(Row(2, {PP: 2}), "finite flag", "train_step", at=(step, "update_weights"), dims=("pp",))
-def each_stage_judges_for_itself_what_is_finite(update_weights, optimizer, grad_norm, max_norm):
+def each_stage_judges_for_itself_what_is_finite(
+    update_weights, optimizer, grad_norm, max_norm, *is_spike
+):
     """A stage whose own gradients are finite steps, while the one that met a NaN does not."""
     gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"]]
     is_finite = all(gradient.isfinite().all() for gradient in gradients)
     return update_weights(
-        optimizer, grad_norm.nan_to_num(1.0, 1.0) if is_finite else grad_norm, max_norm
+        optimizer, grad_norm.nan_to_num(1.0, 1.0) if is_finite else grad_norm, max_norm, *is_spike
     )
 
 
 @mutant(SHARDED, "finite flag", "train_step", at=(step, "update_weights"))
-def infinity_counts_as_finite(update_weights, optimizer, grad_norm, max_norm):
+def infinity_counts_as_finite(update_weights, optimizer, grad_norm, max_norm, *is_spike):
     """Only NaN is looked for."""
-    return update_weights(optimizer, torch.where(grad_norm.isinf(), 1.0, grad_norm), max_norm)
+    judged = torch.where(grad_norm.isinf(), 1.0, grad_norm)
+    return update_weights(optimizer, judged, max_norm, *is_spike)
 
 
 @mutant(SHARDED, "state", "output.weight (exp_avg)", at=(step, "update_weights"))
-def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm):
+def all_steps_left_out_after_one(update_weights, optimizer, grad_norm, max_norm, *is_spike):
     """The flag of a gradient that is not finite is added up instead of set, so that no later step moves a
     weight."""
     optimizer.seen = getattr(optimizer, "seen", 0.0) + 0 * grad_norm  # NaN from then on
-    update_weights(optimizer, grad_norm + optimizer.seen, max_norm)
+    update_weights(optimizer, grad_norm + optimizer.seen, max_norm, *is_spike)
     return grad_norm.isfinite()
 
 

@@ -194,18 +194,19 @@ def test_loading_on_another_layout_takes_its_share_and_no_more_than_one_tensor(p
 def load_with_another_window(rank: int, world_size: int, path: str) -> dict[str, list]:
     """Worker: load the history of 32 gradient norms into one of 8."""
     tensors = {
-        "optimizer.gradient_norms.history": torch.full((8,), 7.0),
-        "optimizer.gradient_norms.skipped": torch.zeros(()),
+        "spike_filter.history": torch.full((8,), 7.0),
+        "spike_filter.skipped": torch.zeros(()),
         "model.a": torch.zeros(2),
     }
     load_checkpoint(Path(path), tensors, group=dist.group.WORLD)
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def test_a_history_of_another_window_is_not_loaded_and_everything_else_is(pool, tmp_path):
+@pytest.mark.parametrize("owner", ["spike_filter", "optimizer.gradient_norms"])  # now, and earlier
+def test_a_history_of_another_window_is_not_loaded_and_everything_else_is(pool, tmp_path, owner):
     saved = {
-        "optimizer.gradient_norms.history": torch.ones(32),
-        "optimizer.gradient_norms.skipped": torch.tensor(3.0),
+        f"{owner}.history": torch.ones(32),
+        f"{owner}.skipped": torch.tensor(3.0),
         "model.a": torch.ones(2),
     }
     path = write_tensors(tmp_path / "step-1", saved, step=1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from watching import PeakMemory
 
-from torchtitan_lite.checkpoint.save import choose_tensors
+from torchtitan_lite.checkpoint.save import export_weights, name_tensors
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.extensions.hugging_face import load_weights
@@ -103,11 +103,14 @@ def test_a_folder_is_loaded_on_any_layout_bit_by_bit(pool, tmp_path, name):
 def load_and_save(rank: int, world_size: int, overrides: dict, out: str, **keys) -> tuple:
     """Worker: load as train.py does, and save step 5 as [checkpoint] says. Return the step and what was loaded."""
     run = compare.build_table_run(world_size, overrides)
-    section, of_run = Checkpoint(enable=True, **keys), (run.parameters, run.optimizer)
+    section = Checkpoint(enable=True, **keys)
     run = replace(run, config=replace(run.config, checkpoint=section))
     step = load_initial(run, dist.group.WORLD)
     with checkpoints.make_saver(out, section, run) as saver:
-        saver.save(5, choose_tensors(*of_run, section=section, is_last=True))
+        tensors = name_tensors(run.parameters, run.optimizer)
+        if section.last_save_model_only:
+            tensors = export_weights(run.parameters, section.export_dtype)
+        saver.save(5, tensors)
     return step, compare.gather(run, lambda parameter: parameter)
 
 

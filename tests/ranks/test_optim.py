@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchtitan_lite.components.optim import (
     build_optimizer,
     learning_rate_factor,
-    measure_grad_norm,
+    sum_gradient_squares,
     update_weights,
 )
 from torchtitan_lite.config.choices import DECAYS
@@ -27,6 +27,7 @@ from torchtitan_lite.config.schema import (
     Training,
     with_value,
 )
+from torchtitan_lite.step import reduce_norm_and_signal
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def measure_large_gradient(rank: int, world_size: int, n_numbers: int) -> float:
             own.append(piece)
     mesh = init_device_mesh("cpu", (world_size,))
     gradient = DTensor.from_local(torch.cat(own), mesh, [Shard(0)])
-    norm, _ = measure_grad_norm([SimpleNamespace(grad=gradient)], 0)
+    norm, _ = reduce_norm_and_signal(sum_gradient_squares([SimpleNamespace(grad=gradient)]), 0)
     return norm.item() / math.sqrt(true)
 
 
@@ -221,7 +222,7 @@ def test_the_norm_of_a_large_gradient_is_right_whole_and_in_slices(pool, n_ranks
 
 def agree_to_stop(rank: int, world_size: int, signals: list[int]) -> int:
     """Worker: the signal for which all ranks stop, given the signal that each received."""
-    _, stop = measure_grad_norm([SimpleNamespace(grad=torch.ones(1))], signals[rank])
+    _, stop = reduce_norm_and_signal(torch.ones(()), signals[rank])
     return stop.item()
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWar
 
 def run_loop(section: Profiling, folder, *, n_steps: int, resumed_step: int = 0) -> None:
     """Step n multiplies an (n, n) matrix, so that a trace tells which steps are in it."""
-    with profile_steps(section, folder, rank=1, resumed_step=resumed_step) as end_step:
+    with profile_steps(section, folder, rank=1, n_ranks=2, resumed_step=resumed_step) as end_step:
         for step in range(resumed_step + 1, resumed_step + n_steps + 1):
             torch.ones(step, step) @ torch.ones(step, step)
             end_step()
@@ -80,7 +80,10 @@ def test_memory_is_written_after_every_period_beside_traces_and_recorded_no_long
 
 def test_where_memory_runs_out_it_is_written_and_the_error_goes_on(tmp_path, recording):
     section = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder="memory")
-    with pytest.raises(RuntimeError), profile_steps(section, tmp_path, rank=0) as end_step:
+    with (
+        pytest.raises(RuntimeError),
+        profile_steps(section, tmp_path, rank=0, n_ranks=1) as end_step,
+    ):
         end_step()
         raise RuntimeError("a pipeline stage failed") from torch.OutOfMemoryError(
             "CUDA out of memory"

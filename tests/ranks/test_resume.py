@@ -15,7 +15,6 @@ from marks import choose_fast
 
 from torchtitan_lite.checkpoint.load import Saved
 from torchtitan_lite.checkpoint.save import CheckpointSaver, name_tensors
-from torchtitan_lite.components.optim import NORMS
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.reader import KEYS
 from torchtitan_lite.config.schema import Checkpoint
@@ -80,13 +79,13 @@ def save_and_resume(rank: int, world_size: int, overrides: dict, folder: str) ->
         savers = [stack.enter_context(open_saver(run, mode, Path(folder))) for mode in MODES]
         for step in (1, 2):
             train(run, range(step - 1, step))
-            if step == 1 and NORMS in run.optimizer.state:  # then the next step is skipped
-                run.optimizer.state[NORMS]["history"].fill_(1e-6)
+            if step == 1 and run.spikes:  # then the next step is skipped
+                run.spikes.history.fill_(1e-6)
             for mode, saver in zip(MODES, savers, strict=True):
-                saver.save(step, name_tensors(run.saved, run.optimizer))
+                saver.save(step, name_tensors(run.saved, run.optimizer, run.extension_state))
                 saved[mode] = Saved(step, saver.folder / f"step-{step}", dist.group.WORLD)
         state = copy_state(run)
-        assert NORMS not in run.optimizer.state or run.optimizer.state[NORMS]["skipped"] == 1
+        assert run.spikes is None or run.spikes.skipped == 1
         losses = train(run, range(2, 4))
     last_state = copy_state(run)
     for mode, checkpoint in saved.items():

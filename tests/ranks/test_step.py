@@ -31,7 +31,7 @@ from marks import choose_fast
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.diagnosis import find_non_finite
-from torchtitan_lite.components.optim import NORMS, remember_norms, skip_spike
+from torchtitan_lite.extensions.spike_filter import SpikeFilter
 from torchtitan_lite.model.batch import Batch
 
 
@@ -57,7 +57,8 @@ def break_a_step(rank: int, world_size: int, overrides: dict[str, object]) -> tu
 def snapshot(run: build.Run) -> dict[str, torch.Tensor]:
     """Return this rank's slices of all weights, biases of experts, and optimizer states, without gradient norms."""
     state = list_state(run)
-    return {name: compare.local(x).clone() for name, x in state.items() if NORMS not in name}
+    names = state.keys() - run.extension_state.keys()
+    return {name: compare.local(state[name]).clone() for name in names}
 
 
 BROKEN = {
@@ -77,12 +78,11 @@ def test_a_loss_that_is_not_finite_changes_nothing(pool, name):
 def meet_spikes(rank: int, world_size: int, overrides: dict[str, object]) -> list[tuple]:
     """Worker: three steps. Return for each whether it was applied, whether it changed nothing, and the skipped ones."""
     run = compare.build_table_run(world_size, overrides | {"training.skip_spikes": 2.0})
-    state = run.optimizer.state[NORMS]
     seen = []
     for step, usual_norm in enumerate((math.inf, 1e-6, 1e6)):  # unknown, far below, far above
-        state["history"].fill_(usual_norm)
+        run.spikes.history.fill_(usual_norm)
         result, is_unchanged = make_step(run, step)
-        seen.append((result.read()[0], is_unchanged, int(state["skipped"])))
+        seen.append((result.read()[0], is_unchanged, int(run.spikes.skipped)))
     return seen
 
 
@@ -101,7 +101,7 @@ NORMS_AND_SKIPPED = {  # norms of successive steps, with 3 times the median of 3
     # the 16th norm is judged by nothing yet; at the end, most of the last 32 norms are 2
     "a NaN and spikes": (
         [1.0] * 15 + [9.0] + [1.0, 3.1, math.nan, 2.9] + [2.0] * 20 + [5.0],
-        [17, 18],
+        [17],
     ),
     "three times the median exactly": (FORTY + [3.0, 3.001], [41]),
     "higher for good": (FORTY + [4.0] * 1960, range(40, 56)),
@@ -120,30 +120,27 @@ NORMS_AND_SKIPPED = {  # norms of successive steps, with 3 times the median of 3
 @pytest.mark.parametrize("name", NORMS_AND_SKIPPED)
 def test_a_norm_is_judged_by_the_median_of_the_last_norms(name):
     norms, skipped = NORMS_AND_SKIPPED[name]
-    optimizer = torch.optim.SGD([torch.zeros(1)])
-    remember_norms(optimizer, 32, torch.device("cpu"))
-    judged = [skip_spike(optimizer, torch.tensor(norm), 3.0) for norm in norms]
-    assert [at for at, norm in enumerate(judged) if not norm.isfinite()] == [*skipped]
-    n_nans = sum(map(math.isnan, norms))
-    assert optimizer.state[NORMS]["skipped"] == len(skipped) - n_nans
+    spikes = SpikeFilter(3.0, 32, torch.device("cpu"))
+    judged = [spikes.judge(torch.tensor(norm)).item() for norm in norms]
+    assert [at for at, is_spike in enumerate(judged) if is_spike] == [*skipped]
+    assert spikes.skipped == len(skipped)
 
 
 @pytest.mark.parametrize("window", [2, 7, 64])
 def test_half_of_the_window_is_skipped_before_a_level_is_accepted(window):
-    optimizer = torch.optim.SGD([torch.zeros(1)])
-    remember_norms(optimizer, window, torch.device("cpu"))
-    judged = [skip_spike(optimizer, torch.tensor(norm), 3.0) for norm in [1.0] * 64 + [4.0] * 64]
-    assert [norm.isfinite().item() for norm in judged].index(True, 64) == 64 + window // 2
+    spikes = SpikeFilter(3.0, window, torch.device("cpu"))
+    judged = [spikes.judge(torch.tensor(norm)).item() for norm in [1.0] * 64 + [4.0] * 64]
+    assert judged.index(False, 64) == 64 + window // 2
 
 
 def start_with_norms(rank: int, world_size: int, keys: list[str], norms: list[float]) -> int:
     """Worker: train a step for each of these gradient norms. Return the exit status."""
     given = iter(norms)
 
-    def measure(parameters, stop_signal: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tensor(next(given)), torch.tensor(stop_signal)
+    def measure(parameters) -> torch.Tensor:
+        return torch.tensor(next(given)).double().square()
 
-    with patch.object(stepping, "measure_grad_norm", measure):
+    with patch.object(stepping, "sum_gradient_squares", measure):
         return warm_start.start(rank, world_size, keys)
 
 

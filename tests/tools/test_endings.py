@@ -17,17 +17,18 @@ from marks import choose_fast
 from warm_start import STREAMS, finish, read_until
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.tools import launch
+from torchtitan_lite.tools import local_ranks
 
 # ---------------------------------------------------------------- the launcher, with another program as train.py
 
 TRAIN = """
 import os, signal, sys, time
+from torchtitan_lite.components.signals import Phase
 SAVED = "outputs/debug/checkpoint/step-4"
 
 def wait(stop):
     print("ready", flush=True)
-    while stop.received is None:
+    while not stop.received:
         time.sleep(0.01)
     return 128 + stop.received
 
@@ -37,20 +38,19 @@ def main(args, stop):
     print("stdout of", rank, flush=True)
     print("stderr of", rank, file=sys.stderr, flush=True)
     if "wait(stop)" in open(__file__).read().splitlines()[-1]:
-        stop.is_first_step = False
+        stop.follow(lambda: Phase.STEPS)
     open(f"rank {rank} listens", "w")
     while not os.path.exists(f"rank {1 - int(rank)} listens"):
         time.sleep(0.01)
 """
 LAUNCH = """
 import sys; from pathlib import Path
-from torchtitan_lite.tools import command_lines, launch
+from torchtitan_lite.tools import command_lines, launch, local_ranks
 launch.REPOSITORY = Path("repository")
-launch.COPIES_ARRIVE_WITHIN_S = float(sys.argv.pop())
+local_ranks.COPIES_ARRIVE_WITHIN_S = float(sys.argv.pop())
 sys.exit(launch.main(command_lines.parse_command("train", sys.argv[1:])))
 """
 ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per second, its exit status, the last line
-    "SIGTERM": ("", [signal.SIGTERM], 143, "stopped by SIGTERM"),
     "SIGTERM, and the temporary folder is gone": (
         "if rank == '0': import glob, shutil; shutil.rmtree(*glob.glob(f'{os.environ[\"TMPDIR\"]}/torchtitan_lite.*'))",
         [signal.SIGTERM],
@@ -60,7 +60,7 @@ ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per se
     "a closed terminal": ("", [signal.SIGHUP], 129, "stopped by SIGHUP"),
     "SIGTERM, and the peer of a failed rank ends first": (
         "wait(stop)\n    if rank == '1': raise OSError('disk full')\n"
-        "    time.sleep(0.5); stop.end(stop.received, 'because it has lost a peer')",
+        "    time.sleep(0.5); stop.end(signal.SIGTERM, 'because it has lost a peer')",
         [signal.SIGTERM],
         1,
         "rank 1 failed: OSError: disk full",
@@ -79,13 +79,13 @@ ENDINGS = {  # what the ranks do, the signals that the launcher gets, one per se
         "if rank == '1': raise OSError('no disk 7')\n    time.sleep(0.2); raise OSError('Connection closed')",
         [],
         1,
-        "rank 1 failed: OSError: no disk 7 ({repository}/train.py:21)",
+        "rank 1 failed: OSError: no disk 7 ({repository}/train.py:22)",
     ),
     "two ranks raise": (
         "time.sleep(0.1 * int(rank)); raise OSError(f'disk {rank} is full\\nsecond line')",
         [],
         1,
-        "rank 0 failed: OSError: disk 0 is full ({repository}/train.py:21)",
+        "rank 0 failed: OSError: disk 0 is full ({repository}/train.py:22)",
     ),
     "a user's mistake": (
         "from torchtitan_lite.config.messages import UserError; raise UserError('There is no disk. Buy one')",
@@ -112,7 +112,7 @@ SHOWN = {  # lines about the rank that failed first; nothing of the other ranks 
     "SIGTERM, and the save fails": "OSError: disk full",
     "a rank raises, and its peer loses it": "OSError: no disk 7",
     "two ranks raise": "OSError: disk 0 is full\nsecond line",
-    "a rank crashes": '  File "{repository}/train.py", line 21 in main',
+    "a rank crashes": '  File "{repository}/train.py", line 22 in main',
 }
 SLOW = ("a closed terminal", "SIGTERM, and the save fails", "two ranks raise")
 
@@ -167,7 +167,7 @@ def ignore_sigterm(is_ready) -> None:
 def ranks(monkeypatch) -> list:
     """Child processes as the launcher sees them. The pool of these tests has others, which must live."""
     found: list = []
-    monkeypatch.setattr(launch.multiprocessing, "active_children", lambda: found)
+    monkeypatch.setattr(local_ranks.multiprocessing, "active_children", lambda: found)
     return found
 
 
@@ -181,8 +181,8 @@ def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
     before = tmp_path / "hang" / "restart-0" / "rank-00000.json"  # a hang before the restart
     before.parent.mkdir(parents=True)
     before.touch()
-    (tmp_path / "starts-0").write_text("..")
-    signals = launch.Signals(tmp_path, tmp_path / "hang")
+    (tmp_path / "torchrun" / "attempt_1").mkdir(parents=True)
+    signals = local_ranks.Signals(tmp_path, tmp_path / "hang")
     signals.pass_on(signal.SIGTERM, None)
     rank.join(0.2)
     assert rank.is_alive()
@@ -193,12 +193,13 @@ def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
 
 def test_ctrl_c_interrupts_the_launcher_only_before_it_forks_ranks(tmp_path, ranks):
     """In the middle of a fork, an exception would make the fork server or a rank print a traceback."""
-    signals = launch.Signals(tmp_path, tmp_path / "hang")
-    signals.may_interrupt = False
+    signals = local_ranks.Signals(tmp_path, tmp_path / "hang")
+    with pytest.raises(KeyboardInterrupt), signals.interrupting():
+        signals.pass_on(signal.SIGINT, None)
+    signals = local_ranks.Signals(tmp_path, tmp_path / "hang")
     signals.pass_on(signal.SIGINT, None)
-    assert (tmp_path / launch.STOP_FILE).read_text() == "130", "ranks that start now read it"
     with pytest.raises(KeyboardInterrupt):
-        launch.Signals(tmp_path, tmp_path / "hang").pass_on(signal.SIGINT, None)
+        signals.check()
 
 
 # ---------------------------------------------------------------- tools with workers

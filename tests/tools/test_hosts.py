@@ -11,12 +11,12 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.tools import hosts, launch
+from torchtitan_lite.tools import agent, hosts
 
 MEET = """
 import os, sys, time, torch.distributed
 from torchtitan_lite.config.messages import UserError
-from torchtitan_lite.tools import hosts, launch
+from torchtitan_lite.tools import hosts
 hosts.SAY_AFTER_S = hosts.END_WITHIN_S = 0.6
 try:
     hosts.meet_hosts(torch.distributed, {"optimizer.lr": float(sys.argv[1])})
@@ -85,7 +85,7 @@ def test_an_address_that_the_first_host_cannot_use_is_refused(monkeypatch, addre
 
 
 CUT_OFF = """
-from torchtitan_lite.tools import hosts, launch
+from torchtitan_lite.tools import hosts
 hosts.CONNECT_EVERY_S = 0.1
 print("watches", flush=True)
 hosts.end_if_cut_off(0.5)
@@ -134,7 +134,7 @@ def test_launchers_with_one_hostname_and_process_id_are_two_hosts_for_torchrun(m
     names = set()
     for node_rank in "01":
         monkeypatch.setenv("NODE_RANK", node_rank)
-        launch.number_host()
+        agent.number_host()
         generator = dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator
         names.add(generator.generate("127.0.0.1"))
     assert len(names) == 2
@@ -168,6 +168,6 @@ def test_a_host_without_a_failure_is_told_the_cause_of_a_restart_on_another_one(
         ("0", ""),
     ):
         monkeypatch.setenv("NODE_RANK", node_rank)
-        said.append(hosts.claim_cause(server, "cause of restart 1", reason))
+        said.append(hosts.claim_cause(server, "cause of restart 1", 1, reason)[1])
     assert said[0] == "" and len(set(said[1:])) == 1
     assert said[1].startswith("rank 1 failed (on ") and said[1].endswith(", NODE_RANK=1)")

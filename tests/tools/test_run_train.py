@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.tools import launch
+from torchtitan_lite.tools import agent, launch
 
 STUB_PACKAGE = """
 import json, os, sys
@@ -80,7 +80,8 @@ def checkout(tmp_path):
 def test_help_names_every_environment_variable_and_starts_nothing(checkout):
     answer = checkout.run("--config", "debug", "--help")
     assert answer.returncode == 0 and not checkout.calls()
-    script = (REPOSITORY / "run_train.sh").read_text() + Path(launch.__file__).read_text()
+    files = [REPOSITORY / "run_train.sh", Path(launch.__file__), Path(agent.__file__)]
+    script = "".join(file.read_text() for file in files)
     read = set(
         re.findall(
             r"""\$\{([A-Z_]+):[-=]|(?:environ(?:\.get\(|\[|\.setdefault\()|read_number\()"([A-Z_]+)""",
@@ -97,7 +98,7 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
         "SLURM_STEP_NUM_TASKS",
     }
     internal |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_RESTART_COUNT"}
-    internal |= {"TORCHELASTIC_ERROR_FILE"}
+    internal |= {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
     for name in read - internal | {"NGPU", "srun", "--config"}:
         assert name in answer.stdout, name
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import warm_start
@@ -19,30 +20,41 @@ from warm_start import finish, launch, list_children, list_ranks, read_losses, r
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.format import find_steps
-from torchtitan_lite.components import shutdown
-from torchtitan_lite.components.shutdown import COPIES_ARRIVE_WITHIN_S, StopRequest, describe_newest
+from torchtitan_lite.components import endings, signals
+from torchtitan_lite.components.endings import describe_newest
+from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S, Phase, StopFlag
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import ONE_SHOT, Config, get_value, with_value
 
+AT_S = (0.0, COPIES_ARRIVE_WITHIN_S, COPIES_ARRIVE_WITHIN_S + 0.1)  # when SIGTERM arrives
+ENDS_AT_S = {  # phase of the run -> when the process ends
+    Phase.START: AT_S[0],
+    Phase.STEPS: AT_S[2],  # not because of a copy
+    Phase.FAILED: None,
+}
 
-def test_a_second_signal_ends_the_process_but_a_copy_of_the_first_does_not(monkeypatch):
-    request = StopRequest()
-    ends = []
-    request.is_first_step = False
-    monkeypatch.setattr(request, "end", lambda *said: ends.append(said))
-    for now_s in (100.0, 100.0 + COPIES_ARRIVE_WITHIN_S, 100.1 + COPIES_ARRIVE_WITHIN_S):
-        assert ends == []
-        monkeypatch.setattr(shutdown.time, "monotonic", lambda now_s=now_s: now_s)
-        request.note(signal.SIGTERM)
-        assert request.requested == signal.SIGTERM
-    assert len(ends) == 1
+
+@pytest.mark.parametrize("phase", ENDS_AT_S)
+def test_a_signal_does_what_the_phase_of_the_run_says(monkeypatch, phase):
+    request = StopFlag()
+    request.follow(lambda: phase)
+    monkeypatch.setattr(request, "end", Mock(side_effect=SystemExit))
+    for now_s in AT_S:
+        monkeypatch.setattr(signals.time, "monotonic", lambda now_s=now_s: now_s)
+        try:
+            request.note(signal.SIGTERM)
+        except SystemExit:
+            assert now_s == ENDS_AT_S[phase]
+            return
+        assert request.received == (0 if phase is Phase.FAILED else signal.SIGTERM)
+    assert ENDS_AT_S[phase] is None
 
 
 def test_a_signal_in_the_first_step_ends_the_process():
     """Even if the main thread is in C and never returns to Python, as one that waits for a device."""
-    program = "import ctypes, os; from torchtitan_lite.components.shutdown import StopRequest\n"
-    program += "StopRequest().listen(); print(flush=True); ctypes.CDLL(None).read(os.pipe()[0], ctypes.c_buffer(1), 1)"
+    program = "import ctypes, os; from torchtitan_lite.components.signals import StopFlag\n"
+    program += "StopFlag().listen(); print(flush=True); ctypes.CDLL(None).read(os.pipe()[0], ctypes.c_buffer(1), 1)"
     process = subprocess.Popen(
         [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=-1
     )
@@ -61,20 +73,11 @@ def test_the_first_ending_of_a_rank_counts_and_one_rank_of_a_host_tells_a_signal
         file = tmp_path / rank / "error.json"
         file.parent.mkdir(exist_ok=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        said.append(shutdown.write_ending(143, f"stopped {len(said)} times before"))
+        said.append(endings.write_ending(143, f"stopped {len(said)} times before"))
     assert said == [True, False, False]
     for rank in (0, 1):
         ending = json.loads((tmp_path / str(rank) / "error.json").read_text())
         assert ending == {"status": 143, "message": f"stopped {rank} times before"}
-
-
-def test_a_rank_that_fails_says_nothing_of_a_signal(monkeypatch, caplog):
-    """torchrun ends the ranks that have lost a peer with SIGTERM."""
-    request = StopRequest()
-    request.has_failed = True
-    monkeypatch.setattr(request, "end", pytest.fail)
-    request.note(signal.SIGTERM)
-    assert request.received is None and not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -89,14 +92,15 @@ def test_a_rank_that_fails_says_nothing_of_a_signal(monkeypatch, caplog):
     ],
 )
 def test_the_command_that_continues_neither_starts_over_nor_goes_back(
-    tmp_path, once, in_file, added
+    tmp_path, monkeypatch, once, in_file, added
 ):
+    monkeypatch.setenv("NGPU", "8")
     path = tmp_path / "run.toml"
     path.write_text(in_file)
     always = [f"--config={path}", "--checkpoint.enable"]
     args = [*always, *once, "--training.steps", "9"]
     config = read_config(args).config
-    line = describe_newest(Path("out/checkpoint/step-7"), config, args, "8")
+    line = describe_newest(Path("out/checkpoint/step-7"), config, args)
     resuming = [*always, "--training.steps", "9", *added]
     command = f"{name_command('train')} {shlex.join(resuming)}"
     assert line.endswith(f"out/checkpoint/step-7; to continue: NGPU=8 {command}")
@@ -104,13 +108,13 @@ def test_the_command_that_continues_neither_starts_over_nor_goes_back(
     assert again.problems == []
     for key in ONE_SHOT:
         assert get_value(again.config, key) == get_value(Config(), key)
-    assert describe_newest(None, config, args, None) == "nothing is saved"
+    assert describe_newest(None, config, args) == "nothing is saved"
     # Before its first save, the same command does the same again.
     newest = Path("out/checkpoint/step-7")
-    line = describe_newest(newest, config, args, None, is_own=False)
-    assert line.endswith(f"to continue: {name_command('train')} {shlex.join(args)}")
+    line = describe_newest(newest, config, args, is_own=False)
+    assert line.endswith(f"to continue: NGPU=8 {name_command('train')} {shlex.join(args)}")
     config = with_value(config, "checkpoint.load_only", True)
-    assert describe_newest(newest, config, args, None) == "nothing is saved"
+    assert describe_newest(newest, config, args) == "nothing is saved"
 
 
 # ---------------------------------------------------------------- who gets which signal, and when, on two ranks
@@ -157,7 +161,9 @@ def test_a_signal_loses_no_step_however_often_it_arrives(tmp_path, whom, receive
         "--training.local_batch_size=4",
         "--training.steps=5000",
     ]
-    process = launch(folder, tmp_path, *keys, "--validation.no_enable", *WHEN[when], n_ranks=2)
+    process = launch(
+        folder, tmp_path, *keys, "--validation.no_enable", *WHEN[when], n_ranks=2, MAX_RESTARTS="9"
+    )
     output = wait_for_moment(process, when, whom, folder)
     if whom == "one rank":
         os.kill(list_ranks(process)[-1], received)
@@ -172,6 +178,7 @@ def test_a_signal_loses_no_step_however_often_it_arrives(tmp_path, whom, receive
         "first step",
     ):  # there the other rank reports that its peer is gone
         assert "Traceback" not in output
+    assert "All ranks start again" not in output
     assert list_processes(folder) == []
     steps = find_steps(folder / "checkpoint")
     if when in ("import", "first step"):

@@ -30,10 +30,12 @@ from torchtitan_lite.checkpoint.format import (
     require_undamaged,
 )
 from torchtitan_lite.checkpoint.ranks import raise_on_all_ranks
-from torchtitan_lite.checkpoint.save import GRADIENT_NORMS
+from torchtitan_lite.checkpoint.save import OF_RUN
 from torchtitan_lite.dtensor import find_shard
 
 logger = logging.getLogger(__name__)
+
+OLD_NAME = ("spike_filter.", "optimizer.gradient_norms.")  # the second one in earlier checkpoints
 
 
 # ---------------------------------------------------------------- one process
@@ -97,9 +99,12 @@ def load_checkpoint(path: Path, tensors: dict[str, Tensor], *, group: dist.Proce
     """
     checkpoint = OpenCheckpoint(path, group.rank(), group.size())
     for name, tensor in tensors.items():
+        is_of_extension = not name.startswith(OF_RUN)
+        if is_of_extension and name not in checkpoint.manifest.tensors:
+            name = name.replace(*OLD_NAME)
         record = checkpoint.manifest.tensors.get(name)
         has_shape = record is not None and record.shape == list(tensor.shape)
-        if not has_shape and GRADIENT_NORMS in name:
+        if not has_shape and is_of_extension:
             continue  # a run that only now skips spikes, or with another window, starts without a history
         if not has_shape:
             found = record and record.shape

@@ -77,13 +77,12 @@ from torchtitan_lite.dtensor import find_shard
 
 logger = logging.getLogger(__name__)
 
-GRADIENT_NORMS = (
-    "gradient_norms"  # key of the optimizer's state; in a checkpoint only with training.skip_spikes
-)
+OF_RUN = ("model.", "optimizer.")  # begin the names of tensors; those of extensions begin otherwise
 # Keys of the file header that tell torch's reader the offsets of a shard in its tensor.
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
 DEALT = 2**16  # elements of a tensor whose copies take turns in writing
+NO_TENSORS: Mapping[str, Tensor] = {}
 MESH_DIMS = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name of a mesh dim
 
 
@@ -111,7 +110,7 @@ def plan_save(
     offsets = {}
     slices = {}
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
-        if GRADIENT_NORMS in name and stage > 0 and host is None:
+        if not name.startswith(OF_RUN) and stage > 0 and host is None:
             continue  # equal on all ranks: the first stage saves it
         dtype = str(tensor.dtype).removeprefix("torch.")
         record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
@@ -166,10 +165,12 @@ class CheckpointSaver:
         manifest: Manifest,
         group: dist.ProcessGroup,
         device: torch.device,
+        extension_state: Mapping[str, Tensor] = NO_TENSORS,
     ):
         self.folder = folder
         self.section = section
         self.optimizer = optimizer
+        self.extension_state = extension_state
         self.manifest = manifest
         self.group = group
         self.in_flight: Future | None = None
@@ -207,9 +208,10 @@ class CheckpointSaver:
         self.check()
         is_last = step == n_steps
         if is_saved(step, self.section, n_steps, is_stopped=is_stopped):
-            tensors = choose_tensors(
-                parameters, self.optimizer, section=self.section, is_last=is_last
-            )
+            if is_last and self.section.last_save_model_only:
+                tensors = export_weights(parameters, self.section.export_dtype)
+            else:
+                tensors = name_tensors(parameters, self.optimizer, self.extension_state)
             self.save(step, tensors)
             waited_s = time.perf_counter() - started_s  # then all ranks continue training
             record("save", step, path=str(self.folder / f"step-{step}"), waited_s=waited_s)
@@ -350,27 +352,26 @@ def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"model.{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
 
 
-def name_tensors(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return name in a checkpoint -> tensor, for all parameters and the optimizer state."""
+def name_tensors(
+    parameters: dict[str, Tensor],
+    optimizer: Optimizer,
+    extension_state: Mapping[str, Tensor] = NO_TENSORS,
+) -> dict[str, Tensor]:
+    """Return name in a checkpoint -> tensor, for all parameters, the optimizer state, and the state of extensions."""
     named = name_weights(parameters)
-    owners = {**parameters, GRADIENT_NORMS: GRADIENT_NORMS}
-    for fqn, owner in owners.items():
-        for name, value in optimizer.state.get(owner, {}).items():
+    for fqn, parameter in parameters.items():
+        for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 named[f"optimizer.{fqn}.{name}"] = value
-    return named
+    return named | dict(extension_state)
 
 
-def choose_tensors(
-    parameters: dict[str, Tensor], optimizer: Optimizer, *, section: Checkpoint, is_last: bool
-) -> dict[str, Tensor]:
-    """Return the tensors to save after this step: all, or with last_save_model_only the weights in export_dtype."""
-    if not (is_last and section.last_save_model_only):
-        return name_tensors(parameters, optimizer)
+def export_weights(parameters: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Return the weights by their name in a checkpoint, in another dtype. Expert biases keep theirs."""
     weights = name_weights(parameters)
     for name, tensor in weights.items():
         if not name.endswith("expert_bias"):
-            weights[name] = tensor.to(getattr(torch, section.export_dtype))
+            weights[name] = tensor.to(getattr(torch, dtype))
     return weights
 
 

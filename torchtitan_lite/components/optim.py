@@ -1,4 +1,4 @@
-"""Build the optimizer and the learning-rate schedule; measure the gradient norm; skip spikes; clip and update.
+"""Build the optimizer and the learning-rate schedule; measure the gradient norm; clip and update.
 
 Sources: AdamW arXiv:1711.05101; warm-up, stable, decay (WSD) arXiv:2404.06395.
 """
@@ -8,21 +8,16 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from torchtitan_lite.components.shutdown import SIGNALS
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 from torchtitan_lite.dtensor import count_replicas, local_shard
-
-NORMS = "gradient_norms"  # key in the optimizer's state, beside its parameters
-UNKNOWN_NORM = 1e18  # above every norm; finite, so that `verify` can compare checkpoints
 
 # optimizer.name, a row of config/choices.py -> optimizer for all parameters of this rank. It reads the keys of its
 # groups, and ignores those that it does not know. The optimizers of extensions are in their files.
@@ -69,12 +64,8 @@ def build_lr_scheduler(section: LRScheduler, optimizer: TorchOptimizer) -> Lambd
 
 
 @torch.no_grad()
-def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[Tensor, Tensor]:
-    """Compute the 2-norm of all gradients of the model, and decide on all ranks together whether to stop.
-
-    `stop_signal`: the signal that this rank received, one of SIGNALS, or 0.
-    Returns the norm, () fp32, and the signal that stops all ranks, () int64: 0 for none; the last of SIGNALS wins.
-    """
+def sum_gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
+    """Return this rank's part of the squared 2-norm of all gradients of the model, () float64. Sum over all ranks."""
     # Work on local shards: planning a DTensor operation costs more than summing a small tensor.
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -86,44 +77,7 @@ def measure_grad_norm(parameters: Iterable[Tensor], stop_signal: int) -> tuple[T
     squares = 0
     for n_copies, shards in by_copies.items():
         squares = squares + sum_squares(shards) / n_copies
-    # Fill the flags on the device, because a copy from the host would wait for the device.
-    flags = [squares.new_full((), stop_signal == number) for number in SIGNALS]
-    numbers = torch.stack([squares, *flags])
-    dist.all_reduce(numbers)  # 40 bytes over all ranks
-    squares, *n_ranks = numbers.unbind()
-    stop: int | Tensor = 0
-    for number, n_received in zip(SIGNALS, n_ranks, strict=True):
-        stop = torch.where(n_received > 0, int(number), stop)
-    return squares.sqrt().float(), stop
-
-
-def remember_norms(optimizer: TorchOptimizer, window: int, device: torch.device) -> None:
-    """Add an empty history of `window` norms to the optimizer's state, with which it is saved: see skip_spike."""
-    history = torch.full((window,), UNKNOWN_NORM, device=device)
-    skipped = torch.zeros((), device=device)
-    optimizer.state[NORMS] = {"history": history, "skipped": skipped}
-
-
-@torch.no_grad()
-def skip_spike(optimizer: TorchOptimizer, grad_norm: Tensor, factor: float) -> Tensor:
-    """Return the norm, () fp32, or infinity if it is a spike: more than `factor` times the running median.
-
-    The median is over the last training.spike_window finite norms, including this norm and the norms of skipped steps.
-    While less than half of them are known, no step is skipped. A skipped step does not change the weights, so skipping
-    cannot lower norms that have risen for good. Because the history has these norms too, the median then rises after
-    half of the window, and the run continues.
-    All ranks have the same norm and history, so they decide the same. `factor` 0 turns this off. The history stays on
-    the device.
-    """
-    if factor == 0:
-        return grad_norm
-    state = optimizer.state[NORMS]
-    history = state["history"]
-    newer = torch.cat([history[1:], grad_norm[None]])
-    history.copy_(torch.where(grad_norm.isfinite(), newer, history))
-    is_spike = grad_norm > factor * history.median()
-    state["skipped"] += is_spike
-    return grad_norm.masked_fill(is_spike, math.inf)
+    return squares
 
 
 def sum_squares(tensors: list[Tensor]) -> Tensor:
@@ -139,22 +93,26 @@ def sum_squares(tensors: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def update_weights(optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float) -> Tensor:
-    """Clip the gradients to a norm of at most `max_norm` and step the optimizer, if the norm is finite.
+def update_weights(
+    optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float, is_spike: Tensor | None = None
+) -> Tensor:
+    """Clip the gradients to a norm of at most `max_norm` and step the optimizer, if the norm is finite and no spike.
 
-    `max_norm` 0 turns clipping off. If the norm is not finite, gradients, weights and moments do not change. Returns
-    whether the norm is finite, () bool on the device.
+    Otherwise gradients, weights and moments do not change. `max_norm` 0 turns clipping off. Returns whether the step
+    was applied, () bool on the device.
     Fused kernels read the scale and the flag on the device (as with torch.amp.GradScaler), and clip during the update.
     Other optimizers need an extra pass over the gradients and one host-device synchronization per step.
     """
-    finite = grad_norm.isfinite()
+    applied = grad_norm.isfinite()
+    if is_spike is not None:
+        applied &= ~is_spike
     limit = max_norm or math.inf
     divisor = ((grad_norm + 1e-6) / limit).clamp(min=1.0)  # 1e-6 as in torch.nn.utils
     if optimizer.defaults.get("fused"):
         optimizer.grad_scale = divisor
-        optimizer.found_inf = (~finite).float()
+        optimizer.found_inf = (~applied).float()
         optimizer.step()
-    elif finite:
+    elif applied:
         gradients = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -162,4 +120,4 @@ def update_weights(optimizer: TorchOptimizer, grad_norm: Tensor, max_norm: float
                     gradients.append(local_shard(parameter.grad))
         torch._foreach_div_(gradients, divisor)
         optimizer.step()
-    return finite
+    return applied

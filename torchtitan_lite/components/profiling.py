@@ -10,6 +10,7 @@ TORCH_LOGS=recompiles.
 """
 
 import logging
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, schedule
 
+from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.schema import Profiling
 
 logger = logging.getLogger(__name__)
@@ -29,13 +31,15 @@ def profile_steps(
     section: Profiling,
     dump_folder: Path,
     rank: int,
+    n_ranks: int,
     *,
     resumed_step: int = 0,
 ) -> Iterator[Callable]:
     """Context manager around the training loop. Yields a function to call at the end of each step.
 
     `resumed_step` is the step that the run resumed from: file names count the steps of the whole run. An incomplete
-    period at the end of the loop writes no trace. If memory runs out, the snapshot is written at once.
+    period at the end of the loop writes no trace. If memory runs out, the snapshot is written at once, and the error
+    names the command that plans the memory of this run.
     """
     step = resumed_step
     memory = torch.cuda.memory
@@ -73,8 +77,13 @@ def profile_steps(
         with tracer or nullcontext():
             yield end_step
     except Exception as error:
-        if section.enable_memory_snapshot and is_out_of_memory(error):
-            write_snapshot(f"step-{step + 1}-out-of-memory")
+        if is_out_of_memory(error):
+            if section.enable_memory_snapshot:
+                write_snapshot(f"step-{step + 1}-out-of-memory")
+            config_file = shlex.quote(f"{dump_folder}/config.toml")
+            plan = f"plan --gpus {n_ranks} --config {config_file}"
+            hint = f"To see what uses the memory: {name_command(plan)}"
+            error.args = (f"{error}\n{hint}",)  # Python 3.10 has no add_note
         raise
     finally:
         if section.enable_memory_snapshot:

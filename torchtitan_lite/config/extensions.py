@@ -147,6 +147,11 @@ EXTENSIONS = {  # file of extensions/, without .py
         (),
         "saves checkpoints often into a folder on each host",
     ),
+    "spike_filter": Extension(
+        "training.skip_spikes",
+        (),
+        "skips steps whose gradient norm is far above the median of the last norms",
+    ),
     "copies": Extension(
         "debug.compare_copies_every",
         (),

@@ -32,7 +32,7 @@ Checksums = dict[tuple[str, tuple[int, ...]], int]  # name and offsets of a shar
 
 def compare_copies(run: Run, group: dist.ProcessGroup) -> None:
     """Raise UserError on every rank if copies differ. `group` has all ranks. Collective."""
-    tensors = name_tensors(run.saved, run.optimizer)
+    tensors = name_tensors(run.saved, run.optimizer, run.extension_state)
     if isinstance(run.schedule, TiedSchedule):
         run.schedule.send_weights()  # broadcasts this rank's shard of the matrix
         tensors[TIED] = run.schedule.pick()

@@ -80,7 +80,7 @@ class Snapshots(CheckpointSaver):
             if self.group.rank() == 0:
                 rmtree(self.folder.parent, ignore_errors=True)
         elif step % self.section.local_interval == 0 and not is_stopped:
-            self.save(step, name_tensors(parameters, self.optimizer))
+            self.save(step, name_tensors(parameters, self.optimizer, self.extension_state))
 
     def list_usable(self, parameters: dict[str, Tensor]) -> list[Saved]:
         """Return the snapshots of this run that all ranks can use. Does not check hashes."""

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan_lite.components.log import describe_rank
-from torchtitan_lite.components.shutdown import StopRequest
+from torchtitan_lite.components.signals import Phase, StopFlag
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
@@ -52,7 +52,7 @@ class HangWatch:
         mesh: Mesh,
         restarts: int,
         group: dist.ProcessGroup,
-        stop: StopRequest,
+        stop: StopFlag,
     ):
         self.section = section
         self.stop = stop
@@ -80,7 +80,8 @@ class HangWatch:
         self.began_s = time.monotonic()
         self.last_s: float | None = None  # duration of the last step; None: no step has ended
         self.leaving = threading.Event()
-        stop.has_lost_peer = self.has_lost_peer
+        self.has_failed = False
+        stop.follow(self.find_phase)
 
     def begin(self, step: int) -> None:
         """Note that a step begins."""
@@ -104,7 +105,7 @@ class HangWatch:
     def __exit__(self, kind: type | None, *_: object) -> None:
         self.leaving.set()
         if kind is not None:
-            self.stop.has_failed = True
+            self.has_failed = True
             self.write(self.failed)
 
     def watch(self) -> None:
@@ -132,15 +133,15 @@ class HangWatch:
                 return True
         return now_s - self.began_s > limit_s
 
-    def has_lost_peer(self) -> bool:
-        """Return whether a rank of this host has ended before the run. If so, write what this rank does."""
-        if self.leaving.is_set():
-            return False
-        for pid, _ in self.local.values():
-            if self.find_state(pid) == "Z":
-                self.write(self.failed)
-                return True
-        return False
+    def find_phase(self) -> Phase:
+        """Return what a signal does. Write what this rank does, if a rank of this host has ended before the run."""
+        if self.has_failed:
+            return Phase.FAILED
+        states = [self.find_state(pid) for pid, _ in self.local.values()]
+        if "Z" in states and not self.leaving.is_set():
+            self.write(self.failed)
+            return Phase.LOST_PEER
+        return Phase.START if self.last_s is None else Phase.STEPS
 
     def find_state(self, pid: int) -> str:
         """Return the state of a rank of this host, as read_state does. A rank that was seen has ended if it is not."""

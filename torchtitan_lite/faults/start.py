@@ -63,7 +63,12 @@ def build_savers(
     published = plan.weights.published if plan.weights else {}
     about = describe_run(run.config, run.layout.degrees, published)
     manifest = Manifest(0, fingerprint, about, mesh=list_degrees(run.layout))
-    options = {"optimizer": run.optimizer, "manifest": manifest, "device": run.device}
+    options = {
+        "optimizer": run.optimizer,
+        "manifest": manifest,
+        "device": run.device,
+        "extension_state": run.extension_state,
+    }
     folder = plan.dump_folder
     savers = [CheckpointSaver(folder / section.folder, section, group=groups.saver, **options)]
     if section.local_folder:
@@ -135,7 +140,8 @@ def restore_run(
     if run.config.checkpoint.exclude_from_loading:
         found = [mark_moments(saved, run.config, is_resumed) for saved in found]
     create_optimizer_state(run.optimizer)
-    loaded = load_newest(found, name_tensors(run.saved, run.optimizer), group)
+    tensors = name_tensors(run.saved, run.optimizer, run.extension_state)
+    loaded = load_newest(found, tensors, group)
     if loaded.is_without_moments:
         logger.info("the optimizer starts with new moments (checkpoint.exclude_from_loading)")
         for parameter in run.parameters.values():

@@ -150,22 +150,24 @@ def wait_until(is_ready: Callable[[], Any], what: str) -> Any:
     return result
 
 
-def claim_cause(store: Any, key: str, reason: str) -> str:
-    """Return the first reason that a host has given for `key`, and the host; "" if none has.
+def claim_cause(store: Any, key: str, status: int, reason: str) -> tuple[int, str]:
+    """Return exit status and reason of the first host that has given a reason for `key`; of this host if none has.
 
-    `reason`: of this host, or "".
+    `reason`: of this host, or "". The answer names the host.
     """
     own = ""
     if reason:  # containers can share a hostname
-        own = f"{reason} (on {socket.gethostname()}, NODE_RANK={read_number('NODE_RANK')})"
-    return store.compare_set(key, "", own).decode()
+        host = f"{socket.gethostname()}, NODE_RANK={read_number('NODE_RANK')}"
+        own = json.dumps([status, f"{reason} (on {host})"])
+    first = store.compare_set(key, "", own).decode()
+    return tuple(json.loads(first)) if first else (status, reason)
 
 
 def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
     """Return the exit status and the reason of the host that failed first; of this host if none did."""
     with suppress(RuntimeError):  # NODE_RANK=0 has ended, or this host is cut off
-        cause = claim_cause(store, "cause", reason if status == 1 else "")
-        if cause and status:
+        first, cause = claim_cause(store, "cause", status, reason if status == 1 else "")
+        if first == 1 and status:
             status = 1
             reason = cause
         store.add("ended", 1)

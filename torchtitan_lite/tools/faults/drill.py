@@ -108,7 +108,7 @@ def train_with_faults(args: list[str], folder: Path) -> int:
     """Train as one rank; torchrun calls it. Only ranks import torch."""
     inject = importlib.import_module("torchtitan_lite.tools.faults.inject")
     inject.replace_step(Fault(**json.loads(os.environ[VARIABLE])))
-    return launch.train_rank(args, folder)
+    return importlib.import_module("torchtitan_lite.tools.agent").train_rank(args, folder)
 
 
 def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> Fault:

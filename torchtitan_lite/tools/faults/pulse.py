@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.components.shutdown import SIGNALS
+from torchtitan_lite.components.signals import SIGNALS
 from torchtitan_lite.config.machine import FROM_LAUNCHER, detect_machine
 from torchtitan_lite.extensions.copies import compute_checksum
 from torchtitan_lite.faults.orphans import end_with_parent

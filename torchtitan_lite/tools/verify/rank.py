@@ -103,15 +103,15 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
         # A spike is judged by the norms of earlier steps.
         for _ in range(config.training.spike_window):
             norm = torch.tensor(plain.norm)
-            stepping.skip_spike(run.optimizer, norm, config.training.skip_spikes)
-    measure_grad_norm = stepping.measure_grad_norm
+            run.spikes.judge(norm)
+    sum_gradient_squares = stepping.sum_gradient_squares
 
-    def compare_and_measure(*args) -> tuple[Tensor, Tensor]:
+    def compare_and_measure(*args) -> Tensor:
         results["gradients"] = compare_gradients(run, plain, note)
-        return measure_grad_norm(*args)
+        return sum_gradient_squares(*args)
 
     with ExitStack() as patches:
-        patches.enter_context(patch.object(stepping, "measure_grad_norm", compare_and_measure))
+        patches.enter_context(patch.object(stepping, "sum_gradient_squares", compare_and_measure))
         patches.enter_context(packing_checked(note))
         patches.enter_context(reductions_noted(note))
         patches.enter_context(outputs_compared(run, plain, note))

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
-from torchtitan_lite.components.shutdown import StopRequest
+from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
@@ -152,7 +152,7 @@ def start_train(
         redirect_stderr(log),
     ):
         names = runpy.run_path(str(REPOSITORY / "train.py"), run_name="train")
-        status = names["main"](args, StopRequest())
+        status = names["main"](args, StopFlag())
     if status != 0:
         raise RuntimeError(
             f"train.py ended with status {status}; its log:\n{log.getvalue()[-4000:].strip()}"

@@ -6,8 +6,8 @@
                                                                    receives it
 
 Ranks get a signal at different times, and some get none. Each rank adds its signal to the all-reduce of the gradient
-norm (components/optim.py), which every rank reads once per step. So all ranks stop after the same step, without an
-extra collective.
+norm (step.py), which every rank reads once per step. So all ranks stop after the same step, without an extra
+collective.
 
 All signals within 5 s count as one. `timeout`, systemd, Slurm and terminals signal the launcher and the ranks, and the
 launcher forwards the signal, so a rank gets several copies. A later signal ends the process immediately. During the
@@ -17,27 +17,32 @@ After a crash, torchrun ends the other ranks of the host with SIGTERM. If a rank
 step cannot end either. So a signal then ends the process without a word: the launcher says why the run failed.
 """
 
-import json
 import logging
 import os
-import shlex
 import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from enum import Enum
 from typing import NoReturn
 
-from torchtitan_lite.config.messages import name_command
-from torchtitan_lite.config.reader import drop_keys, read_config
-from torchtitan_lite.config.schema import ONE_SHOT, Config, get_value
+from torchtitan_lite.components.endings import describe_signal, write_ending
 
 logger = logging.getLogger(__name__)
 
 # If ranks get different signals, the last one in this order decides.
 SIGNALS = (signal.SIGQUIT, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-STOPPED_BY = "stopped by "  # begins the record of a rank that a signal has ended
+STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 COPIES_ARRIVE_WITHIN_S = 5.0
+
+
+class Phase(Enum):
+    """What a signal does to a rank. The faults/hang_watch.py of a run knows its phase."""
+
+    START = "ends it, because there is nothing to save before the end of the first step"
+    STEPS = "ends the run after a step"
+    LOST_PEER = "ends it without a word, because the step cannot end"
+    FAILED = "is ignored: an exception ends this rank"
 
 
 def handle_signals(handler: Callable | signal.Handlers) -> None:
@@ -47,22 +52,18 @@ def handle_signals(handler: Callable | signal.Handlers) -> None:
             signal.signal(number, handler)
 
 
-class StopRequest:
-    """Holds the signal that this process received. Call `listen` to receive signals. `rank` is for messages."""
+class StopFlag:
+    """The signal that this process received. Call `listen` to receive signals. `rank` is for messages."""
 
     def __init__(self, rank: str = ""):
         self.rank = rank
-        self.received: signal.Signals | None = None
+        self.received = 0  # 0: none
         self.received_at_s = 0.0
-        self.is_first_step = True  # there is nothing to save yet
-        # HangWatch sets the next two
-        self.has_failed = False  # an exception ends this rank, and the launcher says so
-        self.has_lost_peer: Callable[[], bool] = lambda: False
+        self.find_phase: Callable[[], Phase] = lambda: Phase.START
 
-    @property
-    def requested(self) -> int:
-        """The signal that this rank received, as a number; 0: none."""
-        return self.received or 0
+    def follow(self, find_phase: Callable[[], Phase]) -> None:
+        """Ask `find_phase`, from now on, what a signal does. Another thread calls it."""
+        self.find_phase = find_phase
 
     def listen(self) -> None:
         """Start receiving signals. Call this in the main thread.
@@ -76,8 +77,7 @@ class StopRequest:
         handle_signals(lambda *_: None)
         for number in SIGNALS:
             signal.siginterrupt(number, False)  # do not interrupt system calls of libraries
-        thread = threading.Thread(target=self.read, args=(reader,), name="signals", daemon=True)
-        thread.start()
+        threading.Thread(target=self.read, args=(reader,), name="signals", daemon=True).start()
 
     def read(self, reader: int) -> None:
         while True:
@@ -86,18 +86,16 @@ class StopRequest:
                 self.note(signal.Signals(number))
 
     def note(self, received: signal.Signals) -> None:
-        """Store the first signal until the end of a step. End this process on a later one, or during the first step."""
+        """Store the first signal until the end of a step, or end this process."""
         now_s = time.monotonic()
-        if self.has_failed:
+        phase = self.find_phase()
+        if phase is Phase.FAILED:
             return
-        elif self.has_lost_peer():
+        if phase is Phase.LOST_PEER:
             os._exit(128 + received)
-        elif self.is_first_step:
-            self.end(
-                received,
-                "before the end of its first step, so there is nothing to save",
-            )
-        elif self.received is None:
+        if phase is Phase.START:
+            self.end(received, "before the end of its first step, so there is nothing to save")
+        if not self.received:
             self.received = received
             self.received_at_s = now_s
             later = f"a signal more than {COPIES_ARRIVE_WITHIN_S:g} s from now ends it immediately"
@@ -107,51 +105,8 @@ class StopRequest:
 
     def end(self, received: signal.Signals, when: str) -> NoReturn:
         """End this process from any thread, with exit status 128 + signal number, the convention of shells."""
-        reason = f"{STOPPED_BY}{received.name}"
-        if write_ending(128 + received, reason):
+        status = 128 + received
+        reason = describe_signal(status)
+        if write_ending(status, reason):
             os.write(2, f"rank {self.rank} was {reason} {when}\n".encode())
-        os._exit(128 + received)
-
-
-def write_ending(status: int, reason: str) -> bool:
-    """Write why this rank ends to the file that torchrun names. Return whether no rank of this host has ended before.
-
-    `status`: exit status of the run. The first ending of a process counts. tools/launch.py reads the file; torchrun
-    itself reads `message`.
-    """
-    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not name:
-        return True
-    file = Path(name)
-    earlier = list(file.parent.parent.glob(f"*/{file.name}"))
-    if file not in earlier:
-        unfinished = file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps({"message": reason, "status": status}))
-        unfinished.rename(file)
-    return not earlier
-
-
-def describe_newest(
-    newest: Path | None,
-    config: Config,
-    args: list[str],
-    ngpu: str | None,
-    *,
-    is_own: bool = True,
-) -> str:
-    """Name the newest checkpoint and the command that resumes from it.
-
-    `args` are the arguments of the run, `ngpu` is the environment variable NGPU. If the checkpoint `is_own`, saved by
-    this run, the command leaves out the keys in ONE_SHOT, which have acted. Otherwise the same command repeats the run.
-    """
-    if newest is None or config.checkpoint.load_only:
-        return "nothing is saved"
-    command = ["train", *args]
-    if is_own:
-        command = drop_keys(command, ONE_SHOT)
-        in_file = read_config(command[1:]).config
-        for key, off in ONE_SHOT.items():
-            if get_value(in_file, key) != get_value(Config(), key):
-                command.append(off)
-    variable = f"NGPU={ngpu} " if ngpu else ""
-    return f"newest checkpoint {newest}; to continue: {variable}{name_command(shlex.join(command))}"
+        os._exit(status)

@@ -1,0 +1,61 @@
+"""Skip steps whose gradient norm is a spike: more than K times the running median. training.skip_spikes is K.
+
+    norms     1.0 1.1 0.9 ... 1.0 | 9.0 | 1.1    the window: the last training.spike_window finite norms
+    median                    1.0 | 1.0 | 1.0
+    step                  applied | skipped | applied
+
+The window includes the norm of this step and the norms of skipped steps. While less than half of it is known, no step
+is skipped. A skipped step does not change the weights, so skipping cannot lower norms that have risen for good. The
+median then rises after half of the window, and the run continues.
+
+All ranks have the same norm and history, so they decide the same, without communication. The history stays on the
+device. A checkpoint has it as spike_filter.history and spike_filter.skipped.
+"""
+
+import logging
+import math
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN_NORM = 1e18  # above every norm; finite, so that `verify` can compare checkpoints
+
+
+class SpikeFilter:
+    """The last `window` gradient norms, and the number of steps that were skipped because of them."""
+
+    def __init__(self, factor: float, window: int, device: torch.device):
+        self.factor = factor
+        self.history = torch.full((window,), UNKNOWN_NORM, device=device)
+        self.skipped = torch.zeros((), device=device)
+        self.skipped_above = math.inf  # the median norm, if the last logged step was skipped
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Tensors in a checkpoint, by name."""
+        return {"spike_filter.history": self.history, "spike_filter.skipped": self.skipped}
+
+    @torch.no_grad()
+    def judge(self, grad_norm: Tensor) -> Tensor:
+        """Add the norm of this step, () fp32, to the history. Return whether it is a spike, () bool."""
+        newer = torch.cat([self.history[1:], grad_norm[None]])
+        self.history.copy_(torch.where(grad_norm.isfinite(), newer, self.history))
+        is_spike = grad_norm > self.factor * self.history.median()
+        self.skipped += is_spike
+        return is_spike
+
+    def describe(self, step: int, grad_norm: float, *, is_applied: bool) -> dict[str, float]:
+        """Return skipped_steps and, if this step was skipped, skipped_above. Log a level that is accepted."""
+        fields: dict[str, float] = {"skipped_steps": int(self.skipped)}
+        median = self.history.median().item()
+        if not is_applied:
+            fields["skipped_above"] = median
+        elif grad_norm > self.factor * self.skipped_above:
+            rise = f"rose from {self.skipped_above:.4g} to {median:.4g}"
+            window = f"the last {len(self.history)} steps (training.spike_window)"
+            why = f"their median over {window} {rise}"
+            logger.warning(f"step {step}: such gradient norms are no longer skipped: {why}")
+        self.skipped_above = math.inf if is_applied else median
+        return fields

@@ -1,0 +1,262 @@
+"""Start the ranks of this host by torchrun's agent, restart them after a failure, and explain how they ended.
+
+    Agent       torchrun's: meets the other hosts, forks the ranks, and starts all of them again if one has failed
+    start N     FOLDER/*/attempt_N/LOCAL_RANK/    error.json  status and reason with which the rank ended
+                                                  error.txt   the traceback of its exception
+                                                  stderr.log  if LOG_RANK hides it
+
+All ranks of a host get N from its launcher. torchrun itself counts a restart only after a failure on this host, and not
+if a host joins.
+
+If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins, and ends them first by SIGTERM. The
+agent of one host notices the new host first, and so stops the ranks of all hosts after the same step. A rank without a
+signal of its own waits until its agent notices, too: otherwise the run would end there.
+"""
+
+import faulthandler
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from torchtitan_lite.components.endings import describe_signal, write_ending
+from torchtitan_lite.components.signals import SIGNALS, STOPPED, StopFlag, handle_signals
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.tools.faults import hang
+from torchtitan_lite.tools.hosts import (
+    STORE_TIMEOUT_S,
+    claim_cause,
+    find_master,
+    is_first_host,
+    read_hosts,
+    read_number,
+)
+from torchtitan_lite.tools.local_ranks import ERROR, Ending, Signals, find_last_start, show
+
+N_LINES = 60  # of the hidden stderr of a rank that was killed: the stacks of its threads
+JOIN_WITHIN_S = 10.0  # an agent looks for new hosts ten times a second
+
+
+class RunStopped(Exception):
+    """A signal has stopped the run, so the ranks are not started again."""
+
+
+class Starts(DefaultLogsSpecs):
+    """Numbers the starts of the ranks, and gives each a folder."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.n_starts = 0
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for environment in envs.values():
+            environment["TORCHELASTIC_RESTART_COUNT"] = str(self.n_starts)
+        self.n_starts += 1
+        return super().reify(envs)
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent. It shows the first cause of a restart, and starts no ranks after a signal."""
+
+    def __init__(self, spec: WorkerSpec, starts: Starts, signals: Signals, store: Any):
+        """`store`: of the hosts; None if there is one host."""
+        super().__init__(spec, starts, start_method="forkserver")
+        self.starts = starts
+        self.signals = signals
+        self.store = store
+        self.ending: Ending | None = None  # of the last start
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        with self.signals.interrupting():
+            super()._rendezvous(worker_group)
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        self.signals.check()
+        pids = super()._start_workers(worker_group)
+        self.signals.forward()  # to ranks that were forked after it
+        return pids
+
+    def _monitor_workers(self, worker_group: Any) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        for rank, failure in result.failures.items():
+            self.ending = explain_failure(rank, failure, self.signals)
+        return result
+
+    def _restart_workers(self, worker_group: Any) -> None:
+        own = self.ending or Ending(0, "")  # another host has failed, or joins
+        self.ending = None
+        cause = own[:2]
+        if self.store:
+            cause = claim_cause(self.store, f"cause of restart {self.starts.n_starts}", *cause)
+        status, reason = cause
+        if status in STOPPED:
+            raise RunStopped(*cause)
+        if reason.startswith(own.reason):  # otherwise another host shows its traceback
+            show(own.details)
+        n_left = f"{self._remaining_restarts} of {read_number('MAX_RESTARTS')} restarts are left"
+        why = reason or "another host joins or has failed"
+        show(f"run_train.sh: {why}\nAll ranks start again. {n_left}.")
+        super()._restart_workers(worker_group)
+
+
+def run_agent(
+    work: Callable, args: list[str], n_local: int, n_hosts: int, signals: Signals, store: Any
+) -> Ending:
+    """Call `work(args, folder)` on each rank of this host. `store` is shared by several hosts; None on one host."""
+    logging.disable(logging.ERROR)  # torchrun's long reports
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"  # needs one; we forward SIGNALS
+    address = "127.0.0.1:0"  # port 0: any free port
+    local_address = "127.0.0.1"
+    if n_hosts > 1:
+        address = "{}:{}".format(*find_master())
+        local_address = os.environ.get("PET_LOCAL_ADDR")
+        # torchrun makes a new store after each restart
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        number_host()
+    meeting = RendezvousParameters(
+        "c10d",
+        address,
+        run_id="torchtitan_lite",
+        min_nodes=read_hosts()[0],
+        max_nodes=n_hosts,
+        local_addr=local_address,
+        is_host=is_first_host(),
+        read_timeout=STORE_TIMEOUT_S,
+        last_call_timeout=10,  # for more hosts than the smallest number in NNODES
+    )
+    shown = {int(rank) for rank in (os.environ.get("LOG_RANK") or "0").split(",")}
+    hidden = dict.fromkeys(set(range(n_local)) - shown, Std.ERR)
+    starts = Starts(str(signals.folder), redirects=hidden, local_ranks_filter=shown)
+    try:
+        spec = WorkerSpec(
+            "rank",
+            n_local,
+            get_rendezvous_handler(meeting),
+            entrypoint=run_rank,
+            args=(work, args, signals.folder),
+            max_restarts=read_number("MAX_RESTARTS"),
+            monitor_interval=0.1,
+            local_addr=local_address,
+        )
+        agent = Agent(spec, starts, signals, store)
+        try:
+            result = agent.run()
+        finally:
+            spec.rdzv_handler.shutdown()
+    except RunStopped as stopped:
+        return Ending(*stopped.args)
+    except Exception as error:  # hosts cannot connect, or a port is in use
+        return Ending(1, f"torchrun failed: {type(error).__name__}: {error}")
+    if agent.ending:
+        return agent.ending
+    status = max(result.return_values.values())
+    return Ending(status, describe_signal(status) if status else "")
+
+
+def number_host() -> None:
+    """Make torchrun see different hosts in two containers of one hostname, whose launchers have the same process id.
+
+    torchrun names a host by hostname, process id, and a number that counts the rendezvous of a process (torch 2.13).
+    """
+    DynamicRendezvousHandler._node_desc_generator._local_id = read_number("NODE_RANK")
+
+
+def explain_failure(rank: int, failure: ProcessFailure, signals: Signals) -> Ending:
+    """Return the first cause on this host: an error, or a signal. `rank`: the one that torchrun reports.
+
+    If ranks end together, torchrun reports any of them, so the first ending that a rank wrote decides. A rank that was
+    killed, or returned a status, writes none.
+    """
+    exitcode = failure.exitcode
+    received = signals.received
+    start = find_last_start(signals.folder) or signals.folder  # /tmp may have been cleaned
+    own = start / str(failure.local_rank)
+    endings = sorted(start.glob("*/error.json"), key=os.path.getmtime)
+    if endings and (exitcode in STOPPED or own / "error.json" in endings):
+        ending = json.loads(endings[0].read_text())
+        details = read_if_any(endings[0].with_name(ERROR))
+        return Ending(ending["status"], ending["message"], details)
+    if received and (signals.has_killed or -exitcode in received or exitcode in STOPPED):
+        exitcode = 128 + received[0]
+    if exitcode in STOPPED:
+        return Ending(exitcode, describe_signal(exitcode))
+    details = ""
+    if exitcode not in (1, -signal.SIGKILL):  # 1: train.py has logged why
+        details = "\n".join(read_if_any(own / "stderr.log").splitlines()[-N_LINES:])
+    if exitcode == -signal.SIGABRT:  # gloo does so if calls differ
+        _, text = hang.explain_newest(signals.hangs, "failed")
+        details = f"{details}\n{text}".strip()
+    return Ending(1, f"rank {rank} {describe_exit(exitcode)}", details)
+
+
+def describe_exit(exitcode: int) -> str:
+    """Describe how a rank ended that has written nothing. `exitcode`: as in multiprocessing."""
+    if exitcode == -signal.SIGKILL:
+        return "was killed by SIGKILL, as Linux does when memory runs out, and so left no traceback"
+    if exitcode < 0:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    return f"exited with status {exitcode}"
+
+
+def read_if_any(path: Path) -> str:
+    return path.read_text(errors="replace").rstrip() if path.exists() else ""
+
+
+# ---------------------------------------------------------------- in a rank
+
+
+def run_rank(work: Callable, args: list[str], folder: Path) -> int:
+    """Return the status of `work(args, folder)`, which is one rank. If it fails, write why, and end the process."""
+    faulthandler.enable()  # a crash prints the stacks of all threads
+    rank = os.environ["RANK"]
+    status = 1
+    try:
+        status = work(args, folder)
+        if status in (0, *STOPPED):
+            return status
+    except UserError as error:
+        write_ending(1, f"the run stopped: {error}")
+    except Exception as error:
+        own = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
+        own.mkdir(parents=True, exist_ok=True)  # /tmp may have been cleaned
+        (own / ERROR).write_text(traceback.format_exc())
+        file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
+        what = traceback.format_exception_only(error)[0].splitlines()[0]
+        write_ending(1, f"rank {rank} failed: {what} ({file}:{line})")
+    # torchrun's SIGTERM must end a failed rank
+    handle_signals(signal.SIG_DFL)
+    # torchrun reports the first rank to exit: a rank that was killed, and so writes nothing, comes first
+    time.sleep(1)
+    sys.exit(status)
+
+
+def train_rank(args: list[str], folder: Path) -> int:
+    """Train as one rank. Return the status of train.py."""
+    stop = StopFlag(os.environ["RANK"])
+    stop.listen()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    status = importlib.import_module("train").main(args, stop)  # imported by the fork server
+    if status in STOPPED and ":" in os.environ.get("NNODES", ""):
+        handle_signals(signal.SIG_DFL)
+        if not stop.received:
+            time.sleep(JOIN_WITHIN_S)  # its agent ends it by SIGTERM if a host joins
+        sys.exit(status)  # torchrun does not start ranks again that have returned
+    if status in (0, *STOPPED):
+        # If a late signal killed a rank that is done, the launcher would hang.
+        handle_signals(signal.SIG_IGN)
+    return status

@@ -1,0 +1,104 @@
+"""The ranks of this host as their launcher sees them: signals for them, their folders, and how they have ended."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S
+from torchtitan_lite.tools.hosts import is_first_host
+
+ERROR = "error.txt"  # in the folder of a rank: the traceback of its exception
+
+
+class Ending(NamedTuple):
+    """How the ranks of this host have ended."""
+
+    status: int  # exit status of the run
+    reason: str  # one line; empty if the run was trained
+    details: str = ""  # several lines about the rank that failed first: its traceback, or the end of its stderr
+
+
+def show(details: str) -> None:
+    if details:
+        print(details, file=sys.stderr, flush=True)
+
+
+class Signals:
+    """Forwards the signals that this launcher receives to the ranks of this host.
+
+    `folder` has torchrun's files of this start; ranks that hang write into `hangs`.
+    """
+
+    def __init__(self, folder: Path, hangs: Path):
+        self.folder = folder
+        self.hangs = hangs
+        self.received: list[int] = []
+        self.received_at_s = 0.0  # time of the first signal
+        self.has_killed = False  # ranks ended because of this launcher
+        self.may_interrupt = False
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Context manager: a signal raises KeyboardInterrupt, because there are no ranks that could stop."""
+        self.may_interrupt = True
+        self.check()
+        try:
+            yield
+        finally:
+            self.may_interrupt = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal has arrived."""
+        if self.received:
+            raise KeyboardInterrupt
+
+    def pass_on(self, number: int, frame: object) -> None:
+        """Handle a signal: forward it to the ranks, or interrupt what this launcher does."""
+        now_s = time.monotonic()
+        if self.received and now_s - self.received_at_s <= COPIES_ARRIVE_WITHIN_S:
+            return
+        self.received_at_s = self.received_at_s or now_s
+        self.received.append(number)
+        if self.may_interrupt:
+            raise KeyboardInterrupt
+        self.forward()
+
+    def forward(self) -> None:
+        """Send the first signal to the ranks, if there is one. A later signal kills them, and so does a hang."""
+        if not self.received:
+            return
+        number = self.received[0]
+        start = find_last_start(self.folder)
+        n_restarts = number_start(start) if start else 0
+        is_hanging = any(self.hangs.glob(f"restart-{n_restarts}/rank-*.json"))
+        if is_hanging or len(self.received) > 1:
+            number = signal.SIGKILL
+        self.end_ranks(number)
+
+    def end_ranks(self, number: int) -> None:
+        if number == signal.SIGKILL:
+            self.has_killed = True
+        for rank in multiprocessing.active_children():
+            with suppress(ProcessLookupError):  # the rank has just exited
+                os.kill(rank.pid, number)
+
+    def report_hang(self, text: str) -> None:
+        if is_first_host():
+            print(text, file=sys.stderr, flush=True)
+        if self.received:
+            self.end_ranks(signal.SIGKILL)
+
+
+def find_last_start(folder: Path) -> Path | None:
+    """Return the folder of the last start of the ranks, with one folder for each local rank; None: there was none."""
+    return max(folder.glob("*/attempt_*"), key=number_start, default=None)
+
+
+def number_start(folder: Path) -> int:
+    return int(folder.name.removeprefix("attempt_"))
