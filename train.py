@@ -7,11 +7,13 @@ with "all ranks" is above each call in which ranks meet, and says what they send
 import logging
 import math
 import os
+import platform
 import sys
 from contextlib import ExitStack
 from functools import partial
 from signal import Signals
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
@@ -20,7 +22,7 @@ from torchtitan_lite.components.log import IN_FILE, start_logging
 from torchtitan_lite.components.shutdown import STOPPED_BY, StopRequest, describe_newest
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.machine import FROM_LAUNCHER, detect_machine
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.data.corpus_folder import check_prepared
 from torchtitan_lite.data.dataset import open_data
@@ -30,16 +32,19 @@ from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.faults.start import build_savers, start_from
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, join_job, start_process
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import resolve
 from torchtitan_lite.run_log import RunLog
+from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.step import compute_gradients, train_step
 from torchtitan_lite.validation import validate
 
 logger = logging.getLogger("torchtitan_lite.train")
 
 
-def main(args: list[str], stop: StopRequest) -> int:
+def main(args: list[str], stop: StopRequest, launched: RunSpec | None = None) -> int:
     """Train. Return the exit status. `stop` holds the signals of this process.
+
+    `launched`: what the launcher has resolved; None under a bare torchrun.
 
     0 trained and saved, 1 a step was not finite or a checkpoint was not written, 128 + n stopped by signal n.
     """
@@ -47,55 +52,57 @@ def main(args: list[str], stop: StopRequest) -> int:
     end_with_parent()
     # all ranks of several hosts, by the key-value store of torchrun: the number of restarts of each host
     place, store = join_job(os.environ)
-    machine = detect_machine()
-    plan = preflight(
-        args,
-        machine=machine,
-        n_ranks=place.world_size,
-        n_hosts=place.n_hosts,
-        restarted=place.restarts > 0,
-    )
-    config = plan.config
-    if plan.finished:
+    spec = launched
+    if spec is None or place.restarts or spec.layout.world_size != place.world_size:
+        # a bare torchrun, or the checkpoints or the hosts are not those that the launcher saw
+        spec = resolve(
+            args,
+            machine=launched.machine if launched else see_machine(place.local_rank),
+            n_ranks=place.world_size,
+            n_hosts=place.n_hosts,
+            restarted=place.restarts > 0,
+        )
+    config = spec.config
+    if spec.finished:
         if place.rank == 0:
-            print(plan.finished)
+            print(spec.finished)
         return 0
-    check_prepared(config, plan.tokenizer)
-    build_on_meta(config, plan.model_args)  # raises if the code of the model differs from its table
+    check_prepared(config, spec.tokenizer)
+    build_on_meta(config, spec.model_args)  # raises if the code of the model differs from its table
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     # all ranks connect by the store
-    device, groups = start_process(place, store, machine.device_type, config, plan.dump_folder)
+    device, groups = start_process(place, store, spec.machine.device_type, config, spec.dump_folder)
     # all ranks connect the groups by the store
-    mesh = build_mesh(plan.layout, device.type)
+    mesh = build_mesh(spec.layout, device.type)
     lock = None
-    if place.rank == 0 and plan.written_folder:
+    if place.rank == 0 and spec.written_folder:
         starting_over = config.job.overwrite and place.restarts == 0
-        lock = open_dump_folder(plan.dump_folder, config, starting_over=starting_over)
-    start_logging(place.rank, plan.written_folder)
-    for notice in plan.notices:  # the launcher has printed them
-        logger.log(IN_FILE if FROM_LAUNCHER in os.environ else logging.INFO, notice)
-    n_parameters = count_parameters(plan.model_args)
-    logger.info(f"{plan.title}: {n_parameters:,} parameters, {plan.layout}, {plan.origin}")
+        lock = open_dump_folder(spec.dump_folder, config, starting_over=starting_over)
+    start_logging(place.rank, spec.written_folder)
+    for notice in spec.notices:  # the launcher has printed them
+        logger.log(IN_FILE if launched else logging.INFO, notice)
+    n_parameters = count_parameters(spec.model_args)
+    logger.info(f"{spec.title}: {n_parameters:,} parameters, {spec.layout}, {spec.origin}")
 
     # ---- data: each data-parallel rank reads its rows of every global batch
-    data = open_data(config, plan.model_args, plan.layout, plan.tokenizer, mesh.data_rank, device)
-    about = f"tokenizer {config.model.hf_assets_path}, {plan.tokenizer.vocab_size:,} tokens"
+    data = open_data(config, spec.model_args, spec.layout, spec.tokenizer, mesh.data_rank, device)
+    about = f"tokenizer {config.model.hf_assets_path}, {spec.tokenizer.vocab_size:,} tokens"
     logger.info(f"data: {data.stream.describe(config.training.steps)}; {about}")
 
     # ---- run: model parts, optimizer, schedules. Initial weights need no communication
-    run = build_run(config, plan.model_args, plan.layout, mesh, device)
+    run = build_run(config, spec.model_args, spec.layout, mesh, device)
 
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
     # all ranks, if snapshots are on: rank 0 broadcasts the id of the run
-    savers = build_savers(run, plan, place, groups, data.fingerprint)
+    savers = build_savers(run, spec, place, groups, data.fingerprint)
     # all ranks: all-gather of hosts and process ids
-    hangs = HangWatch(plan.written_folder, config.comm, mesh, place.restarts, groups.host, stop)
+    hangs = HangWatch(spec.written_folder, config.comm, mesh, place.restarts, groups.host, stop)
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots; all-reduce of errors
     resumed_step = start_from(run, savers, groups.host, restarted=place.restarts > 0)
 
     # ---- loop
-    log = RunLog(run, plan, machine.name, resumed_step, place.restarts, groups)
+    log = RunLog(run, spec, resumed_step, place.restarts, groups)
     last = config.training.steps
     batches = log.time_loading(data.batches(range(resumed_step, last)))
     status = 0
@@ -142,13 +149,21 @@ def main(args: list[str], stop: StopRequest) -> int:
                 break
         else:
             trained = f"trained {last - resumed_step} steps ({resumed_step + 1} to {last})"
-            log.stop(last, f"{trained}; {plan.where_kept}")
+            log.stop(last, f"{trained}; {spec.where_kept}")
     batches.close()
     if lock:
         lock.close()
     # all ranks: a barrier, so that no rank closes a connection that another one still uses
     end_process(groups)
     return status
+
+
+def see_machine(local_rank: int) -> Machine:
+    """Return the device of this rank under a bare torchrun. Its memory is not checked."""
+    if torch.cuda.is_available():
+        n_devices = torch.cuda.device_count()
+        return Machine("cuda", n_devices, None, torch.cuda.get_device_name(local_rank))
+    return Machine("cpu", 1, None, f"{platform.machine()} CPU")
 
 
 if __name__ == "__main__":  # under a bare torchrun, whose report ends with the first exception

@@ -30,12 +30,13 @@ from torchtitan_lite.components.metrics import (
 from torchtitan_lite.components.optim import NORMS
 from torchtitan_lite.components.profiling import is_out_of_memory, profile_steps
 from torchtitan_lite.config.block import count_flops_per_token
-from torchtitan_lite.config.machine import describe_launch, peak_flops
+from torchtitan_lite.config.machine import peak_flops
 from torchtitan_lite.config.messages import name_command
-from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.config.schema import Metrics
+from torchtitan_lite.files import describe_launch
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.process_groups import Groups, set_timeouts
+from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -51,21 +52,20 @@ class RunLog:
     def __init__(
         self,
         run: Run,
-        plan: Prepared,
-        device_name: str,
+        spec: RunSpec,
         resumed_step: int,
         restarts: int,
         groups: Groups,
     ):
         config = run.config
         self.run = run
-        self.plan = plan
+        self.spec = spec
         self.groups = groups
         self.resumed_step = resumed_step
         self.n_steps = config.training.steps
         self.tokens_per_step = run.layout.global_batch_size * config.training.seq_len
-        self.flops = count_flops_per_token(plan.model_args, config.training.seq_len)
-        self.peak_flops = peak_flops(device_name) if run.device.type == "cuda" else None
+        self.flops = count_flops_per_token(spec.model_args, config.training.seq_len)
+        self.peak_flops = peak_flops(spec.machine.name) if run.device.type == "cuda" else None
         self.step = resumed_step
         self.skipped_above = math.inf  # the median norm, if the last step was skipped
         self.n_collapsed = 0  # consecutive logged steps with collapsed experts
@@ -73,7 +73,7 @@ class RunLog:
         self.writer = None
         if dist.get_rank() == 0:
             self.writer = MetricsWriter(
-                plan.written_folder,
+                spec.written_folder,
                 config.metrics,
                 n_steps=self.n_steps,
                 resumed_step=resumed_step,
@@ -84,10 +84,10 @@ class RunLog:
             resumed_step,
             layout=run.layout.degrees,
             world_size=run.layout.world_size,
-            device=device_name,
+            device=spec.machine.name,
             resumed=resumed_step > 0,
             restarts=restarts,
-            weights=plan.origin,
+            weights=spec.origin,
             **describe_launch(),
         )
 
@@ -167,7 +167,7 @@ class RunLog:
         fields["remaining_s"] = self.estimate_remaining(step)
         fields |= read_peak_memory(self.run.device)
         if result.expert_loads is not None:
-            moe = self.plan.model_args.moe
+            moe = self.spec.model_args.moe
             load = describe_load(result.expert_loads, moe.top_k)
             self.n_collapsed = count_collapsed(step, load, moe, self.n_collapsed)
             fields |= load
@@ -206,7 +206,7 @@ class RunLog:
     def around_steps(self) -> Iterator[None]:
         """Profile and collect garbage at fixed steps. An exception is logged with its rank, and raised again."""
         config = self.run.config
-        folder = self.plan.dump_folder
+        folder = self.spec.dump_folder
         rank = dist.get_rank()
         set_timeouts(config.comm.init_timeout_seconds, self.groups)
         if self.run.device.type == "cuda":
@@ -231,7 +231,7 @@ class RunLog:
                 error.args = (f"{error}\n{hint}",)  # Python 3.10 has no add_note
             raise
         else:
-            if self.plan.written_folder:
+            if self.spec.written_folder:
                 logger.info(f"look at it: {name_views(folder, config.metrics)}")
         finally:
             if self.writer:

@@ -43,9 +43,9 @@ def write_toml(tmp_path):
 
 
 def read_sound(args: list[str]) -> Config:
-    reading = read_config(args)
-    assert reading.problems == []
-    return reading.config
+    given = read_config(args)
+    assert not given.problems
+    return given.config
 
 
 def read_one_problem(args: list[str]):
@@ -136,11 +136,11 @@ def test_text_of_the_command_line_is_read_as_python_reads_numbers_and_toml_reads
     key, text, value = map(str.strip, line.split("|"))
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("DATA", "/data")
-    reading = read_config([f"--{key}={text}"])
+    given = read_config([f"--{key}={text}"])
     if value == "refused":
-        assert [problem.key for problem in reading.problems] == [key]
+        assert [problem.key for problem in given.problems] == [key]
     else:
-        assert not reading.problems and repr(get_value(reading.config, key)) == value
+        assert not given.problems and repr(get_value(given.config, key)) == value
 
 
 def test_a_toml_file_with_a_byte_order_mark_is_read_and_its_paths_are_expanded(
@@ -183,9 +183,9 @@ def test_a_text_that_is_not_utf_8_is_refused(monkeypatch):
 def test_a_config_is_found_by_bare_name_or_path_from_any_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for args in (["--config", name], [f"--config={name}"], ["--job.config_file", name]):
-        reading = read_config(args)
-        assert reading.problems == [] and reading.config_name == "llama3_8b"
-        assert reading.config.model.flavor == "8B"
+        given = read_config(args)
+        assert not given.problems and given.config_name == "llama3_8b"
+        assert given.config.model.flavor == "8B"
 
 
 def test_a_file_of_the_working_directory_comes_first_and_without_a_config_debug_is_read(
@@ -260,9 +260,9 @@ def test_a_bad_value_of_the_file_keeps_the_default_and_is_no_problem_where_it_is
     write_toml,
 ):
     args = write_toml("[training]\nsteps = 'x'\ndataset = 4\n")
-    reading = read_config([*args, "--training.dataset=python_stdlib"])
-    assert [problem.key for problem in reading.problems] == ["training.steps"]
-    assert reading.config.training.steps == Config().training.steps
+    given = read_config([*args, "--training.dataset=python_stdlib"])
+    assert [problem.key for problem in given.problems] == ["training.steps"]
+    assert given.config.training.steps == Config().training.steps
 
 
 # --- torchtitan's keys ---
@@ -332,9 +332,9 @@ def test_every_absent_key_is_accepted_where_it_is_off_and_refused_where_it_is_on
 
 def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml):
     args = write_toml("[training]\nbatch_size = 3\ncompile = true\n[lr_scheduler]\nlr_min = 0.1\n")
-    reading = read_config([*args, "--training.seed", "5"])
-    assert reading.problems == []
-    config = reading.config
+    given = read_config([*args, "--training.seed", "5"])
+    assert not given.problems
+    config = given.config
     assert (config.training.local_batch_size, config.compile.enable, config.debug.seed) == (
         3,
         True,
@@ -343,8 +343,8 @@ def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml)
     assert config.lr_scheduler.min_lr_factor == 0.1
     assert read_one_problem(["--training.batch_size", "0"]).key == "training.local_batch_size"
     assert (
-        len(reading.notices) == 4
-        and "lr_scheduler.lr_min is now lr_scheduler.min_lr_factor" in reading.notices
+        len(given.notices) == 4
+        and "lr_scheduler.lr_min is now lr_scheduler.min_lr_factor" in given.notices
     )
 
 

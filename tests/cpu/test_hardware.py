@@ -1,27 +1,18 @@
 """What this machine is: the GPUs that the driver and CUDA_VISIBLE_DEVICES leave, memory limits, and peaks by name."""
 
-import json
 import os
 import resource
 import subprocess
-from dataclasses import asdict
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from torchtitan_lite.config import machine as machine_module
-from torchtitan_lite.config.machine import (
-    FROM_LAUNCHER,
-    GIB,
-    Machine,
-    describe_launch,
-    detect_machine,
-    measure_cpu_memory,
-    peak_flops,
-)
+from torchtitan_lite import files
+from torchtitan_lite.config.machine import GIB, Machine, peak_flops
 from torchtitan_lite.parallel import process_groups
 from torchtitan_lite.parallel.process_groups import choose_device
+from torchtitan_lite.tools.detect import detect_machine, measure_cpu_memory
 
 # As the real one: --id selects by index or UUID, and an unknown id is an error
 NVIDIA_SMI = """#!/bin/sh
@@ -58,15 +49,6 @@ def test_memory_that_the_driver_does_not_say_is_unknown(nvidia_smi, tmp_path):
     program = tmp_path / "bin" / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A]'\n")
     assert detect_machine() == Machine("cuda", 1, None, "NVIDIA GB10")
-
-
-def test_ranks_take_the_answer_of_their_launcher_whatever_the_driver_says_to_them(
-    nvidia_smi, monkeypatch
-):
-    found = detect_machine()
-    monkeypatch.setenv(FROM_LAUNCHER, json.dumps(asdict(found)))
-    monkeypatch.setenv("STATUS", "15")
-    assert detect_machine() == found
 
 
 def test_a_rank_whose_torch_sees_gpus_that_the_driver_does_not_list_stops():
@@ -131,9 +113,9 @@ def test_peak_flops_are_the_dense_bfloat16_numbers_of_the_data_sheets(name, tflo
 
 def test_the_commit_is_that_of_the_repository_if_it_is_one(tmp_path, monkeypatch):
     def find_commit() -> str | None:
-        return describe_launch.__wrapped__()["commit"]
+        return files.describe_launch.__wrapped__()["commit"]
 
-    monkeypatch.setattr(machine_module, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(files, "REPOSITORY", tmp_path)
     file = tmp_path / "train.py"
     file.touch()
     assert find_commit() is None

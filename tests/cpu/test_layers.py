@@ -18,6 +18,7 @@ FLOORS = {
     "torchtitan_lite.config.model_rows": -2,  # the types of the rows below
     "torchtitan_lite.models": -1,  # the tables of the models
     "torchtitan_lite.config": 0,
+    "torchtitan_lite.files": 1,
     "torchtitan_lite.model": 1,
     "torchtitan_lite.models.NAME.modules": 2,  # NAME: any folder of models/
     "torchtitan_lite.parallel": 2,
@@ -32,7 +33,7 @@ FLOORS = {
     "torchtitan_lite.__main__": 7,
 }
 IMPORT_BY_NAME = {  # modules that call importlib in a function
-    "torchtitan_lite.config.files",  # import_extra: optional packages
+    "torchtitan_lite.files",  # import_extra: optional packages
     "torchtitan_lite.build",  # the code of a model, by its name
     "torchtitan_lite.config.extensions",  # load_extension
     "torchtitan_lite.__main__",  # picks its tool
@@ -42,7 +43,9 @@ IMPORT_BY_NAME = {  # modules that call importlib in a function
 }
 WITHOUT_TORCH = {  # besides config/ and the tables of models/: what `check` needs
     "torchtitan_lite.__main__",
+    "torchtitan_lite.files",
     "torchtitan_lite.preflight",
+    "torchtitan_lite.run_spec",
     "torchtitan_lite.dump_folder",
     "torchtitan_lite.extensions.byte_level_bpe",
     "torchtitan_lite.extensions.checkpoint_format_3",
@@ -50,6 +53,8 @@ WITHOUT_TORCH = {  # besides config/ and the tables of models/: what `check` nee
     "torchtitan_lite.extensions.torchtitan_keys",
     "torchtitan_lite.tools.check",
     "torchtitan_lite.tools.command_lines",
+    "torchtitan_lite.tools.detect",
+    "torchtitan_lite.tools.host_rules",
 }
 
 

@@ -25,9 +25,9 @@ ANY_BATCH = "--training.global_batch_size=-1"
 
 def read(*args: str) -> Config:
     # finetune names its model by an environment variable
-    reading = read_config(["--checkpoint.initial_load_path=", "--config", *args])
-    assert reading.problems == []
-    return reading.config
+    given = read_config(["--checkpoint.initial_load_path=", "--config", *args])
+    assert not given.problems
+    return given.config
 
 
 # ---------------------------------------------------------------- degrees

@@ -21,9 +21,9 @@ H100 = CLUSTERS["h100"]
 
 
 def read(name: str, arguments: str = "") -> tuple[Config, ModelArgs]:
-    reading = read_config(["--config", name, *arguments.split()])
-    assert not reading.problems, reading.problems
-    return reading.config, resolve_model(reading.config.model)
+    given = read_config(["--config", name, *arguments.split()])
+    assert not given.problems, given.problems
+    return given.config, resolve_model(given.config.model)
 
 
 def list_8b(cluster: Cluster = H100) -> list[PlannedRun]:

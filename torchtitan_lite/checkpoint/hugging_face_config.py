@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
-from torchtitan_lite.config.files import JsonObject, has_kind, read_json, shorten
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import (
     ABOVE_ZERO,
@@ -31,6 +30,7 @@ from torchtitan_lite.config.model_rows import (
     MoEArgs,
     RopeScaling,
 )
+from torchtitan_lite.files import JsonObject, has_kind, read_json, shorten
 from torchtitan_lite.models.registry import MODELS
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"

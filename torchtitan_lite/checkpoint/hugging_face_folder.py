@@ -31,8 +31,8 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     read_model_args,
 )
 from torchtitan_lite.config.block import list_parameters
-from torchtitan_lite.config.files import import_extra, read_json, refuse_pointer
 from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.files import import_extra, read_json, refuse_pointer
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -70,8 +70,8 @@ from torchtitan_lite.checkpoint.plan import (
     name_file,
 )
 from torchtitan_lite.checkpoint.ranks import do_on_rank_0, find_shard, raise_on_all_ranks
-from torchtitan_lite.config.machine import describe_launch
 from torchtitan_lite.config.schema import Checkpoint, Config
+from torchtitan_lite.files import describe_launch
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,13 @@ from torchtitan_lite.checkpoint.format import (
     read_manifest,
     require_files,
 )
-from torchtitan_lite.checkpoint.hugging_face_config import CONFIG, IN_MANIFEST, read_published
+from torchtitan_lite.checkpoint.hugging_face_config import (
+    CONFIG,
+    IN_MANIFEST,
+    LENGTH,
+    list_ignored,
+    read_published,
+)
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError
@@ -44,6 +50,12 @@ class Weights:
     published: dict[str, dict]
     manifest: Manifest | None = None  # None: a Hugging Face folder
     is_resumed: bool = False  # the checkpoint is in the dump folder
+    notices: tuple[str, ...] = ()  # what config.json says, but this trainer does not do
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that the weights were trained for, if their config.json says so."""
+        return self.published.get(CONFIG, {}).get(LENGTH)
 
 
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
@@ -122,7 +134,9 @@ def find_initial(config: Config) -> Weights | None:
         if not (path / CONFIG).is_file():
             return describe_checkpoint(path)
         model_args = replace(open_folder(path).model_args, name=config.model.name)
-        return Weights(path, model_args, str(path.absolute()), read_published(path))
+        published = read_published(path)
+        notices = tuple(list_ignored(published[CONFIG], model_args))
+        return Weights(path, model_args, str(path.absolute()), published, notices=notices)
     except UserError as error:
         remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
         raise ConfigError([Problem(PATH, name, str(error), remedy)]) from None

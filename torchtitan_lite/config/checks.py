@@ -6,7 +6,6 @@ at once.
 """
 
 import re
-from importlib.util import find_spec
 from math import gcd
 
 from torchtitan_lite.config.block import (
@@ -20,7 +19,7 @@ from torchtitan_lite.config.block import (
 from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
 from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.extensions import FLOAT8, check_extensions
-from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
+from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine
 from torchtitan_lite.config.messages import Problem, Problems
 from torchtitan_lite.config.model_rows import SPLITS, ModelArgs
 from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
@@ -274,7 +273,7 @@ def check_run(config: Config) -> list[Problem]:
 
 
 def check_machine(config: Config, machine: Machine) -> list[Problem]:
-    """Find features that these devices lack, and compilers and packages that this host lacks."""
+    """Find features that these devices lack."""
     problems = Problems(config)
     for key in (ASYNC_TP, "training.enable_cpu_offload", "profiling.enable_memory_snapshot"):
         if machine.device_type != "cuda" and get_value(config, key):
@@ -289,15 +288,4 @@ def check_machine(config: Config, machine: Machine) -> list[Problem]:
     if config.parallelism.context_parallel_degree > 1 and uses_kernels and in_float32:
         why = "the GPU kernels for context parallel compute in 16 bits"
         problems.refuse("training.mixed_precision_param", why, 'Use "bfloat16"')
-    if not machine.is_here:
-        return problems
-    if config.compile.enable and config.compile.backend == "inductor":
-        missing = find_missing_compiler(machine.device_type)
-        if missing:
-            why = f"inductor compiles C or C++, but {missing}"
-            remedy = 'Install it (Debian: apt install g++ python3-dev), or use compile.backend = "aot_eager"'
-            problems.refuse("compile.backend", why, remedy)
-    if config.metrics.enable_wandb and not find_spec("wandb"):
-        remedy = "Run `pip install wandb` (the extra `wandb`), or set the key to false: TensorBoard gets the same"
-        problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
     return problems

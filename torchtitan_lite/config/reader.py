@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
@@ -21,9 +21,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.arguments import expand_path, is_unicode, parse_whole
-from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.memory_bound import MemoryBound
 from torchtitan_lite.config.messages import Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import PATH, Config, Job, get_value, with_value
@@ -53,67 +51,26 @@ KEYS = dict(list_types(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 
-@dataclass
-class Prepared:
-    """A run before it starts. read_config fills the first five fields, preflight.py the others.
+@dataclass(frozen=True)
+class UserConfig:
+    """A config as the user gave it. It is complete even if there are problems: bad keys keep their defaults."""
 
-    The config is complete even if there are problems: bad keys keep their defaults.
-    """
-
-    config: Config  # after preflight, no automatic value is left in it
+    config: Config
     config_name: str  # name of the TOML file, without folder and extension
     chosen: frozenset[str]  # keys set by the command line or by a file outside configs/
-    problems: list[Problem]
-    notices: list[str]
-    weights: Any = None  # a starting_weights.Weights; None: the run starts from initial weights
-    tokenizer: Any = None  # a data.tokenizer.Tokenizer
-    model_args: ModelArgs | None = None
-    layout: Layout | None = None
-    memory: MemoryBound | None = None  # None: the memory of the device is unknown
-    title: str = ""  # model family, then flavor or folder of the weights: "qwen3 Qwen3-8B"
-    # What the user can do if the resumed checkpoint is already at the last step
-    finished: str = ""
+    problems: tuple[Problem, ...]
+    notices: tuple[str, ...]
 
-    @property
-    def dump_folder(self) -> Path:
-        return Path(self.config.job.dump_folder)
-
-    @property
-    def written_folder(self) -> Path | None:
-        """Folder that the run writes to; None with checkpoint.load_only, which writes no file."""
-        return None if self.config.checkpoint.load_only else self.dump_folder
-
-    @property
-    def where_kept(self) -> str:
-        """Where the results are, for people."""
-        if self.written_folder is None:
-            return "nothing was written (checkpoint.load_only)"
-        return f"everything is in {self.dump_folder}"
-
-    @property
-    def resumed_step(self) -> int:
-        """Step of the checkpoint that the run resumes from; 0: the run does not resume."""
-        return self.weights.manifest.step if self.weights and self.weights.is_resumed else 0
-
-    @property
-    def origin(self) -> str:
-        """Where the weights come from, for people."""
-        if self.weights is None:
-            return f"random weights (debug.seed {self.config.debug.seed})"
-        return f"weights of {self.weights.path}"
-
-    def refuse(self, key: str, why: str, remedy: str) -> None:
-        self.problems.append(Problem(key, get_value(self.config, key), why, remedy))
-
-    def change(self, key: str, value: object, why: str) -> None:
-        """Change the default of a key, and say so. Does nothing if the user chose a value."""
+    def with_default(self, key: str, value: object, why: str) -> "UserConfig":
+        """Return a copy with another default of a key, and a notice. Equal to `self` if the user chose a value."""
         if key in self.chosen or get_value(self.config, key) == value:
-            return
-        self.config = with_value(self.config, key, value)
-        self.notices.append(f"{key} is {value}, {why}")
+            return self
+        config = with_value(self.config, key, value)
+        notices = (*self.notices, f"{key} is {value}, {why}")
+        return replace(self, config=config, notices=notices)
 
 
-def read_config(args: list[str]) -> Prepared:
+def read_config(args: list[str]) -> UserConfig:
     """Read command-line arguments and the TOML file that they name. Does not raise: see `problems`."""
     texts, problems = parse_arguments(args)
     config_file = str(texts.pop("job.config_file", Job.config_file))
@@ -151,7 +108,8 @@ def read_config(args: list[str]) -> Prepared:
             why = "torchtitan_lite does not have this feature"
             problems.append(Problem(key, value, why, absent))
     chosen = map(find_key, texts) if is_shipped else given
-    return Prepared(config, Path(config_file).stem, frozenset(chosen), problems, notices)
+    name = Path(config_file).stem
+    return UserConfig(config, name, frozenset(chosen), tuple(problems), tuple(notices))
 
 
 # ---------------------------------------------------------------- command line and file

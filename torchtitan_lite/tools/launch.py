@@ -53,13 +53,12 @@ from torchtitan_lite.components.shutdown import (
     handle_signals,
     write_ending,
 )
-from torchtitan_lite.config.machine import FROM_LAUNCHER
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.reader import flatten_table, read_config
-from torchtitan_lite.data.corpus_folder import list_named
+from torchtitan_lite.data.corpus_folder import CorpusError, check_prepared, list_named
 from torchtitan_lite.dump_folder import HANG
-from torchtitan_lite.preflight import Prepared
-from torchtitan_lite.tools.check import check, choose_host, describe_prepared
+from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.tools.check import check, choose_host, describe_spec
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.faults import hang
@@ -84,7 +83,7 @@ N_LINES = 60  # of the hidden stderr of a rank that was killed: the stacks of it
 RESTART_WITHIN_S = 10.0  # torchrun looks for new hosts once a second
 
 
-def main(options: Namespace, work: Callable[[list[str], Path], int] | None = None) -> int:
+def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | None = None) -> int:
     """Train. Return the exit status. `work`: what each rank calls instead of `train_rank`. Raises UserError."""
     args = options.config_args
     try:
@@ -92,38 +91,41 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
         if n_hosts > 1:
             find_master()  # raises UserError if MASTER_ADDR is missing
         is_first = is_first_host()
-        prepared = check(args, machine, n_ranks, n_hosts)
+        spec = check(args, machine, n_ranks, n_hosts)
         if is_first:
             print(
-                prepared.finished or describe_prepared(prepared, machine),
+                spec.finished or describe_spec(spec, n_hosts),
                 file=sys.stderr,
                 flush=True,
             )
-        if prepared.finished:
-            return export_last_checkpoint(prepared) if is_first else 0
-        cache_folder = Path(prepared.config.training.cache_folder)
-        for name, dataset_path in sorted(list_named(prepared.config)):
-            prepare_dataset(name, prepared.tokenizer, cache_folder, dataset_path)
+        if spec.finished:
+            return export_last_checkpoint(spec) if is_first else 0
+        try:
+            check_prepared(spec.config, spec.tokenizer)
+        except CorpusError:
+            cache_folder = Path(spec.config.training.cache_folder)
+            for name, dataset_path in sorted(list_named(spec.config)):
+                prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
+            spec = check(args, machine, n_ranks, n_hosts)  # reads the documents too, now
     except PreparationError as error:
         remedy = "Options named here belong to `prepare`: prepare the corpus with it, then start this run"
         raise PreparationError(f"{error}. {remedy}") from None
     except OSError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         return 1
-    os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     # a run that writes nothing must not read the hang reports of an earlier one
-    signals = Signals(folder, (prepared.written_folder or folder) / HANG)
-    status, reason = run_ranks(work or train_rank, args, prepared, n_hosts, signals)
-    if status == 1 and prepared.config.checkpoint.enable:
-        checkpoints = prepared.dump_folder / prepared.config.checkpoint.folder
+    signals = Signals(folder, (spec.written_folder or folder) / HANG)
+    status, reason = run_ranks(work or train_rank, args, spec, n_hosts, signals)
+    if status == 1 and spec.config.checkpoint.enable:
+        checkpoints = spec.dump_folder / spec.config.checkpoint.folder
         for step in find_steps(checkpoints)[-1:]:
             newest = checkpoints / f"step-{step}"
             n_each = os.environ.get("NGPU")
-            is_own = step > prepared.resumed_step
-            reason += f"; {describe_newest(newest, prepared.config, args, n_each, is_own=is_own)}"
+            is_own = step > spec.resumed_step
+            reason += f"; {describe_newest(newest, spec.config, args, n_each, is_own=is_own)}"
     if status == 0 and is_first:
-        status = export_last_checkpoint(prepared)
+        status = export_last_checkpoint(spec)
     handle_signals(signal.SIG_IGN)  # another copy of the signal must not change the exit status
     last = find_last_start(folder)
     if status == 1 and last and len(list(last.iterdir())) > 1:
@@ -136,11 +138,11 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
     return status
 
 
-def export_last_checkpoint(prepared: Prepared) -> int:
+def export_last_checkpoint(spec: RunSpec) -> int:
     """Convert the last checkpoint to a Hugging Face folder if last_save_in_hf is set. Return the exit status."""
-    section = prepared.config.checkpoint
-    step = max(prepared.config.training.steps, prepared.resumed_step)
-    last = prepared.dump_folder / section.folder / f"step-{step}"
+    section = spec.config.checkpoint
+    step = max(spec.config.training.steps, spec.resumed_step)
+    last = spec.dump_folder / section.folder / f"step-{step}"
     out = f"{last}-hf"
     if not (section.enable and section.last_save_in_hf) or os.path.exists(out):
         return 0
@@ -199,19 +201,19 @@ class Signals:
 
 
 def run_ranks(
-    work: Callable, args: list[str], prepared: Prepared, n_hosts: int, signals: Signals
+    work: Callable, args: list[str], spec: RunSpec, n_hosts: int, signals: Signals
 ) -> tuple[int, str]:
-    """Call `work(args, folder)` on each rank of this host. Return the exit status, and the reason if it is not 0."""
+    """Call `work(args, folder, spec)` on each rank of this host. Return the exit status, and the reason if not 0."""
     handle_signals(signals.pass_on)
     hang_options = (signals.hangs, signals.report_hang)
     threading.Thread(target=hang.watch, args=hang_options, name="hangs", daemon=True).start()
     if is_first_host() and sys.stderr.isatty():
-        saved = prepared.dump_folder / prepared.config.checkpoint.folder
+        saved = spec.dump_folder / spec.config.checkpoint.folder
         threading.Thread(target=watch_saves, args=(saved,), name="saves", daemon=True).start()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if n_hosts == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    n_local = prepared.layout.world_size // n_hosts
+    n_local = spec.layout.world_size // n_hosts
     store = None
     try:
         if n_hosts > 1:
@@ -219,11 +221,12 @@ def run_ranks(
             config = dict(flatten_table(asdict(read_config(args).config)))
             config["NGPU"] = n_local
             store = meet_hosts(importlib.import_module("torch.distributed"), config)
-            timeout_s = prepared.config.comm.train_timeout_seconds
+            timeout_s = spec.config.comm.train_timeout_seconds
             if not is_first_host():
                 threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
         start_fork_server()
-        ending = run_torchrun(work, args, n_local, n_hosts, signals, store)
+        run = (work, args, signals.folder, spec)
+        ending = run_torchrun(run, n_local, n_hosts, signals, store)
     except UserError as error:
         return 2, str(error)
     except KeyboardInterrupt:
@@ -250,10 +253,8 @@ def show(details: str) -> None:
         print(details, file=sys.stderr, flush=True)
 
 
-def run_torchrun(
-    work: Callable, args: list[str], n_local: int, n_hosts: int, signals: Signals, store: Any
-) -> Ending:
-    """Start the ranks and wait. `store` is shared by several hosts; None on one host."""
+def run_torchrun(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: Any) -> Ending:
+    """Start the ranks, which call `run_rank(*run)`, and wait. `store` is shared by several hosts; None on one host."""
     # These imports load torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
     torchrun = importlib.import_module("torch.distributed.run")
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
@@ -264,7 +265,7 @@ def run_torchrun(
         show_restarts(signals, store)
     signals.may_interrupt = n_hosts > 1  # it may wait for other hosts
     try:
-        statuses = torchrun.elastic_launch(config, run_rank)(work, args, signals.folder)
+        statuses = torchrun.elastic_launch(config, run_rank)(*run)
     except errors.ChildFailedError as error:
         _, failure = error.get_first_failure()
         return explain_failure(failure.local_rank, failure.exitcode, signals)
@@ -400,15 +401,15 @@ def make_launch_config(torchrun: ModuleType, n_local: int, n_hosts: int, folder:
     )
 
 
-def run_rank(work: Callable, args: list[str], folder: Path) -> int:
-    """Return the status of `work(args, folder)`, which is one rank. If it fails, write why, and end the process."""
+def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> int:
+    """Return the status of `work(args, folder, spec)`: one rank. If it fails, write why, and end the process."""
     faulthandler.enable()  # a crash prints the stacks of all threads
     own = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     rank = os.environ["RANK"]
     (own / RANK).write_text(rank)
     status = 1
     try:
-        status = work(args, folder)
+        status = work(args, folder, spec)
         if status in (0, *STOPPED):
             return status
     except UserError as error:
@@ -436,7 +437,7 @@ def number_host() -> None:
     handler._node_desc_generator._local_id = read_number("NODE_RANK")
 
 
-def train_rank(args: list[str], folder: Path) -> int:
+def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
     """Train as one rank. Return the status of train.py."""
     stop = StopRequest(os.environ["RANK"])
     stop.listen()
@@ -447,7 +448,7 @@ def train_rank(args: list[str], folder: Path) -> int:
     with open(folder / f"starts-{os.environ['LOCAL_RANK']}", "a") as starts:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(starts.tell())
         starts.write(".")
-    status = importlib.import_module("train").main(args, stop)  # imported by the fork server
+    status = importlib.import_module("train").main(args, stop, spec)  # imported by the fork server
     if status not in (0, *STOPPED):
         return status
     # A host joins if this host was not told to stop: torchrun then restarts the ranks, and ends them first by SIGTERM.

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchtitan_lite.config.arguments import explain_hub_cache, is_unicode
-from torchtitan_lite.config.files import import_extra
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.files import import_extra
 
 PARQUET = ".parquet"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}

@@ -140,9 +140,9 @@ def rank(fitting: list[PlannedRun]) -> list[tuple[PlannedRun, Forecast]]:
 
 def search_layouts(options: argparse.Namespace) -> str:
     """Search, write the best layout to `--toml`, and return the report. Raises ConfigError if no layout fits."""
-    reading, n_gpus = read_target(options.config_args, options.gpus)
+    given, model_args, n_gpus = read_target(options.config_args, options.gpus)
     cluster = CLUSTERS[options.gpu]
-    fitting = list(list_candidates(reading.config, reading.model_args, n_gpus, cluster))
+    fitting = list(list_candidates(given.config, model_args, n_gpus, cluster))
     if not fitting:
         why = "no layout that check accepts fits in memory"
         remedy = (

@@ -1,16 +1,22 @@
-"""Read JSON files that others wrote, hash files, flush folders, and import optional packages."""
+"""What a run takes from its host: JSON files that others wrote, hashes, optional packages, and the commit in git."""
 
 import hashlib
 import importlib
 import json
 import os
+import platform
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
 
 REQUIRED = object()  # default of JsonObject.take: the key must be present
@@ -121,3 +127,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@cache
+def describe_launch() -> dict[str, str | None]:
+    """Return the git commit of this repository, which ends in "-dirty" if files differ, the command, and the host.
+
+    The commit is None if this is not a git repository.
+    """
+    commit = ""
+    if (REPOSITORY / ".git").exists() and shutil.which("git"):
+        git = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+        answer = subprocess.run(git, cwd=REPOSITORY, capture_output=True, text=True)
+        commit = answer.stdout.strip()
+    command = shlex.join(sys.argv)
+    return {"commit": commit or None, "command": command, "host": platform.node()}
