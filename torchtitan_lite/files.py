@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -84,6 +85,30 @@ def import_extra(name: str, extra: str) -> ModuleType:
     except ImportError as error:
         package = name.partition(".")[0]
         raise UserError(f"{error}. Run `pip install {package}` (the extra `{extra}`)") from None
+
+
+def explain_hub_cache(folder: str | Path) -> str:
+    """Return where the files of a cache folder of the Hugging Face Hub are; "" for any other folder."""
+    root = Path(folder).absolute()
+    if root.name == "snapshots":
+        root = root.parent
+    if not root.name.startswith(("models--", "datasets--")):
+        return ""
+    snapshots = sorted(map(str, root.glob("snapshots/*")))
+    where = f"{folder} is a cache folder of the Hugging Face Hub. Its files are in"
+    return f"{where} {' or '.join(snapshots)}" if snapshots else ""
+
+
+def explain_hub_name(text: str | Path) -> str:
+    """Return why a name or cache folder of the Hugging Face Hub cannot be read, and a remedy; "" for any other text."""
+    if why := explain_hub_cache(text):
+        return why
+    prefix = r"hf:/+|https?:/+huggingface\.co/"
+    match = re.fullmatch(rf"(?:{prefix})?(?!outputs/)(\w[\w.-]*)/(\w[\w.-]*)", str(text))
+    if not match or os.path.exists(text) or os.path.exists(match[1]):
+        return ""
+    name = f"{match[1]}/{match[2]}"
+    return f"{text} is no folder here; nothing is downloaded. Run: hf download {name} --local-dir {name}"
 
 
 def refuse_pointer(path: Path) -> None:

@@ -29,8 +29,11 @@ from torchtitan_lite.config.checks import (
     check_machine,
     check_run,
     count_pieces,
+    plan_layout,
+    resolve_config,
+    resolve_model,
 )
-from torchtitan_lite.config.layout import plan_degrees, plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.layout import plan_degrees
 from torchtitan_lite.config.learning_rate import describe_unusual_rates
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems

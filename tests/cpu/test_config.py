@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from torchtitan_lite.config.layout import MODEL_SIZES
+from torchtitan_lite.config.checks import MODEL_SIZES
 from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
     KEYS,
@@ -16,7 +16,7 @@ from torchtitan_lite.config.reader import (
     find_key,
     read_config,
 )
-from torchtitan_lite.config.schema import Config, Range, get_value
+from torchtitan_lite.config.schema import Config, Range, find_resume_rule, get_value
 from torchtitan_lite.extensions.torchtitan_keys import ABSENT, explain_absent
 
 
@@ -102,15 +102,16 @@ SPELLINGS = """
 optimizer.lr | .0003 | 0.0003
 optimizer.lr | 3.e-4 | 0.0003
 optimizer.lr | nan | refused
-debug.seed | 007 | 7
-training.steps | 1e3 | 1000
+debug.seed | 007 | refused
+training.steps | 1e3 | refused
 training.steps | 1_000 | 1000
 training.steps | 1.5 | refused
 training.steps |  | refused
 training.global_batch_size | -1 | -1
 job.description | a=b | 'a=b'
 job.dump_folder | --x=y | '--x=y'
-compile.enable | True | True
+compile.enable | true | True
+compile.enable | True | refused
 compile.enable | yes | refused
 parallelism.zero_stage | 3 | 3
 lr_scheduler.decay_ratio | None | None
@@ -121,16 +122,14 @@ training.dataset | ~/a,$DATA/b | ['/home/me/a', '/data/b']
 training.dataset | $NONE/b | refused
 job.dump_folder | ${DATA}/run | '/data/run'
 quantize.linear.float8.filter_fqns | ["output","wq"] | ['output', 'wq']
-quantize.linear.float8.filter_fqns | [output,wq] | ['output', 'wq']
+quantize.linear.float8.filter_fqns | [output,wq] | refused
+quantize.linear.float8.filter_fqns | [] | []
 quantize.linear.float8.filter_fqns | ['output', 'wq'] | ['output', 'wq']
-parallelism.module_fqns_per_model_part | [["a","b"],["c"]] | [['a', 'b'], ['c']]
-parallelism.module_fqns_per_model_part | [[a,b],[c]] | [['a', 'b'], ['c']]
-parallelism.module_fqns_per_model_part | a,b;c | [['a', 'b'], ['c']]
 """  # key, text on the command line, value
 
 
 @pytest.mark.parametrize("line", SPELLINGS.strip().splitlines())
-def test_text_of_the_command_line_is_read_as_python_reads_numbers_and_toml_reads_lists(
+def test_text_of_the_command_line_is_a_toml_literal_or_text_and_a_list_may_have_commas(
     line, monkeypatch
 ):
     key, text, value = map(str.strip, line.split("|"))
@@ -172,6 +171,33 @@ def test_a_text_that_is_not_utf_8_is_refused(monkeypatch):
     for key in ("job.dump_folder", "job.description", "checkpoint.folder", "job.config_file"):
         assert read_one_problem([f"--{key}=caf\udce9"]).key == key
     assert read_one_problem(["--training.cache_folder=$FOLDER/a"]).key == "training.cache_folder"
+
+
+# --- what a run may change when it continues ---
+
+REFUSED = """
+    training.dataset training.dataset_weights training.global_batch_size training.seq_len
+    optimizer.name optimizer.moments_dtype debug.seed
+"""
+NOTED = """
+    model.attention model.converters training.max_norm training.skip_spikes training.spike_window
+    training.mixed_precision_param training.mixed_precision_reduce training.loss training.expert_bias_rate
+    training.expert_balance_loss parallelism.zero_plus_plus parallelism.zero_plus_plus_node_size
+    optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.implementation
+    lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio lr_scheduler.decay_type
+    lr_scheduler.min_lr_factor validation.dataset
+    quantize.linear.float8.recipe_name quantize.linear.float8.filter_fqns
+    quantize.linear.float8.enable_fsdp_float8_all_gather
+    quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp quantize.linear.float8.emulate
+"""
+
+
+def test_every_key_has_its_rule_for_a_run_that_continues():
+    """Whoever adds a key decides: without `resume`, another value would give the same training."""
+    rules = dict.fromkeys(REFUSED.split(), "refuse") | dict.fromkeys(NOTED.split(), "note")
+    assert rules.keys() <= KEYS.keys()
+    for key in KEYS:
+        assert find_resume_rule(key) == rules.get(key, "free"), key
 
 
 # --- files ---
@@ -281,7 +307,7 @@ training: dataset dataset_path local_batch_size [batch_size] global_batch_size s
 parallelism: data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward tensor_parallel_degree
     disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree pipeline_parallel_schedule
     pipeline_parallel_microbatch_size pipeline_parallel_layers_per_stage
-    pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers module_fqns_per_model_part
+    pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers
     [pipeline_parallel_split_points] context_parallel_degree context_parallel_rotate_method
     context_parallel_load_balancer expert_parallel_degree expert_tensor_parallel_degree [enable_compiled_autograd]
 checkpoint: enable [enable_checkpoint] folder interval initial_load_path initial_load_model_only

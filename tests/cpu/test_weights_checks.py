@@ -13,14 +13,13 @@ from test_check import LAPTOP, find_one_problem, find_problems, write_tokenizer
 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint import format as folders
-from torchtitan_lite.checkpoint.continued import FREE, NOTED, REFUSED
 from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.hugging_face_folder import list_tensors
 from torchtitan_lite.checkpoint.plan import TensorRecord
 from torchtitan_lite.checkpoint.save import describe_run
 from torchtitan_lite.config.messages import Problem
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
-from torchtitan_lite.config.reader import KEYS, read_config
+from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.data.corpus_folder import fingerprint_documents
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -245,12 +244,6 @@ def follow_remedy(problem: Problem, *args: str) -> None:
     for way in problem.remedy.split(", or "):
         flags = [word for word in way.split() if word.startswith("--")]
         assert not flags or prepare(*args, *flags)
-
-
-def test_every_rule_has_a_key():
-    sections = {key.rpartition(".")[0] for key in KEYS}
-    names = [*REFUSED, *NOTED, *FREE]
-    assert len(names) == len(set(names)) and set(names) <= KEYS.keys() | sections
 
 
 OTHER_TRAINING = {  # key -> value in the checkpoint, value now

@@ -23,7 +23,7 @@ from layouts import (
 from marks import choose_fast, slow
 
 from torchtitan_lite.config import layout
-from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.verify.precision import try_precision
 from torchtitan_lite.tools.verify.ranks import RankFailure

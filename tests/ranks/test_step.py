@@ -32,7 +32,7 @@ from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.components.diagnosis import find_non_finite
 from torchtitan_lite.components.optim import NORMS, remember_norms, skip_spike
-from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.model.batch import Batch
 
 

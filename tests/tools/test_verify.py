@@ -34,7 +34,7 @@ from mutants import MUTANTS, apply_mutant, try_mutant
 
 from torchtitan_lite import REPOSITORY, build, step
 from torchtitan_lite.components import optim
-from torchtitan_lite.config.layout import MODEL_SIZES, plan_layout
+from torchtitan_lite.config.checks import MODEL_SIZES, plan_layout
 from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import Config, get_value, with_value

@@ -28,10 +28,10 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
     read_published,
 )
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
-from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint, Config, get_value
+from torchtitan_lite.files import explain_hub_name
 
 PATH = "checkpoint.initial_load_path"
 NOT_ONLY = (

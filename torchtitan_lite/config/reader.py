@@ -9,6 +9,7 @@ reported, the key keeps its default, and the other keys are still checked.
 """
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -20,7 +21,6 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.config.arguments import expand_path, is_unicode, parse_whole
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -197,7 +197,6 @@ class WrongValue(Exception):
     """Raised for an invalid value of a key. The arguments are `why` and `remedy`, as in Problem."""
 
 
-BOOLEANS = {"true": True, "false": False}
 NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
 
 
@@ -218,10 +217,10 @@ def convert(kind: Any, value: Any) -> Any:
         return value
     if origin is list:
         if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
-            return [convert_text(inner[0], item) for item in split_list(inner[0], value)]
+            value = split_list(value)
         if not isinstance(value, list):
             raise WrongValue("it must be a list", 'Write ["a", "b"], or a,b on the command line')
-        return [convert(inner[0], item) for item in value]
+        return [convert_text(inner[0], item) for item in value]
     if NoneType in inner:  # `X | None`
         return None if value in ("none", "None") else convert(inner[0], value)
     if kind is float and type(value) is int:
@@ -246,29 +245,37 @@ def check_limits(value: Any, limits: Any) -> Any:
 
 
 def convert_text(kind: Any, text: Any) -> Any:
-    """Convert a value to the type of its key. Text may be a number, as int() and float() read it, or a boolean.
+    """Convert a value to the type of its key: a text as it is if the key takes texts, else as a literal.
 
     Raises WrongValue.
     """
     try:
         return convert(kind, text)
     except WrongValue:
-        if isinstance(text, str):
-            for read in (parse_whole, float, BOOLEANS.__getitem__):
-                with suppress(ValueError, KeyError):
-                    return convert(kind, read(text.lower()))
-        raise
+        literal = parse_literal(text)
+        if literal is None:
+            raise
+        return convert(kind, literal)
 
 
-def split_list(kind: Any, text: str) -> list[Any]:
-    """Return the items of ["a", "b"] in TOML, [a,b] after a shell removed the quotes, a,b, or a,b;c,d if nested."""
-    with suppress(tomllib.TOMLDecodeError):
-        value = tomllib.loads(f"value = {text}")["value"]
-        if isinstance(value, list):
-            return value
-    separator = r"\]\s*,|;" if get_origin(kind) is list else ","
-    items = [item.strip("[]\"' ") for item in re.split(separator, text)]
-    return list(filter(None, items))
+def parse_literal(text: Any) -> Any:
+    """Return the value of a TOML literal, such as 8, 1e-3, true or ["a"]; None if this is no text, or no literal."""
+    if isinstance(text, str):
+        with suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(f"value = {text}")["value"]
+        with suppress(ValueError):
+            return float(text)  # TOML does not have .5 and 3.e-4
+    return None
+
+
+def split_list(text: str) -> list[Any]:
+    """Return the items of a TOML list, or of a text with commas. Raises WrongValue."""
+    literal = parse_literal(text)
+    if isinstance(literal, list):
+        return literal
+    if text.startswith("["):  # a shell has removed the quotes
+        raise WrongValue("it is not a TOML list", """Write a,b, or quote the list: '["a", "b"]'""")
+    return list(filter(None, map(str.strip, text.split(","))))
 
 
 def suggest_key(key: str) -> str:
@@ -282,6 +289,29 @@ def suggest_key(key: str) -> str:
         if near
         else f"`{name_command('check --keys')}` prints all keys"
     )
+
+
+# ---------------------------------------------------------------- paths
+
+
+def expand_path(text: str) -> str:
+    """Replace ~ and $VAR in a path that does not exist as written.
+
+    Raises UserError for an unknown user or variable, and for a name that is not UTF-8, as all files of a run are.
+    """
+    expanded = text
+    if not os.path.exists(text):
+        expanded = os.path.expanduser(os.path.expandvars(text))
+        if unset := re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", expanded):
+            raise UserError(f"the user or environment variable {unset[0]} does not exist")
+    if not is_unicode(expanded):
+        raise UserError(f"{expanded!a} is not UTF-8: rename it")
+    return expanded
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether Python could decode all bytes of `text`, which are UTF-8 on almost all systems."""
+    return not re.search("[\ud800-\udfff]", text)
 
 
 # ---------------------------------------------------------------- writing

@@ -26,10 +26,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.files import refuse_pointer
+from torchtitan_lite.files import explain_hub_name, refuse_pointer
 
 try:
     import tiktoken

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.build import Run, build_run, find_model_class
 from torchtitan_lite.checkpoint.hugging_face_config import make_config
-from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
+from torchtitan_lite.config.checks import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.files import import_extra

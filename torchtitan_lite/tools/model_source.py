@@ -27,12 +27,12 @@ from torchtitan_lite.checkpoint.hugging_face_config import (
 )
 from torchtitan_lite.checkpoint.hugging_face_folder import open_folder
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
-from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.checks import explain_strides
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.files import explain_hub_name
 from torchtitan_lite.model.moe import list_moes
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.detect import detect_machine

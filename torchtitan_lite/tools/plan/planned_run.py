@@ -5,15 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from torchtitan_lite.config.block import list_linears, plan_float8
+from torchtitan_lite.config.checks import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.layout import (
-    Layout,
-    choose_chunk_tokens,
-    plan_layout,
-    plan_recompute,
-    resolve_config,
-    resolve_model,
-)
+from torchtitan_lite.config.layout import Layout, choose_chunk_tokens, plan_recompute
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs

@@ -18,9 +18,8 @@ from math import ceil, prod
 from typing import Literal, NamedTuple
 
 from torchtitan_lite.config.block import deal_matrices, find_expert_dim, list_block, list_gathered
-from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.layout import Layout, Stages
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
-from torchtitan_lite.config.schedule import Stages
 from torchtitan_lite.tools.host_rules import MASTER_BYTES
 from torchtitan_lite.tools.plan.orders import Order, list_order
 
