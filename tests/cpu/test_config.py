@@ -306,7 +306,7 @@ training: dataset dataset_path local_batch_size [batch_size] global_batch_size s
     dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug [compile] [seed] [deterministic]
 parallelism: data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward tensor_parallel_degree
     disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree pipeline_parallel_schedule
-    pipeline_parallel_microbatch_size pipeline_parallel_layers_per_stage
+    pipeline_parallel_microbatch_size pipeline_parallel_layers_per_stage module_fqns_per_model_part
     pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers
     [pipeline_parallel_split_points] context_parallel_degree context_parallel_rotate_method
     context_parallel_load_balancer expert_parallel_degree expert_tensor_parallel_degree [enable_compiled_autograd]

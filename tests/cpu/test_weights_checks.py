@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -366,8 +367,10 @@ def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job
 
 
 def find_tokenizer(*args: str) -> str:
-    """Return the folder of the tokenizer of a run."""
-    spec = prepare(*args)
+    """Return the folder of the tokenizer of a run, as a rank has it, to which the launcher has sent the run."""
+    sent = prepare(*args)
+    spec = pickle.loads(pickle.dumps(sent))
+    assert (spec.config, spec.layout, spec.weights) == (sent.config, sent.layout, sent.weights)
     assert (
         load_tokenizer(spec.config.model.hf_assets_path).fingerprint == spec.tokenizer.fingerprint
     )
