@@ -41,16 +41,6 @@ def nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_gpus_are_those_of_the_driver_and_the_smallest_decides(nvidia_smi):
-    assert detect_machine() == Machine("cuda", 2, 81000 * 2**20, "NVIDIA H100 80GB HBM3")
-
-
-def test_memory_that_the_driver_does_not_say_is_unknown(nvidia_smi, tmp_path):
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A]'\n")
-    assert detect_machine() == Machine("cuda", 1, None, "NVIDIA GB10")
-
-
 def test_a_rank_whose_torch_sees_gpus_that_the_driver_does_not_list_stops():
     with (
         patch.object(torch.cuda, "is_available", return_value=True),
@@ -59,28 +49,35 @@ def test_a_rank_whose_torch_sees_gpus_that_the_driver_does_not_list_stops():
         choose_device(0, "cpu")
 
 
-def test_a_driver_that_fails_or_hides_every_gpu_leaves_the_cpu(nvidia_smi, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert detect_machine().device_type == "cpu"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setenv("STATUS", "9")
-    assert detect_machine().device_type == "cpu"
-    monkeypatch.setenv("PATH", "/nowhere")
-    machine = detect_machine()
-    assert machine.device_type == "cpu" and machine.memory_bytes_per_device > GIB
+def test_memory_that_the_driver_does_not_say_is_unknown(nvidia_smi, tmp_path):
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A]'\n")
+    assert detect_machine() == Machine("cuda", 1, None, "NVIDIA GB10")
 
 
 @pytest.mark.parametrize(
-    "visible, n_devices",
-    [(None, 2), ("1, 0", 2), ("GPU-aab2", 1), ("0", 1), ("0,7", 0), ("-1", 0)],
+    "variable, value, n_gpus",
+    [
+        ("STATUS", "0", 2),
+        ("STATUS", "9", 0),  # the driver fails
+        ("PATH", "/nowhere", 0),
+        ("CUDA_VISIBLE_DEVICES", "1, 0", 2),
+        ("CUDA_VISIBLE_DEVICES", "GPU-aab2", 1),
+        ("CUDA_VISIBLE_DEVICES", "0", 1),
+        ("CUDA_VISIBLE_DEVICES", "0,7", 0),
+        ("CUDA_VISIBLE_DEVICES", "-1", 0),
+        ("CUDA_VISIBLE_DEVICES", "", 0),
+    ],
 )
-def test_the_driver_lists_what_cuda_visible_devices_names(
-    nvidia_smi, monkeypatch, visible, n_devices
+def test_gpus_are_those_that_the_driver_shows_and_without_any_the_cpu_is_the_device(
+    nvidia_smi, monkeypatch, variable, value, n_gpus
 ):
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv(variable, value)
     machine = detect_machine()
-    assert (machine.n_devices if machine.device_type == "cuda" else 0) == n_devices
+    assert (machine.n_devices if machine.device_type == "cuda" else 0) == n_gpus
+    if n_gpus == 2:  # the smallest one decides
+        assert machine == Machine("cuda", 2, 81000 * 2**20, "NVIDIA H100 80GB HBM3")
+    assert machine.memory_bytes_per_device > GIB
 
 
 def test_a_limit_of_the_control_group_or_any_around_it_is_a_limit(tmp_path):

@@ -401,25 +401,6 @@ def test_every_preset_is_sound_on_the_gpus_that_it_names(name, n_ranks):
 # ---------------------------------------------------------------- files
 
 
-def test_a_folder_with_an_earlier_run_is_resumed_or_deleted_only_when_asked():
-    args = [
-        "--config",
-        "llama3_1b",
-        "--model.flavor",
-        "debug",
-        "--job.dump_folder",
-        "runs/a",
-        "--training.seq_len=64",
-    ]
-    Path("runs/a").mkdir(parents=True)
-    assert resolve_on_hosts(args, machine=LAPTOP)  # an empty folder holds no run
-    Path("runs/a/config.toml").touch()
-    assert find_keys(args) == ["job.dump_folder"]
-    assert resolve(args, machine=LAPTOP, restarted=True)  # the files are this job's own
-    for more in ("--checkpoint.enable", "--job.overwrite", "--job.dump_folder=runs/b"):
-        assert resolve_on_hosts([*args, more], machine=LAPTOP)
-
-
 def test_a_tokenizer_is_looked_up_here_first_then_in_the_repository(empty_folder, monkeypatch):
     def find_vocabulary(args: list[str]) -> Path:
         return resolve_on_hosts(args, machine=LAPTOP).tokenizer.path.resolve()
@@ -446,7 +427,7 @@ def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monk
 
 
 def test_the_config_that_a_run_saves_has_no_automatic_value_and_starts_the_same_run(empty_folder):
-    saved = resolve_on_hosts(["--config", "debug_3d", "--training.steps=7"], machine=LAPTOP).config
+    saved = resolve_on_hosts(["--config", "debug_3d", "--training.steps=7"], LAPTOP).config
     assert (saved.job.dump_folder, saved.lr_scheduler.total_steps) == ("./outputs/debug_3d", 7)
     assert (saved.parallelism.zero_stage, saved.training.mixed_precision_param) == (1, "float32")
     (empty_folder / "config.toml").write_text(dump_config_toml(saved))
