@@ -16,14 +16,12 @@ from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.continued import check_continued, describe_rates
+from torchtitan_lite.checkpoint.continued import check_continued
 from torchtitan_lite.checkpoint.hugging_face_config import (
-    CONFIG,
     explain_unwritable,
     find_model_type,
 )
-from torchtitan_lite.checkpoint.starting_weights import PATH, Weights, find_initial, find_resumed
-from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
+from torchtitan_lite.checkpoint.starting_weights import Weights, find_initial, find_resumed
 from torchtitan_lite.config.checks import (
     check_grouped_matmuls,
     check_machine,
@@ -34,20 +32,19 @@ from torchtitan_lite.config.checks import (
     resolve_model,
 )
 from torchtitan_lite.config.layout import plan_degrees
-from torchtitan_lite.config.learning_rate import describe_unusual_rates
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
-from torchtitan_lite.config.reader import UserConfig, dump_config_toml, flatten_table, read_config
+from torchtitan_lite.config.reader import UserConfig, flatten_table, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
 from torchtitan_lite.data.corpus_folder import (
     check_data,
-    describe_epochs,
     fingerprint_documents,
 )
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from torchtitan_lite.dump_folder import check_files, list_earlier, name_snapshots
+from torchtitan_lite.dump_folder import check_files
+from torchtitan_lite.notices import describe_finished, list_notices
 from torchtitan_lite.run_spec import RunSpec
 
 SHIPPED = "assets/tokenizer"
@@ -338,74 +335,9 @@ def check_vocabulary(problems: Problems, weights: Weights | None, tokenizer: Tok
     problems.append(Problem("model.vocab_size", n_rows, why, remedy))
 
 
-# ---------------------------------------------------------------- what the run will be
-
-
-def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
-    """List what the user did not ask for, or may not expect."""
-    config = spec.config
-    notices = []
-    if config.job.description:
-        notices.append(config.job.description)
-    if config.model.uses_float8:
-        section = config.quantize.linear.float8
-        linears = list_linears(spec.model_args)
-        used = plan_float8(linears, section.filter_fqns, spec.layout.tp, section.recipe_name)
-        notices.append(f"{len(used)} of {len(linears)} linear layers compute in float8")
-        for part in section.filter_fqns:
-            if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
-                why = f"{part!r} is in the name of no linear layer"
-                notices.append(f"quantize.linear.float8.filter_fqns: {why}")
-    if spec.resumed_step:
-        layout = spec.layout
-        n_before = prod(spec.weights.manifest.run["layout"].values())
-        if layout.world_size != n_before:
-            share = f"{layout.n_microbatches} microbatches of {layout.microbatch_size} sequences"
-            notices.append(
-                f"the run resumes with world size {layout.world_size} instead of {n_before}: "
-                f"data-parallel degree {layout.dp}, {share} per rank"
-            )
-    notices += describe_unusual_rates(config, spec.resumed_step)
-    if config.checkpoint.local_folder and not config.checkpoint.load_only:
-        folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
-        notices.append(f"snapshots are saved in {folder.absolute()} of each host")
-    epochs = describe_epochs(config.training)
-    if epochs:
-        notices.append(epochs)
-    assets = Path(config.model.hf_assets_path)
-    has_model = (assets / CONFIG).is_file() and any(assets.glob("*.safetensors"))
-    if spec.weights is None and has_model:
-        why = (
-            f"only the tokenizer of {assets} is used. To train its weights too, set {PATH}={assets}"
-        )
-        notices.append(f"the run starts from random weights: {why}")
-    if config.job.overwrite and not restarted:
-        earlier = ", ".join(map(str, list_earlier(spec.dump_folder, config)))
-        if earlier:
-            notices.append(f"job.overwrite deletes the earlier run: {earlier}")
-    if config.job.print_config:
-        notices.append(dump_config_toml(config))
-    return notices
-
-
 def name_model(config: Config, model_args: ModelArgs, weights: Weights | None) -> str:
     """Return the model family, then the flavor or the folder of the weights."""
     name = config.model.flavor
     if name == AUTO:
         name = f"of {weights.path}" if weights else "debug"
     return f"{find_model_type(model_args) or model_args.name} {name}"
-
-
-def describe_finished(spec: RunSpec, chosen: frozenset[str]) -> str:
-    """Return what the user can do if the resumed checkpoint is already at the last step; otherwise ""."""
-    step = spec.resumed_step
-    if step == 0 or step < spec.config.training.steps:
-        return ""
-    further = with_value(spec.config, "training.steps", 2 * step)
-    if "lr_scheduler.total_steps" not in chosen:
-        further = with_value(further, "lr_scheduler.total_steps", 2 * step)
-    return (
-        f"{spec.config_name} is already at step {step}: everything is in {spec.dump_folder}. Use "
-        f"--training.steps={2 * step} to train further ({describe_rates(further, spec.weights)}), "
-        "--job.dump_folder=FOLDER to start another run, or --job.overwrite to delete this one"
-    )

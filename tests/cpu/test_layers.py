@@ -44,6 +44,7 @@ IMPORT_BY_NAME = {  # modules that call importlib in a function
 WITHOUT_TORCH = {  # besides config/ and the tables of models/: what `check` needs
     "torchtitan_lite.__main__",
     "torchtitan_lite.files",
+    "torchtitan_lite.notices",
     "torchtitan_lite.preflight",
     "torchtitan_lite.run_spec",
     "torchtitan_lite.dump_folder",
