@@ -222,7 +222,7 @@ def test_a_model_that_is_too_large_for_this_host_is_verified_here_and_planned_el
     verify, plan = re.findall(r"`(.*?)`", capsys.readouterr().err)
     options = parse_command("verify", split_tool("verify", verify))
     assert options.config_args == args.split()
-    assert reduce_config(read_run(options.config_args).config, options.ranks)
+    assert reduce_config(read_run(options.config_args)[0].config, options.ranks)
     assert follow(plan) == 0
 
 
