@@ -7,10 +7,12 @@ with "all ranks" is above each call in which ranks meet, and says what they send
 import logging
 import math
 import os
+import platform
 import sys
 from contextlib import ExitStack
 from functools import partial
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import build_on_meta, build_run
@@ -22,7 +24,7 @@ from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.machine import FROM_LAUNCHER, detect_machine
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.data.corpus_folder import check_prepared
 from torchtitan_lite.data.dataset import open_data
@@ -37,16 +39,19 @@ from torchtitan_lite.parallel.process_groups import (
     set_timeouts,
     start_process,
 )
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import resolve
 from torchtitan_lite.run_log import RunMetrics
+from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.step import compute_gradients, train_step
 from torchtitan_lite.validation import find_warm_step, validate
 
 logger = logging.getLogger("torchtitan_lite.train")
 
 
-def main(args: list[str], stop: StopFlag) -> int:
+def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> int:
     """Train. Return the exit status. `stop` holds the signals of this process.
+
+    `launched`: what the launcher has resolved; None under a bare torchrun.
 
     0 trained and saved, 1 a step was not finite or a checkpoint was not written, 128 + n stopped by signal n.
     """
@@ -54,14 +59,16 @@ def main(args: list[str], stop: StopFlag) -> int:
     end_with_parent()
     # all ranks of several hosts, by the key-value store of torchrun: the number of restarts of each host
     place, store = join_job(os.environ)
-    machine = detect_machine()
-    spec = preflight(
-        args,
-        machine=machine,
-        n_ranks=place.world_size,
-        n_hosts=place.n_hosts,
-        restarted=place.restarts > 0,
-    )
+    spec = launched
+    if spec is None or place.restarts or spec.layout.world_size != place.world_size:
+        # a bare torchrun, or the checkpoints or the hosts are not those that the launcher saw
+        spec = resolve(
+            args,
+            machine=launched.machine if launched else see_machine(place.local_rank),
+            n_ranks=place.world_size,
+            n_hosts=place.n_hosts,
+            restarted=place.restarts > 0,
+        )
     config = spec.config
     if spec.finished:
         if place.rank == 0:
@@ -72,7 +79,7 @@ def main(args: list[str], stop: StopFlag) -> int:
 
     # ---- mesh: one process group for the world, one for each mesh dim, and one for each group of flattened dims
     # all ranks connect by the store
-    device, groups = start_process(place, store, machine.device_type, config, spec.dump_folder)
+    device, groups = start_process(place, store, spec.machine.device_type, config, spec.dump_folder)
     # all ranks connect the groups by the store
     mesh = build_mesh(spec.layout, device.type)
     lock = None
@@ -81,7 +88,7 @@ def main(args: list[str], stop: StopFlag) -> int:
         lock = open_dump_folder(spec.dump_folder, config, starting_over=starting_over)
     start_logging(place.rank, spec.written_folder)
     for notice in spec.notices:  # the launcher has printed them
-        logger.log(IN_FILE if FROM_LAUNCHER in os.environ else logging.INFO, notice)
+        logger.log(IN_FILE if launched else logging.INFO, notice)
     n_parameters = count_parameters(spec.model_args)
     logger.info(f"{spec.title}: {n_parameters:,} parameters, {spec.layout}, {spec.origin}")
 
@@ -102,7 +109,7 @@ def main(args: list[str], stop: StopFlag) -> int:
     resumed_step = start_from(run, savers, groups.host, restarted=place.restarts > 0)
 
     # ---- loop
-    metrics = RunMetrics(run, spec, machine.name, resumed_step, place.restarts)
+    metrics = RunMetrics(run, spec, resumed_step, place.restarts)
     last = config.training.steps
     warm_step = find_warm_step(config, resumed_step)
     batches = data.batches(range(resumed_step, last))
@@ -172,6 +179,14 @@ def main(args: list[str], stop: StopFlag) -> int:
     # all ranks: a barrier, so that no rank closes a connection that another one still uses
     end_process(groups)
     return status
+
+
+def see_machine(local_rank: int) -> Machine:
+    """Return the device of this rank under a bare torchrun. Its memory is not checked."""
+    if torch.cuda.is_available():
+        n_devices = torch.cuda.device_count()
+        return Machine("cuda", n_devices, None, torch.cuda.get_device_name(local_rank))
+    return Machine("cpu", 1, None, f"{platform.machine()} CPU")
 
 
 if __name__ == "__main__":  # under a bare torchrun, whose report ends with the first exception

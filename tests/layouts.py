@@ -62,12 +62,10 @@ EXPERTS = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 192}  # 2 of 8 
 BALANCE_LOSS = {"training.expert_balance_loss": 0.01}
 # As in Llama 3, the first stage is the embedding alone and the last one norm and head. Two layers on four stages make
 # that too.
-ENDS_ALONE = [
-    ["tok_embeddings"],
-    ["layers.0", "layers.1"],
-    ["layers.2", "layers.3"],
-    ["norm", "output"],
-]
+ENDS_ALONE = {
+    "parallelism.pipeline_parallel_first_stage_less_layers": 2,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 2,
+}
 
 
 EVERY_SECOND = {MODE: "selective", OPTION: "2"}
@@ -213,7 +211,7 @@ CROSSES = {
             TP: 2,
             SCHEDULE: "ZBVZeroBubble",
             MODE: "none",
-            "parallelism.module_fqns_per_model_part": ENDS_ALONE,
+            **ENDS_ALONE,
         },
     ),
     "pp2 x dp2 x tp2 tied, ZBVZeroBubble": Row(

@@ -27,8 +27,7 @@ from torchtitan_lite.checkpoint.format import (
     CheckpointError,
     find_steps,
 )
-from torchtitan_lite.config.checks import Problems
-from torchtitan_lite.config.machine import GIB
+from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.reader import dump_config_toml, flatten_table, load_toml
 from torchtitan_lite.config.schema import Config, get_value, with_value
 
@@ -107,25 +106,6 @@ def name_snapshots(local_folder: str, dump_folder: Path) -> Path:
     path = os.fsencode(dump_folder.absolute())
     beginning = os.path.basename(path)[:64].decode(errors="ignore")  # a name has at most 255 bytes
     return Path(local_folder, f"{beginning}-{hashlib.sha256(path).hexdigest()[:16]}")
-
-
-def check_snapshots(config: Config, snapshot_bytes: int) -> Problems:
-    """Check the free space for snapshots on this host. During a save there are three: the last two, and the new one."""
-    problems = Problems(config)
-    section = config.checkpoint
-    n_saved = (config.training.steps - 1) // section.local_interval
-    needed = min(3, n_saved) * snapshot_bytes
-    if not section.local_folder or section.load_only or not needed:
-        return problems
-    folder = name_snapshots(section.local_folder, Path(config.job.dump_folder)).absolute()
-    replaced = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-    free = shutil.disk_usage(find_nearest(folder)).free + replaced
-    if free < needed:
-        size = f"{needed / GIB:.3g} GiB of snapshots"
-        why = f"this host needs space for {size}, but has only {free / GIB:.3g} GiB there"
-        remedy = "Free some space, name a folder on another file system, or leave this key out"
-        problems.refuse(LOCAL_FOLDER, why, remedy)
-    return problems
 
 
 def read_earlier(folder: Path) -> dict[str, object] | None:

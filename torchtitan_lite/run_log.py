@@ -19,8 +19,9 @@ from torchtitan_lite.components.log import IN_FILE, describe_rank
 from torchtitan_lite.components.metrics import MetricsWriter, describe_speed, read_peak_memory
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.extensions import load_module
-from torchtitan_lite.config.machine import describe_launch, peak_flops
-from torchtitan_lite.config.reader import Prepared
+from torchtitan_lite.config.machine import peak_flops
+from torchtitan_lite.files import describe_launch
+from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,7 @@ class RunMetrics:
     def __init__(
         self,
         run: Run,
-        spec: Prepared,
-        device_name: str,
+        spec: RunSpec,
         resumed_step: int,
         restarts: int,
     ):
@@ -44,7 +44,7 @@ class RunMetrics:
         self.n_steps = config.training.steps
         self.tokens_per_step = run.layout.global_batch_size * config.training.seq_len
         self.flops = count_flops_per_token(spec.model_args, config.training.seq_len)
-        self.peak_flops = peak_flops(device_name) if run.device.type == "cuda" else None
+        self.peak_flops = peak_flops(spec.machine.name) if run.device.type == "cuda" else None
         self.step = resumed_step
         self.was_skipped = False  # the last step
         self.n_collapsed = 0  # consecutive logged steps with collapsed experts
@@ -68,7 +68,7 @@ class RunMetrics:
             resumed_step,
             layout=run.layout.degrees,
             world_size=run.layout.world_size,
-            device=device_name,
+            device=spec.machine.name,
             resumed=resumed_step > 0,
             restarts=restarts,
             weights=spec.origin,

@@ -19,11 +19,10 @@ from statistics import mean, median
 import torch
 
 from torchtitan_lite.config.block import list_block_modules
-from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.layout import Layout, place_stages, plan_stages
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow, MoEArgs
 from torchtitan_lite.config.reader import REPOSITORY
-from torchtitan_lite.config.schedule import place_stages, plan_stages
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.bars import Bar, find_family
@@ -154,7 +153,7 @@ def describe_row(values: dict[str, object]) -> Workload:
         pipeline_parallel_first_stage_less_layers=load,
         pipeline_parallel_last_stage_less_layers=load,
     )
-    stages, _ = plan_stages(section, n_layers)
+    stages = plan_stages(section, n_layers)
     n_sequences = values["dp_replicate"] * values["dp_shard"] * values["microbatch_size"]
     layout = make(
         Layout,

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from torchtitan_lite.config.layout import MODEL_SIZES
+from torchtitan_lite.config.checks import MODEL_SIZES
 from torchtitan_lite.config.reader import (
     CONFIG_FOLDER,
     KEYS,
@@ -16,7 +16,7 @@ from torchtitan_lite.config.reader import (
     find_key,
     read_config,
 )
-from torchtitan_lite.config.schema import Config, Range, get_value
+from torchtitan_lite.config.schema import Config, Range, find_resume_rule, get_value
 from torchtitan_lite.extensions.torchtitan_keys import ABSENT, explain_absent
 
 
@@ -43,9 +43,9 @@ def write_toml(tmp_path):
 
 
 def read_sound(args: list[str]) -> Config:
-    reading = read_config(args)
-    assert reading.problems == []
-    return reading.config
+    given = read_config(args)
+    assert not given.problems
+    return given.config
 
 
 def read_one_problem(args: list[str]):
@@ -102,15 +102,16 @@ SPELLINGS = """
 optimizer.lr | .0003 | 0.0003
 optimizer.lr | 3.e-4 | 0.0003
 optimizer.lr | nan | refused
-debug.seed | 007 | 7
-training.steps | 1e3 | 1000
+debug.seed | 007 | refused
+training.steps | 1e3 | refused
 training.steps | 1_000 | 1000
 training.steps | 1.5 | refused
 training.steps |  | refused
 training.global_batch_size | -1 | -1
 job.description | a=b | 'a=b'
 job.dump_folder | --x=y | '--x=y'
-compile.enable | True | True
+compile.enable | true | True
+compile.enable | True | refused
 compile.enable | yes | refused
 parallelism.zero_stage | 3 | 3
 lr_scheduler.decay_ratio | None | None
@@ -121,26 +122,24 @@ training.dataset | ~/a,$DATA/b | ['/home/me/a', '/data/b']
 training.dataset | $NONE/b | refused
 job.dump_folder | ${DATA}/run | '/data/run'
 quantize.linear.float8.filter_fqns | ["output","wq"] | ['output', 'wq']
-quantize.linear.float8.filter_fqns | [output,wq] | ['output', 'wq']
+quantize.linear.float8.filter_fqns | [output,wq] | refused
+quantize.linear.float8.filter_fqns | [] | []
 quantize.linear.float8.filter_fqns | ['output', 'wq'] | ['output', 'wq']
-parallelism.module_fqns_per_model_part | [["a","b"],["c"]] | [['a', 'b'], ['c']]
-parallelism.module_fqns_per_model_part | [[a,b],[c]] | [['a', 'b'], ['c']]
-parallelism.module_fqns_per_model_part | a,b;c | [['a', 'b'], ['c']]
 """  # key, text on the command line, value
 
 
 @pytest.mark.parametrize("line", SPELLINGS.strip().splitlines())
-def test_text_of_the_command_line_is_read_as_python_reads_numbers_and_toml_reads_lists(
+def test_text_of_the_command_line_is_a_toml_literal_or_text_and_a_list_may_have_commas(
     line, monkeypatch
 ):
     key, text, value = map(str.strip, line.split("|"))
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("DATA", "/data")
-    reading = read_config([f"--{key}={text}"])
+    given = read_config([f"--{key}={text}"])
     if value == "refused":
-        assert [problem.key for problem in reading.problems] == [key]
+        assert [problem.key for problem in given.problems] == [key]
     else:
-        assert not reading.problems and repr(get_value(reading.config, key)) == value
+        assert not given.problems and repr(get_value(given.config, key)) == value
 
 
 def test_a_toml_file_with_a_byte_order_mark_is_read_and_its_paths_are_expanded(
@@ -174,6 +173,33 @@ def test_a_text_that_is_not_utf_8_is_refused(monkeypatch):
     assert read_one_problem(["--training.cache_folder=$FOLDER/a"]).key == "training.cache_folder"
 
 
+# --- what a run may change when it continues ---
+
+REFUSED = """
+    training.dataset training.dataset_weights training.global_batch_size training.seq_len
+    optimizer.name optimizer.moments_dtype debug.seed
+"""
+NOTED = """
+    model.attention model.converters training.max_norm training.skip_spikes training.spike_window
+    training.mixed_precision_param training.mixed_precision_reduce training.loss training.expert_bias_rate
+    training.expert_balance_loss parallelism.zero_plus_plus parallelism.zero_plus_plus_node_size
+    optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.implementation
+    lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio lr_scheduler.decay_type
+    lr_scheduler.min_lr_factor validation.dataset
+    quantize.linear.float8.recipe_name quantize.linear.float8.filter_fqns
+    quantize.linear.float8.enable_fsdp_float8_all_gather
+    quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp quantize.linear.float8.emulate
+"""
+
+
+def test_every_key_has_its_rule_for_a_run_that_continues():
+    """Whoever adds a key decides: without `resume`, another value would give the same training."""
+    rules = dict.fromkeys(REFUSED.split(), "refuse") | dict.fromkeys(NOTED.split(), "note")
+    assert rules.keys() <= KEYS.keys()
+    for key in KEYS:
+        assert find_resume_rule(key) == rules.get(key, "free"), key
+
+
 # --- files ---
 
 
@@ -183,9 +209,9 @@ def test_a_text_that_is_not_utf_8_is_refused(monkeypatch):
 def test_a_config_is_found_by_bare_name_or_path_from_any_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for args in (["--config", name], [f"--config={name}"], ["--job.config_file", name]):
-        reading = read_config(args)
-        assert reading.problems == [] and reading.config_name == "llama3_8b"
-        assert reading.config.model.flavor == "8B"
+        given = read_config(args)
+        assert not given.problems and given.config_name == "llama3_8b"
+        assert given.config.model.flavor == "8B"
 
 
 def test_a_file_of_the_working_directory_comes_first_and_without_a_config_debug_is_read(
@@ -260,9 +286,9 @@ def test_a_bad_value_of_the_file_keeps_the_default_and_is_no_problem_where_it_is
     write_toml,
 ):
     args = write_toml("[training]\nsteps = 'x'\ndataset = 4\n")
-    reading = read_config([*args, "--training.dataset=python_stdlib"])
-    assert [problem.key for problem in reading.problems] == ["training.steps"]
-    assert reading.config.training.steps == Config().training.steps
+    given = read_config([*args, "--training.dataset=python_stdlib"])
+    assert [problem.key for problem in given.problems] == ["training.steps"]
+    assert given.config.training.steps == Config().training.steps
 
 
 # --- torchtitan's keys ---
@@ -280,8 +306,8 @@ training: dataset dataset_path local_batch_size [batch_size] global_batch_size s
     dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug [compile] [seed] [deterministic]
 parallelism: data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward tensor_parallel_degree
     disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree pipeline_parallel_schedule
-    pipeline_parallel_microbatch_size pipeline_parallel_layers_per_stage
-    pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers module_fqns_per_model_part
+    pipeline_parallel_microbatch_size pipeline_parallel_layers_per_stage module_fqns_per_model_part
+    pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers
     [pipeline_parallel_split_points] context_parallel_degree context_parallel_rotate_method
     context_parallel_load_balancer expert_parallel_degree expert_tensor_parallel_degree [enable_compiled_autograd]
 checkpoint: enable [enable_checkpoint] folder interval initial_load_path initial_load_model_only
@@ -332,9 +358,9 @@ def test_every_absent_key_is_accepted_where_it_is_off_and_refused_where_it_is_on
 
 def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml):
     args = write_toml("[training]\nbatch_size = 3\ncompile = true\n[lr_scheduler]\nlr_min = 0.1\n")
-    reading = read_config([*args, "--training.seed", "5"])
-    assert reading.problems == []
-    config = reading.config
+    given = read_config([*args, "--training.seed", "5"])
+    assert not given.problems
+    config = given.config
     assert (config.training.local_batch_size, config.compile.enable, config.debug.seed) == (
         3,
         True,
@@ -343,8 +369,8 @@ def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml)
     assert config.lr_scheduler.min_lr_factor == 0.1
     assert read_one_problem(["--training.batch_size", "0"]).key == "training.local_batch_size"
     assert (
-        len(reading.notices) == 4
-        and "lr_scheduler.lr_min is now lr_scheduler.min_lr_factor" in reading.notices
+        len(given.notices) == 4
+        and "lr_scheduler.lr_min is now lr_scheduler.min_lr_factor" in given.notices
     )
 
 

@@ -15,17 +15,16 @@ from checkpoints import limit_files
 
 from torchtitan_lite.build import build_on_meta
 from torchtitan_lite.checkpoint.format import CheckpointError
-from torchtitan_lite.config.layout import resolve_model
-from torchtitan_lite.config.memory_bound import count_saved_bytes
+from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.reader import dump_config_toml, read_config
 from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.dump_folder import (
     check_files,
-    check_snapshots,
     list_earlier,
     name_snapshots,
     open_dump_folder,
 )
+from torchtitan_lite.tools.host_rules import check_snapshots, count_saved_bytes
 
 FOLDERS = ("checkpoint", "tb", "traces", "memory_snapshot", "comm_traces")
 CONFIG = dump_config_toml(Config())
@@ -188,7 +187,7 @@ def test_training_from_the_config_of_a_run_never_deletes_the_run(tmp_path):
     config = with_value(Config(), "job.overwrite", True)
     open_dump_folder(tmp_path, config, starting_over=False).close()
     written = read_config([f"--config={tmp_path / 'config.toml'}"])
-    assert written.problems == [] and not written.config.job.overwrite
+    assert not written.problems and not written.config.job.overwrite
 
 
 # -- an earlier run in the folder

@@ -1,27 +1,18 @@
 """What this machine is: the GPUs that the driver and CUDA_VISIBLE_DEVICES leave, memory limits, and peaks by name."""
 
-import json
 import os
 import resource
 import subprocess
-from dataclasses import asdict
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from torchtitan_lite.config import machine as machine_module
-from torchtitan_lite.config.machine import (
-    FROM_LAUNCHER,
-    GIB,
-    Machine,
-    describe_launch,
-    detect_machine,
-    measure_cpu_memory,
-    peak_flops,
-)
+from torchtitan_lite import files
+from torchtitan_lite.config.machine import GIB, Machine, peak_flops
 from torchtitan_lite.parallel import process_groups
 from torchtitan_lite.parallel.process_groups import choose_device
+from torchtitan_lite.tools.detect import detect_machine, measure_cpu_memory
 
 # As the real one: --id selects by index or UUID, and an unknown id is an error
 NVIDIA_SMI = """#!/bin/sh
@@ -50,25 +41,6 @@ def nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_gpus_are_those_of_the_driver_and_the_smallest_decides(nvidia_smi):
-    assert detect_machine() == Machine("cuda", 2, 81000 * 2**20, "NVIDIA H100 80GB HBM3")
-
-
-def test_memory_that_the_driver_does_not_say_is_unknown(nvidia_smi, tmp_path):
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A]'\n")
-    assert detect_machine() == Machine("cuda", 1, None, "NVIDIA GB10")
-
-
-def test_ranks_take_the_answer_of_their_launcher_whatever_the_driver_says_to_them(
-    nvidia_smi, monkeypatch
-):
-    found = detect_machine()
-    monkeypatch.setenv(FROM_LAUNCHER, json.dumps(asdict(found)))
-    monkeypatch.setenv("STATUS", "15")
-    assert detect_machine() == found
-
-
 def test_a_rank_whose_torch_sees_gpus_that_the_driver_does_not_list_stops():
     with (
         patch.object(torch.cuda, "is_available", return_value=True),
@@ -77,28 +49,35 @@ def test_a_rank_whose_torch_sees_gpus_that_the_driver_does_not_list_stops():
         choose_device(0, "cpu")
 
 
-def test_a_driver_that_fails_or_hides_every_gpu_leaves_the_cpu(nvidia_smi, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert detect_machine().device_type == "cpu"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setenv("STATUS", "9")
-    assert detect_machine().device_type == "cpu"
-    monkeypatch.setenv("PATH", "/nowhere")
-    machine = detect_machine()
-    assert machine.device_type == "cpu" and machine.memory_bytes_per_device > GIB
+def test_memory_that_the_driver_does_not_say_is_unknown(nvidia_smi, tmp_path):
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A]'\n")
+    assert detect_machine() == Machine("cuda", 1, None, "NVIDIA GB10")
 
 
 @pytest.mark.parametrize(
-    "visible, n_devices",
-    [(None, 2), ("1, 0", 2), ("GPU-aab2", 1), ("0", 1), ("0,7", 0), ("-1", 0)],
+    "variable, value, n_gpus",
+    [
+        ("STATUS", "0", 2),
+        ("STATUS", "9", 0),  # the driver fails
+        ("PATH", "/nowhere", 0),
+        ("CUDA_VISIBLE_DEVICES", "1, 0", 2),
+        ("CUDA_VISIBLE_DEVICES", "GPU-aab2", 1),
+        ("CUDA_VISIBLE_DEVICES", "0", 1),
+        ("CUDA_VISIBLE_DEVICES", "0,7", 0),
+        ("CUDA_VISIBLE_DEVICES", "-1", 0),
+        ("CUDA_VISIBLE_DEVICES", "", 0),
+    ],
 )
-def test_the_driver_lists_what_cuda_visible_devices_names(
-    nvidia_smi, monkeypatch, visible, n_devices
+def test_gpus_are_those_that_the_driver_shows_and_without_any_the_cpu_is_the_device(
+    nvidia_smi, monkeypatch, variable, value, n_gpus
 ):
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv(variable, value)
     machine = detect_machine()
-    assert (machine.n_devices if machine.device_type == "cuda" else 0) == n_devices
+    assert (machine.n_devices if machine.device_type == "cuda" else 0) == n_gpus
+    if n_gpus == 2:  # the smallest one decides
+        assert machine == Machine("cuda", 2, 81000 * 2**20, "NVIDIA H100 80GB HBM3")
+    assert machine.memory_bytes_per_device > GIB
 
 
 def test_a_limit_of_the_control_group_or_any_around_it_is_a_limit(tmp_path):
@@ -131,9 +110,9 @@ def test_peak_flops_are_the_dense_bfloat16_numbers_of_the_data_sheets(name, tflo
 
 def test_the_commit_is_that_of_the_repository_if_it_is_one(tmp_path, monkeypatch):
     def find_commit() -> str | None:
-        return describe_launch.__wrapped__()["commit"]
+        return files.describe_launch.__wrapped__()["commit"]
 
-    monkeypatch.setattr(machine_module, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(files, "REPOSITORY", tmp_path)
     file = tmp_path / "train.py"
     file.touch()
     assert find_commit() is None

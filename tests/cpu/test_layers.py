@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.build import build_on_meta
-from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.schema import Config, Model
 from torchtitan_lite.parallel import tensor_parallel
 
@@ -19,6 +19,7 @@ FLOORS = {
     "torchtitan_lite.models": -1,  # the tables of the models
     "torchtitan_lite.config": 0,
     "torchtitan_lite.dtensor": 1,
+    "torchtitan_lite.files": 1,
     "torchtitan_lite.model": 1,
     "torchtitan_lite.models.NAME.modules": 2,  # NAME: any folder of models/
     "torchtitan_lite.parallel": 2,
@@ -33,7 +34,7 @@ FLOORS = {
     "torchtitan_lite.__main__": 7,
 }
 IMPORT_BY_NAME = {  # modules that call importlib in a function
-    "torchtitan_lite.config.files",  # import_extra: optional packages
+    "torchtitan_lite.files",  # import_extra: optional packages
     "torchtitan_lite.config.extensions",  # load_module
     "torchtitan_lite.__main__",  # picks its tool
     "torchtitan_lite.tools.hosts",
@@ -43,7 +44,10 @@ IMPORT_BY_NAME = {  # modules that call importlib in a function
 }
 WITHOUT_TORCH = {  # besides config/ and the tables of models/: what `check` needs
     "torchtitan_lite.__main__",
+    "torchtitan_lite.files",
+    "torchtitan_lite.notices",
     "torchtitan_lite.preflight",
+    "torchtitan_lite.run_spec",
     "torchtitan_lite.dump_folder",
     "torchtitan_lite.extensions.byte_level_bpe",
     "torchtitan_lite.extensions.checkpoint_format_3",
@@ -54,6 +58,8 @@ WITHOUT_TORCH = {  # besides config/ and the tables of models/: what `check` nee
     "torchtitan_lite.extensions.torchtitan_keys",
     "torchtitan_lite.tools.check",
     "torchtitan_lite.tools.command_lines",
+    "torchtitan_lite.tools.detect",
+    "torchtitan_lite.tools.host_rules",
 }
 
 

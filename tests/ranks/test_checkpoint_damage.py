@@ -26,7 +26,7 @@ from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Checkpoint, with_value
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import resolve
 
 MANIFEST, FIRST, SECOND = FILES = [
     "manifest.json",
@@ -137,12 +137,12 @@ LAPTOP = Machine("cpu", 1, 2**34, "a laptop")
 
 def write_steps(folder: Path, steps: list[int], load_step: int = -1) -> None:
     """Write checkpoints as a run with this load_step saves them."""
-    prepared = preflight(["--config=debug"], machine=LAPTOP)
+    spec = resolve(["--config=debug"], machine=LAPTOP)
     fingerprint = {
-        "shape": asdict(prepared.model_args),
-        "tokenizer": prepared.tokenizer.fingerprint,
+        "shape": asdict(spec.model_args),
+        "tokenizer": spec.tokenizer.fingerprint,
     }
-    config = with_value(prepared.config, "checkpoint.load_step", load_step)
+    config = with_value(spec.config, "checkpoint.load_step", load_step)
     run = describe_run(config, {}, {})
     for step in steps:
         path = folder / "checkpoint" / f"step-{step}"
@@ -164,7 +164,7 @@ def resume_at(folder: Path, step: int, *more: str, restarted: bool = False) -> i
         f"--checkpoint.load_step={step}",
         *more,
     ]
-    return preflight(named, machine=LAPTOP, restarted=restarted).resumed_step
+    return resolve(named, machine=LAPTOP, restarted=restarted).resumed_step
 
 
 def test_a_named_step_is_checked_before_torch_starts(run_folder):

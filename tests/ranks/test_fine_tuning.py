@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import resolve
 from torchtitan_lite.tools.model_source import build_model, open_source
 from torchtitan_lite.tools.plan.planned_run import plan_run
 
@@ -211,7 +211,7 @@ def text(published, tmp_path, monkeypatch) -> list[str]:
 
 def test_every_tool_sees_the_model_of_the_folder(published, text, capsys):
     args = [*text, *from_folder(published), "--checkpoint.no_enable"]
-    prepared = preflight(args, machine=LAPTOP, n_ranks=2)
-    assert prepared.model_args == plan_run(args, 2, "cpu").model_args == UNTIED
-    assert prepared.weights.published["config.json"] == read_json(published)
+    spec = resolve(args, machine=LAPTOP, n_ranks=2)
+    assert spec.model_args == plan_run(args, 2, "cpu").model_args == UNTIED
+    assert spec.weights.published["config.json"] == read_json(published)
     assert main(["check", *args, "--gpus", "2"]) == 0 and str(published) in capsys.readouterr().out

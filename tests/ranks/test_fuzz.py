@@ -15,10 +15,11 @@ import warm_start
 from made_corpora import BYTES, write_corpus
 from test_check import EIGHT_H100
 
-from torchtitan_lite.config.machine import GIB, detect_machine
+from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import KEYS
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.tools.check import resolve_on_hosts
+from torchtitan_lite.tools.detect import detect_machine
 
 N_CASES = int(os.environ.get("FUZZ", 150))
 N_RUNS = int(os.environ.get("FUZZ_RUNS", 4))
@@ -88,7 +89,7 @@ def test_any_config_is_refused_with_remedies_or_makes_two_steps(pool, small, tmp
             list(KEYS) if config != small else [key for key in KEYS if key not in PATHS],
         )
         try:
-            preflight(
+            resolve_on_hosts(
                 args, machine=machine, n_ranks=1 if config == small else draw.choice([None, 2, 8])
             )
         except ConfigError as error:

@@ -22,8 +22,8 @@ from layouts import (
 )
 from marks import choose_fast, slow
 
-from torchtitan_lite.config import layout
-from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config import checks
+from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.tools.verify.precision import try_precision
 from torchtitan_lite.tools.verify.ranks import RankFailure
@@ -70,14 +70,14 @@ REFUSED = [
 
 
 def refuse_nothing():
-    return patch.object(layout, "find_refused", lambda *args: [])
+    return patch.object(checks, "find_refused", lambda *args: [])
 
 
 @pytest.mark.parametrize("key, row, symptom", REFUSED)
 def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, key, row, symptom):
     config = compare.complete(row.overrides, row.world_size)
     with pytest.raises(ConfigError) as refusal:
-        layout.plan_layout(config, resolve_model(config.model), row.world_size)
+        checks.plan_layout(config, resolve_model(config.model), row.world_size)
     assert key in {problem.key for problem in refusal.value.problems}
 
     run_ranks = compare.ranks_inside(pool, refuse_nothing)

@@ -27,7 +27,7 @@ from torchtitan_lite.components.optim import build_optimizer
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import Optimizer
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import resolve
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
 from torchtitan_lite.tools.plan.dry_run import dry_run
 from torchtitan_lite.tools.plan.memory import estimate_memory
@@ -172,6 +172,4 @@ def test_plan_of_the_8b_adds_newton_schulz_to_the_step():
 )
 def test_what_it_cannot_do_is_refused(key):
     with pytest.raises(ConfigError, match=key.partition("=")[0]):
-        preflight(
-            ["--config", "debug", "--optimizer.name=Muon", f"--{key}"], machine=H100, n_ranks=2
-        )
+        resolve(["--config", "debug", "--optimizer.name=Muon", f"--{key}"], machine=H100, n_ranks=2)

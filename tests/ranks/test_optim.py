@@ -17,7 +17,6 @@ from torchtitan_lite.components.optim import (
     update_weights,
 )
 from torchtitan_lite.config.choices import DECAYS
-from torchtitan_lite.config.learning_rate import describe_unusual_rates
 from torchtitan_lite.config.reader import CONFIG_FOLDER, read_config
 from torchtitan_lite.config.schema import (
     Config,
@@ -27,6 +26,7 @@ from torchtitan_lite.config.schema import (
     Training,
     with_value,
 )
+from torchtitan_lite.notices import describe_unusual_rates
 from torchtitan_lite.step import reduce_norm_and_signal
 
 

@@ -12,7 +12,7 @@ from test_check import H100_ELSEWHERE, find_keys
 from torchtitan_lite.config.reader import REPOSITORY
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.models.llama3.table import FLAVORS
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import resolve
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 
 NAMES = "flavor dataset batch seq_len steps lr warmup tp recompute option compile".split()
@@ -147,11 +147,11 @@ def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
     }
     assert find_keys(args, **place) == ["model.hf_assets_path", "training.dataset"]
     args += [f"--training.dataset_path={c4}", f"--model.hf_assets_path={tokenizer}"]
-    prepared = preflight(args, **place)
-    assert prepared.model_args == FLAVORS[flavor] and prepared.tokenizer.vocab_size == 2048
+    spec = resolve(args, **place)
+    assert spec.model_args == FLAVORS[flavor] and spec.tokenizer.vocab_size == 2048
     on_a_laptop = ["model.flavor"] if flavor != "debugmodel" else []  # it is too large
     args += ["--parallelism.no_enable_async_tensor_parallel"]  # which needs a GPU
-    assert find_keys(args, n_ranks=prepared.layout.world_size) == on_a_laptop
+    assert find_keys(args, n_ranks=spec.layout.world_size) == on_a_laptop
 
 
 @pytest.mark.parametrize("version", VERSIONS)

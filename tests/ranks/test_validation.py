@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.dataset import RunData, SampleReader, ValidationBatches, rows_of_rank
 from torchtitan_lite.data.tokenizer import load_tokenizer

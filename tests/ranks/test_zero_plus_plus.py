@@ -25,7 +25,7 @@ from mutant_table import put_in_place
 from test_costs import assert_equal_traffic, make
 
 from torchtitan_lite.config.block import INT8_BLOCK
-from torchtitan_lite.config.layout import plan_layout
+from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.extensions.zero_plus_plus import AllGather, Packing, ReduceScatter
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten

@@ -19,8 +19,10 @@ from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import CONFIG_FOLDER, REPOSITORY, dump_config_toml
 from torchtitan_lite.data.corpus_folder import DATASETS
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import resolve
 from torchtitan_lite.tools import check
+from torchtitan_lite.tools.check import resolve_on_hosts
+from torchtitan_lite.tools.host_rules import bound_memory
 
 LAPTOP = Machine("cpu", 1, 16 * GIB, "a laptop")
 EIGHT_H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3")
@@ -53,7 +55,7 @@ def find_problems(args: str | list[str], **options) -> list[Problem]:
     """Return the problems of a run, each with a reason and a remedy."""
     args = args.split(" ") if isinstance(args, str) else args
     try:
-        preflight(args, **({"machine": LAPTOP, "n_ranks": 2} | options))
+        resolve_on_hosts(args, **({"machine": LAPTOP, "n_ranks": 2} | options))
     except ConfigError as error:
         assert all(
             problem.why and problem.remedy and problem.key in str(problem)
@@ -354,9 +356,8 @@ WHOLE = 8_030_261_248 * 16  # bytes of state of the 8B
 
 def bound_state(*args: str, n_ranks: int) -> int:
     """Return the bytes of weights, gradients and optimizer state of one H100."""
-    return preflight(
-        ["--config", "llama3_8b", *args], machine=EIGHT_H100, n_ranks=n_ranks
-    ).memory.state_bytes
+    spec = resolve(["--config", "llama3_8b", *args], machine=EIGHT_H100, n_ranks=n_ranks)
+    return bound_memory(spec.config, spec.model_args, n_ranks, EIGHT_H100, 1).state_bytes
 
 
 def test_8b_needs_two_gpus_of_80_gib_or_hosts_with_as_much():
@@ -366,8 +367,12 @@ def test_8b_needs_two_gpus_of_80_gib_or_hosts_with_as_much():
     host = replace(LAPTOP, memory_bytes_per_device=119 * GIB)
     problem = find_one_problem(args, machine=host, n_ranks=8)
     assert problem.key == "model.flavor" and "verify --config llama3_8b" in problem.remedy
-    assert preflight(args, machine=replace(host, memory_bytes_per_device=120 * GIB), n_ranks=8)
-    assert preflight(args, machine=host, n_ranks=8, n_hosts=2)  # each host holds half of the shards
+    assert resolve_on_hosts(
+        args, machine=replace(host, memory_bytes_per_device=120 * GIB), n_ranks=8
+    )
+    assert resolve_on_hosts(
+        args, machine=host, n_ranks=8, n_hosts=2
+    )  # each host holds half of the shards
 
 
 def test_replicas_do_not_share_memory_and_every_other_dim_does():
@@ -384,10 +389,10 @@ def test_replicas_do_not_share_memory_and_every_other_dim_does():
     + [("mixtral_8x22b", 2048), ("qwen3_30b_a3b", 16)],
 )
 def test_every_preset_is_sound_on_the_gpus_that_it_names(name, n_ranks):
-    prepared = preflight(
+    spec = resolve_on_hosts(
         ["--config", name], machine=H100_ELSEWHERE, n_ranks=n_ranks, n_hosts=max(1, n_ranks // 8)
     )
-    assert prepared.layout.world_size == n_ranks and prepared.config_name == name
+    assert spec.layout.world_size == n_ranks and spec.config_name == name
     assert "GiB" in "".join(
         (CONFIG_FOLDER / f"{name}.toml").read_text().splitlines(keepends=True)[:2]
     )
@@ -396,28 +401,9 @@ def test_every_preset_is_sound_on_the_gpus_that_it_names(name, n_ranks):
 # ---------------------------------------------------------------- files
 
 
-def test_a_folder_with_an_earlier_run_is_resumed_or_deleted_only_when_asked():
-    args = [
-        "--config",
-        "llama3_1b",
-        "--model.flavor",
-        "debug",
-        "--job.dump_folder",
-        "runs/a",
-        "--training.seq_len=64",
-    ]
-    Path("runs/a").mkdir(parents=True)
-    assert preflight(args, machine=LAPTOP)  # an empty folder holds no run
-    Path("runs/a/config.toml").touch()
-    assert find_keys(args) == ["job.dump_folder"]
-    assert preflight(args, machine=LAPTOP, restarted=True)  # the files are this job's own
-    for more in ("--checkpoint.enable", "--job.overwrite", "--job.dump_folder=runs/b"):
-        assert preflight([*args, more], machine=LAPTOP)
-
-
 def test_a_tokenizer_is_looked_up_here_first_then_in_the_repository(empty_folder, monkeypatch):
     def find_vocabulary(args: list[str]) -> Path:
-        return preflight(args, machine=LAPTOP).tokenizer.path.resolve()
+        return resolve_on_hosts(args, machine=LAPTOP).tokenizer.path.resolve()
 
     assert find_vocabulary([]) == empty_folder / "assets" / "tokenizer" / "tokenizer.model"
     elsewhere = empty_folder / "repository"
@@ -441,13 +427,13 @@ def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monk
 
 
 def test_the_config_that_a_run_saves_has_no_automatic_value_and_starts_the_same_run(empty_folder):
-    saved = preflight(["--config", "debug_3d", "--training.steps=7"], machine=LAPTOP).config
+    saved = resolve_on_hosts(["--config", "debug_3d", "--training.steps=7"], LAPTOP).config
     assert (saved.job.dump_folder, saved.lr_scheduler.total_steps) == ("./outputs/debug_3d", 7)
     assert (saved.parallelism.zero_stage, saved.training.mixed_precision_param) == (1, "float32")
     (empty_folder / "config.toml").write_text(dump_config_toml(saved))
-    again = preflight(["--config", "config.toml"], machine=LAPTOP).config
+    again = resolve_on_hosts(["--config", "config.toml"], machine=LAPTOP).config
     assert replace(again, job=replace(again.job, config_file="debug_3d")) == saved
-    config = preflight([], machine=EIGHT_H100).config
+    config = resolve_on_hosts([], machine=EIGHT_H100).config
     assert (config.parallelism.data_parallel_shard_degree, config.training.global_batch_size) == (
         8,
         8,

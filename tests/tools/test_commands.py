@@ -78,7 +78,7 @@ def test_a_command_that_is_shown_is_correct(command):
     if words[0] == "python3":
         config_args = getattr(parse_command(words[3], words[4:]), "config_args", None)
     if config_args is not None and "--help" not in words:
-        assert read_config(config_args).problems == []
+        assert not read_config(config_args).problems
 
 
 def test_every_tool_is_shown():

@@ -39,10 +39,10 @@ from measure_memory import (
 )
 
 from torchtitan_lite import step as stepping
-from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.machine import Machine
-from torchtitan_lite.config.memory_bound import bound_memory
 from torchtitan_lite.model.moe import Router
+from torchtitan_lite.tools.host_rules import bound_memory
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.memory import estimate_memory

@@ -21,7 +21,7 @@ from torchtitan_lite.data.corpus_folder import DATASETS, CorpusError, read_corpu
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.extensions.hugging_face_config import HuggingFaceError
 from torchtitan_lite.extensions.hugging_face_folder import open_folder
-from torchtitan_lite.preflight import read_run_config
+from torchtitan_lite.preflight import read_run
 from torchtitan_lite.tools import check
 from torchtitan_lite.tools.command_lines import parse_command
 from torchtitan_lite.tools.corpora.text_files import find_files
@@ -222,7 +222,7 @@ def test_a_model_that_is_too_large_for_this_host_is_verified_here_and_planned_el
     verify, plan = re.findall(r"`(.*?)`", capsys.readouterr().err)
     options = parse_command("verify", split_tool("verify", verify))
     assert options.config_args == args.split()
-    assert reduce_config(read_run_config(options.config_args).config, options.ranks)
+    assert reduce_config(read_run(options.config_args)[0].config, options.ranks)
     assert follow(plan) == 0
 
 

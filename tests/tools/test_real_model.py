@@ -17,7 +17,7 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.data.dataset import open_data
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.preflight import resolve
 
 pytestmark = pytest.mark.slow
 PROMPTS = [
@@ -115,7 +115,7 @@ def keys(folder, corpus) -> list[str]:
 @pytest.fixture(scope="module")
 def expected(folder, keys, tmp_path_factory) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of the same steps in transformers, with a loop of its own."""
-    run = preflight(
+    run = resolve(
         [*keys, f"--job.dump_folder={tmp_path_factory.mktemp('run') / 'x'}"],
         machine=LAPTOP,
         n_ranks=1,

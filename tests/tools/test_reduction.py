@@ -4,7 +4,7 @@ import compare
 import pytest
 from layouts import CP, EP, PP, REPLICATE, SCHEDULE, SHARD, TP
 
-from torchtitan_lite.config.layout import plan_layout, resolve_model
+from torchtitan_lite.config.checks import plan_layout, resolve_model
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import CONFIG_FOLDER, read_config
 from torchtitan_lite.config.schema import Config
@@ -26,9 +26,9 @@ ANY_BATCH = "--training.global_batch_size=-1"
 
 def read(*args: str) -> Config:
     # finetune names its model by an environment variable
-    reading = read_config(["--checkpoint.initial_load_path=", "--config", *args])
-    assert reading.problems == []
-    return reading.config
+    given = read_config(["--checkpoint.initial_load_path=", "--config", *args])
+    assert not given.problems
+    return given.config
 
 
 # ---------------------------------------------------------------- degrees

@@ -8,8 +8,8 @@ import pytest
 from marks import slow
 
 from torchtitan_lite.__main__ import main
+from torchtitan_lite.config.checks import plan_layout, resolve_model
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.layout import plan_layout, resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
@@ -22,9 +22,9 @@ H100 = CLUSTERS["h100"]
 
 
 def read(name: str, arguments: str = "") -> tuple[Config, ModelArgs]:
-    reading = read_config(["--config", name, *arguments.split()])
-    assert not reading.problems, reading.problems
-    return reading.config, resolve_model(reading.config.model)
+    given = read_config(["--config", name, *arguments.split()])
+    assert not given.problems, given.problems
+    return given.config, resolve_model(given.config.model)
 
 
 def list_8b(cluster: Cluster = H100) -> list[PlannedRun]:

@@ -33,7 +33,7 @@ from mutant_table import put_in_place
 from mutants import MUTANTS, apply_mutant, try_mutant
 
 from torchtitan_lite import REPOSITORY, build
-from torchtitan_lite.config.layout import MODEL_SIZES, plan_layout
+from torchtitan_lite.config.checks import MODEL_SIZES, plan_layout
 from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.reader import KEYS, read_config
 from torchtitan_lite.config.schema import Config, get_value, with_value
@@ -74,9 +74,9 @@ def test_mutant_is_caught_and_rightly_named(pool, tmp_path, name):
 
 
 def reduce(*args: str):
-    reading = read_config([*TP2, *args])
-    assert reading.problems == []
-    return reduce_config(reading.config, 2)
+    given = read_config([*TP2, *args])
+    assert not given.problems
+    return reduce_config(given.config, 2)
 
 
 def test_the_command_certifies_a_config_from_a_cold_start():
@@ -153,10 +153,10 @@ def record_configs(run_ranks, configs: dict):
 
 
 def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
-    reading = read_config(["--config", "debug", *(f"--{pair}" for pair in UNUSUAL)])
-    assert reading.problems == []
+    given = read_config(["--config", "debug", *(f"--{pair}" for pair in UNUSUAL)])
+    assert not given.problems
     configs = defaultdict(list)
-    reduction = reduce_config(reading.config, 2)
+    reduction = reduce_config(given.config, 2)
     trials = make_trials(reduction, record_configs(pool.run, configs), tmp_path)
     report = make_report("debug", reduction, trials)
     text = describe(report)
@@ -165,7 +165,7 @@ def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
     for trial in report["trials"]:
         for config in configs[trial["name"]]:
             for key in filter(changes_results, KEYS):
-                asked, ran = get_value(reading.config, key), get_value(config, key)
+                asked, ran = get_value(given.config, key), get_value(config, key)
                 if asked != ran and asked not in (-1, "auto", None):
                     assert key in trial["replaced"], (trial["name"], key)
     of_train_py = report["trials"][2]

@@ -1,58 +1,18 @@
-"""Compare a config with the run that saved the checkpoint it continues from. One rule for each key. Needs no torch.
+"""Compare a config with the run that saved the checkpoint it continues from. Needs no torch.
 
-    refused    the state has no meaning with another value: data, batch, seed, kind of optimizer
-    free       another value gives the same training: layout, recompute, logs, folders. A key, or a section
-    noted      any other key: the run trains in another way from here on, so both values are printed
-
-preflight compares the sizes of the model and the tokenizer with the fingerprint in the manifest.
+The rule of a key is beside it in config/schema.py: refuse, note or free. preflight compares the sizes of the model and
+the tokenizer with the fingerprint in the manifest.
 """
 
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.starting_weights import NOT_ONLY, PATH, Weights
-from torchtitan_lite.config.checks import Problems
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.learning_rate import learning_rate_factor
+from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.reader import KEYS, flatten_table
-from torchtitan_lite.config.schema import Config, LRScheduler, get_value
-
-REFUSED = (
-    "training.dataset",
-    "training.dataset_weights",
-    "training.seq_len",
-    "training.global_batch_size",
-    "debug.seed",
-    "optimizer.name",
-    "optimizer.moments_dtype",
-)
-FREE = (
-    "model",
-    "training.dataset_path",
-    "training.cache_folder",
-    "training.local_batch_size",
-    "training.steps",
-    "training.enable_cpu_offload",
-    "training.loss_chunk_tokens",
-    "training.gc_freq",
-    "parallelism",
-    "checkpoint",
-    "validation",
-    "activation_checkpoint",
-    "compile",
-    "metrics",
-    "comm",
-    "debug",
-    "job",
-    "profiling",
-)
-NOTED = (  # in sections that are free
-    "model.attention",
-    "model.converters",
-    "parallelism.zero_plus_plus",
-    "parallelism.zero_plus_plus_node_size",
-    "validation.dataset",
-)
+from torchtitan_lite.config.schema import Config, LRScheduler, find_resume_rule, get_value
 
 
 def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, object]]:
@@ -86,14 +46,14 @@ def check_continued(
     notices = []
     different = list_different(config, weights)
     for key, (before, value) in different.items():
-        section = key.partition(".")[0]
-        is_free = key in FREE or (section in FREE and key not in NOTED)
-        if key in REFUSED and not (section == "optimizer" and starts_anew):
+        rule = find_resume_rule(key)
+        is_of_optimizer = key.startswith("optimizer.")
+        if rule == "refuse" and not (is_of_optimizer and starts_anew):
             remedy = f"Use {before!r}, or {new_run}"
-            if section == "optimizer":
+            if is_of_optimizer:
                 remedy += ", or start with new moments: --checkpoint.exclude_from_loading=optimizer"
             problems.refuse(key, f"{path} was trained with {before!r}", remedy)
-        elif not is_free:
+        elif rule != "free":
             notices.append(f"{key} is now {value!r}; {path} was trained with {before!r}")
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in different):
         notices.append(describe_rates(config, weights))
@@ -131,8 +91,9 @@ def excludes_moments(config: Config, manifest: Manifest, *, is_resumed: bool) ->
     saved = dict(flatten_table(manifest.run.get("config", {})))
     has_acted = "optimizer" in saved.get(key, [])
     is_usable = has_moments(manifest)
-    for name in REFUSED:
-        if name.startswith("optimizer.") and saved.get(name) != get_value(config, name):
+    for name in KEYS:
+        is_kind = name.startswith("optimizer.") and find_resume_rule(name) == "refuse"
+        if is_kind and saved.get(name) != get_value(config, name):
             is_usable = False
     return not (is_resumed and has_acted and is_usable)
 

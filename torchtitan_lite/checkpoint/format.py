@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchtitan_lite import files
 from torchtitan_lite.checkpoint.plan import Degrees, Slice, Split, TensorRecord, list_slices
-from torchtitan_lite.config import files
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs, RopeScaling

@@ -20,7 +20,7 @@ from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
 
-from torchtitan_lite.config.degrees import Layout
+from torchtitan_lite.config.layout import Layout
 
 WORLD_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")  # of the same ranks, for experts and routers

@@ -71,9 +71,9 @@ from torchtitan_lite.checkpoint.plan import (
     name_file,
 )
 from torchtitan_lite.checkpoint.ranks import do_on_rank_0, raise_on_all_ranks
-from torchtitan_lite.config.machine import describe_launch
 from torchtitan_lite.config.schema import Checkpoint, Config
 from torchtitan_lite.dtensor import find_shard
+from torchtitan_lite.files import describe_launch
 
 logger = logging.getLogger(__name__)
 

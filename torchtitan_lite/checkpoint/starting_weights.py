@@ -21,12 +21,12 @@ from torchtitan_lite.checkpoint.format import (
     read_manifest,
     require_files,
 )
-from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError, Problem, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Checkpoint, Config, get_value
-from torchtitan_lite.models.registry import CONFIG
+from torchtitan_lite.files import explain_hub_name
+from torchtitan_lite.models.registry import CONFIG, LENGTH
 
 PATH = "checkpoint.initial_load_path"
 NOT_ONLY = (
@@ -45,6 +45,12 @@ class Weights:
     published: dict[str, dict]
     manifest: Manifest | None = None  # None: a Hugging Face folder
     is_resumed: bool = False  # the checkpoint is in the dump folder
+    notices: tuple[str, ...] = ()  # what config.json says, but this trainer does not do
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that the weights were trained for, if their config.json says so."""
+        return self.published.get(CONFIG, {}).get(LENGTH)
 
 
 def find_resumed(config: Config, restarted: bool) -> Weights | None:
@@ -124,8 +130,10 @@ def find_initial(config: Config) -> Weights | None:
             return describe_checkpoint(path)
         folder = load_extension("hugging_face_folder").open_folder(path)
         model_args = replace(folder.model_args, name=config.model.name)
-        published = load_extension("hugging_face_config").read_published(path)
-        return Weights(path, model_args, str(path.absolute()), published)
+        reading = load_extension("hugging_face_config")
+        published = reading.read_published(path)
+        notices = tuple(reading.list_ignored(published[CONFIG], model_args))
+        return Weights(path, model_args, str(path.absolute()), published, notices=notices)
     except UserError as error:
         remedy = "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder"
         raise ConfigError([Problem(PATH, name, str(error), remedy)]) from None

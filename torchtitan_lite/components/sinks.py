@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from torch.utils.tensorboard import SummaryWriter
 
-from torchtitan_lite.config.files import import_extra
+from torchtitan_lite.files import import_extra
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,11 @@
 """Rules for configs that need only numbers: no files, no torch.
 
-layout.resolve_model calls check_model. layout.plan_layout calls check_layout and find_refused. preflight.py calls the
-other checks, and adds checks that read files. Each function checks all of its rules, so that a user sees every problem
-at once.
+resolve_model and plan_layout apply the rules of a model and of a layout. preflight.py calls the other checks, and adds
+checks that read files. Each function checks all of its rules, so that a user sees every problem at once.
 """
 
 import re
-from importlib.util import find_spec
+from dataclasses import replace
 from math import gcd
 
 from torchtitan_lite.config.block import (
@@ -18,12 +17,30 @@ from torchtitan_lite.config.block import (
     plan_float8,
 )
 from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
-from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.extensions import FLOAT8, check_extensions
-from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine, find_missing_compiler
-from torchtitan_lite.config.messages import Problem, Problems
-from torchtitan_lite.config.model_rows import TP_STYLES, ModelArgs
-from torchtitan_lite.config.schema import Config, Model, Parallelism, get_value
+from torchtitan_lite.config.layout import (
+    Layout,
+    Stages,
+    choose_chunk_tokens,
+    count_stages,
+    place_stages,
+    plan_batch,
+    plan_degrees,
+    plan_nodes,
+    plan_stages,
+    plan_zero_stage,
+)
+from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine
+from torchtitan_lite.config.messages import ConfigError, Problem, Problems
+from torchtitan_lite.config.model_rows import AUTO, TP_STYLES, ModelArgs
+from torchtitan_lite.config.schema import (
+    Config,
+    Model,
+    Parallelism,
+    get_value,
+    with_value,
+)
+from torchtitan_lite.models.registry import MODELS
 
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 TP = "parallelism.tensor_parallel_degree"
@@ -31,6 +48,36 @@ EP = "parallelism.expert_parallel_degree"
 # torch.nn.functional.grouped_mm: every stride is a multiple of this
 GROUPED_BYTES = 16
 N_BYTES = {"bfloat16": 2, "float32": 4}
+# keys of [model]
+MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
+
+
+# ---------------------------------------------------------------- model
+
+
+def resolve_model(model: Model) -> ModelArgs:
+    """Return the model of the flavor, or of the loaded weights, with the sizes in [model]. Raises ConfigError."""
+    row = find_row(model)
+    sizes = {name: getattr(model, name) or getattr(row, name) for name in MODEL_SIZES}
+    if model.head_dim is None and (model.dim or model.n_heads):
+        sizes["head_dim"] = sizes["dim"] // sizes["n_heads"]
+    model_args = replace(row, **sizes, name=model.name)
+    problems = check_model(model, model_args)
+    if problems:
+        raise ConfigError(problems)
+    return model_args
+
+
+def find_row(model: Model) -> ModelArgs:
+    """Return the model of the loaded weights, or of the flavor. Raises ConfigError."""
+    flavors = MODELS[model.name].flavors
+    flavor = "debug" if model.flavor == AUTO else model.flavor
+    row = model.row or flavors.get(flavor)
+    if row is None:
+        why = f"model.name = {model.name!r} has no such flavor"
+        remedy = f"Use one of {', '.join([*flavors, AUTO])}"
+        raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
+    return row
 
 
 def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
@@ -50,6 +97,56 @@ def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
 
 
 # ---------------------------------------------------------------- layout
+
+
+def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layout:
+    """Return the layout of a run on `world_size` ranks. Raises ConfigError with all problems, not only the first."""
+    section = config.parallelism
+    degrees = plan_degrees(section, world_size)
+    of_stages = Problems(config, model_args)
+    stages: Stages = ()
+    if section.pipeline_parallel_degree > 1:
+        check_stages(of_stages, count_stages(section, model_args.n_layers))
+    if not of_stages:
+        stages = plan_stages(section, model_args.n_layers)
+    layout = Layout(
+        **degrees,
+        **plan_batch(config, degrees),
+        **plan_nodes(section, degrees),
+        stages=stages,
+        stage_ranks=place_stages(section, len(stages)),
+        zero_stage=plan_zero_stage(section, n_shards=degrees["dp_shard"] * degrees["cp"]),
+        tied=model_args.tie_embeddings and section.pipeline_parallel_degree > 1,
+        ep=section.expert_parallel_degree if model_args.moe else 0,
+    )
+    problems = check_layout(config, model_args, layout, world_size) + of_stages
+    problems += find_refused(config, model_args, layout)
+    if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
+        local_batch_size = config.training.local_batch_size
+        problems += check_microbatches(
+            section, local_batch_size, layout.n_microbatches, len(stages)
+        )
+    if problems:
+        raise ConfigError(problems)
+    return layout
+
+
+def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
+    """Replace every automatic value of a config with the resolved value. A run logs and saves the result."""
+    param = config.training.mixed_precision_param
+    if param == "auto":
+        param = "bfloat16" if device_type == "cuda" else "float32"
+    for key, value in {
+        "parallelism.data_parallel_shard_degree": layout.dp_shard,
+        "parallelism.fsdp_reshard_after_forward": "default",  # zero_stage replaces it
+        "parallelism.zero_stage": layout.zero_stage,
+        "training.global_batch_size": layout.global_batch_size,
+        "training.mixed_precision_param": param,
+        "training.loss_chunk_tokens": choose_chunk_tokens(config.training, device_type),
+        "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
+    }.items():
+        config = with_value(config, key, value)
+    return config
 
 
 def check_layout(
@@ -102,6 +199,50 @@ def list_multiples(value: int, unit: int) -> str:
     """Return the nearest multiples of `unit` below and above `value`, as in "4 or 8"."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+def check_stages(problems: Problems, n_stages: int) -> None:
+    """Find why the schedule cannot run this number of stages, or the model has too few layers for them.
+
+    The first stage may have only the embedding, and the last only norm and head. Every other stage needs a layer.
+    """
+    section = problems.config.parallelism
+    pp = section.pipeline_parallel_degree
+    name = section.pipeline_parallel_schedule
+    schedule = SCHEDULES[name]
+    least = schedule.least_stages_per_rank
+    per_rank, rest = divmod(n_stages, pp)
+    most = schedule.most_stages_per_rank or per_rank
+    if rest or not least <= per_rank <= most:
+        why = f"it makes {n_stages} stages for {pp} pp ranks, but {name} needs {least} per rank"
+        remedy = f"Remove the key to get {pp * least} stages, or choose another schedule"
+        problems.refuse("parallelism.pipeline_parallel_layers_per_stage", why, remedy)
+    elif problems.model_args.n_layers < n_stages - 2:
+        why = f"each of the {n_stages} pipeline stages ({pp} pp ranks, {name}) needs a layer, except the first and last"
+        remedy = f"Use {n_stages - 2} layers or more, or fewer pp ranks"
+        problems.refuse("model.n_layers", why, remedy)
+
+
+def check_microbatches(
+    parallelism: Parallelism, local_batch_size: int, n_microbatches: int, n_stages: int
+) -> list[Problem]:
+    """Return a problem if the schedule cannot run this number of microbatches."""
+    pp = parallelism.pipeline_parallel_degree
+    name = parallelism.pipeline_parallel_schedule
+    n_rounds = max(1, n_microbatches // pp)
+    why = ""
+    if SCHEDULES[name].fills_pipeline and n_microbatches < n_stages:
+        why = f"{name} needs at least one for each of the {n_stages} stages"
+        remedy = (
+            "Raise it (or global_batch_size), lower pipeline_parallel_microbatch_size, or use GPipe"
+        )
+    elif SCHEDULES[name].in_rounds and n_microbatches % n_rounds:
+        why = f"{name} runs them in {n_rounds} equal rounds"
+        remedy = f"Use a multiple of {pp} microbatches"
+    if not why:
+        return []
+    why = f"it makes {n_microbatches} microbatches, but {why}"
+    return [Problem("training.local_batch_size", local_batch_size, why, remedy)]
 
 
 def count_pieces(parallelism: Parallelism) -> int:
@@ -274,7 +415,7 @@ def check_run(config: Config) -> list[Problem]:
 
 
 def check_machine(config: Config, machine: Machine) -> list[Problem]:
-    """Find features that these devices lack, and compilers and packages that this host lacks."""
+    """Find features that these devices lack."""
     problems = Problems(config)
     for key in (ASYNC_TP, "training.enable_cpu_offload", "profiling.enable_memory_snapshot"):
         if machine.device_type != "cuda" and get_value(config, key):
@@ -289,15 +430,4 @@ def check_machine(config: Config, machine: Machine) -> list[Problem]:
     if config.parallelism.context_parallel_degree > 1 and uses_kernels and in_float32:
         why = "the GPU kernels for context parallel compute in 16 bits"
         problems.refuse("training.mixed_precision_param", why, 'Use "bfloat16"')
-    if not machine.is_here:
-        return problems
-    if config.compile.enable and config.compile.backend == "inductor":
-        missing = find_missing_compiler(machine.device_type)
-        if missing:
-            why = f"inductor compiles C or C++, but {missing}"
-            remedy = 'Install it (Debian: apt install g++ python3-dev), or use compile.backend = "aot_eager"'
-            problems.refuse("compile.backend", why, remedy)
-    if config.metrics.enable_wandb and not find_spec("wandb"):
-        remedy = "Run `pip install wandb` (the extra `wandb`), or set the key to false: TensorBoard gets the same"
-        problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
     return problems

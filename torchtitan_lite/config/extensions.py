@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.degrees import Layout
+from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.schema import Config, get_value
 

@@ -1,100 +1,198 @@
-"""Plan the layout of a run from config, model and world size: degrees, stages, microbatches, ZeRO stage.
+"""The layout of a run: how many ranks each mesh dim has, and what each rank gets. Only numbers and names.
 
-A plan needs no process group: it is only numbers and names. checks.py has the rules. Training, planner, tests and docs
-call the same functions.
+    rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
+
+The innermost dims communicate most: tp several times per layer, so keep it inside a node; then cp; dp_shard once per
+layer; dp_replicate once per step; pp once per microbatch.
+
+    placement "loop", pp=2, 4 stages     rank 0: stages 0, 2      rank 1: stages 1, 3
+    placement "v",    pp=2, 4 stages     rank 0: stages 0, 3      rank 1: stages 1, 2
+
+checks.py has the rules, and `plan_layout`, which calls the functions here. Training, planner, tests and docs use it.
+Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
-from math import gcd
+from dataclasses import dataclass
+from itertools import islice
+from math import ceil, gcd, prod
 
-from torchtitan_lite.config.checks import check_layout, check_model, find_refused
-from torchtitan_lite.config.degrees import Layout, plan_degrees
-from torchtitan_lite.config.messages import ConfigError, Problem
-from torchtitan_lite.config.model_rows import AUTO, ModelArgs
-from torchtitan_lite.config.schedule import check_microbatches, place_stages, plan_stages
-from torchtitan_lite.config.schema import (
-    ActivationCheckpoint,
-    Config,
-    Model,
-    Parallelism,
-    Training,
-    with_value,
-)
-from torchtitan_lite.models.registry import MODELS
+from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism, Training
 
-# keys of [model]
-MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
+Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first to last
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 
 
-def resolve_model(model: Model) -> ModelArgs:
-    """Return the model of the flavor, or of the loaded weights, with the sizes in [model]. Raises ConfigError."""
-    row = find_row(model)
-    sizes = {name: getattr(model, name) or getattr(row, name) for name in MODEL_SIZES}
-    if model.head_dim is None and (model.dim or model.n_heads):
-        sizes["head_dim"] = sizes["dim"] // sizes["n_heads"]
-    model_args = replace(row, **sizes, name=model.name)
-    problems = check_model(model, model_args)
-    if problems:
-        raise ConfigError(problems)
-    return model_args
+@dataclass(frozen=True)
+class Layout:
+    """How the work is divided among ranks, with every automatic value resolved."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    stages: Stages  # FQNs of the modules of each pipeline stage, first to last
+    stage_ranks: tuple[int, ...]  # the pp rank of each stage
+    global_batch_size: int  # sequences per optimizer step
+    microbatch_size: int  # sequences per rank and forward pass
+    # per rank and step: accumulation steps; under PP, microbatches of the schedule
+    n_microbatches: int
+    # 1, 2 or 3: the tensors that FSDP shards over dp_shard x cp, see parallel/fsdp.py
+    zero_stage: int
+    tied: bool = False  # in a pipeline, the first and the last stage hold the same matrix
+    ep: int = 0  # ranks of dp_shard x cp x tp that share the experts of a layer; 0: the model has no experts
+    # Ranks of an FSDP group in a node (near), and its nodes (far). 1: ZeRO++ is off, or nodes do not split the group
+    fsdp_near: int = 1
+    fsdp_far: int = 1
+    efsdp_near: int = 1
+    efsdp_far: int = 1
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Size of each mesh dim, outermost first."""
+        return {dim: getattr(self, dim) for dim in MESH_DIMS}
+
+    @property
+    def used_dims(self) -> list[str]:
+        """Mesh dims with more than one rank, outermost first."""
+        return [dim for dim, degree in self.degrees.items() if degree > 1]
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.degrees.values())
+
+    @property
+    def dp(self) -> int:
+        """Number of ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Number of ranks among which FSDP shards a parameter."""
+        return self.dp_shard * self.cp
+
+    @property
+    def efsdp(self) -> int:
+        """Number of ranks among which FSDP shards the experts of one ep rank."""
+        return self.fsdp * self.tp // max(1, self.ep)
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Distance in ranks between neighbors on each mesh dim, and on the dims fsdp, ep and efsdp."""
+        strides = {}
+        stride = 1
+        for dim, degree in reversed(self.degrees.items()):
+            strides[dim] = stride
+            stride *= degree
+        strides |= {"fsdp": strides["cp"], "ep": 1, "efsdp": self.ep}
+        for dim in ("fsdp", "efsdp"):
+            strides[f"{dim}_near"] = strides[dim]
+            strides[f"{dim}_far"] = strides[dim] * getattr(self, f"{dim}_near")
+        return strides
+
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """Return the stages of one pp rank, first to last."""
+        return [stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank]
+
+    def __str__(self) -> str:
+        used = [f"{dim}{self.degrees[dim]}" for dim in self.used_dims]
+        text = " x ".join(used) or "one rank"
+        return f"{text}, ep{self.ep}" if self.ep > 1 else text
 
 
-def find_row(model: Model) -> ModelArgs:
-    """Return the model of the loaded weights, or of the flavor. Raises ConfigError."""
-    flavors = MODELS[model.name].flavors
-    flavor = "debug" if model.flavor == AUTO else model.flavor
-    row = model.row or flavors.get(flavor)
-    if row is None:
-        why = f"model.name = {model.name!r} has no such flavor"
-        remedy = f"Use one of {', '.join([*flavors, AUTO])}"
-        raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
-    return row
+def plan_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
+    """Return the size of each mesh dim. dp_shard = -1 becomes all remaining ranks."""
+    degrees = {
+        "pp": parallelism.pipeline_parallel_degree,
+        "dp_replicate": parallelism.data_parallel_replicate_degree,
+        "dp_shard": max(1, parallelism.data_parallel_shard_degree),
+        "cp": parallelism.context_parallel_degree,
+        "tp": parallelism.tensor_parallel_degree,
+    }
+    if parallelism.data_parallel_shard_degree == -1:
+        degrees["dp_shard"] = max(1, world_size // prod(degrees.values()))
+    return degrees
 
 
-def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layout:
-    """Return the layout of a run on `world_size` ranks. Raises ConfigError with all problems, not only the first."""
-    section = config.parallelism
-    degrees = plan_degrees(section, world_size)
-    stages, problems = plan_stages(section, model_args.n_layers)
-    layout = Layout(
-        **degrees,
-        **plan_batch(config, degrees),
-        **plan_nodes(section, degrees),
-        stages=stages,
-        stage_ranks=place_stages(section, len(stages)),
-        zero_stage=plan_zero_stage(section, n_shards=degrees["dp_shard"] * degrees["cp"]),
-        tied=model_args.tie_embeddings and section.pipeline_parallel_degree > 1,
-        ep=section.expert_parallel_degree if model_args.moe else 0,
-    )
-    problems = check_layout(config, model_args, layout, world_size) + problems
-    problems += find_refused(config, model_args, layout)
-    if layout.pp > 1 and not any("batch_size" in problem.key for problem in problems):
-        local_batch_size = config.training.local_batch_size
-        problems += check_microbatches(
-            section, local_batch_size, layout.n_microbatches, len(stages)
-        )
-    if problems:
-        raise ConfigError(problems)
-    return layout
+# ---------------------------------------------------------------- pipeline stages
 
 
-def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
-    """Replace every automatic value of a config with the resolved value. A run logs and saves the result."""
-    param = config.training.mixed_precision_param
-    if param == "auto":
-        param = "bfloat16" if device_type == "cuda" else "float32"
-    for key, value in {
-        "parallelism.data_parallel_shard_degree": layout.dp_shard,
-        "parallelism.fsdp_reshard_after_forward": "default",  # zero_stage replaces it
-        "parallelism.zero_stage": layout.zero_stage,
-        "training.global_batch_size": layout.global_batch_size,
-        "training.mixed_precision_param": param,
-        "training.loss_chunk_tokens": choose_chunk_tokens(config.training, device_type),
-        "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
-    }.items():
-        config = with_value(config, key, value)
-    return config
+def count_stages(parallelism: Parallelism, n_layers: int) -> int:
+    """Return the number of stages from the schedule and layers_per_stage."""
+    if parallelism.pipeline_parallel_degree == 1:
+        return 1
+    layers_per_stage = parallelism.pipeline_parallel_layers_per_stage
+    if layers_per_stage is None:
+        schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
+        return parallelism.pipeline_parallel_degree * schedule.least_stages_per_rank
+    load = n_layers + parallelism.pipeline_parallel_first_stage_less_layers
+    load += parallelism.pipeline_parallel_last_stage_less_layers
+    return ceil(load / layers_per_stage)
+
+
+def plan_stages(parallelism: Parallelism, n_layers: int) -> Stages:
+    """Return the FQNs of each stage, first to last. `check_stages` has accepted their number.
+
+    Every stage except the first and the last gets one layer. Each remaining layer goes to the stage with least load;
+    ties go to a stage without layers, then to the earliest. The two `less_layers` keys are the loads of embedding and
+    head, in layers. Llama 3 8B on pp4: 8, 9, 8, 7 layers. Llama 3 405B on 128 stages: 0, 1, 1, ..., 1, 0.
+    """
+    n_stages = count_stages(parallelism, n_layers)
+    if n_stages == 1:
+        return name_stages([n_layers])
+    sizes = [0, *[1] * (n_stages - 2), 0]  # layers per stage
+    others = [0] * n_stages  # load of other modules
+    others[0] = parallelism.pipeline_parallel_first_stage_less_layers
+    others[-1] = parallelism.pipeline_parallel_last_stage_less_layers
+
+    def rank_by_load(stage: int) -> tuple[int, bool]:
+        return sizes[stage] + others[stage], sizes[stage] > 0
+
+    for _ in range(n_layers - sum(sizes)):
+        sizes[min(range(n_stages), key=rank_by_load)] += 1
+    return name_stages(sizes)
+
+
+def name_stages(n_layers: list[int]) -> Stages:
+    """Return the FQNs of stages with these numbers of layers. Together they have all modules of a model."""
+    layers = [f"layers.{layer}" for layer in range(sum(n_layers))]
+    modules = iter(["tok_embeddings", *layers, "norm", "output"])
+    sizes = list(n_layers)  # in modules
+    sizes[0] += 1
+    sizes[-1] += 2
+    return tuple(tuple(islice(modules, size)) for size in sizes)
+
+
+def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:
+    """Return the pp rank of each stage."""
+    pp = parallelism.pipeline_parallel_degree
+    ranks = list(range(pp))
+    if SCHEDULES[parallelism.pipeline_parallel_schedule].placement == "v":
+        ranks += reversed(ranks)
+    return tuple(ranks[stage % len(ranks)] for stage in range(n_stages))
+
+
+# ---------------------------------------------------------------- batch, ZeRO, recompute
+
+
+def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
+    """Return global_batch_size, microbatch_size and n_microbatches, as in Layout.
+
+    Without PP, a microbatch is an accumulation step of local_batch_size sequences, or fewer if a rank has fewer. With
+    PP, all sequences of a step are microbatches of a single schedule, so each step has a single bubble.
+    """
+    training, section = config.training, config.parallelism
+    dp = degrees["dp_replicate"] * degrees["dp_shard"]
+    global_batch_size = training.global_batch_size
+    if global_batch_size == -1:
+        global_batch_size = training.local_batch_size * dp
+    microbatch_size = min(training.local_batch_size, max(1, global_batch_size // dp))
+    if degrees["pp"] > 1:
+        microbatch_size = section.pipeline_parallel_microbatch_size
+    sizes = {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size}
+    return sizes | {"n_microbatches": global_batch_size // dp // microbatch_size}
 
 
 def choose_chunk_tokens(section: Training, device_type: str) -> int:
@@ -130,24 +228,6 @@ def plan_nodes(section: Parallelism, degrees: dict[str, int]) -> dict[str, int]:
             sizes[f"{dim}_near"] = near
             sizes[f"{dim}_far"] = n_ranks // near
     return sizes
-
-
-def plan_batch(config: Config, degrees: dict[str, int]) -> dict[str, int]:
-    """Return global_batch_size, microbatch_size and n_microbatches, as in Layout.
-
-    Without PP, a microbatch is an accumulation step of local_batch_size sequences, or fewer if a rank has fewer. With
-    PP, all sequences of a step are microbatches of a single schedule, so each step has a single bubble.
-    """
-    training, section = config.training, config.parallelism
-    dp = degrees["dp_replicate"] * degrees["dp_shard"]
-    global_batch_size = training.global_batch_size
-    if global_batch_size == -1:
-        global_batch_size = training.local_batch_size * dp
-    microbatch_size = min(training.local_batch_size, max(1, global_batch_size // dp))
-    if degrees["pp"] > 1:
-        microbatch_size = section.pipeline_parallel_microbatch_size
-    sizes = {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size}
-    return sizes | {"n_microbatches": global_batch_size // dp // microbatch_size}
 
 
 def plan_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> dict[int, str]:

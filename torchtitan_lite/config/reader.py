@@ -9,10 +9,11 @@ reported, the key keeps its default, and the other keys are still checked.
 """
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
@@ -20,10 +21,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.config.arguments import expand_path, is_unicode, parse_whole
-from torchtitan_lite.config.degrees import Layout
 from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.memory_bound import MemoryBound
 from torchtitan_lite.config.messages import Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import PATH, Config, Job, get_value, with_value
@@ -53,67 +51,26 @@ KEYS = dict(list_types(Config))  # "training.steps" -> its type
 SECTIONS = list(dict.fromkeys(key.rpartition(".")[0] for key in KEYS))
 
 
-@dataclass
-class Prepared:
-    """A run before it starts. read_config fills the first five fields, preflight.py the others.
+@dataclass(frozen=True)
+class UserConfig:
+    """A config as the user gave it. It is complete even if there are problems: bad keys keep their defaults."""
 
-    The config is complete even if there are problems: bad keys keep their defaults.
-    """
-
-    config: Config  # after preflight, no automatic value is left in it
+    config: Config
     config_name: str  # name of the TOML file, without folder and extension
     chosen: frozenset[str]  # keys set by the command line or by a file outside configs/
-    problems: list[Problem]
-    notices: list[str]
-    weights: Any = None  # a starting_weights.Weights; None: the run starts from initial weights
-    tokenizer: Any = None  # a data.tokenizer.Tokenizer
-    model_args: ModelArgs | None = None
-    layout: Layout | None = None
-    memory: MemoryBound | None = None  # None: the memory of the device is unknown
-    title: str = ""  # model family, then flavor or folder of the weights: "qwen3 Qwen3-8B"
-    # What the user can do if the resumed checkpoint is already at the last step
-    finished: str = ""
+    problems: tuple[Problem, ...]
+    notices: tuple[str, ...]
 
-    @property
-    def dump_folder(self) -> Path:
-        return Path(self.config.job.dump_folder)
-
-    @property
-    def written_folder(self) -> Path | None:
-        """Folder that the run writes to; None with checkpoint.load_only, which writes no file."""
-        return None if self.config.checkpoint.load_only else self.dump_folder
-
-    @property
-    def where_kept(self) -> str:
-        """Where the results are, for people."""
-        if self.written_folder is None:
-            return "nothing was written (checkpoint.load_only)"
-        return f"everything is in {self.dump_folder}"
-
-    @property
-    def resumed_step(self) -> int:
-        """Step of the checkpoint that the run resumes from; 0: the run does not resume."""
-        return self.weights.manifest.step if self.weights and self.weights.is_resumed else 0
-
-    @property
-    def origin(self) -> str:
-        """Where the weights come from, for people."""
-        if self.weights is None:
-            return f"random weights (debug.seed {self.config.debug.seed})"
-        return f"weights of {self.weights.path}"
-
-    def refuse(self, key: str, why: str, remedy: str) -> None:
-        self.problems.append(Problem(key, get_value(self.config, key), why, remedy))
-
-    def change(self, key: str, value: object, why: str) -> None:
-        """Change the default of a key, and say so. Does nothing if the user chose a value."""
+    def with_default(self, key: str, value: object, why: str) -> "UserConfig":
+        """Return a copy with another default of a key, and a notice. Equal to `self` if the user chose a value."""
         if key in self.chosen or get_value(self.config, key) == value:
-            return
-        self.config = with_value(self.config, key, value)
-        self.notices.append(f"{key} is {value}, {why}")
+            return self
+        config = with_value(self.config, key, value)
+        notices = (*self.notices, f"{key} is {value}, {why}")
+        return replace(self, config=config, notices=notices)
 
 
-def read_config(args: list[str]) -> Prepared:
+def read_config(args: list[str]) -> UserConfig:
     """Read command-line arguments and the TOML file that they name. Does not raise: see `problems`."""
     texts, problems = parse_arguments(args)
     config_file = str(texts.pop("job.config_file", Job.config_file))
@@ -151,7 +108,8 @@ def read_config(args: list[str]) -> Prepared:
             why = "torchtitan_lite does not have this feature"
             problems.append(Problem(key, value, why, absent))
     chosen = map(find_key, texts) if is_shipped else given
-    return Prepared(config, Path(config_file).stem, frozenset(chosen), problems, notices)
+    name = Path(config_file).stem
+    return UserConfig(config, name, frozenset(chosen), tuple(problems), tuple(notices))
 
 
 # ---------------------------------------------------------------- command line and file
@@ -239,7 +197,6 @@ class WrongValue(Exception):
     """Raised for an invalid value of a key. The arguments are `why` and `remedy`, as in Problem."""
 
 
-BOOLEANS = {"true": True, "false": False}
 NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
 
 
@@ -260,10 +217,10 @@ def convert(kind: Any, value: Any) -> Any:
         return value
     if origin is list:
         if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
-            return [convert_text(inner[0], item) for item in split_list(inner[0], value)]
+            value = split_list(value)
         if not isinstance(value, list):
             raise WrongValue("it must be a list", 'Write ["a", "b"], or a,b on the command line')
-        return [convert(inner[0], item) for item in value]
+        return [convert_text(inner[0], item) for item in value]
     if NoneType in inner:  # `X | None`
         return None if value in ("none", "None") else convert(inner[0], value)
     if kind is float and type(value) is int:
@@ -288,29 +245,37 @@ def check_limits(value: Any, limits: Any) -> Any:
 
 
 def convert_text(kind: Any, text: Any) -> Any:
-    """Convert a value to the type of its key. Text may be a number, as int() and float() read it, or a boolean.
+    """Convert a value to the type of its key: a text as it is if the key takes texts, else as a literal.
 
     Raises WrongValue.
     """
     try:
         return convert(kind, text)
     except WrongValue:
-        if isinstance(text, str):
-            for read in (parse_whole, float, BOOLEANS.__getitem__):
-                with suppress(ValueError, KeyError):
-                    return convert(kind, read(text.lower()))
-        raise
+        literal = parse_literal(text)
+        if literal is None:
+            raise
+        return convert(kind, literal)
 
 
-def split_list(kind: Any, text: str) -> list[Any]:
-    """Return the items of ["a", "b"] in TOML, [a,b] after a shell removed the quotes, a,b, or a,b;c,d if nested."""
-    with suppress(tomllib.TOMLDecodeError):
-        value = tomllib.loads(f"value = {text}")["value"]
-        if isinstance(value, list):
-            return value
-    separator = r"\]\s*,|;" if get_origin(kind) is list else ","
-    items = [item.strip("[]\"' ") for item in re.split(separator, text)]
-    return list(filter(None, items))
+def parse_literal(text: Any) -> Any:
+    """Return the value of a TOML literal, such as 8, 1e-3, true or ["a"]; None if this is no text, or no literal."""
+    if isinstance(text, str):
+        with suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(f"value = {text}")["value"]
+        with suppress(ValueError):
+            return float(text)  # TOML does not have .5 and 3.e-4
+    return None
+
+
+def split_list(text: str) -> list[Any]:
+    """Return the items of a TOML list, or of a text with commas. Raises WrongValue."""
+    literal = parse_literal(text)
+    if isinstance(literal, list):
+        return literal
+    if text.startswith("["):  # a shell has removed the quotes
+        raise WrongValue("it is not a TOML list", """Write a,b, or quote the list: '["a", "b"]'""")
+    return list(filter(None, map(str.strip, text.split(","))))
 
 
 def suggest_key(key: str) -> str:
@@ -324,6 +289,29 @@ def suggest_key(key: str) -> str:
         if near
         else f"`{name_command('check --keys')}` prints all keys"
     )
+
+
+# ---------------------------------------------------------------- paths
+
+
+def expand_path(text: str) -> str:
+    """Replace ~ and $VAR in a path that does not exist as written.
+
+    Raises UserError for an unknown user or variable, and for a name that is not UTF-8, as all files of a run are.
+    """
+    expanded = text
+    if not os.path.exists(text):
+        expanded = os.path.expanduser(os.path.expandvars(text))
+        if unset := re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", expanded):
+            raise UserError(f"the user or environment variable {unset[0]} does not exist")
+    if not is_unicode(expanded):
+        raise UserError(f"{expanded!a} is not UTF-8: rename it")
+    return expanded
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether Python could decode all bytes of `text`, which are UTF-8 on almost all systems."""
+    return not re.search("[\ud800-\udfff]", text)
 
 
 # ---------------------------------------------------------------- writing

@@ -56,6 +56,19 @@ PATH = "path"
 PathText = Annotated[str, PATH]  # reader.py expands ~ and $VAR
 
 
+def key(default: Any, *, resume: Literal["refuse", "note"]) -> Any:
+    """Return a field that matters to a run that continues from a checkpoint.
+
+    refuse    the saved state has no meaning with another value: data, batch, seed, kind of optimizer
+    note      the run trains in another way from here on, so both values are printed
+    (free)    any other key: another value gives the same training: layout, recompute, logs, folders
+    """
+    metadata = {"resume": resume}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True)
 class Model:
     name: Literal[tuple(MODELS)] = "llama3"  # a folder of models/
@@ -74,9 +87,9 @@ class Model:
     ffn_dim: Size | None = None  # new: hidden dim of the feed-forward
     vocab_size: Size | None = None  # new
     # new: document: tokens attend only within their document
-    attention: Literal[tuple(ATTENTIONS)] = "causal"
+    attention: Literal[tuple(ATTENTIONS)] = key("causal", resume="note")
     # ["float8"]: linear layers compute in float8, see [quantize.linear.float8]
-    converters: list[Literal["float8", "quantize.linear.float8"]] = field(default_factory=list)
+    converters: list[Literal["float8", "quantize.linear.float8"]] = key([], resume="note")
 
     row: ModelArgs | None = None  # not a key: the model of the loaded weights; replaces the flavor
 
@@ -89,40 +102,42 @@ class Model:
 @dataclass(frozen=True)
 class Training:
     # corpora: names in DATASETS (data/corpus_folder.py), or folders that `prepare` wrote
-    dataset: list[PathText] = field(default_factory=lambda: ["python_stdlib"])
+    dataset: list[PathText] = key(["python_stdlib"], resume="refuse")
     # folder or file of a downloaded corpus (c4, c4_test); empty: the folder in DATASETS
     dataset_path: PathText = ""
     # new: sampling weight per corpus; empty: by size
-    dataset_weights: list[AboveZero] = field(default_factory=list)
+    dataset_weights: list[AboveZero] = key([], resume="refuse")
     # new: tokens of named corpora, and compiled code; all runs share it
     cache_folder: PathText = "outputs/cache"
     # upper bound on the sequences per data-parallel rank and forward pass; a rank whose share of global_batch_size is
     # smaller passes its share. Under PP: divides the share
     local_batch_size: Size = 8
     # sequences per step; auto: local_batch_size x data-parallel ranks. Smaller on a CPU unless set
-    global_batch_size: SizeOrAuto = -1
+    global_batch_size: SizeOrAuto = key(-1, resume="refuse")
     # tokens per sequence. Unless set: at most the context length of Hugging Face weights, and at most 512 on a CPU
-    seq_len: Size = 2048
+    seq_len: Size = key(2048, resume="refuse")
     steps: Positive = 10000
     # gradients are scaled down to this global 2-norm; 0: never
-    max_norm: ZeroOrMore = 1.0
+    max_norm: ZeroOrMore = key(1.0, resume="note")
     # new: skip the update of a step whose gradient norm is more than this times its running median, such as 3; 0: never
-    skip_spikes: ZeroOrMore = 0.0
+    skip_spikes: ZeroOrMore = key(0.0, resume="note")
     # new: number of steps in that median, skipped steps included. If norms rise for good, half as many steps are
     # skipped; then the higher level is accepted
-    spike_window: Annotated[int, Range(2, 2**20)] = 32
+    spike_window: Annotated[int, Range(2, 2**20)] = key(32, resume="note")
     # compute dtype; auto: bfloat16 on CUDA
-    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
-    mixed_precision_reduce: Literal["float32"] = "float32"  # dtype of gradient reduction
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = key("auto", resume="note")
+    # dtype of gradient reduction
+    mixed_precision_reduce: Literal["float32"] = key("float32", resume="note")
     # keep weights, gradients and optimizer state on the host; update weights there
     enable_cpu_offload: bool = False
-    loss: Literal[tuple(LOSSES)] = "cross_entropy"  # new: loss of a token, a formula of its logits
+    # new: loss of a token, a formula of its logits
+    loss: Literal[tuple(LOSSES)] = key("cross_entropy", resume="note")
     # new: number of tokens whose logits a rank computes at a time; 0: all; auto: 4096 on CUDA, else 1024
     loss_chunk_tokens: Annotated[int, Range(0, MANY, auto=-1)] = -1
     # new: change of an expert's bias per step to balance the load; 0: no bias (default with Hugging Face weights)
-    expert_bias_rate: Share = 1e-3
+    expert_bias_rate: Share = key(1e-3, resume="note")
     # new: weight of the load-balancing loss per sequence (DeepSeek-V3: 1e-4; Mixtral and Qwen3: 1e-3 or more)
-    expert_balance_loss: ZeroOrMore = 0.0
+    expert_balance_loss: ZeroOrMore = key(0.0, resume="note")
     # steps between Python garbage collections, which all ranks run at the same step
     gc_freq: Positive = 50
 
@@ -138,8 +153,8 @@ class Parallelism:
     # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; under PP 1; with a single shard 2
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     # new: keep a node's shards for backward (hpz); round the weights (qwz) and gradients (qgz) that FSDP sends to int8
-    zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = field(default_factory=list)
-    zero_plus_plus_node_size: Degree = 8  # new: number of ranks in a node
+    zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([], resume="note")
+    zero_plus_plus_node_size: Degree = key(8, resume="note")  # new: number of ranks in a node
     tensor_parallel_degree: Degree = 1
     # overlap TP collectives with chunks of matmuls; inductor on CUDA
     enable_async_tensor_parallel: bool = False
@@ -148,14 +163,10 @@ class Parallelism:
     pipeline_parallel_microbatch_size: Size = 1  # sequences per microbatch
     # default: one stage per rank, or two if interleaved
     pipeline_parallel_layers_per_stage: Layers | None = None
-    pipeline_parallel_first_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = (
-        1  # load of the embedding, in layers
-    )
-    pipeline_parallel_last_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = (
-        1  # load of norm and head, in layers
-    )
-    # the modules of each stage, by FQN
-    module_fqns_per_model_part: list[list[str]] = field(default_factory=list)
+    # load of the embedding, in layers
+    pipeline_parallel_first_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
+    # load of norm and head, in layers
+    pipeline_parallel_last_stage_less_layers: Annotated[int, Range(0, MOST_LAYERS)] = 1
     context_parallel_degree: Degree = 1  # ranks that share each sequence
     # how cp ranks exchange keys and values
     context_parallel_rotate_method: Literal["allgather", "ring"] = "allgather"
@@ -165,26 +176,28 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Optimizer:
-    name: Literal[tuple(OPTIMIZERS)] = "AdamW"  # SGD has no momentum
-    lr: ZeroOrMore = 8e-4  # peak learning rate
-    beta1: Decay = 0.9
-    beta2: Decay = 0.95
-    eps: AboveZero = 1e-8  # must be positive: otherwise a zero gradient gives 0/0
-    weight_decay: ZeroOrMore = 0.1  # decoupled, on every parameter
+    name: Literal[tuple(OPTIMIZERS)] = key("AdamW", resume="refuse")  # SGD has no momentum
+    lr: ZeroOrMore = key(8e-4, resume="note")  # peak learning rate
+    beta1: Decay = key(0.9, resume="note")
+    beta2: Decay = key(0.95, resume="note")
+    # must be positive: otherwise a zero gradient gives 0/0
+    eps: AboveZero = key(1e-8, resume="note")
+    weight_decay: ZeroOrMore = key(0.1, resume="note")  # decoupled, on every parameter
     # SGD and Muon use foreach instead of fused
-    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    implementation: Literal["fused", "foreach", "for-loop"] = key("fused", resume="note")
     # new: bfloat16 saves 4 bytes per parameter of AdamW
-    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    moments_dtype: Literal["float32", "bfloat16"] = key("float32", resume="refuse")
 
 
 @dataclass(frozen=True)
 class LRScheduler:
-    warmup_steps: NotNegative = 200  # linear, from 0 to the peak
-    total_steps: Positive | None = None  # length of the whole schedule; default: training.steps
+    warmup_steps: NotNegative = key(200, resume="note")  # linear, from 0 to the peak
+    # length of the whole schedule; default: training.steps
+    total_steps: Positive | None = key(None, resume="note")
     # fraction of the steps, at the end, that decay; default: all steps after warm-up
-    decay_ratio: Share | None = None
-    decay_type: Literal[tuple(DECAYS)] = "linear"
-    min_lr_factor: Share = 0.0  # the decay ends at this fraction of the peak
+    decay_ratio: Share | None = key(None, resume="note")
+    decay_type: Literal[tuple(DECAYS)] = key("linear", resume="note")
+    min_lr_factor: Share = key(0.0, resume="note")  # the decay ends at this fraction of the peak
 
 
 @dataclass(frozen=True)
@@ -222,7 +235,7 @@ class Validation:
     # compute the loss on validation documents, which are the same on every layout
     enable: bool = False
     # as training.dataset; empty: validation split of training.dataset
-    dataset: list[PathText] = field(default_factory=list)
+    dataset: list[PathText] = key([], resume="note")
     dataset_path: PathText = ""  # as training.dataset_path; empty: the same path
     freq: Positive = 10  # steps between validations; also runs after the first and the last step
     # batches of training.global_batch_size, spread over the split; auto: all of it
@@ -253,14 +266,17 @@ class Compile:
 @dataclass(frozen=True)
 class Float8:
     # see model/float8_linear.py; the rowwise recipes are in extensions/float8_rowwise.py
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
+        "tensorwise", resume="note"
+    )
     # skip layers whose FQN contains one of these; "auto_filter_small_kn": skip layers that float8 would slow down
-    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
-    enable_fsdp_float8_all_gather: bool = False  # all-gather weights in float8; tensorwise only
+    filter_fqns: list[str] = key(["output"], resume="note")
+    # all-gather weights in float8; tensorwise only
+    enable_fsdp_float8_all_gather: bool = key(False, resume="note")
     # compute all their scales in one all-reduce per step
-    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    precompute_float8_dynamic_scale_for_fsdp: bool = key(False, resume="note")
     # round to float8 and multiply in higher precision, for devices without float8
-    emulate: bool = False
+    emulate: bool = key(False, resume="note")
 
 
 @dataclass(frozen=True)
@@ -296,7 +312,7 @@ class Comm:
 @dataclass(frozen=True)
 class Debug:
     # for initial weights and order of samples, which are the same on every layout
-    seed: Annotated[int, Range(0, LARGEST_SEED)] = 0
+    seed: Annotated[int, Range(0, LARGEST_SEED)] = key(0, resume="refuse")
     deterministic: bool = False  # use torch's deterministic algorithms
     # new: steps between comparisons of replicas, which find damage; 0: never
     compare_copies_every: NotNegative = 0
@@ -355,6 +371,13 @@ ONE_SHOT = {
     "checkpoint.load_step": "--checkpoint.load_step=-1",
     "checkpoint.exclude_from_loading": "--checkpoint.exclude_from_loading=[]",
 }
+
+
+def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
+    """Return what happens if a run continues with another value of this key."""
+    section, _, name = key.rpartition(".")
+    fields = type(get_value(Config(), section)).__dataclass_fields__
+    return fields[name].metadata.get("resume", "free")
 
 
 def get_value(config: Config, key: str) -> Any:

@@ -26,12 +26,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_lite.config.arguments import explain_hub_cache
 from torchtitan_lite.config.checks import Problems
-from torchtitan_lite.config.files import read_json
 from torchtitan_lite.config.messages import Problem, UserError, name_command
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.files import explain_hub_cache, read_json
 
 FORMAT = 3
 MANIFEST = "manifest.json"

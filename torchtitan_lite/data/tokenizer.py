@@ -26,10 +26,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from torchtitan_lite import REPOSITORY
-from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.config.files import refuse_pointer
 from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.files import explain_hub_name, refuse_pointer
 
 try:
     import tiktoken
@@ -128,6 +127,10 @@ class Tokenizer:
             return self.decode_text(ids)
         tokens = [self.bytes_of_id[token_id] for token_id in ids]
         return b"".join(tokens).decode(errors="replace")
+
+    def __reduce__(self) -> tuple:
+        """Another process loads the file again: functions that encode cannot be sent."""
+        return load_tokenizer, (self.path,)
 
     def bytes_of_tokens(self) -> list[int]:
         """Return the number of bytes of each id; 0 for special tokens and unused ids. See count_bytes in dataset.py."""

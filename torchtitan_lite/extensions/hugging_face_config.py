@@ -18,7 +18,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.files import JsonObject, has_kind, read_json, shorten
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import (
     ABOVE_ZERO,
@@ -28,6 +27,7 @@ from torchtitan_lite.config.model_rows import (
     MoEArgs,
     RopeScaling,
 )
+from torchtitan_lite.files import JsonObject, has_kind, read_json, shorten
 from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS, find_model_type
 
 GENERATION_CONFIG = "generation_config.json"

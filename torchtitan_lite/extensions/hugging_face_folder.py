@@ -25,13 +25,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan_lite.config.block import list_parameters
-from torchtitan_lite.config.files import import_extra, read_json, refuse_pointer
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.extensions.hugging_face_config import (
     HuggingFaceError,
     find_family,
     read_model_args,
 )
+from torchtitan_lite.files import import_extra, read_json, refuse_pointer
 from torchtitan_lite.models.registry import CONFIG
 
 SINGLE_FILE = "model.safetensors"

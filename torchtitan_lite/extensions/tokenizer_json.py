@@ -13,9 +13,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.files import JsonObject, import_extra, read_json
 from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, compose, encode_by_tiktoken
 from torchtitan_lite.extensions.byte_level_bpe import AFFIXES, read_byte_level_bpe, spell_token
+from torchtitan_lite.files import JsonObject, import_extra, read_json
 
 SPECIAL_MAP = "special_tokens_map.json"  # older than tokenizer_config.json
 

@@ -33,6 +33,7 @@ ABSENT = {
     "parallelism.enable_compiled_autograd": False,
     "parallelism.pipeline_parallel_schedule_csv": "",
     "parallelism.pipeline_parallel_split_points": [],
+    "parallelism.module_fqns_per_model_part": [],
     "parallelism.expert_tensor_parallel_degree": 1,
     "activation_checkpoint.debug": False,
     "activation_checkpoint.determinism_check": "default",
@@ -74,10 +75,18 @@ def resolve_alias(written: str) -> str:
     return ALIASES.get(written, written)
 
 
+REPLACED = {  # key of a missing feature -> the key that serves instead
+    "parallelism.module_fqns_per_model_part": "parallelism.pipeline_parallel_layers_per_stage",
+}
+
+
 def explain_absent(key: str, value: object) -> str | None:
     """Return a remedy if this value enables a missing torchtitan feature, "" if not, None for an unknown key."""
     if key not in ABSENT:
         return "" if key.startswith(SETTINGS) else None
     off = ABSENT[key]
     is_off = value in ("", "none") or str(value).lower() == str(off).lower()
-    return "" if is_off else f"Leave it out, or set it to {off!r}"
+    if is_off:
+        return ""
+    remedy = f"Leave it out, or set it to {off!r}"
+    return f"{remedy}. {REPLACED[key]} serves instead" if key in REPLACED else remedy

@@ -44,23 +44,23 @@ from torchtitan_lite.checkpoint.save import (
 from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint, names_step
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.reader import Prepared
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.models.registry import CONFIG
 from torchtitan_lite.parallel.process_groups import Groups, Place
+from torchtitan_lite.run_spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
 
 def build_savers(
-    run: Run, plan: Prepared, place: Place, groups: Groups, fingerprint: dict[str, object]
+    run: Run, spec: RunSpec, place: Place, groups: Groups, fingerprint: dict[str, object]
 ) -> list[CheckpointSaver]:
     """Return what saves after each step: checkpoints, then snapshots if checkpoint.local_folder is set.
 
     Collective over all ranks if snapshots are on.
     """
     section = run.config.checkpoint
-    published = plan.weights.published if plan.weights else {}
+    published = spec.weights.published if spec.weights else {}
     about = describe_run(run.config, run.layout.degrees, published)
     manifest = Manifest(0, fingerprint, about, mesh=list_degrees(run.layout))
     options = {
@@ -69,7 +69,7 @@ def build_savers(
         "device": run.device,
         "extension_state": run.extension_state,
     }
-    folder = plan.dump_folder
+    folder = spec.dump_folder
     savers = [CheckpointSaver(folder / section.folder, section, group=groups.saver, **options)]
     if section.local_folder:
         snapshots = load_extension("snapshots").Snapshots(

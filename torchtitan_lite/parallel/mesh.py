@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_lite.config.degrees import MESH_DIMS, Layout
+from torchtitan_lite.config.layout import MESH_DIMS, Layout
 
 
 @dataclass(frozen=True)

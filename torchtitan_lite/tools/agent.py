@@ -37,6 +37,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torchtitan_lite.components.endings import describe_signal, write_ending
 from torchtitan_lite.components.signals import SIGNALS, STOPPED, StopFlag, handle_signals
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.tools.faults import hang
 from torchtitan_lite.tools.hosts import (
     STORE_TIMEOUT_S,
@@ -114,10 +115,8 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
 
-def run_agent(
-    work: Callable, args: list[str], n_local: int, n_hosts: int, signals: Signals, store: Any
-) -> Ending:
-    """Call `work(args, folder)` on each rank of this host. `store` is shared by several hosts; None on one host."""
+def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: Any) -> Ending:
+    """Call `run_rank(*run)` on each rank of this host. `store` is shared by several hosts; None on one host."""
     logging.disable(logging.ERROR)  # torchrun's long reports
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"  # needs one; we forward SIGNALS
     address = "127.0.0.1:0"  # port 0: any free port
@@ -143,21 +142,21 @@ def run_agent(
     hidden = dict.fromkeys(set(range(n_local)) - shown, Std.ERR)
     starts = Starts(str(signals.folder), redirects=hidden, local_ranks_filter=shown)
     try:
-        spec = WorkerSpec(
+        workers = WorkerSpec(
             "rank",
             n_local,
             get_rendezvous_handler(meeting),
             entrypoint=run_rank,
-            args=(work, args, signals.folder),
+            args=run,
             max_restarts=read_number("MAX_RESTARTS"),
             monitor_interval=0.1,
             local_addr=local_address,
         )
-        agent = Agent(spec, starts, signals, store)
+        agent = Agent(workers, starts, signals, store)
         try:
             result = agent.run()
         finally:
-            spec.rdzv_handler.shutdown()
+            workers.rdzv_handler.shutdown()
     except RunStopped as stopped:
         return Ending(*stopped.args)
     except Exception as error:  # hosts cannot connect, or a port is in use
@@ -220,13 +219,13 @@ def read_if_any(path: Path) -> str:
 # ---------------------------------------------------------------- in a rank
 
 
-def run_rank(work: Callable, args: list[str], folder: Path) -> int:
-    """Return the status of `work(args, folder)`, which is one rank. If it fails, write why, and end the process."""
+def run_rank(work: Callable, args: list[str], folder: Path, spec: RunSpec) -> int:
+    """Return the status of `work(args, folder, spec)`: one rank. If it fails, write why, and end the process."""
     faulthandler.enable()  # a crash prints the stacks of all threads
     rank = os.environ["RANK"]
     status = 1
     try:
-        status = work(args, folder)
+        status = work(args, folder, spec)
         if status in (0, *STOPPED):
             return status
     except UserError as error:
@@ -245,12 +244,12 @@ def run_rank(work: Callable, args: list[str], folder: Path) -> int:
     sys.exit(status)
 
 
-def train_rank(args: list[str], folder: Path) -> int:
+def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
     """Train as one rank. Return the status of train.py."""
     stop = StopFlag(os.environ["RANK"])
     stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    status = importlib.import_module("train").main(args, stop)  # imported by the fork server
+    status = importlib.import_module("train").main(args, stop, spec)  # imported by the fork server
     if status in STOPPED and ":" in os.environ.get("NNODES", ""):
         handle_signals(signal.SIG_DFL)
         if not stop.received:

@@ -23,18 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.build import Run, build_run, find_model_class
-from torchtitan_lite.config.files import import_extra
-from torchtitan_lite.config.layout import plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.machine import detect_machine
+from torchtitan_lite.config.checks import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.extensions.hugging_face_export import make_config
+from torchtitan_lite.files import import_extra
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.step import train_step
+from torchtitan_lite.tools.detect import detect_machine
 from torchtitan_lite.tools.verify.plain import make_batch
 from torchtitan_lite.tools.verify.reduction import override
 

@@ -8,16 +8,20 @@ import shlex
 from argparse import Namespace
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from math import ceil, lcm
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters
 from torchtitan_lite.config.extensions import EXTENSIONS
-from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine, detect_machine
+from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
 from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, find_key, read_config, suggest_key
 from torchtitan_lite.config.schema import MANY, MOST_RANKS, PATH, Config, Range, get_value
-from torchtitan_lite.preflight import Prepared, preflight
+from torchtitan_lite.preflight import resolve
+from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.tools.detect import detect_machine
+from torchtitan_lite.tools.host_rules import bound_memory, check_host
 from torchtitan_lite.tools.hosts import read_hosts, read_number
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, describe_node
 
@@ -43,10 +47,11 @@ def main(options: Namespace) -> int:
         return 0
     if options.gpus is None:
         machine, n_ranks, n_hosts = choose_host()
-        print(describe_prepared(check(options.config_args, machine, n_ranks, n_hosts), machine))
+        spec = check(options.config_args, machine, n_ranks, n_hosts)
+        print(describe_spec(spec, n_hosts))
         return 0
     machine = describe_node(CLUSTERS[options.gpu], options.gpus)
-    print(describe_prepared(check(options.config_args, machine, options.gpus, 1), machine))
+    print(describe_spec(check(options.config_args, machine, options.gpus, 1)))
     args = shlex.join([*options.config_args, "--gpus", str(options.gpus), "--gpu", options.gpu])
     print(f"  next    for activations, run: {name_command(f'plan {args}')}")
     return 0
@@ -80,28 +85,34 @@ def choose_host() -> tuple[Machine, int | None, int]:
     return machine, n_each * n_hosts or None, n_hosts
 
 
-def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts: int) -> Prepared:
+def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts: int) -> RunSpec:
     """Return a run that can start, with the same number of ranks on each of `n_hosts`. Raises ConfigError."""
-    prepared = preflight(config_args, machine=machine, n_ranks=n_ranks, n_hosts=n_hosts)
-    if prepared.layout.world_size % n_hosts:
-        why = f"it does not divide the world size {prepared.layout.world_size}"
+    spec = resolve_on_hosts(config_args, machine, n_ranks, n_hosts)
+    if spec.layout.world_size % n_hosts:
+        why = f"it does not divide the world size {spec.layout.world_size}"
         remedy = "Set NGPU to the number of ranks per host"
         raise ConfigError([Problem("NNODES", n_hosts, why, remedy)])
-    check_fewer_hosts(prepared, config_args, machine, n_hosts)
-    n_local = prepared.layout.world_size // n_hosts
+    check_fewer_hosts(spec, config_args, n_hosts)
+    n_local = spec.layout.world_size // n_hosts
     shown = os.environ.get("LOG_RANK") or "0"
     if machine.is_here and max(map(int, shown.split(","))) >= n_local:
         why = f"this host has the ranks 0 to {n_local - 1}"
         raise ConfigError([Problem("LOG_RANK", shown, why, "Name ranks of this host")])
-    return prepared
+    return spec
 
 
-def check_fewer_hosts(
-    prepared: Prepared, config_args: list[str], machine: Machine, n_hosts: int
-) -> None:
-    """Check every smaller number of hosts that NNODES allows. `prepared`: on `n_hosts`. Raises ConfigError."""
+def resolve_on_hosts(
+    config_args: list[str], machine: Machine, n_ranks: int | None = None, n_hosts: int = 1
+) -> RunSpec:
+    """Resolve a run with the rules about its hosts. Raises ConfigError."""
+    rules = partial(check_host, args=config_args, machine=machine, n_hosts=n_hosts)
+    return resolve(config_args, machine=machine, n_ranks=n_ranks, n_hosts=n_hosts, check_host=rules)
+
+
+def check_fewer_hosts(spec: RunSpec, config_args: list[str], n_hosts: int) -> None:
+    """Check every smaller number of hosts that NNODES allows. `spec`: on `n_hosts`. Raises ConfigError."""
     problems = []
-    layout = prepared.layout
+    layout = spec.layout
     sizes = range(read_hosts()[0], n_hosts)
     config = read_config(config_args).config  # -1 is not resolved
     is_safe = config.checkpoint.enable and config.training.global_batch_size > 0
@@ -109,11 +120,11 @@ def check_fewer_hosts(
         why = "a lost host costs a restart from the newest checkpoint, with the same global batch"
         remedy = f"Set MAX_RESTARTS, checkpoint.enable = true, and {BATCH}"
         problems.append(Problem("NNODES", os.environ["NNODES"], why, remedy))
-    unit = prepared.config.training.local_batch_size * lcm(*sizes, n_hosts) * layout.dp // n_hosts
+    unit = spec.config.training.local_batch_size * lcm(*sizes, n_hosts) * layout.dp // n_hosts
     for size in sizes:
         n_ranks = layout.world_size // n_hosts * size
         try:
-            preflight(config_args, machine=machine, n_ranks=n_ranks, n_hosts=size)
+            resolve_on_hosts(config_args, spec.machine, n_ranks, size)
         except ConfigError as error:
             for problem in error.problems:
                 why = f"on {size} of {n_hosts} hosts, {problem.why}"
@@ -125,11 +136,13 @@ def check_fewer_hosts(
         raise ConfigError(problems)
 
 
-def describe_prepared(prepared: Prepared, machine: Machine) -> str:
+def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
     """Return the result for people, one line per topic."""
-    config = prepared.config
-    layout = prepared.layout
-    args = prepared.model_args
+    config = spec.config
+    layout = spec.layout
+    machine = spec.machine
+    args = spec.model_args
+    memory = bound_memory(config, args, layout.world_size, machine, n_hosts)
     tokens = layout.global_batch_size * config.training.seq_len
     flops = count_flops_per_token(args, config.training.seq_len)
     active = f" ({count_parameters(args, active=True):,} active)" if args.moe else ""
@@ -138,15 +151,15 @@ def describe_prepared(prepared: Prepared, machine: Machine) -> str:
     if layout.pp == 1 and layout.microbatch_size < n_local:
         bound = f" (training.local_batch_size allows {n_local})"
     rows = {
-        "model": f"{prepared.title}, {count_parameters(args):,} parameters{active}, "
+        "model": f"{spec.title}, {count_parameters(args):,} parameters{active}, "
         f"{flops.full / 1e9:.3g} GFLOP per token ({flops.causal / 1e9:.3g} with causal attention)",
-        "start": prepared.origin,
+        "start": spec.origin,
         "mesh": str(layout) if layout.world_size == 1 else f"{layout.world_size} ranks: {layout}",
         "batch": f"{layout.global_batch_size} sequences of {config.training.seq_len} tokens make {tokens:,} per step: "
         f"data-parallel ranks {layout.dp} x microbatches {layout.n_microbatches} x sequences {layout.microbatch_size}"
         f"{bound}",
-        "memory": prepared.memory or "not checked, because its size is unknown",
-        "files": f"{prepared.dump_folder}, tokens cached in {config.training.cache_folder}",
+        "memory": memory or "not checked, because its size is unknown",
+        "files": f"{spec.dump_folder}, tokens cached in {config.training.cache_folder}",
     }
     if layout.pp > 1:
         n_layers = [sum(name.startswith("layers.") for name in stage) for stage in layout.stages]
@@ -161,15 +174,15 @@ def describe_prepared(prepared: Prepared, machine: Machine) -> str:
         if config.activation_checkpoint.mode == "selective" and not config.compile.enable:
             slow = 'activation_checkpoint.mode = "selective" is slow without compile on a CPU'
             rows["note"] = f'{slow}. If memory allows, use "none"'
-    if prepared.resumed_step:
-        rows["resumes"] = f"after step {prepared.resumed_step}"
+    if spec.resumed_step:
+        rows["resumes"] = f"after step {spec.resumed_step}"
     where = machine.name if machine.is_here else f"{layout.world_size} x {machine.name}"
-    lines = [f"{prepared.config_name} on {where}: nothing found wrong"]
+    lines = [f"{spec.config_name} on {where}: nothing found wrong"]
     for topic, text in rows.items():
         lines.append(f"  {topic:7} {text}")
-    for notice in prepared.notices:
+    for notice in spec.notices:
         lines.append(f"  note    {notice}")
-    lines.append(prepared.finished)
+    lines.append(spec.finished)
     return "\n".join(lines).rstrip()
 
 

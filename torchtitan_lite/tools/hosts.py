@@ -25,8 +25,8 @@ from types import ModuleType
 from typing import Any
 
 from torchtitan_lite import PACKAGE
-from torchtitan_lite.config.files import hash_file
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.files import hash_file
 
 MEET_WITHIN_S = 600.0
 SAY_AFTER_S = 10.0

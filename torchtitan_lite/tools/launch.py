@@ -20,7 +20,6 @@ Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by C
 """
 
 import importlib
-import json
 import multiprocessing
 import os
 import shutil
@@ -39,13 +38,12 @@ from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.format import find_steps
 from torchtitan_lite.components.endings import describe_newest, describe_signal
 from torchtitan_lite.components.signals import SIGNALS, STOPPED, handle_signals
-from torchtitan_lite.config.machine import FROM_LAUNCHER
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.reader import flatten_table, read_config
-from torchtitan_lite.data.corpus_folder import list_named
+from torchtitan_lite.data.corpus_folder import CorpusError, check_prepared, list_named
 from torchtitan_lite.dump_folder import HANG
-from torchtitan_lite.preflight import Prepared
-from torchtitan_lite.tools.check import check, choose_host, describe_prepared
+from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.tools.check import check, choose_host, describe_spec
 from torchtitan_lite.tools.corpora.command import prepare_dataset
 from torchtitan_lite.tools.corpora.text_files import PreparationError
 from torchtitan_lite.tools.faults import hang
@@ -60,7 +58,7 @@ from torchtitan_lite.tools.local_ranks import ERROR, Ending, Signals, find_last_
 from torchtitan_lite.tools.progress import watch_saves
 
 
-def main(options: Namespace, work: Callable[[list[str], Path], int] | None = None) -> int:
+def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | None = None) -> int:
     """Train. Return the exit status. `work`: what each rank calls instead of `train_rank`. Raises UserError."""
     args = options.config_args
     try:
@@ -68,37 +66,40 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
         if n_hosts > 1:
             find_master()  # raises UserError if MASTER_ADDR is missing
         is_first = is_first_host()
-        prepared = check(args, machine, n_ranks, n_hosts)
+        spec = check(args, machine, n_ranks, n_hosts)
         if is_first:
             print(
-                prepared.finished or describe_prepared(prepared, machine),
+                spec.finished or describe_spec(spec, n_hosts),
                 file=sys.stderr,
                 flush=True,
             )
-        if prepared.finished:
-            return export_last_checkpoint(prepared) if is_first else 0
-        cache_folder = Path(prepared.config.training.cache_folder)
-        for name, dataset_path in sorted(list_named(prepared.config)):
-            prepare_dataset(name, prepared.tokenizer, cache_folder, dataset_path)
+        if spec.finished:
+            return export_last_checkpoint(spec) if is_first else 0
+        try:
+            check_prepared(spec.config, spec.tokenizer)
+        except CorpusError:
+            cache_folder = Path(spec.config.training.cache_folder)
+            for name, dataset_path in sorted(list_named(spec.config)):
+                prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
+            spec = check(args, machine, n_ranks, n_hosts)  # reads the documents too, now
     except PreparationError as error:
         remedy = "Options named here belong to `prepare`: prepare the corpus with it, then start this run"
         raise PreparationError(f"{error}. {remedy}") from None
     except OSError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         return 1
-    os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     # a run that writes nothing must not read the hang reports of an earlier one
-    signals = Signals(folder, (prepared.written_folder or folder) / HANG)
-    status, reason = run_ranks(work, args, prepared, n_hosts, signals)
-    if status == 1 and prepared.config.checkpoint.enable:
-        checkpoints = prepared.dump_folder / prepared.config.checkpoint.folder
+    signals = Signals(folder, (spec.written_folder or folder) / HANG)
+    status, reason = run_ranks(work, args, spec, n_hosts, signals)
+    if status == 1 and spec.config.checkpoint.enable:
+        checkpoints = spec.dump_folder / spec.config.checkpoint.folder
         for step in find_steps(checkpoints)[-1:]:
             newest = checkpoints / f"step-{step}"
-            is_own = step > prepared.resumed_step
-            reason += f"; {describe_newest(newest, prepared.config, args, is_own=is_own)}"
+            is_own = step > spec.resumed_step
+            reason += f"; {describe_newest(newest, spec.config, args, is_own=is_own)}"
     if status == 0 and is_first:
-        status = export_last_checkpoint(prepared)
+        status = export_last_checkpoint(spec)
         if status in STOPPED:
             reason = describe_signal(status)
     handle_signals(signal.SIG_IGN)  # another copy of the signal must not change the exit status
@@ -113,11 +114,11 @@ def main(options: Namespace, work: Callable[[list[str], Path], int] | None = Non
     return status
 
 
-def export_last_checkpoint(prepared: Prepared) -> int:
+def export_last_checkpoint(spec: RunSpec) -> int:
     """Convert the last checkpoint to a Hugging Face folder if last_save_in_hf is set. Return the exit status."""
-    section = prepared.config.checkpoint
-    step = max(prepared.config.training.steps, prepared.resumed_step)
-    last = prepared.dump_folder / section.folder / f"step-{step}"
+    section = spec.config.checkpoint
+    step = max(spec.config.training.steps, spec.resumed_step)
+    last = spec.dump_folder / section.folder / f"step-{step}"
     out = f"{last}-hf"
     if not (section.enable and section.last_save_in_hf) or os.path.exists(out):
         return 0
@@ -129,19 +130,19 @@ def export_last_checkpoint(prepared: Prepared) -> int:
 
 
 def run_ranks(
-    work: Callable | None, args: list[str], prepared: Prepared, n_hosts: int, signals: Signals
+    work: Callable | None, args: list[str], spec: RunSpec, n_hosts: int, signals: Signals
 ) -> tuple[int, str]:
     """Run the ranks of this host, as `main` says. Return the exit status, and the reason if it is not 0."""
     handle_signals(signals.pass_on)
     hang_options = (signals.hangs, signals.report_hang)
     threading.Thread(target=hang.watch, args=hang_options, name="hangs", daemon=True).start()
     if is_first_host() and sys.stderr.isatty():
-        saved = prepared.dump_folder / prepared.config.checkpoint.folder
+        saved = spec.dump_folder / spec.config.checkpoint.folder
         threading.Thread(target=watch_saves, args=(saved,), name="saves", daemon=True).start()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if n_hosts == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    n_local = prepared.layout.world_size // n_hosts
+    n_local = spec.layout.world_size // n_hosts
     store = None
     try:
         if n_hosts > 1:
@@ -150,13 +151,14 @@ def run_ranks(
             config["NGPU"] = n_local
             with signals.interrupting():
                 store = meet_hosts(importlib.import_module("torch.distributed"), config)
-            timeout_s = prepared.config.comm.train_timeout_seconds
+            timeout_s = spec.config.comm.train_timeout_seconds
             if not is_first_host():
                 threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
         start_fork_server()
         # It loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
         agent = importlib.import_module("torchtitan_lite.tools.agent")
-        ending = agent.run_agent(work or agent.train_rank, args, n_local, n_hosts, signals, store)
+        run = (work or agent.train_rank, args, signals.folder, spec)
+        ending = agent.run_agent(run, n_local, n_hosts, signals, store)
     except UserError as error:
         return 2, str(error)
     except KeyboardInterrupt:

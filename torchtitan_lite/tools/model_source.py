@@ -17,10 +17,8 @@ from torch import nn
 from torchtitan_lite.build import find_model_class
 from torchtitan_lite.checkpoint.format import IN_MANIFEST, MANIFEST, find_steps, parse_model_args
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
-from torchtitan_lite.config.arguments import explain_hub_name
 from torchtitan_lite.config.block import list_expert_biases
 from torchtitan_lite.config.checks import explain_strides
-from torchtitan_lite.config.machine import detect_machine
 from torchtitan_lite.config.messages import ConfigError, UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -31,9 +29,11 @@ from torchtitan_lite.extensions.hugging_face_config import (
     read_published,
 )
 from torchtitan_lite.extensions.hugging_face_folder import open_folder
+from torchtitan_lite.files import explain_hub_name
 from torchtitan_lite.model.part import list_moes
 from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.parallel.process_groups import choose_device
+from torchtitan_lite.tools.detect import detect_machine
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}  # bfloat16 is slower on a CPU
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.config.arguments import expand_path, is_unicode, parse_whole
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.reader import expand_path, is_unicode
 from torchtitan_lite.config.schema import MANY, Range
 
 
@@ -46,6 +46,17 @@ def number(name: str, kind: type, limits: Range) -> Callable:
 
 
 count = number("count", int, Range(1, MANY))
+
+
+def parse_whole(text: str) -> int:
+    """Return a whole number: 7, 007, 1_000, 1e3. Raises ValueError."""
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+    if not number.is_integer():
+        raise ValueError(f"{text} is not a whole number")
+    return int(number)
 
 
 def share(text: str) -> float:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan_lite.config.files import find_damage
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.data.corpus_folder import (
     DATASETS,
@@ -20,6 +19,7 @@ from torchtitan_lite.data.corpus_folder import (
     read_corpus_manifest,
 )
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.files import find_damage
 from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.corpora.text_files import PreparationError, find_files, is_text
 

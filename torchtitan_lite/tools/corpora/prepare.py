@@ -27,10 +27,10 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torchtitan_lite.config.files import hash_file, import_extra
 from torchtitan_lite.data.corpus_folder import MANIFEST, CorpusManifest, Split, dump_manifest
 from torchtitan_lite.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, load_tokenizer
 from torchtitan_lite.faults.orphans import end_with_parent
+from torchtitan_lite.files import hash_file, import_extra
 from torchtitan_lite.tools.corpora.chat import ChatFormat, mark_targets, read_chat_format
 from torchtitan_lite.tools.corpora.dialects import drop_all_nulls, read_conversation
 from torchtitan_lite.tools.corpora.text_files import (

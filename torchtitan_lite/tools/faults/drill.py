@@ -27,6 +27,7 @@ from pathlib import Path
 from shutil import rmtree
 
 from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.tables import format_table
@@ -104,11 +105,11 @@ def main(options: Namespace) -> int:
     return 0 if is_good else 1
 
 
-def train_with_faults(args: list[str], folder: Path) -> int:
+def train_with_faults(args: list[str], folder: Path, spec: RunSpec) -> int:
     """Train as one rank; torchrun calls it. Only ranks import torch."""
     inject = importlib.import_module("torchtitan_lite.tools.faults.inject")
     inject.replace_step(Fault(**json.loads(os.environ[VARIABLE])))
-    return importlib.import_module("torchtitan_lite.tools.agent").train_rank(args, folder)
+    return importlib.import_module("torchtitan_lite.tools.agent").train_rank(args, folder, spec)
 
 
 def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> Fault:

@@ -7,14 +7,12 @@ Rank 0 prints the median and the slowest of each, next to what `plan` expects of
 the median is slow. The checksum of most ranks is right; without a majority, all ranks are suspects.
 """
 
-import json
 import os
 import signal
 import socket
 import tempfile
 import timeit
 from argparse import Namespace
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median, median_low
 from typing import NamedTuple
@@ -24,13 +22,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.components.signals import SIGNALS
-from torchtitan_lite.config.machine import FROM_LAUNCHER, detect_machine
 from torchtitan_lite.extensions.copies import compute_checksum
 from torchtitan_lite.faults.orphans import end_with_parent
 from torchtitan_lite.parallel.exchange import collectives, list_ranks
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.process_groups import end_process, join_job, start_process
-from torchtitan_lite.preflight import preflight
+from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.tools import launch
 from torchtitan_lite.tools.check import check, choose_host
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_row
@@ -54,41 +51,39 @@ class Measured(NamedTuple):
 
 def main(options: Namespace) -> int:
     machine, n_ranks, n_hosts = choose_host()
-    plan = check(options.config_args, machine, n_ranks, n_hosts)
-    os.environ[FROM_LAUNCHER] = json.dumps(asdict(machine))
+    spec = check(options.config_args, machine, n_ranks, n_hosts)
     with tempfile.TemporaryDirectory(prefix="torchtitan_lite.") as name:
         folder = Path(name)
         signals = launch.Signals(folder, folder / "hang")
-        status, reason = launch.run_ranks(measure_rank, options.config_args, plan, n_hosts, signals)
+        status, reason = launch.run_ranks(measure_rank, options.config_args, spec, n_hosts, signals)
         is_sound = not (folder / FOUND).exists()
     if reason:
         print(f"pulse: {reason}")
     return status if is_sound else 1
 
 
-def measure_rank(args: list[str], folder: Path) -> int:
+def measure_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
     """Measure as one rank; torchrun calls it. Rank 0 prints, and leaves a file in `folder` if something is wrong."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, without a KeyboardInterrupt
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     end_with_parent()
     place, store = join_job(os.environ)
-    machine = detect_machine()
-    plan = preflight(args, machine=machine, n_ranks=place.world_size, n_hosts=place.n_hosts)
+    machine = spec.machine
     # NCCL writes its traces to the folder.
-    device, groups = start_process(place, store, machine.device_type, plan.config, folder)
-    mesh = build_mesh(plan.layout, device.type)
+    device, groups = start_process(place, store, machine.device_type, spec.config, folder)
+    mesh = build_mesh(spec.layout, device.type)
     cluster = CLUSTERS[find_row(machine.name)]
     name = f"rank {place.rank} on {socket.gethostname()}"
     measured = {"matmul": measure_matmul(name, cluster, device)}
-    for dim in plan.layout.used_dims:
-        stride = plan.layout.strides[dim]
+    for dim in spec.layout.used_dims:
+        stride = spec.layout.strides[dim]
         link = measure_link(dim, mesh.world[dim], stride, cluster, device)
         measured[f"all-gather over {dim}"] = link
     rows: list[dict] = [{}] * place.world_size
     dist.all_gather_object(rows, measured, group=groups.host)
     if place.rank == 0:
         text, found = judge(rows, LOADS[device.type][-1])
-        print(f"{plan.config_name} on {plan.layout}\n{text}")
+        print(f"{spec.config_name} on {spec.layout}\n{text}")
         print("\n".join(found) or "nothing found wrong", flush=True)
         if found:
             (folder / FOUND).touch()

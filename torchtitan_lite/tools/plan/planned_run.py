@@ -5,22 +5,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from torchtitan_lite.config.block import list_linears, plan_float8
+from torchtitan_lite.config.checks import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.layout import (
-    Layout,
-    choose_chunk_tokens,
-    plan_layout,
-    plan_recompute,
-    resolve_config,
-    resolve_model,
-)
+from torchtitan_lite.config.layout import Layout, choose_chunk_tokens, plan_recompute
 from torchtitan_lite.config.machine import Machine
-from torchtitan_lite.config.memory_bound import count_moment_bytes
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.reader import Prepared
+from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.preflight import choose_n_ranks, read_run_config
+from torchtitan_lite.preflight import choose_n_ranks, read_run
+from torchtitan_lite.tools.host_rules import count_moment_bytes
 from torchtitan_lite.tools.plan.bars import BARS
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
 from torchtitan_lite.tools.plan.memory import estimate_peak
@@ -129,21 +123,21 @@ class PlannedRun:
         return f"{', '.join(parts)}, recompute {' and '.join(modes)}"
 
 
-def read_target(args: list[str], n_gpus: int | None) -> tuple[Prepared, int]:
+def read_target(args: list[str], n_gpus: int | None) -> tuple[UserConfig, ModelArgs, int]:
     """Return a config with its model, and the number of ranks. Raises ConfigError with all problems.
 
     If n_gpus is None: the product of the degrees, or 2 if a degree is automatic.
     """
-    reading = read_run_config(args)
-    if reading.problems:
-        raise ConfigError(reading.problems)
-    reading.model_args = resolve_model(reading.config.model)
-    return reading, n_gpus or choose_n_ranks(reading.config.parallelism, ANY_CPU, 1)
+    given, _ = read_run(args)
+    if given.problems:
+        raise ConfigError(given.problems)
+    n_ranks = n_gpus or choose_n_ranks(given.config.parallelism, ANY_CPU, 1)
+    return given, resolve_model(given.config.model), n_ranks
 
 
 def plan_run(args: list[str], n_gpus: int | None, gpu: str) -> PlannedRun:
     """Return the run for these config arguments on GPUs of this row of CLUSTERS. See `read_target`."""
-    reading, n_ranks = read_target(args, n_gpus)
-    layout = plan_layout(reading.config, reading.model_args, n_ranks)
-    config = resolve_config(reading.config, layout, "cpu" if gpu == "cpu" else "cuda")
-    return PlannedRun(reading.config_name, config, reading.model_args, layout, CLUSTERS[gpu])
+    given, model_args, n_ranks = read_target(args, n_gpus)
+    layout = plan_layout(given.config, model_args, n_ranks)
+    config = resolve_config(given.config, layout, "cpu" if gpu == "cpu" else "cuda")
+    return PlannedRun(given.config_name, config, model_args, layout, CLUSTERS[gpu])

@@ -4,7 +4,8 @@ from contextlib import suppress
 from dataclasses import replace
 from math import ceil, gcd
 
-from torchtitan_lite.config.layout import Layout, plan_layout
+from torchtitan_lite.config.checks import plan_layout
+from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.schema import with_value

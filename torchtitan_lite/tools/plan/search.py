@@ -13,9 +13,9 @@ from dataclasses import replace
 from itertools import product
 from math import ceil
 
-from torchtitan_lite.config.checks import find_refused
+from torchtitan_lite.config.checks import find_refused, plan_layout, resolve_config
 from torchtitan_lite.config.choices import SCHEDULES
-from torchtitan_lite.config.layout import plan_batch, plan_degrees, plan_layout, resolve_config
+from torchtitan_lite.config.layout import plan_batch, plan_degrees
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -93,7 +93,6 @@ def list_proposals(
                 zero_stage=zero_stage,
                 fsdp_reshard_after_forward="default",
                 pipeline_parallel_microbatch_size=microbatch,
-                module_fqns_per_model_part=[],
                 pipeline_parallel_schedule=schedule,
                 pipeline_parallel_layers_per_stage=layers,
             )
@@ -140,9 +139,9 @@ def rank(fitting: list[PlannedRun]) -> list[tuple[PlannedRun, Forecast]]:
 
 def search_layouts(options: argparse.Namespace) -> str:
     """Search, write the best layout to `--toml`, and return the report. Raises ConfigError if no layout fits."""
-    reading, n_gpus = read_target(options.config_args, options.gpus)
+    given, model_args, n_gpus = read_target(options.config_args, options.gpus)
     cluster = CLUSTERS[options.gpu]
-    fitting = list(list_candidates(reading.config, reading.model_args, n_gpus, cluster))
+    fitting = list(list_candidates(given.config, model_args, n_gpus, cluster))
     if not fitting:
         why = "no layout that check accepts fits in memory"
         remedy = (

@@ -22,7 +22,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from torchtitan_lite.config.block import INT8_BLOCK
-from torchtitan_lite.config.degrees import MESH_DIMS, Layout
+from torchtitan_lite.config.layout import MESH_DIMS, Layout
 from torchtitan_lite.tools.plan.orders import count_gathers
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, Group, LayerKind, Stage, Workload
 

@@ -23,10 +23,9 @@ from torchtitan_lite.config.block import (
     list_block_modules,
     list_gathered,
 )
-from torchtitan_lite.config.layout import Layout
-from torchtitan_lite.config.memory_bound import MASTER_BYTES
+from torchtitan_lite.config.layout import Layout, Stages
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
-from torchtitan_lite.config.schedule import Stages
+from torchtitan_lite.tools.host_rules import MASTER_BYTES
 from torchtitan_lite.tools.plan.orders import Order, list_order
 
 # Parameters of one rank that FSDP gathers together: axis, elements of each parameter before FSDP shards it (with

@@ -29,13 +29,13 @@ from torchtitan_lite.tools.verify.trial import RunRanks, Trial, make_trial, try_
 
 def main(options: Namespace) -> int:
     """Run the tool. Exit status: 0 certified, 1 wrong or not finished, 2 wrong input."""
-    reading, _ = read_target(options.config_args, None)
-    reduction = reduce_config(reading.config, options.ranks)
+    given, *_ = read_target(options.config_args, None)
+    reduction = reduce_config(given.config, options.ranks)
     torch.set_num_threads(1)
     with RankPool() as pool, tempfile.TemporaryDirectory(prefix="verify-") as folder:
         run_ranks = partial(pool.run, timeout_s=options.timeout)
         trials = make_trials(reduction, run_ranks, Path(folder))
-    report = make_report(reading.config_name, reduction, trials)
+    report = make_report(given.config_name, reduction, trials)
     print(json.dumps(report, default=str) if options.json else describe(report))
     return 0 if report["verdict"] == CERTIFIED else 1
 

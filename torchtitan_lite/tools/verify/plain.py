@@ -29,8 +29,8 @@ from torch.nn.utils import get_total_norm
 from torchtitan_lite import build
 from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
+from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.choices import ATTENTIONS
-from torchtitan_lite.config.layout import resolve_model
 from torchtitan_lite.config.schema import Config, LRScheduler
 from torchtitan_lite.model.attention import DocumentAttention
 from torchtitan_lite.model.batch import Batch

@@ -22,14 +22,15 @@ The certificate lists every difference from the real config, because these are n
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from math import lcm
 
 from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim
+from torchtitan_lite.config.checks import check_microbatches, find_row, plan_layout, resolve_model
 from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
-from torchtitan_lite.config.layout import Layout, find_row, plan_layout, resolve_model
+from torchtitan_lite.config.layout import Layout, count_stages, plan_stages
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.config.schedule import check_microbatches, name_stages, plan_stages
 from torchtitan_lite.config.schema import (
     Config,
     Metrics,
@@ -50,10 +51,9 @@ from torchtitan_lite.tools.verify.degrees import (
 N_EXPERTS = 8
 UNCHOSEN = 2  # minimum number of experts that a token does not choose
 ALIGNED = 8  # grouped_mm needs rows aligned to 16 bytes: dim and expert_ffn_dim are multiples
-STAGES_BY_RULE = {  # values of the keys that define stages, with which stages follow from the schedule
-    "parallelism.pipeline_parallel_layers_per_stage": None,
-    "parallelism.module_fqns_per_model_part": [],
-}
+STAGES = "parallelism.pipeline_parallel_layers_per_stage"
+FIRST = "parallelism.pipeline_parallel_first_stage_less_layers"
+LAST = "parallelism.pipeline_parallel_last_stage_less_layers"
 TOKENIZER = "bytes"
 N_WORDS = 258  # of this tokenizer
 REPLACED = {
@@ -244,7 +244,7 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
     Keeps the first stages and the last. Each has one layer, or two if it has more than the smallest in the real run.
     """
     if real.pp == 1:
-        return {"model.n_layers": min(2, n_layers), **STAGES_BY_RULE}
+        return {"model.n_layers": min(2, n_layers), STAGES: None}
     counts = count_layers(real.stages)
     least = SCHEDULES[section.pipeline_parallel_schedule].least_stages_per_rank
     n_stages = real.pp * max(least, min(2, len(counts) // real.pp))
@@ -252,9 +252,19 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
     fewer = []
     for count in [*counts[: n_stages - 1], counts[-1]]:
         fewer.append(min(count, 1 if count == fewest else 2))
-    stages = list(map(list, name_stages(fewer)))
-    keys = {**STAGES_BY_RULE, "parallelism.module_fqns_per_model_part": stages}
-    return {"model.n_layers": sum(fewer), **keys}
+    layers_per_stage = [None, 1, 2, 3]
+    loads = range(4)  # of the modules beside the layers
+    for values in product(layers_per_stage, loads, loads):
+        keys = {
+            "model.n_layers": sum(fewer),
+            **dict(zip((STAGES, FIRST, LAST), values, strict=True)),
+        }
+        small = override(Config(parallelism=section), keys)
+        if count_stages(small.parallelism, sum(fewer)) != n_stages:
+            continue
+        if count_layers(plan_stages(small.parallelism, sum(fewer))) == fewer:
+            return keys
+    raise ValueError(f"no keys of the pipeline give stages of {fewer} layers")
 
 
 def count_layers(stages: Iterable[Iterable[str]]) -> list[int]:
@@ -269,7 +279,7 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
     n_microbatches = 3 if accumulates else 1
     if real.pp > 1:
         n_rows = min(2, real.microbatch_size)
-        n_stages = len(plan_stages(small.parallelism, small.model.n_layers)[0])
+        n_stages = count_stages(small.parallelism, small.model.n_layers)
         # More than stages, or the number of the real run if that is smaller. Even if possible, so that other layouts
         # can resume with the same batch.
         wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
@@ -322,14 +332,14 @@ def deepen(reduction: Reduction) -> Config:
     args = resolve_model(real.model)
     # Recompute and the compiler would take most of the time. The wide trial finds their faults.
     keys = {
-        **STAGES_BY_RULE,
-        "parallelism.pipeline_parallel_first_stage_less_layers": 1,
-        "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+        STAGES: None,
+        FIRST: 1,
+        LAST: 1,
         "compile.enable": False,
         "activation_checkpoint.mode": "none",
     }
     section = override(reduction.config, keys).parallelism
-    n_stages = len(plan_stages(section, 2**14)[0])
+    n_stages = count_stages(section, 2**14)
     n_layers = max(N_LAYERS, n_stages)
     n_microbatches = 1
     if layout.pp > 1:

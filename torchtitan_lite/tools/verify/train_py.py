@@ -31,7 +31,7 @@ from torch import Tensor
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.checkpoint.load import OpenCheckpoint
 from torchtitan_lite.components.signals import StopFlag
-from torchtitan_lite.config.layout import resolve_model
+from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import dump_config_toml
 from torchtitan_lite.config.schema import Config, LRScheduler, with_value
@@ -41,7 +41,7 @@ from torchtitan_lite.tools.corpora.prepare import PrepareSettings, prepare
 from torchtitan_lite.tools.verify.degrees import choose_other_layout
 from torchtitan_lite.tools.verify.measures import Seen, relative_error
 from torchtitan_lite.tools.verify.reduction import (
-    STAGES_BY_RULE,
+    STAGES,
     TOKENIZER,
     Reduction,
     leave_out_compiler,
@@ -53,7 +53,7 @@ from torchtitan_lite.tools.verify.trial import BOUNDS, RunRanks, Trial, judge
 from torchtitan_lite.tools.verify.witnesses import Acted, actions_noted, merge
 
 RESUMED = {  # more steps, and values that any layout can run
-    **STAGES_BY_RULE,
+    STAGES: None,
     "training.steps": 4,
     "parallelism.pipeline_parallel_schedule": "GPipe",
     "parallelism.pipeline_parallel_microbatch_size": 1,

@@ -18,8 +18,8 @@ from torch.autograd.profiler import profile
 
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.checks import MODEL_SIZES
 from torchtitan_lite.config.choices import OPTIMIZERS
-from torchtitan_lite.config.layout import MODEL_SIZES
 from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.schema import get_value
 from torchtitan_lite.model.attention import ATTENTION_MODULES
@@ -176,11 +176,6 @@ def runs_schedule(step: Observed) -> bool | None:
     return once_on(step.run.schedule, type(step.run.schedule).__name__ == f"Schedule{name}")
 
 
-def has_stages_by_rule(step: Observed) -> bool | None:
-    section = step.config.parallelism
-    return once_on(step.run.schedule, not section.module_fqns_per_model_part)
-
-
 def rotates(step: Observed) -> bool | None:
     """Only the ring exchanges keys by all-to-all. Experts do so too, and hide it."""
     layout = step.run.layout
@@ -287,10 +282,9 @@ WITNESSES: dict[str, Witness] = {
     "parallelism.zero_plus_plus_node_size": splits_nodes,
     "parallelism.pipeline_parallel_schedule": runs_schedule,
     "parallelism.pipeline_parallel_microbatch_size": in_use,
-    "parallelism.pipeline_parallel_layers_per_stage": has_stages_by_rule,
-    "parallelism.pipeline_parallel_first_stage_less_layers": has_stages_by_rule,
-    "parallelism.pipeline_parallel_last_stage_less_layers": has_stages_by_rule,
-    "parallelism.module_fqns_per_model_part": in_use,
+    "parallelism.pipeline_parallel_layers_per_stage": in_use,
+    "parallelism.pipeline_parallel_first_stage_less_layers": in_use,
+    "parallelism.pipeline_parallel_last_stage_less_layers": in_use,
     "parallelism.context_parallel_rotate_method": rotates,
     "optimizer.name": steps_with_optimizer,
     "optimizer.beta1": has_moments,

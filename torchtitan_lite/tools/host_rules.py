@@ -1,4 +1,6 @@
-"""Lower bound on the memory of a run: `check` refuses a run whose weights, gradients and optimizer state do not fit.
+"""Rules about the host of a launch: memory, space for snapshots, a compiler, packages. Ranks do not load them.
+
+Lower bound on the memory of a run: weights, gradients and optimizer state must fit.
 
     bytes per parameter   16 for AdamW: 4 weight (fp32) + 4 gradient + 8 moments; 12 with bfloat16 moments; 8 for SGD
     bytes per rank        (parameters / ranks that share one copy of the model) * bytes per parameter
@@ -7,20 +9,49 @@ Each GPU holds one rank. On a host without GPUs, all ranks share the memory. Act
 `python3 -m torchtitan_lite plan` predicts them.
 """
 
+import os
 import shlex
+import shutil
+import sysconfig
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import ceil, log2
+from pathlib import Path
 
 from torchtitan_lite.config.block import count_parameters
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.machine import GIB, Machine
-from torchtitan_lite.config.messages import Problem, name_command
+from torchtitan_lite.config.messages import Problem, Problems, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config, Optimizer
+from torchtitan_lite.dump_folder import LOCAL_FOLDER, find_nearest, name_snapshots
 
 # left for this state on the 80 GB GPU that `plan` assumes; activations take the rest
 USUAL_GPU_BYTES = 40 * GIB
 MASTER_BYTES = 4  # a parameter and its gradient are fp32
+
+
+def check_host(
+    config: Config,
+    model_args: ModelArgs,
+    n_ranks: int,
+    *,
+    args: list[str],
+    machine: Machine,
+    n_hosts: int,
+) -> list[Problem]:
+    """Find what hosts like `machine` lack for this run. `args`: the command line, for remedies."""
+    bound = bound_memory(config, model_args, n_ranks, machine, n_hosts)
+    problems = check_memory(bound, config.model.flavor, args, n_ranks, machine)
+    if machine.is_here:
+        # A lower bound: a host has every shard of its ranks, and replicas on different hosts have the same ones.
+        snapshot_bytes = count_saved_bytes(config, model_args) // n_hosts
+        problems += check_snapshots(config, snapshot_bytes)
+        problems += check_software(config, machine.device_type)
+    return problems
+
+
+# ---------------------------------------------------------------- memory
 
 
 @dataclass(frozen=True)
@@ -88,3 +119,55 @@ def check_memory(
         plan = name_command(f"plan {command} --gpus {n_gpus}")
         remedy = f"Here `{verify}` checks the layout; `{plan}` predicts the run on GPUs"
     return [Problem("model.flavor", flavor, f"the run needs {bound} on {machine.name}", remedy)]
+
+
+# ---------------------------------------------------------------- disk, compiler, packages
+
+
+def check_snapshots(config: Config, snapshot_bytes: int) -> Problems:
+    """Check the free space for snapshots on this host. During a save there are three: the last two, and the new one."""
+    problems = Problems(config)
+    section = config.checkpoint
+    n_saved = (config.training.steps - 1) // section.local_interval
+    needed = min(3, n_saved) * snapshot_bytes
+    if not section.local_folder or section.load_only or not needed:
+        return problems
+    folder = name_snapshots(section.local_folder, Path(config.job.dump_folder)).absolute()
+    replaced = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    free = shutil.disk_usage(find_nearest(folder)).free + replaced
+    if free < needed:
+        size = f"{needed / GIB:.3g} GiB of snapshots"
+        why = f"this host needs space for {size}, but has only {free / GIB:.3g} GiB there"
+        remedy = "Free some space, name a folder on another file system, or leave this key out"
+        problems.refuse(LOCAL_FOLDER, why, remedy)
+    return problems
+
+
+def check_software(config: Config, device_type: str) -> Problems:
+    """Find compilers and packages that this host lacks."""
+    problems = Problems(config)
+    if config.compile.enable and config.compile.backend == "inductor":
+        missing = find_missing_compiler(device_type)
+        if missing:
+            why = f"inductor compiles C or C++, but {missing}"
+            remedy = 'Install it (Debian: apt install g++ python3-dev), or use compile.backend = "aot_eager"'
+            problems.refuse("compile.backend", why, remedy)
+    if config.metrics.enable_wandb and not find_spec("wandb"):
+        remedy = "Run `pip install wandb` (the extra `wandb`), or set the key to false: TensorBoard gets the same"
+        problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
+    return problems
+
+
+def find_missing_compiler(device_type: str) -> str:
+    """Return what inductor needs and this host lacks; "" if it lacks nothing.
+
+    On a CPU, inductor needs a C++ compiler (CXX, else g++). On CUDA, triton needs a C compiler (CC, else gcc or clang).
+    Both need Python's headers.
+    """
+    variable = "CXX" if device_type == "cpu" else "CC"
+    default = "g++" if device_type == "cpu" else "gcc clang"
+    names = os.environ.get(variable, default)
+    if not any(map(shutil.which, names.split())):
+        return f"there is no compiler {names} ({variable}) here"
+    headers = Path(sysconfig.get_path("include"))
+    return "" if (headers / "Python.h").is_file() else f"{headers} has no Python.h"

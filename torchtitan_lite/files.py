@@ -1,16 +1,23 @@
-"""Read JSON files that others wrote, hash files, flush folders, and import optional packages."""
+"""What a run takes from its host: JSON files that others wrote, hashes, optional packages, and the commit in git."""
 
 import hashlib
 import importlib
 import json
 import os
+import platform
+import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
 
 REQUIRED = object()  # default of JsonObject.take: the key must be present
@@ -80,6 +87,30 @@ def import_extra(name: str, extra: str) -> ModuleType:
         raise UserError(f"{error}. Run `pip install {package}` (the extra `{extra}`)") from None
 
 
+def explain_hub_cache(folder: str | Path) -> str:
+    """Return where the files of a cache folder of the Hugging Face Hub are; "" for any other folder."""
+    root = Path(folder).absolute()
+    if root.name == "snapshots":
+        root = root.parent
+    if not root.name.startswith(("models--", "datasets--")):
+        return ""
+    snapshots = sorted(map(str, root.glob("snapshots/*")))
+    where = f"{folder} is a cache folder of the Hugging Face Hub. Its files are in"
+    return f"{where} {' or '.join(snapshots)}" if snapshots else ""
+
+
+def explain_hub_name(text: str | Path) -> str:
+    """Return why a name or cache folder of the Hugging Face Hub cannot be read, and a remedy; "" for any other text."""
+    if why := explain_hub_cache(text):
+        return why
+    prefix = r"hf:/+|https?:/+huggingface\.co/"
+    match = re.fullmatch(rf"(?:{prefix})?(?!outputs/)(\w[\w.-]*)/(\w[\w.-]*)", str(text))
+    if not match or os.path.exists(text) or os.path.exists(match[1]):
+        return ""
+    name = f"{match[1]}/{match[2]}"
+    return f"{text} is no folder here; nothing is downloaded. Run: hf download {name} --local-dir {name}"
+
+
 def refuse_pointer(path: Path) -> None:
     """Raise ValueError if a file is only a Git LFS pointer."""
     with open(path, "rb") as file:
@@ -121,3 +152,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@cache
+def describe_launch() -> dict[str, str | None]:
+    """Return the git commit of this repository, which ends in "-dirty" if files differ, the command, and the host.
+
+    The commit is None if this is not a git repository.
+    """
+    commit = ""
+    if (REPOSITORY / ".git").exists() and shutil.which("git"):
+        git = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+        answer = subprocess.run(git, cwd=REPOSITORY, capture_output=True, text=True)
+        commit = answer.stdout.strip()
+    command = shlex.join(sys.argv)
+    return {"commit": commit or None, "command": command, "host": platform.node()}

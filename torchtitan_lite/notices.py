@@ -1,0 +1,109 @@
+"""What a run tells its user before it starts: what was not asked for, or may not be expected."""
+
+from math import prod
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.continued import describe_rates
+from torchtitan_lite.checkpoint.starting_weights import PATH
+from torchtitan_lite.config.block import SKIP_SMALL, list_linears, plan_float8
+from torchtitan_lite.config.learning_rate import learning_rate_factor
+from torchtitan_lite.config.reader import dump_config_toml
+from torchtitan_lite.config.schema import Config, with_value
+from torchtitan_lite.data.corpus_folder import describe_epochs
+from torchtitan_lite.dump_folder import list_earlier, name_snapshots
+from torchtitan_lite.models.registry import CONFIG
+from torchtitan_lite.run_spec import RunSpec
+
+# times the peak. The last steps of a cosine decay over ten million steps are above this
+NEGLIGIBLE = 1e-14
+
+
+def list_notices(spec: RunSpec, restarted: bool) -> list[str]:
+    """List what the user did not ask for, or may not expect."""
+    config = spec.config
+    notices = []
+    if config.job.description:
+        notices.append(config.job.description)
+    if config.model.uses_float8:
+        section = config.quantize.linear.float8
+        linears = list_linears(spec.model_args)
+        used = plan_float8(linears, section.filter_fqns, spec.layout.tp, section.recipe_name)
+        notices.append(f"{len(used)} of {len(linears)} linear layers compute in float8")
+        for part in section.filter_fqns:
+            if part != SKIP_SMALL and not any(part in fqn for fqn in linears):
+                why = f"{part!r} is in the name of no linear layer"
+                notices.append(f"quantize.linear.float8.filter_fqns: {why}")
+    if spec.resumed_step:
+        layout = spec.layout
+        n_before = prod(spec.weights.manifest.run["layout"].values())
+        if layout.world_size != n_before:
+            share = f"{layout.n_microbatches} microbatches of {layout.microbatch_size} sequences"
+            notices.append(
+                f"the run resumes with world size {layout.world_size} instead of {n_before}: "
+                f"data-parallel degree {layout.dp}, {share} per rank"
+            )
+    notices += describe_unusual_rates(config, spec.resumed_step)
+    if config.checkpoint.local_folder and not config.checkpoint.load_only:
+        folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
+        notices.append(f"snapshots are saved in {folder.absolute()} of each host")
+    epochs = describe_epochs(config.training)
+    if epochs:
+        notices.append(epochs)
+    assets = Path(config.model.hf_assets_path)
+    has_model = (assets / CONFIG).is_file() and any(assets.glob("*.safetensors"))
+    if spec.weights is None and has_model:
+        why = (
+            f"only the tokenizer of {assets} is used. To train its weights too, set {PATH}={assets}"
+        )
+        notices.append(f"the run starts from random weights: {why}")
+    if config.job.overwrite and not restarted:
+        earlier = ", ".join(map(str, list_earlier(spec.dump_folder, config)))
+        if earlier:
+            notices.append(f"job.overwrite deletes the earlier run: {earlier}")
+    if config.job.print_config:
+        notices.append(dump_config_toml(config))
+    return notices
+
+
+def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
+    """Return a notice if the rate of a resolved config is 0 before the last step, and one if the peak is never reached.
+
+    The schedule is computed at 1,000 steps of the run, and at the ends of its phases.
+    """
+    section = config.lr_scheduler
+    n_steps = config.training.steps
+    steps = set(range(0, n_steps, max(1, n_steps // 1000)))
+    for end in (resumed_step, section.warmup_steps, section.total_steps, n_steps):
+        steps.update(range(max(0, end - 2), min(end + 2, n_steps)))
+    peak = config.optimizer.lr
+    rates = {step: peak * learning_rate_factor(section, step) for step in sorted(steps)}
+    idle_steps = [step for step, rate in rates.items() if rate <= peak * NEGLIGIBLE]
+    idle_steps = [step for step in idle_steps if resumed_step <= step < n_steps - 1]
+    notices = []
+    if idle_steps:
+        rate = rates[idle_steps[0]]
+        keys = f"optimizer.lr = {peak:g}, lr_scheduler.total_steps = {section.total_steps}"
+        why = f"{keys}, warmup_steps = {section.warmup_steps}, min_lr_factor = {section.min_lr_factor:g}"
+        where = f"step {idle_steps[0] + 1} of {n_steps}"
+        notices.append(f"the learning rate falls to {rate:.3g} at {where} ({why})")
+    highest = max(learning_rate_factor(section, step) for step in steps)
+    if highest < 0.999:
+        why = f"the learning rate only reaches {100 * highest:.3g}% of optimizer.lr"
+        lengths = f"{section.warmup_steps} of {n_steps} steps"
+        notices.append(f"lr_scheduler.warmup_steps is longer than the run, {lengths}: {why}")
+    return notices
+
+
+def describe_finished(spec: RunSpec, chosen: frozenset[str]) -> str:
+    """Return what the user can do if the resumed checkpoint is already at the last step; otherwise ""."""
+    step = spec.resumed_step
+    if step == 0 or step < spec.config.training.steps:
+        return ""
+    further = with_value(spec.config, "training.steps", 2 * step)
+    if "lr_scheduler.total_steps" not in chosen:
+        further = with_value(further, "lr_scheduler.total_steps", 2 * step)
+    return (
+        f"{spec.config_name} is already at step {step}: everything is in {spec.dump_folder}. Use "
+        f"--training.steps={2 * step} to train further ({describe_rates(further, spec.weights)}), "
+        "--job.dump_folder=FOLDER to start another run, or --job.overwrite to delete this one"
+    )

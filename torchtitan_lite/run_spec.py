@@ -1,0 +1,61 @@
+"""RunSpec: all that is decided about a run before it starts. `preflight.resolve` makes it; nothing changes it later.
+
+The launcher resolves a run once and hands the RunSpec to its ranks.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.starting_weights import Weights
+from torchtitan_lite.config.layout import Layout
+from torchtitan_lite.config.machine import Machine
+from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What will run, on which ranks, from which weights."""
+
+    config: Config  # no automatic value is left in it
+    config_name: str  # name of the TOML file, without folder and extension
+    model_args: ModelArgs
+    layout: Layout
+    machine: Machine  # each host of the run
+    tokenizer: Tokenizer
+    weights: Weights | None  # None: the run starts from initial weights
+    title: str  # model family, then flavor or folder of the weights: "qwen3 Qwen3-8B"
+    notices: tuple[str, ...] = ()
+    # What the user can do if the resumed checkpoint is already at the last step
+    finished: str = ""
+
+    @property
+    def dump_folder(self) -> Path:
+        return Path(self.config.job.dump_folder)
+
+    @property
+    def written_folder(self) -> Path | None:
+        """Folder that the run writes to; None with checkpoint.load_only, which writes no file."""
+        return None if self.config.checkpoint.load_only else self.dump_folder
+
+    @property
+    def where_kept(self) -> str:
+        """Where the results are, for people."""
+        if self.written_folder is None:
+            return "nothing was written (checkpoint.load_only)"
+        return f"everything is in {self.dump_folder}"
+
+    @property
+    def resumed_step(self) -> int:
+        """Step of the checkpoint that the run resumes from; 0: the run does not resume."""
+        if self.weights is None or self.weights.manifest is None or not self.weights.is_resumed:
+            return 0
+        return self.weights.manifest.step
+
+    @property
+    def origin(self) -> str:
+        """Where the weights come from, for people."""
+        if self.weights is None:
+            return f"random weights (debug.seed {self.config.debug.seed})"
+        return f"weights of {self.weights.path}"
