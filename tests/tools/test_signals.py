@@ -105,7 +105,7 @@ def test_the_command_that_continues_neither_starts_over_nor_goes_back(
     command = f"{name_command('train')} {shlex.join(resuming)}"
     assert line.endswith(f"out/checkpoint/step-7; to continue: NGPU=8 {command}")
     again = read_config(resuming)
-    assert again.problems == []
+    assert not again.problems
     for key in ONE_SHOT:
         assert get_value(again.config, key) == get_value(Config(), key)
     assert describe_newest(None, config, args) == "nothing is saved"
