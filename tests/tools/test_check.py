@@ -20,7 +20,7 @@ from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import CONFIG_FOLDER, REPOSITORY, dump_config_toml
 from torchtitan_lite.data.corpus_folder import DATASETS
 from torchtitan_lite.preflight import resolve
-from torchtitan_lite.tools import check
+from torchtitan_lite.tools import check, host_rules
 from torchtitan_lite.tools.check import resolve_on_hosts
 from torchtitan_lite.tools.host_rules import bound_memory
 
@@ -421,6 +421,20 @@ def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monk
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     problem = find_one_problem("--metrics.enable_wandb")
     assert problem.key == "metrics.enable_wandb" and "the extra `wandb`" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    "torch_version, is_fine",
+    [("2.11.0+cpu", False), ("2.12.1", False), ("2.13.0+cu130", True), ("2.15.0a0", True)],
+)
+def test_a_split_backward_needs_a_torch_that_repaired_it(torch_version, is_fine, monkeypatch):
+    monkeypatch.setattr(host_rules, "version", lambda name: torch_version)
+    key = f"{P}pipeline_parallel_schedule"
+    layout = [f"{PP}=2", "--training.local_batch_size=4"]
+    for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        keys = find_keys([*layout, f"--{key}={schedule}"], n_ranks=2)
+        assert keys == ([] if is_fine else [key])
+    assert not find_keys([*layout, f"--{key}=Interleaved1F1B"], n_ranks=2)  # the remedy
 
 
 # ---------------------------------------------------------------- the resolved config, and the verdict

@@ -14,12 +14,13 @@ import shlex
 import shutil
 import sysconfig
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from math import ceil, log2
 from pathlib import Path
 
 from torchtitan_lite.config.block import count_parameters
-from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.choices import OPTIMIZERS, SCHEDULES
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import Problem, Problems, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -155,7 +156,22 @@ def check_software(config: Config, device_type: str) -> Problems:
     if config.metrics.enable_wandb and not find_spec("wandb"):
         remedy = "Run `pip install wandb` (the extra `wandb`), or set the key to false: TensorBoard gets the same"
         problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
+    name = config.parallelism.pipeline_parallel_schedule
+    is_used = config.parallelism.pipeline_parallel_degree > 1
+    if is_used and SCHEDULES[name].splits_backward and not torch_splits_backward():
+        key = "parallelism.pipeline_parallel_schedule"
+        why = f"a split backward pass fails inside torch {version('torch')}"
+        problems.refuse(key, why, "Install torch 2.13 or newer, or use Interleaved1F1B")
     return problems
+
+
+def torch_splits_backward() -> bool:
+    """Return whether zero-bubble and V schedules run with the torch that is installed. 2.11.0 and 2.12.1 fail.
+
+    The repair in torch 2.13 changed the body of a function and no API, so only the version tells.
+    """
+    major, minor = version("torch").split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
 
 
 def find_missing_compiler(device_type: str) -> str:
