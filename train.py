@@ -88,7 +88,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
         lock = open_dump_folder(spec.dump_folder, config, starting_over=starting_over)
     start_logging(place.rank, spec.written_folder)
     for notice in spec.notices:  # the launcher has printed them
-        logger.log(IN_FILE if launched else logging.INFO, notice)
+        logger.log(IN_FILE if spec is launched else logging.INFO, notice)
     n_parameters = count_parameters(spec.model_args)
     logger.info(f"{spec.title}: {n_parameters:,} parameters, {spec.layout}, {spec.origin}")
 
