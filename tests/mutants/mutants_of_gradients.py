@@ -24,10 +24,10 @@ from torchtitan_lite.parallel import (
 )
 
 
-@mutant("pp2 1F1B", "gradient norm", "all gradients")
-def clip_norm_forgets_pp():
+@mutant("pp2 1F1B", "gradient norm", "all gradients", at=(step, "reduce_norm_and_signal"))
+def clip_norm_forgets_pp(original, squares, stop_signal):
     """Each stage clips by the norm of its own gradients."""
-    return patch.object(optim, "dist", SimpleNamespace(all_reduce=lambda tensor: None))
+    return squares.sqrt().float(), original(squares, stop_signal)[1]
 
 
 @mutant("tp2", "gradient norm", "all gradients", at=(optim, "count_replicas"))

@@ -9,7 +9,6 @@ reported, the key keeps its default, and the other keys are still checked.
 """
 
 import json
-import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config.arguments import expand_path, is_unicode
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import Problem, UserError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -292,26 +292,6 @@ def suggest_key(key: str) -> str:
 
 
 # ---------------------------------------------------------------- paths
-
-
-def expand_path(text: str) -> str:
-    """Replace ~ and $VAR in a path that does not exist as written.
-
-    Raises UserError for an unknown user or variable, and for a name that is not UTF-8, as all files of a run are.
-    """
-    expanded = text
-    if not os.path.exists(text):
-        expanded = os.path.expanduser(os.path.expandvars(text))
-        if unset := re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", expanded):
-            raise UserError(f"the user or environment variable {unset[0]} does not exist")
-    if not is_unicode(expanded):
-        raise UserError(f"{expanded!a} is not UTF-8: rename it")
-    return expanded
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether Python could decode all bytes of `text`, which are UTF-8 on almost all systems."""
-    return not re.search("[\ud800-\udfff]", text)
 
 
 # ---------------------------------------------------------------- writing
