@@ -71,7 +71,7 @@ def separates_documents(step: Observed) -> bool | None:
 
 
 def updates(step: Observed) -> bool:
-    return bool(step.result.applied) and step.result.lr > 0
+    return bool(step.result.applied) and step.result.rates["lr"] > 0
 
 
 def clips(step: Observed) -> bool:
