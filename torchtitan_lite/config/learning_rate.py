@@ -1,7 +1,7 @@
 """The learning rate of a step, as a pure function of its number and of [lr_scheduler]."""
 
 from torchtitan_lite.config.choices import DECAYS
-from torchtitan_lite.config.schema import LRScheduler
+from torchtitan_lite.config.schema import Config, LRScheduler
 
 
 def learning_rate_factor(section: LRScheduler, step: int) -> float:

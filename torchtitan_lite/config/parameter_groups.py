@@ -7,8 +7,8 @@
     match = "*norm.weight"                  output.weight                     no group
     weight_decay = 0
 
-A pattern is compared with whole FQNs: `*` matches any text, also dots; `?` any character; `[ab]` one of them. If several
-groups match a name, the first one has the parameter.
+A pattern is compared with whole FQNs: `*` matches any text, also dots; `?` any character; `[ab]` one of them. If
+several groups match a parameter, the first of them has it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -62,7 +62,8 @@ def check_groups(config: Config, model_args: ModelArgs) -> list[Problem]:
         if not matched:
             near = get_close_matches(group.match, fqns, n=1, cutoff=0) or fqns[:1]
             why = "no parameter of this model has such a name"
-            remedy = f"A pattern matches whole names, such as {near[0]}, and * any text. Change it, or remove this group"
+            names = f"A pattern matches whole names, such as {near[0]}, and * any text"
+            remedy = f"{names}. Change it, or remove this group"
             problems.append(Problem(GROUPS, group.match, why, remedy))
         elif all(find_group(earlier, fqn) is not OTHERS for fqn in matched):
             owners = {find_group(earlier, fqn).match: None for fqn in matched}

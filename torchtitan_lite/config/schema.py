@@ -328,8 +328,8 @@ class Comm:
 
 @dataclass(frozen=True)
 class Debug:
-    # for initial weights, which are the same on every layout, and for the order of samples, unless training.data_seed is
-    # set
+    # for initial weights, which are the same on every layout; and for the order of samples, unless training.data_seed
+    # is set
     seed: Annotated[int, Range(0, LARGEST_SEED)] = key(0, resume="refuse")
     deterministic: bool = False  # use torch's deterministic algorithms
     # new: steps between comparisons of replicas, which find damage; 0: never
