@@ -7,7 +7,7 @@ from layouts import FAST
 from mutant_table import mutant
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite import dtensor
+from torchtitan_lite import build, dtensor
 from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import ExpertBalance
 from torchtitan_lite.model import moe
@@ -49,6 +49,19 @@ def router_gradient_of_own_tokens(original, parameter):
 def auxiliary_loss_of_a_slice_of_the_sequence(original, counts, groups):
     """Each rank balances the routes of its slice of a sequence, though the loss is defined for whole ones."""
     return counts
+
+
+@mutant(
+    FAST["experts, cp2, ep2, shared experts"],
+    "gradients",
+    "layers.1.feed_forward.router.weight",
+    at=(build, "build_balance"),
+)
+def z_loss_averaged_over_own_tokens(original, *args):
+    """Each rank divides the sum over its tokens by their number. It is a part of the global mean, which ranks add."""
+    balance = original(*args)
+    balance.z_loss_weight *= 2
+    return balance
 
 
 @mutant(

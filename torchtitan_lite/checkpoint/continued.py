@@ -20,7 +20,8 @@ def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, 
     """Return key -> (value in the run that saved the checkpoint, value in this config), if they differ."""
     different = {}
     saved = dict(flatten_table(weights.manifest.run["config"]))
-    saved.setdefault("training.data_seed", saved["debug.seed"])  # older checkpoints have one seed
+    if saved.get("training.data_seed") is None:  # an older checkpoint has one seed
+        saved["training.data_seed"] = saved["debug.seed"]
     values = dict(flatten_table(asdict(config)))
     for key in KEYS:
         value = values[key]

@@ -330,7 +330,7 @@ class Comm:
 class Debug:
     # for initial weights, which are the same on every layout; and for the order of samples, unless training.data_seed
     # is set
-    seed: Annotated[int, Range(0, LARGEST_SEED)] = key(0, resume="refuse")
+    seed: Annotated[int, Range(0, LARGEST_SEED)] = 0
     deterministic: bool = False  # use torch's deterministic algorithms
     # new: steps between comparisons of replicas, which find damage; 0: never
     compare_copies_every: NotNegative = 0
