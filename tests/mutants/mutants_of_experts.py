@@ -7,7 +7,7 @@ from layouts import FAST
 from mutant_table import mutant
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite import build, dtensor
+from torchtitan_lite import dtensor
 from torchtitan_lite.components import expert_balance
 from torchtitan_lite.components.expert_balance import ExpertBalance
 from torchtitan_lite.model import moe
@@ -55,7 +55,7 @@ def auxiliary_loss_of_a_slice_of_the_sequence(original, counts, groups):
     FAST["experts, cp2, ep2, shared experts"],
     "gradients",
     "layers.1.feed_forward.router.weight",
-    at=(build, "build_balance"),
+    at=(expert_balance, "build_balance"),
 )
 def z_loss_averaged_over_own_tokens(original, *args):
     """Each rank divides the sum over its tokens by their number. It is a part of the global mean, which ranks add."""

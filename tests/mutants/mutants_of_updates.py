@@ -54,7 +54,6 @@ def another_beta_on_one_rank(build, section, *args):
     "learning rate",
     "output.weight",
     at=(optim, "find_group"),
-    dims=("pp",),
 )
 def groups_numbered_on_each_stage(find_group, groups, fqn):
     """The last stage has no embedding, so it takes the factors of the embedding's group for the head."""
