@@ -128,14 +128,17 @@ def test_the_z_loss_is_added_to_the_loss(router_scores):
     x = torch.randn(2, 5, 16, requires_grad=True)
     training = Training(router_z_loss=0.25, seq_len=5)
     sizes = SimpleNamespace(n_layers=2, moe=moe.router.args, is_moe=bool)
-    layers = {"1": SimpleNamespace(feed_forward=moe)}
-    part = SimpleNamespace(layers=layers, model_args=sizes)
+    block = SimpleNamespace(feed_forward=moe)
+    part = SimpleNamespace(layers={"1": block}, model_args=sizes)
+    inputs = [x, *moe.parameters()]
     loss = moe(x).square().sum()
     logits = x @ moe.router.weight.T
-    z_loss = 0.25 * logits.exp().sum(-1).log().square().mean()
-    expected = torch.autograd.grad(loss + z_loss, [x, *moe.parameters()])
+    of_token = logits.exp().sum(-1).log()
+    z_loss = of_token.square().mean()
+    expected = torch.autograd.grad(loss + 0.25 * z_loss, inputs)
     build_balance([part], training, 2, [], x.device)
-    found = torch.autograd.grad(moe(x).square().sum(), [x, *moe.parameters()])
+    loss = moe(x).square().sum()
+    found = torch.autograd.grad(loss, inputs)
     for ours, plain in zip(found, expected, strict=True):
         assert compare.relative_error(ours, plain) < 1e-6
 
