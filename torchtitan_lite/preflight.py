@@ -291,6 +291,8 @@ def check_model_files(
     section = config.checkpoint
     if tokenizer:
         check_vocabulary(problems, weights, tokenizer)
+    if config.training.router_z_loss and not model_args.moe:
+        problems.refuse("training.router_z_loss", "the model has no experts", "Leave this key out")
     if section.enable and section.last_save_in_hf:
         key = "checkpoint.last_save_in_hf"
         explain_unwritable = load_extension("hugging_face_export").explain_unwritable

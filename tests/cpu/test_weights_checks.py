@@ -256,7 +256,6 @@ OTHER_TRAINING = {  # key -> value in the checkpoint, value now
     "training.max_norm": (1.0, 0.5),
     "training.mixed_precision_param": ("float32", "bfloat16"),
     "training.expert_balance_loss": (0.0, 0.1),
-    "training.router_z_loss": (0.0, 0.1),
     "optimizer.groups": ([], [{"match": "*norm*", "lr": 1.0, "weight_decay": 0.0}]),
     "optimizer.lr": (4e-3, 1e-4),
     "optimizer.beta2": (0.95, 0.9),
@@ -298,6 +297,12 @@ def test_the_state_of_another_run_is_continued_to_a_later_step_only():
             and "more than 9" in problem.remedy
         )
     assert prepare(OURS, NOT_ONLY, "--training.steps=10")
+
+
+def test_a_z_loss_needs_a_router():
+    args = [*RUN, "--training.router_z_loss=0.1"]
+    assert find_one_problem(args).key == "training.router_z_loss"
+    assert prepare("--training.router_z_loss=0.1", "--model.flavor=debug_moe")
 
 
 def test_a_run_from_an_own_checkpoint_balances_its_experts_as_before():
