@@ -7,6 +7,7 @@ shares of the batch are summed over ranks and microbatches, partial products ove
 from dataclasses import dataclass, field
 
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.schema import ParameterGroup
 
 PP, TP = "parallelism.pipeline_parallel_degree", "parallelism.tensor_parallel_degree"
 EP = "parallelism.expert_parallel_degree"
@@ -55,6 +56,14 @@ SHARED = {  # as DeepSeek-V3 has them; and an auxiliary loss that is no small pa
     "flavor.router_scores": "sigmoid",
     "flavor.n_first_dense_layers": 1,
     "training.expert_balance_loss": 0.1,
+    "training.router_z_loss": 0.1,
+}
+GROUPS = {  # a stage may have no parameter of the first one
+    "optimizer.groups": [
+        ParameterGroup("tok_embeddings.*", lr=4.0),
+        ParameterGroup("*norm*", weight_decay=0.0),
+        ParameterGroup("*.w[123]*", lr=0.5, weight_decay=2.0),
+    ]
 }
 HEAD_NORMS = {"flavor.qk_norm": True}
 BIASES = {"flavor.qkv_bias": True}
@@ -101,6 +110,7 @@ FAST = {
     "dp2 accumulation 4 ZeRO-3": Row(2, {ZERO: 3, **ACCUMULATION_4}),
     "tp2": Row(2, {TP: 2}),
     "tp4": Row(4, {TP: 4, **TWO_LAYERS}),
+    "dp2 x tp2, groups": Row(4, {TP: 2, **GROUPS, **TWO_LAYERS}),
     "dp2 x tp2": Row(4, {TP: 2, **TWO_LAYERS}),
     "dp2 tied": Row(2, TIED),
     "tp2 tied": Row(2, {TP: 2, **TIED}),
@@ -111,6 +121,7 @@ FAST = {
         2, {PP: 2, SCHEDULE: "Interleaved1F1B", **TWO_LAYERS}
     ),
     "pp2 x dp2 resharded": Row(4, {PP: 2, RESHARD: "always", **TWO_LAYERS}),
+    "pp2, groups": Row(2, {PP: 2, **GROUPS, **TWO_LAYERS}),
     "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **TWO_LAYERS}),
     # tied embeddings: the first and the last stage hold the matrix
     "pp4 tied": Row(4, {PP: 4, **TIED}),

@@ -32,6 +32,7 @@ from torchtitan_lite.config.layout import plan_degrees
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
 from torchtitan_lite.config.model_rows import AUTO, ModelArgs
+from torchtitan_lite.config.parameter_groups import check_groups
 from torchtitan_lite.config.reader import UserConfig, flatten_table, read_config
 from torchtitan_lite.config.schema import Config, Parallelism, get_value, with_value
 from torchtitan_lite.data.corpus_folder import (
@@ -103,6 +104,7 @@ def resolve(
         with collecting(problems):
             model_args = resolve_model(config.model)
             problems += check_model_files(config, model_args, weights, tokenizer)
+            problems += check_groups(config, model_args)
             problems += check_host(config, model_args, n_ranks)
             layout = plan_layout(config, model_args, n_ranks)
             config = resolve_config(config, layout, machine.device_type)
@@ -289,6 +291,8 @@ def check_model_files(
     section = config.checkpoint
     if tokenizer:
         check_vocabulary(problems, weights, tokenizer)
+    if config.training.router_z_loss and not model_args.moe:
+        problems.refuse("training.router_z_loss", "the model has no experts", "Leave this key out")
     if section.enable and section.last_save_in_hf:
         key = "checkpoint.last_save_in_hf"
         explain_unwritable = load_extension("hugging_face_export").explain_unwritable

@@ -117,7 +117,7 @@ class RunMetrics:
             "loss": result.loss.item(),
             "grad_norm": grad_norm,
             "grad_norm_max": self.highest_norm,  # since the last record
-            "lr": result.lr,
+            **result.rates,
             "tokens": step * self.tokens_per_step,  # of all ranks, from the first step to this one
         }
         seconds = time.perf_counter() - self.started_s  # without validation

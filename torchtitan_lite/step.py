@@ -14,6 +14,7 @@ from torch import Tensor
 from torchtitan_lite.build import Run
 from torchtitan_lite.components.optim import sum_gradient_squares, update_weights
 from torchtitan_lite.components.signals import SIGNALS
+from torchtitan_lite.config.learning_rate import list_rates
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.parallel.context_parallel import shard_sequence
@@ -28,7 +29,7 @@ class StepResult:
     grad_norm: Tensor  # of all parameters, before clipping, the same on every rank
     applied: Tensor  # False: the gradient norm was not finite or a spike, and no weight was changed
     stop: Tensor  # number of the signal that makes all ranks stop after this step; 0: none
-    lr: float  # learning rate of this step
+    rates: dict[str, float]  # learning rates of this step, as list_rates returns them
     expert_loads: Tensor | None  # as ExpertBalance.update returns them
 
     def read(self) -> tuple[bool, float, int]:
@@ -66,9 +67,9 @@ def train_step(
         expert_loads = run.balance.update(applied)  # all-reduces layers x (experts + 1) x 8 bytes
     for follow_up in run.after_update:
         follow_up()  # precomputed float8 scales: all-reduces one float per weight
-    lr = run.lr_scheduler.get_last_lr()[0]
+    rates = list_rates(run.config, run.lr_scheduler.last_epoch)
     run.lr_scheduler.step()
-    return StepResult(loss, grad_norm, applied, stop, lr, expert_loads)
+    return StepResult(loss, grad_norm, applied, stop, rates, expert_loads)
 
 
 def compute_gradients(run: Run, batch: Batch) -> Tensor:

@@ -177,13 +177,14 @@ def test_a_text_that_is_not_utf_8_is_refused(monkeypatch):
 
 REFUSED = """
     training.dataset training.dataset_weights training.global_batch_size training.seq_len
-    optimizer.name optimizer.moments_dtype debug.seed
+    optimizer.name optimizer.moments_dtype training.data_seed
 """
 NOTED = """
     model.attention model.converters training.max_norm training.skip_spikes training.spike_window
     training.mixed_precision_param training.mixed_precision_reduce training.loss training.expert_bias_rate
     training.expert_balance_loss parallelism.zero_plus_plus parallelism.zero_plus_plus_node_size
     optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.implementation
+    optimizer.groups training.router_z_loss
     lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio lr_scheduler.decay_type
     lr_scheduler.min_lr_factor validation.dataset
     quantize.linear.float8.recipe_name quantize.linear.float8.filter_fqns

@@ -23,6 +23,7 @@ STEP = {
     "loss": 6.123456,
     "grad_norm": 1.23456,
     "lr": 8e-4,
+    "lr/*norm*": 4e-4,
     "peak_memory_gib": 1.5,
     "remaining_s": 5025.4,
     "step_time_s": 8192 / 5762,

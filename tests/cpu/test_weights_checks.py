@@ -216,8 +216,10 @@ SGD = ["--optimizer.name=SGD", "--optimizer.implementation=foreach"]
         (["--training.global_batch_size=16"], {"training.global_batch_size": "trained with 8"}),
         (
             ["--training.seq_len=64", "--debug.seed=1"],
-            {"training.seq_len": "with 128", "debug.seed": "with 0"},
-        ),
+            {"training.seq_len": "with 128", "training.data_seed": "with 0"},
+        ),  # the seed of the data is that of the weights, unless it is set
+        (["--training.data_seed=1"], {"training.data_seed": "with 0"}),
+        (["--training.data_seed=0", "--debug.seed=1"], {}),
         (["--training.dataset=letters"], {"training.dataset": "trained with ['python_stdlib']"}),
         (["--model.n_layers=2"], {"model.flavor": "step-9: n_layers 2 instead of 4"}),
         (["--model.flavor=debug_moe"], {"model.flavor": "top_k 2 instead of None"}),
@@ -254,6 +256,7 @@ OTHER_TRAINING = {  # key -> value in the checkpoint, value now
     "training.max_norm": (1.0, 0.5),
     "training.mixed_precision_param": ("float32", "bfloat16"),
     "training.expert_balance_loss": (0.0, 0.1),
+    "optimizer.groups": ([], [{"match": "*norm*", "lr": 1.0, "weight_decay": 0.0}]),
     "optimizer.lr": (4e-3, 1e-4),
     "optimizer.beta2": (0.95, 0.9),
     "optimizer.weight_decay": (0.1, 0.2),
@@ -276,7 +279,7 @@ def test_a_run_that_trains_in_another_way_from_here_on_prints_both_values():
         "the run resumes with world size 4 instead of 2: data-parallel degree 4, 1"
     )
     for key, (saved, now) in OTHER_TRAINING.items():
-        text = now if isinstance(now, str) else json.dumps(now)
+        text = now if isinstance(now, str) else json.dumps(now).replace('": ', '" = ')
         added = [notice for notice in prepare(f"--{key}={text}").notices if notice not in before]
         assert f"{key} is now {now!r}; {checkpoint} was trained with {saved!r}" in added
         assert any("the learning rate is" in notice for notice in added) == key.startswith(
@@ -294,6 +297,12 @@ def test_the_state_of_another_run_is_continued_to_a_later_step_only():
             and "more than 9" in problem.remedy
         )
     assert prepare(OURS, NOT_ONLY, "--training.steps=10")
+
+
+def test_a_z_loss_needs_a_router():
+    args = [*RUN, "--training.router_z_loss=0.1"]
+    assert find_one_problem(args).key == "training.router_z_loss"
+    assert prepare("--training.router_z_loss=0.1", "--model.flavor=debug_moe")
 
 
 def test_a_run_from_an_own_checkpoint_balances_its_experts_as_before():

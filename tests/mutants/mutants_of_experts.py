@@ -52,6 +52,19 @@ def auxiliary_loss_of_a_slice_of_the_sequence(original, counts, groups):
 
 
 @mutant(
+    FAST["experts, cp2, ep2, shared experts"],
+    "gradients",
+    "layers.1.feed_forward.router.weight",
+    at=(expert_balance, "build_balance"),
+)
+def z_loss_averaged_over_own_tokens(original, *args):
+    """Each rank divides the sum over its tokens by their number. It is a part of the global mean, which ranks add."""
+    balance = original(*args)
+    balance.z_loss_weight *= 2
+    return balance
+
+
+@mutant(
     EP2,
     "initial weights",
     "layers.0.feed_forward.experts.w1",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from layouts import ADAMW, PP, TP, Row
+from layouts import ADAMW, GROUPS, PP, TP, Row
 from mutant_table import mutant
 
 from torchtitan_lite import build, step
@@ -47,6 +47,18 @@ def small_gradients_are_scaled_up(update_weights, optimizer, grad_norm, max_norm
 def another_beta_on_one_rank(build, section, *args):
     """One host reads an older config."""
     return build(replace(section, beta2=0.9975) if dist.get_rank() == 1 else section, *args)
+
+
+@mutant(
+    Row(2, {PP: 2, **GROUPS, **ADAMW_WITH_RATES}),
+    "learning rate",
+    "output.weight",
+    at=(optim, "find_group"),
+)
+def groups_numbered_on_each_stage(find_group, groups, fqn):
+    """The last stage has no embedding, so it takes the factors of the embedding's group for the head."""
+    is_last = dist.get_rank() == 1
+    return groups[0] if is_last and fqn == "output.weight" else find_group(groups, fqn)
 
 
 @mutant(

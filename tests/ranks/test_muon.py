@@ -10,6 +10,7 @@ from layouts import (
     CP,
     EP,
     FIVE_EXPERTS,
+    GROUPS,
     MOE,
     PP,
     REPLICATE,
@@ -26,7 +27,7 @@ from test_costs import assert_equal_traffic
 from torchtitan_lite.components.optim import build_optimizer
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError
-from torchtitan_lite.config.schema import Optimizer
+from torchtitan_lite.config.schema import Optimizer, ParameterGroup
 from torchtitan_lite.preflight import resolve
 from torchtitan_lite.tools.plan.cluster import CLUSTERS
 from torchtitan_lite.tools.plan.dry_run import dry_run
@@ -37,7 +38,9 @@ from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.trial import try_layout
 
 H100 = Machine("cuda", 8, 80 * GIB, "NVIDIA H100 80GB HBM3")
-SECTION = Optimizer(name="Muon", lr=0.02, beta2=0.9)
+HALF = ParameterGroup("*.w1.weight", lr=0.5, weight_decay=2.0)
+NORMS = ParameterGroup("*norm*", lr=3.0, weight_decay=0.0)
+SECTION = Optimizer(name="Muon", lr=0.02, beta2=0.9, groups=[HALF, NORMS])
 HIDDEN = {
     "attention.wq.weight": (48, 48),
     "feed_forward.w1.weight": (96, 48),
@@ -62,13 +65,17 @@ def test_on_one_process_it_is_torchs_muon_and_torchs_adamw(dtype):
     optimizer = build_optimizer(
         SECTION, {**own, "layers.0.feed_forward.experts.w1": experts}, dtype
     )
-    hidden = [weight for name, weight in theirs.items() if name not in OTHERS]
-    oracle = torch.optim.Muon(
-        hidden, SECTION.lr, SECTION.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
-    adamw = torch.optim.AdamW(
-        [theirs[name] for name in OTHERS], SECTION.lr, (0.9, 0.9), weight_decay=0.1
-    )
+    hidden = []
+    others = []
+    for name, weight in theirs.items():
+        group = {"params": [weight], "lr": 0.02, "weight_decay": 0.1}
+        if "w1" in name:
+            group |= {"lr": 0.01, "weight_decay": 0.2}
+        elif "norm" in name:
+            group |= {"lr": 0.06, "weight_decay": 0.0}
+        (others if name in OTHERS else hidden).append(group)
+    oracle = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, betas=(0.9, 0.9))
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         for weight in theirs.values():
@@ -99,8 +106,8 @@ LAYOUTS = {
     "dp2, ZeRO 2": (2, {ZERO: 2, **ACCUMULATION_4}),
     "dp2 x tp2": (4, {TP: 2}),
     "cp2 x tp2": (4, {CP: 2, TP: 2}),
-    "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2}),
-    "debug_moe_3d": (8, {**MOE, PP: 2, TP: 2, EP: 4}),
+    "pp2 x dp2 x tp2": (8, {PP: 2, TP: 2, **GROUPS}),
+    "debug_moe_3d": (8, {**MOE, PP: 2, TP: 2, EP: 4, **GROUPS}),
     "experts whose matrices FSDP cuts": (4, FIVE_EXPERTS),
     "shared experts": (4, {**SHARED, EP: 2, TP: 2}),
 }

@@ -23,11 +23,13 @@ FIELDS = (
     "val_loss",
     "grad_norm",
     "lr",
+    "lr/tok*",
     "tokens_per_s_per_rank",
     "peak_memory_gib",
 )
 KEYS = [
     "--model.flavor=debug_moe",
+    '--optimizer.groups=[{match="tok*",lr=2}]',
     "--model.n_layers=2",
     "--model.hf_assets_path=bytes",
     "--model.vocab_size=264",

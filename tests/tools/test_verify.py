@@ -120,19 +120,20 @@ training.max_norm=0.3 training.skip_spikes=3 validation.steps=3
 checkpoint.async_mode=async checkpoint.enable_first_step_checkpoint=true checkpoint.initial_load_path=weights
 parallelism.zero_plus_plus=["hpz","qwz"]
 parallelism.enable_async_tensor_parallel=true activation_checkpoint.mode=full compile.enable=true
-compile.components=["loss"]
+compile.components=["loss"] training.data_seed=5
+optimizer.groups=[{match="tok*",lr=2},{match="*.1.*norm*",weight_decay=0}]
 """.split()
 # Keys of this table that the trial of train.py must not replace.
 AS_ASKED = """
 training.dataset_weights debug.deterministic optimizer.moments_dtype optimizer.beta2 lr_scheduler.decay_type
-training.max_norm checkpoint.async_mode checkpoint.enable_first_step_checkpoint
+training.max_norm training.data_seed optimizer.groups checkpoint.async_mode checkpoint.enable_first_step_checkpoint
 """.split()
 # Keys of the first table that must be called covered, and keys that did not act.
 COVERED = """
 training.dataset_weights training.skip_spikes training.max_norm debug.deterministic optimizer.moments_dtype
 optimizer.beta2 lr_scheduler.min_lr_factor lr_scheduler.decay_ratio lr_scheduler.decay_type checkpoint.async_mode
 activation_checkpoint.mode compile.enable
-compile.components
+compile.components training.data_seed optimizer.groups
 """.split()
 IDLE = ["parallelism.zero_plus_plus", "parallelism.zero_plus_plus_node_size"]
 

@@ -4,6 +4,7 @@ The rule of a key is beside it in config/schema.py: refuse, note or free. prefli
 the tokenizer with the fingerprint in the manifest.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.format import Manifest
@@ -19,9 +20,12 @@ def list_different(config: Config, weights: Weights) -> dict[str, tuple[object, 
     """Return key -> (value in the run that saved the checkpoint, value in this config), if they differ."""
     different = {}
     saved = dict(flatten_table(weights.manifest.run["config"]))
+    if saved.get("training.data_seed") is None:  # an older checkpoint has one seed
+        saved["training.data_seed"] = saved["debug.seed"]
+    values = dict(flatten_table(asdict(config)))
     for key in KEYS:
-        value = get_value(config, key)
-        before = saved.get(key, value)
+        value = values[key]
+        before = saved.get(key, get_value(Config(), key))  # a newer key had no effect
         if key.endswith(".dataset"):  # a corpus may move to another folder
             before = [Path(name).name for name in before]
             value = [Path(name).name for name in value]

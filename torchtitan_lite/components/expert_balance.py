@@ -1,18 +1,21 @@
 """Balance the load of experts: if a few experts get all tokens, the others learn nothing. Two methods, one hook.
+The hook also adds the z-loss, which keeps the router's logits small.
 
     load of a layer   routes per expert: counted after every forward pass of the step, then summed over all ranks
     bias              after each step, += rate if an expert's load is below the layer's mean, -= rate if it is above
     auxiliary loss    sum over experts of f x P, for each sequence separately. f is the expert's fraction of the routes
                       (times n_experts, so 1 means balanced); P is the mean of its normalized scores
+    z-loss            mean over all tokens of the global batch of (log of the sum of exp of the router's logits)^2
 
-A hook on each router counts its routes. In backward, it adds the gradient of the auxiliary loss to the gradient of the
-scores, so the model still returns a single tensor. All tokens count, including tokens whose target is ignored.
+A hook on each router counts its routes. In backward, it adds the gradients of the two losses of each layer to those of
+the scores and the logits, so the model still returns a single tensor. All tokens count, including tokens whose target
+is ignored.
 
 The bias is the same on every rank and on every layout, because loads are integers that count the global batch, without
 rounding. Checkpoints contain the bias. A step with gradients that are not finite does not change it.
 
 Sources: bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3 arXiv:2412.19437, eq. 17 to 20, except that f ignores the
-bias there, and counts the routes actually taken here.
+bias there, and counts the routes actually taken here; z-loss: ST-MoE arXiv:2202.08906, eq. 5.
 """
 
 import logging
@@ -44,6 +47,7 @@ class ExpertBalance:
     loads: Tensor
     rate: float
     loss_weight: float  # of the auxiliary loss of a sequence
+    z_loss_weight: float  # of the z-loss of a token
     groups: list[dist.ProcessGroup]  # cp and tp, if they split sequences
 
     @property
@@ -55,11 +59,11 @@ class ExpertBalance:
         return biases
 
     def observe(self, layer: int, router: Router, inputs: tuple, routing: Routing) -> Routing:
-        """Forward hook of a router: count its routes, and add the gradient of the auxiliary loss in backward.
+        """Forward hook of a router: count its routes, and add the gradients of its losses in backward.
 
         Validation runs without gradients and is not counted.
         """
-        weights, _, counts, probabilities = routing
+        weights, _, counts, probabilities, logits = routing
         if torch.is_grad_enabled() and not is_recomputed():
             load, entropy = self.loads[layer].tensor_split([-1])
             load += counts.sum(0)
@@ -67,6 +71,9 @@ class ExpertBalance:
             entropy -= torch.xlogy(detached, detached).sum()
         if self.loss_weight:
             weights = AuxiliaryGradient.apply(weights, probabilities, counts, self)
+        if self.z_loss_weight:
+            z_loss = self.z_loss_weight * logits.logsumexp(-1).square().sum()
+            weights = AddLoss.apply(weights, z_loss)
         return routing._replace(weights=weights)
 
     @torch.no_grad()
@@ -118,6 +125,18 @@ class AuxiliaryGradient(torch.autograd.Function):
         return grad, ctx.balance.loss_weight * per_token, None, None
 
 
+class AddLoss(torch.autograd.Function):
+    """Return the weights unchanged. Backward also differentiates `loss`, () fp32, as a part of the loss of the step."""
+
+    @staticmethod
+    def forward(ctx, weights: Tensor, loss: Tensor) -> Tensor:
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones(())
+
+
 def sum_over_ranks(counts: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
     """Sum the counts of the ranks that share sequences: all-reduces B x E x 8 bytes over each group."""
     total = counts.clone()
@@ -133,7 +152,7 @@ def build_balance(
     groups: list[dist.ProcessGroup],
     device: torch.device,
 ) -> ExpertBalance:
-    """Balance the routers of `parts`. The auxiliary loss of a step is a mean over its sequences.
+    """Balance the routers of `parts`. The losses of a step are means over its sequences and tokens.
 
     `groups`: cp and tp, if they split sequences.
     """
@@ -145,7 +164,10 @@ def build_balance(
     shape = (model_args.n_layers, model_args.moe.n_experts + 1)
     loads = torch.zeros(shape, dtype=torch.float64, device=device)
     loss_weight = section.expert_balance_loss / global_batch_size
-    balance = ExpertBalance(routers, loads, section.expert_bias_rate, loss_weight, groups)
+    z_loss_weight = section.router_z_loss / (global_batch_size * section.seq_len)
+    balance = ExpertBalance(
+        routers, loads, section.expert_bias_rate, loss_weight, z_loss_weight, groups
+    )
     for layer, router in routers.items():
         router.register_forward_hook(partial(balance.observe, layer))
     return balance

@@ -142,8 +142,8 @@ class MetricsWriter:
         for key, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[key] = None
-            if key in TAGS and value is not None:
-                tag = TAGS[key]
+            tag = key if key.startswith("lr/") else TAGS.get(key)  # lr/PATTERN: of optimizer.groups
+            if tag and value is not None:
                 scalars[tag] = 100 * value if tag.endswith("(%)") else value
         for name, sink in self.sinks.items():
             with go_on_unwritten(name, self.unwritten):

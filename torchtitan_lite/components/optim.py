@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.learning_rate import learning_rate_factor
+from torchtitan_lite.config.parameter_groups import find_group
 from torchtitan_lite.config.schema import LRScheduler, Optimizer
 from torchtitan_lite.dtensor import count_replicas, local_shard
 
@@ -42,20 +43,22 @@ def build_optimizer(
     has_fused_kernel = row.has_fused_kernel
     fused = section.implementation == "fused" and has_fused_kernel
     foreach = section.implementation != "for-loop" and not fused
-    # One parameter group per mesh, because torch's kernels need all DTensors on one mesh. Experts have another mesh.
-    groups: dict[object, dict] = {}
+    # One group of torch for each of optimizer.groups and each mesh, because torch's kernels need all DTensors on one
+    # mesh. Experts have another mesh.
+    groups: dict[tuple, dict] = {}
     for fqn, parameter in parameters.items():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh not in groups:
-            groups[mesh] = {
+        factors = find_group(section.groups, fqn)
+        key = factors, getattr(parameter, "device_mesh", None)
+        if key not in groups:
+            groups[key] = {
                 "params": [],
-                "lr": section.lr,
+                "lr": section.lr * factors.lr,
                 "betas": (section.beta1, section.beta2),
                 "eps": section.eps,
-                "weight_decay": section.weight_decay,
+                "weight_decay": section.weight_decay * factors.weight_decay,
                 "compute_dtype": getattr(torch, dtype),
             }
-        groups[mesh]["params"].append((fqn, parameter))
+        groups[key]["params"].append((fqn, parameter))
     return builder(list(groups.values()), fused=fused, foreach=foreach)
 
 

@@ -136,7 +136,11 @@ def resolve_config(config: Config, layout: Layout, device_type: str) -> Config:
     param = config.training.mixed_precision_param
     if param == "auto":
         param = "bfloat16" if device_type == "cuda" else "float32"
+    data_seed = config.training.data_seed
+    if data_seed is None:
+        data_seed = config.debug.seed
     for key, value in {
+        "training.data_seed": data_seed,
         "parallelism.data_parallel_shard_degree": layout.dp_shard,
         "parallelism.fsdp_reshard_after_forward": "default",  # zero_stage replaces it
         "parallelism.zero_stage": layout.zero_stage,

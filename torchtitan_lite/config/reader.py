@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import MISSING, dataclass, is_dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
@@ -215,11 +215,13 @@ def convert(kind: Any, value: Any) -> Any:
                 remedy = f"The nearest is {lower[near]!r}. {remedy}"
             raise WrongValue("there is no such choice", remedy)
         return value
+    if is_dataclass(kind):
+        return convert_table(kind, value)
     if origin is list:
         if isinstance(value, str):  # on the command line, or torchtitan's "a" for ["a"]
-            value = split_list(value)
+            value = split_list(inner[0], value)
         if not isinstance(value, list):
-            raise WrongValue("it must be a list", 'Write ["a", "b"], or a,b on the command line')
+            raise WrongValue("it must be a list", describe_list(inner[0]))
         return [convert_text(inner[0], item) for item in value]
     if NoneType in inner:  # `X | None`
         return None if value in ("none", "None") else convert(inner[0], value)
@@ -230,6 +232,35 @@ def convert(kind: Any, value: Any) -> Any:
     if kind is str and not is_unicode(value):
         raise WrongValue("it is not UTF-8", "Rename it, or write it in UTF-8")
     return value
+
+
+def convert_table(kind: type, value: Any) -> Any:
+    """Convert a table of a list of tables to its dataclass. Raises WrongValue."""
+    remedy = describe_list(kind)
+    if not isinstance(value, dict):
+        raise WrongValue(f"{value!r} is not a table", remedy)
+    fields = {}
+    kinds = get_type_hints(kind, include_extras=True)
+    for name, item in value.items():
+        if name not in kinds:
+            raise WrongValue(f"a table has no key {name!r}", remedy)
+        try:
+            fields[name] = convert(kinds[name], item)
+        except WrongValue as wrong:
+            why, remedy = wrong.args
+            raise WrongValue(f"{name} = {item!r}: {why}", remedy) from None
+    for name, field in kind.__dataclass_fields__.items():
+        if name not in fields and field.default is MISSING:
+            raise WrongValue(f"{value!r} has no {name!r}", remedy)
+    return kind(**fields)
+
+
+def describe_list(kind: Any) -> str:
+    """Return how to write a list of this type."""
+    if is_dataclass(kind):
+        table = ", ".join(f"{name} = ..." for name in get_type_hints(kind))
+        return f"Write [[double brackets]] in a file, or '[{{{table}}}]' on the command line"
+    return 'Write ["a", "b"], or a,b on the command line'
 
 
 def check_limits(value: Any, limits: Any) -> Any:
@@ -268,11 +299,13 @@ def parse_literal(text: Any) -> Any:
     return None
 
 
-def split_list(text: str) -> list[Any]:
+def split_list(kind: Any, text: str) -> list[Any]:
     """Return the items of a TOML list, or of a text with commas. Raises WrongValue."""
     literal = parse_literal(text)
     if isinstance(literal, list):
         return literal
+    if is_dataclass(kind):
+        raise WrongValue("it is not a list of tables in TOML", describe_list(kind))
     if text.startswith("["):  # a shell has removed the quotes
         raise WrongValue("it is not a TOML list", """Write a,b, or quote the list: '["a", "b"]'""")
     return list(filter(None, map(str.strip, text.split(","))))
@@ -304,6 +337,16 @@ def dump_config_toml(config: Config) -> str:
         value = get_value(config, key)
         if value is not None:
             section, _, name = key.rpartition(".")
-            # JSON and TOML have the same literals for these types
-            sections[section] += f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
+            sections[section] += f"{name} = {write_literal(value)}\n"
     return "\n".join(sections.values())
+
+
+def write_literal(value: Any) -> str:
+    """Write a value as a TOML literal. A dataclass becomes an inline table."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(write_literal, value))}]"
+    if is_dataclass(value):
+        items = [f"{name} = {write_literal(item)}" for name, item in vars(value).items()]
+        return "{" + ", ".join(items) + "}"
+    # JSON and TOML have the same literals for the other types
+    return json.dumps(value, ensure_ascii=False)

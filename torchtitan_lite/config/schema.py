@@ -116,6 +116,8 @@ class Training:
     global_batch_size: SizeOrAuto = key(-1, resume="refuse")
     # tokens per sequence. Unless set: at most the context length of Hugging Face weights, and at most 512 on a CPU
     seq_len: Size = key(2048, resume="refuse")
+    # new: for the order of samples, which is the same on every layout; default: debug.seed
+    data_seed: Annotated[int, Range(0, LARGEST_SEED)] | None = key(None, resume="refuse")
     steps: Positive = 10000
     # gradients are scaled down to this global 2-norm; 0: never
     max_norm: ZeroOrMore = key(1.0, resume="note")
@@ -138,6 +140,9 @@ class Training:
     expert_bias_rate: Share = key(1e-3, resume="note")
     # new: weight of the load-balancing loss per sequence (DeepSeek-V3: 1e-4; Mixtral and Qwen3: 1e-3 or more)
     expert_balance_loss: ZeroOrMore = key(0.0, resume="note")
+    # new: weight of the router z-loss, the mean over tokens of the squared logsumexp of the router's logits (ST-MoE:
+    # 1e-3), summed over layers
+    router_z_loss: ZeroOrMore = key(0.0, resume="note")
     # steps between Python garbage collections, which all ranks run at the same step
     gc_freq: Positive = 50
 
@@ -175,6 +180,15 @@ class Parallelism:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """The parameters whose FQNs match a pattern (parameter_groups.py). `lr` and `weight_decay` are factors."""
+
+    match: str
+    lr: ZeroOrMore = 1.0
+    weight_decay: ZeroOrMore = 1.0
+
+
+@dataclass(frozen=True)
 class Optimizer:
     name: Literal[tuple(OPTIMIZERS)] = key("AdamW", resume="refuse")  # SGD has no momentum
     lr: ZeroOrMore = key(8e-4, resume="note")  # peak learning rate
@@ -187,6 +201,9 @@ class Optimizer:
     implementation: Literal["fused", "foreach", "for-loop"] = key("fused", resume="note")
     # new: bfloat16 saves 4 bytes per parameter of AdamW
     moments_dtype: Literal["float32", "bfloat16"] = key("float32", resume="refuse")
+    # new: tables [[optimizer.groups]] with a pattern `match` of FQNs, such as "*norm.weight", and factors `lr` and
+    # `weight_decay` of the keys above; the first that matches a parameter has it. `check` prints the parameters of each
+    groups: list[ParameterGroup] = key([], resume="note")
 
 
 @dataclass(frozen=True)
@@ -311,8 +328,9 @@ class Comm:
 
 @dataclass(frozen=True)
 class Debug:
-    # for initial weights and order of samples, which are the same on every layout
-    seed: Annotated[int, Range(0, LARGEST_SEED)] = key(0, resume="refuse")
+    # for initial weights, which are the same on every layout; and for the order of samples, unless training.data_seed
+    # is set
+    seed: Annotated[int, Range(0, LARGEST_SEED)] = 0
     deterministic: bool = False  # use torch's deterministic algorithms
     # new: steps between comparisons of replicas, which find damage; 0: never
     compare_copies_every: NotNegative = 0

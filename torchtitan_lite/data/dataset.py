@@ -323,7 +323,7 @@ def open_data(
             restart_positions=config.model.attention == "document",
         )
     reader = readers["train"]
-    sampler = Sampler(reader.n_samples, weights=training.dataset_weights, seed=config.debug.seed)
+    sampler = Sampler(reader.n_samples, weights=training.dataset_weights, seed=training.data_seed)
     # Checkpoints store it. Runs with equal fingerprints and configs have the same samples in the same order.
     fingerprint = {
         "documents": [corpus.fingerprint for corpus in reader.corpora],

@@ -32,7 +32,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
-        weights, routes, counts, _ = self.router(x)
+        weights, routes, counts, _, _ = self.router(x)
         # (R,): rows by expert; row r is copy r % K of token r // K
         order = routes.flatten().argsort(stable=True)
         place = order.argsort()  # the inverse permutation: where row r went
@@ -56,6 +56,7 @@ class Routing(NamedTuple):
     routes: Tensor  # (B, S, K) int64, numbers of the chosen experts
     counts: Tensor  # (B, E) int64, routes per expert and sequence
     probabilities: Tensor  # (B, S, E) fp32, scores of all experts, normalized to a sum of 1
+    logits: Tensor  # (B, S, E) fp32
 
 
 class Router(nn.Module):
@@ -88,7 +89,7 @@ class Router(nn.Module):
         experts = torch.arange(self.n_experts, device=x.device)
         is_chosen = routes[..., None] == experts  # (B, S, K, E)
         counts = is_chosen.sum((1, 2))
-        return Routing(weights, routes, counts, probabilities)
+        return Routing(weights, routes, counts, probabilities, logits)
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the K best experts for each token: (B, S, E) -> (B, S, K). The bias affects only this choice."""

@@ -91,7 +91,7 @@ def build_contenders(config: Config, device: torch.device) -> dict[str, Callable
     config = resolve_config(config, layout, device.type)
     mesh = build_mesh(layout, device.type)
     run = build_run(config, model_args, layout, mesh, device)
-    batch = make_batch(config, config.debug.seed).to(device)
+    batch = make_batch(config, config.training.data_seed).to(device)
     model = find_model_class(model_args.name)(model_args).to(device)
     initialize_weights(model, config.debug.seed)
     compute_logits = partial(model, batch.tokens, positions=batch.positions)

@@ -6,16 +6,17 @@ import os
 import re
 import shlex
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from datetime import timedelta
 from functools import partial
 from math import ceil, lcm
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan_lite.config.block import count_flops_per_token, count_parameters
 from torchtitan_lite.config.extensions import EXTENSIONS
 from torchtitan_lite.config.machine import CPU_FLOPS_PER_CORE, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
+from torchtitan_lite.config.parameter_groups import describe_decayed, describe_groups
 from torchtitan_lite.config.reader import KEYS, NAMES, SECTIONS, find_key, read_config, suggest_key
 from torchtitan_lite.config.schema import MANY, MOST_RANKS, PATH, Config, Range, get_value
 from torchtitan_lite.preflight import resolve
@@ -180,8 +181,11 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
     lines = [f"{spec.config_name} on {where}: nothing found wrong"]
     for topic, text in rows.items():
         lines.append(f"  {topic:7} {text}")
-    for notice in spec.notices:
-        lines.append(f"  note    {notice}")
+    for group in describe_groups(config, args):
+        lines.append(f"  group   {group}")
+    for notice in [*spec.notices, describe_decayed(config, args)]:
+        if notice:
+            lines.append(f"  note    {notice}")
     lines.append(spec.finished)
     return "\n".join(lines).rstrip()
 
@@ -228,6 +232,8 @@ def describe_kind(kind: Any) -> str:
         return " | ".join(map(str, inner))
     if origin is Annotated:
         return PATH if inner[1] == PATH else f"{NAMES[inner[0]]}, {inner[1]}"
+    if is_dataclass(kind):
+        return f"tables with {', '.join(get_type_hints(kind))}"
     if origin is list:
         return f"a list: {describe_kind(inner[0])}"
     return NAMES[kind] if kind in NAMES else describe_kind(inner[0])  # `X | None`

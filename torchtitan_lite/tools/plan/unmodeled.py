@@ -11,6 +11,7 @@ MODELED_VALUES = {  # key -> its values that the closed forms model, and what th
     "training.loss": (("cross_entropy",), "the time and memory of cross entropy"),
     "model.attention": (("causal", "document"), "causal attention over the whole sequence"),
     "quantize.linear.float8.emulate": ((False,), "matmuls of float8 units"),
+    "training.router_z_loss": ((0.0,), "routers without this loss"),
     "debug.deterministic": ((False,), "the fastest kernels"),
     "training.enable_cpu_offload": ((False,), "a run without offload"),
     "debug.compare_copies_every": ((0,), "no comparisons"),
@@ -25,6 +26,8 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
         value = get_value(planned.config, key)
         if value not in values:
             unmodeled[f"{key} = {value}"] = counted
+    if planned.workload.updates_matrices and planned.config.optimizer.groups:
+        unmodeled["optimizer.groups"] = "rounds of Muon with matrices of all groups"
     for kind in planned.workload.kinds:
         for name in sorted(kind.untimed):
             unmodeled[name] = "its weights, but neither its time nor its activations"

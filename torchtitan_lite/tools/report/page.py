@@ -56,6 +56,14 @@ class Series(NamedTuple):
     color: str
     runs: list[RecordedRun]
 
+    def list_groups(self, field: str) -> list[str]:
+        """Return the fields of optimizer.groups: lr/PATTERN for "lr"."""
+        names = {}
+        for run in self.runs:
+            for record in run.records:
+                names |= dict.fromkeys(name for name in record if name.startswith(f"{field}/"))
+        return list(names)
+
     def list_samples(self, field: str, axis: str) -> Samples:
         """Return (mean place on an axis, value of each run) for each step that all runs have."""
         by_run = [dict(run.list_values(field)) for run in self.runs]
@@ -172,11 +180,13 @@ def draw_plots(series: list[Series], axis: str) -> Iterator[str]:
         curves = []
         values = ""
         for each in series:
-            for name, dashes in ((field, "none"), (dashed_field, "4 4")):
+            dashes_of = {field: "none", dashed_field: "4 4"}
+            dashes_of |= dict.fromkeys(each.list_groups(field), "1 3")
+            for name, dashes in dashes_of.items():
                 samples = each.list_samples(name, axis)
                 if samples:
                     curves.append((f"{each.name}, {name}", each.color, dashes, samples))
-                    last = f"{name} {mean(samples[-1][1]):,.4g}"
+                    last = f"{escape(name)} {mean(samples[-1][1]):,.4g}"
                     values += f' <span style="color: {each.color}">{last}</span>'
         if curves:
             picture = draw_curves(curves, marks, axis=axis, from_zero=from_zero)

@@ -36,7 +36,7 @@ class Observed:
     @property
     def rate(self) -> float:
         """Learning rate as a fraction of its peak."""
-        return self.result.lr / (self.config.optimizer.lr or 1.0)
+        return self.result.rates["lr"] / (self.config.optimizer.lr or 1.0)
 
     @property
     def position(self) -> int:

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
+from torch.optim.optimizer import Optimizer
 
 from torchtitan_lite import build
 from torchtitan_lite.checkpoint.load import set_step
@@ -71,7 +72,7 @@ class PlainStep:
     loss: float
     gradients: dict[str, Tensor]  # before clipping
     norm: float
-    rate: float
+    rates: dict[str, float]  # of the step, by FQN
     loads: dict[int, Tensor]  # layer -> tokens of each expert
     updated: dict[str, Tensor]  # weights after the step
     state: dict[str, dict[str, Tensor]]  # optimizer state after the step: FQN -> name -> tensor
@@ -184,6 +185,7 @@ class PlainExperts:
         probabilities = scores / scores.sum(-1, keepdim=True)
         per_sequence = (fraction * probabilities.mean(1)).sum(-1)
         self.imbalance = per_sequence.mean()
+        self.z_loss = logits.exp().sum(-1).log().square().mean()
         return torch.einsum("etd,te->td", outputs, weights.flatten(0, 1)).view_as(x)
 
 
@@ -236,6 +238,7 @@ class PlainModel:
         total = loss
         for experts in self.experts.values():
             total = total + self.section.expert_balance_loss * experts.imbalance
+            total = total + self.section.router_z_loss * experts.z_loss
         found = torch.autograd.grad(total, self.parameters.values())
         gradients = {}
         for fqn, gradient in zip(self.parameters, found, strict=True):
@@ -288,13 +291,23 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
                 loss=loss,
                 gradients=gradients,
                 norm=norm,
-                rate=scheduler.get_last_lr()[0],
+                rates=list_rates(optimizer, plain.parameters),
                 loads={layer: experts.load for layer, experts in plain.experts.items()},
                 updated=copy_tensors(plain.model.state_dict()),
                 state=state,
             )
         )
     return steps
+
+
+def list_rates(optimizer: Optimizer, parameters: dict[str, Tensor]) -> dict[str, float]:
+    """Return FQN -> learning rate that the optimizer uses now."""
+    names = {parameter: fqn for fqn, parameter in parameters.items()}
+    rates = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            rates[names[parameter]] = group["lr"]
+    return rates
 
 
 def copy_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -74,7 +74,9 @@ def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: 
 def make_config(reduction: Reduction, *, float8: bool) -> Config:
     keys: dict[str, object] = {
         "training.mixed_precision_param": "bfloat16",
-        "training.expert_balance_loss": 0.0,  # both halves of the microbatches would add it
+        # both halves of the microbatches would add them
+        "training.expert_balance_loss": 0.0,
+        "training.router_z_loss": 0.0,
     }
     if float8:
         section = reduction.real.quantize.linear.float8

@@ -25,6 +25,7 @@ from torch import Tensor
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping  # a module, because tests patch its functions
 from torchtitan_lite.checkpoint.load import set_step
+from torchtitan_lite.config import learning_rate
 from torchtitan_lite.config.checks import plan_layout, resolve_config, resolve_model
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, with_value
@@ -36,7 +37,7 @@ from torchtitan_lite.model.moe import Router
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.tools.verify.measures import Note, Seen, cut, local, relative_error
 from torchtitan_lite.tools.verify.modules import outputs_compared
-from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, PlainStep
+from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, PlainStep, list_rates
 from torchtitan_lite.tools.verify.rounding import (
     compare_scales,
     compare_with_halves,
@@ -108,6 +109,9 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
 
     def compare_and_measure(*args) -> Tensor:
         results["gradients"] = compare_gradients(run, plain, note)
+        for fqn, rate in list_rates(run.optimizer, run.parameters).items():
+            right = plain.rates[fqn]
+            note("learning rate", fqn, abs(rate - right) / (right or 1.0))
         return sum_gradient_squares(*args)
 
     with ExitStack() as patches:
@@ -139,8 +143,8 @@ def compare_step(run: build.Run, plain: PlainStep, note: Note) -> dict[str, obje
         bias = f"{name}.expert_bias"
         bias_error = (router.expert_bias - plain.updated[bias]).abs().max()
         note("expert biases", bias, bias_error.item())
-    rate_error = abs(result.lr - plain.rate) / (run.config.optimizer.lr or 1.0)
-    note("learning rate", "lr_scheduler", rate_error)
+    for name, right in learning_rate.list_rates(run.config, plain.position).items():
+        note("learning rate", f"logged as {name}", abs(result.rates[name] - right) / (right or 1.0))
     n_steps_off = abs(run.lr_scheduler.last_epoch - plain.position - 1)
     note("schedule", "lr_scheduler", n_steps_off)
     if scales:

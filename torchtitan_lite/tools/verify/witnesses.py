@@ -21,6 +21,7 @@ from torchtitan_lite import step as stepping
 from torchtitan_lite.config.checks import MODEL_SIZES
 from torchtitan_lite.config.choices import OPTIMIZERS
 from torchtitan_lite.config.model_rows import MoEArgs
+from torchtitan_lite.config.parameter_groups import list_used
 from torchtitan_lite.config.schema import get_value
 from torchtitan_lite.model.attention import ATTENTION_MODULES
 from torchtitan_lite.model.batch import Batch
@@ -71,7 +72,7 @@ def separates_documents(step: Observed) -> bool | None:
 
 
 def updates(step: Observed) -> bool:
-    return bool(step.result.applied) and step.result.lr > 0
+    return bool(step.result.applied) and step.result.rates["lr"] > 0
 
 
 def clips(step: Observed) -> bool:
@@ -134,6 +135,24 @@ def moves_biases(step: Observed) -> bool | None:
 
 def balances(step: Observed) -> bool | None:
     return once_on(step.run.balance, count(step.backward, "AuxiliaryGradient") > 0)
+
+
+def adds_z_loss(step: Observed) -> bool | None:
+    return once_on(step.run.balance, count(step.backward, "AddLoss") > 0)
+
+
+def updates_groups(step: Observed) -> bool:
+    """Every group has a parameter of the small model, and this rank updates one of them with its factors."""
+    section = step.config.optimizer
+    asked = set()
+    for group in section.groups:
+        asked.add((section.lr * group.lr, section.weight_decay * group.weight_decay))
+    used = set()
+    for group in step.run.optimizer.param_groups:
+        used.add((group["initial_lr"], group["weight_decay"]))
+    model_args = step.run.parts[0].model_args
+    has_all = list_used(section.groups, model_args) == section.groups
+    return updates(step) and has_all and bool(asked & used)
 
 
 def splits_loss(step: Observed) -> bool:
@@ -260,9 +279,11 @@ SWITCHES: dict[str, Witness] = {  # keys that are off if they are 0, empty or fa
     "training.loss_chunk_tokens": splits_loss,
     "training.expert_bias_rate": moves_biases,
     "training.expert_balance_loss": balances,
+    "training.router_z_loss": adds_z_loss,
     "parallelism.zero_plus_plus": rounds_shards,
     "optimizer.lr": updates,
     "optimizer.weight_decay": updates,
+    "optimizer.groups": updates_groups,
     "debug.deterministic": lambda step: torch.are_deterministic_algorithms_enabled(),
 }
 WITNESSES: dict[str, Witness] = {
@@ -272,6 +293,7 @@ WITNESSES: dict[str, Witness] = {
     "model.hf_assets_path": reads_text,
     "model.attention": separates_documents,
     "model.converters": multiplies_in_float8,
+    "training.data_seed": reads_text,
     "training.local_batch_size": in_use,
     "training.global_batch_size": in_use,
     "training.seq_len": in_use,

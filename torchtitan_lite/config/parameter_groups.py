@@ -1,0 +1,109 @@
+"""Parameter groups: factors of learning rate and weight decay for parameters whose names match. Needs no torch.
+
+    [[optimizer.groups]]                    tok_embeddings.weight             tok_embeddings.*
+    match = "tok_embeddings.*"              layers.0.attention.wq.weight      no group: both factors are 1
+    lr = 10                                 layers.0.attention_norm.weight    *norm.weight
+    [[optimizer.groups]]                    norm.weight                       *norm.weight
+    match = "*norm.weight"                  output.weight                     no group
+    weight_decay = 0
+
+A pattern is compared with whole FQNs: `*` matches any text, also dots; `?` any character; `[ab]` one of them. If
+several groups match a parameter, the first of them has it.
+"""
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torchtitan_lite.config.block import list_parameters
+from torchtitan_lite.config.messages import Problem
+from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.config.schema import Config, ParameterGroup
+
+GROUPS = "optimizer.groups"
+OTHERS = ParameterGroup("")  # all parameters that no group matches
+
+
+def find_group(groups: Sequence[ParameterGroup], fqn: str) -> ParameterGroup:
+    """Return the first group that matches, or OTHERS."""
+    for group in groups:
+        if fnmatchcase(fqn, group.match):
+            return group
+    return OTHERS
+
+
+def list_members(
+    groups: Sequence[ParameterGroup], fqns: Iterable[str]
+) -> dict[ParameterGroup, list[str]]:
+    """Return group -> FQNs of its parameters, for every group and for OTHERS."""
+    members: dict[ParameterGroup, list[str]] = {group: [] for group in (*groups, OTHERS)}
+    for fqn in fqns:
+        members[find_group(groups, fqn)].append(fqn)
+    return members
+
+
+def list_used(groups: Sequence[ParameterGroup], model_args: ModelArgs) -> list[ParameterGroup]:
+    """Return the groups that have a parameter of this model."""
+    members = list_members(groups, list_parameters(model_args))
+    return [group for group in groups if members[group]]
+
+
+def list_matched(group: ParameterGroup, model_args: ModelArgs) -> list[str]:
+    return [fqn for fqn in list_parameters(model_args) if fnmatchcase(fqn, group.match)]
+
+
+def check_groups(config: Config, model_args: ModelArgs) -> list[Problem]:
+    """Find groups without parameters, which would change nothing."""
+    problems = []
+    fqns = list(list_parameters(model_args))
+    earlier: list[ParameterGroup] = []
+    for group in config.optimizer.groups:
+        matched = list_matched(group, model_args)
+        if not matched:
+            near = get_close_matches(group.match, fqns, n=1, cutoff=0) or fqns[:1]
+            why = "no parameter of this model has such a name"
+            names = f"A pattern matches whole names, such as {near[0]}, and * any text"
+            remedy = f"{names}. Change it, or remove this group"
+            problems.append(Problem(GROUPS, group.match, why, remedy))
+        elif all(find_group(earlier, fqn) is not OTHERS for fqn in matched):
+            owners = {find_group(earlier, fqn).match: None for fqn in matched}
+            names = " and ".join(map(repr, owners))
+            why = f"the first group that matches has a parameter, and {names} has all that this one matches"
+            remedy = "Move this group before that, or remove it"
+            problems.append(Problem(GROUPS, group.match, why, remedy))
+        earlier.append(group)
+    return problems
+
+
+def describe_groups(config: Config, model_args: ModelArgs) -> list[str]:
+    """Return a line for each group: its rate, its weight decay, and its parameters. Empty without groups."""
+    section = config.optimizer
+    if not section.groups:
+        return []
+    lines = []
+    for group, fqns in list_members(section.groups, list_parameters(model_args)).items():
+        if fqns:
+            rates = f"lr {section.lr * group.lr:g}, weight_decay {section.weight_decay * group.weight_decay:g}"
+            noun = "parameter" if len(fqns) == 1 else "parameters"
+            examples = fqns if len(fqns) <= 2 else [fqns[0], "...", fqns[-1]]
+            name = group.match or "no group"
+            line = f"{name}: {rates}, {len(fqns)} {noun} ({', '.join(examples)})"
+            n_elsewhere = len(list_matched(group, model_args)) - len(fqns)
+            if n_elsewhere > 0:
+                line += f"; {n_elsewhere} more that it matches are in earlier groups"
+            lines.append(line)
+    return lines
+
+
+def describe_decayed(config: Config, model_args: ModelArgs) -> str:
+    """Return a note if weight decay covers norms or biases; otherwise ""."""
+    section = config.optimizer
+    decayed = []
+    for fqn, parameter in list_parameters(model_args).items():
+        factor = find_group(section.groups, fqn).weight_decay
+        if len(parameter.shape) == 1 and factor * section.weight_decay:
+            decayed.append(fqn)
+    if not decayed:
+        return ""
+    what = f"optimizer.weight_decay = {section.weight_decay:g} also covers norms and biases"
+    return f"{what}, such as {decayed[0]}; a group with weight_decay = 0 leaves them out ({GROUPS})"
