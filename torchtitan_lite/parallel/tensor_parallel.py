@@ -4,7 +4,8 @@
     tok_embeddings        SplitEmbedding      (V/tp, D)    Shard(0)   (B, S/tp, D)    reduce-scatter
     attention_norm        SequenceParallel    (D,)         Replicate  (B, S/tp, D)
     attention             PrepareModuleInput                          (B, S, D)       all-gather, before its modules
-    attention.wq, wk, wv  ColwiseParallel     (H*E/tp, D)  Shard(0)   (B, S, H*E/tp)
+    attention.wq          ColwiseParallel     (H*E/tp, D)  Shard(0)   (B, S, H*E/tp)
+    attention.wk, wv      KeyValueParallel    (K*E/tp, D)  Shard(0)   (B, S, K*E/tp)  all-to-all if K < tp: see below
     attention.wo          RowwiseParallel     (D, H*E/tp)  Shard(1)   (B, S/tp, D)    reduce-scatter of partial sums
     ffn_norm              SequenceParallel    (D,)         Replicate  (B, S/tp, D)
     feed_forward          PrepareModuleInput                          (B, S, D)       all-gather, before its modules
@@ -91,7 +92,7 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
             plan[f"layers.{layer}.{name}"] = PrepareModuleInput()
         for row in rows:
             if row.kind not in ("router", "experts"):
-                style = KeyValueLinear(row.kv_heads) if row.kv_heads else STYLES[row.tp_style]()
+                style = KeyValueParallel(row.kv_heads) if row.kv_heads else STYLES[row.tp_style]()
                 plan[f"layers.{layer}.{row.name}"] = style
     for name, style in STYLES_OF_ENDS.items():
         if getattr(part, name) is not None:
@@ -147,7 +148,7 @@ class ColwiseParallel(LocalStyle):
     placements = {"weight": Shard(0), "bias": Shard(0)}
 
 
-class KeyValueLinear(ColwiseParallel):
+class KeyValueParallel(ColwiseParallel):
     """x (B, S, D) -> (B, S, E * max(1, K/tp)): computes this rank's key/value heads, or its slice of one head."""
 
     def __init__(self, n_heads: int):
