@@ -37,7 +37,7 @@ CASES = {  # ranks, degrees, model
     "Qwen2 on pp2 x tp4": (8, {PP: 2, TP: 4}, {"model.n_kv_heads": 2, **BIASES}),
     "Qwen3 on cp2 x tp4": (8, {CP: 2, TP: 4}, {"model.n_kv_heads": 2, **HEAD_NORMS}),
 }
-SLOW = CASES.keys() - {"Qwen3 on tp8", "Qwen2 on tp8, Muon"}
+SLOW = CASES.keys() - {"Qwen3 on tp8"}
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in CASES])
