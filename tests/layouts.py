@@ -66,6 +66,7 @@ GROUPS = {  # a stage may have no parameter of the first one
     ]
 }
 HEAD_NORMS = {"flavor.qk_norm": True}
+ONE_HEAD, TWO_HEADS = ({"model.n_kv_heads": n, **TWO_LAYERS} for n in (1, 2))  # fewer than tp
 BIASES = {"flavor.qkv_bias": True}
 EXPERTS = {"model.flavor": "debug_moe", "flavor.expert_ffn_dim": 192}  # 2 of 8 for each token
 BALANCE_LOSS = {"training.expert_balance_loss": 0.01}
@@ -133,6 +134,19 @@ FAST = {
     "one rank, Qwen2": Row(1, BIASES),
     "tp2, Qwen2": Row(2, {TP: 2, **BIASES, **TWO_LAYERS}),
     "cp2, Qwen2 tied": Row(2, {CP: 2, **BIASES, **TIED, **TWO_LAYERS}),
+    # ranks of tp that share key/value heads
+    "tp2, one key/value head": Row(2, {TP: 2, **ONE_HEAD}),
+    "tp4, two key/value heads, Qwen2": Row(4, {TP: 4, **TWO_HEADS, **BIASES}),
+    "tp4, two key/value heads, Qwen3, full recompute": Row(
+        4, {TP: 4, **TWO_HEADS, **HEAD_NORMS, MODE: "full"}
+    ),
+    "pp2 x tp2 ZBVZeroBubble, one key/value head": Row(
+        4, {PP: 2, TP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **ONE_HEAD, **HEAD_NORMS}
+    ),
+    "cp2 x tp2 ring, one key/value head": Row(4, {CP: 2, TP: 2, **RING, **ONE_HEAD, **BIASES}),
+    "experts, dp2 x tp2, ep2, one key/value head": Row(
+        4, {**MOE, TP: 2, EP: 2, **ONE_HEAD, **HEAD_NORMS}
+    ),
     # recompute, compile, offload
     "full recompute": Row(1, {MODE: "full"}),
     "pp2 GPipe, every-second-layer recompute": Row(2, {PP: 2, SCHEDULE: "GPipe", **EVERY_SECOND}),
@@ -198,6 +212,14 @@ for name, row in EXPERT_LAYOUTS.items():
 
 # Slow: every schedule on four stages, and three axes. test_drawn_layouts.py draws the pairs that are not here.
 CROSSES = {
+    "tp8, two key/value heads, Qwen3 tied": Row(8, {TP: 8, **TWO_HEADS, **HEAD_NORMS, **TIED}),
+    "pp2 x cp2 x tp2, one key/value head, biases": Row(
+        8, {PP: 2, CP: 2, TP: 2, **ONE_HEAD, **BIASES}
+    ),
+    "hsdp2x2 x tp2 compile, one key/value head": Row(
+        8, {REPLICATE: 2, TP: 2, **COMPILED, **ONE_HEAD, **HEAD_NORMS, **BIASES}
+    ),
+    "cp2 x tp2 documents, one key/value head": Row(4, {CP: 2, TP: 2, **DOCUMENTS, **ONE_HEAD}),
     "pp2 x tp2, Qwen2 compile": Row(4, {PP: 2, TP: 2, **BIASES, **COMPILED, **TWO_LAYERS}),
     "pp2 x ddp2 x tp2": Row(8, {PP: 2, TP: 2, REPLICATE: 2, **TWO_LAYERS}),
     "cp4 x tp2 allgather": Row(8, {CP: 4, TP: 2, **TWO_LAYERS}),
@@ -254,6 +276,7 @@ BFLOAT16_LAYOUTS = {
     "pp2 x dp2 x tp2": Row(8, {PP: 2, TP: 2, **BFLOAT16, **TWO_LAYERS}),
     "pp2 x dp2 tied": Row(4, {PP: 2, **TIED, **BFLOAT16}),
     "tp2, Qwen2": Row(2, {TP: 2, **BIASES, **BFLOAT16}),
+    "tp2, one key/value head": Row(2, {TP: 2, **ONE_HEAD, **HEAD_NORMS, **BFLOAT16}),
 }
 
 FLOAT8 = {"model.converters": ["float8"]}
@@ -274,6 +297,8 @@ FLOAT8_LAYOUTS = {
     ),
     "dp2 full recompute, gathered": Row(2, {MODE: "full", **GATHER, **TWO_LAYERS}),
     "pp2 ZBVZeroBubble": Row(2, {PP: 2, SCHEDULE: "ZBVZeroBubble", MODE: "none", **FLOAT8}),
+    "tp2, one key/value head": Row(2, {TP: 2, **FLOAT8, **ONE_HEAD}),
+    "tp2 rowwise, one key/value head": Row(2, {TP: 2, **ROWWISE, **ONE_HEAD}),
     "tp2 rowwise": Row(2, {TP: 2, **ROWWISE, **TWO_LAYERS}),
     "tp2 rowwise_with_gw_hp": Row(2, {TP: 2, **ROWWISE_HP, **TWO_LAYERS}),
 }

@@ -6,7 +6,19 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from layouts import CHUNKS, COMPILED, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, TWO_LAYERS, ZERO, Row
+from layouts import (
+    CHUNKS,
+    COMPILED,
+    DOCUMENTS,
+    MODE,
+    PP,
+    RING,
+    SCHEDULE,
+    TP,
+    TWO_LAYERS,
+    ZERO,
+    Row,
+)
 from mutant_table import CP2, mutant
 
 from torchtitan_lite import step
@@ -34,6 +46,44 @@ def clip_norm_forgets_pp(original, squares, stop_signal):
 def norm_counts_every_copy(original, tensor):
     """What several ranks hold, norm weights under tp, counts once on each of them."""
     return 1
+
+
+SHARED_HEADS = "tp4, two key/value heads, Qwen2"
+
+
+@mutant(
+    SHARED_HEADS,
+    "gradients",
+    "layers.1.attention.wv.bias",
+    at=(exchange.ExchangeRows, "backward"),
+)
+def gradients_of_a_shared_head_are_not_summed(original, ctx, grad):
+    """Each rank keeps the gradient of its own queries, for its own slice of the head."""
+    n_sharing = sum(count > 0 for count in ctx.sent)
+    own = ctx.ranks.own % n_sharing
+    kept = torch.zeros_like(grad)
+    kept.chunk(n_sharing)[own].copy_(grad.chunk(n_sharing)[own])
+    return kept, None, None, None
+
+
+@mutant(
+    SHARED_HEADS,
+    "gradients",
+    "layers.1.attention.wv.bias",
+    at=(exchange.ExchangeRows, "backward"),
+)
+def gradients_of_a_shared_head_are_summed_twice(original, ctx, grad):
+    """The sum over the ranks of a head is taken again, after the exchange has taken it."""
+    n_sharing = sum(count > 0 for count in ctx.sent)
+    rows, *rest = original(ctx, grad)
+    return rows * n_sharing, *rest
+
+
+@mutant(SHARED_HEADS, "gradient norm", "all gradients", at=(optim, "count_replicas"))
+def norm_counts_a_shared_head_on_each_of_its_ranks(original, tensor):
+    """wk and wv are counted as if every rank that uses a head had a copy of it to itself."""
+    is_key_or_value = tensor.dim() == 2 and tensor.shape[0] < min(tensor.shape[1], 32)
+    return original(tensor) / (2 if is_key_or_value else 1)
 
 
 @mutant("dp2", "counted tokens", "count_global_tokens", at=(step, "count_global_tokens"))

@@ -122,7 +122,11 @@ stray | argument
 --parallelism.pipeline_parallel_degree=2 --parallelism.zero_stage=2 | parallelism.zero_stage
 --parallelism.pipeline_parallel_schedule_csv=own.csv | parallelism.pipeline_parallel_schedule_csv
 # layout
---parallelism.tensor_parallel_degree=4 --model.n_heads=2 | model.n_heads model.n_kv_heads | 4
+--parallelism.tensor_parallel_degree=4 --model.n_heads=2 | model.n_heads | 4
+--parallelism.tensor_parallel_degree=8 --model.n_heads=24 --model.n_kv_heads=6 --model.head_dim=8 | \
+    model.n_kv_heads | 8
+--parallelism.tensor_parallel_degree=8 --model.n_heads=8 --model.n_kv_heads=1 --model.head_dim=6 | \
+    parallelism.tensor_parallel_degree | 8  # parts of a head are uneven
 --parallelism.tensor_parallel_degree=2 --model.ffn_dim=351 | model.ffn_dim
 --parallelism.tensor_parallel_degree=2 --model.vocab_size=2305 | model.vocab_size
 --parallelism.tensor_parallel_degree=2 --parallelism.context_parallel_degree=2 --training.seq_len=36 | \

@@ -20,6 +20,7 @@ from layouts import (
     EXPERTS,
     HEAD_NORMS,
     MODE,
+    ONE_HEAD,
     PP,
     REPLICATE,
     RING,
@@ -58,6 +59,14 @@ V_SCHEDULE = {SCHEDULE: "ZBVZeroBubble", MODE: "none", "model.n_layers": 4}
 # name -> world size, keys. Every axis, ZeRO stage, recompute mode and attention, and three schedules.
 LAYOUTS = {
     "dp2 x tp2": (4, {TP: 2, BATCH: 4, MODE: "none", **CHUNKS}),
+    "dp2 x tp2, one key/value head": (
+        4,
+        {TP: 2, BATCH: 4, MODE: "selective", **ONE_HEAD, **HEAD_NORMS},
+    ),
+    "pp2 x cp2 x tp2, one key/value head": (
+        8,
+        {PP: 2, CP: 2, TP: 2, BATCH: 4, MODE: "full", **ONE_HEAD, **BIASES},
+    ),
     "replicas, ZeRO 2": (4, {REPLICATE: 2, ZERO: 2, MODE: "selective", **ACCUMULATION_4}),
     "cp2, documents": (2, {CP: 2, BATCH: 4, **DOCUMENTS}),
     "cp2, ring": (2, {CP: 2, BATCH: 4, MODE: "full", **RING}),
@@ -167,6 +176,9 @@ LARGE = [  # config | GPUs | keys | pp rank | microbatches | error
     ("llama3_8b", 8, [f"--{TP}=2", "--optimizer.moments_dtype=bfloat16", *SHORT], 0, 1, 0.03),
     ("llama3_8b", 8, [f"--{PP}=4", *SHORT, "--training.local_batch_size=8", *SGD], 1, 8, 0.03),
     ("qwen3_30b_a3b", 64, ["--model.n_layers=12"], 0, 1, 0.03),
+    ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=none", "--model.n_layers=6"], 0, 1, 0.03),
+    ("qwen3_30b_a3b", 64, [f"--{TP}=8", f"--{MODE}=selective", "--model.n_layers=6"], 0, 1, 0.03),
+    ("llama3_8b", 8, [f"--{TP}=4", "--model.n_kv_heads=2", *SHORT], 0, 1, 0.03),
 ]
 LARGE_AND_SLOW = [  # up to a minute each
     ("llama3_8b", 8, [ANY], 0, 1, 0.03),

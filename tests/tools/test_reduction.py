@@ -159,8 +159,8 @@ def test_a_relation_between_sizes_is_kept(args, relation, value):
 
 
 def test_a_config_whose_real_run_cannot_start_is_refused():
-    with pytest.raises(ConfigError, match="n_kv_heads"):
-        reduce_config(read("debug", f"--{TP}=4", f"--{SHARD}=1"), 8)
+    with pytest.raises(ConfigError, match="n_heads"):
+        reduce_config(read("debug", f"--{TP}=8", f"--{SHARD}=1"), 8)
 
 
 # ---------------------------------------------------------------- every shipped config, and the deep run

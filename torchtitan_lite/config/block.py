@@ -32,7 +32,7 @@ def list_end_modules(model_args: ModelArgs) -> list[ModuleRow]:
 
 def list_gathered(rows: list[ModuleRow]) -> list[str]:
     """List the modules of a block whose linear layers need all tokens: tp gathers their input."""
-    linears = [row for row in rows if (row.kind, row.tp_style) == ("linear", "colwise")]
+    linears = [row for row in rows if row.kind == "linear" and row.tp_style in ("colwise", "whole")]
     return sorted({row.name.rpartition(".")[0] for row in linears})
 
 

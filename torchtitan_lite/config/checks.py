@@ -32,7 +32,7 @@ from torchtitan_lite.config.layout import (
 )
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
-from torchtitan_lite.config.model_rows import AUTO, TP_STYLES, ModelArgs
+from torchtitan_lite.config.model_rows import AUTO, TP_STYLES, ModelArgs, ModuleRow
 from torchtitan_lite.config.schema import (
     Config,
     Model,
@@ -47,6 +47,7 @@ TP = "parallelism.tensor_parallel_degree"
 EP = "parallelism.expert_parallel_degree"
 # torch.nn.functional.grouped_mm: every stride is a multiple of this
 GROUPED_BYTES = 16
+SIZES_OF_TP = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 N_BYTES = {"bfloat16": 2, "float32": 4}
 # keys of [model]
 MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
@@ -165,8 +166,8 @@ def check_layout(
         remedy = f"Use a multiple of {others} ranks, and -1 here for the remaining factor"
         problems.refuse("parallelism.data_parallel_shard_degree", why, remedy)
     check_batch(problems, layout)
-    check_sizes(problems, layout)
-    check_table(problems, layout.tp)
+    check_sizes(problems, layout, world_size)
+    check_table(problems, layout.tp, world_size)
     if model_args.moe:
         check_experts(problems, layout)
     elif section.expert_parallel_degree > 1:
@@ -257,15 +258,17 @@ def count_pieces(parallelism: Parallelism) -> int:
     return pieces
 
 
-def check_sizes(problems: Problems, layout: Layout) -> None:
+def check_sizes(problems: Problems, layout: Layout, world_size: int) -> None:
     """Find sizes that tp or cp does not divide."""
     config = problems.config
-    for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+    for name in SIZES_OF_TP:
         size = getattr(problems.model_args, name)
         rest = size % layout.tp
-        if rest:
+        if not fits_tp(name, size, layout.tp):
             why = f"{TP} = {layout.tp} does not divide it, but tp ranks need equal shards"
-            remedy = f"Use a {TP} that divides {size}"
+            if name == "n_kv_heads":
+                why = f"{TP} = {layout.tp} neither divides it nor is a multiple of it, but tp ranks need whole heads"
+            remedy = f"Use {TP} = {list_tp(problems.model_args, world_size)}"
             is_free = config.model.row is None  # loaded weights have a fixed number of rows
             if name == "vocab_size" and is_free:
                 remedy += f", or {size - rest + layout.tp} here; no token uses the added rows"
@@ -278,27 +281,57 @@ def check_sizes(problems: Problems, layout: Layout) -> None:
         problems.refuse("training.seq_len", why, f"Use {list_multiples(seq_len, pieces)}")
 
 
-def check_table(problems: Problems, tp: int) -> None:
-    """Find rows in the table of the model that no code serves, or that tp cannot split."""
-    model_args = problems.model_args
+def fits_tp(name: str, size: int, tp: int) -> bool:
+    """Whether tp divides a size of [model]. Key/value heads may also be fewer than tp ranks, which then share them."""
+    return size % tp == 0 or (name == "n_kv_heads" and tp % size == 0)
+
+
+def list_tp(model_args: ModelArgs, world_size: int) -> str:
+    """Return the degrees of tp that this many ranks and the sizes of a model allow, as in "1, 2 or 4"."""
+    degrees = []
+    rows = list_rows(model_args)
+    for tp in range(1, model_args.n_heads + 1):
+        if world_size % tp:
+            continue
+        fits = [fits_tp(name, getattr(model_args, name), tp) for name in SIZES_OF_TP]
+        fits += [can_split(row, model_args, tp) for row in rows]
+        if all(fits):
+            degrees.append(str(tp))
+    *others, last = degrees
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def list_rows(model_args: ModelArgs) -> list[ModuleRow]:
+    """List the different rows in the table of a model."""
     rows = list_end_modules(model_args) + list_block_modules(model_args)
     if model_args.moe:
         rows += list_block_modules(model_args, moe=True)
-    expected = {"sequence": model_args.dim, "heads": model_args.head_dim}
-    for row in dict.fromkeys(rows):
-        n_features = row.weight[-1] if row.tp_style == "rowwise" else row.weight[0]
-        n_together = expected.get(row.tp_style, n_features)
+    return list(dict.fromkeys(rows))
+
+
+def can_split(row: ModuleRow, model_args: ModelArgs, tp: int) -> bool:
+    """Whether tp ranks can share the features of a module."""
+    n_features = row.weight[-1] if row.tp_style == "rowwise" else row.weight[0]
+    n_together = {"sequence": model_args.dim, "heads": model_args.head_dim}.get(row.tp_style)
+    if tp > 1 and row.kind == "norm" and n_together not in (None, n_features):
+        return False  # it would be a norm across ranks
+    return row.tp_style not in ("colwise", "rowwise") or n_features % tp == 0
+
+
+def check_table(problems: Problems, tp: int, world_size: int) -> None:
+    """Find rows in the table of the model that no code serves, or that tp cannot split."""
+    model_args = problems.model_args
+    for row in list_rows(model_args):
         if row.tp_style not in TP_STYLES.get(row.kind, ()):
             why = f"its table says that {row.name} is a {row.kind} module with tp_style {row.tp_style!r}"
             remedy = f"Use one of these in models/{model_args.name}/table.py: {TP_STYLES}"
             problems.refuse("model.name", why, remedy)
             continue
-        is_across_ranks = row.kind == "norm" and n_features != n_together
-        is_uneven = row.tp_style in ("colwise", "rowwise") and n_features % tp > 0
         # check_sizes has refused the sizes of [model] by their names
-        if tp > 1 and (is_across_ranks or is_uneven) and not problems:
+        if not can_split(row, model_args, tp) and not problems:
+            n_features = row.weight[-1] if row.tp_style == "rowwise" else row.weight[0]
             why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"
-            problems.refuse(TP, why, "Use 1, or a degree that divides them")
+            problems.refuse(TP, why, f"Use {list_tp(model_args, world_size)}")
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:

@@ -77,8 +77,8 @@ class ModelArgs:
 
 
 TP_STYLES = {  # kind of a module -> its styles in parallel/tensor_parallel.py, and for experts in expert_parallel.py
-    "linear": ("colwise", "rowwise", "sequence", "vocabulary"),
-    "norm": ("sequence", "heads", "colwise"),
+    "linear": ("colwise", "rowwise", "sequence", "whole", "vocabulary"),
+    "norm": ("sequence", "heads", "whole", "colwise"),
     "embedding": ("vocabulary",),
     "router": ("sequence",),
     "experts": ("experts",),
@@ -100,6 +100,7 @@ class ModuleRow:
     vocabulary  its rows                                    embedding or head
     sequence    all                                         its own forward, on the rank's slice of the sequence
     heads       all                                         its own forward, on the rank's heads
+    whole       all                                         its own forward, on all tokens and features (MLA's latents)
     experts     none of them: split over ep                 parallel/expert_parallel.py
     """
 
@@ -111,6 +112,8 @@ class ModuleRow:
     init_std: float = 0.0
     bias: bool = False  # has a bias, which starts at 0
     init_mean: float = 0.0
+    # Of a colwise module: its output is this many key/value heads. If tp has more ranks, several ranks use each head.
+    kv_heads: int = 0
     # Its output is heads that rotary embedding turns. Hugging Face orders the rows of a head in another way.
     is_rotated: bool = False
 

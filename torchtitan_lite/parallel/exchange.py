@@ -5,6 +5,8 @@
                                                                                                 feed-forward and head
     GatherEqually      of own logits  the other -> 2  all-gather        nothing                 in the loss
     Scatter            part of sum  the other  -> S/2 reduce-scatter    all-gather              after wo, w2, embedding
+    share_heads        E[:E/2]    E[E/2:]      -> E   all-to-all        all-to-all, sum         after wk, wv, if ranks
+                                                                                                share a head
     over cp
     Gather             its pieces   the others -> S   all-gather        reduce-scatter          keys and values of
                                                                                                 document attention
@@ -126,3 +128,17 @@ class ExchangeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return all_to_all(grad, ctx.ranks, ctx.sent, ctx.received), None, None, None
+
+
+def share_heads(own: Tensor, ranks: Ranks, n_sharing: int) -> Tensor:
+    """Concatenate the features of the `n_sharing` ranks that use one head, (B, S, E/n_sharing) -> (B, S, E).
+
+    An all-gather inside the group of ranks, written as an all-to-all that sends nothing to other heads. In backward,
+    each rank receives the gradients of its features from all ranks of its head, and adds them.
+    """
+    first = ranks.own // n_sharing * n_sharing
+    sent = [0] * ranks.n
+    sent[first : first + n_sharing] = [len(own)] * n_sharing
+    copies = own.expand(n_sharing, *own.shape).flatten(0, 1)
+    slices = ExchangeRows.apply(copies, sent, sent, ranks)
+    return torch.cat(slices.chunk(n_sharing), -1)

@@ -4,7 +4,8 @@
     tok_embeddings        SplitEmbedding      (V/tp, D)    Shard(0)   (B, S/tp, D)    reduce-scatter
     attention_norm        SequenceParallel    (D,)         Replicate  (B, S/tp, D)
     attention             PrepareModuleInput                          (B, S, D)       all-gather, before its modules
-    attention.wq, wk, wv  ColwiseParallel     (H*E/tp, D)  Shard(0)   (B, S, H*E/tp)
+    attention.wq          ColwiseParallel     (H*E/tp, D)  Shard(0)   (B, S, H*E/tp)
+    attention.wk, wv      KeyValueParallel    (K*E/tp, D)  Shard(0)   (B, S, K*E/tp)  all-to-all if K < tp: see below
     attention.wo          RowwiseParallel     (D, H*E/tp)  Shard(1)   (B, S/tp, D)    reduce-scatter of partial sums
     ffn_norm              SequenceParallel    (D,)         Replicate  (B, S/tp, D)
     feed_forward          PrepareModuleInput                          (B, S, D)       all-gather, before its modules
@@ -25,6 +26,19 @@ P = B*S*D*2 bytes in bf16. Recompute repeats the collectives whose outputs it do
 reduce-scatter and the head one all-gather, and the reverse in backward. The weight gradient of a norm covers only the
 tokens of one rank, so FSDP all-reduces it over tp (D*4 bytes) before the reduction over data-parallel ranks. A bias
 of a colwise layer is split with its output; a rowwise layer adds its bias once, after the reduce-scatter.
+
+With fewer key/value heads than ranks, tp/K ranks use each head. Each of them stores, and updates, its own slice of the
+head like any colwise output, so every parameter is stored once. They exchange slices of the head (drawn for tp=4, K=2):
+
+                      tp rank 0     tp rank 1     tp rank 2     tp rank 3
+    wk.weight         head 0: top   head 0: rest  head 1: top   head 1: rest       (K*E/tp, D)  Shard(0)
+    key (B, S, E)     head 0        head 0        head 1        head 1             after the exchange
+    its gradient      from the queries of this rank: partial sums, added by the exchange in backward
+
+Traffic: an all-to-all of keys and one of values between the tp/K ranks of a head, in forward and in backward. Each
+moves P(n-1)/n per rank, P = B*S*E*2 bytes, n = tp/K: for E = 128 and D = 4096, 1/32 of a block's other exchanges.
+Replicated weights would need no exchange in forward. But each rank would store K heads, or FSDP, the norm and
+checkpoints would need a second mesh for the ranks of a head.
 
 The loss with a sharded vocabulary, for one chunk of n tokens (all tokens if loss_chunk_tokens = 0):
 
@@ -56,7 +70,14 @@ from torchtitan_lite.config.block import list_block_modules, list_gathered
 from torchtitan_lite.dtensor import differentiable_shard, shard_parameters
 from torchtitan_lite.model.loss import Vocabulary
 from torchtitan_lite.model.part import is_tied_inside
-from torchtitan_lite.parallel.exchange import Gather, GatherEqually, Ranks, Scatter, list_ranks
+from torchtitan_lite.parallel.exchange import (
+    Gather,
+    GatherEqually,
+    Ranks,
+    Scatter,
+    list_ranks,
+    share_heads,
+)
 
 
 def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
@@ -71,7 +92,8 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
             plan[f"layers.{layer}.{name}"] = PrepareModuleInput()
         for row in rows:
             if row.kind not in ("router", "experts"):
-                plan[f"layers.{layer}.{row.name}"] = STYLES[row.tp_style]()
+                style = KeyValueParallel(row.kv_heads) if row.kv_heads else STYLES[row.tp_style]()
+                plan[f"layers.{layer}.{row.name}"] = style
     for name, style in STYLES_OF_ENDS.items():
         if getattr(part, name) is not None:
             plan[name] = style()
@@ -124,6 +146,19 @@ class ColwiseParallel(LocalStyle):
     """x (B, S, in) -> (B, S, out/tp): computes this rank's output features. Also serves elementwise modules."""
 
     placements = {"weight": Shard(0), "bias": Shard(0)}
+
+
+class KeyValueParallel(ColwiseParallel):
+    """x (B, S, D) -> (B, S, E * max(1, K/tp)): computes this rank's key/value heads, or its slice of one head."""
+
+    def __init__(self, n_heads: int):
+        super().__init__()
+        self.n_heads = n_heads
+
+    def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
+        own = super().compute(module, ranks, x)
+        n_sharing = ranks.n // self.n_heads
+        return share_heads(own, ranks, n_sharing) if n_sharing > 1 else own
 
 
 class RowwiseParallel(LocalStyle):
@@ -189,5 +224,6 @@ STYLES = {  # tp_style of a ModuleRow; check_table (config/checks.py) knows whic
     "rowwise": RowwiseParallel,
     "sequence": SequenceParallel,
     "heads": SequenceParallel,
+    "whole": SequenceParallel,
 }
 STYLES_OF_ENDS = {"tok_embeddings": SplitEmbedding, "norm": SequenceParallel, "output": SplitHead}

@@ -101,12 +101,22 @@ def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[Module
     query = model_args.n_heads * head_dim
     key = model_args.n_kv_heads * head_dim
     bias = model_args.qkv_bias
+    kv_heads = model_args.n_kv_heads
     residual = find_residual_std(model_args)
     rows = [
         ModuleRow("attention_norm", "norm", (dim,), "sequence", init_mean=1.0),
         ModuleRow("attention.wq", "linear", (query, dim), "colwise", STD, bias, is_rotated=True),
-        ModuleRow("attention.wk", "linear", (key, dim), "colwise", STD, bias, is_rotated=True),
-        ModuleRow("attention.wv", "linear", (key, dim), "colwise", STD, bias),
+        ModuleRow(
+            "attention.wk",
+            "linear",
+            (key, dim),
+            "colwise",
+            STD,
+            bias,
+            kv_heads=kv_heads,
+            is_rotated=True,
+        ),
+        ModuleRow("attention.wv", "linear", (key, dim), "colwise", STD, bias, kv_heads=kv_heads),
         ModuleRow("attention.wo", "linear", (dim, query), "rowwise", residual),
     ]
     if model_args.qk_norm:

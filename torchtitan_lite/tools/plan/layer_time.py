@@ -137,7 +137,7 @@ class LayerTime:
             of_head = 2 * c + of_norm * c * args.qk_norm
             if not w.compiled:
                 of_head += 16
-            heads_dim = (args.n_heads + args.n_kv_heads) * args.head_dim
+            heads_dim = (args.n_heads + w.n_kv_heads * w.layout.tp) * args.head_dim
             sharded_bytes = of_head * heads_dim + of_gate * c * kind.products_dim
         hidden_bytes = of_norm * c * len(kind.norms) * args.dim
         if w.sequence_parallel:
@@ -168,7 +168,9 @@ class LayerTime:
         n_again = kind.gathers_again + kind.scatters_again
         if not w.sequence_parallel:
             n_again = kind.average(full=n_calls)
-        return seconds * n_calls, seconds * n_calls, seconds * n_again
+        sharing = kind.n_shared * self.cluster.collective_time(1, w.n_sharing, w.head_bytes)
+        both = seconds * n_calls + sharing
+        return both, both, seconds * n_again + sharing * kind.average(full=1)
 
     def expert_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of a layer's all-to-alls over ep: the counts, rows to experts, and their results.

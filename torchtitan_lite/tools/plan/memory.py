@@ -61,7 +61,8 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
     args = w.args
     tp = w.layout.tp
     heads = args.n_heads * args.head_dim
-    keys = args.n_kv_heads * args.head_dim
+    keys = w.n_kv_heads * args.head_dim * tp
+    shared = kind.n_shared * args.head_dim  # keys and values of the ranks that use one head
     hidden = args.dim / tp if w.sequence_parallel else args.dim
     norms = hidden * len(kind.norms)
     gathered = args.dim * kind.n_gathers if w.sequence_parallel else 0
@@ -70,8 +71,12 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
     activated = kind.products_dim * (2 if kind.is_gated else 1)
     normalized = (heads + keys) * args.qk_norm
     saved = {
-        "none": norms + gathered + of_colwise + (heads + activated + normalized) / tp,
-        "op": hidden + of_colwise + of_rowwise + heads / tp,
+        "none": norms
+        + gathered
+        + of_colwise
+        + shared * (1 - 1 / w.n_sharing)
+        + (heads + activated + normalized) / tp,
+        "op": hidden + of_colwise + shared + of_rowwise + heads / tp,
         "full": hidden,
         "alternate": hidden + (heads + keys + args.ffn_dim + heads) / tp + args.dim,
     }
@@ -81,7 +86,7 @@ def list_kept(w: Workload, kind: LayerKind) -> dict[str, float]:
         saved["op"] += 2 * hidden
     kept = {mode: n * w.compute_bytes + 4 * args.n_heads / tp for mode, n in saved.items()}
     kept["full"] = hidden * w.compute_bytes
-    kept["none"] += 4 * (args.n_heads + args.n_kv_heads) * args.qk_norm / tp
+    kept["none"] += 4 * (args.n_heads / tp + w.n_kv_heads) * args.qk_norm
     if w.attention == "unfused":  # softmax, dropout and the dropout mask
         kept["none"] += 5 * w.seq_len * args.n_heads / tp
     return kept

@@ -140,9 +140,9 @@ def list_calls_of_layers(w: Workload, kind: LayerKind, n_layers: int) -> list[Ca
             axis = "ep"
         elif module.tp_style == "rowwise":  # a bias is added after the scatter
             sizes = sizes[1:]
-        elif module.tp_style not in ("sequence", "heads"):
+        elif module.tp_style not in ("sequence", "heads", "whole"):
             continue
-        # A norm on a tp rank saw a shard of the sequence or of the heads.
+        # A norm on a tp rank saw a shard of the sequence or of the heads, or gradients of the rank's heads.
         for size in sizes:
             n_bytes = size * w.reduced_bytes
             calls.append((axis, "all-reduce", n_layers * w.n_reductions, n_bytes))
@@ -161,6 +161,16 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
         ("tp", "all-gather", n_both + kind.gathers_again, w.hidden_bytes),
         ("tp", "reduce-scatter", n_both + kind.scatters_again, w.hidden_bytes),
     ]
+    if (
+        kind.n_shared
+    ):  # each rank sends its slice to the other ranks of its head: parts of unequal sizes
+        n = w.n_sharing
+        evenly = (
+            w.head_bytes
+            * fraction_moved("all-to-all", n)
+            / fraction_moved("all-to-all", w.layout.tp)
+        )
+        calls.append(("tp", "all-to-all", (2 + again) * kind.n_shared, evenly))
     if kind.is_moe:
         n_experts = w.args.moe.n_experts
         calls.append(("ep", "all-to-all", 4 + 2 * again, w.rows_bytes))

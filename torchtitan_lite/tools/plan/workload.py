@@ -86,6 +86,8 @@ class LayerKind:
         # Full recompute stops before a rowwise matmul at the end of a block, because backward does not need its output.
         # Backward needs the outputs of experts, because routing weights multiply them.
         self.ends_in_rowwise = self.block[-1].kind == "linear"
+        # Keys and values, if several ranks use each head
+        self.n_shared = sum(module.kv_heads > 0 for module in self.block) if w.n_sharing > 1 else 0
         # tp gathers once for wq, wk, wv, and scatters partial sums. Recompute repeats a part of these calls.
         self.n_gathers = len(list_gathered(self.block))
         self.n_scatters = len(self.rowwise)
@@ -147,11 +149,16 @@ class Workload:
         self.n_rows = 0  # R
         if args.moe:
             self.n_rows = self.n_tokens // layout.tp * args.moe.top_k
+        # Keys, or values, of one head
+        self.head_bytes = self.n_tokens * args.head_dim * self.compute_bytes
         self.rows_bytes = self.n_rows * args.dim * self.compute_bytes
         # Hidden states of a microbatch, (B, S/cp, D), before tp shards them
         self.hidden_bytes = self.n_tokens * args.dim * self.compute_bytes
+        # Key/value heads that a tp rank uses, and the number of ranks that use each head
+        self.n_kv_heads = max(1, args.n_kv_heads // layout.tp)
+        self.n_sharing = max(1, layout.tp // args.n_kv_heads)
         # Keys and values of a microbatch on all cp ranks: 2 x (B, K/tp, S, E)
-        width = 2 * args.n_kv_heads * args.head_dim // layout.tp
+        width = 2 * self.n_kv_heads * args.head_dim
         self.keys_values_bytes = row_tokens * width * self.compute_bytes
         self.fp32_keys_values_bytes = row_tokens * width * MASTER_BYTES
         # A stage on a single rank in fp32 runs without FSDP (parallelize.py).

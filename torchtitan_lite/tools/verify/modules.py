@@ -67,7 +67,8 @@ def outputs_compared(run: build.Run, plain: PlainStep, note: Note) -> Iterator[N
 def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> Tensor:
     """Return the expected value of the output `own` of one rank.
 
-    cp splits the sequence. A dim that is still longer than in `own` is sharded over tp.
+    cp splits the sequence. A dim that is still longer than in `own` is sharded over tp, into fewer pieces than ranks if
+    ranks share key/value heads.
     """
     layout = run.layout
     at = run.mesh.coordinates()
@@ -80,6 +81,7 @@ def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> 
     if own.dim() == 0:
         return right.sum()
     for dim in range(right.dim()):
-        if right.shape[dim] == layout.tp * own.shape[dim]:
-            right = right.chunk(layout.tp, dim=dim)[at["tp"]]
+        n_pieces = right.shape[dim] // max(1, own.shape[dim])
+        if right.shape[dim] == n_pieces * own.shape[dim] and n_pieces in range(2, layout.tp + 1):
+            right = right.chunk(n_pieces, dim=dim)[at["tp"] * n_pieces // layout.tp]
     return right

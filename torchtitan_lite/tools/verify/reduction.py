@@ -174,12 +174,13 @@ def override(config: Config, overrides: dict[str, object]) -> Config:
 def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, int]:
     """Return model sizes, with a dim of about 64 to 128. tp x dp_shard x cp divides the same sizes as before."""
     tp = layout.tp
-    n_kv_heads = tp * min(2, args.n_kv_heads // tp)
+    n_kv_heads = min(2 * tp, args.n_kv_heads)
     n_heads = n_kv_heads * (args.n_heads // args.n_kv_heads)
-    head_dim = 8 if n_heads <= 32 else 4
+    n_sharing = max(1, tp // n_kv_heads)  # ranks that store slices of one head
+    head_dim = lcm(8 if n_heads <= 32 else 4, n_sharing)
     unit = tp
     if config.model.uses_float8:
-        head_dim = FLOAT8_BLOCK
+        head_dim = FLOAT8_BLOCK * n_sharing
         unit = FLOAT8_BLOCK * tp
     dim = n_heads * head_dim
     if args.dim != args.n_heads * args.head_dim:
@@ -347,9 +348,9 @@ def deepen(reduction: Reduction) -> Config:
     keys |= {
         "model.n_layers": n_layers,
         "model.dim": DIM,
-        "model.n_heads": layout.tp * min(2, args.n_heads // args.n_kv_heads),
-        "model.n_kv_heads": layout.tp,
-        "model.head_dim": 4,
+        "model.n_heads": layout.tp * min(2, args.n_heads // max(layout.tp, args.n_kv_heads)),
+        "model.n_kv_heads": min(layout.tp, args.n_kv_heads),
+        "model.head_dim": lcm(4, max(1, layout.tp // args.n_kv_heads)),
         "model.ffn_dim": reduce_size(args.ffn_dim, 24, layout.tp, 1),
         "model.vocab_size": reduce_size(args.vocab_size, 64, layout.tp, 1),
         **reduce_experts(args, layout, DIM, N_DEEP_EXPERTS),
