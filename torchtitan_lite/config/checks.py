@@ -23,6 +23,7 @@ from torchtitan_lite.config.layout import (
     Stages,
     choose_chunk_tokens,
     count_stages,
+    name_stages,
     place_stages,
     plan_batch,
     plan_degrees,
@@ -32,7 +33,7 @@ from torchtitan_lite.config.layout import (
 )
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
-from torchtitan_lite.config.model_rows import AUTO, TP_STYLES, ModelArgs
+from torchtitan_lite.config.model_rows import AUTO, TP_STYLES, ModelArgs, ModuleRow
 from torchtitan_lite.config.schema import (
     Config,
     Model,
@@ -108,7 +109,8 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     if section.pipeline_parallel_degree > 1:
         check_stages(of_stages, count_stages(section, model_args.n_layers))
     if not of_stages:
-        stages = plan_stages(section, model_args.n_layers)
+        n_layers = plan_stages(section, model_args.n_layers)
+        stages = name_stages(n_layers, list_end_modules(model_args))
     layout = Layout(
         **degrees,
         **plan_batch(config, degrees),
@@ -277,7 +279,9 @@ def check_sizes(problems: Problems, layout: Layout) -> None:
 def check_table(problems: Problems, tp: int) -> None:
     """Find rows in the table of the model that no code serves, or that tp cannot split."""
     model_args = problems.model_args
-    rows = list_end_modules(model_args) + list_block_modules(model_args)
+    ends = list_end_modules(model_args)
+    check_ends(problems, ends)
+    rows = ends + list_block_modules(model_args)
     if model_args.moe:
         rows += list_block_modules(model_args, moe=True)
     expected = {"sequence": model_args.dim, "heads": model_args.head_dim}
@@ -295,6 +299,29 @@ def check_table(problems: Problems, tp: int) -> None:
         if tp > 1 and (is_across_ranks or is_uneven) and not problems:
             why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"
             problems.refuse(TP, why, "Use 1, or a degree that divides them")
+
+
+def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
+    """Find modules outside the blocks that no stage of a pipeline can have, or that no code serves there."""
+    for row in ends:
+        others = [other for other in ends if other.child == row.child]
+        why = ""
+        if row.end not in ("first", "last") or any(other.end != row.end for other in others):
+            why = f"{row.name} is outside the blocks, with end = {row.end!r}, unlike others of {row.child!r}"
+            if row.end not in ("first", "last"):
+                why = f"{row.name} is outside the blocks, and end = {row.end!r} names no stage of a pipeline"
+            remedy = 'Set end = "first" or "last" for all modules of a child'
+        elif row.kind in ("router", "experts"):
+            why = f"{row.name} is outside the blocks, where no code serves experts"
+            remedy = "Use modules of other kinds"
+        elif row.tp_style in ("colwise", "rowwise") and row.child == row.name:
+            why = (
+                f"tp gathers the input of the module that has {row.name}, which is the whole model"
+            )
+            remedy = 'Use tp_style "sequence", or put it into a module of its own'
+        if why:
+            remedy = f"{remedy} in models/{problems.model_args.name}/table.py"
+            problems.refuse("model.name", why, remedy)
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:
