@@ -10,10 +10,12 @@ from marks import slow
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.block import list_end_modules
 from torchtitan_lite.config.checks import check_microbatches
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import name_stages, plan_stages
 from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.tools.verify.plain import EMBEDDING_SCALE, run_plainly
 from torchtitan_lite.tools.verify.precision import try_precision
 
@@ -24,9 +26,12 @@ def pipeline(pp: int, schedule: str = "1F1B", **keys) -> Parallelism:
 
 
 def count_layers(parallelism: Parallelism, n_layers: int) -> list[int]:
-    stages = plan_stages(parallelism, n_layers)
-    assert (sum(stages, ()),) == name_stages([n_layers])
-    return [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
+    ends = list_end_modules(FLAVORS["debug"])
+    sizes = plan_stages(parallelism, n_layers)
+    stages = name_stages(sizes, ends)
+    assert (sum(stages, ()),) == name_stages([n_layers], ends)
+    assert sizes == [sum(fqn.startswith("layers.") for fqn in stage) for stage in stages]
+    return sizes
 
 
 # ---------------------------------------------------------------- stages

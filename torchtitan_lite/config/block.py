@@ -26,8 +26,14 @@ def list_block_modules(model_args: ModelArgs, *, moe: bool = False) -> list[Modu
 
 
 def list_end_modules(model_args: ModelArgs) -> list[ModuleRow]:
-    """List the modules outside the blocks: tok_embeddings, norm, output."""
+    """List the modules outside the blocks: tok_embeddings, norm, output, and those that only some models have."""
     return MODELS[model_args.name].list_ends(model_args)
+
+
+def list_added_ends(model_args: ModelArgs) -> list[ModuleRow]:
+    """List the modules outside the blocks that only some models have, such as the norm of an embedding."""
+    common = ("tok_embeddings", "norm", "output")
+    return [row for row in list_end_modules(model_args) if row.name not in common]
 
 
 def list_gathered(rows: list[ModuleRow]) -> list[str]:
@@ -39,13 +45,14 @@ def list_gathered(rows: list[ModuleRow]) -> list[str]:
 @lru_cache
 def list_parameters(model_args: ModelArgs) -> dict[str, Parameter]:
     """Return FQN -> parameter for the whole model, in the order of the model. A tied head is omitted."""
-    embedding, *others = list_end_modules(model_args)
-    modules = [("", embedding)]
+    ends = list_end_modules(model_args)
+    modules = [("", row) for row in ends if row.end == "first"]
     for layer in range(model_args.n_layers):
         for row in list_block_modules(model_args, moe=model_args.is_moe(layer)):
             modules.append((f"layers.{layer}.", row))
-    for row in others:
-        if row.name != "output" or not model_args.tie_embeddings:
+    for row in ends:
+        is_tied = row.name == "output" and model_args.tie_embeddings
+        if row.end != "first" and not is_tied:
             modules.append(("", row))
     parameters = {}
     for prefix, row in modules:
@@ -103,6 +110,7 @@ def count_flops_per_token(model_args: ModelArgs, seq_len: int) -> FlopsPerToken:
     Both conventions are in use: for 8B at 8,192 tokens, full gives 57.9 GFLOP and causal 51.5.
     """
     weights = count_parameters(model_args, prefix="layers.", active=True, linear_only=True)
+    weights += sum(prod(row.weight) for row in list_added_ends(model_args) if row.kind == "linear")
     matmuls = 6 * (weights + model_args.vocab_size * model_args.dim)
     attention = 12 * model_args.n_layers * model_args.n_heads * model_args.head_dim * seq_len
     return FlopsPerToken(full=matmuls + attention, causal=matmuls + attention // 2)

@@ -23,6 +23,7 @@ from torchtitan_lite.config.layout import (
     Stages,
     choose_chunk_tokens,
     count_stages,
+    name_stages,
     place_stages,
     plan_batch,
     plan_degrees,
@@ -109,7 +110,8 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     if section.pipeline_parallel_degree > 1:
         check_stages(of_stages, count_stages(section, model_args.n_layers))
     if not of_stages:
-        stages = plan_stages(section, model_args.n_layers)
+        n_layers = plan_stages(section, model_args.n_layers)
+        stages = name_stages(n_layers, list_end_modules(model_args))
     layout = Layout(
         **degrees,
         **plan_batch(config, degrees),
@@ -321,6 +323,7 @@ def can_split(row: ModuleRow, model_args: ModelArgs, tp: int) -> bool:
 def check_table(problems: Problems, tp: int, world_size: int) -> None:
     """Find rows in the table of the model that no code serves, or that tp cannot split."""
     model_args = problems.model_args
+    check_ends(problems, list_end_modules(model_args))
     for row in list_rows(model_args):
         if row.tp_style not in TP_STYLES.get(row.kind, ()):
             why = f"its table says that {row.name} is a {row.kind} module with tp_style {row.tp_style!r}"
@@ -332,6 +335,29 @@ def check_table(problems: Problems, tp: int, world_size: int) -> None:
             n_features = row.weight[-1] if row.tp_style == "rowwise" else row.weight[0]
             why = f"tp ranks cannot share the {n_features} features of {row.name}, whose tp_style is {row.tp_style!r}"
             problems.refuse(TP, why, f"Use {list_tp(model_args, world_size)}")
+
+
+def check_ends(problems: Problems, ends: list[ModuleRow]) -> None:
+    """Find modules outside the blocks that no stage of a pipeline can have, or that no code serves there."""
+    for row in ends:
+        others = [other for other in ends if other.child == row.child]
+        why = ""
+        if row.end not in ("first", "last") or any(other.end != row.end for other in others):
+            why = f"{row.name} is outside the blocks, with end = {row.end!r}, unlike others of {row.child!r}"
+            if row.end not in ("first", "last"):
+                why = f"{row.name} is outside the blocks, and end = {row.end!r} names no stage of a pipeline"
+            remedy = 'Set end = "first" or "last" for all modules of a child'
+        elif row.kind in ("router", "experts"):
+            why = f"{row.name} is outside the blocks, where no code serves experts"
+            remedy = "Use modules of other kinds"
+        elif row.tp_style in ("colwise", "rowwise") and row.child == row.name:
+            why = (
+                f"tp gathers the input of the module that has {row.name}, which is the whole model"
+            )
+            remedy = 'Use tp_style "sequence", or put it into a module of its own'
+        if why:
+            remedy = f"{remedy} in models/{problems.model_args.name}/table.py"
+            problems.refuse("model.name", why, remedy)
 
 
 def check_experts(problems: Problems, layout: Layout) -> None:

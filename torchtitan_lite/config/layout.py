@@ -18,6 +18,7 @@ from itertools import islice
 from math import ceil, gcd, prod
 
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.config.schema import ActivationCheckpoint, Config, Parallelism, Training
 
 Stages = tuple[tuple[str, ...], ...]  # FQNs of the modules of each stage, first to last
@@ -132,8 +133,8 @@ def count_stages(parallelism: Parallelism, n_layers: int) -> int:
     return ceil(load / layers_per_stage)
 
 
-def plan_stages(parallelism: Parallelism, n_layers: int) -> Stages:
-    """Return the FQNs of each stage, first to last. `check_stages` has accepted their number.
+def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
+    """Return the number of layers of each stage, first to last. `check_stages` has accepted the number of stages.
 
     Every stage except the first and the last gets one layer. Each remaining layer goes to the stage with least load;
     ties go to a stage without layers, then to the earliest. The two `less_layers` keys are the loads of embedding and
@@ -141,7 +142,7 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> Stages:
     """
     n_stages = count_stages(parallelism, n_layers)
     if n_stages == 1:
-        return name_stages([n_layers])
+        return [n_layers]
     sizes = [0, *[1] * (n_stages - 2), 0]  # layers per stage
     others = [0] * n_stages  # load of other modules
     others[0] = parallelism.pipeline_parallel_first_stage_less_layers
@@ -152,17 +153,18 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> Stages:
 
     for _ in range(n_layers - sum(sizes)):
         sizes[min(range(n_stages), key=rank_by_load)] += 1
-    return name_stages(sizes)
+    return sizes
 
 
-def name_stages(n_layers: list[int]) -> Stages:
+def name_stages(n_layers: list[int], ends: list[ModuleRow]) -> Stages:
     """Return the FQNs of stages with these numbers of layers. Together they have all modules of a model."""
-    layers = [f"layers.{layer}" for layer in range(sum(n_layers))]
-    modules = iter(["tok_embeddings", *layers, "norm", "output"])
-    sizes = list(n_layers)  # in modules
-    sizes[0] += 1
-    sizes[-1] += 2
-    return tuple(tuple(islice(modules, size)) for size in sizes)
+    layers = (f"layers.{layer}" for layer in range(sum(n_layers)))
+    stages = [list(islice(layers, size)) for size in n_layers]
+    first = [row.child for row in ends if row.end == "first"]
+    last = [row.child for row in ends if row.end != "first"]
+    stages[0] = [*dict.fromkeys(first), *stages[0]]
+    stages[-1] += dict.fromkeys(last)
+    return tuple(map(tuple, stages))
 
 
 def place_stages(parallelism: Parallelism, n_stages: int) -> tuple[int, ...]:

@@ -104,7 +104,7 @@ class ModuleRow:
     experts     none of them: split over ep                 parallel/expert_parallel.py
     """
 
-    name: str  # FQN inside the block; for experts, the FQN of the parameter
+    name: str  # FQN inside the block, or in the model; for experts, the FQN of the parameter
     kind: str  # a key of TP_STYLES
     weight: tuple[int, ...]
     tp_style: str
@@ -116,6 +116,14 @@ class ModuleRow:
     kv_heads: int = 0
     # Its output is heads that rotary embedding turns. Hugging Face orders the rows of a head in another way.
     is_rotated: bool = False
+    end: str = (
+        ""  # of a module outside the blocks: "first" or "last", the pipeline stage that has it
+    )
+
+    @property
+    def child(self) -> str:
+        """The child of the model that has a module outside the blocks."""
+        return self.name.partition(".")[0]
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -177,7 +185,7 @@ class ModelTable:
     flavors: dict[str, ModelArgs]
     # the modules of a dense block, or with experts
     list_block: Callable[[ModelArgs, MoEArgs | None], list[ModuleRow]]
-    # tok_embeddings, norm, output; FQNs in the model
+    # tok_embeddings, norm, output, and any other module outside the blocks, each with its `end`; FQNs in the model
     list_ends: Callable[[ModelArgs], list[ModuleRow]]
     # empty: the model has no Hugging Face format
     families: dict[str, Family] = field(default_factory=dict)

@@ -52,20 +52,28 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from torchtitan_lite.config.block import find_expert_dim
+from torchtitan_lite.config.block import find_expert_dim, list_added_ends
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Training
 from torchtitan_lite.model.part import list_moes
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
-    """List the groups of modules that are gathered together, in forward order."""
+    """List the groups of modules that are gathered together, in forward order. The root gathers all others.
+
+    FSDP counts the calls in a group, so its modules must be called equally often. If a model has modules of its own at
+    its ends, it may call the head twice, or a module only in training: then norm and head are no group.
+    """
     blocks = [[block] for block in part.layers.values()]
     first = [part.tok_embeddings]
     last = [part.norm, part.output]
+    is_usual = not list_added_ends(part.model_args)
+    if not is_usual:
+        last = [part.output]
     groups = [first, *blocks, last]
     if part.model_args.tie_embeddings and None not in first + last:
-        groups = [*blocks, first + last]  # a shared matrix can be in only one group
+        # a shared matrix can be in only one group
+        groups = [*blocks, first + last] if is_usual else blocks
     return [group for group in groups if None not in group]  # None: it is on another stage
 
 

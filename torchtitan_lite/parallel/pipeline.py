@@ -29,17 +29,21 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.profiler import record_function
 
+from torchtitan_lite.config.block import list_end_modules
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.parallel.fsdp import accumulate_weight_gradients
 
 
 def apply_stage(model: nn.Module, fqns: tuple[str, ...]) -> nn.Module:
-    """Copy `model` (on meta) with only the modules in `fqns`. Removes other layers; other children become None."""
+    """Copy `model` (on meta) with only the modules in `fqns`. Removes other layers; other children become None.
+
+    A child without parameters is not in the table, and stays on every stage.
+    """
     part = copy.deepcopy(model)
-    for name, _ in list(part.named_children()):
-        if name != "layers" and name not in fqns:
-            setattr(part, name, None)
+    for row in list_end_modules(part.model_args):
+        if row.child not in fqns:
+            setattr(part, row.child, None)
     for layer in list(part.layers):
         if f"layers.{layer}" not in fqns:
             del part.layers[layer]

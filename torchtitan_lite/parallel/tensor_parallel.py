@@ -66,10 +66,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from torchtitan_lite.config.block import list_block_modules, list_gathered
+from torchtitan_lite.config.block import list_block_modules, list_end_modules, list_gathered
 from torchtitan_lite.dtensor import differentiable_shard, shard_parameters
 from torchtitan_lite.model.loss import Vocabulary
-from torchtitan_lite.model.part import is_tied_inside
+from torchtitan_lite.model.part import has_end, is_tied_inside
 from torchtitan_lite.parallel.exchange import (
     Gather,
     GatherEqually,
@@ -85,18 +85,20 @@ def plan_tensor_parallel(part: nn.Module) -> dict[str, "LocalStyle"]:
 
     An MoE layer needs none: it takes this rank's slice of the sequence, and uses another mesh (expert_parallel.py).
     """
-    plan: dict[str, LocalStyle] = {}
+    tables = {"": [row for row in list_end_modules(part.model_args) if has_end(part, row)]}
     for layer in part.layers:
-        rows = list_block_modules(part.model_args, moe=part.model_args.is_moe(int(layer)))
+        is_moe = part.model_args.is_moe(int(layer))
+        tables[f"layers.{layer}."] = list_block_modules(part.model_args, moe=is_moe)
+    plan: dict[str, LocalStyle] = {}
+    for prefix, rows in tables.items():
         for name in list_gathered(rows):
-            plan[f"layers.{layer}.{name}"] = PrepareModuleInput()
+            plan[prefix + name] = PrepareModuleInput()
         for row in rows:
-            if row.kind not in ("router", "experts"):
+            if row.kind == "embedding":
+                plan[row.name] = SplitEmbedding()
+            elif row.kind not in ("router", "experts"):
                 style = KeyValueParallel(row.kv_heads) if row.kv_heads else STYLES[row.tp_style]()
-                plan[f"layers.{layer}.{row.name}"] = style
-    for name, style in STYLES_OF_ENDS.items():
-        if getattr(part, name) is not None:
-            plan[name] = style()
+                plan[prefix + row.name] = style
     return plan
 
 
@@ -225,5 +227,5 @@ STYLES = {  # tp_style of a ModuleRow; check_table (config/checks.py) knows whic
     "sequence": SequenceParallel,
     "heads": SequenceParallel,
     "whole": SequenceParallel,
+    "vocabulary": SplitHead,
 }
-STYLES_OF_ENDS = {"tok_embeddings": SplitEmbedding, "norm": SequenceParallel, "output": SplitHead}

@@ -172,9 +172,9 @@ def list_ends(model_args: ModelArgs) -> list[ModuleRow]:
     small = dim**-0.5
     embedding_std = small if model_args.tie_embeddings else 1.0
     return [
-        ModuleRow("tok_embeddings", "embedding", table, "vocabulary", embedding_std),
-        ModuleRow("norm", "norm", (dim,), "sequence", init_mean=1.0),
-        ModuleRow("output", "linear", table, "vocabulary", small),
+        ModuleRow("tok_embeddings", "embedding", table, "vocabulary", embedding_std, end="first"),
+        ModuleRow("norm", "norm", (dim,), "sequence", init_mean=1.0, end="last"),
+        ModuleRow("output", "linear", table, "vocabulary", small, end="last"),
     ]
 
 

@@ -21,8 +21,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from math import ceil, prod
 from typing import NamedTuple
 
-from torchtitan_lite.config.block import INT8_BLOCK
+from torchtitan_lite.config.block import INT8_BLOCK, list_gathered
 from torchtitan_lite.config.layout import MESH_DIMS, Layout
+from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.tools.plan.orders import count_gathers
 from torchtitan_lite.tools.plan.workload import MASTER_BYTES, Group, LayerKind, Stage, Workload
 
@@ -109,6 +110,8 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
     m = w.layout.n_microbatches
     stage = w.stages[index]
     n_ends = stage.has_embedding + stage.has_head
+    n_gathers = n_ends + len(list_gathered(list(stage.added)))
+    n_scatters = n_ends + sum(row.tp_style == "rowwise" for row in stage.added)
     # Per token, two fp32 numbers of each rank: the sum of exponentials and the target's logit
     sums_bytes = w.n_tokens * w.layout.tp * 8
     n_chunks = ceil(w.n_tokens / (w.loss_chunk_tokens or w.n_tokens))
@@ -119,8 +122,9 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
     n_neighbors = sum(rank != ranks[index] for rank in nearest)
     sent_bytes = w.hidden_bytes / w.layout.tp
     return [
-        ("tp", "all-gather", m * n_ends, w.hidden_bytes),
-        ("tp", "reduce-scatter", m * n_ends, w.hidden_bytes),
+        ("tp", "all-gather", m * (n_gathers + n_scatters - n_ends), w.hidden_bytes),
+        ("tp", "reduce-scatter", m * (n_gathers + n_scatters - n_ends), w.hidden_bytes),
+        *list_reductions_over_tp(w, stage.added, 1),
         ("tp", "all-gather", m * n_chunks * stage.has_head, sums_bytes / n_chunks),
         ("tp", "all-reduce", w.n_reductions * stage.has_head, norm_bytes),
         ("pp", "send", m * n_neighbors, sent_bytes),
@@ -133,7 +137,13 @@ def list_calls_of_layers(w: Workload, kind: LayerKind, n_layers: int) -> list[Ca
     calls = []
     for axis, operation, n_calls, n_bytes in list_calls_of_pass(w, kind):
         calls.append((axis, operation, n_calls * w.layout.n_microbatches * n_layers, n_bytes))
-    for module in kind.block:
+    return calls + list_reductions_over_tp(w, kind.block, n_layers)
+
+
+def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers: int) -> list[Call]:
+    """List the all-reduces of gradients that each tp or ep rank has of different tokens."""
+    calls = []
+    for module in modules:
         axis = "tp"
         sizes = list(map(prod, module.tensors.values()))
         if module.kind == "router":  # the router of each ep rank saw different tokens

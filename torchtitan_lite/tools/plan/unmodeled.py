@@ -4,6 +4,7 @@ A key is listed with the values that the closed forms model. Other keys either a
 do not change the time or the memory of a step. Validation and checkpoints run between steps, so they are not listed.
 """
 
+from torchtitan_lite.config.block import list_added_ends
 from torchtitan_lite.config.schema import get_value
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 
@@ -28,6 +29,8 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
             unmodeled[f"{key} = {value}"] = counted
     if planned.workload.updates_matrices and planned.config.optimizer.groups:
         unmodeled["optimizer.groups"] = "rounds of Muon with matrices of all groups"
+    for row in list_added_ends(planned.model_args):
+        unmodeled[row.name] = "its weights and FLOPs once, but neither its time nor its activations"
     for kind in planned.workload.kinds:
         for name in sorted(kind.untimed):
             unmodeled[name] = "its weights, but neither its time nor its activations"

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 from torchtitan_lite.config.block import (
     deal_matrices,
     find_expert_dim,
+    list_added_ends,
     list_block_modules,
     list_gathered,
 )
@@ -40,6 +41,7 @@ class Stage:
     n_layers: tuple[int, int]  # without experts, with experts
     has_embedding: bool
     has_head: bool  # and the final norm
+    added: tuple[ModuleRow, ...] = ()  # modules at the ends that only some models have
 
 
 class Matrix(NamedTuple):
@@ -173,6 +175,7 @@ class Workload:
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
         # Elements of the embedding, or of the head, on a tp rank
         self.table = pad(args.vocab_size // layout.tp, layout.fsdp) * args.dim
+        self.has_added_ends = bool(list_added_ends(args))
         self.stages = count_modules(layout.stages, args)
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
 
@@ -214,12 +217,25 @@ class Workload:
     # ------------------------------------------------------------ parameters
 
     def groups_of(self, stage: Stage) -> list[Group]:
-        """Return the FSDP groups of a stage: first its embedding, then its head, then its layers."""
+        """Return the FSDP groups of a stage: first its embedding, then its head, then the root and its layers."""
         is_tied = stage.has_head and self.args.tie_embeddings
         norm = pad(self.args.dim, self.layout.fsdp)
+        head = [self.table, norm]
+        root = []  # FSDP's group of all other modules (fsdp.py)
+        for row in stage.added:
+            rows, *others = self.shape_on_rank(row)
+            rows = pad(rows, self.layout.fsdp)
+            root += [rows * prod(others), *[rows] * row.bias]
+        if self.has_added_ends:
+            head.remove(norm)
+            root += [norm] * stage.has_head
+            if is_tied and stage.has_embedding:
+                root += head
+                head = []
         groups = [
             ("fsdp", [self.table], stage.has_embedding and not is_tied),
-            ("fsdp", [self.table, norm], stage.has_head),
+            ("fsdp", head, stage.has_head and bool(head)),
+            ("fsdp", root, bool(root)),
         ]
         for kind in self.kinds:
             for axis, sizes in kind.groups.items():
@@ -304,5 +320,6 @@ def count_modules(stages: Stages, args: ModelArgs) -> tuple[Stage, ...]:
         layers = [int(fqn.removeprefix("layers.")) for fqn in fqns if fqn.startswith("layers.")]
         n_moes = sum(map(args.is_moe, layers))
         n_layers = (len(layers) - n_moes, n_moes)
-        found.append(Stage(n_layers, "tok_embeddings" in fqns, "output" in fqns))
+        added = tuple(row for row in list_added_ends(args) if row.child in fqns)
+        found.append(Stage(n_layers, "tok_embeddings" in fqns, "output" in fqns, added))
     return tuple(found)

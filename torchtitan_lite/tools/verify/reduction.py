@@ -263,7 +263,7 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
         small = override(Config(parallelism=section), keys)
         if count_stages(small.parallelism, sum(fewer)) != n_stages:
             continue
-        if count_layers(plan_stages(small.parallelism, sum(fewer))) == fewer:
+        if plan_stages(small.parallelism, sum(fewer)) == fewer:
             return keys
     raise ValueError(f"no keys of the pipeline give stages of {fewer} layers")
 
