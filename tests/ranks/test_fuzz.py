@@ -18,6 +18,7 @@ from test_check import EIGHT_H100
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError
 from torchtitan_lite.config.reader import KEYS
+from torchtitan_lite.config.schema import ParameterGroup
 from torchtitan_lite.tools.check import resolve_on_hosts
 from torchtitan_lite.tools.detect import detect_machine
 
@@ -26,6 +27,7 @@ N_RUNS = int(os.environ.get("FUZZ_RUNS", 4))
 LAPTOP = replace(detect_machine(), memory_bytes_per_device=2 * GIB)
 NUMBERS = [-1, 0, 1, 2, 3, 4, 7, 8, 16, 64, 100, 1000]
 FRACTIONS = [-0.1, 0.0, 1e-5, 0.1, 0.5, 0.999, 1.0, 1.5]
+PATTERNS = ["*", "*norm*", "output.*", "nothing"]
 TEXTS = ["", *'a debug debug_moe bytes 1 none true layers.0 a,b [1] " python_stdlib'.split()]
 PATHS = [key for key in KEYS if "folder" in key or "path" in key or key.endswith("config_file")]
 
@@ -48,6 +50,8 @@ def draw_value(draw: random.Random, kind: Any) -> object:
         return draw_value(draw, inner[0])
     if origin is Literal:
         return draw.choice(inner)
+    if kind == list[ParameterGroup]:
+        return f'[{{match="{draw.choice(PATTERNS)}", lr=0.5}}]'
     if origin is list:
         return [draw_value(draw, inner[0]) for _ in range(draw.randint(0, 2))]
     if inner:  # `X | None`

@@ -44,23 +44,29 @@ SLOW = CASES.keys() - {"Qwen3 on tp8"}
 def test_losses_and_checkpoints_are_those_of_one_process(pool, tmp_path, name):
     """Five losses on both; a checkpoint of either opens on the other with every element equal."""
     n_ranks, degrees, model = CASES[name]
-    sides = {"many": (n_ranks, COMMON | model | degrees), "one": (1, COMMON | model)}
+    plain = COMMON | model
+    sides = {"many": (n_ranks, plain | degrees), "one": (1, plain)}
     section = Checkpoint(enable=True, keep_latest_k=0)
     losses = {}
     states = {}
     for side, (world_size, keys) in sides.items():
-        options = world_size, keys, str(tmp_path / side), 2, section
-        own, losses[side], _ = zip(*pool.run(checkpoints.train_and_save, *options), strict=True)
+        folder = str(tmp_path / side)
+        trained = pool.run(checkpoints.train_and_save, world_size, keys, folder, 2, section)
+        own, losses[side], _ = zip(*trained, strict=True)
         states[side] = checkpoints.merge_states(own)
-    assert losses["many"][0] == pytest.approx(losses["one"][0], rel=1e-5)
+    alone = pytest.approx(losses["one"][0], rel=1e-5)
+    assert losses["many"][0] == alone
     for side, other in (("many", "one"), ("one", "many")):
         again = tmp_path / f"{side} again"
-        options = *sides[other], str(tmp_path / side), 2, section
+        world_size, keys = sides[other]
+        folder = str(tmp_path / side)
+        options = (world_size, keys, folder, 2, section)
         opened = pool.run(checkpoints.load_and_train, *options, saved_again=str(again))
-        state = checkpoints.merge_states([state for state, *_ in opened])
+        state = checkpoints.merge_states([own for own, *_ in opened])
         assert checkpoints.list_differing(state, states[side]) == []
-        assert checkpoints.list_differing(checkpoints.assemble(again / "step-2"), state) == []
-        assert opened[0][1] == pytest.approx(losses["one"][0], rel=1e-5)
+        saved = checkpoints.assemble(again / "step-2")
+        assert checkpoints.list_differing(saved, state) == []
+        assert opened[0][1] == alone
 
 
 @pytest.mark.parametrize("model", [{"model.n_kv_heads": 2, **BIASES}, SIXTEEN | HEAD_NORMS])

@@ -574,7 +574,7 @@ def test_snapshots_belong_to_one_dump_folder_and_go_when_the_run_ends(pool, tmp_
 CHANGED = {
     "nothing": ({}, 2),
     "noted": ({"optimizer.lr": 0.25, "training.max_norm": 7.0}, 2),
-    "refused": ({"debug.seed": 9}, "debug.seed = 9: "),
+    "refused": ({"debug.seed": 9}, "training.data_seed = 9: "),
     "last step": ({"training.steps": 2}, "is already at step 2"),
     "another layout": ({SHARD: 2, TP: 2}, 0),
 }
