@@ -30,6 +30,7 @@ Environment:
                  shown, and what the other ranks wrote is kept in a folder that the last lines name
   MAX_RESTARTS   number of times torchrun restarts all ranks after a failure (default 0). With --checkpoint.enable a
                  restarted run resumes from the newest complete checkpoint
+  SAVED_FILE     a file into which the launcher of NODE_RANK=0 writes the newest checkpoint that this start has saved
   TOOL           pulse: measure the ranks and links of this run instead of training
   PYTHON         the Python to start with (default python3; 3.10 or newer)
   OMP_NUM_THREADS, GLOO_SOCKET_IFNAME   defaults: 1 thread per rank; the loopback interface on a single host, on

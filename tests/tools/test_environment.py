@@ -203,19 +203,34 @@ def test_a_failure_has_one_sentence_and_the_next_start_tries_again(checkout, fai
     assert checkout.find().stdout == str(checkout.venv / "bin" / "python")
 
 
-def test_ctrl_c_while_packages_are_installed_is_one_sentence(checkout):
+@pytest.mark.parametrize("received", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_packages_are_installed_is_one_sentence(checkout, received):
     checkout.write("pyproject.toml", NEEDS.replace("alpha", "torch"))
     process = checkout.start(PIP_S="99")
     while len(checkout.calls()) < 2:
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(received)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in said
+    assert process.returncode == 128 + received and "Traceback" not in said
     first, *size, last = said.splitlines()
-    assert first.startswith("Installing once") and last.startswith("stopped by Ctrl-C")
+    assert first.startswith("Installing once") and last.startswith(f"stopped by {received.name}")
     assert "about 5 GB" in size[0] and "PIP_EXTRA_INDEX_URL" in size[1]
     assert checkout.find().returncode == 0
     assert checkout.calls()[2:] == [".venv torch>=1,<2"]
+
+
+def test_packages_are_not_installed_on_after_run_train_has_ended(checkout):
+    """bash forwards no signal to a process that it waits for."""
+    python = str(checkout.mine / "bin" / "python")
+    variables = checkout.variables | {"PYTHON": python, "PIP_S": "30"}
+    command = [str(checkout.root / "run_train.sh")]
+    pipe = {"stderr": subprocess.PIPE, "text": True}  # pip has it too, and so it ends with pip
+    process = subprocess.Popen(command, env=variables, cwd=checkout.folder, **pipe)
+    while len(checkout.calls()) < 2:
+        time.sleep(0.01)
+    process.terminate()
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGTERM and "stopped by SIGTERM" in said
 
 
 def test_a_command_continues_in_the_python_that_has_the_packages(checkout):

@@ -35,6 +35,7 @@ class Checkout:
         self.take_real("run_train.sh")
         self.take_real("torchtitan_lite/__init__.py")
         self.take_real("torchtitan_lite/tools/environment.py")
+        self.take_real("torchtitan_lite/faults/orphans.py")
         self.write("pyproject.toml", "dependencies = [\n]\n")  # the Python of these tests will do
         self.write("train.py", "")
         self.write("torchtitan_lite/__main__.py", STUB_PACKAGE)

@@ -24,6 +24,7 @@ KEYS = [
     "--job.overwrite",  # as debug.toml has it
 ]
 RUN = """#!/bin/bash
+((STATUS != 143)) || echo -n "$SAVED" > "$SAVED_FILE"
 trap 'kill $!; exit $STATUS' TERM
 sleep 100 &
 echo ready
@@ -39,12 +40,13 @@ trap 'echo "srun got SIGTERM" >> "$CALLS"; kill -KILL $(cat "$TASKS")' TERM
 while [[ $1 != bash ]]; do shift; done
 export SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST="node[07-08]"
 SLURM_NODEID=0 "$@" & tasks=$!
-SLURM_NODEID=1 "$@" & tasks="$tasks $!"
+(sleep "${LATE_S:-0}"; SLURM_NODEID=1 exec "$@") & tasks="$tasks $!"
 echo "$tasks" > "$TASKS"
 highest=0
 for task in $tasks; do
-    wait "$task"; status=$?
+    wait -n $tasks; status=$?
     ((status <= highest)) || highest=$status
+    ((status == 0)) || kill -TERM $tasks 2>/dev/null # --kill-on-bad-exit
 done
 exit $highest
 """,
@@ -120,27 +122,41 @@ def test_a_job_before_its_limit_saves_is_queued_again_and_resumes(cluster, tmp_p
     assert cluster.calls().count("scontrol") == 1, "a run that has ended is not queued again"
     assert list(read_losses(folder)) == [*range(1, STEPS + 1)]
 
+    job = cluster.start(*keys, "--training.steps=90", SLURM_RESTART_COUNT="2")
+    read_until(job, "mesh ")
+    job.send_signal(signal.SIGUSR1)
+    output = finish(job, status=143)
+    assert "saved no step" in output and cluster.calls().count("scontrol") == 1
+
 
 @pytest.mark.parametrize(
-    "received, status, calls",
+    "received, status, saved, calls",
     [
-        (signal.SIGUSR1, 143, "scontrol requeue 34567\n"),
-        (signal.SIGUSR1, 1, ""),  # the save failed
-        (signal.SIGTERM, 143, ""),  # scancel, or an operator
-        (0, 2, ""),  # refused by check
+        (signal.SIGUSR1, 143, "step-7", "scontrol requeue 34567\n"),
+        (signal.SIGUSR1, 143, "", ""),  # it would be the same again, for ever
+        (signal.SIGUSR1, 1, "step-7", ""),  # the save failed
+        (signal.SIGTERM, 143, "step-7", ""),  # scancel, or an operator
+        (0, 2, "", ""),  # refused by check
     ],
 )
 def test_on_one_node_the_launcher_gets_the_signal_and_only_the_limit_queues_the_job_again(
-    cluster, tmp_path, received, status, calls
+    cluster, tmp_path, received, status, saved, calls
 ):
     (tmp_path / "run_train.sh").write_text(RUN)
     (tmp_path / "run_train.sh").chmod(0o755)
     variables = {"REPOSITORY": str(tmp_path), "SLURM_JOB_NUM_NODES": "1", "STATUS": str(status)}
-    job = cluster.start(**variables)
+    job = cluster.start(**variables, SAVED=saved)
     read_until(job, "ready")
     job.send_signal(received)
-    assert job.wait() == status
+    said = finish(job, status)
     assert cluster.calls() == calls
+    assert ("saved no step" in said) == (received == signal.SIGUSR1 and not saved)
+
+
+def test_a_refused_config_on_two_nodes_is_status_2_although_slurm_ends_the_later_node(cluster):
+    job = cluster.start("--training.no_such_key=1", LATE_S="2")
+    output = finish(job, status=2)
+    assert output.count("training.no_such_key") >= 2 and "Traceback" not in output
 
 
 def test_outside_the_checkout_the_status_is_a_number(cluster, tmp_path):

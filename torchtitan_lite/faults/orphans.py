@@ -16,7 +16,7 @@ import sys
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def end_with_parent() -> None:
-    """Ask for SIGKILL at the end of the parent process. Does nothing on systems other than Linux."""
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask for a signal at the end of the parent process. Does nothing on systems other than Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

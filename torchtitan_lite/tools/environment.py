@@ -4,7 +4,8 @@
     otherwise                                            .venv/bin/python: yours, or created with constraints.txt
 
 run_train.sh and tests/run.sh run it first; `python3 -m torchtitan_lite` calls continue_with_packages(). Progress goes
-to stderr. Exit status: 0, 130 after Ctrl-C, or 1 with the reason. With --missing first, print what this Python lacks.
+to stderr. Exit status: 0, 1 with the reason, or 128 + number of the signal that stopped it. With --missing first, print
+what this Python lacks.
 """
 
 import fcntl
@@ -12,11 +13,15 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
+from typing import NoReturn
 
 from torchtitan_lite import IS_INSTALLED, REPOSITORY
+from torchtitan_lite.faults.orphans import end_with_parent
 
 try:  # tensorboard depends on packaging, so a Python without packaging also lacks tensorboard
     from packaging.requirements import Requirement
@@ -118,11 +123,27 @@ def install(python: str, requirements: list[str]) -> None:
 
 
 def run(command: list[str], remedy: str) -> None:
-    """Run a command out of reach of Ctrl-C, which ends this process and with it the command."""
-    done = subprocess.run(command, stdout=sys.stderr, start_new_session=True)
-    if done.returncode != 0:
+    """Run a command in a session of its own, which ends if a signal ends this process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, stop)
+    with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as process:
+        try:
+            status = process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # pip has processes too
+            raise
+    if status != 0:
         said = f"`{' '.join(command[:4])}` failed, see its last lines above"
         sys.exit(f"{said}. {remedy}. The next start tries again.")
+
+
+def stop(number: int, frame: object) -> NoReturn:
+    """Handle a signal, as above. Copies of it are ignored."""
+    signal.signal(number, signal.SIG_IGN)
+    name = signal.Signals(number).name
+    print(f"stopped by {name}; the next start tries again", file=sys.stderr)
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
@@ -130,8 +151,6 @@ if __name__ == "__main__":
         for requirement in list_missing(sys.argv[2:]):
             print(requirement)
         sys.exit()
-    try:
-        print(find_python(sys.argv[1:]))
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C; the next start tries again", file=sys.stderr)
-        sys.exit(130)
+    end_with_parent(signal.SIGTERM)  # bash does not forward a signal to a process that it waits for
+    with suppress(BrokenPipeError):  # bash has ended before
+        os.write(1, f"{find_python(sys.argv[1:])}\n".encode())

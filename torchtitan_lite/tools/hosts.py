@@ -7,12 +7,15 @@ all            publish their settings; every host prints which hosts differ from
 at the end     the first host that fails writes why; the others repeat it
 
 With NNODES=2:4, ranks start when two hosts are there, and a host may join later. So a host whose settings differ is
-refused alone.
+refused alone. Otherwise, the reason of a refused host is the reason of all: Slurm reports the largest exit status, and
+so the 143 of a host that it has ended because another one was refused.
 """
 
+import importlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from torchtitan_lite import PACKAGE
+from torchtitan_lite.components.signals import handle_signals
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.files import hash_file
 
@@ -32,6 +36,8 @@ MEET_WITHIN_S = 600.0
 SAY_AFTER_S = 10.0
 CONNECT_EVERY_S = 5.0
 STORE_TIMEOUT_S = 20
+OF_HOSTS = {"wait_for_workers": False, "multi_tenant": True}  # options of a TCPStore
+REFUSED = "refused"  # instead of the settings of a host: why it cannot start
 END_WITHIN_S = 10.0  # NODE_RANK=0, which has the store, waits for the other hosts
 
 
@@ -70,8 +76,7 @@ def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
     if node_rank > 0:
         own_address = wait_until(connect, f"NODE_RANK=0 at {place}")
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
-    options = {"wait_for_workers": False, "multi_tenant": True, "timeout": timeout}
-    store = c10d.TCPStore(address, port, is_master=node_rank == 0, **options)
+    store = c10d.TCPStore(address, port, is_master=node_rank == 0, timeout=timeout, **OF_HOSTS)
     if own_address:
         store.set("address", own_address)
     store.set(f"NODE_RANK={node_rank}", json.dumps(facts))
@@ -80,9 +85,12 @@ def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
         key = f"NODE_RANK={other}"
         wait_until(partial(store.check, [key]), key)
         theirs = json.loads(store.get(key))
+        if REFUSED in theirs:
+            wait_for_readers(store)
+            raise UserError(f"{key} cannot start:\n{theirs[REFUSED]}")
         for name, value in facts.items():
             if theirs.get(name) != value:
-                time.sleep(END_WITHIN_S)  # the others need the store to read it
+                wait_for_readers(store)
                 here = f"{name} is {value} on NODE_RANK={node_rank}"
                 raise UserError(f"{here}, but {theirs.get(name)} on {key}")
     store.add("arrived", 1)
@@ -95,6 +103,35 @@ def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
         if interface := re.search(r" dev (\S+)", route.stdout):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface[1])
     return store
+
+
+def wait_for_readers(store: Any) -> None:
+    """Wait until all hosts know why the run cannot start, or for a signal, or for END_WITHIN_S."""
+    with suppress(RuntimeError, KeyboardInterrupt):  # NODE_RANK=0, which has the store, has ended
+        store.add("told", 1)
+        deadline_s = time.monotonic() + END_WITHIN_S
+        while store.add("told", 0) < read_hosts()[1] and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+
+
+def tell_refusal(error: UserError) -> None:
+    """Tell the other hosts why this one is refused. A signal cannot change the exit status of this host any more."""
+    n_needed, n_hosts = read_hosts()
+    if not os.environ.get("MASTER_ADDR") or n_needed < n_hosts or n_hosts == 1:
+        return
+    handle_signals(
+        signal.SIG_IGN
+    )  # an exception of a handler while torch is imported would abort this process
+    c10d = importlib.import_module("torch.distributed")
+    handle_signals(signal.default_int_handler)
+    with suppress(RuntimeError, KeyboardInterrupt):  # MASTER_ADDR cannot be reached
+        timeout = timedelta(seconds=END_WITHIN_S)
+        store = c10d.TCPStore(
+            *find_master(), is_master=is_first_host(), timeout=timeout, **OF_HOSTS
+        )
+        store.set(f"NODE_RANK={read_number('NODE_RANK')}", json.dumps({REFUSED: str(error)}))
+        wait_for_readers(store)
+    handle_signals(signal.SIG_IGN)
 
 
 def is_first_host() -> bool:

@@ -53,6 +53,7 @@ from torchtitan_lite.tools.hosts import (
     find_master,
     is_first_host,
     meet_hosts,
+    tell_refusal,
 )
 from torchtitan_lite.tools.local_ranks import ERROR, Ending, Signals, find_last_start, show
 from torchtitan_lite.tools.progress import watch_saves
@@ -62,42 +63,28 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     """Train. Return the exit status. `work`: what each rank calls instead of `train_rank`. Raises UserError."""
     args = options.config_args
     try:
-        machine, n_ranks, n_hosts = choose_host()
-        if n_hosts > 1:
-            find_master()  # raises UserError if MASTER_ADDR is missing
-        is_first = is_first_host()
-        spec = check(args, machine, n_ranks, n_hosts)
-        if is_first:
-            print(
-                spec.finished or describe_spec(spec, n_hosts),
-                file=sys.stderr,
-                flush=True,
-            )
-        if spec.finished:
-            return export_last_checkpoint(spec) if is_first else 0
-        try:
-            check_prepared(spec.config, spec.tokenizer)
-        except CorpusError:
-            cache_folder = Path(spec.config.training.cache_folder)
-            for name, dataset_path in sorted(list_named(spec.config)):
-                prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
-            spec = check(args, machine, n_ranks, n_hosts)  # reads the documents too, now
-    except PreparationError as error:
-        remedy = "Options named here belong to `prepare`: prepare the corpus with it, then start this run"
-        raise PreparationError(f"{error}. {remedy}") from None
+        spec, n_hosts = check_run(args)
+    except UserError as error:
+        tell_refusal(error)
+        raise
     except OSError as error:
         print(f"This run cannot start:\n{error}", file=sys.stderr)
         return 1
+    is_first = is_first_host()
+    if spec.finished:
+        return export_last_checkpoint(spec) if is_first else 0
+    checkpoints = spec.dump_folder / spec.config.checkpoint.folder
+    saved_before = list_saved(checkpoints)
     folder = Path(tempfile.mkdtemp(prefix="torchtitan_lite."))
     # a run that writes nothing must not read the hang reports of an earlier one
     signals = Signals(folder, (spec.written_folder or folder) / HANG)
     status, reason = run_ranks(work, args, spec, n_hosts, signals)
-    if status == 1 and spec.config.checkpoint.enable:
-        checkpoints = spec.dump_folder / spec.config.checkpoint.folder
-        for step in find_steps(checkpoints)[-1:]:
-            newest = checkpoints / f"step-{step}"
-            is_own = step > spec.resumed_step
+    for newest, saved_at_ns in list_saved(checkpoints)[-1:]:
+        is_own = (newest, saved_at_ns) not in saved_before
+        if status == 1 and spec.config.checkpoint.enable:
             reason += f"; {describe_newest(newest, spec.config, args, is_own=is_own)}"
+        if is_own and is_first and "SAVED_FILE" in os.environ:  # of assets/slurm/train.sbatch
+            Path(os.environ["SAVED_FILE"]).write_text(f"{newest}\n")
     if status == 0 and is_first:
         status = export_last_checkpoint(spec)
         if status in STOPPED:
@@ -112,6 +99,44 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     if reason:
         print(f"run_train.sh: {reason}", file=sys.stderr)
     return status
+
+
+def check_run(args: list[str]) -> tuple[RunSpec, int]:
+    """Check the config, describe the run, and prepare its corpus. Return the run and the largest number of hosts.
+
+    Raises UserError, and OSError if the corpus cannot be written.
+    """
+    machine, n_ranks, n_hosts = choose_host()
+    if n_hosts > 1:
+        find_master()  # raises UserError if MASTER_ADDR is missing
+    spec = check(args, machine, n_ranks, n_hosts)
+    if is_first_host():
+        print(spec.finished or describe_spec(spec, n_hosts), file=sys.stderr, flush=True)
+    if spec.finished:
+        return spec, n_hosts
+    try:
+        check_prepared(spec.config, spec.tokenizer)
+    except CorpusError:
+        prepare_corpora(spec)
+        spec = check(args, machine, n_ranks, n_hosts)  # reads the documents too, now
+    return spec, n_hosts
+
+
+def prepare_corpora(spec: RunSpec) -> None:
+    """Prepare the named corpora of a run. Raises PreparationError, OSError."""
+    cache_folder = Path(spec.config.training.cache_folder)
+    try:
+        for name, dataset_path in sorted(list_named(spec.config)):
+            prepare_dataset(name, spec.tokenizer, cache_folder, dataset_path)
+    except PreparationError as error:
+        remedy = "Options named here belong to `prepare`: prepare the corpus with it, then start this run"
+        raise PreparationError(f"{error}. {remedy}") from None
+
+
+def list_saved(checkpoints: Path) -> list[tuple[Path, int]]:
+    """Return each complete checkpoint and the time at which it was saved."""
+    steps = [checkpoints / f"step-{step}" for step in find_steps(checkpoints)]
+    return [(step, step.stat().st_mtime_ns) for step in steps]
 
 
 def export_last_checkpoint(spec: RunSpec) -> int:
@@ -155,7 +180,8 @@ def run_ranks(
             if not is_first_host():
                 threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
         start_fork_server()
-        # It loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
+        # It loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py. An exception of a handler
+        # would abort this process in C++.
         agent = importlib.import_module("torchtitan_lite.tools.agent")
         run = (work or agent.train_rank, args, signals.folder, spec)
         ending = agent.run_agent(run, n_local, n_hosts, signals, store)
