@@ -38,6 +38,12 @@ class Place:
     n_hosts: int
     restarts: int  # restarts of the job: the largest number that a host has counted
 
+    def list_local_ranks(self) -> range:
+        """Return the ranks of this host."""
+        n_local = self.world_size // self.n_hosts
+        first = self.rank // n_local * n_local
+        return range(first, first + n_local)
+
 
 def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
     """Return the position of this process, and the key-value store of all ranks. Collective.
