@@ -189,10 +189,10 @@ def digest_name(name: str) -> str:
 
 
 def list_records(planned: PlannedRun) -> dict[str, TensorRecord]:
-    """Return the lines of the manifest: of the first rank of each pipeline stage."""
+    """Return lines of the manifest: those that rank 0 receives from the other pipeline stages."""
     layout = planned.layout
     tensors = {}
-    for stage in range(layout.pp):
+    for stage in range(1, layout.pp):
         rank = stage * layout.strides["pp"]
         with as_rank(planned, rank) as named:
             tensors |= save.plan_save(named, list_degrees(layout), rank).records
@@ -254,7 +254,11 @@ def write_header(path: Path, slices: dict[str, Tensor], metadata: dict[str, str]
 
 
 def measure_save(
-    planned: PlannedRun, rank: int, folder: Path, records: dict[str, TensorRecord]
+    planned: PlannedRun,
+    rank: int,
+    named: dict[str, Tensor],
+    folder: Path,
+    records: dict[str, TensorRecord],
 ) -> Cost:
     """Save as one rank: rank 0 leaves a manifest and checksums in `folder`."""
     layout = planned.layout
@@ -265,7 +269,6 @@ def measure_save(
     messages = Messages(rank, records, layout.strides)
     with ExitStack() as stack:
         enter = stack.enter_context
-        named = enter(as_rank(planned, rank))
         enter(messages.patched())
         enter(patch.object(save, "write_tensors", write_header))
         enter(patch.object(save, "flush_and_hash", lambda path: digest_name(path.name)))
@@ -285,31 +288,30 @@ def measure_save(
     return Cost(n_bytes, len(written), messages.n, messages.n_bytes, seconds, 0)
 
 
-def measure_load(planned: PlannedRun, rank: int, path: Path) -> Cost:
+def measure_load(planned: PlannedRun, rank: int, named: dict[str, Tensor], path: Path) -> Cost:
     """Load as one rank: three times, to create the files, for the seconds, and for the peak of memory."""
     manifest = read_manifest(path)
-    with as_rank(planned, rank) as named:
-        for is_traced in (None, False, True):
-            stored = Stored(path, manifest, Counter(), set())
-            messages = Messages(rank, {}, planned.layout.strides)
-            if is_traced:
-                tracemalloc.start()
-            with (
-                patch.object(load, "find_shard", find_empty_shard),
-                patch.object(load, "open_tensors", stored.open_tensors),
-                patch.object(files, "hash_file", stored.hash_file),
-                messages.patched(),
-            ):
-                read_before = count_read()
-                started_s = time.process_time()
-                saved = load.Saved(STEP, path, dist.group.WORLD)
-                load.load_newest([saved], named, dist.group.WORLD)
-                if is_traced is False:
-                    seconds = time.process_time() - started_s
-                    n_read = count_read() - read_before
-            if is_traced:
-                _, peak = tracemalloc.get_traced_memory()
-                tracemalloc.stop()
+    world = dist.group.WORLD
+    for is_traced in (None, False, True):
+        stored = Stored(path, manifest, Counter(), set())
+        messages = Messages(rank, {}, planned.layout.strides)
+        if is_traced:
+            tracemalloc.start()
+        with (
+            patch.object(load, "find_shard", find_empty_shard),
+            patch.object(load, "open_tensors", stored.open_tensors),
+            patch.object(files, "hash_file", stored.hash_file),
+            messages.patched(),
+        ):
+            read_before = count_read()
+            started_s = time.process_time()
+            load.load_newest([load.Saved(STEP, path, world)], named, world)
+            if is_traced is False:
+                seconds = time.process_time() - started_s
+                n_read = count_read() - read_before
+        if is_traced:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
     n_files = len(stored.opened) + 2  # manifest and checksums
     n_sources = len(stored.sources)
     return Cost(n_read, n_files, messages.n, messages.n_bytes, seconds, peak, n_sources)
@@ -326,13 +328,18 @@ def measure(name: str, n_ranks: int) -> dict[str, Cost]:
     planned = plan(name, n_ranks, shipped)
     rank = n_ranks * 5 // 8 + 1
     records = list_records(planned)
-    with tempfile.TemporaryDirectory() as folder:
-        costs = {"save, rank 0": measure_save(planned, 0, Path(folder) / "0", records)}
-        costs["save"] = measure_save(planned, rank, Path(folder) / "other", records)
-        path = Path(folder) / "0" / f"step-{STEP}"
-        costs["resume"] = measure_load(planned, rank, path)
+    costs = {}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        with as_rank(planned, 0) as named:
+            costs["save, rank 0"] = measure_save(planned, 0, named, folder / "0", records)
+        path = folder / "0" / f"step-{STEP}"
+        with as_rank(planned, rank) as named:
+            costs["save"] = measure_save(planned, rank, named, folder / "other", {})
+            costs["resume"] = measure_load(planned, rank, named, path)
         moved = plan(name, n_ranks, other)
-        costs[f"resume on {moved.layout}"] = measure_load(moved, rank, path)
+        with as_rank(moved, rank) as named:
+            costs[f"resume on {moved.layout}"] = measure_load(moved, rank, named, path)
     return costs
 
 
@@ -341,9 +348,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[256])
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     options = parser.parse_args()
-    rows = [("model, ranks, layout", "", "metadata", "files", "messages", "bytes", "CPU s", "peak")]
+    titles = ("model, ranks, layout", "", "metadata", "files", "messages", "bytes", "CPU s", "peak")
     for name in options.models:
         for n_ranks in options.ranks:
+            rows = [titles]
             title = f"{name}, {n_ranks}, {plan(name, n_ranks, MODELS[name][0]).layout}"
             for what, cost in measure(name, n_ranks).items():
                 metadata, n_files, n_messages, n_bytes, seconds, peak, _ = cost
@@ -352,7 +360,7 @@ def main() -> None:
                 used = format_bytes(peak) if peak else "-"
                 rows.append((title, what, *sizes, moved, f"{seconds:.2f}", used))
                 title = ""
-    print(format_table(rows, "<<>>>>>>"))
+            print(format_table(rows, "<<>>>>>>"), flush=True)
 
 
 if __name__ == "__main__":
