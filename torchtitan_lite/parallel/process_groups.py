@@ -138,7 +138,7 @@ def prepare_process(config: Config, dump_folder: Path) -> None:
 def connect_late(world_size: int) -> None:
     """Let many ranks of gloo groups connect when they first communicate.
 
-    Otherwise every rank opens n + 3 files for each group of n ranks. Then it opens 4, and about 2 * log2(n) later; rank 0
+    Otherwise every rank opens n + 3 files for each group of n ranks. Then it opens 4, and about 2 log2(n) later; rank 0
     opens n when it gathers (12 ranks, torch 2.13).
     """
     if world_size >= MANY_RANKS:
