@@ -103,8 +103,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
     # all ranks, if snapshots are on: rank 0 broadcasts the id of the run
     savers = build_savers(run, spec, place, groups, data.fingerprint)
-    # all ranks: all-gather of hosts and process ids
-    watch = HangWatch(spec.written_folder, config.comm, mesh, place.restarts, groups.host, stop)
+    # the ranks of each host, by the store: their process ids
+    watch = HangWatch(spec.written_folder, config.comm, mesh, place, store, stop)
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots; all-reduce of errors
     resumed_step = start_from(run, savers, groups.host, restarted=place.restarts > 0)
 

@@ -153,10 +153,10 @@ def write_tensors(
     """Write a checkpoint of these tensors in one process."""
     plan = plan_save(tensors, ONE_RANK, 0)
     create_unfinished(folder)
-    hashes = write_slices(folder, plan, plan.slices)
+    written = write_slices(folder, plan, plan.slices)
     fingerprint = about.get("fingerprint", {})
     manifest = Manifest(step, fingerprint, about.get("run", {}), plan.records, ONE_RANK)
-    write_manifest(name_unfinished(folder), manifest, hashes)
+    write_manifest(name_unfinished(folder), manifest, {plan.file: written} if written else {})
     commit(folder)
     return folder
 

@@ -41,14 +41,12 @@ def start(rank: int, world_size: int, keys: list[str], n_steps: int = 0, restart
 
     Rank 0 gets SIGTERM before step number `n_steps` of this start. torchrun has restarted the job `restarts` times.
     """
+    place = process_groups.Place(rank, world_size, rank, 1, restarts)
+    store = process_groups.dist.distributed_c10d._get_default_store()
     with (
         process_left_as_it_was(),
         redirect_stdout(sys.stdout if isinstance(sys.stdout, io.StringIO) else io.StringIO()),
-        patch.object(
-            train,
-            "join_job",
-            return_value=(process_groups.Place(rank, world_size, rank, 1, restarts), None),
-        ),
+        patch.object(train, "join_job", return_value=(place, store)),
         patch.object(process_groups, "start_process_group"),
         patch.object(process_groups.dist, "destroy_process_group"),
         patch.dict(os.environ, make_environment(rank, world_size, port=0)),

@@ -76,7 +76,7 @@ def group():
 def load(path: Path, group) -> dict[str, torch.Tensor]:
     """Load a checkpoint as a run does."""
     tensors = {name: torch.full_like(tensor, -1.0) for name, tensor in make_tensors(0).items()}
-    loading.load_checkpoint(path, tensors, group=group)
+    loading.load_checkpoint(loading.OpenCheckpoint(path), tensors)
     return tensors
 
 

@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoints import assemble, limit_files, make_saver, write_tensors
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager
@@ -163,11 +162,10 @@ def watch_loading(
         f"model.{n}": distribute_tensor(torch.ones(shape), mesh, [Shard(1)], src_data_rank=None)
         for n in range(n_tensors)
     }
-    group = dist.new_group(backend="gloo")
     loading = PeakMemory()
     loading.know([tensor.to_local() for tensor in tensors.values()])
     with loading:
-        load_checkpoint(Path(path), tensors, group=group)
+        load_checkpoint(OpenCheckpoint(Path(path), rank, world_size), tensors)
     for n, tensor in enumerate(tensors.values()):
         assert isinstance(tensor, DTensor) and tensor.to_local().shape == (
             shape[0],
@@ -198,7 +196,7 @@ def load_with_another_window(rank: int, world_size: int, path: str) -> dict[str,
         "spike_filter.skipped": torch.zeros(()),
         "model.a": torch.zeros(2),
     }
-    load_checkpoint(Path(path), tensors, group=dist.group.WORLD)
+    load_checkpoint(OpenCheckpoint(Path(path)), tensors)
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 

@@ -236,3 +236,21 @@ def test_groups_of_offload_are_not_split_from_the_default_group(offload, pp, is_
             device, config, place, dist.HashStore(), timedelta(seconds=60)
         )
     assert join.call_args.kwargs["device_id"] == (device if is_bound else None)
+
+
+def count_opened(rank: int, world_size: int, many_ranks: int) -> int:
+    """Worker: return the number of files that a group opens when it is created."""
+    with patch.dict(os.environ), patch.object(process_groups, "MANY_RANKS", many_ranks):
+        process_groups.connect_late(world_size)
+        before = len(os.listdir("/proc/self/fd"))
+        group = dist.new_group(backend="gloo")
+        opened = len(os.listdir("/proc/self/fd")) - before
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=group)
+        assert ones.item() == world_size
+        return opened
+
+
+def test_many_ranks_do_not_connect_to_all_others_when_a_group_is_created(pool):
+    least_at_once = min(pool.run(count_opened, 4, 5))
+    assert max(pool.run(count_opened, 4, 4)) <= least_at_once - 3

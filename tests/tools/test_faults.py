@@ -44,6 +44,7 @@ from torchtitan_lite.extensions.tied_embeddings import TiedSchedule
 from torchtitan_lite.faults import start as start_module
 from torchtitan_lite.faults.hang_watch import HangWatch
 from torchtitan_lite.faults.start import start_from
+from torchtitan_lite.parallel.process_groups import Place
 from torchtitan_lite.tools.faults.hang import explain, list_hangs, read_files
 from torchtitan_lite.tools.faults.pulse import Measured, judge
 
@@ -299,7 +300,9 @@ def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, capsys):
 def open_watch(rank: int, world_size: int, folder: str) -> None:
     run = compare.build_table_run(world_size, {})
     stop = StopFlag()
-    watch = HangWatch(Path(folder), Comm(), run.mesh, 0, dist.group.WORLD, stop)
+    place = Place(rank, world_size, rank, 1, 0)
+    store = dist.distributed_c10d._get_default_store()
+    watch = HangWatch(Path(folder), Comm(), run.mesh, place, store, stop)
     watch.begin(1)
     watch.end()
     watch.begin(2)

@@ -1,12 +1,19 @@
 """Launchers of several hosts meet before torchrun starts, name who differs, and agree on the cause of a failure."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from marks import slow
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from torchtitan_lite import REPOSITORY
@@ -33,10 +40,7 @@ HOSTS = {  # NNODES, learning rate and MAX_RESTARTS of each host, and what each 
     "restarts": (
         "2",
         ["0.1 1", "0.1 3"],
-        [
-            "MAX_RESTARTS is 1 on NODE_RANK=0, but 3 on NODE_RANK=1",
-            "MAX_RESTARTS is 3 on NODE_RANK=1, but 1 on NODE_RANK=0",
-        ],
+        ["MAX_RESTARTS is 1 on NODE_RANK=0, but 3 on NODE_RANK=1"] * 2,
     ),
     "a host that joins is refused alone": (
         "2:3",
@@ -64,6 +68,88 @@ def test_hosts_meet_or_each_says_who_differs(name):
     for host, words in zip(reversed(started), said, strict=True):
         out, err = host.communicate(timeout=120)
         assert out == f"{words}\n", err
+
+
+class CountingStore:
+    """The store as one host sees it. Counts the bytes of values that the host sets and gets."""
+
+    def __init__(self, store: dist.Store):
+        self.store = store
+        self.moved = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.moved += len(value)
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value = self.store.get(key)
+        self.moved += len(value)
+        return value
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+
+def meet(node_rank: int, rate: float, own: threading.local, open_store: Callable):
+    own.node_rank = node_rank
+    stores = []
+
+    def open_counting(*args, **options) -> CountingStore:
+        stores.append(CountingStore(open_store(*args, **options)))
+        return stores[0]
+
+    said = ""
+    try:
+        hosts.meet_hosts(SimpleNamespace(TCPStore=open_counting), {"optimizer.lr": rate})
+    except UserError as error:
+        said = str(error)
+    return said, stores[0].moved
+
+
+@pytest.mark.parametrize("different", [(), (3, 7)])
+@pytest.mark.parametrize("n_hosts, is_tcp", [(64, False), slow(2048, True)])
+def test_settings_travel_only_from_hosts_that_differ(monkeypatch, n_hosts, is_tcp, different):
+    """Hosts are threads, which share the cores that each host has for itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("NNODES", str(n_hosts))
+    facts = hosts.list_facts({})
+    own = threading.local()
+
+    def read_number(name: str, default: int = 0) -> int:
+        return own.node_rank if name == "NODE_RANK" else int(os.environ.get(name, default))
+
+    shared = dist.HashStore()
+    open_store = dist.TCPStore if is_tcp else lambda *args, **options: shared
+    monkeypatch.setattr(hosts, "read_number", read_number)
+    monkeypatch.setattr(hosts, "list_facts", lambda config: facts | config)
+    monkeypatch.setattr(hosts.subprocess, "run", no_command)
+    if not is_tcp:
+        monkeypatch.setattr(hosts, "connect", lambda: "127.0.0.1")
+    started_s = time.monotonic()
+    with ThreadPoolExecutor(n_hosts) as threads:
+        meeting = []
+        for node_rank in range(n_hosts):
+            rate = 0.2 if node_rank in different else 0.1
+            meeting.append(threads.submit(meet, node_rank, rate, own, open_store))
+        answers = [host.result() for host in meeting]
+    print(n_hosts, "hosts,", time.monotonic() - started_s, "s")
+    n_facts = len(json.dumps(facts))
+    for node_rank, (said, moved) in enumerate(answers):
+        if different:
+            assert said == (
+                "optimizer.lr is 0.1 on NODE_RANK=0, but 0.2 on NODE_RANK=3. "
+                "2 hosts differ: NODE_RANK=3, NODE_RANK=7"
+            )
+        if node_rank == 0:
+            assert moved < 2 * n_facts + 64 * n_hosts + 1000
+        elif node_rank not in different:
+            assert moved < 500
+
+
+def no_command(*args: object, **options: object) -> None:
+    raise FileNotFoundError
 
 
 @pytest.mark.parametrize(

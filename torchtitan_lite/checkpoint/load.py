@@ -91,13 +91,12 @@ def open_tensors(path: Path) -> safe_open:
         raise DamagedCheckpoint(f"{path} cannot be read as safetensors: {error}") from None
 
 
-def load_checkpoint(path: Path, tensors: dict[str, Tensor], *, group: dist.ProcessGroup) -> None:
-    """Load this rank's shards `tensors` in place. The ranks of `group` share the files to hash. No communication.
+def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> None:
+    """Load this rank's shards `tensors` in place. No communication.
 
-    Raises CheckpointError if a tensor is missing or has another shape, and DamagedCheckpoint if a file has changed
-    since it was saved; `tensors` are then undefined.
+    Raises CheckpointError if a tensor is missing or has another shape, and DamagedCheckpoint if a file cannot be read;
+    `tensors` are then undefined.
     """
-    checkpoint = OpenCheckpoint(path, group.rank(), group.size())
     for name, tensor in tensors.items():
         is_of_extension = not name.startswith(OF_RUN)
         if is_of_extension and name not in checkpoint.manifest.tensors:
@@ -109,7 +108,9 @@ def load_checkpoint(path: Path, tensors: dict[str, Tensor], *, group: dist.Proce
         if not has_shape:
             found = record and record.shape
             shapes = f"{list(tensor.shape)} in this run, but {found} there"
-            raise CheckpointError(f"{path} has a different model: {name} has shape {shapes}")
+            raise CheckpointError(
+                f"{checkpoint.folder} has a different model: {name} has shape {shapes}"
+            )
         checkpoint.read_shard(name, tensor)
 
 
@@ -151,9 +152,11 @@ def load_newest(found: list[Saved], tensors: dict[str, Tensor], group: dist.Proc
         wanted = tensors
         if saved.is_without_moments:
             wanted = {name: tensors[name] for name in tensors if name.startswith("model.")}
-        load = partial(load_checkpoint, saved.path, wanted, group=saved.ranks)
+        # Every rank hashes its share of the files before any rank reads.
+        part = (saved.ranks.rank(), saved.ranks.size())
         try:
-            raise_on_all_ranks(group, load)
+            checkpoint = raise_on_all_ranks(group, partial(OpenCheckpoint, saved.path, *part))
+            raise_on_all_ranks(group, partial(load_checkpoint, checkpoint, wanted))
             return saved
         except DamagedCheckpoint as error:
             reasons.append(str(error))

@@ -1,4 +1,4 @@
-"""Ranks that save or load together: one error on all ranks."""
+"""Ranks that save or load together: one error on all ranks, which names the damage that each of them has found."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,14 @@ import torch.distributed as dist
 
 from torchtitan_lite.checkpoint.format import CheckpointError, DamagedCheckpoint
 
+MOST_DAMAGED = 8  # messages in one error
+
 
 def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:
     """Call `action` on every rank. If it fails on any rank, all raise one of the errors. Collective.
 
-    Damage explains other errors, so it is raised first; then the error of the lowest rank.
+    Damage explains other errors, so it is raised first, with all files that ranks have found damaged (the first
+    MOST_DAMAGED messages); then the error of the lowest rank.
     """
     result = None
     failure = None
@@ -25,16 +28,31 @@ def raise_on_all_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> A
     except Exception as error:  # a type that every process can unpickle
         failure = CheckpointError(f"{type(error).__name__}: {error}")
         severity = 1
+    damage: list[str] = []
+    while (first := find_most_severe(group, severity)) is not None:
+        told: list[Any] = [failure]
+        dist.broadcast_object_list(told, group=group, group_src=first)
+        if not isinstance(told[0], DamagedCheckpoint):
+            if damage:
+                break
+            raise told[0]
+        damage.append(str(told[0]))
+        if len(damage) == MOST_DAMAGED:
+            break
+        if str(failure) == damage[-1]:
+            severity = 0
+    if damage:
+        raise DamagedCheckpoint("; ".join(damage))
+    return result
+
+
+def find_most_severe(group: dist.ProcessGroup, severity: int) -> int | None:
+    """Return the lowest rank with the largest severity; None if all are 0. Collective."""
     n_ranks = group.size()
     # Larger for a more severe failure, then for a lower rank.
     verdict = torch.tensor(severity * (n_ranks + 1) + (n_ranks - group.rank()) * (severity > 0))
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)  # 8 bytes
-    if verdict:
-        first = n_ranks - verdict.item() % (n_ranks + 1)
-        told: list[Any] = [failure]
-        dist.broadcast_object_list(told, group=group, group_src=first)
-        raise told[0]
-    return result
+    return n_ranks - verdict.item() % (n_ranks + 1) if verdict else None
 
 
 def do_on_rank_0(group: dist.ProcessGroup, action: Callable[[], Any]) -> Any:

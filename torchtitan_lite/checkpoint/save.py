@@ -12,8 +12,8 @@ numbers. So the step in the manifest restores all of them on any layout.
       v  the next forward and backward        v        leaving the saver waits for the last save
       thread: rank 0: create step-20.tmp/   every rank: write and hash its file   rank 0: manifest, rename, prune
 
-plan.py says which rank writes which slice, copies once. Rank 0 gathers a hash of each file, and from the first rank of
-each pipeline stage one line per tensor.
+plan.py says which rank writes which slice, copies once. Rank 0 gathers the hash of each file, 32 bytes a rank, and
+receives from the first rank of each pipeline stage one line per tensor.
 
 If one rank fails, every rank raises the error of the lowest such rank. Files have the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,7 @@ OF_RUN = ("model.", "optimizer.")  # begin the names of tensors; those of extens
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
 DEALT = 2**16  # elements of a tensor whose copies take turns in writing
+N_HASH_BYTES = 32  # SHA-256
 NO_TENSORS: Mapping[str, Tensor] = {}
 MESH_DIMS = re.compile("dp_replicate|dp_shard|efsdp|ep|cp|tp|pp")  # in the name of a mesh dim
 
@@ -104,8 +106,7 @@ def plan_save(
 
     `host`: the ranks of this host, if each host saves what its ranks have.
     """
-    ranks_per_stage = prod(mesh[mesh_dim] for mesh_dim in WORLD_DIMS) // mesh["pp"]
-    stage = rank // ranks_per_stage
+    stage = rank // count_ranks_per_stage(mesh)
     records = {}
     offsets = {}
     slices = {}
@@ -125,8 +126,17 @@ def plan_save(
             if find_writer(record, mesh, find_indices(record, mesh, rank), host) == rank:
                 offsets[name] = list(begin)
                 slices[name] = shard.detach()
-    is_first = rank % ranks_per_stage == 0 or (host is not None and rank == host.start)
+    is_first = is_first_on_stage(rank, mesh, host.start if host else 0)
     return SavePlan(name_file(rank), slices, offsets, records if is_first else {})
+
+
+def count_ranks_per_stage(mesh: Degrees) -> int:
+    return prod(mesh[mesh_dim] for mesh_dim in WORLD_DIMS) // mesh["pp"]
+
+
+def is_first_on_stage(rank: int, mesh: Degrees, start: int) -> bool:
+    """Return whether a rank is the first one of its pipeline stage among the ranks from `start` on."""
+    return rank == start or rank % count_ranks_per_stage(mesh) == 0
 
 
 def list_splits(tensor: Tensor, mesh: Degrees) -> list[Split]:
@@ -267,10 +277,9 @@ class CheckpointSaver:
         try:
             do_on_rank_0(self.group, lambda: self.create(final))
             written = raise_on_all_ranks(self.group, lambda: write_slices(final, plan, slices))
-            # rank 0 gathers the hash of each file, and from each stage one line per tensor
-            gathered = [None] * self.group.size() if self.group.rank() == 0 else None
-            dist.gather_object((written, plan.records), gathered, group=self.group, group_dst=0)
-            do_on_rank_0(self.group, lambda: self.finish(step, final, gathered))
+            hashes = gather_hashes(self.group, written)
+            tensors = gather_records(self.group, plan.records, self.manifest.mesh)
+            do_on_rank_0(self.group, lambda: self.finish(step, final, hashes, tensors))
         except CheckpointError:  # on every rank, when no rank writes any more
             if self.group.rank() == 0:
                 discard(final)
@@ -281,13 +290,10 @@ class CheckpointSaver:
             remove_partial(final.parent)
             create_unfinished(final)
 
-    def finish(self, step: int, final: Path, gathered: list[tuple]) -> None:
+    def finish(
+        self, step: int, final: Path, hashes: dict[str, str], tensors: dict[str, TensorRecord]
+    ) -> None:
         """Commit the checkpoint, whose files are all on disk, and delete old ones."""
-        hashes = {}
-        tensors = {}
-        for written, records in gathered:
-            hashes |= written
-            tensors |= records
         manifest = replace(self.manifest, step=step, tensors=tensors)
         with refuse_to_write(final):
             write_manifest(name_unfinished(final), manifest, hashes)
@@ -314,17 +320,51 @@ class CheckpointSaver:
                 self.stager.close()
 
 
-def write_slices(final: Path, plan: SavePlan, slices: dict[str, Tensor] | Future) -> dict[str, str]:
-    """Write this rank's file. Return file name -> hash; empty if the rank has nothing to write."""
+def gather_hashes(group: dist.ProcessGroup, written: str) -> dict[str, str]:
+    """Return file name -> hash of all ranks, on rank 0. `written`: hash of this rank's file, or "". Collective."""
+    own = torch.zeros(N_HASH_BYTES, dtype=torch.uint8)
+    if written:
+        own = torch.frombuffer(bytearray.fromhex(written), dtype=torch.uint8)
+    gathered = None
+    if group.rank() == 0:
+        gathered = list(torch.empty(group.size(), N_HASH_BYTES, dtype=torch.uint8))
+    dist.gather(own, gathered, group=group, group_dst=0)  # 32 bytes a rank
+    hashes = {}
+    for rank, digest in zip(dist.get_process_group_ranks(group), gathered or [], strict=False):
+        if digest.any():
+            hashes[name_file(rank)] = digest.numpy().tobytes().hex()
+    return hashes
+
+
+def gather_records(
+    group: dist.ProcessGroup, own: dict[str, TensorRecord], mesh: Degrees
+) -> dict[str, TensorRecord]:
+    """Return one line per tensor on rank 0. The first rank of each other pipeline stage sends its own. Collective."""
+    ranks = dist.get_process_group_ranks(group)
+    senders = [rank for rank in ranks[1:] if is_first_on_stage(rank, mesh, ranks[0])]
+    if dist.get_rank() in senders:
+        dist.send_object_list([own], group=group, group_dst=0)
+    if group.rank() > 0:
+        return {}
+    tensors = dict(own)
+    for sender in senders:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, group=group, group_src=ranks.index(sender))
+        tensors |= received[0]
+    return tensors
+
+
+def write_slices(final: Path, plan: SavePlan, slices: dict[str, Tensor] | Future) -> str:
+    """Write this rank's file. Return its hash; "" if the rank has nothing to write."""
     if isinstance(slices, Future):
         slices = slices.result()
     if not slices:
-        return {}
+        return ""
     path = name_unfinished(final) / plan.file
     sharding = {name: {OFFSETS: offsets} for name, offsets in plan.offsets.items()}
     with refuse_to_write(final):
         write_tensors(path, slices, {SHARDING: json.dumps(sharding)})
-        return {plan.file: flush_and_hash(path)}
+        return flush_and_hash(path)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ The files are memory-mapped. Start-up time and memory of a process do not grow w
 share the page cache.
 """
 
+import mmap
+import warnings
 from pathlib import Path
 
 import torch
@@ -14,6 +16,20 @@ from torch import Tensor
 
 from torchtitan_lite.data.corpus_folder import VALIDATION_ONLY, find_corpus, read_split
 from torchtitan_lite.data.tokenizer import Tokenizer
+
+
+def map_file(path: str, n_elements: int, dtype: torch.dtype) -> Tensor:
+    """Map a file read-only. Nothing may write to the tensor.
+
+    torch.from_file maps a file private and writable; Linux refuses that if the file is larger than memory and swap.
+    """
+    if n_elements == 0:  # an empty file cannot be mapped
+        return torch.empty(0, dtype=dtype)
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: the tensor is not writable
+        return torch.frombuffer(mapped, dtype=dtype, count=n_elements)
 
 
 class Corpus:
@@ -37,15 +53,13 @@ class Corpus:
         self.fingerprint = manifest.hash_split(split)  # of tokens, documents and targets
         sizes = manifest.splits[split]
         n_tokens = sizes.n_tokens
-        path = str(folder / split)
+        path = folder / split
         dtype = getattr(torch, manifest.dtype)
-        self.tokens = torch.from_file(f"{path}.tokens", size=n_tokens, dtype=dtype)
-        self.documents = torch.from_file(
-            f"{path}.documents", size=sizes.n_documents, dtype=torch.int64
-        )
+        self.tokens = map_file(f"{path}.tokens", n_tokens, dtype)
+        self.documents = map_file(f"{path}.documents", sizes.n_documents, torch.int64)
         self.targets = None
         if "targets" in sizes.sha256:
-            self.targets = torch.from_file(f"{path}.targets", size=n_tokens, dtype=torch.bool)
+            self.targets = map_file(f"{path}.targets", n_tokens, torch.bool)
         self.n_tokens = n_tokens
         self.n_predicted = n_tokens - sizes.n_documents  # all but the first of each document
         self.n_text_bytes = sizes.n_text_bytes

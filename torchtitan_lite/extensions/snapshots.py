@@ -45,21 +45,18 @@ class Snapshots(CheckpointSaver):
         **options: Any,
     ):
         self.all_ranks = all_ranks
-        n_local = place.world_size // place.n_hosts
-        first = place.rank // n_local * n_local
-        ranks = list(range(first, first + n_local))
+        self.host = place.list_local_ranks()
         # Without local synchronization, all ranks would wait for each other once per host.
         group = dist.new_group(
-            ranks, backend="gloo", use_local_synchronization=True, group_desc="snapshot"
+            list(self.host), backend="gloo", use_local_synchronization=True, group_desc="snapshot"
         )
         run_id = do_on_rank_0(all_ranks, lambda: identify_run(dump_folder / section.folder))
         folder = name_snapshots(section.local_folder, dump_folder) / run_id
         # Before the first step, because the first snapshot is saved only after local_interval steps.
         raise_on_all_ranks(all_ranks, lambda: create_folder(folder))
         section = replace(section, keep_latest_k=2)
-        manifest = replace(options.pop("manifest"), host=[ranks[0], ranks[-1]])
+        manifest = replace(options.pop("manifest"), host=[self.host[0], self.host[-1]])
         super().__init__(folder, section, group=group, manifest=manifest, **options)
-        self.host = range(first, first + n_local)
 
     def after_step(
         self,

@@ -25,13 +25,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from torchtitan_lite.checkpoint.plan import find_coordinates
 from torchtitan_lite.components.log import describe_rank
 from torchtitan_lite.components.signals import Phase, StopFlag
 from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.faults.host import identify_host, read_state
 from torchtitan_lite.parallel.mesh import Mesh
+from torchtitan_lite.parallel.process_groups import Place
 
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
 STOP_WITHIN_S = (
@@ -40,9 +43,9 @@ STOP_WITHIN_S = (
 
 
 class HangWatch:
-    """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread. Collective.
+    """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread.
 
-    Writes nothing if `dump_folder` is None.
+    Writes nothing if `dump_folder` is None. The ranks of a host meet, by the key-value store `store` of all ranks.
     """
 
     def __init__(
@@ -50,29 +53,32 @@ class HangWatch:
         dump_folder: Path | None,
         section: Comm,
         mesh: Mesh,
-        restarts: int,
-        group: dist.ProcessGroup,
+        place: Place,
+        store: dist.Store,
         stop: StopFlag,
     ):
         self.section = section
         self.stop = stop
-        self.rank = group.rank()
+        self.rank = place.rank
+        self.world_size = place.world_size
         self.may_write = dump_folder is not None
         reports = (dump_folder or Path()) / HANG
-        self.folder = reports / f"restart-{restarts}"
-        if self.may_write and self.rank == 0 and restarts == 0:
+        self.folder = reports / f"restart-{place.restarts}"
+        if self.may_write and self.rank == 0 and place.restarts == 0:
             shutil.rmtree(reports, ignore_errors=True)  # of an earlier start
         self.file = self.folder / f"rank-{self.rank:05}.json"
         self.failed = self.folder / f"failed-{self.rank:05}.json"
-        name = describe_rank(self.rank, mesh.coordinates())
-        own = (identify_host(), os.getpid(), name)
-        ranks = [own] * group.size()
-        dist.all_gather_object(ranks, own, group=group)
-        self.world_size = len(ranks)
+        own = (identify_host(), os.getpid())
+        local_ranks = place.list_local_ranks()
+        keys = [f"process of rank {rank}, restart {place.restarts}" for rank in local_ranks]
+        store.set(keys[local_ranks.index(place.rank)], json.dumps(own))
         self.local = {}  # rank of this host -> process, name
-        for rank, (host, pid, name) in enumerate(ranks):
-            if host == own[0]:
-                self.local[rank] = (pid, name)
+        for rank, answer in zip(local_ranks, store.multi_get(keys), strict=True):
+            host, pid = json.loads(answer)
+            if host == own[0]:  # not in another container
+                coordinates = find_coordinates(rank, mesh.world.shape)
+                names = dict(zip(MESH_DIMS, coordinates, strict=True))
+                self.local[rank] = (pid, describe_rank(rank, names))
         self.seen = {pid for pid, _ in self.local.values() if read_state(pid)}
         self.written_in_s: float | None = None  # `began_s` of the step that the file is about
         self.step = 0

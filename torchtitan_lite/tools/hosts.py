@@ -2,8 +2,9 @@
 
 NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT: a store of torch, which torchrun's rendezvous uses too
 others         connect to it
-all            publish their settings; every host prints which hosts differ from NODE_RANK=0, and in what;
+all            compare a hash of their settings with NODE_RANK=0; settings travel only if the hash differs;
                gloo gets the network interface of this connection
+NODE_RANK=0    tells every host which hosts differ from it, and in what
 at the end     the first host that fails writes why; the others repeat it
 
 With NNODES=2:4, ranks start when two hosts are there, and a host may join later. So a host whose settings differ is
@@ -11,6 +12,7 @@ refused alone. Otherwise, the reason of a refused host is the reason of all: Slu
 so the 143 of a host that it has ended because another one was refused.
 """
 
+import hashlib
 import importlib
 import json
 import os
@@ -69,9 +71,8 @@ def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
             socket.create_server(endpoint[:2], family=family).close()
     except OSError as error:
         raise UserError(f"NODE_RANK={node_rank} cannot use {place}: {error.strerror}") from None
-    facts = {name: os.environ.get(name) for name in ("NNODES", "MAX_RESTARTS")} | config
-    for path in PACKAGE.rglob("*.py"):
-        facts[str(path.relative_to(PACKAGE))] = hash_file(path)
+    facts = list_facts(config)
+    digest = hash_facts(facts)
     own_address = ""
     if node_rank > 0:
         own_address = wait_until(connect, f"NODE_RANK=0 at {place}")
@@ -79,20 +80,27 @@ def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
     store = c10d.TCPStore(address, port, is_master=node_rank == 0, timeout=timeout, **OF_HOSTS)
     if own_address:
         store.set("address", own_address)
-    store.set(f"NODE_RANK={node_rank}", json.dumps(facts))
-    others = range(n_hosts) if n_needed == n_hosts else [0]
-    for other in others:
-        key = f"NODE_RANK={other}"
-        wait_until(partial(store.check, [key]), key)
-        theirs = json.loads(store.get(key))
-        if REFUSED in theirs:
-            wait_for_readers(store)
-            raise UserError(f"{key} cannot start:\n{theirs[REFUSED]}")
-        for name, value in facts.items():
-            if theirs.get(name) != value:
-                wait_for_readers(store)
-                here = f"{name} is {value} on NODE_RANK={node_rank}"
-                raise UserError(f"{here}, but {theirs.get(name)} on {key}")
+    is_elastic = n_needed < n_hosts
+    verdict = ""
+    if node_rank == 0:
+        store.set("facts of NODE_RANK=0", json.dumps(facts))
+        store.set("hash of NODE_RANK=0", digest)
+        if not is_elastic:
+            verdict = compare_hosts(store, facts, n_hosts)
+            store.set("verdict", verdict)
+    else:
+        first = read_when_set(store, "hash of NODE_RANK=0", "NODE_RANK=0")
+        if is_elastic and first != digest:
+            theirs = json.loads(store.get("facts of NODE_RANK=0"))
+            verdict = describe_difference(facts, f"NODE_RANK={node_rank}", theirs, "NODE_RANK=0")
+        elif not is_elastic:
+            if first != digest:
+                store.set(f"facts of NODE_RANK={node_rank}", json.dumps(facts))
+            store.set(f"hash of NODE_RANK={node_rank}", digest)
+            verdict = read_when_set(store, "verdict", "NODE_RANK=0, which waits for all hosts")
+    if verdict:
+        wait_for_readers(store)
+        raise UserError(verdict)
     store.add("arrived", 1)
     if node_rank == 0:
         n_first = max(2, n_needed)  # one of the others has to tell its address
@@ -129,9 +137,70 @@ def tell_refusal(error: UserError) -> None:
         store = c10d.TCPStore(
             *find_master(), is_master=is_first_host(), timeout=timeout, **OF_HOSTS
         )
-        store.set(f"NODE_RANK={read_number('NODE_RANK')}", json.dumps({REFUSED: str(error)}))
+        name = f"NODE_RANK={read_number('NODE_RANK')}"
+        store.set(f"facts of {name}", json.dumps({REFUSED: str(error)}))
+        if is_first_host():
+            store.set("verdict", describe_refusal(name, error))
+        store.set(f"hash of {name}", REFUSED)
         wait_for_readers(store)
     handle_signals(signal.SIG_IGN)
+
+
+def describe_refusal(name: str, reason: object) -> str:
+    return f"{name} cannot start:\n{reason}"
+
+
+def list_facts(config: dict[str, object]) -> dict[str, object]:
+    """Return what must be equal on all hosts: variables of the launcher, the config, and hashes of this package."""
+    facts = {name: os.environ.get(name) for name in ("NNODES", "MAX_RESTARTS")} | config
+    for path in PACKAGE.rglob("*.py"):
+        facts[str(path.relative_to(PACKAGE))] = hash_file(path)
+    return facts
+
+
+def hash_facts(facts: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def read_when_set(store: Any, key: str, what: str) -> str:
+    """Return a value of the store when it is there. `what`: who sets it."""
+    wait_until(partial(store.check, [key]), what)
+    return store.get(key).decode()
+
+
+def compare_hosts(store: Any, facts: dict[str, object], n_hosts: int) -> str:
+    """Wait for the hashes of all hosts. Return which hosts differ from this one, and in what; "" if none does.
+
+    A host sets its facts before its hash, and only if they differ.
+    """
+    own = hash_facts(facts)
+    different = []
+    for other in range(1, n_hosts):
+        name = f"NODE_RANK={other}"
+        if read_when_set(store, f"hash of {name}", name) != own:
+            different.append(name)
+    if not different:
+        return ""
+    name = different[0]
+    theirs = json.loads(store.get(f"facts of {name}"))
+    if REFUSED in theirs:
+        return describe_refusal(name, theirs[REFUSED])
+    text = describe_difference(facts, "NODE_RANK=0", theirs, name)
+    if len(different) > 1:
+        text += f". {len(different)} hosts differ: {', '.join(different)}"
+    return text
+
+
+def describe_difference(
+    facts: dict[str, object], name: str, theirs: dict[str, object], their_name: str
+) -> str:
+    """Return the first fact in which two hosts differ."""
+    for key in [*facts, *theirs]:
+        here = facts.get(key)
+        there = theirs.get(key)
+        if json.dumps(here) != json.dumps(there):
+            return f"{key} is {here} on {name}, but {there} on {their_name}"
+    return ""
 
 
 def is_first_host() -> bool:

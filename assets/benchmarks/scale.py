@@ -1,0 +1,367 @@
+"""Save and load a checkpoint as one rank of many thousands: what grows with the number of ranks.
+
+    python3 -m assets.benchmarks.scale --ranks 256 4096 16384      one line per model, world size and layout
+
+The code of the trainer runs: plan_save, CheckpointSaver, load_newest. The other ranks are a fake process group.
+Tensors have shapes only, and files have headers only: a file is created when it is opened, with the slices that plan.py
+gives its rank. So bytes of metadata, files, messages and seconds are measured, but no data is read, hashed or sent.
+"""
+
+import argparse
+import hashlib
+import json
+import struct
+import tempfile
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from pickle import dumps
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchtitan_lite import build, files
+from torchtitan_lite.checkpoint import load, save
+from torchtitan_lite.checkpoint.format import Manifest, read_manifest
+from torchtitan_lite.checkpoint.plan import (
+    WORLD_DIMS,
+    TensorRecord,
+    find_coordinates,
+    find_indices,
+    find_slice,
+    find_writer,
+    list_degrees,
+    name_file,
+)
+from torchtitan_lite.config.schema import Checkpoint, with_value
+from torchtitan_lite.dtensor import find_shard
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.tools.plan import fake_world
+from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
+from torchtitan_lite.tools.tables import format_bytes, format_table
+
+CPU = torch.device("cpu")
+LAYOUT = "parallelism."
+MODELS = {  # config -> changes of the shipped layout (none), and those of another layout to resume on
+    "llama3_8b": ({}, {"tensor_parallel_degree": 8}),
+    "llama3_70b": ({}, {"tensor_parallel_degree": 8, "pipeline_parallel_degree": 4}),
+    "llama3_405b": ({}, {"pipeline_parallel_degree": 1}),
+    "qwen3_30b_a3b": ({}, {"expert_parallel_degree": 16}),
+}
+STEP = 1000
+MOST_EXPERT_RANKS = 256  # FSDP refuses experts on more ranks: the others are copies (dp_replicate)
+DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "int64": ("I64", 8)}
+
+
+class Cost(NamedTuple):
+    """What one rank does to save or load."""
+
+    metadata_bytes: int  # read or written
+    files: int  # opened
+    messages: int
+    message_bytes: int  # sent and received by this rank
+    seconds: float  # of one core
+    peak_bytes: int  # of Python's memory, without the shards
+    n_sources: int = 0  # files with slices that overlap the shards of this rank
+
+
+def plan(name: str, n_ranks: int, changes: dict[str, int]) -> PlannedRun:
+    """Return a shipped config on this number of ranks, with changes of the layout."""
+    args = [f"--config={name}", f"--training.global_batch_size={4 * n_ranks}"]
+    if name.startswith("qwen3") and n_ranks > MOST_EXPERT_RANKS:
+        n_copies = n_ranks // MOST_EXPERT_RANKS
+        args.append(f"--{LAYOUT}data_parallel_replicate_degree={n_copies}")
+    for key, value in changes.items():
+        args.append(f"--{LAYOUT}{key}={value}")
+    return plan_run(args, n_ranks, "h100")
+
+
+@contextmanager
+def as_rank(planned: PlannedRun, rank: int) -> Iterator[dict[str, Tensor]]:
+    """Context manager: be one rank of a run. Gives what it saves; the tensors have no storage."""
+    config = with_value(planned.config, "compile.enable", False)
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(fake_world.fake_group(planned.layout.world_size, rank=rank))
+        mesh = build_mesh(planned.layout, CPU.type)
+        parts = build.build_parts(config, planned.model_args, planned.layout, mesh)
+        enter(fake_world.static_stages(config, planned.model_args, planned.layout))
+        enter(patch.object(build, "initialize_weights", lambda *args: None))
+        enter(fake_world.fake_tensors())
+        run = build.build_run(config, planned.model_args, planned.layout, mesh, CPU, parts=parts)
+        for parameter in run.parameters.values():  # a step of AdamW on fake tensors takes minutes
+            moment = parameter.detach()
+            state = {"step": torch.zeros(()), "exp_avg": moment, "exp_avg_sq": moment}
+            run.optimizer.state[parameter] = state
+        named = save.name_tensors(run.saved, run.optimizer)
+        enter(_disable_current_modes())  # in which every coordinate is 1
+        yield named
+
+
+@dataclass
+class Stored:
+    """A checkpoint whose files have headers only. They are created when they are first opened."""
+
+    folder: Path
+    manifest: Manifest
+    opened: Counter  # file -> number of times
+    sources: set[str]
+
+    def create_file(self, name: str) -> Path:
+        path = self.folder / name
+        if path.exists():
+            return path
+        rank = int(name.removeprefix("rank-").removesuffix(".safetensors"))
+        mesh = self.manifest.mesh
+        stage, *_ = find_coordinates(rank, [mesh[dim] for dim in WORLD_DIMS])
+        header: dict[str, Any] = {}
+        sharding = {}
+        at = 0
+        for tensor, record in self.manifest.tensors.items():
+            indices = find_indices(record, mesh, rank)
+            if record.stage != stage or find_writer(record, mesh, indices) != rank:
+                continue
+            offsets, sizes = find_slice(record, mesh, rank)
+            if prod(sizes):
+                dtype, n_bytes = DTYPES[record.dtype]
+                stop = at + prod(sizes) * n_bytes
+                header[tensor] = {"dtype": dtype, "shape": sizes, "data_offsets": [at, stop]}
+                sharding[tensor] = {save.OFFSETS: offsets}
+                at = stop
+        header["__metadata__"] = {"format": "pt", save.SHARDING: json.dumps(sharding)}
+        content = json.dumps(header).encode()
+        with open(path, "wb") as file:
+            file.write(struct.pack("<Q", len(content)) + content)
+            file.truncate(8 + len(content) + at)
+        return path
+
+    def open_tensors(self, path: Path) -> SimpleNamespace:
+        """Replace safe_open: read the header, and give slices without storage."""
+        self.create_file(path.name)
+        self.opened[path.name] += 1
+        with open(path, "rb", buffering=0) as file:
+            (n_bytes,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(n_bytes))
+        self.sources.add(path.name)
+        return SimpleNamespace(get_slice=lambda name: EmptySlice(*header[name]["shape"]))
+
+    def hash_file(self, path: Path) -> str:
+        """Replace the hash of a file: its data is not there."""
+        self.opened[path.name] += 1
+        return digest_name(path.name)
+
+
+class EmptySlice:
+    """Replaces a shard or a stored slice: a shape without data."""
+
+    def __init__(self, *shape: int):
+        self.shape = torch.Size(shape)
+
+    def __getitem__(self, box: tuple[slice, ...]) -> "EmptySlice":
+        sizes = []
+        for part, length in zip(box, self.shape, strict=True):
+            assert 0 <= part.start < part.stop <= length
+            sizes.append(part.stop - part.start)
+        return EmptySlice(*sizes)
+
+    def copy_(self, values: "EmptySlice") -> None:
+        assert self.shape == values.shape
+
+
+def find_empty_shard(tensor: Tensor) -> tuple[EmptySlice, Sequence[int]]:
+    """Replace find_shard."""
+    shard, begin = find_shard(tensor)
+    return EmptySlice(*shard.shape), begin
+
+
+def digest_name(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def list_records(planned: PlannedRun) -> dict[str, TensorRecord]:
+    """Return lines of the manifest: those that rank 0 receives from the other pipeline stages."""
+    layout = planned.layout
+    tensors = {}
+    for stage in range(1, layout.pp):
+        rank = stage * layout.strides["pp"]
+        with as_rank(planned, rank) as named:
+            tensors |= save.plan_save(named, list_degrees(layout), rank).records
+    return tensors
+
+
+class Messages:
+    """Replaces the collectives of a save or a load. Counts what this rank sends and receives."""
+
+    def __init__(self, rank: int, records: dict[str, TensorRecord], strides: dict[str, int]):
+        self.rank = rank
+        self.records = records
+        self.ranks_per_stage = strides["pp"]
+        self.n = 0
+        self.n_bytes = 0
+
+    def count(self, n_bytes: int) -> None:
+        self.n += 1
+        self.n_bytes += n_bytes
+
+    def all_reduce(self, tensor: Tensor, *args: object, **options: object) -> None:
+        self.count(tensor.nbytes)
+
+    def broadcast_object_list(self, told: list, **options: object) -> None:
+        self.count(len(dumps(told[0])))
+
+    def send_object_list(self, told: list, **options: object) -> None:
+        self.count(len(dumps(told[0])))
+
+    def recv_object_list(self, received: list, *, group_src: int, **options: object) -> None:
+        stage = group_src // self.ranks_per_stage
+        received[0] = {fqn: line for fqn, line in self.records.items() if line.stage == stage}
+        self.count(len(dumps(received[0])))
+
+    def gather(self, own: Tensor, gathered: list[Tensor] | None, **options: object) -> None:
+        others = gathered or [own]
+        self.n += len(others)
+        self.n_bytes += own.nbytes * len(others)
+        for rank, digest in enumerate(gathered or []):
+            content = bytearray.fromhex(digest_name(name_file(rank)))
+            digest.copy_(torch.frombuffer(content, dtype=torch.uint8))
+
+    def patched(self) -> Any:
+        names = ("all_reduce", "broadcast_object_list", "gather")
+        both = (*names, "send_object_list", "recv_object_list")
+        return patch.multiple(dist, **{name: getattr(self, name) for name in both})
+
+
+def write_header(path: Path, slices: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Replace save_file: the header of a safetensors file, without data."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name, tensor in slices.items():
+        dtype, n_bytes = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        stop = at + tensor.numel() * n_bytes
+        header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [at, stop]}
+        at = stop
+    path.write_text(json.dumps(header))
+
+
+def measure_save(
+    planned: PlannedRun,
+    rank: int,
+    named: dict[str, Tensor],
+    folder: Path,
+    records: dict[str, TensorRecord],
+) -> Cost:
+    """Save as one rank: rank 0 leaves a manifest and checksums in `folder`."""
+    layout = planned.layout
+    mesh = list_degrees(layout)
+    about = save.describe_run(planned.config, layout.degrees, {})
+    manifest = Manifest(STEP, {}, about, mesh=mesh)
+    section = Checkpoint(enable=True, async_mode="disabled", keep_latest_k=0)
+    messages = Messages(rank, records, layout.strides)
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(messages.patched())
+        enter(patch.object(save, "write_tensors", write_header))
+        enter(patch.object(save, "flush_and_hash", lambda path: digest_name(path.name)))
+        started_s = time.process_time()
+        saving = save.plan_save(named, mesh, rank)
+        saver = save.CheckpointSaver(
+            folder, section, None, manifest=manifest, group=dist.group.WORLD, device=CPU
+        )
+        if rank:
+            (folder / f"step-{STEP}.tmp").mkdir(parents=True, exist_ok=True)
+        saver.write(STEP, saving, saving.slices)
+        seconds = time.process_time() - started_s
+    written = list(folder.rglob("*/*"))
+    n_bytes = sum(path.stat().st_size for path in written)
+    for path in folder.rglob(saving.file):
+        path.unlink()
+    return Cost(n_bytes, len(written), messages.n, messages.n_bytes, seconds, 0)
+
+
+def measure_load(planned: PlannedRun, rank: int, named: dict[str, Tensor], path: Path) -> Cost:
+    """Load as one rank: three times, to create the files, for the seconds, and for the peak of memory."""
+    manifest = read_manifest(path)
+    world = dist.group.WORLD
+    for is_traced in (None, False, True):
+        stored = Stored(path, manifest, Counter(), set())
+        messages = Messages(rank, {}, planned.layout.strides)
+        if is_traced:
+            tracemalloc.start()
+        with (
+            patch.object(load, "find_shard", find_empty_shard),
+            patch.object(load, "open_tensors", stored.open_tensors),
+            patch.object(files, "hash_file", stored.hash_file),
+            messages.patched(),
+        ):
+            read_before = count_read()
+            started_s = time.process_time()
+            load.load_newest([load.Saved(STEP, path, world)], named, world)
+            if is_traced is False:
+                seconds = time.process_time() - started_s
+                n_read = count_read() - read_before
+        if is_traced:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+    n_files = len(stored.opened) + 2  # manifest and checksums
+    n_sources = len(stored.sources)
+    return Cost(n_read, n_files, messages.n, messages.n_bytes, seconds, peak, n_sources)
+
+
+def count_read() -> int:
+    """Return the bytes that this process has read from files. Linux."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def measure(name: str, n_ranks: int) -> dict[str, Cost]:
+    """Return the costs of saving on the shipped layout, and of resuming on it and on another one."""
+    shipped, other = MODELS[name]
+    planned = plan(name, n_ranks, shipped)
+    rank = n_ranks * 5 // 8 + 1
+    records = list_records(planned)
+    costs = {}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        with as_rank(planned, 0) as named:
+            costs["save, rank 0"] = measure_save(planned, 0, named, folder / "0", records)
+        path = folder / "0" / f"step-{STEP}"
+        with as_rank(planned, rank) as named:
+            costs["save"] = measure_save(planned, rank, named, folder / "other", {})
+            costs["resume"] = measure_load(planned, rank, named, path)
+        moved = plan(name, n_ranks, other)
+        with as_rank(moved, rank) as named:
+            costs[f"resume on {moved.layout}"] = measure_load(moved, rank, named, path)
+    return costs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[256])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    options = parser.parse_args()
+    titles = ("model, ranks, layout", "", "metadata", "files", "messages", "bytes", "CPU s", "peak")
+    for name in options.models:
+        for n_ranks in options.ranks:
+            rows = [titles]
+            title = f"{name}, {n_ranks}, {plan(name, n_ranks, MODELS[name][0]).layout}"
+            for what, cost in measure(name, n_ranks).items():
+                metadata, n_files, n_messages, n_bytes, seconds, peak, _ = cost
+                sizes = format_bytes(metadata), f"{n_files:,}", f"{n_messages:,}"
+                moved = format_bytes(n_bytes)
+                used = format_bytes(peak) if peak else "-"
+                rows.append((title, what, *sizes, moved, f"{seconds:.2f}", used))
+                title = ""
+            print(format_table(rows, "<<>>>>>>"), flush=True)
+
+
+if __name__ == "__main__":
+    main()
