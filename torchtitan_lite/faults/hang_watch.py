@@ -20,12 +20,11 @@ import os
 import shutil
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtitan_lite.components.log import describe_rank
+from torchtitan_lite.components.log import describe_rank, go_on_unwritten
 from torchtitan_lite.components.signals import Phase, StopFlag
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.schema import Comm
@@ -81,6 +80,7 @@ class HangWatch:
         self.last_s: float | None = None  # duration of the last step; None: no step has ended
         self.leaving = threading.Event()
         self.has_failed = False
+        self.unwritten: set[str] = set()  # files that the log has reported
         stop.follow(self.find_phase)
 
     def begin(self, step: int) -> None:
@@ -116,7 +116,8 @@ class HangWatch:
                     self.write(self.file)
             elif self.written_in_s != self.began_s:  # the step has ended after all
                 self.written_in_s = None
-                self.file.unlink(missing_ok=True)
+                with go_on_unwritten(str(self.file), self.unwritten):
+                    self.file.unlink(missing_ok=True)
 
     def is_late(self) -> bool:
         """Return whether the step, or what follows it, takes longer than its limit."""
@@ -156,7 +157,7 @@ class HangWatch:
             return
         content = load_extension("hang_report").collect(self, has_failed=file == self.failed)
         unfinished = file.with_suffix(".tmp")
-        with suppress(OSError):  # a full disk
+        with go_on_unwritten(str(file), self.unwritten):
             file.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_text(json.dumps(content))
             unfinished.rename(file)
