@@ -109,7 +109,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     # all ranks, if snapshots are on: rank 0 broadcasts the id of the run
     savers = build_savers(run, spec, place, groups, data.fingerprint)
     # all ranks: all-gather of hosts and process ids
-    watch = HangWatch(spec.written_folder, config.comm, mesh, place.restarts, groups.host, stop)
+    watch = HangWatch(spec.written_folder, config.comm, run, place.restarts, groups.host, stop)
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots; all-reduce of errors
     resumed_step = start_from(run, savers, groups.host, restarted=place.restarts > 0)
 

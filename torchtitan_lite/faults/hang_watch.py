@@ -18,21 +18,24 @@ extensions/hang_report.py collects what a rank does, and is loaded when a step h
 import json
 import os
 import shutil
+import socket
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import torch.distributed as dist
 
+from torchtitan_lite.build import Run
 from torchtitan_lite.components.log import describe_rank, go_on_unwritten
 from torchtitan_lite.components.signals import Phase, StopFlag
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.faults.host import identify_host, read_state
-from torchtitan_lite.parallel.mesh import Mesh
 
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
+N_STEPS = 8  # whose calls a hang report compares
 STOP_WITHIN_S = (
     15.0  # after a signal, a step hangs if it takes longer, and twice as long as the last one
 )
@@ -48,7 +51,7 @@ class HangWatch:
         self,
         dump_folder: Path | None,
         section: Comm,
-        mesh: Mesh,
+        run: Run,
         restarts: int,
         group: dist.ProcessGroup,
         stop: StopFlag,
@@ -63,18 +66,24 @@ class HangWatch:
             shutil.rmtree(reports, ignore_errors=True)  # of an earlier start
         self.file = self.folder / f"rank-{self.rank:05}.json"
         self.failed = self.folder / f"failed-{self.rank:05}.json"
-        name = describe_rank(self.rank, mesh.coordinates())
-        own = (identify_host(), os.getpid(), name)
+        self.schedule = run.schedule
+        name = describe_rank(self.rank, run.mesh.coordinates())
+        own = (identify_host(), os.getpid(), name, socket.gethostname())
         ranks = [own] * group.size()
         dist.all_gather_object(ranks, own, group=group)
         self.world_size = len(ranks)
         self.local = {}  # rank of this host -> process, name
-        for rank, (host, pid, name) in enumerate(ranks):
+        for rank, (host, pid, name, _) in enumerate(ranks):
             if host == own[0]:
                 self.local[rank] = (pid, name)
+        # A rank of the next host, whose launcher may be cut off
+        next_rank = (self.rank + len(self.local)) % self.world_size
+        _, pid, name, hostname = ranks[next_rank]
+        self.next = (next_rank, pid, f"{name} on {hostname}")
         self.seen = {pid for pid, _ in self.local.values() if read_state(pid)}
         self.written_in_s: float | None = None  # `began_s` of the step that the file is about
         self.step = 0
+        self.begun_ns: deque[int] = deque(maxlen=N_STEPS)  # time of day at which each step began
         self.is_in_step = False
         self.began_s = time.monotonic()
         self.last_s: float | None = None  # duration of the last step; None: no step has ended
@@ -86,6 +95,7 @@ class HangWatch:
     def begin(self, step: int) -> None:
         """Note that a step begins."""
         self.step = step
+        self.begun_ns.append(time.time_ns())
         self.began_s = time.monotonic()  # before is_in_step, which may shorten the limit
         self.is_in_step = True
 
