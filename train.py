@@ -85,7 +85,12 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     lock = None
     if place.rank == 0 and spec.written_folder:
         starting_over = config.job.overwrite and place.restarts == 0
-        lock = open_dump_folder(spec.dump_folder, config, starting_over=starting_over)
+        lock = open_dump_folder(
+            spec.dump_folder,
+            config,
+            starting_over=starting_over,
+            restarted=place.restarts > 0,
+        )
     start_logging(place.rank, spec.written_folder)
     for notice in spec.notices:  # the launcher has printed them
         logger.log(IN_FILE if spec is launched else logging.INFO, notice)
@@ -103,8 +108,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     # ---- checkpoint: resume from the newest checkpoint or snapshot, or from load_step; otherwise load initial weights
     # all ranks, if snapshots are on: rank 0 broadcasts the id of the run
     savers = build_savers(run, spec, place, groups, data.fingerprint)
-    # the ranks of each host, by the store: their process ids
-    watch = HangWatch(spec.written_folder, config.comm, mesh, place, store, stop)
+    # the ranks of each host, and the next rank of another one, by the store: their process ids
+    watch = HangWatch(spec.written_folder, config.comm, run, place, store, stop)
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots; all-reduce of errors
     resumed_step = start_from(run, savers, groups.host, restarted=place.restarts > 0)
 

@@ -17,6 +17,7 @@ import logging
 import os
 import shlex
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +28,7 @@ from torchtitan_lite.checkpoint.format import (
     CheckpointError,
     find_steps,
 )
+from torchtitan_lite.components.log import go_on_unwritten
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.reader import dump_config_toml, flatten_table, load_toml
 from torchtitan_lite.config.schema import Config, get_value, with_value
@@ -140,19 +142,23 @@ def check_earlier(problems: Problems, config: Config, earlier: dict[str, object]
     problems.refuse("job.dump_folder", why, remedy)
 
 
-def open_dump_folder(folder: Path, config: Config, *, starting_over: bool) -> BinaryIO:
+def open_dump_folder(
+    folder: Path, config: Config, *, starting_over: bool, restarted: bool = False
+) -> BinaryIO:
     """Create the folder, lock it for this run, and write the resolved config there. Rank 0 calls this.
 
     `starting_over` deletes the files of an earlier run first. Returns the open lock file. The lock is released when the
     file is closed, or when the process dies. Raises CheckpointError if another run holds the lock, or if a file cannot
-    be written.
+    be written. A run that torchrun has `restarted` keeps the config.toml of its first start in this case.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
         if starting_over:
             delete_earlier(folder, config)
-        write_config(folder, config)
+        kept = go_on_unwritten(str(folder / CONFIG_TOML), set()) if restarted else nullcontext()
+        with kept:
+            write_config(folder, config)
     except OSError as error:
         remedy = "Free some space, or set another job.dump_folder"
         raise CheckpointError(f"the run cannot start in {folder}: {error}. {remedy}") from None

@@ -175,12 +175,15 @@ def test_a_file_system_without_locks_is_warned_of_and_used(folder, caplog):
     assert str(folder) in caplog.text
 
 
-def test_a_full_disk_stops_the_start_with_a_sentence_and_the_earlier_config_stays(folder):
+def test_a_full_disk_stops_the_start_with_a_sentence_and_the_earlier_config_stays(folder, caplog):
     before = list_files(folder)
     with limit_files(100), pytest.raises(CheckpointError, match=f"{folder}.*too large"):
         open_dump_folder(folder, Config(), starting_over=False)
     assert (folder / "config.toml").read_text() == CONFIG
     assert list_files(folder) == before | {"lock"}
+    with limit_files(100):  # torchrun has restarted the run
+        open_dump_folder(folder, Config(), starting_over=False, restarted=True).close()
+    assert f"{folder / 'config.toml'} cannot be written" in caplog.text
 
 
 def test_training_from_the_config_of_a_run_never_deletes_the_run(tmp_path):

@@ -1,8 +1,10 @@
 """The numbers of a run: the clocks and the arithmetic behind them, console line, metrics.jsonl, TensorBoard."""
 
 import json
+import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from checkpoints import limit_files
@@ -10,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchtitan_lite.components import log as log_module
 from torchtitan_lite.components import metrics as metrics_module
+from torchtitan_lite.components import sinks
 from torchtitan_lite.components.metrics import MetricsWriter, describe_speed
 from torchtitan_lite.config.block import count_flops_per_token
 from torchtitan_lite.config.machine import peak_flops
@@ -201,6 +204,34 @@ def test_a_run_ends_although_its_last_records_cannot_be_written(tmp_path, errors
         writer.write("step", 1, **STEP)
         writer.close()
     assert len(errors) == 1
+
+
+def test_events_that_a_full_disk_refuses_are_one_sentence_and_are_written_later(
+    tmp_path, errors, monkeypatch
+):
+    """Neither a thread with a traceback nor a file that TensorBoard cannot read."""
+    monkeypatch.setattr(threading, "excepthook", lambda thread: errors.append(str(thread)))
+    folder = tmp_path / "tb" / tmp_path.name
+    folder.parent.write_text("a file")  # the folder cannot be made at first
+    writer = make_writer(tmp_path, Metrics())
+    writer.write("step", 1, **STEP)
+    folder.parent.unlink()
+    writer.write("step", 2, **STEP)
+    (file,) = folder.iterdir()
+    with limit_files(file.stat().st_size + 100):
+        for step in (3, 4):
+            writer.write("step", step, **STEP)
+    writer.write("step", 5, **STEP)
+    writer.close()
+    assert [str(folder) in error for error in errors if "jsonl" not in error] == [True]
+    events = EventAccumulator(str(folder)).Reload()
+    assert [event.step for event in events.Scalars("grad_norm")] == [2, 3, 4, 5]
+
+
+def test_an_id_for_wandb_is_whole_or_absent(tmp_path):
+    with patch.object(sinks, "import_extra"), limit_files(8), pytest.raises(OSError):
+        sinks.WandbSink(tmp_path, settings={})
+    assert not (tmp_path / "wandb_id").exists()
 
 
 @pytest.mark.parametrize(

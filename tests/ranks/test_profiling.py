@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import limit_files
 
+from torchtitan_lite.components import log, profiling
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.config.schema import Profiling
 
@@ -55,7 +57,7 @@ def recording(monkeypatch):
     asked = []
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda **options: asked.append(options))
-    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot."))
     return asked
 
 
@@ -91,3 +93,33 @@ def test_where_memory_runs_out_it_is_written_and_the_error_goes_on(tmp_path, rec
     assert list_snapshots(tmp_path) == ["memory/step-2-out-of-memory/rank-0.pickle"]
     assert list_traces(tmp_path) == []
     assert recording[-1] == {"enabled": None}
+
+
+# ---------------------------------------------------------------- a disk that is full
+
+
+def dump_large(path: str) -> None:
+    Path(path).write_bytes(bytes(9999))
+
+
+@pytest.mark.parametrize("is_folder", [True, False], ids=["no folder", "full"])
+def test_a_file_that_cannot_be_written_is_one_sentence_and_leaves_nothing(
+    tmp_path, recording, monkeypatch, is_folder
+):
+    said: dict[str, list[str]] = {"error": [], "info": []}
+    monkeypatch.setattr(log.logger, "error", said["error"].append)
+    monkeypatch.setattr(profiling.logger, "info", said["info"].append)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump_large)
+    folders = ("traces", "memory_snapshot")
+    if is_folder:
+        for name in folders:
+            (tmp_path / name).touch()
+    section = Profiling(
+        enable_memory_snapshot=True, enable_profiling=True, profile_freq=3, profiler_warmup=1
+    )
+    with limit_files(1000):
+        run_loop(section, tmp_path, n_steps=7)
+    assert said["info"] == []
+    for error, name in zip(said["error"], folders, strict=True):
+        assert error.startswith(f"{tmp_path / name} cannot be written, and the run goes on: [Errno")
+    assert not [path for path in tmp_path.rglob("*/step-*/*")]

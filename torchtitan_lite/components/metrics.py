@@ -18,6 +18,7 @@ import math
 import resource
 import shutil
 import sys
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
@@ -118,21 +119,20 @@ class MetricsWriter:
         Without `dump_folder`, only the console is written.
         """
         self.n_steps = n_steps
-        self.sinks: dict[str, JsonLinesSink | TensorBoardSink | WandbSink] = {}
+        self.sinks: dict[str, JsonLinesSink | TensorBoardSink | WandbSink] = {}  # opened
         self.unwritten: set[str] = set()  # names of the sinks that the log has reported
+        self.openers: dict[str, Callable] = {}
         if dump_folder is None:
             return
         path = dump_folder / "metrics.jsonl"
-        openers = {str(path): partial(JsonLinesSink, path, resumed_step=resumed_step)}
+        self.openers[str(path)] = partial(JsonLinesSink, path, resumed_step=resumed_step)
         if section.enable_tensorboard:
             # TensorBoard names a run by its folder
             folder = dump_folder / section.save_tb_folder / dump_folder.resolve().name
-            openers[str(folder)] = partial(TensorBoardSink, folder, resumed_step=resumed_step)
+            self.openers[str(folder)] = partial(TensorBoardSink, folder, resumed_step=resumed_step)
         if section.enable_wandb:
-            openers["wandb"] = partial(WandbSink, dump_folder, settings=settings)
-        for name, open_sink in openers.items():
-            with go_on_unwritten(name, self.unwritten):
-                self.sinks[name] = open_sink()
+            folder = dump_folder / "wandb"
+            self.openers[str(folder)] = partial(WandbSink, dump_folder, settings=settings)
 
     def write(self, kind: str, step: int, **fields: object) -> None:
         """Write one record. JSON has no NaN or infinity, so numbers that are not finite become null."""
@@ -145,9 +145,11 @@ class MetricsWriter:
             tag = key if key.startswith("lr/") else TAGS.get(key)  # lr/PATTERN: of optimizer.groups
             if tag and value is not None:
                 scalars[tag] = 100 * value if tag.endswith("(%)") else value
-        for name, sink in self.sinks.items():
+        for name, open_sink in self.openers.items():
             with go_on_unwritten(name, self.unwritten):
-                sink.write(record, scalars)
+                if name not in self.sinks:
+                    self.sinks[name] = open_sink()
+                self.sinks[name].write(record, scalars)
         if kind in FORMATS:
             width = len(str(self.n_steps))
             figures = FORMATS[kind](fields)

@@ -9,7 +9,10 @@ Open traces at https://ui.perfetto.dev and snapshots at https://pytorch.org/memo
 TORCH_LOGS=recompiles.
 """
 
+import errno
 import logging
+import os
+import pickle
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +21,7 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, schedule
 
+from torchtitan_lite.components.log import go_on_unwritten
 from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.schema import Profiling
 
@@ -39,28 +43,30 @@ def profile_steps(
 
     `resumed_step` is the step that the run resumed from: file names count the steps of the whole run. An incomplete
     period at the end of the loop writes no trace. If memory runs out, the snapshot is written at once, and the error
-    names the command that plans the memory of this run.
+    names the command that plans the memory of this run. If a file cannot be written, the run logs it once and goes on.
     """
     step = resumed_step
     memory = torch.cuda.memory
+    unwritten: set[str] = set()  # folders that the log has reported
 
     def is_due() -> bool:
         return (step - resumed_step) % section.profile_freq == 0
 
-    def make_path(folder: str, name: str) -> str:
+    def write(folder: str, name: str, export: Callable, last_byte: bytes) -> None:
         path = dump_folder / folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        logger.info(f"profiled: {path}")
-        return str(path)
+        with go_on_unwritten(str(path.parents[1]), unwritten):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            export_whole(path, export, last_byte)
+            logger.info(f"profiled: {path}")
 
     def write_trace(profiler: profile) -> None:
         if is_due():  # else the loop ended in the middle of a recording
             name = f"step-{step}/rank-{rank}.json"
-            profiler.export_chrome_trace(make_path(section.save_traces_folder, name))
+            write(section.save_traces_folder, name, profiler.export_chrome_trace, b"}")
 
     def write_snapshot(name: str) -> None:
-        folder = section.save_memory_snapshot_folder
-        memory._dump_snapshot(make_path(folder, f"{name}/rank-{rank}.pickle"))
+        name = f"{name}/rank-{rank}.pickle"
+        write(section.save_memory_snapshot_folder, name, memory._dump_snapshot, pickle.STOP)
 
     def end_step() -> None:
         nonlocal step
@@ -100,6 +106,23 @@ def make_tracer(section: Profiling, write_trace: Callable) -> profile:
         on_trace_ready=write_trace,
         record_shapes=True,
     )
+
+
+def export_whole(path: Path, export: Callable[[str], object], last_byte: bytes) -> None:
+    """Call `export(path)`. Raise OSError if the file is not complete, and delete what is there.
+
+    On a full disk, torch cuts a trace, or leaves it with the suffix .tmp, and raises no error.
+    """
+    try:
+        export(str(path))
+        with open(path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != last_byte:
+                raise OSError(errno.EIO, "torch has written only a part", str(path))
+    except OSError:
+        for unfinished in path.parent.glob(f"{path.name}*"):
+            unfinished.unlink()
+        raise
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -8,11 +8,15 @@ file wandb_id of the dump folder, so a resumed run is the same run in wandb.
 import json
 import logging
 import os
+import socket
+import time
 from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from torchtitan_lite.files import import_extra
 
@@ -35,15 +39,29 @@ class JsonLinesSink:
 
 
 class TensorBoardSink:
-    """Writes events to a folder. TensorBoard keeps events of earlier attempts in its files, but does not show them."""
+    """Writes events to a folder. TensorBoard keeps events of earlier attempts in its files, but does not show them.
+
+    torch's SummaryWriter writes from a thread, which ends at the first error.
+    """
 
     def __init__(self, folder: Path, *, resumed_step: int):
-        self.writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self.file = open(folder / name, "wb")
+        self.writer = RecordWriter(self.file)
+        self.add(file_version="brain.Event:2")
+        # later steps of earlier files are not shown
+        self.add(step=resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, **fields: object) -> None:
+        event = Event(wall_time=time.time(), **fields)
+        self.writer.write(event.SerializeToString())
 
     def write(self, record: dict[str, object], scalars: dict[str, float]) -> None:
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, record["step"])
-        self.writer.flush()  # does not wait: a background thread writes the file
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        if values:
+            self.add(step=record["step"], summary=Summary(value=values))
+        self.writer.flush()
 
     def close(self) -> None:
         self.writer.close()
@@ -57,7 +75,9 @@ class WandbSink:
         wandb = import_extra("wandb", "wandb")
         id_file = folder / "wandb_id"
         if not id_file.exists():
-            id_file.write_text(uuid4().hex)
+            new = id_file.with_name("wandb_id.new")
+            new.write_text(uuid4().hex)
+            new.rename(id_file)  # complete or absent
         self.run = wandb.init(
             dir=str(folder), config=settings, id=id_file.read_text(), resume="allow"
         )

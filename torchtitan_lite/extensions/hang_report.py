@@ -1,7 +1,8 @@
 """Collect what a rank does when a step hangs or a rank fails: its stack, its peers on this host, its collectives.
 
 The calls come from torch's flight recorder (comm.trace_buf_size entries), which records collectives on NCCL and gloo,
-and on NCCL also sends and receives. On gloo, the main thread's stack tells that it waits in a pipeline.
+and on NCCL also sends and receives. On gloo, the main thread's stack tells that it waits in a pipeline, and the
+schedule tells for which microbatch of which rank.
 tools/faults/hang.py reads the records of all ranks, and names the rank that the others wait for.
 """
 
@@ -10,7 +11,10 @@ import sys
 import threading
 import time
 import traceback
+from bisect import bisect
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,8 @@ from torchtitan_lite.faults.hang_watch import HangWatch
 
 # Groups of checkpoints, which threads use beside the steps
 IN_THREADS = ("host", "saver", "snapshot")
+# Value of an action of torch's schedules -> its kind; I computes the gradient of the input in a split backward
+KINDS = {"F": "F", "B": "B", "I": "B"}
 TORCH = Path(torch.__file__).parent
 
 
@@ -35,6 +41,9 @@ def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:
     host = {}
     for rank, (pid, described) in watch.local.items():
         host[rank] = (pid, watch.find_state(pid), described)
+    next_rank, pid, described = watch.next
+    host.setdefault(next_rank, (pid, "", described))
+    groups, unusual = read_recorder(main_thread, has_failed, list(watch.begun_ns))
     return {
         "kind": "FAILED" if has_failed else "HANG",
         "rank": watch.rank,
@@ -44,15 +53,61 @@ def collect(watch: HangWatch, *, has_failed: bool) -> dict[str, object]:
         "seconds": round(time.monotonic() - watch.began_s, 1),
         "host": host,
         "stack": stack,
-        "groups": read_recorder(main_thread, has_failed),
+        "groups": groups,
+        "unusual": unusual if watch.is_in_step else [],
+        "pipeline": read_pipeline(getattr(watch.schedule, "schedule", watch.schedule)),
     }
 
 
-def read_recorder(main_thread: int, has_failed: bool) -> dict[str, dict]:
+def read_pipeline(schedule: Any) -> dict[str, object]:
+    """Return how many microbatches each stage of this rank has computed, and the input that this rank needs next.
+
+    {} without a pipeline. Activations arrive from the stage before, and gradients from the stage after.
+    """
+    if schedule is None:
+        return {}
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    by_index = {stage.stage_index: stage for stage in stages}
+    idle_s = time.monotonic() - max(stage.done_at_s for stage in stages)
+    done = {index: dict(stage.n_done) for index, stage in by_index.items()}
+    n_seen: Counter = Counter()
+    awaited = None
+    for index, kind in list_actions(schedule.pipeline_order[stages[0].group_rank]):
+        stage = by_index[index]
+        n_done = stage.n_done[kind]
+        n_in_step = n_done - stage.n_before[kind]
+        n_seen[index, kind] += 1
+        if n_seen[index, kind] > n_in_step:
+            sender = index - 1 if kind == "F" else index + 1
+            if 0 <= sender < stage.num_stages and sender not in by_index:
+                rank = dist.get_global_rank(stage.group, stage.stage_index_to_group_rank[sender])
+                awaited = {"rank": rank, "stage": sender, "kind": kind, "n": n_done}
+                awaited["microbatch"] = n_in_step
+            break
+    return {"idle_s": round(idle_s, 1), "done": done, "awaits": awaited}
+
+
+def list_actions(order: list) -> list[tuple[int, str]]:
+    """Return stage and kind (F forward, B backward) of each computation in a rank's schedule that has an input."""
+    actions = []
+    for action in order:
+        for part in getattr(action, "sub_actions", None) or [action]:
+            kind = part and KINDS.get(part.computation_type.value)
+            if kind:
+                actions.append((part.stage_index, kind))
+    return actions
+
+
+def read_recorder(
+    main_thread: int, has_failed: bool, begun_ns: list[int]
+) -> tuple[dict[str, dict], list[tuple[dict, dict]]]:
     """Return for each group the number of its last call, and the first call that is pending.
 
     The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. Calls of checkpoint threads are left out.
     If a call `has_failed`, none may be pending any more. In this case the last one counts.
+
+    Also return, for each group, the first call of this step that no earlier step made at its place, and the usual call.
+    `begun_ns`: time of day at which these steps began.
     """
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:
@@ -63,6 +118,7 @@ def read_recorder(main_thread: int, has_failed: bool) -> dict[str, dict]:
         if dump := getattr(_distributed_c10d, recorder, None):
             entries += json.loads(dump(True, False)).get("entries", [])
     groups: dict[str, dict] = {}
+    by_step: dict[str, list[list[dict]]] = {}
     for entry in entries:
         name, description = entry["process_group"]
         if description in IN_THREADS and int(entry["thread_id"]) != main_thread:
@@ -77,8 +133,35 @@ def read_recorder(main_thread: int, has_failed: bool) -> dict[str, dict]:
             "sizes": entry["input_sizes"],
             "at_ns": entry["time_created_ns"],
         }
+        steps = by_step.setdefault(group, [[] for _ in begun_ns])
+        n_begun = bisect(begun_ns, last["at_ns"])
+        if n_begun:
+            steps[n_begun - 1].append(last)
         if not entry["retired"] and row["pending"] is None:
             row["pending"] = last
     if has_failed and groups and not any(row["pending"] for row in groups.values()):
         groups[group]["pending"] = last
-    return groups
+    unusual = [find_unusual(steps) for steps in by_step.values()]
+    return groups, [pair for pair in unusual if pair]
+
+
+def find_unusual(steps: list[list[dict]]) -> tuple[dict, dict] | None:
+    """Return the first call of the last step that the earlier steps did not make there, and the call that they made."""
+    *earlier, last = steps or [[]]
+    found = None
+    longest = -1
+    for step in earlier:
+        n_equal = 0
+        for call, usual in zip(last, step, strict=False):
+            if describe(call) != describe(usual):
+                break
+            n_equal += 1
+        if n_equal > longest:
+            longest = n_equal
+            is_unusual = n_equal < min(len(last), len(step))
+            found = (last[n_equal], step[n_equal]) if is_unusual else None
+    return found
+
+
+def describe(call: dict) -> tuple:
+    return call["name"], call["sizes"]

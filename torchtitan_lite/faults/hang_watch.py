@@ -18,41 +18,49 @@ extensions/hang_report.py collects what a rank does, and is loaded when a step h
 import json
 import os
 import shutil
+import socket
 import threading
 import time
-from contextlib import suppress
+from collections import deque
 from pathlib import Path
 
 import torch.distributed as dist
 
+from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.plan import find_coordinates
-from torchtitan_lite.components.log import describe_rank
+from torchtitan_lite.components.log import describe_rank, go_on_unwritten
 from torchtitan_lite.components.signals import Phase, StopFlag
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.layout import MESH_DIMS
 from torchtitan_lite.config.schema import Comm
 from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.faults.host import identify_host, read_state
-from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.process_groups import Place
 
 SHARE_OF_TIMEOUT = 0.75  # report before a collective times out and the ranks end
+N_STEPS = 8  # whose calls a hang report compares
 STOP_WITHIN_S = (
     15.0  # after a signal, a step hangs if it takes longer, and twice as long as the last one
 )
 
 
+def name_process(rank: int, restarts: int) -> str:
+    """Return the key under which a rank tells the others its process."""
+    return f"process of rank {rank}, restart {restarts}"
+
+
 class HangWatch:
     """Watches the steps between `begin` and `end`. A context manager: leaving it ends the thread.
 
-    Writes nothing if `dump_folder` is None. The ranks of a host meet, by the key-value store `store` of all ranks.
+    Writes nothing if `dump_folder` is None. A rank learns the processes of its host, and of one rank of
+    the next host, by the key-value store `store` of all ranks.
     """
 
     def __init__(
         self,
         dump_folder: Path | None,
         section: Comm,
-        mesh: Mesh,
+        run: Run,
         place: Place,
         store: dist.Store,
         stop: StopFlag,
@@ -68,30 +76,38 @@ class HangWatch:
             shutil.rmtree(reports, ignore_errors=True)  # of an earlier start
         self.file = self.folder / f"rank-{self.rank:05}.json"
         self.failed = self.folder / f"failed-{self.rank:05}.json"
-        own = (identify_host(), os.getpid())
+        self.schedule = run.schedule
         local_ranks = place.list_local_ranks()
-        keys = [f"process of rank {rank}, restart {place.restarts}" for rank in local_ranks]
-        store.set(keys[local_ranks.index(place.rank)], json.dumps(own))
+        # A rank of the next host, whose launcher may be cut off
+        next_rank = (self.rank + len(local_ranks)) % self.world_size
+        own = (identify_host(), os.getpid(), socket.gethostname())
+        store.set(name_process(place.rank, place.restarts), json.dumps(own))
+        known = [*local_ranks, next_rank]
+        answers = store.multi_get([name_process(rank, place.restarts) for rank in known])
         self.local = {}  # rank of this host -> process, name
-        for rank, answer in zip(local_ranks, store.multi_get(keys), strict=True):
-            host, pid = json.loads(answer)
+        for rank, answer in zip(known, answers, strict=True):
+            host, pid, hostname = json.loads(answer)
+            coordinates = find_coordinates(rank, run.mesh.world.shape)
+            name = describe_rank(rank, dict(zip(MESH_DIMS, coordinates, strict=True)))
             if host == own[0]:  # not in another container
-                coordinates = find_coordinates(rank, mesh.world.shape)
-                names = dict(zip(MESH_DIMS, coordinates, strict=True))
-                self.local[rank] = (pid, describe_rank(rank, names))
+                self.local[rank] = (pid, name)
+        self.next = (next_rank, pid, f"{name} on {hostname}")
         self.seen = {pid for pid, _ in self.local.values() if read_state(pid)}
         self.written_in_s: float | None = None  # `began_s` of the step that the file is about
         self.step = 0
+        self.begun_ns: deque[int] = deque(maxlen=N_STEPS)  # time of day at which each step began
         self.is_in_step = False
         self.began_s = time.monotonic()
         self.last_s: float | None = None  # duration of the last step; None: no step has ended
         self.leaving = threading.Event()
         self.has_failed = False
+        self.unwritten: set[str] = set()  # files that the log has reported
         stop.follow(self.find_phase)
 
     def begin(self, step: int) -> None:
         """Note that a step begins."""
         self.step = step
+        self.begun_ns.append(time.time_ns())
         self.began_s = time.monotonic()  # before is_in_step, which may shorten the limit
         self.is_in_step = True
 
@@ -122,7 +138,8 @@ class HangWatch:
                     self.write(self.file)
             elif self.written_in_s != self.began_s:  # the step has ended after all
                 self.written_in_s = None
-                self.file.unlink(missing_ok=True)
+                with go_on_unwritten(str(self.file), self.unwritten):
+                    self.file.unlink(missing_ok=True)
 
     def is_late(self) -> bool:
         """Return whether the step, or what follows it, takes longer than its limit."""
@@ -162,7 +179,7 @@ class HangWatch:
             return
         content = load_extension("hang_report").collect(self, has_failed=file == self.failed)
         unfinished = file.with_suffix(".tmp")
-        with suppress(OSError):  # a full disk
+        with go_on_unwritten(str(file), self.unwritten):
             file.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_text(json.dumps(content))
             unfinished.rename(file)

@@ -17,6 +17,7 @@ Effect: each rank's parts have only the modules of its stages; FQNs are the same
 """
 
 import copy
+import time
 
 import torch
 from torch import Tensor, nn
@@ -91,17 +92,33 @@ class PatchedStage(PipelineStage):
 
     expert_loads: Tensor | None = None
 
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        # A hang report compares the microbatches of stages: since the start of the run, and before this step
+        self.n_done = {"F": 0, "B": 0}
+        self.n_before = dict(self.n_done)
+        self.done_at_s = time.monotonic()
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        self.n_before = dict(self.n_done)
+
+    def note(self, kind: str) -> None:
+        self.n_done[kind] += 1
+        self.done_at_s = time.monotonic()
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
         with record_function(f"pp F{fwd_chunk_id} stage {self.stage_index}"):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.note("F")
+        return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args, full_backward: bool = True, **kwargs):
         # I and W: halves of a split backward, for inputs and for weights
         kind = "B" if full_backward else "I"
         with record_function(f"pp {kind}{bwd_chunk_id} stage {self.stage_index}"):
-            return super().backward_one_chunk(
-                bwd_chunk_id, *args, full_backward=full_backward, **kwargs
-            )
+            super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+        self.note("B")
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
         with record_function(f"pp W{bwd_chunk_id} stage {self.stage_index}"):

@@ -36,6 +36,10 @@ from torchtitan_lite.tools.tables import format_table
 VARIABLE = "TORCHTITAN_LITE_FAULT"
 LAUNCHER = "TORCHTITAN_LITE_LAUNCHER"
 HANG = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
+# gloo may abort one of two ranks whose calls differ
+OTHER_CALL = (
+    rf"{HANG}|FAILED in step .* began\. rank {{rank}} .*(missing from call|in earlier steps)"
+)
 KILLED = "rank {rank} was killed by SIGKILL"
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: a temporary folder
 KINDS = {  # function of inject.py -> what names its fault in the output; {rank} is the rank that met it
@@ -49,9 +53,17 @@ KINDS = {  # function of inject.py -> what names its fault in the output; {rank}
     "disk_full": r"rank {rank} cannot write \S+: .*File too large",
     "stop": HANG,
     "loop": HANG,
-    "extra": r"FAILED in step .* rank {rank} .* is missing from call",  # gloo aborts this rank
+    "extra": OTHER_CALL,
+    "shape": OTHER_CALL,
+    "no_send": HANG,
+    "records_full": "(?=[^$]*metrics.jsonl cannot be written)[^$]*log.txt cannot be written",
+    "traces_full": "traces cannot be written, and the run goes on",
 }
 N_STEPS = 8
+ON_RANK_0 = ("records_full", "traces_full")
+KEYS_OF_KINDS = {  # a trace of the last step
+    "traces_full": ["--profiling.enable_profiling", f"--profiling.profile_freq={N_STEPS}"],
+}
 FIRST_FAULT = 5
 LONGEST_S = 240
 MARK = "fault.txt"
@@ -88,13 +100,15 @@ def main(options: Namespace) -> int:
     if VARIABLE in os.environ:  # this process is a run of the drill
         os.environ[LAUNCHER] = str(os.getpid())
         return launch.main(options, train_with_faults)
-    kinds = options.faults or list(KINDS)
-    for kind in kinds:
-        if kind not in KINDS:
-            raise UserError(f"There is no fault {kind!r}. Use {', '.join(KINDS)}.")
     args = [*options.config_args, *KEYS]
     out = options.out.absolute()
-    world_size = check(args, *choose_host()).layout.world_size
+    layout = check(args, *choose_host()).layout
+    world_size = layout.world_size
+    possible = [kind for kind in KINDS if layout.pp > 1 or kind != "no_send"]
+    kinds = options.faults or possible
+    for kind in kinds:
+        if kind not in possible:
+            raise UserError(f"There is no fault {kind!r} on {layout}. Use {', '.join(possible)}.")
     faults = [drill("none", 0, world_size, args, out)]
     for seed in range(options.seed, options.seed + options.times):
         for kind in kinds:
@@ -116,7 +130,7 @@ def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> 
     """Train once with a fault; the seed chooses its rank and step."""
     chosen = random.Random(f"{kind} {seed}")
     first = N_STEPS - 1 if kind == "flip_checkpoint" else FIRST_FAULT  # two checkpoints exist then
-    rank = -1 if kind == "none" else chosen.randrange(world_size)
+    rank = -1 if kind == "none" else chosen.randrange(1 if kind in ON_RANK_0 else world_size)
     folder = out / f"{kind}-{seed}"
     fault = Fault(
         kind, chosen.randrange(10**6), rank, chosen.randrange(first, N_STEPS), str(folder)
@@ -124,7 +138,8 @@ def drill(kind: str, seed: int, world_size: int, args: list[str], out: Path) -> 
     rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="torchtitan_lite.drill-", dir=MEMORY) as snapshots:
-        run_with(fault, [*args, f"--checkpoint.local_folder={snapshots}"])
+        keys = KEYS_OF_KINDS.get(kind, [])
+        run_with(fault, [*args, *keys, f"--checkpoint.local_folder={snapshots}"])
     last = f"checkpoint/step-{N_STEPS}"
     if (folder / last).exists():
         fault.is_equal = read_shards(folder / last) == read_shards(out / "none-0" / last)
@@ -172,7 +187,7 @@ def read_output(fault: Fault) -> None:
     named = re.search(names_fault.replace("{rank}", str(fault.rank)), text)
     if named and fault.found_s is None:
         fault.found_s = since_s
-        if names_fault == HANG:
+        if named[0].startswith("HANG"):
             os.kill(int(named[1]), signal.SIGKILL)
     before, _, after = text.partition("resumed from")
     step = re.search(r"step +(\d+)/", after)

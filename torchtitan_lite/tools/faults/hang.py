@@ -9,6 +9,9 @@
     5 6 7        neither        busy or asleep somewhere else: its stack tells where
                  no calls       unknown: the flight recorder is off
 
+Before that, the report looks for a rank whose call differs from its own calls at this place in earlier steps, and for a
+rank that has computed a microbatch which the next stage still waits for: it has not sent it.
+
 If every rank waits, the report names the ranks whose call differs from the calls of their group. If there
 are none: the ranks that wait between two steps while most wait in a step, or the other way round; else a rank that has
 not made the call that another rank waits in for the longest time. Otherwise the cause is unknown.
@@ -38,20 +41,26 @@ N_LINES = 4  # of the code that has called torch
 
 
 def main(options: Namespace) -> int:
-    culprits, text = explain_newest(options.folder)
+    culprits, text = explain_newest(options.folder, "rank", "failed")
     if not text:
-        print(f"{options.folder} has no files of hanging ranks: no rank-*.json", file=sys.stderr)
+        why = "no rank-*.json, and no failed-*.json that tells more than the errors of the ranks"
+        print(f"{options.folder} has no files of hanging ranks: {why}", file=sys.stderr)
         return 2
     print(text)
     return 0 if culprits else 1
 
 
-def explain_newest(folder: Path, kind: str = "rank") -> tuple[list[int], str]:
-    """Explain the files of the last start in `folder`, as `explain` does. `kind`: as in read_files."""
-    folders = {path.parent for path in folder.rglob(f"restart-*/{kind}-*.json")}
+def explain_newest(folder: Path, *kinds: str) -> tuple[list[int], str]:
+    """Explain the files of the last start in `folder`, as `explain` does. The first of `kinds` that it has counts."""
+    folders: set[Path] = set()
+    for kind in kinds:
+        folders.update(path.parent for path in folder.rglob(f"restart-*/{kind}-*.json"))
+    if not folders:
+        return [], ""
+    newest = max(folders, key=os.path.getmtime)
     files = {}
-    if folders:
-        files = read_files(max(folders, key=os.path.getmtime), kind)
+    for kind in kinds:
+        files = files or read_files(newest, kind)
     return explain(files)
 
 
@@ -98,15 +107,19 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     if not files:
         return [], ""
     first = next(iter(files.values()))
-    if first["kind"] == "FAILED" and len(files) == first["world_size"]:
+    reasons = find_unusual_calls(files) or find_unsent(files)
+    if first["kind"] == "FAILED" and len(files) == first["world_size"] and not reasons:
         return [], ""
     processes = {}
     for file in files.values():
         for rank, row in file["host"].items():
-            processes[int(rank)] = row
+            if (
+                row[1] or int(rank) not in processes
+            ):  # a rank of another host does not know the state
+                processes[int(rank)] = row
     ranks = range(first["world_size"])
     odd, differing = find_odd_calls(files)
-    culprits = odd or [rank for rank in ranks if is_elsewhere(files, rank)]
+    culprits = sorted(reasons) or odd or [rank for rank in ranks if is_elsewhere(files, rank)]
     if not culprits:
         by_place = [
             [rank for rank in files if files[rank]["in_step"] == it] for it in (False, True)
@@ -126,7 +139,9 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
         if first["kind"] == "FAILED":
             state = "Z"  # the others may have looked too early
         why = "is missing and no rank with a file waits for it directly"
-        if odd:
+        if rank in reasons:
+            why = reasons[rank]
+        elif odd:
             why = differing
         elif rank in missed:
             _, other, call = missed[rank]
@@ -152,6 +167,36 @@ def is_elsewhere(files: dict[int, dict], rank: int) -> bool:
     if rank not in files:
         return True
     return bool(files[rank]["groups"]) and not find_wait(files[rank])
+
+
+def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
+    """Return the ranks whose call differs from their own calls in earlier steps -> what they called.
+
+    {} if all ranks do, as in the first step after a validation, or if their call is not pending.
+    """
+    found = {}
+    for rank, file in files.items():
+        for call, usual in file.get("unusual", []):
+            made = f"made {describe_call(call)}, but in earlier steps {describe_call(usual)}"
+            found.setdefault(rank, f"{made} at this place")
+    return found if len(found) < next(iter(files.values()))["world_size"] else {}
+
+
+def find_unsent(files: dict[int, dict]) -> dict[int, str]:
+    """Return the ranks that have computed what another rank of the pipeline still waits for -> what that is."""
+    found = {}
+    for waiter, file in files.items():
+        awaits = file.get("pipeline", {}).get("awaits")
+        if not awaits or not is_in_pipeline(file) or awaits["rank"] not in files:
+            continue
+        sender = files[awaits["rank"]]["pipeline"]
+        n_done = sender["done"][str(awaits["stage"])][awaits["kind"]]
+        if (
+            n_done > awaits["n"] and sender["idle_s"] > WAIT_FOR_RANKS_S
+        ):  # otherwise it was sent after `file`
+            what = describe_input(awaits)
+            found[awaits["rank"]] = f"has computed {what}, but rank {waiter} still waits for it"
+    return found
 
 
 def find_odd_calls(files: dict[int, dict]) -> tuple[list[int], str]:
@@ -180,9 +225,19 @@ def find_wait(file: dict) -> str:
     for row in file["groups"].values():
         if row["pending"]:
             return describe_call(row["pending"])
-    if any(line.endswith(IN_PIPELINE) for line in file["stack"]):
-        return "the pipeline"
+    if is_in_pipeline(file):
+        awaits = file.get("pipeline", {}).get("awaits")
+        return f"the pipeline for {describe_input(awaits)}" if awaits else "the pipeline"
     return ""
+
+
+def is_in_pipeline(file: dict) -> bool:
+    return any(line.endswith(IN_PIPELINE) for line in file["stack"])
+
+
+def describe_input(awaits: dict) -> str:
+    what = "the output" if awaits["kind"] == "F" else "the gradient"
+    return f"{what} of microbatch {awaits['microbatch']} from stage {awaits['stage']}"
 
 
 def find_missed_call(files: dict[int, dict], rank: int) -> tuple[int, int, str] | None:

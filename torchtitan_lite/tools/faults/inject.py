@@ -57,6 +57,36 @@ def extra(fault: Fault, run: Run) -> None:
     dist.all_reduce(torch.ones(3))
 
 
+def shape(fault: Fault, run: Run) -> None:
+    """Give the next all-reduce of this rank with another one an element more."""
+    original = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if dist.get_world_size(options.get("group")) > 1:
+            dist.all_reduce = original
+            tensor = torch.cat([tensor.flatten(), tensor.flatten()[:1]])
+        return original(tensor, *args, **options)
+
+    dist.all_reduce = all_reduce
+
+
+def no_send(fault: Fault, run: Run) -> None:
+    """Leave out the next send of this rank in the pipeline."""
+    for stage in getattr(run.schedule, "_stages", None) or [run.schedule._stage]:
+        for kind in ("get_fwd_send_ops", "get_bwd_send_ops"):
+            leave_out_once(stage, kind)
+
+
+def leave_out_once(stage: Any, name: str) -> None:
+    original = getattr(stage, name)
+
+    def send_nothing(microbatch: int) -> list:
+        setattr(stage, name, original if original(microbatch) else send_nothing)
+        return []
+
+    setattr(stage, name, send_nothing)
+
+
 def nan(fault: Fault, run: Run) -> None:
     choose_weight(fault, run)[0] = float("nan")
 
@@ -92,6 +122,20 @@ def disk_full(fault: Fault, run: Run) -> None:
     newest = find_newest(Path(fault.folder)).with_name(name_file(fault.rank))
     limit = newest.stat().st_size // 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+def records_full(fault: Fault, run: Run) -> None:
+    """Let this process write no more to its open records, as on a full disk."""
+    records = [Path(fault.folder, name) for name in ("metrics.jsonl", "log.txt")]
+    for descriptor in Path("/proc/self/fd").iterdir():
+        if descriptor.resolve() in records:
+            with open("/dev/full", "w") as full:
+                os.dup2(full.fileno(), int(descriptor.name))
+
+
+def traces_full(fault: Fault, run: Run) -> None:
+    """Put a file in the place of the folder of traces."""
+    Path(fault.folder, run.config.profiling.save_traces_folder).touch()
 
 
 def find_newest(folder: Path) -> Path:
