@@ -26,7 +26,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.new_group([0], group_desc="mesh_tp")
 for _ in range(3):
     dist.all_reduce(torch.ones(5), group=group)
-print(json.dumps(read_recorder(threading.main_thread().ident, has_failed=True)))
+print(json.dumps(read_recorder(threading.main_thread().ident, has_failed=True, begun_ns=[])[0]))
 """
 
 

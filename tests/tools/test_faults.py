@@ -295,7 +295,7 @@ HANGS = {  # what ranks 0 and 1 of a tp group of two wrote, the state of rank 1'
         {0: {"calls": WAITS}, 1: {"calls": OTHER_SHAPE, "unusual": [UNUSUAL]}},
         "S",
         {1},
-        "made call 7 on axis tp, all_reduce [[5]], but in earlier steps call 4 on axis tp, all_reduce [[3]]",
+        "made call 7 on axis tp, all_reduce [[5]], where its earlier steps made all_reduce [[3]]: it is in",
     ),
     "another call than before on all ranks": (
         {n: {"calls": WAITS, "unusual": [UNUSUAL]} for n in range(2)},
@@ -360,7 +360,8 @@ def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, capsys):
     file = make_file(1, "S", {"calls": OTHER_SHAPE, "unusual": [UNUSUAL]}) | {"kind": "FAILED"}
     (later / "failed-00001.json").write_text(json.dumps(file))
     assert main(["hang", str(tmp_path)]) == 0
-    assert "rank 1 (tp 1) made call 7" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "rank 1 (tp 1) made call 7" in printed and "it has ended with an error" in printed
 
 
 def test_a_report_names_the_process_of_the_only_rank_of_a_host_that_is_cut_off():

@@ -37,9 +37,7 @@ VARIABLE = "TORCHTITAN_LITE_FAULT"
 LAUNCHER = "TORCHTITAN_LITE_LAUNCHER"
 HANG = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
 # gloo may abort one of two ranks whose calls differ
-OTHER_CALL = (
-    rf"{HANG}|FAILED in step .* began\. rank {{rank}} .*(missing from call|in earlier steps)"
-)
+OTHER_CALL = rf"{HANG}|FAILED in step .* began\. rank {{rank}} .*(missing from call|earlier steps)"
 KILLED = "rank {rank} was killed by SIGKILL"
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: a temporary folder
 KINDS = {  # function of inject.py -> what names its fault in the output; {rank} is the rank that met it

@@ -147,7 +147,9 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
             _, other, call = missed[rank]
             why = f"is missing from {call}, which rank {other} waits for"
         does = STATES.get(state, "unknown: no rank of its host has written")
-        if rank in files:
+        if rank in files and first["kind"] == "FAILED":
+            does = "it has ended with an error"
+        elif rank in files:
             innermost, *outer = files[rank]["stack"]
             code = [line for line in outer if not line.startswith("torch/")]
             does = "it is in " + " < ".join([innermost, *code[:N_LINES]])
@@ -177,8 +179,8 @@ def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
     found = {}
     for rank, file in files.items():
         for call, usual in file.get("unusual", []):
-            made = f"made {describe_call(call)}, but in earlier steps {describe_call(usual)}"
-            found.setdefault(rank, f"{made} at this place")
+            made = f"made {describe_call(call)}, where its earlier steps made"
+            found.setdefault(rank, f"{made} {usual['name']} {usual['sizes']}")
     return found if len(found) < next(iter(files.values()))["world_size"] else {}
 
 

@@ -58,13 +58,13 @@ def extra(fault: Fault, run: Run) -> None:
 
 
 def shape(fault: Fault, run: Run) -> None:
-    """Give the next all-reduce of this rank with another one an element more."""
+    """Give the next all-reduce of this rank with another one 64 elements more."""
     original = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         if dist.get_world_size(options.get("group")) > 1:
             dist.all_reduce = original
-            tensor = torch.cat([tensor.flatten(), tensor.flatten()[:1]])
+            tensor = torch.cat([tensor.flatten(), tensor.new_zeros(64)])
         return original(tensor, *args, **options)
 
     dist.all_reduce = all_reduce
