@@ -188,18 +188,27 @@ def test_an_id_that_the_model_does_not_know_is_named_with_its_corpus(tmp_path):
 def test_a_corpus_larger_than_memory_is_opened_and_read_at_any_step(tmp_path):
     """A sparse file of 10 TB, which has data at one sample only."""
     folder = write_corpus(tmp_path / "made", [[[5, 6, 7]]])
+    path = folder / "train.tokens"
+    manifest_path = folder / "manifest.json"
+    seq_len = 8192
+    batch_size = 2048
+    step = 500_000
     n_tokens = 5 * 10**12
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = json.loads(manifest_path.read_text())
     manifest["splits"]["train"]["n_tokens"] = n_tokens
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    os.truncate(folder / "train.tokens", 2 * n_tokens)
-    reader = SampleReader(open_folders([folder]), 8192, vocab_size=300)
-    stream = SampleStream(reader, Sampler(reader.n_samples, seed=1), 2048)
-    _, (sample,) = stream.sampler.choose(torch.tensor([500_000 * 2048 + 3]))
-    with open(folder / "train.tokens", "r+b") as file:
-        file.seek(2 * 8192 * sample.item())
+    manifest_path.write_text(json.dumps(manifest))
+    os.truncate(path, 2 * n_tokens)
+    corpora = open_folders([folder])
+    reader = SampleReader(corpora, seq_len, vocab_size=300)
+    sampler = Sampler(reader.n_samples, seed=1)
+    stream = SampleStream(reader, sampler, batch_size)
+    index = torch.tensor([step * batch_size + 3])
+    _, (sample,) = sampler.choose(index)
+    with open(path, "r+b") as file:
+        file.seek(2 * seq_len * sample.item())
         file.write(bytes([42, 0, 43, 0]))
-    row = stream.batch(500_000, range(3, 4)).tokens[0]
+    batch = stream.batch(step, range(3, 4))
+    row = batch.tokens[0]
     assert row[:3].tolist() == [42, 43, 0]
 
 
