@@ -86,14 +86,16 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
-        checksums = read_checksums(folder)
+        # the manifest is among the first: not all lines are read
+        named = (digest for name, digest in iterate_checksums(folder) if name == MANIFEST)
+        expected = next(named, None)
     except FileNotFoundError as error:
         if path.exists():
             raise DamagedCheckpoint(f"{error.filename} is missing") from None
         raise CheckpointError(f"{folder} is not a checkpoint: {error}") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
-    if hashlib.sha256(content).hexdigest() != checksums.get(MANIFEST):
+    if hashlib.sha256(content).hexdigest() != expected:
         raise DamagedCheckpoint(f"{path} has changed since it was written: see {CHECKSUMS}")
     raw = json.loads(content)
     if raw["format"] == FORMAT:
@@ -138,11 +140,15 @@ def require_files(folder: Path) -> None:
 
 def read_checksums(folder: Path) -> dict[str, str]:
     """Return file name -> hash. Raises OSError."""
-    checksums = {}
-    for line in (folder / CHECKSUMS).read_text(errors="replace").splitlines():
-        digest, _, name = line.partition("  ")
-        checksums[name] = digest
-    return checksums
+    return dict(iterate_checksums(folder))
+
+
+def iterate_checksums(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name of each file, and its hash. Raises OSError."""
+    with open(folder / CHECKSUMS, errors="replace") as file:
+        for line in file:
+            digest, _, name = line.rstrip("\n").partition("  ")
+            yield name, digest
 
 
 def require_undamaged(folder: Path, part: int = 0, n_parts: int = 1) -> None:

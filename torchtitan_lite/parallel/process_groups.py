@@ -70,7 +70,9 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         counts = [f"restarts of host {host}" for host in range(n_hosts)]
         if local_rank == 0:
             store.set(counts[rank // local_world_size], str(restarts))
-        restarts = max(map(int, store.multi_get(counts)))
+        if rank == 0:  # the others read one value, not one of each host
+            store.set("restarts", str(max(map(int, store.multi_get(counts)))))
+        restarts = int(store.get("restarts"))
     return Place(rank, world_size, local_rank, n_hosts, restarts), store
 
 
