@@ -115,10 +115,14 @@ def export_whole(path: Path, export: Callable[[str], object], last_byte: bytes) 
     """
     try:
         export(str(path))
-        with open(path, "rb") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read() != last_byte:
-                raise OSError(errno.EIO, "torch has written only a part", str(path))
+        end = b""
+        if path.exists():
+            with open(path, "rb") as file:
+                file.seek(-1, os.SEEK_END)
+                end = file.read()
+        if end != last_byte:
+            why = "torch has not written all of it, as on a full disk"
+            raise OSError(errno.EIO, why, str(path))
     except OSError:
         for unfinished in path.parent.glob(f"{path.name}*"):
             unfinished.unlink()
