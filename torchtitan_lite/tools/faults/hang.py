@@ -18,7 +18,6 @@ not made the call that another rank waits in for the longest time. Otherwise the
 """
 
 import json
-import os
 import sys
 import time
 from argparse import Namespace
@@ -57,11 +56,16 @@ def explain_newest(folder: Path, *kinds: str) -> tuple[list[int], str]:
         folders.update(path.parent for path in folder.rglob(f"restart-*/{kind}-*.json"))
     if not folders:
         return [], ""
-    newest = max(folders, key=os.path.getmtime)
+    newest = max(folders, key=when_started)
     files = {}
     for kind in kinds:
         files = files or read_files(newest, kind)
     return explain(files)
+
+
+def when_started(folder: Path) -> tuple[float, int]:
+    """Return what orders the folders of starts: their times, and for equal times the numbers in their names."""
+    return folder.stat().st_mtime, int(folder.name.partition("-")[2])
 
 
 def watch(folder: Path, report: Callable[[str], None]) -> None:
