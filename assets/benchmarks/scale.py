@@ -52,7 +52,7 @@ from torchtitan_lite.tools.tables import format_bytes, format_table
 
 CPU = torch.device("cpu")
 LAYOUT = "parallelism."
-MODELS = {  # config -> changes of the shipped layout (none), and those of another layout to resume on
+MODELS = {  # config -> keys of the layout that saves ({}: as shipped), keys of the layout that resumes
     "llama3_8b": ({}, {"tensor_parallel_degree": 8}),
     "llama3_70b": ({}, {"tensor_parallel_degree": 8, "pipeline_parallel_degree": 4}),
     "llama3_405b": ({}, {"pipeline_parallel_degree": 1}),

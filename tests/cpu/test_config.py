@@ -194,7 +194,7 @@ NOTED = """
 
 
 def test_every_key_has_its_rule_for_a_run_that_continues():
-    """Whoever adds a key decides: without `resume`, another value would give the same training."""
+    """A new key needs a rule. A key without `resume` must not change the training."""
     rules = dict.fromkeys(REFUSED.split(), "refuse") | dict.fromkeys(NOTED.split(), "note")
     assert rules.keys() <= KEYS.keys()
     for key in KEYS:

@@ -217,7 +217,7 @@ SGD = ["--optimizer.name=SGD", "--optimizer.implementation=foreach"]
         (
             ["--training.seq_len=64", "--debug.seed=1"],
             {"training.seq_len": "with 128", "training.data_seed": "with 0"},
-        ),  # the seed of the data is that of the weights, unless it is set
+        ),  # training.data_seed defaults to debug.seed
         (["--training.data_seed=1"], {"training.data_seed": "with 0"}),
         (["--training.data_seed=0", "--debug.seed=1"], {}),
         (["--training.dataset=letters"], {"training.dataset": "trained with ['python_stdlib']"}),

@@ -1,4 +1,4 @@
-"""Fewer key/value heads than tp ranks: training, checkpoints and weights of transformers are those of one process."""
+"""With fewer key/value heads than tp ranks, losses, checkpoints and exports equal the results of one process."""
 
 from dataclasses import replace
 from pathlib import Path

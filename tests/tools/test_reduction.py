@@ -123,7 +123,7 @@ def nodes(reduction: Reduction) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "args, relation, value",
     [
-        # as many stages per rank, and as even
+        # the same number of stages per rank, and as evenly filled
         (EVEN, layers_of_stages, [1, 2, 2, 1]),
         ((*EVEN, "--model.n_layers=31"), layers_of_stages, [2, 2, 2, 1]),
         ((*INTERLEAVED, f"--{PER_STAGE}=4"), layers_of_stages, [1, 2, 2, 2, 2, 2, 2, 1]),

@@ -69,7 +69,7 @@ def checkpoint(tmp_path_factory):
 
 
 def fail_as(rank: int, world_size: int, messages: list[str]) -> str:
-    """Worker: raise what one of the 4,096 ranks has found. Return what every rank is told."""
+    """Worker: raise the error of one of the 4,096 ranks. Return the message that every rank receives."""
 
     def act() -> None:
         if rank < len(messages):

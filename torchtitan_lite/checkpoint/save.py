@@ -78,7 +78,7 @@ from torchtitan_lite.files import describe_launch
 
 logger = logging.getLogger(__name__)
 
-OF_RUN = ("model.", "optimizer.")  # begin the names of tensors; those of extensions begin otherwise
+OF_RUN = ("model.", "optimizer.")  # prefixes of tensor names; extensions use other prefixes
 # Keys of the file header that tell torch's reader the offsets of a shard in its tensor.
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
@@ -95,7 +95,7 @@ class SavePlan:
     file: str
     slices: dict[str, Tensor]
     offsets: dict[str, list[int]]  # of each slice in its tensor
-    # of all tensors of this stage, on its first rank among those that save together; empty on the others
+    # manifest lines of all tensors of this stage; empty except on the first rank of the stage
     records: dict[str, TensorRecord]
 
 
@@ -271,7 +271,7 @@ class CheckpointSaver:
     def write(self, step: int, plan: SavePlan, slices: dict[str, Tensor] | Future) -> None:
         """Write and commit one checkpoint, then delete old ones. Runs in the thread if saves are asynchronous.
 
-        `slices`: those of the plan, or their copies on the host.
+        `slices`: the slices of `plan`, or their copies on the host.
         """
         final = self.folder / f"step-{step}"
         try:

@@ -7,9 +7,9 @@ The hook also adds the z-loss, which keeps the router's logits small.
                       (times n_experts, so 1 means balanced); P is the mean of its normalized scores
     z-loss            mean over all tokens of the global batch of (log of the sum of exp of the router's logits)^2
 
-A hook on each router counts its routes. In backward, it adds the gradients of the two losses of each layer to those of
-the scores and the logits, so the model still returns a single tensor. All tokens count, including tokens whose target
-is ignored.
+A hook on each router counts its routes. In backward, it adds the gradients of both losses of the layer to the
+gradients of scores and logits, so the model still returns a single tensor. All tokens count, including tokens whose
+target is ignored.
 
 The bias is the same on every rank and on every layout, because loads are integers that count the global batch, without
 rounding. Checkpoints contain the bias. A step with gradients that are not finite does not change it.

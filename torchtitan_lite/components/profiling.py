@@ -43,7 +43,8 @@ def profile_steps(
 
     `resumed_step` is the step that the run resumed from: file names count the steps of the whole run. An incomplete
     period at the end of the loop writes no trace. If memory runs out, the snapshot is written at once, and the error
-    names the command that plans the memory of this run. If a file cannot be written, the run logs it once and goes on.
+    names the command that plans the memory of this run. If a file cannot be written, the run logs this once and
+    continues.
     """
     step = resumed_step
     memory = torch.cuda.memory
