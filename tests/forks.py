@@ -73,6 +73,46 @@ def z_loss(logits, targets, vocabulary):
     return log_total - vocabulary.target_logit(logits, targets) + 1e-2 * log_total.square()
 '''
 
+ENDS_MODULES = '''"""Llama with a norm behind the embedding and a residual projection before the last norm."""
+
+from torch import nn
+
+from torchtitan_lite.model.rotary import rotary_angles
+from torchtitan_lite.models.llama3.modules import Llama3
+
+
+class Model(Llama3):
+    def __init__(self, args, *, attention="causal"):
+        super().__init__(args, attention=attention)
+        self.embed_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.last_proj = nn.Linear(args.dim, args.dim, bias=False)
+
+    def forward(self, x, *, positions, doc_ids=None, targets=None, **extra):
+        h = self.embed_norm(self.tok_embeddings(x)) if self.tok_embeddings is not None else x
+        rotation = rotary_angles(positions, self.model_args)
+        for block in self.layers.values():
+            h = block(h, rotation, doc_ids)
+        if self.output is None:
+            return h
+        h = h + self.last_proj(h)
+        return self.output(self.norm(h), targets, **extra)
+'''
+
+ENDS_TABLE = """from torchtitan_lite.config.model_rows import ModelTable, ModuleRow
+from torchtitan_lite.models.llama3 import table as llama3
+
+
+def list_ends(args):
+    square = (args.dim, args.dim)
+    return llama3.list_ends(args) + [
+        ModuleRow("embed_norm", "norm", (args.dim,), "sequence", init_mean=1.0, end="first"),
+        ModuleRow("last_proj", "linear", square, "sequence", 0.02, end="last"),
+    ]
+
+
+MODEL = ModelTable(llama3.FLAVORS, llama3.list_block, list_ends)
+"""
+
 FORKS = {
     "an optimizer": Fork(
         ("--optimizer.name=Lion", "--optimizer.lr=1e-4"), patch="assets/forks/lion.patch"
@@ -94,6 +134,15 @@ FORKS = {
         {"torchtitan_lite/model/sliding.py": SLIDING},
     ),
     "a norm": Fork(("--model.name=gemma_norm",), patch="assets/forks/gemma_norm.patch"),
+    "the ends": Fork(
+        ("--model.name=ends",),
+        {"torchtitan_lite/models/registry.py": [("MODEL_NAMES = (", '    "ends",')]},
+        {
+            "torchtitan_lite/models/ends/__init__.py": "",
+            "torchtitan_lite/models/ends/modules.py": ENDS_MODULES,
+            "torchtitan_lite/models/ends/table.py": ENDS_TABLE,
+        },
+    ),
     "a loss": Fork(
         ("--training.loss=z_loss",),
         {

@@ -32,8 +32,9 @@ STAGES.append("--parallelism.data_parallel_shard_degree=1")
 REFUSED = {  # fork -> tool -> the key that it names
     "an attention": {"generate": "model.attention", "convert": "model.attention"},
     "a norm": {"convert": "model.name"},
+    "the ends": {"convert": "model.name"},
 }
-MODEL_FORKS = ("an attention", "a norm")  # which `explain` shows
+MODEL_FORKS = ("an attention", "a norm", "the ends")  # which `explain` shows
 # Two forks in one run, by default: the one has state of its own in checkpoints, the other cannot be converted.
 WHOLE_WALK = ("an optimizer", "a norm")
 
@@ -88,6 +89,8 @@ def answers(checkout) -> Answers:
         calls[f"plan {name}"] = ["plan", *keys, "--gpus=4"]
         if name in MODEL_FORKS:
             calls[f"explain {name}"] = ["explain", *keys, "--gpus=4"]
+    for layout in ("verify", "verify pp2"):
+        calls[f"{layout} of the ends"] = list_walk(("the ends",))[layout]
     rate = [*SMALL, "--optimizer.name=Lion", "--optimizer.lr=0.03"]
     calls["refuse an optimizer"] = ["check", *rate, "--gpus=4"]
     attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2"]
@@ -141,10 +144,15 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
     for tool in tools:
         assert answers[f"{tool} {name}"][0] == 0, answers[f"{tool} {name}"]
     block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64
-    post_norms = 2 * 2 * 64 if name == "a norm" else 0
-    assert (
-        f"{2 * block + post_norms + 2 * 2304 * 64 + 64:,} parameters" in answers[f"check {name}"][1]
-    )
+    added = {"a norm": 2 * 2 * 64, "the ends": 64 + 64 * 64}.get(name, 0)
+    n_parameters = 2 * block + added + 2 * 2304 * 64 + 64
+    assert f"{n_parameters:,} parameters" in answers[f"check {name}"][1]
+
+
+@pytest.mark.parametrize("layout", ["verify", "verify pp2"])
+def test_modules_at_the_ends_of_a_model_are_certified(answers, layout):
+    status, out, err = answers[f"{layout} of the ends"]
+    assert status == 0, out + err
 
 
 @pytest.mark.parametrize(
