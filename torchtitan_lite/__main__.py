@@ -27,7 +27,8 @@ def main(args: list[str] | None = None) -> int:
         try:
             status = run_tool(sys.argv[1:] if args is None else args)
         finally:
-            sys.stdout.flush()
+            if sys.stdout:  # None: it was closed before the start
+                sys.stdout.flush()
         return status
     except UserError as error:
         text = f"This run cannot start:\n{error}" if isinstance(error, ConfigError) else error

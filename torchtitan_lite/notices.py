@@ -86,6 +86,10 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
         why = f"{keys}, warmup_steps = {section.warmup_steps}, min_lr_factor = {section.min_lr_factor:g}"
         where = f"step {idle_steps[0] + 1} of {n_steps}"
         notices.append(f"the learning rate falls to {rate:.3g} at {where} ({why})")
+    if not idle_steps and section.total_steps < section.warmup_steps <= n_steps:
+        lengths = f"{section.warmup_steps} and {section.total_steps} steps"
+        keys = "lr_scheduler.warmup_steps is longer than lr_scheduler.total_steps"
+        notices.append(f"{keys}, {lengths}: no decay before the end of the warm-up")
     highest = max(learning_rate_factor(section, step) for step in steps)
     if highest < 0.999:
         why = f"the learning rate only reaches {100 * highest:.3g}% of optimizer.lr"

@@ -45,6 +45,7 @@ from torchtitan_lite.dump_folder import check_files
 from torchtitan_lite.models.registry import find_model_type
 from torchtitan_lite.notices import describe_finished, list_notices
 from torchtitan_lite.run_spec import RunSpec
+from torchtitan_lite.software import check_software
 
 SHIPPED = "assets/tokenizer"
 HIGHEST_LR = 1e-4  # for trained weights; configs/finetune.toml uses a tenth of it
@@ -94,6 +95,8 @@ def resolve(
     sections = {key.partition(".")[0] for key in unread}
     if not sections & RULED_SECTIONS:
         problems += check_run(config) + check_machine(config, machine)
+        if machine.is_here:
+            problems += check_software(config, machine.device_type)
     problems += check_files(config, restarted)
     tokenizer = model_args = layout = None
     if not sections & LAYOUT_SECTIONS:

@@ -48,6 +48,7 @@ WITHOUT_TORCH = {  # besides config/ and the tables of models/: what `check` nee
     "torchtitan_lite.notices",
     "torchtitan_lite.preflight",
     "torchtitan_lite.run_spec",
+    "torchtitan_lite.software",
     "torchtitan_lite.dump_folder",
     "torchtitan_lite.extensions.byte_level_bpe",
     "torchtitan_lite.extensions.checkpoint_format_3",

@@ -10,10 +10,10 @@ from layouts import CHUNKS, COMPILED, MODE, PP, TP, TWO_LAYERS
 from marks import slow
 from torch._dynamo.utils import counters, get_compilation_metrics
 
+from torchtitan_lite import software
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.schema import Compile, Config, with_value
 from torchtitan_lite.parallel.process_groups import prepare_process
-from torchtitan_lite.tools import host_rules
 from torchtitan_lite.tools.verify.ranks import RankPool
 
 N_STEPS = 4
@@ -112,15 +112,15 @@ def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
 ):
     if "Python.h" in there:
         (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(host_rules.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(software.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(
-        host_rules.shutil, "which", lambda name: f"/usr/bin/{name}" if name in there else None
+        software.shutil, "which", lambda name: f"/usr/bin/{name}" if name in there else None
     )
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    problems = host_rules.check_software(Config(compile=Compile(enable=True)), device_type)
+    problems = software.check_software(Config(compile=Compile(enable=True)), device_type)
     assert [problem.key for problem in problems] == (["compile.backend"] if missing else [])
     assert all(missing in problem.why and "Install" in problem.remedy for problem in problems)
-    assert not host_rules.check_software(Config(), device_type)
+    assert not software.check_software(Config(), device_type)

@@ -1,6 +1,7 @@
 """The learning-rate schedules, and the optimizers on sharded parameters against torch's own on whole ones."""
 
 import math
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import compare
@@ -10,6 +11,7 @@ from layouts import ADAMW, TP, TWO_LAYERS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from torchtitan_lite.checkpoint.continued import describe_rates
 from torchtitan_lite.components.optim import (
     build_optimizer,
     learning_rate_factor,
@@ -119,6 +121,16 @@ def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_said_with_both_numbers
     assert len(said) == len(expected)
     for sentence, numbers in zip(said, expected, strict=True):
         assert all(number in sentence for number in numbers)
+
+
+def test_a_resumed_run_is_told_of_the_earlier_schedule_only_if_its_rate_differs():
+    config = Config(lr_scheduler=LRScheduler(total_steps=40, warmup_steps=10))
+    for warmup_steps, differs in ((10, False), (20, True)):
+        earlier = LRScheduler(total_steps=5, warmup_steps=warmup_steps)
+        saved = {"optimizer": {"lr": config.optimizer.lr}, "lr_scheduler": asdict(earlier)}
+        manifest = SimpleNamespace(step=5, run={"config": saved})
+        said = describe_rates(config, SimpleNamespace(manifest=manifest))
+        assert ("total_steps=5" in said) == differs
 
 
 def test_a_run_without_a_learning_rate_is_told_so():

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite import software
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.config.machine import GIB, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.reader import CONFIG_FOLDER, REPOSITORY, dump_config_toml
 from torchtitan_lite.data.corpus_folder import DATASETS
 from torchtitan_lite.preflight import resolve
-from torchtitan_lite.tools import check, host_rules
+from torchtitan_lite.tools import check
 from torchtitan_lite.tools.check import resolve_on_hosts
 from torchtitan_lite.tools.host_rules import bound_memory
 
@@ -81,6 +82,7 @@ TP = f"--{P}tensor_parallel_degree"
 PP = f"--{P}pipeline_parallel_degree"
 CP = f"--{P}context_parallel_degree"
 ASYNC_TP = f"{P}enable_async_tensor_parallel"
+LONG = "n" * 256  # a name that no file can have
 FLOAT8 = "--model.converters=float8"
 
 # arguments | keys of the problems, in any order | ranks, and machine if it is not LAPTOP
@@ -190,6 +192,11 @@ stray | argument
 --training.cache_folder file | training.cache_folder
 --checkpoint.local_folder=file | checkpoint.local_folder
 --checkpoint.local_folder=file/snapshots --checkpoint.enable | checkpoint.local_folder
+--checkpoint.local_folder={LONG} | checkpoint.local_folder
+--job.dump_folder={LONG}/run | job.dump_folder
+--checkpoint.initial_load_path={LONG} | checkpoint.initial_load_path
+--training.cache_folder={LONG} | training.cache_folder
+--training.dataset={LONG}/corpus | training.dataset
 --checkpoint.folder / | checkpoint.folder  # job.overwrite would empty it
 --job.overwrite --checkpoint.enable --checkpoint.load_step=3 | checkpoint.load_step
 --job.no_overwrite --checkpoint.enable --checkpoint.load_step=3 | checkpoint.load_step
@@ -220,7 +227,7 @@ def read_row(line: str) -> tuple[list[str], list[str], int, Machine]:
 
 def test_exactly_what_cannot_run_is_refused_by_its_keys():
     wrong = {}
-    for line in REFUSED.splitlines():
+    for line in REFUSED.replace("{LONG}", LONG).splitlines():
         if "|" in line:
             args, keys, n_ranks, machine = read_row(line)
             found = sorted(find_keys(args, n_ranks=n_ranks, machine=machine))
@@ -264,6 +271,7 @@ def test_a_dataset_that_lists_no_files_is_refused(monkeypatch):
 NOTED = f"""
 --training.steps=4 --lr_scheduler.warmup_steps=5 | the learning rate only reaches 80% of optimizer.lr
 --training.steps=200 --lr_scheduler.total_steps=100 | the learning rate falls to 0 at step 101 of 200
+--training.steps=200 --lr_scheduler.total_steps=100 --lr_scheduler.warmup_steps=200 | 200 and 100 steps
 --job.dump_folder=my/run --checkpoint.local_folder=new | new/run-
 {FLOAT8} --quantize.linear.float8.filter_fqns=output,wx | 'wx' is in the name of no linear layer
 --model.hf_assets_path=model | set checkpoint.initial_load_path=model
@@ -423,7 +431,9 @@ def test_a_tokenizer_is_looked_up_here_first_then_in_the_repository(empty_folder
 def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # without any package
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    problem = find_one_problem("--metrics.enable_wandb")
+    with pytest.raises(ConfigError) as error:  # as a rank under a bare torchrun
+        resolve(["--metrics.enable_wandb"], machine=LAPTOP, n_ranks=2)
+    (problem,) = error.value.problems
     assert problem.key == "metrics.enable_wandb" and "the extra `wandb`" in problem.remedy
 
 
@@ -432,7 +442,7 @@ def test_a_sink_whose_package_is_absent_is_refused_with_its_extra(tmp_path, monk
     [("2.11.0+cpu", False), ("2.12.1", False), ("2.13.0+cu130", True), ("2.15.0a0", True)],
 )
 def test_a_split_backward_needs_a_torch_that_repaired_it(torch_version, is_fine, monkeypatch):
-    monkeypatch.setattr(host_rules, "version", lambda name: torch_version)
+    monkeypatch.setattr(software, "version", lambda name: torch_version)
     key = f"{P}pipeline_parallel_schedule"
     layout = [f"{PP}=2", "--training.local_batch_size=4"]
     for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
@@ -523,8 +533,8 @@ def test_a_wrong_choice_is_told_the_nearest(given, capsys):
 PIPED = ["check", "check --keys", "plan --gpus 8", "lab 3", "--help", "prepare --help"]
 
 
-@pytest.mark.parametrize("command", PIPED)
+@pytest.mark.parametrize("command", [*(f"{tool} | true" for tool in PIPED), "check >&-"])
 def test_a_tool_whose_reader_has_gone_ends_without_a_word(command):
-    command = f"{shlex.quote(sys.executable)} -m torchtitan_lite {command} | true"
+    command = f"{shlex.quote(sys.executable)} -m torchtitan_lite {command}"
     run = subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, text=True)
     assert "Traceback" not in run.stderr and "BrokenPipe" not in run.stderr

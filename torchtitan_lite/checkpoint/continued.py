@@ -115,7 +115,7 @@ def describe_rates(config: Config, weights: Weights) -> str:
     last = lr * learning_rate_factor(earlier, step - 1)
     following = config.optimizer.lr * learning_rate_factor(config.lr_scheduler, step)
     text = f"the learning rate is {last:.3g} at step {step} and {following:.3g} at step {step + 1}"
-    if config.lr_scheduler.total_steps != earlier.total_steps:
-        kept = lr * learning_rate_factor(earlier, step)
+    kept = lr * learning_rate_factor(earlier, step)
+    if config.lr_scheduler.total_steps != earlier.total_steps and kept != following:
         text += f"; --lr_scheduler.total_steps={earlier.total_steps} keeps the earlier schedule ({kept:.3g})"
     return text

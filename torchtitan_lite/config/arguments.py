@@ -5,6 +5,8 @@ import re
 
 from torchtitan_lite.config.messages import UserError
 
+LONGEST_NAME = 255  # bytes, on almost all file systems
+
 
 def expand_path(text: str) -> str:
     """Replace ~ and $VAR in a path that does not exist as written.
@@ -18,6 +20,11 @@ def expand_path(text: str) -> str:
             raise UserError(f"the user or environment variable {unset[0]} does not exist")
     if not is_unicode(expanded):
         raise UserError(f"{expanded!a} is not UTF-8: rename it")
+    for name in expanded.split("/"):
+        if len(name.encode()) > LONGEST_NAME:
+            raise UserError(
+                f"a name in the path has more than {LONGEST_NAME} bytes: {name[:20]}..."
+            )
     return expanded
 
 

@@ -1,0 +1,57 @@
+"""Rules about the software of this host: a compiler, optional packages, the version of torch."""
+
+import os
+import shutil
+import sysconfig
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.messages import Problems
+from torchtitan_lite.config.schema import Config
+
+
+def check_software(config: Config, device_type: str) -> Problems:
+    """Find compilers and packages that this host lacks."""
+    problems = Problems(config)
+    if config.compile.enable and config.compile.backend == "inductor":
+        missing = find_missing_compiler(device_type)
+        if missing:
+            why = f"inductor compiles C or C++, but {missing}"
+            remedy = 'Install it (Debian: apt install g++ python3-dev), or use compile.backend = "aot_eager"'
+            problems.refuse("compile.backend", why, remedy)
+    if config.metrics.enable_wandb and not find_spec("wandb"):
+        remedy = "Run `pip install wandb` (the extra `wandb`), or set the key to false: TensorBoard gets the same"
+        problems.refuse("metrics.enable_wandb", "the package `wandb` is not installed here", remedy)
+    name = config.parallelism.pipeline_parallel_schedule
+    is_used = config.parallelism.pipeline_parallel_degree > 1
+    if is_used and SCHEDULES[name].splits_backward and not torch_splits_backward():
+        key = "parallelism.pipeline_parallel_schedule"
+        why = f"a split backward pass fails inside torch {version('torch')}"
+        problems.refuse(key, why, "Install torch 2.13 or newer, or use Interleaved1F1B")
+    return problems
+
+
+def torch_splits_backward() -> bool:
+    """Return whether zero-bubble and V schedules run with the torch that is installed. 2.11.0 and 2.12.1 fail.
+
+    The repair in torch 2.13 changed the body of a function and no API, so only the version tells.
+    """
+    major, minor = version("torch").split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
+
+
+def find_missing_compiler(device_type: str) -> str:
+    """Return what inductor needs and this host lacks; "" if it lacks nothing.
+
+    On a CPU, inductor needs a C++ compiler (CXX, else g++). On CUDA, triton needs a C compiler (CC, else gcc or clang).
+    Both need Python's headers.
+    """
+    variable = "CXX" if device_type == "cpu" else "CC"
+    default = "g++" if device_type == "cpu" else "gcc clang"
+    names = os.environ.get(variable, default)
+    if not any(map(shutil.which, names.split())):
+        return f"there is no compiler {names} ({variable}) here"
+    headers = Path(sysconfig.get_path("include"))
+    return "" if (headers / "Python.h").is_file() else f"{headers} has no Python.h"
