@@ -17,6 +17,7 @@ from shutil import rmtree
 from typing import Any
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -83,14 +84,21 @@ class Snapshots(CheckpointSaver):
         """Return the snapshots of this run that all ranks can use. Does not check hashes."""
         weights = name_weights(parameters)
         own = [step for step in find_steps(self.folder) if self.has_shards(step, weights)]
-        steps: list[list[int]] = [[]] * self.all_ranks.size()
-        dist.all_gather_object(steps, own, group=self.all_ranks)
         usable = []
-        for step in own:
-            if all(step in of_rank for of_rank in steps):
-                path = self.folder / f"step-{step}"
-                usable.append(Saved(step, path, self.group, "snapshot"))
+        # No rank needs to know what another one has: the newest step of the rank with the oldest one is the only
+        # candidate. The steps before it follow in the same way.
+        while newest := self.find_lowest(max(own, default=0)):
+            if self.find_lowest(newest in own):
+                path = self.folder / f"step-{newest}"
+                usable.append(Saved(newest, path, self.group, "snapshot"))
+            own = [step for step in own if step < newest]
         return usable
+
+    def find_lowest(self, number: int) -> int:
+        """Return the lowest number of all ranks."""
+        lowest = torch.tensor(number, dtype=torch.int64)
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.all_ranks)  # 8 bytes
+        return int(lowest)
 
     def has_shards(self, step: int, weights: dict[str, Tensor]) -> bool:
         """Return whether the snapshot of a step has every shard of this rank, as it has on the same layout."""
