@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import sys
+from argparse import Namespace
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools import generate as tool
 from torchtitan_lite.tools.corpora.chat import read_chat_format
+from torchtitan_lite.tools.model_source import open_source
 from torchtitan_lite.tools.verify.reduction import override
 
 ROPE_SCALING = RopeScaling(factor=8.0, original_length=64)
@@ -118,7 +120,7 @@ def test_the_text_depends_on_the_seed_and_the_prompt_may_be_standard_input(
 
 
 def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config(
-    checkpoint, export, tokenizer, generate, tmp_path
+    checkpoint, export, tokenizer, generate, tmp_path, capsys
 ):
     n_tokens = len(tokenizer.encode(PROMPT, bos=True))
     report = generate(checkpoint, *GREEDY, "--max-new-tokens", 1000)
@@ -129,11 +131,14 @@ def test_a_text_ends_with_the_context_or_with_any_end_token_of_generation_config
     while tokens[at] in tokens[:at]:
         at += 1
     folder = shutil.copytree(export, tmp_path / "llama")
-    ends = {"eos_token_id": [tokens[at]]}
+    outside = 10**6
+    ends = {"eos_token_id": [tokens[at], outside]}
     (folder / "generation_config.json").write_text(json.dumps(ends))
     report = generate(folder, *GREEDY, "--max-new-tokens", 40)
     assert report["tokens"] == tokens[:at]
     assert report["stopped"] == "end_of_document"
+    open_source(Namespace(source=folder, tokenizer=None))
+    assert f"eos_token_id = {outside}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("assets", ["bytes", SHIPPED])

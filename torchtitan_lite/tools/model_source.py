@@ -99,6 +99,11 @@ def open_source(options: Namespace) -> ModelSource:
     beside = published
     if not published and found.path.is_file():  # the tokenizer's folder may name more end tokens
         beside = read_published(found.path.parent)
+    end_ids = read_end_ids(beside)
+    for end_id in sorted(end_ids):
+        if end_id >= model_args.vocab_size:
+            why = f"the model has {model_args.vocab_size} tokens, so no text ends there"
+            print(f"eos_token_id = {end_id} has no effect: {why}", file=sys.stderr)
     # Fine-tuning on short sequences keeps the original context length.
     n_published = published.get(CONFIG, {}).get(LENGTH) or 0
     return ModelSource(
@@ -106,7 +111,7 @@ def open_source(options: Namespace) -> ModelSource:
         model_args=model_args,
         attention=attention,
         tokenizer=found,
-        end_ids=read_end_ids(beside) | {found.eos_id},
+        end_ids=end_ids | {found.eos_id},
         context=max(n_trained, n_published) or None,
         published=published,
         checkpoint=checkpoint,
