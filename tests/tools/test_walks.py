@@ -1,0 +1,24 @@
+"""The walks in torchtitan_lite/README.md name every file that a run calls on the way."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow  # 40 s: a trace of every call
+def test_a_walk_names_every_file_that_a_run_calls_on_the_way():
+    program = [sys.executable, "tests/walks.py"]
+    trace = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
+    chapter = (ROOT / "torchtitan_lite" / "README.md").read_text()
+    section = re.split(r"^## ", chapter, flags=re.MULTILINE)
+    tables = next(part for part in section if "walks" in part.splitlines()[0]).split("\n\n|")[1:]
+    for files, table in zip(json.loads(trace.stdout).values(), tables, strict=False):
+        rows = [row.split("|")[1] for row in f"\n|{table}".splitlines() if row.startswith("| `")]
+        listed = set(re.findall(r"`([\w/]+\.py)`", " ".join(rows)))
+        assert {file.removeprefix("torchtitan_lite/") for file in files} - listed == set()
