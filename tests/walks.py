@@ -73,7 +73,17 @@ def trace_training(folder: str) -> dict[str, set[str]]:
 def trace_degree() -> set[str]:
     """Build a run as a rank of two, as `plan --dry-run` does."""
     walk = Walk(NAMES)
-    args = ["plan", "--dry-run", "--config", "debug", "--gpus", "2", "--gpu", "cpu", f"--{DEGREE}=2"]
+    args = [
+        "plan",
+        "--dry-run",
+        "--config",
+        "debug",
+        "--gpus",
+        "2",
+        "--gpu",
+        "cpu",
+        f"--{DEGREE}=2",
+    ]
     walk.follow(main)(args)
     return {file for file in walk.files if "/tools/" not in file}
 

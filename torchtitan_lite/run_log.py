@@ -96,7 +96,7 @@ class RunMetrics:
         is_applied: bool,
         grad_norm: float,
     ) -> None:
-        """Record the step if it is due, was skipped, or is the first one after that, and the result of `validate`."""
+        """Record the result of `validate`. Record the step if it is due or skipped, or follows a skipped step."""
         self.step = step
         self.n_timed += 1
         self.highest_norm = max(self.highest_norm, grad_norm)

@@ -44,7 +44,7 @@ class LogFile(SayOnce, logging.FileHandler):
 
 @contextmanager
 def go_on_unwritten(name: str, said: set[str]) -> Iterator[None]:
-    """Log an OSError inside as one sentence, once for each `name`, and go on. `said`: names logged so far."""
+    """Log an OSError as one sentence, once for each `name`, and continue. `said`: names logged so far."""
     try:
         yield
     except OSError as error:

@@ -62,7 +62,7 @@ class StopFlag:
         self.find_phase: Callable[[], Phase] = lambda: Phase.START
 
     def follow(self, find_phase: Callable[[], Phase]) -> None:
-        """Ask `find_phase`, from now on, what a signal does. Another thread calls it."""
+        """Call `find_phase` from now on to learn what a signal does. Another thread calls it."""
         self.find_phase = find_phase
 
     def listen(self) -> None:

@@ -165,7 +165,7 @@ def find_eos(folder: Path, config: JsonObject, ids: dict[str, int]) -> int:
 
 
 def spell_vocabulary(file: dict, vocab: dict[str, int]) -> dict[int, bytes] | None:
-    """Return id -> bytes of the text. None if the tokens in a row are not the text, as with the "##" of WordPiece."""
+    """Return id -> bytes of the text. None if concatenated tokens are not the text, as with the "##" of WordPiece."""
     decoder = json.dumps(file.get("decoder"))
     is_byte_level = '"ByteLevel"' in json.dumps(file.get("pre_tokenizer")) + decoder
     is_sentencepiece = r'"\u2581"' in decoder

@@ -120,7 +120,7 @@ def take_alpaca(columns: dict) -> list:
 
 
 def list_exchange(columns: dict, prompt: Any, completion: Any) -> list:
-    """Return the turns of the history, which is removed from the columns, of a prompt, and of its completion."""
+    """Return the turns of the history, the prompt and its completion. Removes the history from the columns."""
     turns = []
     for pair in take(columns, "history") or []:
         if not isinstance(pair, list) or len(pair) != 2:

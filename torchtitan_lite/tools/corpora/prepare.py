@@ -57,7 +57,7 @@ class PrepareSettings:
     assets: str  # the tokenizer: an argument for load_tokenizer
     validation_share: float = 0.01  # of the documents
     tail: float = 0.0  # last part of a single text, which validates instead
-    validation: Sequence[Path] = ()  # all documents of these files and folders validate
+    validation: Sequence[Path] = ()  # all documents of these files and folders are for validation
     column: str | None = (
         None  # of the text or the messages; None: "text", or by the dialect of the conversations
     )
@@ -307,7 +307,7 @@ def read_text(settings: PrepareSettings, row: Row) -> str:
 
 
 def choose_split(settings: PrepareSettings, row: Row, text: str) -> str:
-    """Return the split of a document. Those with the lowest hashes validate."""
+    """Return the split of a document. The documents with the lowest hashes go to validation."""
     key = row.name or text
     digest = hashlib.sha256(key.encode()).digest()
     is_chosen = int.from_bytes(digest[:8], "big") < settings.validation_share * 2**64

@@ -164,7 +164,7 @@ def find_files(
 def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
     """Yield the rows of a file, as in Row.content. The libraries that read it raise any error.
 
-    A text is one row, or two if its `tail`, a fraction of the characters, is cut off.
+    A text is one row; it is two rows if its `tail`, a fraction of the characters, is cut off.
     """
     kind = get_kind(path)
     with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:

@@ -64,7 +64,7 @@ def explain_newest(folder: Path, *kinds: str) -> tuple[list[int], str]:
 
 
 def when_started(folder: Path) -> tuple[float, int]:
-    """Return what orders the folders of starts: their times, and for equal times the numbers in their names."""
+    """Return a sort key for the folders of starts: the time, then the number in the name."""
     return folder.stat().st_mtime, int(folder.name.partition("-")[2])
 
 
