@@ -1,4 +1,5 @@
-"""Print which files the walks of torchtitan_lite/README.md pass through, from a trace: `python3 tests/walks.py`.
+"""Print which files the walks of torchtitan_lite/README.md pass through, from a trace:
+`PYTHONPATH=. python3 tests/walks.py`.
 
 token     from a corpus to the update of a weight: what `next(batches)` and `train_step` call on one rank
 weight    to disk and back: what a saver calls after a step, and the start of the next run
@@ -9,17 +10,14 @@ import json
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 import train
+from torchtitan_lite import REPOSITORY
 from torchtitan_lite.__main__ import main
 from torchtitan_lite.checkpoint.save import CheckpointSaver
 from torchtitan_lite.components.signals import StopFlag
@@ -40,10 +38,10 @@ class Walk:
     def note(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         file = Path(code.co_filename)
-        if event != "call" or code.co_name == "<module>" or not file.is_relative_to(ROOT):
+        if event != "call" or code.co_name == "<module>" or not file.is_relative_to(REPOSITORY):
             return
         if not self.names or self.names & {*code.co_names, *code.co_varnames, *code.co_consts}:
-            self.files.add(str(file.relative_to(ROOT)))
+            self.files.add(str(file.relative_to(REPOSITORY)))
 
     def follow(self, function: Callable) -> Callable:
         def followed(*args: Any, **options: Any) -> Any:
@@ -90,5 +88,5 @@ def trace_degree() -> set[str]:
 
 if __name__ == "__main__":
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
-        walks = {"degree": trace_degree(), **trace_training(folder)}
+        walks = {**trace_training(folder), "degree": trace_degree()}
     print(json.dumps({name: sorted(files) for name, files in walks.items()}, indent=1))

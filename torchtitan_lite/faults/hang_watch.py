@@ -167,7 +167,7 @@ class HangWatch:
         return Phase.START if self.last_s is None else Phase.STEPS
 
     def find_state(self, pid: int) -> str:
-        """Return the state of a rank of this host, as read_state does. A rank that was seen before and is missing now has ended."""
+        """Return what read_state says of a rank of this host. A rank that was seen and is missing has ended."""
         state = read_state(pid)
         if not state and pid in self.seen:
             state = "Z"

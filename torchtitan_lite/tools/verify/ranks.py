@@ -35,7 +35,7 @@ SECONDS_AFTER_A_FAILURE = 3  # time for the other ranks to finish after one has 
 
 
 class RankFailure(RuntimeError):
-    """Raised if a rank has raised an error, died or hung. The message has the traceback of the first rank that failed."""
+    """A rank has raised an error, died or hung. The message has the traceback of the first rank that failed."""
 
 
 class NoAnswer(RankFailure):
