@@ -514,6 +514,7 @@ KEYS = [  # arguments | status | printed | not printed
     ),
     ("optimizer.beta training.seed", 0, "\n\n[debug]\n# for initial weights", "lr ="),
     ("optimizer.lrr", 2, "The nearest key is optimizer.lr.", "[optimizer]"),
+    ("no_validation.enable", 2, "The nearest key is validation.enable.", "[validation]"),
 ]
 
 

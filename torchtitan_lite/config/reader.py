@@ -315,8 +315,8 @@ def suggest_key(key: str) -> str:
     """Return a remedy for an unknown key: a key with the same name in another section, or with a similar name."""
     name = key.rpartition(".")[2]
     torchtitan = load_extension(OLD_KEYS).ABSENT
-    near = [known for known in (*KEYS, *torchtitan) if known.endswith(f".{name}")]
-    near += get_close_matches(key, KEYS, n=1)
+    same_name = [known for known in (*KEYS, *torchtitan) if known.endswith(f".{name}")]
+    near = get_close_matches(key, same_name, n=1, cutoff=0) + get_close_matches(key, KEYS, n=1)
     return (
         f"The nearest key is {near[0]}"
         if near
