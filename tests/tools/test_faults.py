@@ -64,7 +64,7 @@ SHARD = "parallelism.data_parallel_shard_degree"
         "disk_full",
         slow("stop,flip_snapshot"),
         slow("kill,flip_weight,kill_torchrun,extra,shape"),
-        slow("records_full,traces_full"),
+        slow("records_full,traces_full,hangs_full"),
         slow("no_send"),
     ],
 )
