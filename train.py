@@ -154,8 +154,9 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
             if config.debug.compare_copies_every and step % config.debug.compare_copies_every == 0:
                 # all ranks: rank 0 gathers checksums, and broadcasts what it finds
                 load_extension("copies").compare_copies(run, groups.host)
-            # all ranks, if due: weights and activations; all-reduce of the loss (8 bytes) and of token counts (16)
-            validation = validate(run, data, step)
+            # all ranks, if due: weights and activations; all-reduce of signals before each batch (8 bytes), of the loss
+            # (8) and of token counts (16)
+            validation = validate(run, data, step, stop)
             metrics.log(step, result, validation, is_applied=is_applied, grad_norm=grad_norm)
             if step == warm_step:
                 # all ranks: a barrier, then shorter time-outs

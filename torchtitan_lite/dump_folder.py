@@ -19,6 +19,7 @@ import shlex
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from torchtitan_lite.checkpoint.format import (
@@ -73,7 +74,8 @@ def check_files(config: Config, restarted: bool) -> Problems:
         needed = os.W_OK | os.X_OK
         if nearest == path:
             needed |= os.R_OK  # to find what is in it
-        if not (nearest.is_dir() and os.access(nearest, needed)):
+        is_usable = nearest.is_dir() and os.access(nearest, needed) and can_hold_files(nearest)
+        if not is_usable:
             why = f"{nearest} is not a folder that this user can read and write"
             problems.refuse(key, why, "Name another folder")
     for key in FOLDERS:
@@ -93,6 +95,17 @@ def check_files(config: Config, restarted: bool) -> Problems:
     if earlier is not None and not (starts_over or restarted):
         check_earlier(problems, config, earlier)
     return problems
+
+
+def can_hold_files(folder: Path) -> bool:
+    """Try to create a file, without a name, if the file system has no blocks. Root may write in /proc, by os.access."""
+    if os.statvfs(folder).f_blocks:
+        return True
+    try:
+        TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
 def find_nearest(path: Path) -> Path:

@@ -1,41 +1,58 @@
 """Compute the loss on validation text, for a training run and for `eval`. The result is equal on every layout.
 
 All layouts read the same samples, in batches of the training shape. Padding completes the last batch and is not
-counted, so every rank runs the same number of forward passes.
+counted, so every rank runs the same number of forward passes. A signal ends the validation of a run on all ranks.
 """
 
+import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
+from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import RunData
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import IGNORE_INDEX
 from torchtitan_lite.step import forward_only, shard_for_cp
 
+logger = logging.getLogger(__name__)
 
-def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
+
+def validate(run: Run, data: RunData, step: int, stop: StopFlag) -> dict[str, float] | None:
     """Return val_loss (nats per token), val_perplexity, val_bits_per_byte and val_time_s; None if not due at this step.
 
-    Weights and gradients do not change. Collective: all-reduces 8 bytes over pp, dp_replicate, dp_shard and cp, and 16
-    bytes over the last three.
+    None, too, if a rank has received a signal: then the run stops after the next step. Weights and gradients do not
+    change. Collective: all-reduces 8 bytes over all ranks before each batch; at the end, 8 bytes over pp, dp_replicate,
+    dp_shard and cp, and 16 bytes over the last three.
     """
     if not is_validated(run.config, step):
         return None
     started_s = time.perf_counter()
     one = torch.ones((), dtype=torch.int64, device=run.device)  # divisor of sums of token losses
 
+    is_stopped = False
+
+    def find_batches() -> Iterator[Batch]:
+        nonlocal is_stopped
+        for batch in data.validation_batches():
+            is_stopped = has_signal(run, stop)
+            if is_stopped:
+                return
+            yield shard_for_cp(run, batch)
+
     def compute_loss(batch: Batch) -> Tensor:
         return forward_only(run, batch, one)
 
-    batches = (shard_for_cp(run, batch) for batch in data.validation_batches())
-    nats, counts = sum_nats(batches, compute_loss, data.bytes_of_tokens)
+    nats, counts = sum_nats(find_batches(), compute_loss, data.bytes_of_tokens)
+    if is_stopped:
+        logger.info(f"step {step}: the validation is left out, because a signal stops the run")
+        return None
     dist.all_reduce(nats, group=run.mesh.loss_mesh.get_group())
     dist.all_reduce(counts, group=run.mesh.dp_cp_mesh.get_group())
     figures = {}
@@ -43,6 +60,13 @@ def validate(run: Run, data: RunData, step: int) -> dict[str, float] | None:
         figures[f"val_{name}"] = value
     figures["val_time_s"] = time.perf_counter() - started_s
     return figures
+
+
+def has_signal(run: Run, stop: StopFlag) -> bool:
+    """Return whether any rank has received a signal. The host waits for the device."""
+    received = torch.tensor(stop.received, device=run.device)
+    dist.all_reduce(received, op=dist.ReduceOp.MAX)
+    return bool(received)
 
 
 def is_validated(config: Config, step: int) -> bool:

@@ -159,6 +159,18 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
         assert "".join(problem.key for problem in check_files(config, False)) == key
 
 
+@pytest.mark.parametrize(
+    "key", ["checkpoint.local_folder", "job.dump_folder", "training.cache_folder"]
+)
+def test_a_folder_where_no_file_can_be_created_is_refused(tmp_path, key):
+    """Not even by root, to whom os.access says yes."""
+    config = Config()
+    for name in ("job.dump_folder", "training.cache_folder"):
+        config = with_value(config, name, str(tmp_path))
+    config = with_value(config, key, "/proc/snapshots")
+    assert [problem.key for problem in check_files(config, False)] == [key]
+
+
 def test_a_second_run_on_one_folder_stops_until_the_lock_of_the_first_is_closed(folder):
     first = open_dump_folder(folder, Config(), starting_over=False)
     before = list_files(folder)

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import warm_start
 from checkpoints import assemble, flip_bit
+from layouts import PP, TP
 from marks import slow
 from warm_start import (
     finish,
@@ -25,6 +26,7 @@ from warm_start import (
     list_differences,
     list_ranks,
     read_losses,
+    read_records,
     read_until,
 )
 
@@ -45,6 +47,7 @@ KEYS = [
 ]
 MARKS = ("start", "validation", "save", "stop")  # kinds of records besides "step"
 RANKS, LAYOUT = 2, "--training.local_batch_size=6"
+WIDE = f"--{PP}=2 --{TP}=2 --training.local_batch_size=6"
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +75,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
     kill_rank(process, RANKS - 1, after_step=11)
     for _ in range(2):  # the next ranks are killed as soon as they are forked
         read_until(process, "All ranks start again")
-        kill_new_rank(process)
+        kill_new_rank(process, RANKS)
     output = finish(process)
     assert "resumed from" in output and "step-8" in output
     assert list_differences(tmp_path / "killed", unbroken[0], STEPS) == []
@@ -83,11 +86,28 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_o
     assert {"config.toml", "metrics.jsonl", "log.txt"} <= files <= {CONFIG_TOML, *FILES, LOCK}
 
 
-def kill_new_rank(process: subprocess.Popen) -> None:
-    """Kill the last rank of a start before it has imported anything."""
-    while len(ranks := list_ranks(process)) < RANKS:
+def kill_new_rank(process: subprocess.Popen, n_ranks: int, delay_s: float = 0.0) -> None:
+    """Kill the last rank of a start; without a delay, before it has imported anything."""
+    while len(ranks := list_ranks(process)) < n_ranks:
         time.sleep(0.001)
+    time.sleep(delay_s)
     os.kill(ranks[-1], signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ranks, layout", [(RANKS, LAYOUT), (8, WIDE)])
+def test_five_starts_in_a_row_lose_a_rank_within_two_seconds(unbroken, tmp_path, n_ranks, layout):
+    keys = [*unbroken[1], *layout.split()]
+    process = launch(tmp_path / "killed", tmp_path, *keys, n_ranks=n_ranks, MAX_RESTARTS="6")
+    kill_rank(process, 0, after_step=11)
+    for n in range(5):
+        read_until(process, "All ranks start again")
+        kill_new_rank(process, n_ranks, delay_s=n / 2)
+    finish(process)
+    starts = [row for row in read_records(tmp_path / "killed") if row["kind"] == "start"]
+    assert starts[-1]["restarts"] == 6
+    losses = read_losses(tmp_path / "killed")
+    assert losses == pytest.approx(read_losses(unbroken[0]), rel=1e-5)
 
 
 @pytest.mark.parametrize(

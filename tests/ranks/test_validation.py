@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from signal import SIGTERM
+from unittest.mock import patch
 
 import compare
 import pytest
@@ -11,6 +13,8 @@ import torch.nn.functional as F
 from layouts import CP, DOCUMENTS, MODE, PP, RING, SCHEDULE, TP, ZERO
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite import validation
+from torchtitan_lite.components.signals import StopFlag
 from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.dataset import RunData, SampleReader, ValidationBatches, rows_of_rank
@@ -65,15 +69,44 @@ def make_batches(folder: Path, most_batches: int, attention: str) -> ValidationB
 
 
 def validate_layout(
-    rank: int, world_size: int, overrides: dict, folder: Path, most_batches: int
-) -> dict[str, float]:
+    rank: int,
+    world_size: int,
+    overrides: dict,
+    folder: Path,
+    most_batches: int,
+    stop: StopFlag | None = None,
+) -> dict[str, float] | None:
     """Worker: the validation of a run before its first step."""
     run = compare.build_table_run(world_size, {**BYTES, "validation.enable": True, **overrides})
-    validation = make_batches(folder, most_batches, run.config.model.attention)
+    batches = make_batches(folder, most_batches, run.config.model.attention)
     rows = rows_of_rank(run.mesh.data_rank, run.layout.dp, run.layout.global_batch_size)
     bytes_of_tokens = torch.tensor(load_tokenizer("bytes").bytes_of_tokens())
-    figures = validate(run, RunData(None, validation, bytes_of_tokens, rows, {}), step=1)
-    return {name: value for name, value in figures.items() if name != "val_time_s"}
+    data = RunData(None, batches, bytes_of_tokens, rows, {})
+    figures = validate(run, data, 1, stop or StopFlag())
+    return figures and {name: value for name, value in figures.items() if name != "val_time_s"}
+
+
+def stop_in_validation(rank: int, world_size: int, overrides: dict, folder: Path) -> tuple:
+    """Worker: the last rank gets SIGTERM in the second batch. Return the figures, and the number of batches."""
+    stop = StopFlag()
+    n_batches = 0
+
+    def forward_and_stop(*args) -> torch.Tensor:
+        nonlocal n_batches
+        n_batches += 1
+        if (rank, n_batches) == (world_size - 1, 2):
+            stop.received = SIGTERM
+        return forward_only(*args)
+
+    with patch.object(validation, "forward_only", forward_and_stop):
+        return validate_layout(rank, world_size, overrides, folder, -1, stop), n_batches
+
+
+@pytest.mark.parametrize("overrides", [{}, {PP: 2}], ids=["dp2", "pp2"])
+def test_a_signal_on_one_rank_ends_the_validation_of_all_after_the_same_batch(
+    pool, folder, overrides
+):
+    assert pool.run(stop_in_validation, 2, overrides, folder) == [(None, 2)] * 2
 
 
 def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, float]:

@@ -64,7 +64,7 @@ SHARD = "parallelism.data_parallel_shard_degree"
         "disk_full",
         slow("stop,flip_snapshot"),
         slow("kill,flip_weight,kill_torchrun,extra,shape"),
-        slow("records_full,traces_full"),
+        slow("records_full,traces_full,hangs_full"),
         slow("no_send"),
     ],
 )
@@ -139,6 +139,20 @@ def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_
     os.kill(waiting, signal.SIGKILL)  # torchrun would do so after 30 s
     assert "resumed from" in warm_start.finish(hosts[0])
     warm_start.finish(hosts[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signaled", [0, 1])
+def test_a_signal_for_one_of_two_elastic_hosts_stops_the_ranks_of_both(start_host, signaled):
+    hosts = [start_host(n, NNODES="1:2", MAX_RESTARTS="1") for n in range(2)]
+    warm_start.read_until(hosts[0], "step +2/")
+    (rank,) = warm_start.list_ranks(hosts[1])
+    os.kill(rank, signal.SIGSTOP)  # the step waits
+    hosts[signaled].send_signal(signal.SIGTERM)
+    warm_start.read_until(hosts[0], "SIGTERM: the run stops at the end of a step")
+    os.kill(rank, signal.SIGCONT)
+    for host in hosts:
+        assert "stopped by SIGTERM" in warm_start.finish(host, status=143)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import agent, hosts
+from torchtitan_lite.tools.local_ranks import Signals
 
 MEET = """
 import os, sys, time, torch.distributed
@@ -208,11 +210,26 @@ def test_a_launcher_that_is_cut_off_from_the_first_host_ends():
 def test_the_cause_on_another_host_wins_over_the_signal_on_this_one(monkeypatch, endings, agreed):
     monkeypatch.setattr(hosts, "END_WITHIN_S", 0.3)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    server.add("arrived", 2)
+    server.set(hosts.N_HOSTS, "2")
     for status, reason in endings:
         store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
         status, reason = hosts.agree_on_cause(store, status, reason)
         assert (status, reason.partition(" (on ")[0]) == agreed
+
+
+def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatch, tmp_path):
+    store = dist.HashStore()
+    here, there = [Signals(tmp_path, tmp_path) for _ in range(2)]
+    here.received.append(signal.SIGHUP)
+    here.share(store)
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    there.share(store)
+    assert sent == [signal.SIGHUP]
+    for now_s, n_received in ((0, 1), (60, 1), (64, 1), (70, 2)):  # the user signals `there`, too
+        monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: 100 + now_s)
+        there.pass_on(signal.SIGHUP, None)
+        assert len(there.received) == n_received, now_s
 
 
 def test_launchers_with_one_hostname_and_process_id_are_two_hosts_for_torchrun(monkeypatch):

@@ -40,6 +40,7 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.run_spec import RunSpec
 from torchtitan_lite.tools.faults import hang
 from torchtitan_lite.tools.hosts import (
+    N_HOSTS,
     STORE_TIMEOUT_S,
     claim_cause,
     find_master,
@@ -47,7 +48,14 @@ from torchtitan_lite.tools.hosts import (
     read_hosts,
     read_number,
 )
-from torchtitan_lite.tools.local_ranks import ERROR, Ending, Signals, find_last_start, show
+from torchtitan_lite.tools.local_ranks import (
+    ASK_EVERY_S,
+    ERROR,
+    Ending,
+    Signals,
+    find_last_start,
+    show,
+)
 
 N_LINES = 60  # of the hidden stderr of a rank that was killed: the stacks of its threads
 JOIN_WITHIN_S = 10.0  # an agent looks for new hosts ten times a second
@@ -88,6 +96,8 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         self.signals.check()
+        if self.store:
+            self.store.set(N_HOSTS, str(worker_group.group_world_size))
         pids = super()._start_workers(worker_group)
         self.signals.forward()  # to ranks that were forked after it
         return pids
@@ -160,6 +170,12 @@ def run_agent(run: tuple, n_local: int, n_hosts: int, signals: Signals, store: A
     except RunStopped as stopped:
         return Ending(*stopped.args)
     except Exception as error:  # hosts cannot connect, or a port is in use
+        time.sleep(
+            2 * ASK_EVERY_S
+        )  # another host, which a signal has stopped, may have ended the rendezvous
+        if signals.received:
+            status = 128 + signals.received[0]
+            return Ending(status, describe_signal(status))
         return Ending(1, f"torchrun failed: {type(error).__name__}: {error}")
     if agent.ending:
         return agent.ending

@@ -40,6 +40,7 @@ CONNECT_EVERY_S = 5.0
 STORE_TIMEOUT_S = 20
 OF_HOSTS = {"wait_for_workers": False, "multi_tenant": True}  # options of a TCPStore
 REFUSED = "refused"  # instead of the settings of a host: why it cannot start
+N_HOSTS = "hosts"  # in the store: the number of hosts with ranks of the last start
 END_WITHIN_S = 10.0  # NODE_RANK=0, which has the store, waits for the other hosts
 
 
@@ -105,6 +106,7 @@ def meet_hosts(c10d: ModuleType, config: dict[str, object]) -> Any:
     if node_rank == 0:
         n_first = max(2, n_needed)  # one of the others has to tell its address
         wait_until(lambda: store.add("arrived", 0) >= n_first, f"{n_first} hosts")
+        store.set(N_HOSTS, str(n_first))
         address = store.get("address").decode()
     with suppress(FileNotFoundError):  # a container without the command
         route = subprocess.run(["ip", "route", "get", address], capture_output=True, text=True)
@@ -279,7 +281,7 @@ def agree_on_cause(store: Any, status: int, reason: str) -> tuple[int, str]:
         store.add("ended", 1)
         deadline_s = time.monotonic() + END_WITHIN_S
         while is_first_host() and time.monotonic() < deadline_s:
-            if store.add("ended", 0) >= store.add("arrived", 0):
+            if store.add("ended", 0) >= int(store.get(N_HOSTS)):
                 break
             time.sleep(0.1)
     return status, reason

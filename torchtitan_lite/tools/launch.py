@@ -170,19 +170,23 @@ def run_ranks(
     n_local = spec.layout.world_size // n_hosts
     store = None
     try:
+        if n_hosts == 1:
+            start_fork_server()
+        # It loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py.
+        with signals.ending():
+            agent = importlib.import_module("torchtitan_lite.tools.agent")
         if n_hosts > 1:
             # a host that joins later has a checkpoint to resume, so its resolved config may differ
             config = dict(flatten_table(asdict(read_config(args).config)))
             config["NGPU"] = n_local
             with signals.interrupting():
                 store = meet_hosts(importlib.import_module("torch.distributed"), config)
+            sharing = threading.Thread(target=signals.share, args=(store,), daemon=True)
+            sharing.start()
             timeout_s = spec.config.comm.train_timeout_seconds
             if not is_first_host():
                 threading.Thread(target=end_if_cut_off, args=(timeout_s,), daemon=True).start()
-        start_fork_server()
-        # It loads torch, which takes 1.5 s. Meanwhile the fork server imports train.py. An exception of a handler
-        # would abort this process in C++.
-        agent = importlib.import_module("torchtitan_lite.tools.agent")
+            start_fork_server()
         run = (work or agent.train_rank, args, signals.folder, spec)
         ending = agent.run_agent(run, n_local, n_hosts, signals, store)
     except UserError as error:
@@ -192,6 +196,10 @@ def run_ranks(
         ending = Ending(status, describe_signal(status))
     agreed = (ending.status, ending.reason)
     if store:
+        if ending.status in STOPPED and not signals.received:  # a rank has received it
+            signals.received.append(ending.status - 128)
+        signals.is_over = True
+        sharing.join()  # at the end of Python, a thread inside the store would abort this process
         agreed = agree_on_cause(store, *agreed)
     if agreed[1].startswith(ending.reason):  # otherwise another host shows its traceback
         show(ending.details)

@@ -2,17 +2,21 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from torchtitan_lite.components.endings import describe_signal
 from torchtitan_lite.components.signals import COPIES_ARRIVE_WITHIN_S
 from torchtitan_lite.tools.hosts import is_first_host
 
+ASK_EVERY_S = 0.2
+SIGNAL = "signal"  # in the store of the hosts: the first signal that a host has received
 ERROR = "error.txt"  # in the folder of a rank: the traceback of its exception
 
 
@@ -40,8 +44,11 @@ class Signals:
         self.hangs = hangs
         self.received: list[int] = []
         self.received_at_s = 0.0  # time of the first signal
+        self.is_over = False  # ends `share`
+        self.is_passed_on = False  # by another host, and not yet received here
         self.has_killed = False  # ranks ended because of this launcher
         self.may_interrupt = False
+        self.may_end = False
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
@@ -53,6 +60,22 @@ class Signals:
         finally:
             self.may_interrupt = False
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Context manager: a signal ends this process. An exception of its handler could abort an import in C++."""
+        self.may_end = True
+        if self.received:
+            self.end()
+        yield
+        self.may_end = False
+
+    def end(self) -> NoReturn:
+        """End this process, which has no ranks, and which no other host waits for."""
+        status = 128 + self.received[0]
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.write(2, f"run_train.sh: {describe_signal(status)}\n".encode())
+        os._exit(status)
+
     def check(self) -> None:
         """Raise KeyboardInterrupt if a signal has arrived."""
         if self.received:
@@ -61,13 +84,32 @@ class Signals:
     def pass_on(self, number: int, frame: object) -> None:
         """Handle a signal: forward it to the ranks, or interrupt what this launcher does."""
         now_s = time.monotonic()
-        if self.received and now_s - self.received_at_s <= COPIES_ARRIVE_WITHIN_S:
-            return
+        if self.received:
+            is_copy = self.is_passed_on or now_s - self.received_at_s <= COPIES_ARRIVE_WITHIN_S
+            if self.is_passed_on:  # a user may signal one host after another
+                self.is_passed_on = False
+                self.received_at_s = now_s
+            if is_copy:
+                return
         self.received_at_s = self.received_at_s or now_s
         self.received.append(number)
+        if self.may_end:
+            self.end()
         if self.may_interrupt:
             raise KeyboardInterrupt
         self.forward()
+
+    def share(self, store: Any) -> None:
+        """Tell the other hosts the signal that this one receives, or receive theirs. Runs in a thread."""
+        with suppress(RuntimeError):  # NODE_RANK=0, which has the store, has ended
+            while not (self.received or self.is_over):
+                if store.check([SIGNAL]):
+                    self.is_passed_on = True
+                    os.kill(os.getpid(), int(store.get(SIGNAL)))
+                    return
+                time.sleep(ASK_EVERY_S)
+            if self.received:
+                store.set(SIGNAL, str(self.received[0]))
 
     def forward(self) -> None:
         """Send the first signal to the ranks, if there is one. A later signal kills them, and so does a hang."""

@@ -56,8 +56,10 @@ KINDS = {  # function of inject.py -> what names its fault in the output; {rank}
     "no_send": HANG,
     "records_full": "(?=[^$]*metrics.jsonl cannot be written)[^$]*log.txt cannot be written",
     "traces_full": "traces cannot be written, and the run goes on",
+    "hangs_full": r"rank-\d+.json cannot be written, and the run goes on",
 }
 N_STEPS = 8
+HANG_S = 5  # comm.hang_seconds
 ON_RANK_0 = ("records_full", "traces_full")
 KEYS_OF_KINDS = {  # a trace of the last step
     "traces_full": ["--profiling.enable_profiling", f"--profiling.profile_freq={N_STEPS}"],
@@ -72,7 +74,7 @@ KEYS = [
     "--checkpoint.keep_latest_k=0",
     "--checkpoint.local_interval=1",
     "--debug.compare_copies_every=1",
-    "--comm.hang_seconds=5",
+    f"--comm.hang_seconds={HANG_S}",
     "--metrics.log_freq=1",
     "--metrics.no_enable_tensorboard",
     "--validation.no_enable",

@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import train
 from torchtitan_lite.build import Run
 from torchtitan_lite.checkpoint.plan import name_file
 from torchtitan_lite.dtensor import count_replicas, local_shard
+from torchtitan_lite.dump_folder import HANG
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.step import StepResult
-from torchtitan_lite.tools.faults.drill import LAUNCHER, MARK, Fault
+from torchtitan_lite.tools.faults.drill import HANG_S, LAUNCHER, MARK, Fault
 
 
 def die_after(seconds: float) -> None:
@@ -136,6 +138,12 @@ def records_full(fault: Fault, run: Run) -> None:
 def traces_full(fault: Fault, run: Run) -> None:
     """Put a file in the place of the folder of traces."""
     Path(fault.folder, run.config.profiling.save_traces_folder).touch()
+
+
+def hangs_full(fault: Fault, run: Run) -> None:
+    """Put a file in the place of the folder of hang reports, and hang for a while."""
+    Path(fault.folder, HANG).touch()
+    time.sleep(HANG_S + 3)
 
 
 def find_newest(folder: Path) -> Path:
