@@ -178,7 +178,8 @@ def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
     rank.start()
     ranks.append(rank)
     is_ready.wait()
-    before = tmp_path / "hang" / "restart-0" / "rank-00000.json"  # a hang before the restart
+    # a hang before the restart; another host, which has started more often, numbers the starts
+    before = tmp_path / "hang" / "restart-1" / "rank-00000.json"
     before.parent.mkdir(parents=True)
     before.touch()
     (tmp_path / "torchrun" / "attempt_1").mkdir(parents=True)

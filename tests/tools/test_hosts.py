@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torchtitan_lite import REPOSITORY
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools import agent, hosts
-from torchtitan_lite.tools.local_ranks import Signals
+from torchtitan_lite.tools.local_ranks import Ending, Signals
 
 MEET = """
 import os, sys, time, torch.distributed
@@ -230,6 +232,22 @@ def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatc
         monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: 100 + now_s)
         there.pass_on(signal.SIGHUP, None)
         assert len(there.received) == n_received, now_s
+
+
+def test_hosts_that_have_started_differently_often_tell_the_same_cause(monkeypatch, capsys):
+    monkeypatch.setattr(agent.LocalElasticAgent, "_restart_workers", Mock())
+    stores = [dist.HashStore() for _ in range(2)]
+    starts = [(stores[0], 1, "rank 0 failed"), (stores[1], 2, "rank 3 failed"), (stores[1], 1, "")]
+    shared = dist.HashStore()
+    for store, n_starts, reason in starts:
+        host = object.__new__(agent.Agent)
+        host.starts = SimpleNamespace(n_starts=n_starts)
+        host.store = shared
+        host.ending = Ending(1, reason)
+        host._remaining_restarts = 1
+        host._restart_workers(SimpleNamespace(store=store))
+    said = re.findall(r"rank \d failed", capsys.readouterr().err)
+    assert said == ["rank 0 failed", "rank 3 failed", "rank 3 failed"]
 
 
 def test_launchers_with_one_hostname_and_process_id_are_two_hosts_for_torchrun(monkeypatch):

@@ -7,7 +7,7 @@
 
 Ranks get a signal at different times, and some get none. Each rank adds its signal to the all-reduce of the gradient
 norm (step.py), which every rank reads once per step. So all ranks stop after the same step, without an extra
-collective.
+collective. A validation, which may take longer than a step, ends after a batch (validation.py).
 
 All signals within 5 s count as one. `timeout`, systemd, Slurm and terminals signal the launcher and the ranks, and the
 launcher forwards the signal, so a rank gets several copies. A later signal ends the process immediately. During the

@@ -85,7 +85,6 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, starts: Starts, signals: Signals, store: Any):
         """`store`: of the hosts; None if there is one host."""
         super().__init__(spec, starts, start_method="forkserver")
-        self.starts = starts
         self.signals = signals
         self.store = store
         self.ending: Ending | None = None  # of the last start
@@ -113,7 +112,8 @@ class Agent(LocalElasticAgent):
         self.ending = None
         cause = own[:2]
         if self.store:
-            cause = claim_cause(self.store, f"cause of restart {self.starts.n_starts}", *cause)
+            # torchrun has a store for each start of all hosts; a host that joins late has started less often
+            cause = claim_cause(worker_group.store, "cause", *cause)
         status, reason = cause
         if status in STOPPED:
             raise RunStopped(*cause)

@@ -4,7 +4,7 @@
 
 SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to the ranks, which finish a step, save and exit
 (components/signals.py). Copies of the signal within 5 s are ignored; a later signal kills the ranks, and so does the
-first one if a step hangs.
+first one if a step hangs. A signal for one of several hosts reaches all launchers, through their store.
 
 If a rank fails, torchrun ends the others. Each failed rank writes why (agent.py). The launcher prints the traceback of
 the first one. The last line says which rank it was, why, in which line of code, and how to resume from the newest

@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -72,7 +74,11 @@ class Signals:
     def end(self) -> NoReturn:
         """End this process, which has no ranks, and which no other host waits for."""
         status = 128 + self.received[0]
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # a fork server that still imports ends later by itself
+        if fork_server := getattr(forkserver._forkserver, "_forkserver_pid", None):
+            os.kill(fork_server, signal.SIGKILL)
+        for folder in (self.folder, get_temp_dir()):
+            shutil.rmtree(folder, ignore_errors=True)
         os.write(2, f"run_train.sh: {describe_signal(status)}\n".encode())
         os._exit(status)
 
@@ -116,9 +122,12 @@ class Signals:
         if not self.received:
             return
         number = self.received[0]
+        is_hanging = False
         start = find_last_start(self.folder)
-        n_restarts = number_start(start) if start else 0
-        is_hanging = any(self.hangs.glob(f"restart-{n_restarts}/rank-*.json"))
+        with suppress(FileNotFoundError):  # the step has ended after all
+            for file in self.hangs.glob("restart-*/rank-*.json"):
+                # numbered by the host that has started most often
+                is_hanging |= start is not None and file.stat().st_mtime > start.stat().st_mtime
         if is_hanging or len(self.received) > 1:
             number = signal.SIGKILL
         self.end_ranks(number)
