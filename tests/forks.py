@@ -128,7 +128,7 @@ FORKS = {
                     "from torch import Tensor",
                     "from torchtitan_lite.model.sliding import SlidingAttention",
                 ),
-                ("ATTENTION_MODULES = {", '    "sliding": SlidingAttention,'),
+                ("ATTENTION_MODULES: ", '    "sliding": SlidingAttention,'),
             ],
         },
         {"torchtitan_lite/model/sliding.py": SLIDING},
