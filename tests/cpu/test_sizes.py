@@ -28,6 +28,7 @@ from torchtitan_lite.tools.plan.remedies import list_remarks
 PUBLISHED_PARAMETERS = """
 debug 1,328,256
 auto 1,328,256
+debug_windows 1,328,272
 debugmodel 6,163,712
 1B 1,235,814,400
 3B 3,212,749,824
