@@ -12,12 +12,15 @@ from torch import nn
 
 from torchtitan_lite.config.block import count_keys
 from torchtitan_lite.config.checks import check_model
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import LAYER_TYPES, ModelArgs
 from torchtitan_lite.config.schema import Model
 from torchtitan_lite.extensions.windowed_attention import attend_in_windows
 from torchtitan_lite.model import attention
-from torchtitan_lite.model.attention import build_attention, plan_blocks
-from torchtitan_lite.models.llama3.modules import Llama3
+from torchtitan_lite.model.attention import CausalAttention, build_attention, plan_blocks
+from torchtitan_lite.model.own_attention import explain_own_attention
+from torchtitan_lite.models.llama3.modules import Attention, Llama3
+from torchtitan_lite.parallel.context_parallel import apply_context_parallel
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.tools.kv_cache import CachedModel
 
@@ -96,7 +99,9 @@ def test_attention_is_a_softmax_over_the_window_and_the_sink(case, documents):
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("case", CASES)
 def test_flex_attention_with_windows_and_sinks_is_the_same(case, monkeypatch):
-    monkeypatch.setattr(attention, "compile_once", lambda function: function)  # lse on a CPU: eager only
+    monkeypatch.setattr(
+        attention, "compile_once", lambda function: function
+    )  # lse on a CPU: eager only
     model_args = make_case(*case)
     doc_ids = make_documents(2, SEQ_LEN)
     positions = torch.arange(SEQ_LEN)
@@ -146,7 +151,9 @@ def test_flops_count_the_pairs_of_each_layer(case):
     for layer in range(model_args.n_layers):
         sees = list_sees(model_args, layer, None)
         n_keys = sees.sum(-1).max().item()
-        n_pairs += sees.sum().item() - n_keys / 2  # as 12*L*H*E*S / 2 leaves out half of the diagonal
+        n_pairs += (
+            sees.sum().item() - n_keys / 2
+        )  # as 12*L*H*E*S / 2 leaves out half of the diagonal
         full -= n_keys
     assert full == 0
     assert causal * SEQ_LEN == pytest.approx(n_pairs)
@@ -166,3 +173,70 @@ WRONG = [
 def test_windows_that_no_layer_has_are_refused(fields, key):
     problems = check_model(Model(), replace(ARGS, **fields))
     assert [problem.key for problem in problems] == [key] * (key is not None)
+
+
+# ---------------------------------------------------------------- models with an attention of their own
+
+
+class OwnInner(CausalAttention):
+    """An inner attention of a fork."""
+
+
+class Capped(Attention):
+    """Computes scores by itself, and does not call the inner attention that it has."""
+
+    def forward(self, x, rotation, doc_ids):
+        return self.wo(self.wq(x).tanh())
+
+
+class Gated(Attention):
+    def forward(self, x, rotation, doc_ids):
+        return 2 * super().forward(x, rotation, doc_ids)
+
+
+def change(cls: type[nn.Module] | None = None, inner: nn.Module | None = None) -> Llama3:
+    """Return a model whose layer 1 has another class of attention, or another inner attention."""
+    with torch.device("meta"):
+        model = Llama3(ARGS)
+    attention = model.layers["1"].attention
+    if cls:
+        attention.__class__ = cls
+    attention.inner = inner or attention.inner
+    return model
+
+
+@pytest.mark.parametrize(
+    "model, named",
+    [
+        (change(), ""),
+        (change(Gated), ""),
+        (change(inner=OwnInner()), "layers.1.attention.inner is OwnInner"),
+        (change(inner=nn.Identity()), "layers.1 has no InnerAttention"),
+        (change(Capped), "layers.1.attention, Capped, does not call inner"),
+    ],
+)
+def test_a_cache_and_context_parallel_refuse_an_attention_that_they_would_replace(model, named):
+    why = explain_own_attention(model, CausalAttention)
+    assert named in why and bool(named) == bool(why)
+    for replace_attention in (
+        lambda: CachedModel(model),
+        lambda: apply_context_parallel(model, None, attention="causal", method="ring"),
+    ):
+        if named:
+            with pytest.raises(UserError, match=named):
+                replace_attention()
+
+
+class Shifted(nn.Module):
+    """Adds the hidden state of the token before."""
+
+    def forward(self, x):
+        return x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def test_a_cache_refuses_a_model_that_mixes_tokens_elsewhere():
+    model = Llama3(ARGS)
+    initialize_weights(model, 1)
+    model.layers["0"].ffn_norm = Shifted()
+    with pytest.raises(UserError, match="outside of attention.inner"):
+        CachedModel(model)

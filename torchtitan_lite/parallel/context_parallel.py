@@ -32,11 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.model.attention import CausalAttention, build_attention
 from torchtitan_lite.model.inner_attention import InnerAttention
-from torchtitan_lite.model.part import explain_own_attention, list_attentions
 from torchtitan_lite.parallel.exchange import Gather, Ranks, list_ranks
 
 
@@ -79,10 +78,11 @@ def apply_context_parallel(
     """
     with torch.device("meta"):
         expected = type(build_attention(attention, part.model_args, layer=0))
-    if why := explain_own_attention(part, expected):
+    own_attention = load_module("model.own_attention")
+    if why := own_attention.explain_own_attention(part, expected):
         remedy = "Add a row to ATTENTIONS (config/choices.py) for it, or use parallelism.context_parallel_degree = 1"
         raise UserError(f"Context parallel cannot fetch keys for this attention: {why}. {remedy}.")
-    for fqn, inner in list_attentions(part).items():
+    for fqn, inner in own_attention.list_attentions(part).items():
         if expected is CausalAttention:
             part.set_submodule(fqn, CausalContext(mesh, method))
         else:

@@ -21,10 +21,12 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.extensions.windowed_attention import attend_with_mask
 from torchtitan_lite.model.attention import build_attention, make_mask
 from torchtitan_lite.model.inner_attention import InnerAttention
-from torchtitan_lite.model.part import explain_own_attention, list_attentions
+from torchtitan_lite.model.own_attention import explain_own_attention, list_attentions
 
 # Without cuDNN, because it makes a plan for each new text length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+MOST_ERROR = 1e-3  # of the largest logit. 1e-6 is usual
 
 
 class CachedAttention(InnerAttention):
@@ -92,6 +94,25 @@ class CachedModel:
             self.caches.append(cached)
         # Only the last token's logits are needed. Logits for every token of a long prompt would take gigabytes.
         model.norm.register_forward_pre_hook(lambda norm, args: (args[0][:, -1:],))
+        self.require_equal_pieces()
+
+    def require_equal_pieces(self) -> None:
+        """Raise UserError if tokens read one by one give other logits: then layers mix tokens outside of attention.
+
+        Only in float32, because rounding in bfloat16 hides such a difference.
+        """
+        tokens = [0, 1, 2, 3]
+        at_once = self.read(tokens)
+        self.forget()
+        for token in tokens:
+            one_by_one = self.read([token])
+        self.forget()
+        error = (one_by_one - at_once).abs().max() / at_once.abs().max()
+        if error > MOST_ERROR and self.model.output.weight.dtype == torch.float32:
+            why = f"layers mix tokens outside of attention.inner: its logits are off by {error:.0e}"
+            raise UserError(
+                f"The KV cache cannot serve this model: {why}. Use eval, which needs no cache."
+            )
 
     @torch.inference_mode()
     def read(self, tokens: list[int]) -> Tensor:

@@ -25,7 +25,7 @@ from torchtitan_lite.config.parameter_groups import list_used
 from torchtitan_lite.config.schema import get_value
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import Float8Linear
-from torchtitan_lite.model.part import list_attentions
+from torchtitan_lite.model.own_attention import list_attentions
 from torchtitan_lite.tools.verify.degrees import DEGREES
 from torchtitan_lite.tools.verify.measures import local
 from torchtitan_lite.tools.verify.observed import Observed, count, count_events
