@@ -65,6 +65,33 @@ class SlidingAttention(InnerAttention):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 '''
 
+NEAR_MODULES = '''"""Llama whose second layer has an inner attention of its own: a token sees the 16 last tokens."""
+
+import torch
+import torch.nn.functional as F
+
+from torchtitan_lite.model.attention import CausalAttention
+from torchtitan_lite.models.llama3.modules import Llama3
+
+
+class NearAttention(CausalAttention):
+    def forward(self, query, key, value, doc_ids):
+        mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril().triu(-15)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+class Model(Llama3):
+    def __init__(self, args, *, attention="causal"):
+        super().__init__(args, attention=attention)
+        self.layers["1"].attention.inner = NearAttention()
+'''
+
+NEAR_TABLE = """from torchtitan_lite.config.model_rows import ModelTable
+from torchtitan_lite.models.llama3 import table as llama3
+
+MODEL = ModelTable(llama3.FLAVORS, llama3.list_block, llama3.list_ends)
+"""
+
 Z_LOSS = '''"""The z-loss (arXiv:2204.02311): adds the squared log-sum-exp of the logits."""
 
 
@@ -128,10 +155,31 @@ FORKS = {
                     "from torch import Tensor",
                     "from torchtitan_lite.model.sliding import SlidingAttention",
                 ),
-                ("ATTENTION_MODULES = {", '    "sliding": SlidingAttention,'),
+                ("ATTENTION_MODULES: ", '    "sliding": SlidingAttention,'),
             ],
         },
         {"torchtitan_lite/model/sliding.py": SLIDING},
+    ),
+    "a window": Fork(
+        ("--model.attention=near",),
+        {
+            "torchtitan_lite/config/choices.py": [
+                (
+                    "ATTENTIONS = {",
+                    '    "near": AttentionRow(under_cp=("allgather",), is_plain=True, '
+                    "window=lambda model_args, layer: 16 if layer % 2 else None),",
+                )
+            ]
+        },
+    ),
+    "an inner attention": Fork(
+        ("--model.name=near",),
+        {"torchtitan_lite/models/registry.py": [("MODEL_NAMES = (", '    "near",')]},
+        {
+            "torchtitan_lite/models/near/__init__.py": "",
+            "torchtitan_lite/models/near/modules.py": NEAR_MODULES,
+            "torchtitan_lite/models/near/table.py": NEAR_TABLE,
+        },
     ),
     "a norm": Fork(("--model.name=gemma_norm",), patch="assets/forks/gemma_norm.patch"),
     "the ends": Fork(

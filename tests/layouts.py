@@ -7,6 +7,7 @@ shares of the batch are summed over ranks and microbatches, partial products ove
 from dataclasses import dataclass, field
 
 from torchtitan_lite.config.choices import SCHEDULES
+from torchtitan_lite.config.model_rows import LAYER_TYPES
 from torchtitan_lite.config.schema import ParameterGroup
 
 PP, TP = "parallelism.pipeline_parallel_degree", "parallelism.tensor_parallel_degree"
@@ -65,6 +66,11 @@ GROUPS = {  # a stage may have no parameter of the first one
         ParameterGroup("*.w[123]*", lr=0.5, weight_decay=2.0),
     ]
 }
+WINDOWS = {  # in every other layer; rows have 32 tokens
+    "flavor.sliding_window": 5,
+    "flavor.layer_types": LAYER_TYPES,
+}
+SINKS = {"flavor.attention_sinks": True}
 HEAD_NORMS = {"flavor.qk_norm": True}
 ONE_HEAD, TWO_HEADS = ({"model.n_kv_heads": n, **TWO_LAYERS} for n in (1, 2))  # fewer than tp
 BIASES = {"flavor.qkv_bias": True}
@@ -176,6 +182,19 @@ FAST = {
     "one rank documents": Row(1, {**DOCUMENTS, **TWO_LAYERS}),
     "cp4 documents": Row(4, {CP: 4, **DOCUMENTS, **TWO_LAYERS}),
     "pp2 x cp2 documents": Row(4, {PP: 2, CP: 2, **DOCUMENTS, **TWO_LAYERS}),
+    # windows and sinks
+    "dp2 windows": Row(2, {**WINDOWS, **TWO_LAYERS}),
+    "tp2 windows and sinks": Row(2, {TP: 2, **WINDOWS, **SINKS, **TWO_LAYERS}),
+    "cp2 windows and sinks, documents": Row(
+        2, {CP: 2, **WINDOWS, **SINKS, **DOCUMENTS, **TWO_LAYERS}
+    ),
+    "cp4 windows in all layers": Row(4, {CP: 4, "flavor.sliding_window": 9, **TWO_LAYERS}),
+    "pp2 x tp2 sinks, full recompute": Row(4, {PP: 2, TP: 2, **SINKS, MODE: "full", **TWO_LAYERS}),
+    "pp2 windows and sinks": Row(2, {PP: 2, **WINDOWS, **SINKS}),
+    "dp2 windows and sinks, compile": Row(2, {**COMPILED, **WINDOWS, **SINKS, **TWO_LAYERS}),
+    "tp4 windows and sinks, one key/value head": Row(
+        4, {TP: 4, **WINDOWS, **SINKS, **ONE_HEAD, **BIASES}
+    ),
 }
 add_schedules(FAST, "pp2 ", SCHEDULES, {PP: 2}, 2)
 add_schedules(FAST, "pp2 tied, ", ("Interleaved1F1B", "DualPipeV"), {PP: 2, **TIED}, 2)

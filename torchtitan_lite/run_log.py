@@ -43,7 +43,9 @@ class RunMetrics:
         self.resumed_step = resumed_step
         self.n_steps = config.training.steps
         self.tokens_per_step = run.layout.global_batch_size * config.training.seq_len
-        self.flops = count_flops_per_token(spec.model_args, config.training.seq_len)
+        self.flops = count_flops_per_token(
+            spec.model_args, config.training.seq_len, config.model.attention
+        )
         self.peak_flops = peak_flops(spec.machine.name) if run.device.type == "cuda" else None
         self.step = resumed_step
         self.was_skipped = False  # the last step

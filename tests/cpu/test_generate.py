@@ -60,10 +60,10 @@ def test_logits_with_a_cache_are_those_without(name, pieces):
 
 def test_a_step_computes_one_token_and_the_head_only_the_last_one():
     model = build_ours(PLAIN)
+    cached = CachedModel(model)
     seen = []
     for module in (model.layers["0"].feed_forward, model.output):
         module.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
-    cached = CachedModel(model)
     cached.read([1, 2, 3, 4, 5])
     cached.read([6])
     assert seen == [5, 1, 1, 1]

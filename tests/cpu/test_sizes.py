@@ -21,7 +21,6 @@ from torchtitan_lite.model.attention import ATTENTION_MODULES
 from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.models.registry import MODELS
-from torchtitan_lite.parallel.context_parallel import CONTEXT_ATTENTIONS
 from torchtitan_lite.tools.plan.planned_run import plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
 
@@ -29,6 +28,7 @@ from torchtitan_lite.tools.plan.remedies import list_remarks
 PUBLISHED_PARAMETERS = """
 debug 1,328,256
 auto 1,328,256
+debug_windows 1,328,272
 debugmodel 6,163,712
 1B 1,235,814,400
 3B 3,212,749,824
@@ -107,9 +107,9 @@ def test_rows_and_code_name_the_same_choices():
         assert not row.extension or hasattr(load_extension(row.extension), name)
     for name in EXTENSIONS:
         load_extension(name)
-    assert ATTENTIONS.keys() == ATTENTION_MODULES.keys()
-    under_cp = {name for name, row in ATTENTIONS.items() if row.under_cp}
-    assert under_cp == CONTEXT_ATTENTIONS.keys()
+    assert ATTENTION_MODULES.keys() == {
+        name for name, row in ATTENTIONS.items() if not row.is_plain
+    }
     assert all(pipelining.schedules.get_schedule_class(name) for name in SCHEDULES)
 
 

@@ -17,9 +17,10 @@ from torchtitan_lite.extensions.ring_attention import (
     attend_to_part_backward,
     merge_into,
 )
+from torchtitan_lite.model.attention import DocumentAttention
 from torchtitan_lite.parallel.context_parallel import (
     CausalContext,
-    DocumentContext,
+    gather_keys,
     plan_query_positions,
 )
 from torchtitan_lite.tools.verify.plain import make_batch
@@ -87,7 +88,8 @@ def attend_on_rank(mesh: DeviceMesh, kind: str, inputs: list[torch.Tensor]) -> f
     doc_ids = make_documents() if kind == "documents" else None
     inner = CausalContext(mesh, kind)
     if kind == "documents":
-        inner = DocumentContext(mesh, "allgather")
+        inner = DocumentAttention()
+        gather_keys(inner, mesh)
     positions = plan_query_positions(mesh.get_local_rank(), mesh.size(), SEQ_LEN)
     found = differentiate(
         lambda query, key, value: inner(query, key, value, doc_ids),

@@ -17,6 +17,7 @@ from layouts import (
     PP,
     RING,
     SCHEDULE,
+    WINDOWS,
     ZERO,
     Row,
 )
@@ -64,6 +65,11 @@ REFUSED = [
     (
         "parallelism.context_parallel_rotate_method",
         Row(2, {CP: 2, **RING, **DOCUMENTS}),
+        "the ring has no masks",
+    ),
+    (
+        "parallelism.context_parallel_rotate_method",
+        Row(2, {CP: 2, **RING, **WINDOWS}),
         "the ring has no masks",
     ),
 ]

@@ -25,8 +25,10 @@ from layouts import (
     REPLICATE,
     RING,
     SCHEDULE,
+    SINKS,
     TP,
     TWO_LAYERS,
+    WINDOWS,
     ZERO,
 )
 from marks import slow
@@ -69,6 +71,7 @@ LAYOUTS = {
     ),
     "replicas, ZeRO 2": (4, {REPLICATE: 2, ZERO: 2, MODE: "selective", **ACCUMULATION_4}),
     "cp2, documents": (2, {CP: 2, BATCH: 4, **DOCUMENTS}),
+    "cp2 x tp2, windows and sinks": (4, {CP: 2, TP: 2, BATCH: 4, **WINDOWS, **SINKS}),
     "cp2, ring": (2, {CP: 2, BATCH: 4, MODE: "full", **RING}),
     "tied": (2, {BATCH: 4, "flavor.tie_embeddings": True, ZERO: 1, MODE: "none"}),
     "pp4 x dp2, tied": (8, {PP: 4, BATCH: 4, "flavor.tie_embeddings": True, "model.n_layers": 4}),

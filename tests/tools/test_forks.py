@@ -29,12 +29,22 @@ STAGES = [
     f"--parallelism.{key}" for key in ("pipeline_parallel_degree=2", "tensor_parallel_degree=1")
 ]
 STAGES.append("--parallelism.data_parallel_shard_degree=1")
+CONTEXT = [*STAGES, "--parallelism.context_parallel_degree=2"]
+CONTEXT.append("--parallelism.pipeline_parallel_degree=1")
 REFUSED = {  # fork -> tool -> the key that it names
     "an attention": {"generate": "model.attention", "convert": "model.attention"},
+    "a window": {"convert": "window"},
+    "an inner attention": {"generate": "layers.1.attention.inner", "convert": "model.name"},
     "a norm": {"convert": "model.name"},
     "the ends": {"convert": "model.name"},
 }
-MODEL_FORKS = ("an attention", "a norm", "the ends")  # which `explain` shows
+MODEL_FORKS = (
+    "an attention",
+    "a window",
+    "an inner attention",
+    "a norm",
+    "the ends",
+)  # which `explain` shows
 # Two forks in one run, by default: the one has state of its own in checkpoints, the other cannot be converted.
 WHOLE_WALK = ("an optimizer", "a norm")
 
@@ -86,11 +96,15 @@ def answers(checkout) -> Answers:
     for name, fork in FORKS.items():
         keys = [*SMALL, *fork.keys]
         calls[f"check {name}"] = ["check", *keys, "--gpus=4"]
-        calls[f"plan {name}"] = ["plan", *keys, "--gpus=4"]
+        calls[f"plan {name}"] = ["plan", *keys, "--gpus=4", "--json"]
         if name in MODEL_FORKS:
             calls[f"explain {name}"] = ["explain", *keys, "--gpus=4"]
     for layout in ("verify", "verify pp2"):
         calls[f"{layout} of the ends"] = list_walk(("the ends",))[layout]
+    for name in ("a window", "an inner attention"):
+        keys = [*SMALL, *FORKS[name].keys, *CONTEXT]
+        calls[f"verify cp of {name}"] = ["verify", *keys, "--ranks=2"]
+    calls["plan "] = ["plan", *SMALL, "--gpus=4", "--json"]
     rate = [*SMALL, "--optimizer.name=Lion", "--optimizer.lr=0.03"]
     calls["refuse an optimizer"] = ["check", *rate, "--gpus=4"]
     attention = [*SMALL, *FORKS["an attention"].keys, "--parallelism.context_parallel_degree=2"]
@@ -149,6 +163,28 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
     assert f"{n_parameters:,} parameters" in answers[f"check {name}"][1]
 
 
+def test_context_parallel_serves_the_window_of_a_row_and_refuses_an_attention_of_a_model(answers):
+    status, out, err = answers["verify cp of a window"]
+    assert status == 0, out + err
+    status, out, err = answers["verify cp of an inner attention"]
+    assert status == 1 and "layers.1.attention.inner is NearAttention" in out, out + err
+
+
+def test_plan_counts_the_window_of_a_row_and_names_what_it_does_not_know(answers):
+    plans = {name: json.loads(answers[f"plan {name}"][1]) for name in ("", *MODEL_FORKS)}
+    flops = {name: plan["mfu_full"] * plan["step_time_s"] for name, plan in plans.items()}
+    block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96
+    weights = 6 * (2 * block + 2304 * 64)
+    ratio = (weights + 12 * 64 * (32 + 16)) / (weights + 12 * 64 * (32 + 32))
+    assert flops["a window"] / flops[""] == pytest.approx(ratio)
+    assert not plans[""]["unmodeled"] and not plans["a window"]["unmodeled"]
+    for name, key in (
+        ("an attention", "model.attention = sliding"),
+        ("an inner attention", "model.name = near"),
+    ):
+        assert key in plans[name]["unmodeled"]
+
+
 @pytest.mark.parametrize("layout", ["verify", "verify pp2"])
 def test_modules_at_the_ends_of_a_model_are_certified(answers, layout):
     status, out, err = answers[f"{layout} of the ends"]
@@ -189,8 +225,11 @@ def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(
     status, out, err = walked["verify"]
     assert status == 0, out + err
     idle = json.loads(out)["did_not_act"]  # the plain loop has no code of its own for these
-    for name, key in (("an attention", "model.attention"), ("a loss", "training.loss")):
-        assert (key in idle) == (name in names)
+    for key, forks in {
+        "model.attention": {"an attention", "an inner attention"},
+        "training.loss": {"a loss"},
+    }.items():
+        assert (key in idle) == bool(forks.intersection(names))
     if names != WHOLE_WALK:
         status, out, err = walked["verify pp2"]
         assert status == 0, out + err

@@ -165,6 +165,7 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
     for name, kind in (("rope_scaling", RopeScaling), ("moe", MoEArgs)):
         if model_args[name] is not None:
             model_args[name] = kind(**model_args[name])
+    model_args["layer_types"] = tuple(model_args.get("layer_types", ()))  # a list in JSON
     return ModelArgs(**model_args)
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from torchtitan_lite.config.choices import list_windows
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
 from torchtitan_lite.models.registry import MODELS
 
@@ -103,17 +104,35 @@ class FlopsPerToken:
     causal: int  # counts only its causal half
 
 
-def count_flops_per_token(model_args: ModelArgs, seq_len: int) -> FlopsPerToken:
+def count_keys(model_args: ModelArgs, seq_len: int, attention: str) -> tuple[int, float]:
+    """Return the keys of a token in all layers: in the full matrices, and on average in their causal parts.
+
+    A window of W keys has W, and W*(1 - W/2S): the first tokens see fewer.
+    """
+    full = 0
+    causal = 0  # times 2*S
+    for window in list_windows(attention, model_args):
+        n_keys = min(window or seq_len, seq_len)
+        full += n_keys
+        causal += n_keys * (2 * seq_len - n_keys)
+    return full, causal / (2 * seq_len)
+
+
+def count_flops_per_token(
+    model_args: ModelArgs, seq_len: int, attention: str = "causal"
+) -> FlopsPerToken:
     """Count 6 FLOPs per matmul weight and token, plus 12*L*H*E*S of attention (PaLM, app. B, arXiv:2204.02311).
 
-    The embedding is a lookup and costs nothing. The head counts even if it is tied, and top_k experts count.
+    A layer with a window has fewer keys than S. The embedding is a lookup and costs nothing. The head counts even if it
+    is tied, and top_k experts count.
     Both conventions are in use: for 8B at 8,192 tokens, full gives 57.9 GFLOP and causal 51.5.
     """
     weights = count_parameters(model_args, prefix="layers.", active=True, linear_only=True)
     weights += sum(prod(row.weight) for row in list_added_ends(model_args) if row.kind == "linear")
     matmuls = 6 * (weights + model_args.vocab_size * model_args.dim)
-    attention = 12 * model_args.n_layers * model_args.n_heads * model_args.head_dim * seq_len
-    return FlopsPerToken(full=matmuls + attention, causal=matmuls + attention // 2)
+    of_key = 12 * model_args.n_heads * model_args.head_dim
+    full, causal = count_keys(model_args, seq_len, attention)
+    return FlopsPerToken(full=matmuls + of_key * full, causal=matmuls + int(of_key * causal))
 
 
 NEWTON_SCHULZ_STEPS = 5  # of Muon

@@ -16,7 +16,7 @@ from torchtitan_lite.config.block import (
     list_linears,
     plan_float8,
 )
-from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
+from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES, has_masks, list_cp_methods
 from torchtitan_lite.config.extensions import FLOAT8, check_extensions
 from torchtitan_lite.config.layout import (
     Layout,
@@ -33,7 +33,14 @@ from torchtitan_lite.config.layout import (
 )
 from torchtitan_lite.config.machine import WITHOUT_FLOAT8, Machine
 from torchtitan_lite.config.messages import ConfigError, Problem, Problems
-from torchtitan_lite.config.model_rows import AUTO, TP_STYLES, ModelArgs, ModuleRow
+from torchtitan_lite.config.model_rows import (
+    AUTO,
+    LAYER_TYPES,
+    SLIDING,
+    TP_STYLES,
+    ModelArgs,
+    ModuleRow,
+)
 from torchtitan_lite.config.schema import (
     Config,
     Model,
@@ -95,7 +102,29 @@ def check_model(model: Model, model_args: ModelArgs) -> list[Problem]:
     if model_args.n_heads % model_args.n_kv_heads:
         why = f"it does not divide model.n_heads = {model_args.n_heads}"
         problems.refuse("model.n_kv_heads", why, "Use a divisor of n_heads")
+    check_windows(problems)
     return problems
+
+
+def check_windows(problems: Problems) -> None:
+    """Find windows and sinks that no layer has, or that the attention does not know."""
+    attention = problems.config.model.attention
+    model_args = problems.model_args
+    window = model_args.sliding_window
+    types = model_args.layer_types
+    why = ""
+    if not set(types) <= set(LAYER_TYPES):
+        why = f"its layer_types are {types}, but layers have the types {LAYER_TYPES}"
+    elif types and (SLIDING in types) != (window is not None):
+        why = f"its layer_types are {types}, but sliding_window = {window}"
+    elif window is not None and window < 1:
+        why = f"sliding_window = {window}, but a token sees at least itself"
+    if why:
+        remedy = f"Correct the flavor in models/{model_args.name}/table.py"
+        problems.refuse("model.flavor", why, remedy)
+    elif (window or model_args.attention_sinks) and ATTENTIONS[attention].window is None:
+        why = "the model has windows or sinks, but the row of this attention has no `window` (config/choices.py)"
+        problems.refuse("model.attention", why, 'Use "causal", or add `window` to the row')
 
 
 # ---------------------------------------------------------------- layout
@@ -436,10 +465,12 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> list[
         if config.compile.enable:
             why = "the backward of a compiled block cannot be split: torch fails in the first step"
             problems.refuse("compile.enable", why, f"Set it to false, {otherwise}")
-    methods = ATTENTIONS[config.model.attention].under_cp
+    methods = list_cp_methods(config.model.attention, model_args)
     method = section.context_parallel_rotate_method
     if section.context_parallel_degree > 1 and method not in methods:
         why = f"this method does not support model.attention = {config.model.attention!r} (under_cp in choices.py)"
+        if has_masks(config.model.attention, model_args):
+            why = "this method has no masks, but layers of the model have windows or sinks"
         remedy = f"Use {' or '.join(map(repr, methods)) or 'context_parallel_degree = 1'}"
         problems.refuse("parallelism.context_parallel_rotate_method", why, remedy)
     return problems

@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchtitan_lite.config.model_rows import ModelArgs
+
 
 @dataclass(frozen=True)
 class OptimizerRow:
@@ -48,20 +50,50 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """Support of a kind of attention, besides one device with the full sequence."""
+    """Which tokens a token sees, and support besides one device with the full sequence.
+
+    A plain row needs no code. A row that is not plain names its module in ATTENTION_MODULES (model/attention.py).
+    """
 
     uses_documents: bool = False  # it reads doc_ids
     # values of parallelism.context_parallel_rotate_method that support it
     under_cp: tuple[str, ...] = ()
-    # plain causal attention inside a document, so `generate` and transformers support it
+    # softmax over itself and the earlier tokens of the document and window, and over the sinks of the model: then this
+    # row is enough for training, `generate`, verify and context parallel
     is_plain: bool = False
+    # (model_args, layer) -> number of tokens that a token sees, itself included; None: all earlier ones. Without this
+    # function nobody knows: plan counts all earlier tokens, and says so
+    window: Callable[[ModelArgs, int], int | None] | None = None
 
 
 ATTENTIONS = {
-    "causal": AttentionRow(under_cp=("allgather", "ring"), is_plain=True),
+    "causal": AttentionRow(
+        under_cp=("allgather", "ring"), is_plain=True, window=ModelArgs.find_window
+    ),
     # the ring has no masks
-    "document": AttentionRow(uses_documents=True, under_cp=("allgather",), is_plain=True),
+    "document": AttentionRow(
+        uses_documents=True, under_cp=("allgather",), is_plain=True, window=ModelArgs.find_window
+    ),
 }
+
+
+def list_windows(attention: str, model_args: ModelArgs) -> list[int | None]:
+    """Return the number of tokens that a token of each layer sees; None: all earlier ones, or unknown."""
+    window = ATTENTIONS[attention].window
+    layers = range(model_args.n_layers)
+    return [window(model_args, layer) if window else None for layer in layers]
+
+
+def list_cp_methods(attention: str, model_args: ModelArgs) -> list[str]:
+    """List the methods of context parallel that serve this attention. The ring has no masks."""
+    methods = ATTENTIONS[attention].under_cp
+    masked = has_masks(attention, model_args)
+    return [method for method in methods if method == "allgather" or not masked]
+
+
+def has_masks(attention: str, model_args: ModelArgs) -> bool:
+    """Whether layers have windows or sinks, so that extensions/windowed_attention.py computes them."""
+    return model_args.attention_sinks or any(list_windows(attention, model_args))
 
 
 @dataclass(frozen=True)

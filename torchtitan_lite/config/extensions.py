@@ -142,6 +142,11 @@ EXTENSIONS = {  # file of extensions/, without .py
         (),
         "causal attention over cp ranks, part by part, by an all-gather or around a ring",
     ),
+    "windowed_attention": Extension(
+        "",
+        (),
+        "loaded for a model with windows or sinks: attention to the last tokens, and to a logit without a token",
+    ),
     "snapshots": Extension(
         "checkpoint.local_folder",
         (),

@@ -16,6 +16,8 @@ from math import inf
 from typing import Any, Literal
 
 ABOVE_ZERO = 1e-30  # `least` of a number that must be above zero
+SLIDING = "sliding_attention"  # in ModelArgs.layer_types
+LAYER_TYPES = (SLIDING, "full_attention")
 AUTO = "auto"  # the flavor that stands for the model of the weights that the run loads; without weights, debug
 
 
@@ -67,6 +69,16 @@ class ModelArgs:
     moe: MoEArgs | None = None  # None: every layer is dense
     name: str = "llama3"  # a row of models/registry.py
     qkv_bias: bool = False  # a bias on the projections to queries, keys and values
+    # tokens that a token sees in layers of type "sliding_attention", itself included
+    sliding_window: int | None = None
+    # the type of each layer (LAYER_TYPES), repeated if there are more layers; empty: all layers have the window
+    layer_types: tuple[str, ...] = ()
+    attention_sinks: bool = False  # each query head has a learned logit without key and value
+
+    def find_window(self, layer: int) -> int | None:
+        """Return the number of tokens that a token of this layer sees; None: itself and all earlier tokens."""
+        types = self.layer_types or (SLIDING,)
+        return self.sliding_window if types[layer % len(types)] == SLIDING else None
 
     def is_moe(self, layer: int) -> bool:
         """Whether this layer has experts."""
@@ -175,7 +187,11 @@ class Family:
         return self.architecture.removesuffix("ForCausalLM")
 
 
-SWITCHES = ("qk_norm", "qkv_bias")  # fields of ModelArgs in which families differ
+SWITCHES = (
+    "qk_norm",
+    "qkv_bias",
+    "attention_sinks",
+)  # fields of ModelArgs in which families differ
 
 
 @dataclass(frozen=True)

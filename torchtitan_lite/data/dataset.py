@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
@@ -320,7 +321,7 @@ def open_data(
             corpora[split],
             training.seq_len,
             model_args.vocab_size,
-            restart_positions=config.model.attention == "document",
+            restart_positions=ATTENTIONS[config.model.attention].uses_documents,
         )
     reader = readers["train"]
     sampler = Sampler(reader.n_samples, weights=training.dataset_weights, seed=training.data_seed)

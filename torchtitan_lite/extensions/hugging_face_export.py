@@ -7,7 +7,7 @@ model cannot be exported.
 from dataclasses import fields
 from typing import Any
 
-from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow
+from torchtitan_lite.config.choices import ATTENTIONS, AttentionRow, list_windows
 from torchtitan_lite.config.model_rows import ModelArgs, MoEArgs
 from torchtitan_lite.extensions.hugging_face_config import (
     DENSE_LAYERS,
@@ -31,6 +31,8 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
         return f"{theirs} needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
     if not ATTENTIONS.get(attention, AttentionRow()).is_plain:  # for example in a fork
         return f"model.attention = {attention!r}, but {theirs} only has causal attention"
+    if any(list_windows(attention, model_args)):
+        return "layers have a window of tokens, but exports have causal attention without windows"
     if model_args.moe is None:
         return None
     for number in fields(MoEArgs):

@@ -14,8 +14,10 @@ Queries and keys may be any part of the sequence in any order, because a context
 The CUDA path was never run on a GPU; on a CPU, tests check its blocks, its outputs, and that it compiles without a
 graph break.
 
-To add a kind, add a module with a row in ATTENTION_MODULES here, and a row in config/choices.py. That row says whether
-it also works under context parallel and with the KV cache of `generate`.
+A model with windows or sinks uses extensions/windowed_attention.py in all layers, for each of these kinds.
+
+To add a kind, add a row in config/choices.py, which says what a token sees. Only a kind that is not plain also needs a
+module with a row in ATTENTION_MODULES here.
 
 Legend: B batch, S sequence, Q and K queries and keys of one call, E head dim.
 Sources: documents in a batch: Llama 3, arXiv:2407.21783; FlexAttention arXiv:2412.05496.
@@ -27,8 +29,16 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
+from torchtitan_lite.config.choices import ATTENTIONS, has_masks
+from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.model.inner_attention import InnerAttention
 
 
@@ -61,10 +71,19 @@ class DocumentAttention(InnerAttention):
         return positions, positions
 
 
-ATTENTION_MODULES = {  # model.attention, rows of config/choices.py
-    "causal": CausalAttention,
-    "document": DocumentAttention,
+ATTENTION_MODULES: dict[str, Callable[[ModelArgs, int], InnerAttention]] = {
+    # model.attention -> module, for rows of config/choices.py that are not plain. Called with (model_args, layer)
 }
+
+
+def build_attention(attention: str, model_args: ModelArgs, layer: int) -> InnerAttention:
+    """Build the attention of a layer as its row says."""
+    if attention in ATTENTION_MODULES or not ATTENTIONS[attention].is_plain:
+        return ATTENTION_MODULES[attention](model_args, layer)
+    if has_masks(attention, model_args):
+        windowed = load_extension("windowed_attention")
+        return windowed.WindowedAttention(attention, model_args, layer)
+    return DocumentAttention() if ATTENTIONS[attention].uses_documents else CausalAttention()
 
 
 def attend_within_documents(
@@ -79,23 +98,34 @@ def attend_within_documents(
 
     doc_ids (B, S) cover the full sequence; query_positions (Q,) and key_positions (K,) index into it.
     """
+    mask = make_mask(doc_ids, query_positions, key_positions)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def make_mask(
+    doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
+) -> Tensor:
+    """Return which keys each query sees, (B, 1, Q, K). For the arguments see attend_within_documents."""
+    distance = query_positions[:, None] - key_positions
     same = doc_ids[:, query_positions, None] == doc_ids[:, None, key_positions]
-    mask = same & (query_positions[:, None] >= key_positions)  # (B, Q, K)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask[:, None], enable_gqa=True
-    )
+    mask = same & (distance >= 0)
+    if window:
+        mask = mask & (distance < window)
+    return mask[:, None]
 
 
 # ---------------------------------------------------------------- flex attention
 
 
-def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask) -> Tensor:
-    """query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E)."""
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, **options: AuxRequest
+) -> Tensor:
+    """query (B, heads, Q, E), key and value (B, kv heads, K, E) -> (B, heads, Q, E). `options`: of flex attention."""
     # Inside a compiled block, flex attention is compiled with it. In eager mode it would store all scores.
     attend = flex_attention
     if not torch.compiler.is_compiling():
         attend = compile_once(flex_attention)
-    return attend(query, key, value, block_mask=blocks, enable_gqa=True)
+    return attend(query, key, value, block_mask=blocks, enable_gqa=True, **options)
 
 
 @cache
@@ -106,14 +136,17 @@ def compile_once(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False, options=options)
 
 
-def plan_blocks(doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor) -> BlockMask:
+def plan_blocks(
+    doc_ids: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
+) -> BlockMask:
     """Plan which blocks of queries x keys flex attention reads. For the arguments see attend_within_documents."""
     query_docs = doc_ids[:, query_positions]
     key_docs = doc_ids[:, key_positions]
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        is_earlier = query_positions[query] >= key_positions[key]
-        return is_earlier & (query_docs[row, query] == key_docs[row, key])
+        distance = query_positions[query] - key_positions[key]
+        is_seen = (distance >= 0) & (query_docs[row, query] == key_docs[row, key])
+        return is_seen & (distance < window) if window else is_seen
 
     create = create_block_mask
     if doc_ids.device.type != "cpu":

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.extensions import load_extension
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Float8
 
 E4M3 = torch.float8_e4m3fn
@@ -182,5 +183,9 @@ def apply_float8(part: nn.Module, section: Float8, tp: int) -> None:
     sizes = list_linears(part.model_args)
     for fqn in plan_float8(sizes, section.filter_fqns, tp, section.recipe_name):
         linear = modules.get(fqn)
-        if type(linear) is nn.Linear:  # None: it is on another stage
-            convert_to_float8(linear, recipe, emulate=section.emulate)
+        if linear is None:
+            continue  # it is on another stage
+        if type(linear) is not nn.Linear:
+            why = f"{fqn} is {type(linear).__name__}, and float8 would replace its forward"
+            raise UserError(f"{why}. Add it to quantize.linear.float8.filter_fqns.")
+        convert_to_float8(linear, recipe, emulate=section.emulate)

@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from torchtitan_lite.config.model_rows import ModelArgs
+
 
 class InnerAttention(nn.Module):
     """Attention from queries to keys and values: `attention.inner` of a block. It has no parameters.
@@ -9,6 +11,10 @@ class InnerAttention(nn.Module):
     A subclass has `forward(query, key, value, doc_ids)`: query (B, heads, S, E), key and value (B, kv heads, S, E) ->
     (B, heads, S, E). doc_ids is the result of `plan`, or None.
     """
+
+    def __init__(self, model_args: ModelArgs | None = None, layer: int = 0):
+        """A subclass whose layers differ overrides this."""
+        super().__init__()
 
     def plan(self, doc_ids: Tensor | None) -> object:
         """Prepare doc_ids (B, S), or None, for `forward`. The model calls it once for all layers."""

@@ -16,24 +16,27 @@ Causal attention (ring_attention.py) exchanges keys and values by an all-gather 
 proportional to 1/n. It is an operator of its own, because two calls of torch's attention on the gathered keys would
 compute the masked half too: on a CPU, torch turns `causal_lower_right` into an explicit mask.
 
-Document attention all-gathers keys and values and masks them: P(n-1)/n, P = 2*B*K*S*E*2 bytes in bf16, and a
-reduce-scatter of P in backward. The gathered keys and values are saved for backward, unless recompute (any mode except
-"none") fetches them again.
+Attention with documents, windows or sinks all-gathers keys and values and masks them: P(n-1)/n, with
+P = 2*B*K*S*E*2 bytes in bf16, and a reduce-scatter of P in backward. The gathered keys and values are saved for
+backward, unless recompute (any mode except "none") fetches them again.
 
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
 Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783, and arXiv:2311.09431 for another balanced order.
-Effect: replaces `attention.inner` of each block, which has no parameters; FQNs do not change.
+Effect: replaces `attention.inner` of each block if it is causal. Any other becomes a subclass that gathers keys and
+values first: its masks, and those of a fork whose row has `under_cp`, come from `positions`. FQNs do not change.
 """
+
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.flex_attention import BlockMask
 
-from torchtitan_lite.config.extensions import load_extension
-from torchtitan_lite.model.attention import DocumentAttention
+from torchtitan_lite.config.extensions import load_extension, load_module
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.model.attention import CausalAttention, build_attention
 from torchtitan_lite.model.inner_attention import InnerAttention
-from torchtitan_lite.parallel.exchange import Gather, list_ranks
+from torchtitan_lite.parallel.exchange import Gather, Ranks, list_ranks
 
 
 def plan_query_positions(
@@ -67,13 +70,24 @@ def shard_sequence(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 def apply_context_parallel(
     part: nn.Module, mesh: DeviceMesh, *, attention: str, method: str
 ) -> None:
-    """Replace the attention of each block with attention that fetches keys and values over cp.
+    """Let the attention of each block fetch keys and values over cp.
 
     `attention` is model.attention; `method` is context_parallel_rotate_method. config/checks.py refuses a pair that is
-    not served before launch (`under_cp` in config/choices.py).
+    not served before launch (`list_cp_methods` in config/choices.py). Raises UserError if a model computes attention in
+    its own way, which this function cannot see.
     """
-    for block in part.layers.values():
-        block.attention.inner = CONTEXT_ATTENTIONS[attention](mesh, method)
+    with torch.device("meta"):
+        expected = type(build_attention(attention, part.model_args, layer=0))
+    own_attention = load_module("model.own_attention")
+    if why := own_attention.explain_own_attention(part, expected):
+        remedy = "Add a row to ATTENTIONS (config/choices.py) for it, or use parallelism.context_parallel_degree = 1"
+        raise UserError(f"Context parallel cannot fetch keys for this attention: {why}. {remedy}.")
+    for fqn, inner in own_attention.list_attentions(part).items():
+        if expected is CausalAttention:
+            part.set_submodule(fqn, CausalContext(mesh, method))
+        else:
+            assert method == "allgather", "the ring has no masks"
+            gather_keys(inner, mesh)
 
 
 class CausalContext(InnerAttention):
@@ -91,17 +105,24 @@ class CausalContext(InnerAttention):
         return out
 
 
-class DocumentContext(DocumentAttention):
-    """Document attention: every token attends to its document up to itself, on every rank."""
+def gather_keys(inner: InnerAttention, mesh: DeviceMesh) -> None:
+    """Let an attention whose mask comes from `positions` attend to the keys of all cp ranks."""
+    inner.__class__ = make_gathering(type(inner))
+    inner.ranks = list_ranks(mesh)
 
-    def __init__(self, mesh: DeviceMesh, method: str):
-        super().__init__()
-        assert method == "allgather", "the ring has no masks"
-        self.ranks = list_ranks(mesh)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor | BlockMask
-    ) -> Tensor:
+@cache  # compiled code is shared by modules of one class
+def make_gathering(cls: type[InnerAttention]) -> type[InnerAttention]:
+    """Return a subclass of `cls` that gathers keys and values before its forward."""
+    return type(f"Gathering{cls.__name__}", (GatheringAttention, cls), {})
+
+
+class GatheringAttention(InnerAttention):
+    """Mixin. Its `positions` replaces the one of DocumentAttention."""
+
+    ranks: Ranks
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: object) -> Tensor:
         """query (B, H, S/cp, E), key and value (B, K, S/cp, E), result of `plan` -> (B, H, S/cp, E). Collective."""
         local = torch.stack((key, value))
         keys, values = Gather.apply(local, self.ranks, 3)  # (2, B, K, S, E)
@@ -113,6 +134,3 @@ class DocumentContext(DocumentAttention):
         queries = plan_query_positions(self.ranks.own, self.ranks.n, seq_len, device)
         keys = plan_query_positions(all_ranks, self.ranks.n, seq_len, device)
         return queries, keys.flatten()
-
-
-CONTEXT_ATTENTIONS = {"causal": CausalContext, "document": DocumentContext}  # model.attention

@@ -1,9 +1,9 @@
 """Apply all parallelisms to one model part, in the required order, with the reason for each position.
 
     on meta   0. float8                swaps classes of linear layers, so it comes before code that checks classes
-              1. tensor parallel       finds modules by FQN and replaces their parameters
-              2. context parallel      replaces attention.inner, which has no parameters
-              3. loss                  sets its formula and chunks; 1 to 4 can be reordered
+              1. context parallel      replaces attention.inner, if it is the one that the model calls
+              2. tensor parallel       finds modules by FQN and replaces their parameters
+              3. loss                  sets its formula and chunks; 2 to 4 can be reordered
               4. expert parallel       keeps this rank's experts; 5 and 6 must see the modules that 1 to 4 replaced
               5. recompute, compile    per op: recompute inside compile, where the partitioner follows its policy; full:
                                        outside, because inside it fails under TP ("tensors_saved ... DeviceMesh")
@@ -43,11 +43,11 @@ def parallelize(part: nn.Module, config: Config, layout: Layout, mesh: Mesh) -> 
     if config.model.uses_float8:  # 0
         float8 = config.quantize.linear.float8
         load_module("model.float8_linear").apply_float8(part, float8, layout.tp)
-    if layout.tp > 1:  # 1
-        apply_tensor_parallel(part, mesh.tp)
-    if layout.cp > 1:  # 2
+    if layout.cp > 1:  # 1
         method = config.parallelism.context_parallel_rotate_method
         apply_context_parallel(part, mesh.cp, attention=config.model.attention, method=method)
+    if layout.tp > 1:  # 2
+        apply_tensor_parallel(part, mesh.tp)
     if part.output is not None:  # 3
         part.output.chunk_tokens = config.training.loss_chunk_tokens
         part.output.formula = find_formula(config.training.loss)

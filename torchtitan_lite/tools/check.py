@@ -145,7 +145,7 @@ def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:
     args = spec.model_args
     memory = bound_memory(config, args, layout.world_size, machine, n_hosts)
     tokens = layout.global_batch_size * config.training.seq_len
-    flops = count_flops_per_token(args, config.training.seq_len)
+    flops = count_flops_per_token(args, config.training.seq_len, config.model.attention)
     active = f" ({count_parameters(args, active=True):,} active)" if args.moe else ""
     n_local = config.training.local_batch_size
     bound = ""

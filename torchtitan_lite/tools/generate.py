@@ -52,7 +52,7 @@ def main(options: Namespace) -> int:
         n_new_tokens = count_new_tokens(prompt_tokens, source, options)
         if model is None:
             print(f"loading {source.path}", file=sys.stderr)
-            model = CachedModel(build_model(source))
+            model = CachedModel(build_model(source), source.attention)
         if not chat:
             show(prompt)
         model.forget()  # a template can write earlier turns in another way

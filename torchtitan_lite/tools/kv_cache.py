@@ -4,9 +4,10 @@
     read([d])          computes keys and values of d only     caches a b c d     returns the logits after d
     forget()           computes nothing                       caches . . . .
 
-The cache replaces the submodule `attention.inner`, as document attention and context parallel do, so training and
-generation run the same model code. It computes causal attention over one document that starts at position 0. In
-config/choices.py, ATTENTIONS[name].is_plain says whether this is correct for a value of `model.attention`.
+The cache replaces the submodule `attention.inner`, as context parallel does, so training and generation run the same
+model code. It computes attention over one document that starts at position 0, with the window and the sinks of its
+layer. In config/choices.py, ATTENTIONS[name].is_plain says whether this is correct for a value of `model.attention`. A
+model that computes attention in a way of its own is refused.
 
 Legend: B batch (1 here), S sequence, Q tokens being read, L tokens read so far, H heads, K kv heads, E head dim.
 """
@@ -16,18 +17,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.extensions.windowed_attention import attend_with_mask
+from torchtitan_lite.model.attention import build_attention, make_mask
 from torchtitan_lite.model.inner_attention import InnerAttention
+from torchtitan_lite.model.own_attention import explain_own_attention, list_attentions
 
 # Without cuDNN, because it makes a plan for each new text length.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
+MOST_ERROR = 1e-3  # of the largest logit. 1e-6 is usual
+
 
 class CachedAttention(InnerAttention):
-    """Causal attention from the tokens being read to themselves and to all cached tokens."""
+    """Causal attention from the tokens being read to themselves and to the cached tokens, within the window."""
 
-    def __init__(self):
+    def __init__(self, replaced: InnerAttention):
         super().__init__()
-        self.cache: Tensor | None = None  # keys and values, (2, 1, K, L, E)
+        self.window: int | None = getattr(replaced, "window", None)
+        self.sinks: nn.Module | None = getattr(replaced, "sinks", None)
+        self.cache: Tensor | None = (
+            None  # keys and values, (2, 1, K, L, E); of a window, its last ones
+        )
 
     def forward(
         self,
@@ -41,9 +52,15 @@ class CachedAttention(InnerAttention):
         if self.cache is not None:
             # This copies the cache, but attention reads all of it anyway, and no capacity must be known in advance.
             key_value = torch.cat((self.cache, key_value), dim=3)
-        self.cache = key_value
         n_queries = query.shape[2]
         n_keys = key_value.shape[3]
+        first_kept = max(0, n_keys + 1 - self.window) if self.window else 0
+        self.cache = key_value[:, :, :, first_kept:]
+        if self.window or self.sinks is not None:
+            keys = torch.arange(n_keys, device=query.device)
+            mask = make_mask(torch.zeros_like(keys)[None], keys[-n_queries:], keys, self.window)
+            sinks = None if self.sinks is None else self.sinks()
+            return attend_with_mask(query, *key_value, mask, sinks)
         mask = None  # a single token attends to everything; an empty cache needs only is_causal
         if 1 < n_queries < n_keys:
             mask = query.new_ones(n_queries, n_keys, dtype=torch.bool).tril(n_keys - n_queries)
@@ -57,15 +74,45 @@ class CachedAttention(InnerAttention):
 
 
 class CachedModel:
-    """A full model with a KV cache in every block. Modifies the model, so do not train it afterwards."""
+    """A full model with a KV cache in every attention. Modifies the model, so do not train it afterwards.
 
-    def __init__(self, model: nn.Module):
+    Raises UserError if the model computes attention in its own way, which the cache would replace or miss.
+    """
+
+    def __init__(self, model: nn.Module, attention: str = "causal"):
+        """`attention`: model.attention, a plain row."""
         self.model = model
         self.length = 0
-        for block in model.layers.values():
-            block.attention.inner = CachedAttention()
+        expected = type(build_attention(attention, model.model_args, 0))
+        if why := explain_own_attention(model, expected):
+            remedy = "Add a plain row to ATTENTIONS (config/choices.py) for it"
+            raise UserError(f"The KV cache cannot serve this attention: {why}. {remedy}.")
+        self.caches = []
+        for fqn, inner in list_attentions(model).items():
+            cached = CachedAttention(inner)
+            model.set_submodule(fqn, cached)
+            self.caches.append(cached)
         # Only the last token's logits are needed. Logits for every token of a long prompt would take gigabytes.
         model.norm.register_forward_pre_hook(lambda norm, args: (args[0][:, -1:],))
+        self.require_equal_pieces()
+
+    def require_equal_pieces(self) -> None:
+        """Raise UserError if tokens read one by one give other logits: then layers mix tokens outside of attention.
+
+        Only in float32, because rounding in bfloat16 hides such a difference.
+        """
+        tokens = [0, 1, 2, 3]
+        at_once = self.read(tokens)
+        self.forget()
+        for token in tokens:
+            one_by_one = self.read([token])
+        self.forget()
+        error = (one_by_one - at_once).abs().max() / at_once.abs().max()
+        if error > MOST_ERROR and self.model.output.weight.dtype == torch.float32:
+            why = f"layers mix tokens outside of attention.inner: its logits are off by {error:.0e}"
+            raise UserError(
+                f"The KV cache cannot serve this model: {why}. Use eval, which needs no cache."
+            )
 
     @torch.inference_mode()
     def read(self, tokens: list[int]) -> Tensor:
@@ -81,6 +128,6 @@ class CachedModel:
 
     def forget(self) -> None:
         """Empty the cache."""
-        for block in self.model.layers.values():
-            block.attention.inner.cache = None
+        for cached in self.caches:
+            cached.cache = None
         self.length = 0

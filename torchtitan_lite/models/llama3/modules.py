@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.extensions import load_module
 from torchtitan_lite.config.model_rows import ModelArgs
-from torchtitan_lite.model.attention import ATTENTION_MODULES
+from torchtitan_lite.model.attention import build_attention
 from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.rotary import rotary_angles, rotate
 
@@ -26,14 +26,14 @@ class Llama3(nn.Module):
     """The full model, or a pipeline stage of it: absent children are None, and `layers` has only the stage's layers."""
 
     def __init__(self, model_args: ModelArgs, *, attention: str = "causal"):
-        """`attention` is a key of ATTENTION_MODULES (attention.py)."""
+        """`attention` is a row of ATTENTIONS (config/choices.py)."""
         super().__init__()
         self.model_args = model_args
         self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
         # A dict keyed by layer number: on a stage with layers 3 and 4, their FQNs still say 3 and 4.
         self.layers = nn.ModuleDict()
         for layer in range(model_args.n_layers):
-            inner = ATTENTION_MODULES[attention]()
+            inner = build_attention(attention, model_args, layer)
             block = TransformerBlock(model_args, inner, is_moe=model_args.is_moe(layer))
             self.layers[str(layer)] = block
         self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)

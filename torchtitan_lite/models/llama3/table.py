@@ -12,6 +12,7 @@ import math
 from functools import partial
 
 from torchtitan_lite.config.model_rows import (
+    LAYER_TYPES,
     ModelArgs,
     ModelTable,
     ModuleRow,
@@ -65,6 +66,19 @@ FLAVORS = {
     "405B": ModelArgs(16384, 126, 128, 8, 128, 53248, 128256, rope_scaling=LLAMA_3_1),
     # 2M parameters, 1.1M active per token
     "debug_moe": ModelArgs(128, 4, 4, 2, 32, 352, 2304, moe=MoEArgs(8, top_k=2, expert_ffn_dim=96)),
+    # windows in every other layer, and sinks, as in gpt-oss
+    "debug_windows": ModelArgs(
+        128,
+        4,
+        4,
+        2,
+        32,
+        352,
+        2304,
+        sliding_window=64,
+        layer_types=LAYER_TYPES,
+        attention_sinks=True,
+    ),
     # arXiv:2401.04088: two of eight experts in every layer
     "Mixtral-8x7B": ModelArgs(
         4096, 32, 32, 8, 128, 14336, 32000, rope_theta=1e6, moe=MoEArgs(8, 2, 14336)
@@ -124,6 +138,9 @@ def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[Module
             rows.append(
                 ModuleRow(name, "norm", (head_dim,), "heads", init_mean=1.0, is_rotated=True)
             )
+    if model_args.attention_sinks:
+        heads = (model_args.n_heads,)
+        rows.append(ModuleRow("attention.inner.sinks", "norm", heads, "colwise", STD))
     rows.append(ModuleRow("ffn_norm", "norm", (dim,), "sequence", init_mean=1.0))
     if moe:
         return rows + list_expert_rows(model_args, moe)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.extensions import windowed_attention
 from torchtitan_lite.model import attention, moe
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.parallel import expert_parallel, pipeline
@@ -130,6 +131,8 @@ def gpu_kernels() -> Iterator[None]:
     """
     with (
         patch.object(attention, "attend_within_documents", attend_without_mask),
+        patch.object(windowed_attention, "attend_with_mask", attend_with_sinks),
+        patch.object(windowed_attention, "make_mask", lambda doc_ids, *_: doc_ids),
         patch.object(
             F, "rms_norm", lambda x, shape, weight=None, eps=None: F.layer_norm(x, shape, weight)
         ),
@@ -142,3 +145,11 @@ def attend_without_mask(
 ) -> Tensor:
     """Replace flex attention by a kernel that keeps the same tensors for backward."""
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+
+def attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Replace flex attention with windows, and its multiplication by shares that depend on the sinks."""
+    out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    return out if sinks is None else out * sinks.sigmoid()[:, None, None].to(out.dtype)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from torchtitan_lite.config.block import count_keys
 from torchtitan_lite.config.model_rows import ModuleRow
 from torchtitan_lite.tools.plan.cluster import Cluster
 from torchtitan_lite.tools.plan.workload import LayerKind, Workload
@@ -108,7 +109,10 @@ class LayerTime:
         """Seconds of a layer's attention, forward and backward. The causal half has 2*T*S*H*E FLOPs in forward."""
         w = self.workload
         cluster = self.cluster
-        n_scores = w.n_tokens * w.seq_len * w.args.n_heads / w.layout.tp
+        _, n_keys = count_keys(
+            w.args, w.seq_len, w.attention_row
+        )  # half of the matrices, less with windows
+        n_scores = w.n_tokens * 2 * n_keys / w.args.n_layers * w.args.n_heads / w.layout.tp
         head_dim = w.args.head_dim
         flops = 2 * n_scores * head_dim
         peak = cluster.peak(w.compute_dtype) * cluster.clock

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 
 from torchtitan_lite.config.block import list_linears, plan_float8
 from torchtitan_lite.config.checks import plan_layout, resolve_config, resolve_model
-from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS, has_masks
 from torchtitan_lite.config.layout import Layout, choose_chunk_tokens, plan_recompute
 from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
@@ -35,6 +35,8 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
     for layer, mode in plan_recompute(config.activation_checkpoint, range(args.n_layers)).items():
         recompute[args.is_moe(layer)][mode] += 1
     dtype, float8 = config.training.mixed_precision_param, config.quantize.linear.float8
+    row = ATTENTIONS[config.model.attention]
+    is_masked = row.uses_documents or has_masks(config.model.attention, args)
     asked = args, tuple(float8.filter_fqns), layout.tp, float8.recipe_name
     return Workload(
         args=args,
@@ -48,7 +50,8 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         float8_recipe=float8.recipe_name.partition("_")[0],
         gathers_float8=config.model.uses_float8 and float8.enable_fsdp_float8_all_gather,
         zero_plus_plus=tuple(config.parallelism.zero_plus_plus),
-        attention="triton" if config.model.attention == "document" else "cudnn",
+        attention_row=config.model.attention,
+        attention="triton" if is_masked else "cudnn",
         moment_bytes=count_moment_bytes(config.optimizer),
         updates_matrices=OPTIMIZERS[config.optimizer.name].updates_matrices,
         loss_chunk_tokens=choose_chunk_tokens(config.training, "cuda"),

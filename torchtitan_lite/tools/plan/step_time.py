@@ -162,7 +162,7 @@ class StepTime(LayerTime):
             "optimizer": self.optimizer_s,
         }
         speed = w.tokens_per_step / step_time_s / layout.world_size
-        flops = count_flops_per_token(w.args, w.seq_len)
+        flops = count_flops_per_token(w.args, w.seq_len, w.attention_row)
         mfu_of_one_flop = speed / self.cluster.peak(w.compute_dtype)
         return Forecast(
             step_time_s=step_time_s,

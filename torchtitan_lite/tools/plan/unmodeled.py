@@ -5,12 +5,13 @@ do not change the time or the memory of a step. Validation and checkpoints run b
 """
 
 from torchtitan_lite.config.block import list_added_ends
+from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.schema import get_value
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 
 MODELED_VALUES = {  # key -> its values that the closed forms model, and what they count for all others
     "training.loss": (("cross_entropy",), "the time and memory of cross entropy"),
-    "model.attention": (("causal", "document"), "causal attention over the whole sequence"),
+    "model.name": (("llama3",), "the modules in its table, and attention as model.attention says"),
     "quantize.linear.float8.emulate": ((False,), "matmuls of float8 units"),
     "training.router_z_loss": ((0.0,), "routers without this loss"),
     "debug.deterministic": ((False,), "the fastest kernels"),
@@ -29,6 +30,9 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
             unmodeled[f"{key} = {value}"] = counted
     if planned.workload.updates_matrices and planned.config.optimizer.groups:
         unmodeled["optimizer.groups"] = "rounds of Muon with matrices of all groups"
+    attention = planned.config.model.attention
+    if ATTENTIONS[attention].window is None:
+        unmodeled[f"model.attention = {attention}"] = "causal attention over the whole sequence"
     for row in list_added_ends(planned.model_args):
         unmodeled[row.name] = "its weights and FLOPs once, but neither its time nor its activations"
     for kind in planned.workload.kinds:

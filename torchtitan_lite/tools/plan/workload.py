@@ -74,7 +74,8 @@ class LayerKind:
                 self.groups[axis].append(rows)
         # axis -> elements
         self.sizes = Counter({axis: sum(sizes) for axis, sizes in self.groups.items()})
-        self.colwise = by_style["colwise"]  # tp gathers their input
+        # tp gathers their input
+        self.colwise = [module for module in by_style["colwise"] if module.kind == "linear"]
         self.rowwise = by_style["rowwise"]  # tp scatters their output
         self.norms = [module for module in by_style["sequence"] if module.kind == "norm"]
         # The closed forms know matmuls that tp splits, experts, norms of hidden states, and Qwen3's norms of heads.
@@ -122,7 +123,8 @@ class Workload:
     gathers_float8: bool = False  # FSDP all-gathers in float8
     zero_plus_plus: tuple[str, ...] = ()  # hpz, qwz, qgz
     schedule: str = "1F1B"  # of the pipeline
-    # triton: the kernel of this trainer for documents; unfused: scores are written to memory
+    attention_row: str = "causal"  # model.attention
+    # triton: the kernel of this trainer for documents, windows and sinks; unfused: scores are written to memory
     attention: Literal["cudnn", "flash2", "triton", "unfused"] = "cudnn"
     moment_bytes: int = 8  # optimizer state per parameter
     updates_matrices: bool = False  # by Muon, which keeps MASTER_BYTES less for them

@@ -19,7 +19,7 @@ from torchtitan_lite.tools.tables import format_table
 from torchtitan_lite.tools.verify.degrees import AUTOMATIC
 from torchtitan_lite.tools.verify.reduction import Reduction
 from torchtitan_lite.tools.verify.trial import NOT_FINISHED, Trial
-from torchtitan_lite.tools.verify.witnesses import merge
+from torchtitan_lite.tools.verify.witnesses import MASKS, merge
 
 Changes = dict[str, tuple[object, object]]  # key -> value asked, value that ran
 CERTIFIED, WRONG = "certified", "wrong"
@@ -110,7 +110,7 @@ def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
         if values[key] in (AUTOMATIC, "auto", None):
             values[key] = get_value(resolved, key)
     args = resolve_model(config.model)
-    for name in MODEL_SIZES:
+    for name in (*MODEL_SIZES, *MASKS):
         values[f"model.{name}"] = getattr(args, name)
     if args.moe:
         for name, size in vars(args.moe).items():

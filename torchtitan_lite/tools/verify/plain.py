@@ -32,13 +32,16 @@ from torchtitan_lite.checkpoint.load import set_step
 from torchtitan_lite.components.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.config.checks import resolve_model
 from torchtitan_lite.config.choices import ATTENTIONS
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, LRScheduler
-from torchtitan_lite.model.attention import DocumentAttention
+from torchtitan_lite.extensions.windowed_attention import WindowedAttention
+from torchtitan_lite.model.attention import CausalAttention, DocumentAttention
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.inner_attention import InnerAttention
 from torchtitan_lite.model.loss import IGNORE_INDEX, Vocabulary, find_formula
-from torchtitan_lite.model.moe import MoE
+from torchtitan_lite.model.moe import Experts, MoE, Router
 from torchtitan_lite.model.part import list_moes
+from torchtitan_lite.parallel.context_parallel import CausalContext, GatheringAttention
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 SPIKE = 10.0  # in units of the largest gradient norm that training.skip_spikes allows
@@ -125,16 +128,42 @@ def choose_positions(section: LRScheduler) -> list[int]:
 # ---------------------------------------------------------------- the model
 
 
-class PlainDocuments(InnerAttention):
-    """Causal attention within documents, with an explicit mask."""
+class PlainAttention(InnerAttention):
+    """Attention within documents and windows, and to sinks: an explicit mask, and the softmax written out."""
+
+    def __init__(self, replaced: InnerAttention, *, uses_documents: bool):
+        super().__init__()
+        self.uses_documents = uses_documents
+        self.window: int | None = getattr(replaced, "window", None)
+        self.sinks: nn.Module | None = getattr(replaced, "sinks", None)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Tensor) -> Tensor:
-        mask = (doc_ids[:, None, :, None] == doc_ids[:, None, None, :]).tril()
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+        if self.window:
+            mask = mask.triu(1 - self.window)
+        if self.uses_documents:
+            mask = mask & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+        n_sharing = query.shape[1] // key.shape[1]
+        keys = key.repeat_interleave(n_sharing, 1)
+        values = value.repeat_interleave(n_sharing, 1)
+        scores = query @ keys.mT / math.sqrt(query.shape[-1])
+        scores = scores.masked_fill(~mask, -math.inf)
+        total = scores.logsumexp(-1)
+        if self.sinks is not None:
+            total = total.logaddexp(self.sinks.weight[:, None])
+        return (scores - total[..., None]).exp() @ values
 
 
-# Kinds of attention that the plain loop computes in its own way; a fork's kind is shared, and so not covered.
-PLAIN_ATTENTIONS = {DocumentAttention: PlainDocuments}
+# Attention that the plain loop computes in its own way
+MASKED_ATTENTIONS = (DocumentAttention, WindowedAttention)
+
+
+def has_formula(inner: InnerAttention) -> bool:
+    """Whether this file or torch computes an attention too. The plain loop shares any other, as of a fork."""
+    kind, *bases = type(inner).__mro__
+    if bases[0] is GatheringAttention:
+        kind = bases[1]
+    return kind in (CausalAttention, CausalContext, *MASKED_ATTENTIONS)
 
 
 class PlainExperts:
@@ -202,13 +231,18 @@ class PlainModel:
             if name:
                 module.register_forward_hook(partial(self.keep_output, name))
             inner = getattr(module, "inner", None)
-            if type(inner) in PLAIN_ATTENTIONS:
-                module.inner = PLAIN_ATTENTIONS[type(inner)]()
+            if type(inner) in MASKED_ATTENTIONS:
+                uses_documents = ATTENTIONS[config.model.attention].uses_documents
+                module.inner = PlainAttention(inner, uses_documents=uses_documents)
         initialize_weights(self.model, config.debug.seed)
         self.model.tok_embeddings.weight.data *= EMBEDDING_SCALE
         biases_decide = self.section.mixed_precision_param == "bfloat16"
         self.experts: dict[int, PlainExperts] = {}
         for layer, moe in list_moes(self.model):
+            for module, known in ((moe, MoE), (moe.router, Router), (moe.experts, Experts)):
+                if type(module) is not known:
+                    why = f"layers.{layer} has {type(module).__name__}, but verify has a formula for {known.__name__}"
+                    raise UserError(f"{why}. Add its formula to PlainExperts in {__file__}.")
             self.experts[layer] = PlainExperts(moe, layer, biases_decide=biases_decide)
         self.parameters = dict(self.model.named_parameters())
 

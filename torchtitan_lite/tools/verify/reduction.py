@@ -13,6 +13,9 @@
     wide        1 or 2 each   about 41, odd if possible        like real run   8
     deep        12 or more    280 tokens, 560 with documents   12 under pp     20
 
+Rows are longer than every window. The window of a flavor becomes smaller; the window of a row in config/choices.py
+stays, so rows are as long as it needs.
+
 The deep trial finds faults that need depth, length or large counts. It has the options of the wide one, except
 recompute and compile.
 
@@ -27,7 +30,7 @@ from math import lcm
 
 from torchtitan_lite.config.block import FLOAT8_BLOCK, find_expert_dim
 from torchtitan_lite.config.checks import check_microbatches, find_row, plan_layout, resolve_model
-from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
+from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES, list_windows
 from torchtitan_lite.config.layout import Layout, count_stages, plan_stages
 from torchtitan_lite.config.messages import ConfigError, Problem, name_command
 from torchtitan_lite.config.model_rows import ModelArgs
@@ -54,6 +57,8 @@ ALIGNED = 8  # grouped_mm needs rows aligned to 16 bytes: dim and expert_ffn_dim
 STAGES = "parallelism.pipeline_parallel_layers_per_stage"
 FIRST = "parallelism.pipeline_parallel_first_stage_less_layers"
 LAST = "parallelism.pipeline_parallel_last_stage_less_layers"
+WINDOW = 12  # tokens of a small window: most of a row is outside
+BEYOND = 25  # tokens of a row beyond the largest window
 TOKENIZER = "bytes"
 N_WORDS = 258  # of this tokenizer
 REPLACED = {
@@ -129,6 +134,9 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
         # Traces and differentiates like inductor, but generates no kernels.
         keys["compile.backend"] = "aot_eager"
     keys |= reduce_experts(args, wide, keys["model.dim"], N_EXPERTS)
+    if args.sliding_window:
+        keys["flavor.sliding_window"] = min(WINDOW, args.sliding_window)
+        keys["flavor.layer_types"] = tuple(dict.fromkeys(args.layer_types))
     small = override(config, keys)
     small = override(small, reduce_batch(small, config, real, wide))
     layout = plan_layout(small, resolve_model(small.model), wide.world_size)
@@ -287,10 +295,17 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
         n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
     # 41 stays odd if neither tp nor cp divides rows: code that halves a row must keep its last token.
-    keys = give_batch(wide, n_rows, n_microbatches, 41, unit)
+    n_tokens = count_tokens(small, 41)
+    keys = give_batch(wide, n_rows, n_microbatches, n_tokens, unit)
     if accumulates:
         keys["training.local_batch_size"] = n_rows
     return keys
+
+
+def count_tokens(small: Config, least: int) -> int:
+    """Return a length of rows, at least `least`, in which every window of this model ends."""
+    windows = list_windows(small.model.attention, resolve_model(small.model))
+    return max([least, *(BEYOND + window for window in windows if window)])
 
 
 def give_batch(
@@ -358,8 +373,9 @@ def deepen(reduction: Reduction) -> Config:
     n_tokens = N_TOKENS
     if ATTENTIONS[real.model.attention].uses_documents:
         n_tokens = 2 * N_TOKENS
-    keys |= give_batch(layout, 1, n_microbatches, n_tokens)
-    return override(reduction.config, keys)
+    small = override(reduction.config, keys)
+    n_tokens = count_tokens(small, n_tokens)
+    return override(small, give_batch(layout, 1, n_microbatches, n_tokens))
 
 
 # ---------------------------------------------------------------- other trials

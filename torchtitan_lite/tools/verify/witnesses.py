@@ -19,19 +19,20 @@ from torch.autograd.profiler import profile
 from torchtitan_lite import build
 from torchtitan_lite import step as stepping
 from torchtitan_lite.config.checks import MODEL_SIZES
-from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.choices import ATTENTIONS, OPTIMIZERS
 from torchtitan_lite.config.model_rows import MoEArgs
 from torchtitan_lite.config.parameter_groups import list_used
 from torchtitan_lite.config.schema import get_value
-from torchtitan_lite.model.attention import ATTENTION_MODULES
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.float8_linear import Float8Linear
+from torchtitan_lite.model.own_attention import list_attentions
 from torchtitan_lite.tools.verify.degrees import DEGREES
 from torchtitan_lite.tools.verify.measures import local
 from torchtitan_lite.tools.verify.observed import Observed, count, count_events
-from torchtitan_lite.tools.verify.plain import PLAIN_ATTENTIONS
+from torchtitan_lite.tools.verify.plain import has_formula
 
 MOE_SIZES = [size.name for size in fields(MoEArgs)]
+MASKS = ("sliding_window", "layer_types", "attention_sinks")  # fields of ModelArgs
 Acted = dict[str, bool | None]  # key -> whether it acted; None: it is off
 Witness = Callable[[Observed], bool | None]
 
@@ -67,8 +68,11 @@ def reads_text(step: Observed) -> bool:
 def separates_documents(step: Observed) -> bool | None:
     """Kinds that the plain loop does not compute in its own way are shared with it, and so not covered."""
     name = step.config.model.attention
-    is_compared = ATTENTION_MODULES[name] in PLAIN_ATTENTIONS
-    return once_on(name != "causal", is_compared and step.batch.doc_ids.any().item())
+    inners = [inner for part in step.run.parts for inner in list_attentions(part).values()]
+    is_compared = all(map(has_formula, inners))
+    if is_compared and ATTENTIONS[name].uses_documents:
+        is_compared = step.batch.doc_ids.any().item()
+    return once_on(name != "causal" or not is_compared, is_compared)
 
 
 def updates(step: Observed) -> bool:
@@ -287,7 +291,7 @@ SWITCHES: dict[str, Witness] = {  # keys that are off if they are 0, empty or fa
     "debug.deterministic": lambda step: torch.are_deterministic_algorithms_enabled(),
 }
 WITNESSES: dict[str, Witness] = {
-    **{f"model.{name}": in_use for name in ("name", "flavor", *MODEL_SIZES, *MOE_SIZES)},
+    **{f"model.{name}": in_use for name in ("name", "flavor", *MODEL_SIZES, *MOE_SIZES, *MASKS)},
     **dict.fromkeys(DEGREES, in_use),
     **{key: once_set(key, witness) for key, witness in SWITCHES.items()},
     "model.hf_assets_path": reads_text,

@@ -1,0 +1,242 @@
+"""Windows and sinks against a softmax in float64 with an explicit mask: training, the cache, flex attention, FLOPs."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from compare import TABLE_CONFIG, resolve_model
+from test_documents import make_documents
+from torch import nn
+
+from torchtitan_lite.config.block import count_keys
+from torchtitan_lite.config.checks import check_model
+from torchtitan_lite.config.messages import UserError
+from torchtitan_lite.config.model_rows import LAYER_TYPES, ModelArgs
+from torchtitan_lite.config.schema import Model
+from torchtitan_lite.extensions.windowed_attention import attend_in_windows
+from torchtitan_lite.model import attention
+from torchtitan_lite.model.attention import CausalAttention, build_attention, plan_blocks
+from torchtitan_lite.model.own_attention import explain_own_attention
+from torchtitan_lite.models.llama3.modules import Attention, Llama3
+from torchtitan_lite.parallel.context_parallel import apply_context_parallel
+from torchtitan_lite.parallel.initial_weights import initialize_weights
+from torchtitan_lite.tools.kv_cache import CachedModel
+
+ARGS = replace(resolve_model(TABLE_CONFIG.model), n_layers=3)
+SEQ_LEN = 150
+FULL = (None, False)
+CASES = [  # window, layer types, sinks
+    (7, (), False),
+    (7, LAYER_TYPES, True),
+    (1, LAYER_TYPES[::-1], False),
+    (SEQ_LEN, (), True),
+    (None, (), True),
+]
+
+
+def list_sees(model_args: ModelArgs, layer: int, doc_ids: torch.Tensor | None) -> torch.Tensor:
+    """Which keys each query sees, pair by pair: (B or 1, S, S)."""
+    types = model_args.layer_types or ("sliding_attention",)
+    is_sliding = types[layer % len(types)] == "sliding_attention"
+    window = model_args.sliding_window if is_sliding else None
+    ids = [[0] * SEQ_LEN] if doc_ids is None else doc_ids.tolist()
+    sees = torch.zeros(len(ids), SEQ_LEN, SEQ_LEN, dtype=torch.bool)
+    for row, documents in enumerate(ids):
+        for query, key in itertools.product(range(SEQ_LEN), range(SEQ_LEN)):
+            is_near = key <= query and (window is None or query - key < window)
+            sees[row, query, key] = is_near and documents[query] == documents[key]
+    return sees
+
+
+def attend_exactly(query, key, value, sinks, sees):
+    """Softmax over the visible scores and the sink, in float64."""
+    query, key, value = (tensor.double() for tensor in (query, key, value))
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
+    weights = torch.einsum("bhqe,bhke->bhqk", query, key).div(math.sqrt(query.shape[-1])).exp()
+    weights = weights * sees[:, None]
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.double().exp()[:, None, None]
+    return weights / total @ value
+
+
+def make_case(window, layer_types, sinks) -> ModelArgs:
+    return replace(ARGS, sliding_window=window, layer_types=layer_types, attention_sinks=sinks)
+
+
+def make_inputs(model_args: ModelArgs, inner: nn.Module):
+    generator = torch.Generator().manual_seed(3)
+    heads = []
+    for n_heads in (model_args.n_heads, model_args.n_kv_heads, model_args.n_kv_heads):
+        heads.append(torch.randn(2, n_heads, SEQ_LEN, model_args.head_dim, generator=generator))
+    leaves = [tensor.requires_grad_() for tensor in heads]
+    sinks = None
+    if model_args.attention_sinks:
+        sinks = inner.sinks.weight
+        nn.init.normal_(sinks, generator=generator)
+        leaves.append(sinks)
+    return heads, sinks, leaves
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_attention_is_a_softmax_over_the_window_and_the_sink(case, documents):
+    model_args = make_case(*case)
+    doc_ids = make_documents(2, SEQ_LEN)
+    for layer in range(2):
+        inner = build_attention("document" if documents else "causal", model_args, layer)
+        heads, sinks, leaves = make_inputs(model_args, inner)
+        sees = list_sees(model_args, layer, doc_ids if documents else None)
+        outs = inner(*heads, inner.plan(doc_ids)), attend_exactly(*heads, sinks, sees)
+        found, expected = (torch.autograd.grad(out.square().sum(), leaves) for out in outs)
+        for one, other in zip((outs[0], *found), (outs[1], *expected), strict=True):
+            torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("case", CASES)
+def test_flex_attention_with_windows_and_sinks_is_the_same(case, monkeypatch):
+    monkeypatch.setattr(
+        attention, "compile_once", lambda function: function
+    )  # lse on a CPU: eager only
+    model_args = make_case(*case)
+    doc_ids = make_documents(2, SEQ_LEN)
+    positions = torch.arange(SEQ_LEN)
+    inner = build_attention("document", model_args, 0)
+    inner.requires_grad_(False)  # flex attention has no backward on a CPU
+    with torch.no_grad():
+        heads, sinks, _ = make_inputs(model_args, inner)
+        heads = [tensor.detach() for tensor in heads]
+        blocks = plan_blocks(doc_ids, positions, positions, model_args.find_window(0))
+        found = attend_in_windows(*heads, blocks, sinks)
+        expected = attend_exactly(*heads, sinks, list_sees(model_args, 0, doc_ids))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pieces", [[100] + [1] * 50, [3, 90, 1, 56], [150]])
+def test_logits_with_a_cache_are_those_without(case, pieces):
+    model_args = make_case(*case)
+    model = Llama3(model_args)
+    initialize_weights(model, 1)
+    with torch.no_grad():
+        for block in model.layers.values():  # initial attention hardly looks at keys
+            block.attention.wq.weight *= 7
+            block.attention.wk.weight *= 7
+            if model_args.attention_sinks:
+                block.attention.inner.sinks.weight.add_(1)
+        tokens = torch.randint(model_args.vocab_size, (SEQ_LEN,))
+        expected = model(tokens[None], positions=torch.arange(SEQ_LEN)[None])[0]
+    cached = CachedModel(model)
+    for _ in range(2):
+        start = 0
+        for n_tokens in pieces:
+            logits = cached.read(tokens[start : start + n_tokens].tolist())
+            start += n_tokens
+            assert (logits - expected[start - 1]).abs().max() < 2e-5
+        windows = [cache.window for cache in cached.caches]
+        kept = [cache.cache.shape[3] for cache in cached.caches]
+        assert kept == [min(SEQ_LEN, (window or SEQ_LEN + 1) - 1) for window in windows]
+        cached.forget()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flops_count_the_pairs_of_each_layer(case):
+    model_args = make_case(*case)
+    full, causal = count_keys(model_args, SEQ_LEN, "causal")
+    n_pairs = 0
+    for layer in range(model_args.n_layers):
+        sees = list_sees(model_args, layer, None)
+        n_keys = sees.sum(-1).max().item()
+        n_pairs += (
+            sees.sum().item() - n_keys / 2
+        )  # as 12*L*H*E*S / 2 leaves out half of the diagonal
+        full -= n_keys
+    assert full == 0
+    assert causal * SEQ_LEN == pytest.approx(n_pairs)
+
+
+WRONG = [
+    ({"sliding_window": 0}, "model.flavor"),
+    ({"sliding_window": 4, "layer_types": ("full_attention",)}, "model.flavor"),
+    ({"sliding_window": 4, "layer_types": ("sliding",)}, "model.flavor"),
+    ({"layer_types": LAYER_TYPES}, "model.flavor"),
+    ({"layer_types": ("full_attention",)}, None),
+    ({"sliding_window": 4, "layer_types": LAYER_TYPES}, None),
+]
+
+
+@pytest.mark.parametrize("fields, key", WRONG)
+def test_windows_that_no_layer_has_are_refused(fields, key):
+    problems = check_model(Model(), replace(ARGS, **fields))
+    assert [problem.key for problem in problems] == [key] * (key is not None)
+
+
+# ---------------------------------------------------------------- models with an attention of their own
+
+
+class OwnInner(CausalAttention):
+    """An inner attention of a fork."""
+
+
+class Capped(Attention):
+    """Computes scores by itself, and does not call the inner attention that it has."""
+
+    def forward(self, x, rotation, doc_ids):
+        return self.wo(self.wq(x).tanh())
+
+
+class Gated(Attention):
+    def forward(self, x, rotation, doc_ids):
+        return 2 * super().forward(x, rotation, doc_ids)
+
+
+def change(cls: type[nn.Module] | None = None, inner: nn.Module | None = None) -> Llama3:
+    """Return a model whose layer 1 has another class of attention, or another inner attention."""
+    with torch.device("meta"):
+        model = Llama3(ARGS)
+    attention = model.layers["1"].attention
+    if cls:
+        attention.__class__ = cls
+    attention.inner = inner or attention.inner
+    return model
+
+
+@pytest.mark.parametrize(
+    "model, named",
+    [
+        (change(), ""),
+        (change(Gated), ""),
+        (change(inner=OwnInner()), "layers.1.attention.inner is OwnInner"),
+        (change(inner=nn.Identity()), "layers.1 has no InnerAttention"),
+        (change(Capped), "layers.1.attention, Capped, does not call inner"),
+    ],
+)
+def test_a_cache_and_context_parallel_refuse_an_attention_that_they_would_replace(model, named):
+    why = explain_own_attention(model, CausalAttention)
+    assert named in why and bool(named) == bool(why)
+    for replace_attention in (
+        lambda: CachedModel(model),
+        lambda: apply_context_parallel(model, None, attention="causal", method="ring"),
+    ):
+        if named:
+            with pytest.raises(UserError, match=named):
+                replace_attention()
+
+
+class Shifted(nn.Module):
+    """Adds the hidden state of the token before."""
+
+    def forward(self, x):
+        return x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def test_a_cache_refuses_a_model_that_mixes_tokens_elsewhere():
+    model = Llama3(ARGS)
+    initialize_weights(model, 1)
+    model.layers["0"].ffn_norm = Shifted()
+    with pytest.raises(UserError, match="outside of attention.inner"):
+        CachedModel(model)

@@ -1,0 +1,108 @@
+"""Attention with windows and sinks (drawn for a window of 3 in one layer of two, and a sink per head).
+
+    keys                 0 1 2 3 4   sink        softmax of a query over its scores and the sink, whose value is 0:
+    query 4, window 3        x x x    x
+    query 4, full        x x x x x    x              out = sum of exp(score) * value / (sum of exp(score) + exp(sink))
+
+A query sees keys of its document (if model.attention says so) and window. All layers of a model with windows or sinks
+use this module. The model plans one mask for each kind of layer, once per batch: an explicit mask (B, 1, Q, K) on a
+CPU; on CUDA the blocks of flex attention, as in model/attention.py. There, a sink multiplies the output without it by
+exp(lse) / (exp(lse) + exp(sink)), where lse is the log-sum-exp of the scores. The CUDA path was never run on a GPU; on
+a CPU, tests compare its blocks and its outputs.
+
+`attention.inner.sinks.weight` has a logit for each query head. tp splits it like the heads.
+
+Legend: B batch, S sequence, Q and K queries and keys of one call, E head dim.
+Sources: windows arXiv:2004.05150, Mistral arXiv:2310.06825; sinks arXiv:2309.17453, gpt-oss arXiv:2508.10925.
+Effect: replaces attention.inner of every layer.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+from torchtitan_lite.config.choices import ATTENTIONS, list_windows
+from torchtitan_lite.config.model_rows import ModelArgs
+from torchtitan_lite.model.attention import (
+    DocumentAttention,
+    attend_in_blocks,
+    make_mask,
+    plan_blocks,
+)
+
+Masks = list[Tensor | BlockMask]  # one for each kind of layer
+
+
+class Sinks(nn.Module):
+    """One logit for each query head."""
+
+    def __init__(self, n_heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+
+    def forward(self) -> Tensor:
+        """Return the logits of this rank's heads, (heads,)."""
+        return self.weight
+
+
+class WindowedAttention(DocumentAttention):
+    """Attention of one layer. `window`: number of tokens that a token sees; None: all earlier tokens."""
+
+    def __init__(self, attention: str, model_args: ModelArgs, layer: int):
+        super().__init__()
+        windows = list_windows(attention, model_args)
+        self.window = windows[layer]
+        self.kinds = list(dict.fromkeys(windows))
+        self.uses_documents = ATTENTIONS[attention].uses_documents
+        self.sinks = Sinks(model_args.n_heads) if model_args.attention_sinks else None
+
+    def plan(self, doc_ids: Tensor | None) -> Masks | None:
+        """Return the mask of each kind of layer. None: each layer makes its own."""
+        if doc_ids is None:
+            return None
+        if not self.uses_documents:
+            doc_ids = torch.zeros_like(doc_ids[:1])
+        places = self.positions(doc_ids.shape[1], doc_ids.device)
+        make = make_mask if doc_ids.device.type == "cpu" else plan_blocks
+        return [make(doc_ids, *places, window) for window in self.kinds]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Masks | None) -> Tensor:
+        """query (B, heads, Q, E), key and value (B, kv heads, K, E), result of `plan` -> (B, heads, Q, E)."""
+        if doc_ids is None:
+            doc_ids = self.plan(torch.zeros(1, key.shape[2], dtype=torch.int64, device=key.device))
+        mask = doc_ids[self.kinds.index(self.window)]
+        sinks = None if self.sinks is None else self.sinks()
+        if isinstance(mask, BlockMask):
+            return attend_in_windows(query, key, value, mask, sinks)
+        return attend_with_mask(query, key, value, mask, sinks)
+
+
+def attend_with_mask(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Attend with an explicit mask (B, 1, Q, K). sinks (heads,) or None."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    # The sink is the score of one more key, whose value is zero.
+    shape = (*query.shape[:3], -1)
+    scores = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+    column = sinks.to(query.dtype)[None, :, None, None]
+    bias = torch.cat((scores.expand(shape), column.expand(*query.shape[:3], 1)), 3)
+    one_more = (0, 0, 0, 1)
+    return F.scaled_dot_product_attention(
+        query, F.pad(key, one_more), F.pad(value, one_more), attn_mask=bias, enable_gqa=True
+    )
+
+
+def attend_in_windows(
+    query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, sinks: Tensor | None
+) -> Tensor:
+    """Attend with flex attention. sinks (heads,) or None."""
+    if sinks is None:
+        return attend_in_blocks(query, key, value, blocks)
+    out, aux = attend_in_blocks(query, key, value, blocks, return_aux=AuxRequest(lse=True))
+    share = torch.sigmoid(aux.lse - sinks.float()[:, None])  # (B, heads, Q)
+    return out * share[..., None].to(out.dtype)

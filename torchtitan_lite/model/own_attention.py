@@ -1,0 +1,60 @@
+"""Find attention that a model computes in a way of its own, before context parallel or a cache replaces it."""
+
+import inspect
+
+from torch import nn
+
+from torchtitan_lite.model.inner_attention import InnerAttention
+
+
+def list_attentions(part: nn.Module) -> dict[str, InnerAttention]:
+    """Return FQN -> inner attention, for the whole part."""
+    modules = part.named_modules()
+    return {fqn: module for fqn, module in modules if isinstance(module, InnerAttention)}
+
+
+def explain_own_attention(part: nn.Module, expected: type[InnerAttention]) -> str:
+    """Explain where a part, for example of a fork, computes attention in a way of its own; "" if it does so nowhere.
+
+    It does if an inner attention is not exactly of the class that `build_attention` returns, if a module does not call
+    the inner attention that it has, or if a block has none.
+    """
+    attentions = list_attentions(part)
+    for layer in part.layers:
+        block = f"layers.{layer}"
+        if not any(fqn.startswith(f"{block}.") for fqn in attentions):
+            return f"{block} has no InnerAttention, and so an attention of its own"
+    for fqn, inner in attentions.items():
+        if type(inner) is not expected:
+            return f"{fqn} is {type(inner).__name__}, but the row of model.attention stands for {expected.__name__}"
+        name, _, child = fqn.rpartition(".")
+        module = part.get_submodule(name)
+        if not reads_child(module, child):
+            return f"the forward of {name}, {type(module).__name__}, does not call {child}"
+    return ""
+
+
+def reads_child(module: nn.Module, child: str) -> bool:
+    """Whether the forward of a module, or a method that it calls, has the name of a child in its code."""
+    unread = {"forward"}
+    read = set()
+    while unread:
+        name = unread.pop()
+        read.add(name)
+        for cls in type(module).__mro__:
+            function = inspect.unwrap(vars(cls).get(name, None))
+            names = list_names(getattr(function, "__code__", None))
+            if child in names:
+                return True
+            unread |= names - read
+            if names and "super" not in names:
+                break  # it overrides the others
+    return False
+
+
+def list_names(code: object) -> set[str]:
+    """Return the names in the code of a function, and of functions inside it."""
+    names = set(getattr(code, "co_names", ()))
+    for inside in getattr(code, "co_consts", ()):
+        names |= list_names(inside)
+    return names
