@@ -5,7 +5,7 @@ Used by `plan --html` and by `report`, which adds what a run measured. Figures c
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
@@ -14,7 +14,6 @@ from math import prod
 
 from torchtitan_lite.config.block import list_block_modules
 from torchtitan_lite.config.checks import plan_layout
-from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import ConfigError, name_command
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
@@ -82,11 +81,14 @@ STYLE = """<style>
   font-size: 11.5px; border: 1px solid var(--line); line-height: 1.35 }
 .card svg { overflow: hidden; margin: 1px 0 } .card rect { stroke: none } .card small { display: none }
 .big .card, .big .line { flex: 1 }
-.big .card { padding: 6px 9px; min-width: 130px } .big .card small { display: block; color: var(--pale); font-size: 11.5px }
-.card .all { fill: var(--soft); stroke: var(--line) }
-.card .pale { fill: color-mix(in srgb, currentColor 26%, var(--page)) }
-.card .held { fill: color-mix(in srgb, currentColor 85%, var(--page)) }
-@media (max-width: 700px) { .mesh section { padding: 8px; flex: 1 1 100% } .card { width: 80px }
+.big .card { padding: 6px 9px; min-width: 130px }
+.big .card small { display: block; color: var(--pale); font-size: 11.5px }
+.walk { width: 40px; height: 34px } .walk svg { overflow: hidden } .walk rect { stroke: none }
+.walk .all, .card .all { fill: var(--soft); stroke: var(--line) }
+.walk .pale, .card .pale { fill: color-mix(in srgb, currentColor 26%, var(--page)) }
+.walk .held, .card .held { fill: color-mix(in srgb, currentColor 85%, var(--page)) }
+td { line-height: 1.4 }
+@media (max-width: 700px) { td { overflow-wrap: anywhere; padding-right: 8px; font-size: 13px } .mesh section { padding: 8px; flex: 1 1 100% } .card { width: 80px }
   .big .line { flex: 1 1 100% } .big .card { padding: 4px } }
 </style>"""
 
@@ -172,7 +174,8 @@ def draw_mesh(planned: PlannedRun) -> str:
                 rank = sum(layout.strides[each] * index for each, index in at.items())
                 cards += draw_card(planned, rank, weight)
             lines += f'<div class="line"><p>{named}</p><div class="cards">{cards}</div></div>'
-        title = f"pp {pp} <i>{name_stages(layout, pp)}</i>" if layout.pp > 1 else "the whole model"
+        held = [layout.stages[stage] for stage in layout.stages_of(pp)]
+        title = f"pp {pp} <i>{name_stages(held)}</i>" if layout.pp > 1 else "the whole model"
         sections.append(f'<section><h4>{title}</h4><div class="lines">{lines}</div></section>')
     folded = ""
     if n_shown < layout.world_size:
@@ -209,15 +212,12 @@ def choose_weight(args: ModelArgs) -> ModuleRow:
     return next((row for row in colwise if row.name.endswith("w1")), colwise[0])
 
 
-def name_stages(layout: Layout, pp_rank: int) -> str:
-    """Return "tok_embeddings, layers 0-1" for the modules of the first two stages of a pp rank."""
+def name_stages(stages: Sequence[Sequence[str]]) -> str:
+    """Return "tok_embeddings, layers 0-1" for the FQNs of stages. Of more than two, name the first two."""
     names = []
-    stages = layout.stages_of(pp_rank)
     for stage in stages[:2]:
-        layers = [
-            fqn.partition(".")[2] for fqn in layout.stages[stage] if fqn.startswith("layers.")
-        ]
-        modules = [fqn for fqn in layout.stages[stage] if not fqn.startswith("layers.")]
+        layers = [fqn.partition(".")[2] for fqn in stage if fqn.startswith("layers.")]
+        modules = [fqn for fqn in stage if not fqn.startswith("layers.")]
         if layers:
             span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
             modules.insert("tok_embeddings" in modules, span)
