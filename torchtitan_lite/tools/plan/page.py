@@ -88,7 +88,8 @@ STYLE = """<style>
 .walk .pale, .card .pale { fill: color-mix(in srgb, currentColor 26%, var(--page)) }
 .walk .held, .card .held { fill: color-mix(in srgb, currentColor 85%, var(--page)) }
 td { line-height: 1.4 }
-@media (max-width: 700px) { td { overflow-wrap: anywhere; padding-right: 8px; font-size: 13px } .mesh section { padding: 8px; flex: 1 1 100% } .card { width: 80px }
+@media (max-width: 700px) { td { overflow-wrap: anywhere; padding-right: 8px; font-size: 13px }
+  .mesh section { padding: 8px; flex: 1 1 100% } .card { width: 80px }
   .big .line { flex: 1 1 100% } .big .card { padding: 4px } }
 </style>"""
 
@@ -300,7 +301,8 @@ def draw_pipeline(planned: PlannedRun) -> str:
     about = (
         f"{layout.n_microbatches} microbatches pass through {len(layout.stages)} stages. Between two stages, a rank "
         f"sends {format_bytes(sent)} for each microbatch in forward, and as many in backward. "
-        f"Ranks are idle for {forecast.bubble:.1%} of a step."
+        f"Ranks are idle for {forecast.bubble:.1%} of a step. The pipeline takes "
+        f"{format_seconds(forecast.timeline.end_time)}."
     )
     return f"<h2>One step of the pipeline</h2><p>{about}</p>{key}{draw_timeline(forecast.timeline)}"
 
@@ -324,7 +326,8 @@ def draw_memory(planned: PlannedRun) -> str:
         value = f"{format_bytes(memory.live)}, at most {format_bytes(most)}"
         bars += draw_bar(name, value, parts, length, 0 if is_small else capacity)
     entries = [(color, "pale" if part == RESERVE else "", part) for part, color in MEMORY.items()]
-    about = f"A GPU has {capacity / GIB:.1f} GiB{'' if is_small else ', the line'}. Error of the forecast: "
+    line = "" if is_small else ", the line"
+    about = f"{planned.cluster.name} has {capacity / GIB:.1f} GiB{line}. Error of the forecast: "
     about += BARS["memory"].describe(planned.cluster.name)
     return f"<h2>Peak memory</h2><p>{about}.</p>{draw_key(entries)}{bars}"
 
