@@ -79,9 +79,10 @@ STYLE = """<style>
 .line p { font-size: 12px; margin: 2px 0; color: var(--pale) }
 .card { width: 94px; background: var(--page); padding: 3px 5px 4px; border-radius: 5px; box-sizing: border-box;
   font-size: 11.5px; border: 1px solid var(--line); line-height: 1.35 }
-.card svg { overflow: hidden; margin: 1px 0 } .card rect { stroke: none } .card small { display: none }
+.card svg { overflow: hidden; margin: 1px 0 } .card rect { stroke: none; vector-effect: non-scaling-stroke }
+.card small { display: none }
 .big .card, .big .line { flex: 1 }
-.big .card { padding: 6px 9px; min-width: 130px }
+.big .card { padding: 6px 9px; min-width: 130px; max-width: 250px }
 .big .card small { display: block; color: var(--pale); font-size: 11.5px }
 .walk { width: 40px; height: 34px } .walk svg { overflow: hidden } .walk rect { stroke: none }
 .walk .all, .card .all { fill: var(--soft); stroke: var(--line) }
