@@ -27,8 +27,8 @@ def find_features(row: Row) -> set[str]:
         features.add("ZeRO 1, 2")
     if PP in keys and SCHEDULES[keys.get(SCHEDULE, "1F1B")].splits_backward:
         features.add("split backward")
-    if keys.get(MODE, "none") != "none":
-        features.add("recompute")
+    if keys.get(MODE) == "full":
+        features.add("full recompute")
     for key, name in (
         ("compile.enable", "compile"),
         ("flavor.tie_embeddings", "tied"),
@@ -42,7 +42,15 @@ def find_features(row: Row) -> set[str]:
 
 
 NAMES = "dp_shard dp_replicate tp pp cp ep".split()
-OTHERS = ["ZeRO 1, 2", "split backward", "recompute", "compile", "tied", "documents", "offload"]
+OTHERS = [
+    "ZeRO 1, 2",
+    "split backward",
+    "full recompute",
+    "compile",
+    "tied",
+    "documents",
+    "offload",
+]
 
 
 def make_table() -> str:
