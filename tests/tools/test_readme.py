@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from combinations import make_table
 
+from assets.figures.combinations import make_table
 from torchtitan_lite import PACKAGE, REPOSITORY
 from torchtitan_lite.config.reader import KEYS, find_config_file
 

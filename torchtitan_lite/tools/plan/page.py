@@ -6,18 +6,14 @@ Used by `plan --html` and by `report`, which adds what a run measured. Figures c
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from html import escape
 from itertools import product
 from math import prod
 
 from torchtitan_lite.config.block import list_block_modules
-from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.machine import GIB
-from torchtitan_lite.config.messages import ConfigError, name_command
+from torchtitan_lite.config.messages import name_command
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
-from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.tools.pictures import (
     draw_bar,
     draw_facts,
@@ -28,7 +24,7 @@ from torchtitan_lite.tools.pictures import (
 from torchtitan_lite.tools.plan.bars import BARS, find_family
 from torchtitan_lite.tools.plan.figures import list_memory, list_traffic
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
-from torchtitan_lite.tools.plan.remedies import list_remarks
+from torchtitan_lite.tools.plan.remedies import list_faster, list_remarks
 from torchtitan_lite.tools.plan.slices import choose_shown, find_slices
 from torchtitan_lite.tools.plan.timeline import draw_timeline
 from torchtitan_lite.tools.tables import format_bytes, format_seconds
@@ -63,14 +59,6 @@ TIME = {  # part of a step -> color
     "optimizer": "var(--run4)",
 }
 FSDP_DIMS = {"dp_replicate", "dp_shard", "cp", "efsdp"}
-# Single changes that list_better tries: a key, and its values relative to the degree, or as they are
-FACTORS = ("pipeline_parallel_degree", "tensor_parallel_degree", "expert_parallel_degree")
-VALUES = {
-    "parallelism.zero_stage": (1, 2, 3),
-    "activation_checkpoint.mode": ("none", "selective", "full"),
-    "parallelism.pipeline_parallel_schedule": ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"),
-    "training.local_batch_size": (1, 2, 4),
-}
 STYLE = """<style>
 .mesh { display: flex; flex-wrap: wrap; gap: 14px } .mesh section { background: var(--soft); border-radius: 8px;
   padding: 9px 11px 11px; flex: 1 1 auto; max-width: 100%; box-sizing: border-box }
@@ -141,7 +129,7 @@ def draw_layout(planned: PlannedRun) -> Iterator[str]:
     yield draw_time(planned)
     yield draw_traffic(planned)
     remarks = "".join(f"<li>{escape(remark)}" for remark in list_remarks(planned))
-    better = list_better(planned)
+    better = list_faster(planned)
     yield f"<h2>What to change</h2><ul>{remarks}</ul>"
     if better:
         heading = ("one key", "value", "tokens/s per GPU", "", "memory, upper end")
@@ -378,29 +366,3 @@ def draw_traffic(planned: PlannedRun) -> str:
         bars.append(draw_bar(name, value, [(calls.n_bytes, color, "", value)], length))
     about = f"One step of the rank that moves most. {len(traffic) - len(bars)} smaller kinds of calls are left out."
     return f"<h2>Bytes that a rank moves</h2><p>{about}</p>{''.join(bars)}"
-
-
-def list_better(planned: PlannedRun) -> list[tuple[str, ...]]:
-    """Return the faster layouts that fit and differ in one key, best first: key, value, speed, gain, memory."""
-    config = with_value(planned.config, "parallelism.data_parallel_shard_degree", -1)
-    changes = [(key, value) for key, values in VALUES.items() for value in values]
-    for name in FACTORS:
-        degree = getattr(config.parallelism, name)
-        changes += [(f"parallelism.{name}", n) for n in (2 * degree, degree // 2) if n]
-    base = planned.forecast.tokens_per_s_per_gpu if planned.fits else 0
-    found = []
-    for key, value in changes:
-        with suppress(ConfigError):
-            changed = with_value(config, key, value)
-            layout = plan_layout(changed, planned.model_args, planned.layout.world_size)
-            candidate = replace(planned, config=changed, layout=layout)
-            if candidate.fits:
-                found.append(
-                    (candidate.forecast.tokens_per_s_per_gpu, key, value, candidate.taken_bytes)
-                )
-    rows = []
-    for speed, key, value, taken in sorted(found, reverse=True, key=lambda each: each[0]):
-        if speed > 1.01 * base:
-            gain = f"+{speed / base - 1:.0%}" if base else ""
-            rows.append((key, str(value), f"{speed:,.0f}", gain, f"{taken / GIB:.1f} GiB"))
-    return rows[:5]

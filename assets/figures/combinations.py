@@ -1,4 +1,4 @@
-"""Print the table "what combines with what" of parallel/README.md: python3 tests/combinations.py
+"""Print the table "what combines with what" of parallel/README.md. Needs tests/ in PYTHONPATH.
 
 A cell counts the rows of tests/layouts.py that use both features, first those of the default tests. An empty cell has
 no row: `verify` and test_drawn_layouts.py draw such pairs, or config/checks.py refuses them.
