@@ -77,7 +77,7 @@ STYLE = """<style>
 .walk .pale, .card .pale { fill: color-mix(in srgb, currentColor 26%, var(--page)) }
 .walk .held, .card .held { fill: color-mix(in srgb, currentColor 85%, var(--page)) }
 td { line-height: 1.4 }
-@media (max-width: 700px) { td { overflow-wrap: anywhere; padding-right: 8px; font-size: 13px }
+@media (max-width: 700px) { td { padding-right: 8px; font-size: 13px } .steps td { overflow-wrap: anywhere }
   .mesh section { padding: 8px; flex: 1 1 100% } .card { width: 80px }
   .big .line { flex: 1 1 100% } .big .card { padding: 4px } }
 </style>"""
@@ -247,7 +247,7 @@ def draw_card(planned: PlannedRun, rank: int, weight: ModuleRow) -> str:
     told = "; ".join(f"{what} {which}" for what, which in words.items())
     rows, used, sequences, tokens, *_ = words.values()
     return (
-        f'<div class="card">rank {rank:,}<svg viewBox="0 0 82 42"><title>rank {rank}: {told}</title>{shapes}</svg>'
+        f'<div class="card">rank {rank}<svg viewBox="0 0 82 42"><title>rank {rank}: {told}</title>{shapes}</svg>'
         f"<small>rows {rows}</small><small>sequences {sequences}, tokens {tokens}</small></div>"
     )
 

@@ -56,7 +56,7 @@ def write_walk(planned: PlannedRun, rank: int) -> str:
             rows.append(f"<tr><td><td>to rank {receiver}<td>send over pp <i>{n_bytes}</i>")
         title = f"Rank {peer}: {name_stages([layout.stages[stage]])}"
         heading = "<tr><td><td>module, and its weight on the rank<td>collectives, and bytes moved"
-        body += f"<h2>{title}</h2><div class=wide><table>{heading}{''.join(rows)}</table></div>"
+        body += f"<h2>{title}</h2><div class=wide><table class=steps>{heading}{''.join(rows)}</table></div>"
     return wrap_page(name, STYLE + body)
 
 

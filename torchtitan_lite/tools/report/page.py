@@ -289,7 +289,8 @@ def draw_calls(trace: Trace, step_s: float) -> str:
     named = [f"{call.name} over {call.row} ({format_seconds(call.exposed)})" for call in widest]
     about = f"Rank {trace.rank}. Widest exposed calls: {', '.join(named)}."
     key = draw_key([("var(--tp)", "", "exposed"), ("var(--F)", "", "hidden behind compute")])
-    picture = draw_rows([(row, ROW_HEIGHT, boxes) for row, boxes in rows.items() if boxes], step_s)
+    drawn = [(row.split()[0], ROW_HEIGHT, boxes) for row, boxes in rows.items() if boxes]
+    picture = draw_rows(drawn, step_s)
     return f"<h3>Calls of a step</h3><p>{escape(about)}</p>{key}{picture}"
 
 
