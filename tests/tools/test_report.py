@@ -284,10 +284,7 @@ def test_the_widest_exposed_calls_are_named(page, run):
             assert all(a.end <= b.start for a, b in zip(calls, calls[1:], strict=False))
             assert all(call.exposed == pytest.approx(call.end - call.start) for call in calls)
     named = re.search(r"Rank (\d+)\. Widest exposed calls: (.*?)\.</p>", page)
-    widest = max(
-        run.traces[int(named[1])].calls,
-        key=lambda call: call.exposed * (call.row[0] != "p" or call.row == "pp"),
-    )
+    widest = max(run.traces[int(named[1])].calls, key=lambda call: call.exposed)
     assert named[2].startswith(f"{widest.name} over {widest.row} (")
 
 

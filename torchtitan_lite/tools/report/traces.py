@@ -119,12 +119,12 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
             calls.append(Call("phase", start, end, "optimizer"))
     computing = spans[""] if on_gpu else []
     told = []
-    for call in sorted(calls, key=lambda call: call.start):
-        beside = [(max(first, call.start), min(last, call.end)) for first, last in computing]
-        exposed = call.end - call.start - measure(span for span in beside if span[0] < span[1])
-        told.append(
-            Call(call.row, call.start - step_start, call.end - step_start, call.name, exposed)
-        )
+    for row, start, end, name, _ in sorted(calls, key=lambda call: call.start):
+        exposed = 0.0
+        if row not in ("phase", "module"):
+            beside = [(max(first, start), min(last, end)) for first, last in computing]
+            exposed = end - start - measure(span for span in beside if span[0] < span[1])
+        told.append(Call(row, start - step_start, end - step_start, name, exposed))
     parts, hidden = divide_step(spans, received, step_end - step_start, on_gpu)
     return Trace(rank, parts, hidden, actions, told)
 
