@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from assets.figures.combinations import make_table
 from torchtitan_lite import PACKAGE, REPOSITORY
 from torchtitan_lite.config.reader import KEYS, find_config_file
 
@@ -27,3 +28,7 @@ def test_what_a_page_names_exists(page):
     assert all(map(find_config_file, CONFIG.findall(text)))
     keys = {key.replace(".no_", ".") for key in KEY.findall(text)}
     assert keys <= {*KEYS, "section.key"}
+
+
+def test_the_table_of_combinations_is_that_of_the_layouts():
+    assert make_table() in (PACKAGE / "parallel/README.md").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.tools.pictures import choose_ticks, thin
 from torchtitan_lite.tools.report.page import main
 from torchtitan_lite.tools.report.runs import RecordedRun, list_findings, summarize
-from torchtitan_lite.tools.report.traces import read_traces
+from torchtitan_lite.tools.report.traces import Call, read_traces
 
 FIELDS = (
     "loss",
@@ -269,6 +269,23 @@ def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_pa
     [read] = read_traces(tmp_path, layout)
     assert read.parts == {"computing": 4, "exposed tp": 2, "waiting": 4}
     assert read.hidden == {"hidden tp": 1}
+    assert read.calls == [Call("tp", 3, 6, "ncclDevKernel_AllGather", exposed=2)]
+
+
+def test_the_widest_exposed_calls_are_named(page, run):
+    for trace in run.traces:
+        by_row = {}
+        for call in trace.calls:
+            by_row.setdefault(call.row, []).append(call)
+        assert {"phase", "pp", "dp_shard"} & {*by_row} == {"phase", "pp"}
+        assert len([call for call in by_row["phase"] if call.name.startswith("pp ")]) == 8
+        for row in ("pp", "tp or ep"):  # no call is drawn inside another
+            calls = by_row[row]
+            assert all(a.end <= b.start for a, b in zip(calls, calls[1:], strict=False))
+            assert all(call.exposed == pytest.approx(call.end - call.start) for call in calls)
+    named = re.search(r"Rank (\d+)\. Widest exposed calls: (.*?)\.</p>", page)
+    widest = max(run.traces[int(named[1])].calls, key=lambda call: call.exposed)
+    assert named[2].startswith(f"{widest.name} over {widest.row} (")
 
 
 def test_ticks_are_few_and_round_and_spikes_stay():
@@ -282,7 +299,7 @@ def test_ticks_are_few_and_round_and_spikes_stay():
 
 
 PROBE = """<script>addEventListener("load", () => {
-  const pictures = [...document.querySelectorAll("svg:not(svg svg)")]
+  const pictures = [...document.querySelectorAll("svg:not(svg svg, .card svg)")]
   const shown = pictures.filter(svg => svg.getBoundingClientRect().width > 300 && svg.querySelector("rect, polyline"))
   document.title = [pictures.length, shown.length, document.body.scrollWidth].join()
 })</script>"""
@@ -299,5 +316,5 @@ def test_a_browser_shows_every_picture_on_a_phone_without_an_error(page, tmp_pat
     assert "CONSOLE" not in shown.stderr
     counts, *_ = list_titles(shown.stdout)
     n_pictures, n_shown, width = map(int, counts.split(","))
-    assert n_pictures == n_shown == 9  # 5 plots; experts, parts of a step, two pipelines
+    assert n_pictures == n_shown == 10  # 5 plots; experts, parts and calls of a step, two pipelines
     assert width <= 390

@@ -67,6 +67,7 @@ def parse_command(name: str, args: list[str]) -> Namespace:
 
 
 JSON = Option("--json", "print for programs")
+HTML = Option("--html", "write a page with pictures to this file instead", path)
 GPU = Option(
     "--gpu",
     "GPU type, a row of tools/plan/cluster.py (%(default)s)",
@@ -185,6 +186,7 @@ error.""",
             Option("--toml", "with --search: write the best layout as a config", path),
             Option("--dry-run", "compare with a run of step.py on tensors without storage"),
             JSON,
+            HTML,
         ),
     ),
     "explain": Tool(
@@ -201,6 +203,7 @@ This is recorded while step.py runs as one rank of the layout, on tensors withou
             GPUS,
             GPU,
             Option("--rank", "only the shards of this rank and its peers in other stages", rank),
+            HTML,
         ),
     ),
     "convert": Tool(

@@ -1,10 +1,11 @@
-"""Write HTML pages with SVG pictures: curves over steps, and rows of boxes for heat maps, timelines and flame graphs.
+"""Write HTML pages with pictures: curves over steps, bars, and rows of boxes for heat maps and timelines.
 
 Horizontal positions are percentages and heights are pixels, so a picture fits any width and its text keeps its size.
 Each point and each box has a tooltip, its <title>. STYLE has the colors: one for each run, mesh dim and action of a
 pipeline. A page is one file without scripts, so the tools that write one need no torch.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
 from math import ceil, floor, log10
@@ -15,6 +16,10 @@ WIDTH = 83.0  # length of the horizontal axis, in percent
 PLOT_HEIGHT = 130  # pixels
 ROW_HEIGHT = 20  # pixels
 MOST_POINTS = 300  # per curve
+MOST_BOXES = 700  # of a picture of rows; more share a shape for each color, without tooltips
+PAGE_WIDTH = 1048  # pixels, at most
+PHONE_WIDTH = 358
+CHARACTER = 6.6  # pixels of a character in a box
 STYLE = """
 :root { color-scheme: light dark; --page: light-dark(#fff, #15191d); --ink: light-dark(#1f262d, #e1e5e9);
   --pale: light-dark(#69727b, #98a1aa); --line: light-dark(#e4e7ea, #2d343b); --soft: light-dark(#f4f5f7, #1e242a);
@@ -32,8 +37,23 @@ table { border-collapse: collapse; font-size: 14px } p { overflow-wrap: anywhere
 td { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line) } tr:first-child { font-weight: 600 }
 svg { width: 100%; overflow: visible; display: block } svg svg { overflow: hidden } svg.box { width: auto }
 text { font-size: 11px; fill: var(--pale) } .box text { fill: var(--ink) } line { stroke: var(--line) }
-rect { stroke: var(--page); fill: color-mix(in srgb, currentColor 62%, var(--page)) }
+rect, path { fill: color-mix(in srgb, currentColor 62%, var(--page)) } rect { stroke: var(--page) }
 .band { fill-opacity: .18; stroke: none } polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
+.bar { display: flex; height: 18px; margin: 2px 0 9px; background: var(--soft); position: relative; border-radius: 3px }
+.bar b { box-shadow: inset -1px 0 var(--page); background: color-mix(in srgb, currentColor 68%, var(--page)) }
+.bar b:first-child { border-radius: 3px 0 0 3px } .bar b:hover { filter: brightness(.85) }
+.bar .pale, .key .pale::before { background: color-mix(in srgb, currentColor 26%, var(--page)) }
+.bar u { position: absolute; top: -4px; bottom: -4px; border-left: 2px solid var(--ink) }
+.name { display: flex; justify-content: space-between; gap: 12px; font-size: 13.5px; margin: 0; max-width: none }
+.name :last-child { white-space: nowrap }
+.key { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px; color: var(--pale); margin: 4px 0 10px }
+.key span::before { content: ""; display: inline-block; width: 11px; height: 11px; margin-right: 6px;
+  border-radius: 2px; background: color-mix(in srgb, currentColor 68%, var(--page)) }
+.key u { text-decoration: none; color: var(--pale) }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 14px 0 }
+.facts div { background: var(--soft); padding: 9px 12px; border-radius: 6px; font-size: 13px; color: var(--pale) }
+.facts b { display: block; font-size: 21px; font-weight: 600; color: var(--ink) }
+@media (max-width: 700px) { .desk { display: none } }
 .far { opacity: 0 } circle:hover { opacity: 1 }
 @media print { h2, h3 { break-after: avoid } figure, svg, tr { break-inside: avoid } }
 """
@@ -42,6 +62,7 @@ Points = list[tuple[float, float]]  # (place on the horizontal axis, value)
 Samples = list[tuple[float, list[float]]]  # (place on the horizontal axis, value of each run)
 Curve = tuple[str, str, str, Samples]  # name, color, dashes of the line, samples
 Box = tuple[float, float, str, str, str]  # start, end, color, title, text inside
+Part = tuple[float, str, str, str]  # size, color, "" or "pale", title
 
 
 def choose_ticks(low: float, high: float, most: int = 4) -> list[float]:
@@ -139,20 +160,66 @@ def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float) -> str:
     """Draw rows of boxes over an axis from 0 to `length`. A row is (label, height in pixels, boxes)."""
     shapes = []
     y = 0
+    is_fine = sum(len(boxes) for *_, boxes in rows) > MOST_BOXES
     for label, height, boxes in rows:
         shapes.append(f'<text y="{y + height / 2 + 4}">{escape(label)}</text>')
+        paths = defaultdict(list)  # by color
         for start, end, color, title, text in boxes:
             x = LEFT + WIDTH * start / length
             width = WIDTH * (end - start) / length
+            if is_fine:
+                paths[color].append(f"M{100 * x:.0f} 0v9h{max(1, 100 * width - 2):.0f}v-9z")
+                continue
             inside = ""
-            if width > 1:
-                inside = f'<text x="3" y="{height / 2 + 4}">{escape(text)}</text>'
+            if look := choose_look(text, width):
+                inside = f'<text x="3" y="{height / 2 + 4}" class="{look}">{escape(text)}</text>'
             shapes.append(
                 f'<svg class="box" x="{x:.2f}%" y="{y}" width="{width:.2f}%" height="{height}" color="{color}">'
                 f'<title>{escape(title)}</title><rect width="100%" height="100%"/>{inside}</svg>'
             )
+        for color, steps in paths.items():
+            shapes.append(
+                f'<svg viewBox="0 0 10000 9" preserveAspectRatio="none" y="{y}" height="{height}" color="{color}">'
+                f'<path d="{"".join(steps)}"/></svg>'
+            )
         y += height + 2
     return f'<svg height="{y}">{"".join(shapes)}</svg>'
+
+
+def choose_look(text: str, width: float) -> str:
+    """Return the class of a text in a box of `width` percent: "all", "desk" if a phone is too small, "" for none."""
+    needed = 100 * (CHARACTER * len(text) + 5)
+    if width * PHONE_WIDTH >= needed:
+        return "all"
+    return "desk" if width * PAGE_WIDTH >= needed else ""
+
+
+def draw_bar(name: str, value: str, boxes: Iterable[Part], length: float, limit: float = 0) -> str:
+    """Draw a bar of parts under its name and value. `limit`: place of a line across it."""
+    parts = "".join(
+        f'<b class="{look}" style="width: {100 * size / length:.2f}%; color: {color}" title="{escape(title)}"></b>'
+        for size, color, look, title in boxes
+    )
+    if limit:
+        parts += f'<u style="left: {100 * limit / length:.2f}%"></u>'
+    return f'<p class="name"><span>{escape(name)}</span><span>{escape(value)}</span></p><div class="bar">{parts}</div>'
+
+
+def draw_key(entries: Iterable[tuple[str, str, str]]) -> str:
+    """Draw the meaning of colors: (color, "" or "pale", words)."""
+    words = "".join(
+        f'<span class="{look}" style="color: {color}"><u>{escape(text)}</u></span>'
+        for color, look, text in entries
+    )
+    return f'<p class="key">{words}</p>'
+
+
+def draw_facts(facts: dict[str, str]) -> str:
+    """Draw a few figures: words -> the figure."""
+    cells = "".join(
+        f"<div><b>{escape(fact)}</b>{escape(text)}</div>" for text, fact in facts.items()
+    )
+    return f'<div class="facts">{cells}</div>'
 
 
 def draw_table(rows: Iterable[Sequence[str]]) -> str:

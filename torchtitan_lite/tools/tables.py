@@ -12,6 +12,15 @@ def format_bytes(n_bytes: float) -> str:
     return f"{n_bytes / 1024:.1f} GiB"
 
 
+def format_seconds(seconds: float) -> str:
+    """Format a duration: 0.00777 as 7.77 ms."""
+    for unit in ("s", "ms"):
+        if seconds >= 0.1 or not seconds:
+            return f"{seconds:.3g} {unit}"
+        seconds *= 1000
+    return f"{seconds:.3g} µs"
+
+
 def format_table(rows: list[tuple[str, ...]], align: str = "") -> str:
     """Align the columns of a table. `align`: "<" or ">" for each of the first columns; default "<"."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

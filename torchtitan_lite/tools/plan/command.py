@@ -9,17 +9,18 @@
 import argparse
 import json
 from datetime import timedelta
-from math import ceil, prod
+from math import ceil
 
 from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.plan.bars import BARS, find_family
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
-from torchtitan_lite.tools.plan.memory import Memory, estimate_memory, estimate_peak
+from torchtitan_lite.tools.plan.figures import list_memory, list_traffic
+from torchtitan_lite.tools.plan.memory import Memory, estimate_peak
+from torchtitan_lite.tools.plan.page import write_page
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
 from torchtitan_lite.tools.plan.search import search_layouts
-from torchtitan_lite.tools.plan.transfers import estimate_traffic
 from torchtitan_lite.tools.plan.unmodeled import list_unmodeled
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
@@ -31,7 +32,10 @@ def main(options: argparse.Namespace) -> int:
         print(search_layouts(options))
         return 0
     planned = plan_run(options.config_args, options.gpus, options.gpu)
-    if options.json:
+    if options.html:
+        options.html.write_text(write_page(planned, options.config_args), encoding="utf-8")
+        print(f"open {options.html} in a browser")
+    elif options.json:
         print(json.dumps(list_figures(planned), indent=2))
     else:
         print(describe_plan(planned, options))
@@ -90,15 +94,12 @@ def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
 
 def describe_memory(planned: PlannedRun) -> str:
     rows = [("", *Memory._fields, "live", "at most")]
-    for alike in planned.workload.group_pp_ranks().values():
-        by_rank = {rank: estimate_memory(planned.workload, rank) for rank in alike}
-        pp_rank, memory = max(by_rank.items(), key=lambda item: item[1].live)
+    for name, memory in list_memory(planned).items():
         sizes = [*memory, memory.live, planned.find_most_taken(memory.live)]
         cells = list(map(format_bytes, sizes))
         if not memory.gradients:  # the peak is at the loss of the only microbatch
             cells[1] = "none yet"
-        like = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
-        rows.append((f"  pp rank {pp_rank}{like}", *cells))
+        rows.append((f"  {name}", *cells))
     legend = "at most: with the allocator's reserve and CUDA; upper end of the 80 % range, which must fit"
     return f"{format_table(rows)}\n  {legend}\n  {BARS['memory'].describe(planned.cluster.name)}"
 
@@ -125,16 +126,9 @@ def describe_time(planned: PlannedRun) -> str:
 
 
 def describe_traffic(planned: PlannedRun) -> str:
-    layout = planned.layout
-    w = planned.workload
-    traffics = [estimate_traffic(w, rank) for rank in w.group_pp_ranks()]
-    busiest = max(traffics, key=lambda each: sum(moved.n_bytes for moved in each.values()))
     rows = []
-    for (axis, operation), moved in busiest.items():
-        dims = axis.split(" x ")
-        n_ranks = prod(getattr(layout, dim) for dim in dims)
-        n_nodes = planned.cluster.count_nodes(layout.strides[dims[-1]], n_ranks)
-        nodes = f"over {n_nodes} nodes" if n_nodes > 1 else "inside a node"
-        calls = f"{moved.n_calls:,.0f} calls"
-        rows.append((f"  {axis}", operation, calls, format_bytes(moved.n_bytes), nodes))
+    for calls in list_traffic(planned):
+        n_calls = f"{calls.n_calls:,.0f} calls"
+        n_bytes = format_bytes(calls.n_bytes)
+        rows.append((f"  {calls.axis}", calls.operation, n_calls, n_bytes, calls.where))
     return format_table(rows, "<<>>") if rows else "  none"

@@ -9,12 +9,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.tools.plan.dry_run import dry_run, shorten
 from torchtitan_lite.tools.plan.meter import Collective
+from torchtitan_lite.tools.plan.page import show
 from torchtitan_lite.tools.plan.planned_run import plan_run
+from torchtitan_lite.tools.plan.walk import locate, write_walk
 from torchtitan_lite.tools.tables import format_bytes, format_table
 
 LAYER = re.compile(r"(layers\.\d+|[^.]*)\.?(.*)")  # an FQN's layer or root module, and the rest
@@ -27,19 +28,23 @@ def main(options: argparse.Namespace) -> int:
     planned = plan_run(options.config_args, options.gpus, options.gpu)
     layout = planned.layout
     n_ranks = layout.world_size
+    if options.rank is not None and not 0 <= options.rank < n_ranks:
+        why = f"there are {n_ranks} ranks"
+        raise ConfigError([Problem("--rank", options.rank, why, f"Use 0 to {n_ranks - 1}")])
+    short = shorten(planned, FEW)
+    if options.html:
+        options.html.write_text(write_walk(short, options.rank or 0), encoding="utf-8")
+        print(f"open {options.html} in a browser")
+        return 0
     print(f"{planned.config_name} on {n_ranks:,} ranks: {layout}\n")
     mesh = torch.arange(n_ranks).view([layout.degrees[dim] for dim in layout.used_dims])
     torch.set_printoptions(edgeitems=1)  # of a large mesh, the first and the last ranks
     print(f"mesh ({', '.join(layout.used_dims)}):\n{mesh}")
     if options.rank is not None:
-        if not 0 <= options.rank < n_ranks:
-            why = f"there are {n_ranks} ranks"
-            raise ConfigError([Problem("--rank", options.rank, why, f"Use 0 to {n_ranks - 1}")])
         n_rows = layout.global_batch_size // layout.dp
         first = options.rank // layout.strides["dp_shard"] % layout.dp * n_rows
         rows = f"rows {first}..{first + n_rows - 1} of {layout.global_batch_size}"
         print(f"\nrank {options.rank} reads {rows}")
-    short = shorten(planned, FEW)
     per_stage = layout.strides["pp"]
     for pp_rank, alike in planned.workload.group_pp_ranks().items():
         run = dry_run(short, pp_rank)
@@ -76,18 +81,14 @@ def describe_slice(parameter: Tensor, rank: int) -> str:
     """Return the slice of a parameter that a rank holds: "rows 0..31, columns 16..31"."""
     if not isinstance(parameter, DTensor):
         return "all"
-    mesh = parameter.device_mesh  # spans all ranks of a stage
-    coordinate = torch.unravel_index(torch.tensor(rank % mesh.size()), mesh.shape)
-    shape, offset = _compute_local_shape_and_global_offset(
-        parameter.shape, mesh.shape, list(map(int, coordinate)), parameter.placements
-    )
-    if 0 in shape:
+    spans = locate(parameter, rank)
+    if not all(spans):
         return "nothing"
-    names = ("experts", "rows", "columns")[-len(shape) :] if len(shape) > 1 else ["elements"]
+    names = ("experts", "rows", "columns")[-len(spans) :] if len(spans) > 1 else ["elements"]
     held = []
-    for name, begin, n, whole in zip(names, offset, shape, parameter.shape, strict=True):
-        if n < whole:
-            held.append(f"{name} {begin}..{begin + n - 1}")
+    for name, span, whole in zip(names, spans, parameter.shape, strict=True):
+        if len(span) < whole:
+            held.append(f"{name} {show(span)}")
     return ", ".join(held) or "all"
 
 

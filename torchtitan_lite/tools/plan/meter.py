@@ -140,6 +140,11 @@ class Meter(TorchDispatchMode):
         calls = [((call.axis, call.operation), 1, call.n_bytes) for call in self.collectives]
         return sum_moved(calls)
 
+    @property
+    def forward_modules(self) -> list[str]:
+        """The FQNs of the modules, in the order of forward."""
+        return [site.module for _, site in self._in_forward if site.phase == "forward"]
+
     def name_modules(self, parts: list[nn.Module]) -> None:
         """Register the FQNs of all modules in these model parts."""
         self._names |= {id(module): fqn for part in parts for fqn, module in part.named_modules()}

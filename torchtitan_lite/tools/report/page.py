@@ -1,6 +1,7 @@
 """Write the page: summary, curves, experts, traces, and measurements next to the forecast."""
 
 import argparse
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,12 +16,14 @@ from torchtitan_lite.tools.pictures import (
     Points,
     Samples,
     draw_curves,
+    draw_key,
     draw_rows,
     draw_table,
     thin,
     wrap_page,
 )
 from torchtitan_lite.tools.plan.memory import estimate_memory
+from torchtitan_lite.tools.plan.page import draw_layout
 from torchtitan_lite.tools.plan.timeline import draw_timeline
 from torchtitan_lite.tools.report.runs import (
     AXES,
@@ -29,9 +32,12 @@ from torchtitan_lite.tools.report.runs import (
     name_runs,
     summarize,
 )
-from torchtitan_lite.tools.tables import format_bytes
+from torchtitan_lite.tools.report.traces import Trace
+from torchtitan_lite.tools.tables import format_bytes, format_seconds
 
 REFRESH_S = 10  # between two pages of a watched run
+LEAST_SHARE = 1000  # of a step: shorter calls are not drawn
+N_WIDEST = 3  # exposed collectives that are named
 MOST_CURVES = 12  # as many colors as the style sheet has
 FINAL_FIELDS = ("loss", "val_loss", "tokens_per_s_per_rank")
 MARKS = {  # kind of record -> color
@@ -133,6 +139,8 @@ def write_page(
         if not refresh:
             parts += draw_traces(runs[0])
         parts.append(compare_with_forecast(runs[0]))
+        if runs[0].plan:
+            parts += draw_layout(runs[0].plan)
     return wrap_page(title, "".join(parts), REFRESH_S if refresh else 0)
 
 
@@ -253,11 +261,37 @@ def draw_traces(run: RecordedRun) -> Iterator[str]:
         f"Rank {slowest.rank} computes longest. Source: traces. Thin bars are hidden communication."
     )
     yield f"<h3>Where the time of a step goes</h3><p><i>{about}</i></p>{draw_rows(rows, step_s)}"
+    yield draw_calls(slowest, sum(slowest.parts.values()))
     if run.pipeline:
-        timelines = {"measured in traces": run.pipeline, "planned": run.plan.forecast.timeline}
-        for about, timeline in timelines.items():
-            title = f"Pipeline, {about}: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}"
-            yield f"<h3>{title}</h3>{draw_timeline(timeline)}"
+        timeline = run.pipeline
+        title = f"Pipeline, measured: {timeline.end_time:.3g} s, bubble {timeline.bubble:.1%}"
+        yield f"<h3>{title}</h3>{draw_timeline(timeline)}"
+
+
+def draw_calls(trace: Trace, step_s: float) -> str:
+    """Draw the phases, modules and collectives of a rank over a step, and name the widest exposed collectives."""
+    rows = {"phase": [], "module": []}
+    communication = []
+    for call in trace.calls:
+        length = call.end - call.start
+        color = "var(--computing)"
+        title = f"{call.name}: {format_seconds(length)}"
+        if call.row not in ("phase", "module"):
+            communication.append(call)
+            color = "var(--tp)" if call.exposed > length / 2 else "var(--F)"
+            title += f" over {call.row}, {format_seconds(call.exposed)} exposed"
+        elif call.row == "phase" and (kind := re.match("pp ([FBIW])", call.name)):
+            color = f"var(--{kind[1]})"
+        if length > step_s / LEAST_SHARE:
+            boxes = rows.setdefault(call.row, [])
+            boxes.append((call.start, call.end, color, title, call.name))
+    widest = sorted(communication, key=lambda call: -call.exposed)[:N_WIDEST]
+    named = [f"{call.name} over {call.row} ({format_seconds(call.exposed)})" for call in widest]
+    about = f"Rank {trace.rank}. Widest exposed calls: {', '.join(named)}."
+    key = draw_key([("var(--tp)", "", "exposed"), ("var(--F)", "", "hidden behind compute")])
+    drawn = [(row.split()[0], ROW_HEIGHT, boxes) for row, boxes in rows.items() if boxes]
+    picture = draw_rows(drawn, step_s)
+    return f"<h3>Calls of a step</h3><p>{escape(about)}</p>{key}{picture}"
 
 
 def draw_parts(parts: dict, step_s: float) -> list:

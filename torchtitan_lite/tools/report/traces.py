@@ -11,6 +11,7 @@ NCCL records the group of each call. gloo does not: there, the axis is derived f
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,18 @@ from torchtitan_lite.tools.plan.transfers import name_axis
 
 MOST_RANKS = 16  # maximum number of traces that are read, evenly spaced
 IGNORED = ("PythonDispatchMode", "gloo:send")
+MODULE = re.compile(r"FSDP::(pre|post)_(forward|backward)(?:_reshard)? \((.+)\)")  # hooks around it
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+
+
+class Call(NamedTuple):
+    """A piece of a step: a phase, a module or a collective. In seconds from the start of the step."""
+
+    row: str  # "phase", "module", or the axis of a collective
+    start: float
+    end: float
+    name: str
+    exposed: float = 0.0  # seconds that a collective does not overlap with computing
 
 
 class Trace(NamedTuple):
@@ -32,6 +44,9 @@ class Trace(NamedTuple):
     parts: dict[str, float]  # "computing", "exposed AXIS", "waiting"; they add up to the step
     hidden: dict[str, float]  # by axis
     actions: dict[Action, tuple]  # of the pipeline -> start and end, by the clock of the host
+    calls: list[
+        Call
+    ]  # sorted by start; those of a row do not overlap, except kernels of several streams
 
 
 def read_traces(folder: Path, layout: Layout) -> list[Trace]:
@@ -61,6 +76,10 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
     spans = defaultdict(list)  # by axis
     received = []
     actions = {}
+    calls = []
+    modules = {}  # name and direction -> start
+    outer_ends = Counter()  # row -> end of its last call
+    operation = ""
     for event in events:
         name = event["name"]
         start, end = find_span(event)
@@ -75,6 +94,18 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
         axis = find_axis(event, used, axes)
         if axis or "annotation" not in event["cat"]:
             spans[axis].append((start, end))
+        if axis and start >= outer_ends[axis]:
+            outer_ends[axis] = end
+            short = name.rpartition("::")[2].strip("_")
+            operation = f"wait for {operation}" if short == "wait_tensor" else short
+            calls.append(Call(axis, start, end, operation))
+        if found := MODULE.match(name):
+            when, direction, module = found.groups()
+            if when == "pre":
+                modules[module, direction] = start
+            elif (module, direction) in modules:
+                began = modules.pop((module, direction))
+                calls.append(Call("module", began, end, f"{direction} of {module}"))
         found = re.match(r"pp ([FBIW])(\d+) stage (\d+)", name)
         if found:
             kind, microbatch, stage = found.groups()
@@ -83,8 +114,19 @@ def read_trace(folder: Path, rank: int, layout: Layout) -> Trace:
             if start >= last:  # the action ran again; spans of two streams overlap
                 first = start
             actions[action] = first, max(last, end)
+            calls.append(Call("phase", start, end, name))
+        elif name.startswith("Optimizer.step"):
+            calls.append(Call("phase", start, end, "optimizer"))
+    computing = spans[""] if on_gpu else []
+    told = []
+    for row, start, end, name, _ in sorted(calls, key=lambda call: call.start):
+        exposed = 0.0
+        if row not in ("phase", "module"):
+            beside = [(max(first, start), min(last, end)) for first, last in computing]
+            exposed = end - start - measure(span for span in beside if span[0] < span[1])
+        told.append(Call(row, start - step_start, end - step_start, name, exposed))
     parts, hidden = divide_step(spans, received, step_end - step_start, on_gpu)
-    return Trace(rank, parts, hidden, actions)
+    return Trace(rank, parts, hidden, actions, told)
 
 
 def find_span(event: dict) -> tuple[float, float]:
@@ -116,7 +158,7 @@ def divide_step(
     return {part: seconds for part, seconds in parts.items() if seconds > 0}, hidden
 
 
-def measure(spans: list) -> float:
+def measure(spans: Iterable) -> float:
     """Return the total length of the union of the spans."""
     total = 0.0
     covered = -inf

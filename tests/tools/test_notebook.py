@@ -1,0 +1,44 @@
+"""assets/notebooks: the commands exist, every cell was executed, and with --all it runs from top to bottom."""
+
+import json
+import re
+
+import pytest
+
+from torchtitan_lite import REPOSITORY
+from torchtitan_lite.config.reader import read_config
+from torchtitan_lite.tools.command_lines import parse_command
+
+NOTEBOOK = REPOSITORY / "assets/notebooks/first_hour.ipynb"
+CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
+
+
+def test_every_cell_was_executed_without_an_error():
+    for number, cell in enumerate(CODE, 1):
+        assert cell["execution_count"] == number
+        assert not [each for each in cell["outputs"] if each["output_type"] == "error"]
+    told = json.dumps([cell["outputs"] for cell in CODE])
+    assert "certified: debug on tp2" in told
+    assert "not certified" in told or "wrong" in told
+    difference = re.search(r"largest relative difference: ([\d.e-]+)", told)
+    assert float(difference[1]) < 1e-6
+
+
+def test_its_commands_exist():
+    source = "".join("".join(cell["source"]) for cell in CODE)
+    commands = re.findall(r"python3 -m torchtitan_lite (\w+) ([^\"{]*)", source)
+    assert len(commands) >= 5
+    for tool, args in commands:
+        options = parse_command(tool, args.split())
+        assert not read_config(getattr(options, "config_args", [])).problems
+    for keys in re.findall(r"run_train.sh (--config \w+)", source):
+        assert not read_config(keys.split()).problems
+
+
+@pytest.mark.slow
+def test_it_runs():
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
+    notebook = nbformat.read(NOTEBOOK, 4)
+    nbclient.NotebookClient(notebook, timeout=1800, kernel_name="python3").execute(cwd=REPOSITORY)

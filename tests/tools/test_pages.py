@@ -1,0 +1,156 @@
+"""Pages of plan and explain: slices are those of the trainer, figures those of the text, and a browser shows them."""
+
+import re
+import shutil
+import subprocess
+from html import unescape
+
+import pytest
+import torch
+from layouts import CP, EP, EXPERTS, PP, REPLICATE, TP
+from measure_memory import BATCH, plan
+
+from torchtitan_lite import build
+from torchtitan_lite.__main__ import main
+from torchtitan_lite.parallel.context_parallel import plan_query_positions
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.tools.plan.explain import describe_slice
+from torchtitan_lite.tools.plan.fake_world import fake_group
+from torchtitan_lite.tools.plan.slices import choose_shown, cut, find_coordinates, find_slices
+
+SHARD = "parallelism.data_parallel_shard_degree"
+PAGES = {
+    "debug_3d": 8,
+    "llama3_70b": 64,
+    "llama3_405b": 16384,
+    "mixtral_8x22b": 128,
+    "debug": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {PP: 2, TP: 2, BATCH: 8},
+        {CP: 2, TP: 2, BATCH: 8},
+        {REPLICATE: 2, TP: 4, BATCH: 8, "model.n_kv_heads": 4},
+        {TP: 2, EP: 4, BATCH: 8, **EXPERTS},
+        {BATCH: 8},
+    ],
+)
+def test_slices_of_a_picture_are_those_of_the_trainer(keys):
+    config, model_args, layout = plan(8, keys)
+    seq_len = config.training.seq_len
+    moe = model_args.moe
+    for rank in range(8):
+        with fake_group(8, rank=rank):
+            part, *_ = build.build_parts(config, model_args, layout, build_mesh(layout, "cpu"))
+            parameters = dict(part.named_parameters())
+        weight = next(name for name in parameters if name.endswith("attention.wq.weight"))
+        n_rows = len(parameters[weight])
+        held = find_slices(layout, rank, n_rows, seq_len, moe.n_experts if moe else 0)
+        told = describe_slice(parameters[weight], rank)
+        first, last = re.fullmatch(r"rows (\d+)\.\.(\d+)", told).groups()
+        assert held.held_rows == range(int(first), int(last) + 1)
+        at = find_coordinates(layout, rank)
+        positions = torch.arange(seq_len)
+        if layout.cp > 1:
+            positions = plan_query_positions(at["cp"], layout.cp, seq_len)
+        own = positions.chunk(layout.tp)[at["tp"]]
+        assert [*sum(map(list, held.used_tokens), [])] == positions.tolist()
+        assert [*sum(map(list, held.held_tokens), [])] == own.tolist()
+        if moe:
+            experts = next(p for name, p in parameters.items() if name.endswith("experts.w1"))
+            told = describe_slice(experts, rank)
+            assert set(map(int, re.search(r"experts (\d+)\.\.(\d+)", told).groups())) <= {
+                *held.experts
+            }
+
+
+def test_slices_of_uneven_sizes_are_whole_and_wide_meshes_are_folded():
+    assert [len(cut(range(10), 4, index)) for index in range(4)] == [3, 3, 3, 1]
+    _, _, layout = plan(8, {BATCH: 8})
+    object.__setattr__(layout, "dp_shard", 1000)
+    assert choose_shown(layout)["dp_shard"] == [0, 999]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    for config, n_ranks in PAGES.items():
+        args = f"plan --config {config} --gpus {n_ranks} --html {folder}/{config}.html"
+        assert main(args.split()) == (config == "mixtral_8x22b")  # does not fit
+    args = f"explain --config debug_3d --gpus 8 --rank 3 --html {folder}/walk.html"
+    assert main(args.split()) == 0
+    return {path.stem: path for path in folder.iterdir()}
+
+
+def test_a_page_is_small_needs_nothing_else_and_shows_64_ranks_at_most(pages):
+    for name, path in pages.items():
+        page = path.read_text(encoding="utf-8")
+        assert not re.search(r"https?:|<script|<link|@import|url\(", page), name
+        assert len(page) < 300_000, name
+        n_cards = page.count('class="card"')
+        assert n_cards == {"llama3_405b": 32, "mixtral_8x22b": 32, "walk": 0}.get(
+            name, PAGES.get(name)
+        )
+
+
+def test_a_page_has_the_figures_of_the_text(pages, capsys):
+    assert main(["plan", "--config", "llama3_405b", "--gpus", "16384"]) == 0
+    text = capsys.readouterr().out
+    page = unescape(pages["llama3_405b"].read_text(encoding="utf-8"))
+    for name, live, most in re.findall(
+        r"(pp rank \d+.*?)  .*?([\d.]+ GiB) +([\d.]+ GiB)$", text, re.M
+    ):
+        assert f"<span>{name}</span><span>{live}, at most {most}</span>" in page
+    for axis, operation, n_calls, n_bytes in re.findall(
+        r"^  (\w+) +([\w-]+) +([\d,]+) calls +([\d.]+ GiB)", text, re.M
+    ):
+        assert re.search(
+            rf"{operation} over {axis}, .*?</span><span>{n_bytes} in {n_calls} calls", page
+        )
+    assert page.count("GiB in ") >= 6
+
+
+def test_the_walk_of_a_page_is_the_walk_of_the_chapter(pages):
+    page = re.sub("<(?!tr|td)[^>]*>", " ", pages["walk"].read_text(encoding="utf-8"))
+    rows = re.findall(r"<tr><td> *<td>(\S+)([^<]*)<td>([^<]*)", page)
+    of_layer = {module: (weight, calls) for module, weight, calls in rows}
+    assert (
+        of_layer["layers.0.attention.wo"][0].split()
+        == "64 x 64 of 128 x 128, 128 x 64 in use".split()
+    )
+    assert "all-gather over dp_shard  90.2 KiB" in of_layer["layers.0"][1]
+    assert [module for module, *_ in rows][-2:] == ["norm", "output"]
+
+
+def test_a_walk_of_too_many_ranks_is_refused(tmp_path, capsys):
+    args = f"explain --config llama3_8b --gpus 64 --html {tmp_path}/walk.html"
+    assert main(args.split()) == 2
+    assert "--gpus = 64" in capsys.readouterr().err
+
+
+PROBE = """<script>addEventListener("load", () => {
+  const wide = [...document.querySelectorAll("body *")].filter(each =>
+    !each.closest(".wide, pre, svg") && each.getBoundingClientRect().right > innerWidth + 1)
+  const small = [...document.querySelectorAll("p, td, small, b, span")].filter(each =>
+    each.offsetParent && each.textContent && parseFloat(getComputedStyle(each).fontSize) < 11)
+  parent.document.title += [document.body.scrollWidth <= innerWidth, wide.length, small.length].join() + ";"
+})</script>"""
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
+def test_a_browser_shows_every_page_without_overflow_on_a_phone_and_on_a_desk(pages, tmp_path):
+    frames = ""
+    for name, path in pages.items():
+        (tmp_path / f"{name}.html").write_text(path.read_text(encoding="utf-8") + PROBE)
+        for width in (390, 1400):
+            frames += f'<iframe src="{name}.html" width="{width}" height="900"></iframe>'
+    (tmp_path / "all.html").write_text(f"<!doctype html><title></title>{frames}")
+    command_line = "chromium --headless --no-sandbox --allow-file-access-from-files".split()
+    command_line += ["--disable-web-security", "--virtual-time-budget=4000", "--dump-dom"]
+    command_line += [f"--user-data-dir={tmp_path}/profile", str(tmp_path / "all.html")]
+    shown = subprocess.run(command_line, capture_output=True, text=True, timeout=120)
+    titles = re.search(r"<title>(.*?)</title>", shown.stdout)[1]
+    assert titles == "true,0,0;" * 2 * len(pages)

@@ -1,0 +1,53 @@
+"""Lists of what `plan` prints as text and draws in a page."""
+
+from math import prod
+from typing import NamedTuple
+
+from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
+from torchtitan_lite.tools.plan.planned_run import PlannedRun
+from torchtitan_lite.tools.plan.transfers import estimate_traffic
+
+
+class Calls(NamedTuple):
+    """The calls of one operation over one axis, in one step of one rank."""
+
+    axis: str
+    operation: str
+    n_calls: float
+    n_bytes: float  # that the rank moves
+    n_nodes: int
+    seconds: float  # if nothing else used the links
+
+    @property
+    def where(self) -> str:
+        return f"over {self.n_nodes} nodes" if self.n_nodes > 1 else "inside a node"
+
+
+def list_memory(planned: PlannedRun) -> dict[str, Memory]:
+    """Return the fullest pp rank of each group of equal pp ranks, by name."""
+    rows = {}
+    for alike in planned.workload.group_pp_ranks().values():
+        by_rank = {rank: estimate_memory(planned.workload, rank) for rank in alike}
+        pp_rank = max(by_rank, key=lambda rank: by_rank[rank].live)
+        like = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
+        rows[f"pp rank {pp_rank}{like}"] = by_rank[pp_rank]
+    return rows
+
+
+def list_traffic(planned: PlannedRun) -> list[Calls]:
+    """Return the calls of the pp rank that moves most."""
+    layout = planned.layout
+    cluster = planned.cluster
+    w = planned.workload
+    traffics = [estimate_traffic(w, rank) for rank in w.group_pp_ranks()]
+    busiest = max(traffics, key=lambda each: sum(moved.n_bytes for moved in each.values()))
+    rows = []
+    for (axis, operation), moved in busiest.items():
+        dims = axis.split(" x ")
+        n_ranks = prod(getattr(layout, dim) for dim in dims)
+        stride = layout.strides[dims[-1]]
+        n_nodes = cluster.count_nodes(stride, n_ranks)
+        seconds = moved.n_bytes / cluster.find_bandwidth(stride, n_ranks)
+        seconds += moved.n_calls * cluster.find_latency(stride, n_ranks)
+        rows.append(Calls(axis, operation, *moved, n_nodes, seconds))
+    return rows

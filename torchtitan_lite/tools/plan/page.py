@@ -1,0 +1,368 @@
+"""Draw a layout as one page: who holds what, the pipeline, memory, time, bytes, and the next better layout.
+
+Used by `plan --html` and by `report`, which adds what a run measured. Figures come from the closed form.
+"""
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import product
+from math import prod
+
+from torchtitan_lite.config.block import list_block_modules
+from torchtitan_lite.config.machine import GIB
+from torchtitan_lite.config.messages import name_command
+from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
+from torchtitan_lite.tools.pictures import (
+    draw_bar,
+    draw_facts,
+    draw_key,
+    draw_table,
+    wrap_page,
+)
+from torchtitan_lite.tools.plan.bars import BARS, find_family
+from torchtitan_lite.tools.plan.figures import list_memory, list_traffic
+from torchtitan_lite.tools.plan.planned_run import PlannedRun
+from torchtitan_lite.tools.plan.remedies import list_faster, list_remarks
+from torchtitan_lite.tools.plan.slices import choose_shown, find_slices
+from torchtitan_lite.tools.plan.timeline import draw_timeline
+from torchtitan_lite.tools.tables import format_bytes, format_seconds
+
+FEW_RANKS = 16  # whose cards have words
+# Left end and width of the boxes of a card
+WEIGHT_X = (1.0, 27.0)
+TOKENS_X = (33.0, 36.0)
+EXPERTS_X = (74.0, 7.0)
+WEIGHT = "var(--run0)"
+TOKENS = "var(--run2)"
+EXPERTS = "var(--run5)"
+RESERVE = "allocator's reserve, CUDA, upper end of the 80 % range"
+MEMORY = {  # part -> color
+    "parameters": "var(--run0)",
+    "gradients": "var(--run1)",
+    "optimizer": "var(--run4)",
+    "gathered": "var(--run7)",
+    "activations": "var(--run2)",
+    "received": "var(--run5)",
+    "working": "var(--run3)",
+    RESERVE: "var(--pale)",
+}
+TIME = {  # part of a step -> color
+    "compute": "var(--computing)",
+    "recompute": "var(--run3)",
+    "waiting for tp": "var(--tp)",
+    "waiting for cp": "var(--cp)",
+    "waiting for ep": "var(--ep)",
+    "waiting for dp": "var(--dp_shard)",
+    "bubble": "var(--waiting)",
+    "optimizer": "var(--run4)",
+}
+FSDP_DIMS = {"dp_replicate", "dp_shard", "cp", "efsdp"}
+STYLE = """<style>
+.mesh { display: flex; flex-wrap: wrap; gap: 14px } .mesh section { background: var(--soft); border-radius: 8px;
+  padding: 9px 11px 11px; flex: 1 1 auto; max-width: 100%; box-sizing: border-box }
+.mesh h4 { margin: 0 0 6px; font-size: 13.5px } .mesh h4 i { font-weight: 400 }
+.lines, .cards { display: flex; flex-wrap: wrap; gap: 8px 20px } .cards { gap: 6px }
+.line p { font-size: 12px; margin: 2px 0; color: var(--pale) }
+.card { width: 94px; background: var(--page); padding: 3px 5px 4px; border-radius: 5px; box-sizing: border-box;
+  font-size: 11.5px; border: 1px solid var(--line); line-height: 1.35 }
+.card svg { overflow: hidden; margin: 1px 0 } .card rect { stroke: none; vector-effect: non-scaling-stroke }
+.card small { display: none }
+.big .card, .big .line { flex: 1 }
+.big .card { padding: 6px 9px; min-width: 130px; max-width: 250px }
+.big .card small { display: block; color: var(--pale); font-size: 11.5px }
+.walk { width: 40px; height: 34px } .walk svg { overflow: hidden } .walk rect { stroke: none }
+.walk .all, .card .all { fill: var(--soft); stroke: var(--line) }
+.walk .pale, .card .pale { fill: color-mix(in srgb, currentColor 26%, var(--page)) }
+.walk .held, .card .held { fill: color-mix(in srgb, currentColor 85%, var(--page)) }
+td { line-height: 1.4 }
+@media (max-width: 700px) { td { padding-right: 8px; font-size: 13px } .steps td { overflow-wrap: anywhere }
+  .mesh section { padding: 8px; flex: 1 1 100% } .card { width: 80px }
+  .big .line { flex: 1 1 100% } .big .card { padding: 4px } }
+</style>"""
+
+
+def write_page(planned: PlannedRun, config_args: list[str]) -> str:
+    """Return the whole page of `plan --html`."""
+    n_ranks = planned.layout.world_size
+    name = f"{planned.config_name} on {n_ranks:,} x {planned.cluster.name}"
+    args = f"{shlex.join(config_args)} --gpus {n_ranks} --gpu {planned.cluster.name}"
+    search = name_command(f"plan {args.strip()} --search --toml best.toml")
+    return wrap_page(
+        name,
+        f"<h1>{escape(name)}</h1><p>{escape(str(planned))}</p>{draw_forecast(planned)}"
+        f"{''.join(draw_layout(planned))}"
+        f"<p>To rank every layout, and write the best one as a config:</p><pre>{escape(search)}</pre>",
+    )
+
+
+def draw_forecast(planned: PlannedRun) -> str:
+    forecast = planned.forecast
+    family = find_family(planned.workload)
+    low, high = BARS[family].widen(forecast.tokens_per_s_per_gpu)
+    capacity = planned.cluster.memory_bytes
+    facts = {
+        f"tokens/s per GPU (80 % range: {low:,.0f} to {high:,.0f})": f"{forecast.tokens_per_s_per_gpu:,.0f}",
+        f"per step of {planned.workload.tokens_per_step:,} tokens": format_seconds(
+            forecast.step_time_s
+        ),
+        "MFU": f"{100 * forecast.mfu_full:.3g}%",
+        "bubble of the pipeline": f"{forecast.bubble:.1%}",
+        f"at most, {'of' if planned.fits else 'and does not fit into'} {capacity / GIB:.1f} GiB": (
+            f"{planned.taken_bytes / GIB:.1f} GiB"
+        ),
+    }
+    about = BARS[family].describe(planned.cluster.name)
+    return (
+        f"{draw_facts(facts)}<p><i>A forecast by closed form. Bar of {family}: {about}. "
+        "This trainer has never run on a GPU.</i></p>"
+    )
+
+
+def draw_layout(planned: PlannedRun) -> Iterator[str]:
+    """Draw each part of the page: mesh, pipeline, memory, time, bytes, remarks."""
+    yield draw_mesh(planned)
+    if planned.layout.pp > 1:
+        yield draw_pipeline(planned)
+    yield draw_memory(planned)
+    yield draw_time(planned)
+    yield draw_traffic(planned)
+    remarks = "".join(f"<li>{escape(remark)}" for remark in list_remarks(planned))
+    better = list_faster(planned)
+    yield f"<h2>What to change</h2><ul>{remarks}</ul>"
+    if better:
+        heading = ("one key", "value", "tokens/s per GPU", "", "memory, upper end")
+        yield f"<p>Faster layouts that fit and differ in one key:</p>{draw_table([heading, *better])}"
+    elif planned.fits:
+        yield "<p>No layout that differs in one key is faster and fits.</p>"
+
+
+# ---------------------------------------------------------------- the mesh
+
+
+def draw_mesh(planned: PlannedRun) -> str:
+    """Draw a card for each rank: its slice of a weight, of the batch and of the experts of a layer."""
+    layout = planned.layout
+    args = planned.model_args
+    weight = choose_weight(args)
+    shown = choose_shown(layout)
+    n_shown = prod(map(len, shown.values()))
+    rows = [
+        dim for dim in layout.used_dims[:-1] if dim != "pp"
+    ]  # a line of cards for each place in them
+    dim = layout.used_dims[-1] if layout.used_dims else "tp"
+    sections = []
+    for pp in shown["pp"]:
+        lines = ""
+        for place in product(*(shown[each] for each in rows)):
+            at = {"pp": pp} | dict(zip(rows, place, strict=True))
+            named = ", ".join(f"{each} {index}" for each, index in at.items() if each != "pp")
+            cards = ""
+            for last in [pp] if dim == "pp" else shown[dim]:
+                at[dim] = last
+                rank = sum(layout.strides[each] * index for each, index in at.items())
+                cards += draw_card(planned, rank, weight)
+            lines += f'<div class="line"><p>{named}</p><div class="cards">{cards}</div></div>'
+        held = [layout.stages[stage] for stage in layout.stages_of(pp)]
+        title = f"pp {pp} <i>{name_stages(held)}</i>" if layout.pp > 1 else "the whole model"
+        sections.append(f'<section><h4>{title}</h4><div class="lines">{lines}</div></section>')
+    folded = ""
+    if n_shown < layout.world_size:
+        wide = [each for each, indices in shown.items() if len(indices) < layout.degrees[each]]
+        folded = (
+            f" Shown are {n_shown} of {layout.world_size:,} ranks: "
+            f"of {' and '.join(wide)}, the first and the last."
+        )
+    n_rows, n_columns = weight.weight
+    sizes = f"{layout.global_batch_size:,} x {planned.config.training.seq_len:,}"
+    entries = [
+        (
+            WEIGHT,
+            "",
+            f"{weight.name} of a layer, {n_rows:,} x {n_columns:,}: rows that the rank stores",
+        ),
+        (WEIGHT, "pale", "and uses while the block runs"),
+        (TOKENS, "", f"the batch, {sizes}: tokens that it holds between matmuls"),
+        (TOKENS, "pale", "and multiplies"),
+    ]
+    if args.moe:
+        entries.append((EXPERTS, "", f"its experts, of {args.moe.n_experts} of a layer"))
+    size = "big" if n_shown <= FEW_RANKS else ""
+    return (
+        f"{STYLE}<h2>Who holds what</h2><p>A card for each rank.{folded}</p>{draw_key(entries)}"
+        f'<div class="mesh {size}">{"".join(sections)}</div>'
+    )
+
+
+def choose_weight(args: ModelArgs) -> ModuleRow:
+    """Return the first matrix of the feed-forward, or of attention if the feed-forward is experts."""
+    block = list_block_modules(args, moe=args.is_moe(args.n_layers - 1))
+    colwise = [row for row in block if row.kind == "linear" and row.tp_style == "colwise"]
+    return next((row for row in colwise if row.name.endswith("w1")), colwise[0])
+
+
+def name_stages(stages: Sequence[Sequence[str]]) -> str:
+    """Return "tok_embeddings, layers 0-1" for the FQNs of stages. Of more than two, name the first two."""
+    names = []
+    for stage in stages[:2]:
+        layers = [fqn.partition(".")[2] for fqn in stage if fqn.startswith("layers.")]
+        modules = [fqn for fqn in stage if not fqn.startswith("layers.")]
+        if layers:
+            span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
+            modules.insert("tok_embeddings" in modules, span)
+        names += modules
+    if len(stages) > 2:
+        names.append(f"... ({len(stages)} stages)")
+    return ", ".join(names)
+
+
+def draw_card(planned: PlannedRun, rank: int, weight: ModuleRow) -> str:
+    moe = planned.model_args.moe
+    n_rows = weight.weight[0]
+    seq_len = planned.config.training.seq_len
+    n_sequences = planned.layout.global_batch_size
+    n_experts = moe.n_experts if moe else 0
+    held = find_slices(planned.layout, rank, n_rows, seq_len, n_experts)
+    shapes = draw_box("all", WEIGHT, WEIGHT_X)
+    shapes += draw_box("pale", WEIGHT, WEIGHT_X, 1, held.used_rows, n_rows)
+    shapes += draw_box("held", WEIGHT, WEIGHT_X, 1, held.held_rows, n_rows)
+    shapes += draw_box("all", TOKENS, TOKENS_X)
+    for look, spans in (("pale", held.used_tokens), ("held", held.held_tokens)):
+        for span in spans:
+            left, width = TOKENS_X
+            x = left + width * span.start / seq_len, width * len(span) / seq_len
+            shapes += draw_box(look, TOKENS, x, 1, held.sequences, n_sequences)
+    words = {
+        f"stores {weight.name}": show(held.held_rows),
+        "uses": show(held.used_rows),
+        "sequences": show(held.sequences),
+        "holds tokens": show(*held.held_tokens),
+        "multiplies": show(*held.used_tokens),
+    }
+    if moe:
+        shapes += draw_box("all", EXPERTS, EXPERTS_X)
+        shapes += draw_box("held", EXPERTS, EXPERTS_X, 1, held.experts, n_experts)
+        words["experts"] = show(held.experts)
+    told = "; ".join(f"{what} {which}" for what, which in words.items())
+    rows, used, sequences, tokens, *_ = words.values()
+    return (
+        f'<div class="card">rank {rank}<svg viewBox="0 0 82 42"><title>rank {rank}: {told}</title>{shapes}</svg>'
+        f"<small>rows {rows}</small><small>sequences {sequences}, tokens {tokens}</small></div>"
+    )
+
+
+def draw_box(
+    look: str,
+    color: str,
+    x: tuple[float, float],
+    least: float = 0,
+    rows: range = range(1),
+    n: int = 1,
+) -> str:
+    """Draw `rows` of `n`, as a part of a box. `x`: left end and width. `least`: height, if there is a row."""
+    left, width = x
+    y = 1 + 40 * rows.start / n
+    height = max(least * bool(rows), 40 * len(rows) / n)
+    at = f'x="{left:.1f}" width="{width:.1f}" y="{y:.1f}" height="{height:.1f}"'
+    return f'<rect class="{look}" color="{color}" {at}/>'
+
+
+def show(*spans: range) -> str:
+    return ", ".join(f"{span.start}..{span.stop - 1}" for span in spans if span) or "none"
+
+
+# ---------------------------------------------------------------- pipeline, memory, time, bytes
+
+
+def draw_pipeline(planned: PlannedRun) -> str:
+    layout = planned.layout
+    forecast = planned.forecast
+    sent = planned.workload.hidden_bytes / layout.tp
+    letters = {
+        "F": "forward",
+        "B": "backward",
+        "I": "gradients of inputs",
+        "W": "gradients of weights",
+    }
+    used = {event.action.kind for event in forecast.timeline.events}
+    key = draw_key((f"var(--{kind})", "", word) for kind, word in letters.items() if kind in used)
+    about = (
+        f"{layout.n_microbatches} microbatches pass through {len(layout.stages)} stages. Between two stages, a rank "
+        f"sends {format_bytes(sent)} for each microbatch in forward, and as many in backward. "
+        f"Ranks are idle for {forecast.bubble:.1%} of a step. The pipeline takes "
+        f"{format_seconds(forecast.timeline.end_time)}."
+    )
+    return f"<h2>One step of the pipeline</h2><p>{about}</p>{key}{draw_timeline(forecast.timeline)}"
+
+
+def draw_memory(planned: PlannedRun) -> str:
+    capacity = planned.cluster.memory_bytes
+    memories = list_memory(planned)
+    live = max(memory.live for memory in memories.values())
+    length = 1.02 * max(capacity, planned.taken_bytes)
+    is_small = live < length / 20  # then a bar shows only what is live
+    if is_small:
+        length = live
+    bars = ""
+    for name, memory in memories.items():
+        most = planned.find_most_taken(memory.live)
+        sizes = memory._asdict() | {RESERVE: 0 if is_small else most - memory.live}
+        parts = []
+        for part, size in sizes.items():
+            look = "pale" if part == RESERVE else ""
+            parts.append((size, MEMORY[part], look, f"{part}: {format_bytes(size)}"))
+        value = f"{format_bytes(memory.live)}, at most {format_bytes(most)}"
+        bars += draw_bar(name, value, parts, length, 0 if is_small else capacity)
+    entries = [(color, "pale" if part == RESERVE else "", part) for part, color in MEMORY.items()]
+    line = "" if is_small else ", the line"
+    about = f"{planned.cluster.name} has {capacity / GIB:.1f} GiB{line}. Error of the forecast: "
+    about += BARS["memory"].describe(planned.cluster.name)
+    return f"<h2>Peak memory</h2><p>{about}.</p>{draw_key(entries)}{bars}"
+
+
+def draw_time(planned: PlannedRun) -> str:
+    """Draw the parts of a step, and for each axis the communication that is exposed and that is hidden."""
+    parts_s = planned.forecast.parts_s
+    length = planned.forecast.step_time_s
+    parts = []
+    entries = []
+    for part, seconds in parts_s.items():
+        if seconds:
+            parts.append((seconds, TIME[part], "", f"{part}: {format_seconds(seconds)}"))
+            entries.append((TIME[part], "", f"{part} {seconds / length:.1%}"))
+    bars = draw_bar("the step", format_seconds(length), parts, length)
+    linked_s = Counter(cp=0.0, dp=0.0)  # only these overlap with compute
+    for calls in list_traffic(planned):
+        dims = set(calls.axis.split(" x "))
+        if dims == {"cp"}:
+            linked_s["cp"] += calls.seconds
+        elif dims <= FSDP_DIMS:
+            linked_s["dp"] += calls.seconds
+    for axis in ("tp", "ep", "cp", "dp"):
+        part = f"waiting for {axis}"
+        exposed_s = parts_s[part]
+        hidden_s = max(0.0, linked_s[axis] - exposed_s)
+        if exposed_s:
+            value = f"{format_seconds(exposed_s)} exposed, {format_seconds(hidden_s)} hidden"
+            halves = [(exposed_s, TIME[part], "", value), (hidden_s, TIME[part], "pale", value)]
+            bars += draw_bar(f"communication over {axis}", value, halves, length)
+    about = "Averaged over pp ranks. Solid: ranks wait. Pale: hidden behind compute. Sends over pp are in the bubble."
+    return f"<h2>Where the time goes</h2><p>{about}</p>{draw_key(entries)}{bars}"
+
+
+def draw_traffic(planned: PlannedRun) -> str:
+    traffic = sorted(list_traffic(planned), key=lambda calls: -calls.n_bytes)
+    if not traffic:
+        return ""
+    length = traffic[0].n_bytes
+    bars = []
+    for calls in traffic:
+        if calls.n_bytes < length / 1000:
+            break
+        name = f"{calls.operation} over {calls.axis}, {calls.where}"
+        value = f"{format_bytes(calls.n_bytes)} in {calls.n_calls:,.0f} calls"
+        color = f"var(--{calls.axis.split()[0]})"
+        bars.append(draw_bar(name, value, [(calls.n_bytes, color, "", value)], length))
+    about = f"One step of the rank that moves most. {len(traffic) - len(bars)} smaller kinds of calls are left out."
+    return f"<h2>Bytes that a rank moves</h2><p>{about}</p>{''.join(bars)}"

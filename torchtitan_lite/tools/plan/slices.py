@@ -1,0 +1,76 @@
+"""Which slice of a weight and which tokens each rank holds, for the pictures of a layout. Numbers only, no torch.
+
+              held all the time                             in use, after a gather
+    weight    rows between steps: 1/tp, of it 1/fsdp        rows while the block runs: gathered over dp_shard x cp
+    tokens    positions between matmuls: 1/cp, of it 1/tp   positions in matmuls: gathered over tp
+    experts   1/ep of them, of it 1/efsdp                   1/ep of them, gathered over efsdp
+
+explain.py prints the same slices of every parameter, recorded from a dry run. A test compares the two.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+from torchtitan_lite.config.layout import Layout
+
+MOST_RANKS = 64  # that a picture shows
+
+
+class Slices(NamedTuple):
+    """What one rank holds of a weight whose output features tp splits, of a batch, and of the experts of a layer."""
+
+    held_rows: range  # of the weight
+    used_rows: range
+    sequences: range  # of the global batch
+    held_tokens: list[range]
+    used_tokens: list[range]
+    experts: range
+
+
+def find_coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    """Return mesh dim -> coordinate of a rank, outermost first."""
+    return {dim: rank // layout.strides[dim] % n for dim, n in layout.degrees.items()}
+
+
+def cut(whole: range, n: int, index: int) -> range:
+    """Return one of n slices. As in torch.chunk, the last one may be smaller."""
+    size = ceil(len(whole) / n)
+    return whole[index * size : (index + 1) * size]
+
+
+def find_slices(layout: Layout, rank: int, n_rows: int, seq_len: int, n_experts: int = 0) -> Slices:
+    """Return what a rank holds of `n_rows` output features, of `n_experts` experts, and of sequences of `seq_len`."""
+    _, replica, shard, cp, tp = find_coordinates(layout, rank).values()
+    used_rows = cut(range(n_rows), layout.tp, tp)
+    used_tokens = [range(seq_len)]
+    if layout.cp > 1:  # an early and a late piece (context_parallel.py)
+        used_tokens = []
+        for piece in (cp, 2 * layout.cp - 1 - cp):
+            used_tokens.append(cut(range(seq_len), 2 * layout.cp, piece))
+    own = cut(range(seq_len // layout.cp), layout.tp, tp)  # in the concatenated pieces
+    held_tokens = []
+    start = 0
+    for piece in used_tokens:
+        held = piece[max(0, own.start - start) : max(0, own.stop - start)]
+        start += len(piece)
+        if held:
+            held_tokens.append(held)
+    return Slices(
+        cut(used_rows, layout.fsdp, shard * layout.cp + cp),
+        used_rows,
+        cut(range(layout.global_batch_size), layout.dp, replica * layout.dp_shard + shard),
+        held_tokens,
+        used_tokens,
+        cut(range(n_experts), max(1, layout.ep), rank % max(1, layout.ep)),
+    )
+
+
+def choose_shown(layout: Layout) -> dict[str, list[int]]:
+    """Return mesh dim -> coordinates that a picture shows. Of the largest dims, only the first and the last."""
+    shown = {dim: list(range(n)) for dim, n in layout.degrees.items()}
+    n_ranks = layout.world_size
+    while n_ranks > MOST_RANKS:
+        dim = max(shown, key=lambda each: len(shown[each]))
+        n_ranks = n_ranks // len(shown[dim]) * 2
+        shown[dim] = [0, layout.degrees[dim] - 1]
+    return shown

@@ -1,0 +1,126 @@
+"""`explain --html`: the way of one token through a model, as a page. Each module in the order of forward, the slices of
+its weight that a rank stores and uses, and the collectives with the bytes that the rank moves.
+
+The page follows one rank and its peers in the other stages. Figures come from a dry run of each pp rank (dry_run.py).
+"""
+
+from collections import Counter, defaultdict
+from html import escape
+from math import ceil
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from torchtitan_lite.config.messages import ConfigError, Problem
+from torchtitan_lite.tools.pictures import draw_key, wrap_page
+from torchtitan_lite.tools.plan.dry_run import dry_run
+from torchtitan_lite.tools.plan.meter import Meter
+from torchtitan_lite.tools.plan.page import STYLE, WEIGHT, draw_box, name_stages, show
+from torchtitan_lite.tools.plan.planned_run import PlannedRun
+from torchtitan_lite.tools.plan.slices import find_slices
+from torchtitan_lite.tools.tables import format_bytes
+
+MOST_RANKS = 16
+BOX_X = (0.0, 48.0)  # left end and width of the picture of a weight
+
+
+def write_walk(planned: PlannedRun, rank: int) -> str:
+    """Return the page for one rank. `planned` has few microbatches (shorten). Raises ConfigError."""
+    layout = planned.layout
+    n_ranks = layout.world_size
+    if n_ranks > MOST_RANKS:
+        why = f"a walk needs a dry run of every pp rank, so it has at most {MOST_RANKS} ranks"
+        remedy = "Use fewer, such as --gpus 8, or `plan --html` for the whole layout"
+        raise ConfigError([Problem("--gpus", n_ranks, why, remedy)])
+    seq_len = planned.config.training.seq_len
+    name = f"{planned.config_name} on {n_ranks} ranks: one token on rank {rank}"
+    own = find_slices(layout, rank, 1, seq_len)
+    body = (
+        f"<h1>{escape(name)}</h1><p>{escape(str(layout))}. The token is one of positions {show(*own.held_tokens)} "
+        f"of a sequence that this rank reads. Matmuls on this rank see positions {show(*own.used_tokens)}. "
+        "The forward pass of the first microbatch; backward mirrors each collective over tp, cp and ep.</p>"
+    )
+    body += draw_key([(WEIGHT, "", "stored on the rank"), (WEIGHT, "pale", "gathered while used")])
+    runs = {}
+    within = rank % layout.strides["pp"]
+    for stage, pp_rank in enumerate(layout.stage_ranks):
+        if pp_rank not in runs:
+            runs[pp_rank] = dry_run(planned, pp_rank)
+        peer = pp_rank * layout.strides["pp"] + within
+        rows = list_steps(runs[pp_rank], layout.stages[stage], peer, layout.n_microbatches)
+        if stage + 1 < len(layout.stages) and layout.stage_ranks[stage + 1] != pp_rank:
+            n_bytes = format_bytes(planned.workload.hidden_bytes / layout.tp)
+            receiver = layout.stage_ranks[stage + 1] * layout.strides["pp"] + within
+            rows.append(f"<tr><td><td>to rank {receiver}<td>send over pp <i>{n_bytes}</i>")
+        title = f"Rank {peer}: {name_stages([layout.stages[stage]])}"
+        heading = "<tr><td><td>module, and its weight on the rank<td>collectives, and bytes moved"
+        body += f"<h2>{title}</h2><div class=wide><table class=steps>{heading}{''.join(rows)}</table></div>"
+    return wrap_page(name, STYLE + body)
+
+
+def list_steps(run: Meter, fqns: tuple[str, ...], rank: int, n_microbatches: int) -> list[str]:
+    """Return a row of the table for each module of a stage and each of its collectives, in the order of forward."""
+    calls = defaultdict(Counter)  # module -> collective and bytes -> number in the step
+    for call in run.collectives:
+        if call.site.phase == "forward":
+            calls[call.site.module][f"{call.operation} over {call.axis}", call.n_bytes] += 1
+    parameters = {}
+    for fqn, parameter in run.parameters.items():
+        module, _, _ = fqn.rpartition(".")
+        parameters.setdefault(module, parameter)  # the weight, without its bias
+    order = dict.fromkeys([*run.forward_modules, *calls, *parameters])
+    rows = []
+    for fqn in fqns:
+        gathers = [
+            module for module in calls if fqn in module.split(", ")
+        ]  # of FSDP: "norm, output"
+        inside = [module for module in order if module == fqn or module.startswith(f"{fqn}.")]
+        for module in dict.fromkeys([*gathers, *inside]):
+            lines = []
+            for (name, n_bytes), n in calls.pop(module, {}).items():
+                line = f"{name} <i>{format_bytes(n_bytes)}</i>"
+                lines += [line] * ceil(n / n_microbatches)
+            if module in parameters or lines:
+                picture, text = "", ""
+                if module in parameters:
+                    picture, text = draw_weight(parameters[module], rank)
+                rows.append(f"<tr><td>{picture}<td>{module}{text}<td>{'<br>'.join(lines)}")
+    return rows
+
+
+def locate(parameter: DTensor, rank: int, *, gathered: bool = False) -> list[range]:
+    """Return the span of each dim that a rank stores, or has after FSDP's gather. Empty spans: nothing."""
+    mesh = parameter.device_mesh  # spans all ranks of a stage
+    placements = list(parameter.placements)
+    if gathered:
+        for at, dim in enumerate(mesh.mesh_dim_names):
+            if dim not in ("tp", "ep"):
+                placements[at] = Replicate()
+    coordinate = torch.unravel_index(torch.tensor(rank % mesh.size()), mesh.shape)
+    shape, offset = _compute_local_shape_and_global_offset(
+        parameter.shape, mesh.shape, list(map(int, coordinate)), placements
+    )
+    return [range(begin, begin + n) for begin, n in zip(offset, shape, strict=True)]
+
+
+def draw_weight(parameter: Tensor, rank: int) -> list[str]:
+    """Return the picture of a weight, and the shapes of what the rank stores and uses."""
+    whole = tuple(parameter.shape)
+    stored = used = everything = [range(n) for n in whole]
+    if isinstance(parameter, DTensor):
+        stored = locate(parameter, rank)
+        used = locate(parameter, rank, gathered=True)
+    shapes = draw_box("all", WEIGHT, BOX_X)
+    for look, slices in (("pale", used), ("held", stored)):
+        rows, *columns = slices
+        x = BOX_X
+        if columns:
+            left = BOX_X[1] * columns[0].start / whole[1]
+            x = left, BOX_X[1] * len(columns[0]) / whole[1]
+        shapes += draw_box(look, WEIGHT, x, 1, rows, whole[0])
+    sizes = [" x ".join(str(len(span)) for span in slices) for slices in (stored, used, everything)]
+    in_use = f", {sizes[1]} in use" if used != stored else ""
+    text = f"<br><i>{sizes[0]} of {sizes[2]}{in_use}</i>"
+    return [f'<div class="walk"><svg viewBox="0 0 48 42">{shapes}</svg></div>', text]
