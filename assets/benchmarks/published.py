@@ -27,8 +27,7 @@ from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.bars import Bar, find_family
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster
-from torchtitan_lite.tools.plan.memory import estimate_peak
-from torchtitan_lite.tools.plan.orders import list_samples
+from torchtitan_lite.tools.plan.memory import find_fullest
 from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.workload import Workload
 
@@ -93,7 +92,7 @@ class Row:
     def idle(self) -> float:
         """Time of the pipeline over its lower bound, which hardly depends on constants."""
         model = StepTime(self.workload, self.find_cluster({}))
-        samples = list_samples(*self.workload.pipeline)
+        samples = self.workload.samples
         once_s = model.once_s + model.optimizer_s
         return (model.forecast(samples).step_time_s - once_s) / (model.lower_bound_s - once_s)
 
@@ -111,7 +110,7 @@ class Row:
     def reserved_per_live(self) -> float:
         """Published bytes that the allocator reserves, per byte in use by the closed form."""
         outside = DEEPSPEED_GIB if self.is_deepspeed else 0.0
-        return (self.gib - outside) * GIB / estimate_peak(self.workload)
+        return (self.gib - outside) * GIB / find_fullest(self.workload).live
 
     def miss_memory(self, constants: dict[str, float]) -> float:
         """Return the logarithm of forecast over published memory."""

@@ -15,7 +15,7 @@ from torchtitan_lite.config.machine import GIB
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.plan.bars import BARS, find_family
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
-from torchtitan_lite.tools.plan.memory import Memory, estimate_memory, estimate_peak
+from torchtitan_lite.tools.plan.memory import Memory, estimate_memory
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
 from torchtitan_lite.tools.plan.search import search_layouts
@@ -49,7 +49,7 @@ def list_figures(planned: PlannedRun) -> dict[str, object]:
         "gpu": planned.cluster.name,
         "fits": planned.fits,
         "taken_bytes": planned.taken_bytes,
-        "live_bytes": estimate_peak(planned.workload),
+        "live_bytes": planned.memory.live,
         "tokens_per_s_per_gpu_range": bar.widen(planned.forecast.tokens_per_s_per_gpu),
         "unmodeled": list_unmodeled(planned),
         "remarks": list_remarks(planned),
@@ -90,7 +90,7 @@ def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
 
 def describe_memory(planned: PlannedRun) -> str:
     rows = [("", *Memory._fields, "live", "at most")]
-    for alike in planned.workload.group_pp_ranks().values():
+    for alike in planned.workload.alike:
         by_rank = {rank: estimate_memory(planned.workload, rank) for rank in alike}
         pp_rank, memory = max(by_rank.items(), key=lambda item: item[1].live)
         sizes = [*memory, memory.live, planned.find_most_taken(memory.live)]
@@ -127,7 +127,7 @@ def describe_time(planned: PlannedRun) -> str:
 def describe_traffic(planned: PlannedRun) -> str:
     layout = planned.layout
     w = planned.workload
-    traffics = [estimate_traffic(w, rank) for rank in w.group_pp_ranks()]
+    traffics = [estimate_traffic(w, rank) for rank, *_ in w.alike]
     busiest = max(traffics, key=lambda each: sum(moved.n_bytes for moved in each.values()))
     rows = []
     for (axis, operation), moved in busiest.items():

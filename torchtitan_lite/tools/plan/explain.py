@@ -41,7 +41,8 @@ def main(options: argparse.Namespace) -> int:
         print(f"\nrank {options.rank} reads {rows}")
     short = shorten(planned, FEW)
     per_stage = layout.strides["pp"]
-    for pp_rank, alike in planned.workload.group_pp_ranks().items():
+    for alike in planned.workload.alike:
+        pp_rank = alike[0]
         run = dry_run(short, pp_rank)
         first = pp_rank * per_stage
         ranks = range(first, first + per_stage)
