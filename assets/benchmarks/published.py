@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
-from math import ceil, log
+from math import ceil, exp, log
 from statistics import mean, median
 
 import torch
@@ -27,8 +27,7 @@ from torchtitan_lite.config.schema import Parallelism
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.tools.plan.bars import Bar, find_family
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, GB, Cluster
-from torchtitan_lite.tools.plan.memory import estimate_peak
-from torchtitan_lite.tools.plan.orders import list_samples
+from torchtitan_lite.tools.plan.memory import find_fullest
 from torchtitan_lite.tools.plan.step_time import StepTime
 from torchtitan_lite.tools.plan.workload import Workload
 
@@ -48,11 +47,17 @@ PRIORS = {
     "memory_efficiency": 0.80,
     "kernel_s": 5e-6,
     "contention": 0.3,
+    "network_contention": 0.15,
+    "host_s": 10e-6,
+    "grouped_efficiency": 0.7,
     "async_tp_hidden": 0.6,
     "deepspeed": 1.15,
 }
+RESERVES = {"reserve_factor": 1.2, "tp_reserve_factor": 1.3}  # the same for memory
+LEAST_STACKS = 3  # of a bar
 STIFFNESS = 0.02  # pull toward the priors: a constant that no row needs keeps its prior
 MOVE = 0.03  # step of the finite differences, in the logarithm of a constant
+N_TANGENTS = 3
 DOUBLE = torch.float64
 
 
@@ -71,18 +76,21 @@ class Row:
     def __init__(self, values: dict[str, object]):
         self.values = values
         self.workload = describe_row(values)
-        self.source = values["source"].split()[0]
+        self.stack = values["stack"]
+        self.misses: dict[tuple[Cluster, float], float] = {}
         self.is_deepspeed = values["engine"] == "deepspeed"
         # DTensor copies what tp gathers, other engines do not.
         copies = values["engine"] == "torch" and values["tp"] > 1
+        self.is_eager_tp = copies and not values["compiled"]
         self.reserve = "tp_reserve_factor" if copies else "reserve_factor"
         self.gib = values.get("memory_gib", 0.0)
 
     def find_cluster(self, constants: dict[str, float]) -> Cluster:
         """Return the machine of the row, with the constants of a fit."""
         own = {}
-        if "network_gb_per_s" in self.values:
-            own["network_bandwidth"] = self.values["network_gb_per_s"] * GB
+        for name in ("network", "link"):
+            if speed := self.values.get(f"{name}_gb_per_s"):
+                own[f"{name}_bandwidth"] = speed * GB
         for name, value in constants.items():
             chip, _, field = name.rpartition(".")
             if field != "deepspeed" and self.values["gpu"].startswith(chip):
@@ -93,17 +101,22 @@ class Row:
     def idle(self) -> float:
         """Time of the pipeline over its lower bound, which hardly depends on constants."""
         model = StepTime(self.workload, self.find_cluster({}))
-        samples = list_samples(*self.workload.pipeline)
+        samples = self.workload.samples
         once_s = model.once_s + model.optimizer_s
         return (model.forecast(samples).step_time_s - once_s) / (model.lower_bound_s - once_s)
 
     def miss_time(self, constants: dict[str, float]) -> float:
         """Return the logarithm of forecast over published throughput."""
-        model = StepTime(self.workload, self.find_cluster(constants))
+        cluster = self.find_cluster(constants)
+        factor = constants["deepspeed"] if self.is_deepspeed else 1.0
+        if (cluster, factor) not in self.misses:  # most constants are of another chip
+            self.misses[cluster, factor] = self.compare(cluster, factor)
+        return self.misses[cluster, factor]
+
+    def compare(self, cluster: Cluster, factor: float) -> float:
+        model = StepTime(self.workload, cluster)
         once_s = model.once_s + model.optimizer_s
-        seconds = (model.lower_bound_s - once_s) * self.idle + once_s
-        if self.is_deepspeed:
-            seconds *= constants["deepspeed"]
+        seconds = factor * ((model.lower_bound_s - once_s) * self.idle + once_s)
         tokens = self.values["tokens_per_s_per_gpu"] * self.workload.layout.world_size * seconds
         return log(self.workload.tokens_per_step / tokens)
 
@@ -111,7 +124,7 @@ class Row:
     def reserved_per_live(self) -> float:
         """Published bytes that the allocator reserves, per byte in use by the closed form."""
         outside = DEEPSPEED_GIB if self.is_deepspeed else 0.0
-        return (self.gib - outside) * GIB / estimate_peak(self.workload)
+        return (self.gib - outside) * GIB / find_fullest(self.workload).live
 
     def miss_memory(self, constants: dict[str, float]) -> float:
         """Return the logarithm of forecast over published memory."""
@@ -181,8 +194,8 @@ Unseen = tuple[Row, float]  # a row and its log error, by a fit that has not see
 
 def weigh(rows: Sequence[Row]) -> torch.Tensor:
     """Return the weight of each row: a source of n rows counts as n to the power 0.65."""
-    n_rows = Counter(row.source for row in rows)
-    weights = torch.tensor([n_rows[row.source] ** -0.35 for row in rows], dtype=DOUBLE)
+    n_rows = Counter(row.stack for row in rows)
+    weights = torch.tensor([n_rows[row.stack] ** -0.35 for row in rows], dtype=DOUBLE)
     return weights / weights.sum()
 
 
@@ -200,67 +213,81 @@ def miss_times(rows: list[Row], logs: torch.Tensor) -> torch.Tensor:
 def fit(rows: list[Row]) -> dict[str, float]:
     """Return the constants that minimize the absolute log error of throughput.
 
-    Newton's method: the error is nearly linear in the logarithms of the constants. Dividing each weight by the error
-    turns squares into absolute values.
+    The error is nearly linear in the logarithms of the constants, so each round replaces it by its tangents. Dividing
+    each weight by the error turns squares into absolute values.
     """
-    dense = [row for row in rows if not row.workload.args.moe]
-    weights = weigh(dense)
+    weights = weigh(rows)
     priors = torch.tensor(list(PRIORS.values()), dtype=DOUBLE).log()
-    logs = priors
+    start = priors
     units = torch.eye(len(PRIORS), dtype=DOUBLE)
     pull = STIFFNESS * units
-    for _ in range(6):
-        errors = miss_times(dense, logs)
-        moved = [miss_times(dense, logs + MOVE * unit) for unit in units]
+    for _ in range(N_TANGENTS):
+        errors = miss_times(rows, start)
+        moved = [miss_times(rows, start + MOVE * unit) for unit in units]
         slopes = (torch.stack(moved) - errors) / MOVE
-        distances = (1e-3 + errors**2).sqrt()
-        weighted = slopes * weights / distances
-        force = pull @ (priors - logs) - weighted @ errors
-        curvature = weighted @ slopes.T + pull
-        logs = logs + torch.linalg.solve(curvature, force)
+        logs = start
+        for _ in range(20):
+            tangent = errors + (logs - start) @ slopes
+            weighted = slopes * weights / (1e-3 + tangent**2).sqrt()
+            force = pull @ (priors - logs) - weighted @ tangent
+            logs = logs + torch.linalg.solve(weighted @ slopes.T + pull, force)
+        start = logs
     constants = name_constants(logs)
-    for name in ("reserve_factor", "tp_reserve_factor"):
-        alike = [row for row in rows if row.gib and row.reserve == name]
-        constants[name] = median(row.reserved_per_live for row in alike)
+    for name, prior in RESERVES.items():
+        alike = [row.reserved_per_live for row in rows if row.gib and row.reserve == name]
+        constants[name] = median(alike or [prior])
     return constants
 
 
 def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
-    """Return family, "dense" or "memory" -> the errors of its rows, each by a fit without the row's source."""
+    """Return family, "dense", "memory" or "memory of experts" -> the errors of its rows, by fits without their stack."""
     fits = {}
     groups = defaultdict(list)
     for row in rows:
-        if row.source not in fits:
-            fits[row.source] = fit([other for other in rows if other.source != row.source])
-        constants = fits[row.source]
+        if row.stack not in fits:
+            fits[row.stack] = fit([other for other in rows if other.stack != row.stack])
+        constants = fits[row.stack]
         unseen = (row, row.miss_time(constants))
-        families = {find_family(row.workload)}
-        if not row.workload.args.moe:
-            families.add("dense")
-        for family in families:
-            groups[family].append(unseen)
+        has_experts = bool(row.workload.args.moe)
+        groups[find_family(row.workload)].append(unseen)
+        if not has_experts:
+            groups["dense"].append(unseen)
         if row.gib:
-            groups["memory"].append((row, row.miss_memory(constants)))
+            name = "memory of experts" if has_experts else "memory"
+            groups[name].append((row, row.miss_memory(constants)))
     return groups
 
 
 def make_bar(unseen: list[Unseen]) -> Bar:
-    """Return the bar of these rows. A source of many rows counts less per row, as in the fit."""
+    """Return the bar of these rows. A stack of many rows counts less per row, as in the fit."""
     rows, errors = zip(*unseen, strict=True)
     ratios, order = torch.tensor(errors, dtype=DOUBLE).exp().sort()
     below = weigh(rows)[order].cumsum(0)
     ends = torch.searchsorted(below, torch.tensor([0.1, 0.9], dtype=DOUBLE) - 1e-9)
     low, high = ratios[ends].tolist()
     middle = median((ratios - 1).abs().tolist())
-    sources = {row.source for row in rows}
-    n_rows = Counter(row.values["gpu"] for row in rows)
     return Bar(
         low=round(low, 2),
         high=round(high, 2),
         median=round(middle, 3),
-        n_sources=len(sources),
-        n_rows=dict(n_rows),
+        n_stacks=len({row.stack for row in rows}),
+        n_rows=dict(Counter(row.values["gpu"] for row in rows)),
     )
+
+
+def share_held(bar: Bar, unseen: list[Unseen]) -> float:
+    """Return the fraction of rows that a bar holds."""
+    return mean(bar.low <= round(exp(error), 2) <= bar.high for _, error in unseen)
+
+
+def share_held_of_others(unseen: list[Unseen]) -> float:
+    """Return the fraction of rows that the bar of all other stacks holds."""
+    held = []
+    for stack in {row.stack for row, _ in unseen}:
+        own = [pair for pair in unseen if pair[0].stack == stack]
+        others = [pair for pair in unseen if pair[0].stack != stack]
+        held += [share_held(make_bar(others), own)] * len(own)
+    return mean(held)
 
 
 def rank_correlation(unseen: list[Unseen]) -> float:
@@ -268,7 +295,7 @@ def rank_correlation(unseen: list[Unseen]) -> float:
     groups = defaultdict(list)
     for row, error in unseen:
         published = log(row.values["tokens_per_s_per_gpu"])
-        groups[row.source, row.values["model"]].append((published, published + error))
+        groups[row.values["source"].split()[0], row.values["model"]].append((published, published + error))
     coefficients = []
     for pairs in groups.values():
         if len(pairs) > 2:
@@ -284,10 +311,22 @@ def main() -> None:
     for name, value in fit(rows).items():
         print(f"{name:24} {value:.3g}")
     groups = find_unseen(rows)
+    widths = []
     for name, pairs in groups.items():
-        print(f'"{name}": {make_bar(pairs)},')
-    ranked = rank_correlation(groups["dense"] + groups["float8 experts"])
-    print(f"rank correlation within a source and model: {ranked:.2f}")
+        bar = make_bar(pairs)
+        if bar.n_stacks < LEAST_STACKS:
+            print(f"{name}: never compared with {LEAST_STACKS} stacks; {bar}")
+            continue
+        widths.append(bar.high / bar.low)
+        print(f'"{name}": {bar},')
+        held = f"{share_held(bar, pairs):.0%} of its rows"
+        print(f"    holds {held}; bars without their stack hold {share_held_of_others(pairs):.0%}")
+    print(f"median width of the bars, high / low: {median(widths):.2f}")
+    eager = [error for row, error in groups["TP or PP"] if row.is_eager_tp]
+    print(f"torch's TP in eager mode: {min(map(exp, eager)):.2f} to {max(map(exp, eager)):.2f}")
+    for name in ("dense", "experts"):
+        ranked = rank_correlation(groups[name])
+        print(f"rank correlation within a source and model, {name}: {ranked:.2f}")
 
 
 if __name__ == "__main__":

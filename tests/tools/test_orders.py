@@ -12,8 +12,8 @@ from torchtitan_lite.tools.plan.orders import (
     Order,
     count_in_flight,
     extrapolate_in_flight,
+    list_lengths,
     list_order,
-    list_samples,
 )
 from torchtitan_lite.tools.plan.timeline import Timeline, draw_timeline, simulate
 
@@ -128,15 +128,16 @@ def test_the_slowest_stage_and_the_way_between_ranks_count():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_long_schedule_is_known_from_a_short_one(schedule):
     pp, m, v = 4, 28, SCHEDULES[schedule].least_stages_per_rank
-    samples = list_samples(schedule, pp, m, v)
+    lengths = list_lengths(pp, m)
     extrapolated = sum(
-        weight * simulate(order, seconds_of, 0.25).end_time for order, weight in samples
+        weight * run(schedule, pp, n, v, send=0.25).end_time for n, weight in lengths
     )
-    assert len(samples) == 2 and extrapolated == pytest.approx(
+    assert len(lengths) == 2 and extrapolated == pytest.approx(
         run(schedule, pp, m, v, send=0.25).end_time, rel=1e-6
     )
     in_flight = [count_in_flight(row) for row in list_order(schedule, pp, m, v)]
-    assert extrapolate_in_flight(schedule, pp, m, v) == in_flight
+    extrapolated = [extrapolate_in_flight(schedule, pp, m, v, rank) for rank in range(pp)]
+    assert extrapolated == in_flight
 
 
 def test_actions_that_wait_for_one_another_are_stuck():

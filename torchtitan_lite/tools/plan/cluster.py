@@ -4,8 +4,8 @@
       size                   k/(k+256) * w/(w+1), w = mn / (128 * 256 * multiprocessors): waves of tiles
     elementwise              bytes / memory bandwidth
     collective               bytes / bandwidth + latency of every hop
-    overlap                  a collective of c s during w s of compute costs max(0, c - w) + contention * r * min(c, w),
-                           r = its bandwidth / the links' bandwidth
+    overlap                  a collective of c s during w s of compute costs max(0, c - w) + contention * min(c, w)
+    launches                 a layer takes at least host_s per kernel
 
 Small matmuls are slow and overlap is not free. Without these two terms, all layouts take about the same time.
 
@@ -75,9 +75,12 @@ class Cluster:
     link_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6
     # An overlapped collective takes multiprocessors, memory bandwidth and power from compute. The two together take the
-    # time of the longer plus this fraction of the shorter. A collective slower than the links takes less, in proportion
-    # to its rate. Fit.
+    # time of the longer plus this fraction of the shorter: inside a node, and between nodes. Fit.
     contention: float = 0.32
+    network_contention: float = 0.12
+    host_s: float = 10e-6  # that Python and torch need to launch a kernel, if not compiled; half of it if compiled. Fit.
+    # Of a grouped matmul over experts, relative to a matmul. Fit.
+    grouped_efficiency: float = 0.7
     async_tp_hidden: float = 0.63  # fraction of tp's collectives that async TP hides. Fit.
     # Bytes that the allocator reserves per byte in use, without and with tp, whose copies of hidden states come and
     # go. Fit.
@@ -124,12 +127,11 @@ class Cluster:
         seconds = whole_bytes * (n - 1) / n / self.find_bandwidth(stride, n)
         return seconds + self.find_latency(stride, n)
 
-    def expose(self, seconds: float, work: float, share: float = 1.0) -> float:
-        """Return the seconds that a collective adds to `work` seconds of kernels that it overlaps with.
-
-        `share`: bandwidth of the collective over the bandwidth of the links.
-        """
-        return max(0.0, seconds - work) + self.contention * share * min(seconds, work)
+    def expose(self, stride: int, n: int, seconds: float, work: float) -> float:
+        """Return the seconds that a collective adds to `work` seconds of kernels that it overlaps with."""
+        is_near = self.count_nodes(stride, n) == 1
+        fraction = self.contention if is_near else self.network_contention
+        return max(0.0, seconds - work) + fraction * min(seconds, work)
 
     def count_nodes(self, stride: int, n: int) -> int:
         """Return the number of nodes spanned by a group of n ranks that are `stride` ranks apart."""

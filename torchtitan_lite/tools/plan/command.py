@@ -16,7 +16,7 @@ from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.tools.plan.bars import BARS, find_family
 from torchtitan_lite.tools.plan.cadence import find_interval, measure_goodput
 from torchtitan_lite.tools.plan.figures import list_memory, list_traffic
-from torchtitan_lite.tools.plan.memory import Memory, estimate_peak
+from torchtitan_lite.tools.plan.memory import Memory
 from torchtitan_lite.tools.plan.page import write_page
 from torchtitan_lite.tools.plan.planned_run import PlannedRun, plan_run
 from torchtitan_lite.tools.plan.remedies import list_remarks
@@ -53,7 +53,7 @@ def list_figures(planned: PlannedRun) -> dict[str, object]:
         "gpu": planned.cluster.name,
         "fits": planned.fits,
         "taken_bytes": planned.taken_bytes,
-        "live_bytes": estimate_peak(planned.workload),
+        "live_bytes": planned.memory.live,
         "tokens_per_s_per_gpu_range": bar.widen(planned.forecast.tokens_per_s_per_gpu),
         "unmodeled": list_unmodeled(planned),
         "remarks": list_remarks(planned),

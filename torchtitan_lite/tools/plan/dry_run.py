@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
     short = shorten(planned, 2 * planned.layout.pp)
     w = short.workload
     rows = [("", "", "closed form", "dry run")]
-    for rank in w.group_pp_ranks():
+    for rank, *_ in w.alike:
         name = f"  pp rank {rank}"
         run = dry_run(short, rank)
         memory = estimate_memory(w, rank)

@@ -46,7 +46,8 @@ def main(options: argparse.Namespace) -> int:
         rows = f"rows {first}..{first + n_rows - 1} of {layout.global_batch_size}"
         print(f"\nrank {options.rank} reads {rows}")
     per_stage = layout.strides["pp"]
-    for pp_rank, alike in planned.workload.group_pp_ranks().items():
+    for alike in planned.workload.alike:
+        pp_rank = alike[0]
         run = dry_run(short, pp_rank)
         first = pp_rank * per_stage
         ranks = range(first, first + per_stage)

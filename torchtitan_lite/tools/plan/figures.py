@@ -26,7 +26,7 @@ class Calls(NamedTuple):
 def list_memory(planned: PlannedRun) -> dict[str, Memory]:
     """Return the fullest pp rank of each group of equal pp ranks, by name."""
     rows = {}
-    for alike in planned.workload.group_pp_ranks().values():
+    for alike in planned.workload.alike:
         by_rank = {rank: estimate_memory(planned.workload, rank) for rank in alike}
         pp_rank = max(by_rank, key=lambda rank: by_rank[rank].live)
         like = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
@@ -39,7 +39,7 @@ def list_traffic(planned: PlannedRun) -> list[Calls]:
     layout = planned.layout
     cluster = planned.cluster
     w = planned.workload
-    traffics = [estimate_traffic(w, rank) for rank in w.group_pp_ranks()]
+    traffics = [estimate_traffic(w, rank) for rank, *_ in w.alike]
     busiest = max(traffics, key=lambda each: sum(moved.n_bytes for moved in each.values()))
     rows = []
     for (axis, operation), moved in busiest.items():

@@ -25,8 +25,11 @@ CAUSAL_EDGE = 300
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
 KERNELS_OF_LAYER = {False: 28, True: 14}  # compiled -> elementwise kernels in forward
+KERNELS_OF_EXPERTS = 60  # more in an MoE layer: router, sorting, all-to-alls, experts
 # compiled -> tensors that these kernels read and write: a norm with a residual addition, SwiGLU, GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
+# The same for an eager norm of a DTensor, which runs op by op in fp32: torch has no rule to shard its kernel
+DTENSOR_NORM = 21
 # Bytes per element that ZeRO++'s kernels read and write around a gather, and around a reduction
 QWZ_BYTES = 4
 QGZ_BYTES = 48
@@ -70,8 +73,7 @@ class LayerTime:
 
     def expose(self, axis: str, seconds: float, work: float) -> float:
         """Return the seconds that collectives over `axis` add to `work` seconds of kernels."""
-        share = self.cluster.find_bandwidth(*self.place(axis)) / self.cluster.links
-        return self.cluster.expose(seconds, work, share)
+        return self.cluster.expose(*self.place(axis), seconds, work)
 
     # ------------------------------------------------------------ kernels
 
@@ -99,7 +101,8 @@ class LayerTime:
         dtype = "float8" if module.name in w.float8 else w.compute_dtype
         if module.kind == "experts":
             n_experts, into, out = shape
-            return self.linear_times(max(w.n_rows, n_experts), out, into, dtype, n_experts)
+            times = self.linear_times(max(w.n_rows, n_experts), out, into, dtype, n_experts)
+            return tuple(seconds / self.cluster.grouped_efficiency for seconds in times)
         if module.kind == "router":
             return self.linear_times(w.n_tokens / w.layout.tp, *shape, "float32")
         return self.linear_times(w.n_tokens, *shape, dtype)
@@ -136,6 +139,8 @@ class LayerTime:
         args = w.args
         c = w.compute_bytes
         of_norm, of_gate, of_activation = TENSORS[w.compiled]
+        if w.engine == "torch" and w.layout.tp > 1 and not w.compiled:
+            of_norm = DTENSOR_NORM
         sharded_bytes = of_activation * c * kind.products_dim
         if kind.is_gated:  # with rotary embeddings, in fp32 if eager
             of_head = 2 * c + of_norm * c * args.qk_norm
@@ -154,6 +159,12 @@ class LayerTime:
             n_bytes += w.n_rows * per_row
         launch_s = KERNELS_OF_LAYER[w.compiled] * self.cluster.kernel_s
         return self.cluster.memory_time(n_bytes) + launch_s
+
+    def launch_time(self, kind: LayerKind) -> float:
+        """Return the seconds that the host needs to launch the kernels of a layer's forward. Backward takes twice that."""
+        w = self.workload
+        n_kernels = KERNELS_OF_LAYER[w.compiled] + len(kind.block) + KERNELS_OF_EXPERTS * kind.is_moe
+        return n_kernels * self.cluster.host_s / (1 + w.compiled)
 
     # ------------------------------------------------------------ waits
 
@@ -190,6 +201,10 @@ class LayerTime:
         n_bytes = w.rows_bytes / n
         near = (n_near - 1) * n_bytes / self.cluster.links
         far = (n - n_near) * n_bytes / self.cluster.network
+        if w.engine != "torch":  # a token is sent once to each other node that it needs
+            n_nodes = n / n_near
+            n_copies = (n_nodes - 1) * (1 - (1 - 1 / n_nodes) ** w.args.moe.top_k)
+            far = n_copies * w.rows_bytes / w.args.moe.top_k / self.cluster.network
         latency = self.cluster.find_latency(1, n)
         backward = 2 * (max(near, far) + latency)
         forward = latency + backward
@@ -202,16 +217,15 @@ class LayerTime:
         reduction of fp32 gradients overlaps with attention's backward in a ring, and otherwise with nothing.
         """
         w = self.workload
-        expose = self.cluster.expose
         fetch = self.collective_time("cp", w.keys_values_bytes)
         reduce = self.collective_time("cp", w.fp32_keys_values_bytes)
         attend, attend_back = self.attention_times
         if w.ring:
-            forward = expose(fetch, attend)
-            backward = expose(fetch + reduce, attend_back)
+            forward = self.expose("cp", fetch, attend)
+            backward = self.expose("cp", fetch + reduce, attend_back)
         else:
-            forward = expose(fetch, attend / w.layout.cp)
-            backward = expose(fetch, attend_back / w.layout.cp) + reduce
+            forward = self.expose("cp", fetch, attend / w.layout.cp)
+            backward = self.expose("cp", fetch, attend_back / w.layout.cp) + reduce
         return forward, backward, forward * kind.average(full=1)
 
     def shard_times(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
@@ -283,6 +297,9 @@ class LayerTime:
         wait, wait_back, wait_again = map(sum, zip(*waits, strict=True))
         forward = linear + attend + elementwise + wait
         backward = of_inputs + attend_back + 2 * elementwise + wait_back + again + wait_again
+        launches = self.launch_time(kind)
+        forward = max(forward, launches)
+        backward = max(backward, 2 * launches - of_weights)
         dp, dp_back = self.shard_times(kind, forward, backward + of_weights)
         tp, cp, ep = map(sum, waits)
         return Phases(forward + dp, backward + dp_back, of_weights, again, tp, cp, ep, dp + dp_back)

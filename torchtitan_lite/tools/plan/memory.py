@@ -181,35 +181,36 @@ Layers = list[tuple[LayerKind, float, float]]  # kind, and the two results of es
 Moment = tuple[float, float, float, float]  # bytes: gathered, gradients, activations, working
 
 
-def estimate_peak(w: Workload) -> float:
-    """Return the peak live bytes of the fullest rank.
+def find_fullest(w: Workload) -> Memory:
+    """Return the memory of the rank with the most live bytes.
 
     Only the first pp rank, the second (it may have one layer more) and the last (the logits) can be the fullest.
     """
     last = w.layout.pp - 1
-    return max(estimate_memory(w, pp_rank).live for pp_rank in {0, min(1, last), last})
+    memories = [estimate_memory(w, pp_rank) for pp_rank in {0, min(1, last), last}]
+    return max(memories, key=lambda memory: memory.live)
 
 
 def estimate_memory(w: Workload, pp_rank: int) -> Memory:
     """Return the peak memory of one pp rank."""
     layout = w.layout
     indices = layout.stages_of(pp_rank)
-    stages = w.stages_of(pp_rank)
+    stages = w.stages_by_rank[pp_rank]
     kinds = [kind for kind in w.kinds if any(map(kind.count, stages))]
     layers = [(kind, *estimate_layer(w, kind)) for kind in kinds]
-    at_rest = w.count_at_rest(stages)
+    at_rest = w.at_rest[pp_rank]
     moment_bytes = at_rest * w.moment_bytes
     moment_bytes -= MASTER_BYTES * sum(matrix.n_at_rest for matrix in w.list_matrices(pp_rank))
     if layout.tied and any(stage.has_head for stage in stages):  # the first stage has the moments
         moment_bytes -= w.table / layout.fsdp * w.moment_bytes
     if layout.pp > 1:
-        in_flight = extrapolate_in_flight(*w.pipeline)
-        moments = list_moments_of_pipeline(w, layers, indices, in_flight[pp_rank])
+        in_flight = extrapolate_in_flight(*w.pipeline, pp_rank)
+        moments = list_moments_of_pipeline(w, layers, indices, in_flight)
     else:
         moments = list_moments(w, layers, stages[0], at_rest)
     gathered, gradients, kept, working = max(moments, key=sum)
     if layout.zero_stage < 3 and not w.is_whole:
-        sizes = sorted(w.count_by_axis([stage]).total() for stage in stages)
+        sizes = sorted(w.sizes[stage].total() for stage in stages)
         if w.engine == "torch":
             sizes = sizes[-STAGES_GATHERED:]
         gathered += sum(sizes) * w.compute_bytes
@@ -259,9 +260,10 @@ def list_moments_of_pipeline(
             kept[index] = w.hidden_bytes / w.layout.tp
         elif kept[index] and w.engine == "torch":
             kept[index] += w.n_tokens * w.args.head_dim * ANGLE_BYTES
+    n_parameters = {index: w.sizes[stage].total() for index, stage in stages.items()}
     moments = []
     for with_gradients, held in in_flight.items():
-        n_gradients = w.count_by_axis(stages[index] for index in with_gradients).total()
+        n_gradients = sum(n_parameters[index] for index in with_gradients)
         n_bytes = 0.0
         for (index, action), n in held.items():
             n_bytes += (WAITING if action == "I" else 1) * n * kept[index]
@@ -295,7 +297,7 @@ def list_moments(w: Workload, layers: Layers, stage: Stage, at_rest: float) -> l
     if layout.zero_stage == 3 and not w.is_whole:
         head = table * width
         block = find_largest_block(w, layers)
-    n_gradients = w.count_by_axis([stage]).total() if layout.zero_stage == 1 else at_rest
+    n_gradients = w.sizes[stage].total() if layout.zero_stage == 1 else at_rest
     gradients = MASTER_BYTES * n_gradients  # after the step
     before = gradients if layout.n_microbatches > 1 else 0.0
     to_come = 0.0 if before else MASTER_BYTES * (dense + table) / layout.fsdp

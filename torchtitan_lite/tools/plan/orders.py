@@ -30,31 +30,32 @@ Order = list[list[Action]]  # the actions of each pp rank in one step
 HALVES = {"F": "F", "B": "IW", "I": "I", "W": "W"}  # kind -> work that is done after the action
 
 
+def list_row(
+    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int, rank: int
+) -> list[Action]:
+    """Return the actions of one pp rank. If pp is 1: forward and backward of each microbatch in turn."""
+    stages = range(rank, pp * n_stages_per_rank, pp)
+    return ORDERS["1F1B" if pp == 1 else schedule](rank, pp, n_microbatches, stages)
+
+
 def list_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> Order:
-    """Return the order of a schedule. If pp is 1: forward and backward of each microbatch in turn."""
-    list_row = ORDERS["1F1B" if pp == 1 else schedule]
-    order = []
-    for rank in range(pp):
-        stages = range(rank, pp * n_stages_per_rank, pp)
-        order.append(list_row(rank, pp, n_microbatches, stages))
-    return order
+    return [list_row(schedule, pp, n_microbatches, n_stages_per_rank, rank) for rank in range(pp)]
 
 
-def list_samples(
-    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int
-) -> list[tuple[Order, int]]:
-    """Return short orders with weights. The weighted sum of their results is the result of the long order.
+def list_lengths(pp: int, n_microbatches: int) -> list[tuple[int, int]]:
+    """Return numbers of microbatches of short orders, with weights.
+
+    The weighted sum of the results of short orders is the result of the long order.
 
     In a full pipeline, each round of microbatches adds the same time and the same number of microbatches in flight:
     f(m) = f(a) + k * (f(a + round) - f(a)) for a = m - k * round. An order of at most four rounds is not shortened.
     """
     size = n_microbatches // max(1, n_microbatches // pp)
     n_skipped = (n_microbatches - 3 * size) // size
-    lengths = [(n_microbatches, 1)]
-    if n_skipped > 1:
-        short = n_microbatches - n_skipped * size
-        lengths = [(short, 1 - n_skipped), (short + size, n_skipped)]
-    return [(list_order(schedule, pp, n, n_stages_per_rank), weight) for n, weight in lengths]
+    if n_skipped <= 1:
+        return [(n_microbatches, 1)]
+    short = n_microbatches - n_skipped * size
+    return [(short, 1 - n_skipped), (short + size, n_skipped)]
 
 
 def run_stages(stages: Sequence[int], kind: str, microbatches: Sequence[int]) -> list[Action]:
@@ -216,15 +217,15 @@ def count_in_flight(row: list[Action]) -> InFlight:
 
 @lru_cache(maxsize=4096)
 def extrapolate_in_flight(
-    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int
-) -> list[InFlight]:
-    """Return the result of count_in_flight for each pp rank, extrapolated from short orders."""
-    total = [defaultdict(Counter) for _ in range(pp)]
-    for order, weight in list_samples(schedule, pp, n_microbatches, n_stages_per_rank):
-        for in_flight, row in zip(total, order, strict=True):
-            for with_gradients, held in count_in_flight(row).items():
-                for key, count in held.items():
-                    in_flight[with_gradients][key] += count * weight
+    schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int, rank: int
+) -> InFlight:
+    """Return the result of count_in_flight for one pp rank, extrapolated from short orders."""
+    total = defaultdict(Counter)
+    for n, weight in list_lengths(pp, n_microbatches):
+        row = list_row(schedule, pp, n, n_stages_per_rank, rank)
+        for with_gradients, held in count_in_flight(row).items():
+            for key, count in held.items():
+                total[with_gradients][key] += count * weight
     return total
 
 

@@ -1,7 +1,7 @@
 """Describe a run on a cluster: config + number of GPUs -> layout -> Workload -> memory and time."""
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from torchtitan_lite.config.block import list_linears, plan_float8
@@ -12,13 +12,12 @@ from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import ConfigError, Problem
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.reader import UserConfig
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import ActivationCheckpoint, Config
 from torchtitan_lite.preflight import choose_n_ranks, read_run
 from torchtitan_lite.tools.host_rules import count_moment_bytes
 from torchtitan_lite.tools.plan.bars import BARS
 from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster
-from torchtitan_lite.tools.plan.memory import estimate_peak
-from torchtitan_lite.tools.plan.orders import list_samples
+from torchtitan_lite.tools.plan.memory import Memory, find_fullest
 from torchtitan_lite.tools.plan.step_time import Forecast, StepTime
 from torchtitan_lite.tools.plan.workload import Workload
 
@@ -31,9 +30,6 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         why = "the compiler decides what to recompute, so there is no closed form"
         remedy = 'Plan with "none" and with "full": the result is between the two'
         raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
-    recompute = defaultdict(Counter)
-    for layer, mode in plan_recompute(config.activation_checkpoint, range(args.n_layers)).items():
-        recompute[args.is_moe(layer)][mode] += 1
     dtype, float8 = config.training.mixed_precision_param, config.quantize.linear.float8
     row = ATTENTIONS[config.model.attention]
     is_masked = row.uses_documents or has_masks(config.model.attention, args)
@@ -43,7 +39,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         layout=layout,
         schedule=config.parallelism.pipeline_parallel_schedule,
         seq_len=config.training.seq_len,
-        recompute=recompute,
+        recompute=count_recompute(config.activation_checkpoint, args),
         balances_by_loss=config.training.expert_balance_loss > 0,
         compute_dtype="bfloat16" if dtype == "auto" else dtype,
         float8=choose_float8(*asked) if config.model.uses_float8 else frozenset(),
@@ -60,6 +56,15 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
         async_tp=config.parallelism.enable_async_tensor_parallel,
         ring=config.parallelism.context_parallel_rotate_method == "ring",
     )
+
+
+@lru_cache
+def count_recompute(section: ActivationCheckpoint, args: ModelArgs) -> dict[bool, Counter]:
+    """Return whether layers have experts -> recompute mode -> number of these layers."""
+    counts = defaultdict(Counter)
+    for layer, mode in plan_recompute(section, range(args.n_layers)).items():
+        counts[args.is_moe(layer)][mode] += 1
+    return counts
 
 
 @lru_cache
@@ -85,6 +90,14 @@ class PlannedRun:
     def workload(self) -> Workload:
         return describe_workload(self.config, self.model_args, self.layout)
 
+    def with_recompute(self, section: ActivationCheckpoint) -> "PlannedRun":
+        """Return this run with a different recompute."""
+        config = replace(self.config, activation_checkpoint=section)
+        planned = replace(self, config=config)
+        counts = count_recompute(section, self.model_args)
+        vars(planned)["workload"] = self.workload.with_recompute(counts)
+        return planned
+
     def find_most_taken(self, live_bytes: float) -> float:
         """Return the memory of a GPU at the upper end of the error bar, if a rank has `live_bytes` in use."""
         cluster = self.cluster
@@ -93,9 +106,14 @@ class PlannedRun:
         return most_reserved + cluster.context_bytes
 
     @cached_property
+    def memory(self) -> Memory:
+        """Bytes of the fullest rank at its peak."""
+        return find_fullest(self.workload)
+
+    @property
     def taken_bytes(self) -> float:
         """Memory taken on the fullest GPU, at the upper end of the error bar."""
-        return self.find_most_taken(estimate_peak(self.workload))
+        return self.find_most_taken(self.memory.live)
 
     @property
     def fits(self) -> bool:
@@ -111,7 +129,7 @@ class PlannedRun:
 
     def forecast_quickly(self) -> Forecast:
         """Forecast the step from short orders, without the timeline of the whole step."""
-        return self.step_time.forecast(list_samples(*self.workload.pipeline))
+        return self.step_time.forecast(self.workload.samples)
 
     def __str__(self) -> str:
         """Return "pp4 x tp2, Interleaved1F1B, 8 stages, microbatches: 32 x 1, ZeRO 1, recompute op (32)"."""

@@ -45,12 +45,11 @@ def list_candidates(
     for proposal in list_proposals(config, model_args, world_size, cluster.node_size):
         with suppress(ConfigError):
             layout = plan_layout(proposal, model_args, world_size)
+            first = PlannedRun("search", proposal, model_args, layout, cluster)
             for section in RECOMPUTE:
-                config = replace(proposal, activation_checkpoint=section)
-                if find_refused(config, model_args, layout):
-                    continue
-                planned = PlannedRun("search", config, model_args, layout, cluster)
-                if planned.fits:
+                planned = first.with_recompute(section)
+                refused = find_refused(planned.config, model_args, layout)
+                if not refused and planned.fits:
                     yield planned
 
 

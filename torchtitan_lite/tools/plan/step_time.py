@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from operator import mul
 
@@ -20,7 +21,7 @@ class Forecast:
     step_time_s: float
     parts_s: dict[str, float]  # "compute", "bubble", ... -> seconds, averaged over pp ranks
     bubble: float  # idle fraction of a step, averaged over pp ranks
-    timeline: Timeline  # of the whole step, or of the first sample of list_samples
+    timeline: Timeline  # of the whole step, or of the first sample
     tokens_per_s_per_gpu: float
     # Model FLOP/s over the bf16 peak (fp32 runs: the fp32 peak), with full attention and with its causal half
     mfu_full: float
@@ -60,7 +61,7 @@ class StepTime(LayerTime):
     @cached_property
     def once_s(self) -> float:
         """Seconds of FSDP's collectives that are exposed once per step, on the worst rank."""
-        return max(map(self.wait_once, range(self.workload.layout.pp)))
+        return max(self.wait_once(rank) for rank, *_ in self.workload.alike)
 
     def wait_once(self, pp_rank: int) -> float:
         """Return the seconds of FSDP's collectives that one pp rank exposes once per step.
@@ -69,7 +70,7 @@ class StepTime(LayerTime):
         of a stage after its last backward. Gradients of replicas are reduced per block, in the last backward.
         """
         w = self.workload
-        stages = w.stages_of(pp_rank)
+        stages = w.stages_by_rank[pp_rank]
         sizes = w.count_by_axis(stages)
         forward = 0.0
         backward = 0.0
@@ -80,7 +81,7 @@ class StepTime(LayerTime):
         last = max(self.reduce_time(kind.sizes) for kind in w.kinds)
         gather = self.gather_time(sizes)
         reduce = self.reduce_time(sizes)
-        gradients_bytes = w.count_at_rest(stages) * w.reduce_bytes
+        gradients_bytes = w.at_rest[pp_rank] * w.reduce_bytes
         replicas = 2 * self.collective_time("dp_replicate", gradients_bytes)
         is_freed = w.layout.zero_stage == 3
         if w.layout.pp > 1 and not w.overlaps_reduction:
@@ -95,7 +96,7 @@ class StepTime(LayerTime):
     @cached_property
     def optimizer_s(self) -> float:
         """Seconds of the optimizer on the slowest rank."""
-        return max(map(self.update_time, range(self.workload.layout.pp)))
+        return max(self.update_time(rank) for rank, *_ in self.workload.alike)
 
     def update_time(self, pp_rank: int) -> float:
         """Return the seconds of the optimizer on one pp rank.
@@ -104,7 +105,7 @@ class StepTime(LayerTime):
         each round of Muon, Newton-Schulz of the largest matrix and the all-to-alls overlap with nothing.
         """
         w = self.workload
-        n_parameters = w.count_at_rest(w.stages_of(pp_rank))
+        n_parameters = w.at_rest[pp_rank]
         per_parameter = MASTER_BYTES * 4 + 2 * w.moment_bytes
         seconds = self.cluster.memory_time(n_parameters * per_parameter)
         for (*batch, rows, columns), elements in w.deal_rounds(pp_rank):
@@ -125,19 +126,20 @@ class StepTime(LayerTime):
         """
         layout = self.workload.layout
         splits_backward = SCHEDULES[self.workload.schedule].splits_backward
+        passes = []  # seconds of the first microbatch on each stage
+        for phases in self.stages:
+            after = 0.0 if splits_backward else phases.backward_input
+            passes.append(phases.forward + after)
+        fills = [0.0, *accumulate(passes)]
         bounds = []
-        for rank in range(layout.pp):
+        for *_, rank in self.workload.alike:  # of equal ranks, the last waits longest
             indices = layout.stages_of(rank)
-            before = self.stages[: indices[0]]
-            fill = sum(phases.forward for phases in before)
-            if not splits_backward:
-                fill += sum(phases.backward_input for phases in before)
             busy = sum(self.stages[index].total for index in indices)
-            bounds.append(fill + layout.n_microbatches * busy)
+            bounds.append(fills[indices[0]] + layout.n_microbatches * busy)
         return max(bounds) + self.once_s + self.optimizer_s
 
     def forecast(self, orders: list[tuple[Order, int]]) -> Forecast:
-        """Forecast one step from weighted orders: the whole step with weight 1, or the samples of list_samples."""
+        """Forecast one step from weighted orders: the whole step with weight 1, or the workload's samples."""
         w = self.workload
         layout = w.layout
         timelines = []

@@ -12,6 +12,7 @@ FSDP shards the experts and routers over the axis "efsdp", and all other paramet
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil, prod
@@ -27,7 +28,7 @@ from torchtitan_lite.config.block import (
 from torchtitan_lite.config.layout import Layout, Stages
 from torchtitan_lite.config.model_rows import ModelArgs, ModuleRow
 from torchtitan_lite.tools.host_rules import MASTER_BYTES
-from torchtitan_lite.tools.plan.orders import Order, list_order
+from torchtitan_lite.tools.plan.orders import Order, list_lengths, list_order
 
 # Parameters of one rank that FSDP gathers together: axis, elements of each parameter before FSDP shards it (with
 # padding), and how often such a group occurs
@@ -91,11 +92,18 @@ class LayerKind:
         self.ends_in_rowwise = self.block[-1].kind == "linear"
         # Keys and values, if several ranks use each head
         self.n_shared = sum(module.kv_heads > 0 for module in self.block) if w.n_sharing > 1 else 0
-        # tp gathers once for wq, wk, wv, and scatters partial sums. Recompute repeats a part of these calls.
+        # tp gathers once for wq, wk, wv, and scatters partial sums.
         self.n_gathers = len(list_gathered(self.block))
         self.n_scatters = len(self.rowwise)
-        self.gathers_again = self.average(op=1, alternate=1, full=1) * self.n_gathers
-        self.scatters_again = self.average(full=1) * (self.n_scatters - self.ends_in_rowwise)
+
+    @property
+    def gathers_again(self) -> float:
+        """Gathers over tp that recompute repeats."""
+        return self.average(op=1, alternate=1, full=1) * self.n_gathers
+
+    @property
+    def scatters_again(self) -> float:
+        return self.average(full=1) * (self.n_scatters - self.ends_in_rowwise)
 
     def count(self, stage: Stage) -> int:
         """Return the number of layers of this kind in a stage."""
@@ -180,6 +188,18 @@ class Workload:
         self.has_added_ends = bool(list_added_ends(args))
         self.stages = count_modules(layout.stages, args)
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
+        # Number of parameters that a rank holds between steps, by pp rank
+        self.at_rest = self.count_at_rest()
+
+    def with_recompute(self, recompute: dict[bool, Counter]) -> "Workload":
+        """Return this workload with a different recompute. It shares everything that depends on the layout only."""
+        other = copy(self)
+        other.recompute = recompute
+        other.kinds = []
+        for kind in map(copy, self.kinds):
+            kind.recompute = recompute[kind.is_moe]
+            other.kinds.append(kind)
+        return other
 
     def shape_on_rank(self, module: ModuleRow) -> list[int]:
         """Return the shape of a module's weight on one rank of tp and ep, before FSDP shards it."""
@@ -196,7 +216,7 @@ class Workload:
 
     @property
     def pipeline(self) -> tuple[str, int, int, int]:
-        """Schedule, pp ranks, microbatches and stages per rank: the arguments of list_order and list_samples."""
+        """Schedule, pp ranks, microbatches and stages per rank: the arguments of list_order."""
         layout = self.layout
         n_stages_per_rank = len(layout.stages) // layout.pp
         return self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank
@@ -206,15 +226,31 @@ class Workload:
         """The actions of each pp rank in one step."""
         return list_order(*self.pipeline)
 
-    def group_pp_ranks(self) -> dict[int, list[int]]:
-        """Group pp ranks with equal stages: first rank -> all ranks of its group.
+    @property
+    def samples(self) -> list[tuple[Order, int]]:
+        """Short orders, with weights."""
+        schedule, pp, n_microbatches, n_stages_per_rank = self.pipeline
+        lengths = list_lengths(pp, n_microbatches)
+        return [(list_order(schedule, pp, n, n_stages_per_rank), weight) for n, weight in lengths]
+
+    @cached_property
+    def stages_by_rank(self) -> list[list[Stage]]:
+        """The stages of each pp rank, first to last."""
+        by_rank = [[] for _ in range(self.layout.pp)]
+        for stage, rank in zip(self.stages, self.layout.stage_ranks, strict=True):
+            by_rank[rank].append(stage)
+        return by_rank
+
+    @cached_property
+    def alike(self) -> list[list[int]]:
+        """Groups of pp ranks with equal stages.
 
         The first has the most microbatches in flight, except in schedules that place stages in a V.
         """
-        alike = defaultdict(list)
-        for rank in range(self.layout.pp):
-            alike[tuple(self.stages_of(rank))].append(rank)
-        return {ranks[0]: ranks for ranks in alike.values()}
+        groups = defaultdict(list)
+        for rank, stages in enumerate(self.stages_by_rank):
+            groups[tuple(stages)].append(rank)
+        return list(groups.values())
 
     # ------------------------------------------------------------ parameters
 
@@ -244,22 +280,31 @@ class Workload:
                 groups.append((axis, sizes, kind.count(stage)))
         return groups
 
-    def stages_of(self, pp_rank: int) -> list[Stage]:
-        """Return the stages of one pp rank, first to last."""
-        return [self.stages[index] for index in self.layout.stages_of(pp_rank)]
+    @cached_property
+    def sizes(self) -> dict[Stage, Counter[str]]:
+        """Stage -> the numbers of parameters that count_by_axis sums. Most stages are equal."""
+        sizes = {}
+        for stage in set(self.stages):
+            counts = Counter()
+            for axis, elements, n_groups in self.groups_of(stage):
+                counts[axis] += n_groups * sum(elements)
+            sizes[stage] = +counts
+        return sizes
 
     def count_by_axis(self, stages: Iterable[Stage]) -> Counter[str]:
         """Return axis -> number of parameters of these stages on one rank, before FSDP shards them."""
         counts = Counter()
         for stage in stages:
-            for axis, sizes, n_groups in self.groups_of(stage):
-                counts[axis] += n_groups * sum(sizes)
-        return +counts
+            counts.update(self.sizes[stage])
+        return counts
 
-    def count_at_rest(self, stages: Iterable[Stage]) -> float:
-        """Return the number of parameters of these stages that one rank holds between steps."""
-        counts = self.count_by_axis(stages)
-        return sum(n / getattr(self.layout, axis) for axis, n in counts.items())
+    def count_at_rest(self) -> list[float]:
+        at_rest = [0.0] * self.layout.pp
+        for ranks in self.alike:
+            counts = self.count_by_axis(self.stages_by_rank[ranks[0]])
+            for rank in ranks:
+                at_rest[rank] = sum(n / getattr(self.layout, axis) for axis, n in counts.items())
+        return at_rest
 
     # ------------------------------------------------------------ Muon
 
@@ -267,7 +312,7 @@ class Workload:
         """List the matrices of a pp rank that Muon updates."""
         matrices = []
         if self.updates_matrices:
-            for stage in self.stages_of(pp_rank):
+            for stage in self.stages_by_rank[pp_rank]:
                 for kind in self.kinds:
                     modules = [row for row in kind.block if row.kind in ("linear", "experts")]
                     of_layer = list(map(self.describe_matrix, modules))
