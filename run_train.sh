@@ -36,8 +36,9 @@ Environment:
   OMP_NUM_THREADS, GLOO_SOCKET_IFNAME   defaults: 1 thread per rank; the loopback interface on a single host, on
                  several hosts the one that reaches MASTER_ADDR
   PYTORCH_ALLOC_CONF   for GPUs; default expandable_segments:True, unless PYTORCH_CUDA_ALLOC_CONF is set
-  PIP_*          pip settings for creating .venv. On Linux pip installs the CUDA build of torch, about 5 GB. With
-                 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu it installs the CPU build, 1 GB
+  PIP_*          pip settings for creating .venv. On Linux pip installs torch for CUDA 13, about 5 GB, which needs NVIDIA
+                 driver 580. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 is for older drivers and GPUs,
+                 and https://download.pytorch.org/whl/cpu for CPUs (1 GB)
 
 Several hosts: start the same command on each, with
   NNODES         number of hosts; 2:4 to go on while hosts are lost and come back (assets/slurm/README.md)

@@ -96,7 +96,7 @@ def resolve(
     if not sections & RULED_SECTIONS:
         problems += check_run(config) + check_machine(config, machine)
         if machine.is_here:
-            problems += check_software(config, machine.device_type)
+            problems += check_software(config, machine)
     problems += check_files(config, restarted)
     tokenizer = model_args = layout = None
     if not sections & LAYOUT_SECTIONS:

@@ -3,13 +3,15 @@
 import os
 import resource
 import subprocess
+from importlib.machinery import ModuleSpec
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from torchtitan_lite import files
+from torchtitan_lite import files, software
 from torchtitan_lite.config.machine import GIB, Machine, peak_flops
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.parallel import process_groups
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.detect import detect_machine, measure_cpu_memory
@@ -20,8 +22,8 @@ ids=0,1
 for word; do case $word in --id=*) ids=${word#--id=};; esac; done
 for id in $(echo $ids | tr , ' '); do
     case $id in
-        0|GPU-aaa1) echo "NVIDIA H100 80GB HBM3, 81559";;
-        1|GPU-aab2) echo "NVIDIA H100 80GB HBM3, 81000";;
+        0|GPU-aaa1) echo "NVIDIA H100 80GB HBM3, 81559, 580.95.05";;
+        1|GPU-aab2) echo "NVIDIA H100 80GB HBM3, 81000, 580.95.05";;
         *) echo "No devices were found"; exit 6;;
     esac
 done
@@ -51,8 +53,8 @@ def test_a_rank_whose_torch_sees_gpus_that_the_driver_does_not_list_stops():
 
 def test_memory_that_the_driver_does_not_say_is_unknown(nvidia_smi, tmp_path):
     program = tmp_path / "bin" / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A]'\n")
-    assert detect_machine() == Machine("cuda", 1, None, "NVIDIA GB10")
+    program.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A], 580.1'\n")
+    assert detect_machine() == Machine("cuda", 1, None, "NVIDIA GB10", driver="580.1")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +78,40 @@ def test_gpus_are_those_that_the_driver_shows_and_without_any_the_cpu_is_the_dev
     machine = detect_machine()
     assert (machine.n_devices if machine.device_type == "cuda" else 0) == n_gpus
     if n_gpus == 2:  # the smallest one decides
-        assert machine == Machine("cuda", 2, 81000 * 2**20, "NVIDIA H100 80GB HBM3")
+        name, driver = "NVIDIA H100 80GB HBM3", "580.95.05"
+        assert machine == Machine("cuda", 2, 81000 * 2**20, name, driver=driver)
     assert machine.memory_bytes_per_device > GIB
+
+
+H100, V100, B200 = "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB", "NVIDIA B200"
+
+
+@pytest.mark.parametrize(
+    "gpu, driver, torch_version, words",
+    [  # of version.py; "": fine
+        (H100, "580.65.06", "cuda: Optional[str] = '13.0'", ""),
+        (H100, "570.172.08", "cuda: Optional[str] = '13.0'", "570.172.08 580 whl/cu126 pip"),
+        (H100, "535.104.05", "cuda = '12.6'", ""),
+        (H100, "470.57.02", "cuda = '12.6'", "525 470.57.02 Update"),
+        (H100, "580.65.06", "cuda = None", "CPUs CUDA_VISIBLE_DEVICES"),
+        (H100, "580.65.06", "cuda = None\nhip: Optional[str] = '7.1.2'", "ROCm 7.1.2"),
+        ("", "", "cuda = None\nhip = '7.1.2'", "ROCm 7.1.2"),
+        ("", "", "cuda = '13.0'", ""),
+        (V100, "580.65.06", "cuda = '13.0'", "V100 kernels whl/cu126"),
+        (B200, "570.172.08", "cuda = '13.0'", "Update 580"),
+        (B200, "580.65.06", "cuda = '12.6'", "B200 kernels PyPI"),
+    ],
+)
+def test_a_torch_that_the_driver_or_the_gpu_cannot_run_is_refused(
+    monkeypatch, tmp_path, gpu, driver, torch_version, words
+):
+    (tmp_path / "version.py").write_text(f"debug = False\n{torch_version}\n")
+    found = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(software, "find_spec", lambda name: found)
+    machine = Machine("cuda" if gpu else "cpu", 1, None, gpu, driver=driver)
+    said = "\n".join(map(str, software.check_software(Config(), machine)))
+    assert bool(said) == bool(words)
+    assert all(word in said for word in words.split()), said
 
 
 def test_a_limit_of_the_control_group_or_any_around_it_is_a_limit(tmp_path):

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from torchtitan_lite import software
 from torchtitan_lite import step as stepping
+from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.schema import Compile, Config, with_value
 from torchtitan_lite.parallel.process_groups import prepare_process
 from torchtitan_lite.tools.verify.ranks import RankPool
@@ -120,7 +121,8 @@ def test_the_compiler_that_torch_or_triton_would_call_is_looked_for(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    problems = software.check_software(Config(compile=Compile(enable=True)), device_type)
+    machine = Machine(device_type, 1, None, "")
+    problems = software.check_software(Config(compile=Compile(enable=True)), machine)
     assert [problem.key for problem in problems] == (["compile.backend"] if missing else [])
     assert all(missing in problem.why and "Install" in problem.remedy for problem in problems)
-    assert not software.check_software(Config(), device_type)
+    assert not software.check_software(Config(), machine)

@@ -203,6 +203,30 @@ def test_a_failure_has_one_sentence_and_the_next_start_tries_again(checkout, fai
     assert checkout.find().stdout == str(checkout.venv / "bin" / "python")
 
 
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [
+        (
+            "NVIDIA H100 80GB HBM3, 81559, 535.104.05",
+            "535.104.05 580 PIP_EXTRA_INDEX_URL whl/cu126",
+        ),
+        ("Tesla V100-SXM2-16GB, 16384, 580.95.05", "V100 PIP_EXTRA_INDEX_URL whl/cu126"),
+        ("NVIDIA B200, 183359, 570.10", "570.10 580 Update"),
+    ],
+)
+def test_no_torch_is_installed_that_the_driver_or_the_gpu_cannot_run(checkout, gpu, words):
+    checkout.write("pyproject.toml", NEEDS.replace("alpha", "torch"))
+    program = checkout.root / "stubs" / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho {gpu}\n")
+    program.chmod(0o755)
+    path = {"PATH": f"{program.parent}:/usr/bin:/bin"}
+    answer = checkout.find(**path)
+    assert answer.returncode == 1
+    assert all(word in answer.stderr for word in words.split()), answer.stderr
+    assert not any("torch" in call for call in checkout.calls())
+    assert checkout.find(**path, PIP_EXTRA_INDEX_URL="https://mirror.test/cu126").returncode == 0
+
+
 @pytest.mark.parametrize("received", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_packages_are_installed_is_one_sentence(checkout, received):
     checkout.write("pyproject.toml", NEEDS.replace("alpha", "torch"))

@@ -34,6 +34,8 @@ class Checkout:
         self.folder.mkdir(parents=True)
         self.take_real("run_train.sh")
         self.take_real("torchtitan_lite/__init__.py")
+        self.take_real("torchtitan_lite/config/machine.py")
+        self.take_real("torchtitan_lite/tools/detect.py")
         self.take_real("torchtitan_lite/tools/environment.py")
         self.take_real("torchtitan_lite/faults/orphans.py")
         self.write("pyproject.toml", "dependencies = [\n]\n")  # the Python of these tests will do

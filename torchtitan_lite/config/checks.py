@@ -141,13 +141,17 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
     if not of_stages:
         n_layers = plan_stages(section, model_args.n_layers)
         stages = name_stages(n_layers, list_end_modules(model_args))
+    n_shards = degrees["dp_shard"] * degrees["cp"]
+    n_expert_shards = 1
+    if model_args.moe:
+        n_expert_shards = n_shards * degrees["tp"] // section.expert_parallel_degree
     layout = Layout(
         **degrees,
         **plan_batch(config, degrees),
         **plan_nodes(section, degrees),
         stages=stages,
         stage_ranks=place_stages(section, len(stages)),
-        zero_stage=plan_zero_stage(section, n_shards=degrees["dp_shard"] * degrees["cp"]),
+        zero_stage=plan_zero_stage(section, n_shards=n_shards, n_expert_shards=n_expert_shards),
         tied=model_args.tie_embeddings and section.pipeline_parallel_degree > 1,
         ep=section.expert_parallel_degree if model_args.moe else 0,
     )

@@ -153,9 +153,9 @@ class Parallelism:
     data_parallel_replicate_degree: Degree = 1
     # FSDP2: ranks that shard one replica; auto: all remaining ranks
     data_parallel_shard_degree: DegreeOrAuto = -1
-    # read if zero_stage is auto. always: 3; never: 2, under PP 1
+    # read if zero_stage is auto. always: 3; never: 2, or 1 where auto is 1
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; under PP 1; with a single shard 2
+    # new: which tensors FSDP shards, see parallel/fsdp.py; auto: 3; 1 under PP and if nothing is sharded
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     # new: keep a node's shards for backward (hpz); round the weights (qwz) and gradients (qgz) that FSDP sends to int8
     zero_plus_plus: list[Literal["hpz", "qwz", "qgz"]] = key([], resume="note")

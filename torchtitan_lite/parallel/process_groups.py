@@ -165,8 +165,9 @@ def choose_device(local_rank: int, device_type: str) -> torch.device:
     expects_gpu = device_type == "cuda"
     if torch.cuda.is_available() != expects_gpu:
         raise RuntimeError(
-            f"nvidia-smi lists GPUs: {expects_gpu}; this torch can use them: {not expects_gpu}. Repair nvidia-smi or "
-            "install a CUDA build of torch, or set CUDA_VISIBLE_DEVICES to an empty value to train on the CPU"
+            f"nvidia-smi lists GPUs: {expects_gpu}; this torch can use them: {not expects_gpu}. It was built for CUDA "
+            f"{torch.version.cuda}. Repair nvidia-smi or the driver, install a build of torch for this driver, or set "
+            "CUDA_VISIBLE_DEVICES to an empty value to train on the CPU"
         )
     if not expects_gpu:
         return torch.device("cpu")

@@ -17,27 +17,34 @@ def detect_machine() -> Machine:
     gpus = list_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
         return Machine("cpu", 1, measure_cpu_memory(), f"{platform.machine()} CPU")
-    names, sizes = zip(*gpus, strict=True)
+    names, sizes, drivers = zip(*gpus, strict=True)
     # FSDP shards evenly, so the smallest GPU is the limit
-    return Machine("cuda", len(gpus), min(filter(None, sizes), default=None), names[0])
+    least = min(filter(None, sizes), default=None)
+    return Machine("cuda", len(gpus), least, names[0], driver=drivers[0])
 
 
-def list_gpus(visible: str | None) -> list[tuple[str, int | None]]:
-    """Return the name and the bytes of memory (None: not reported) of each GPU in CUDA_VISIBLE_DEVICES, or of all GPUs.
+def list_gpus(visible: str | None) -> list[tuple[str, int | None, str]]:
+    """Return the name, the bytes of memory (None: not reported) and the driver of each GPU in CUDA_VISIBLE_DEVICES.
+
+    Without this variable: of all GPUs.
 
     Returns no GPU if nvidia-smi is missing, fails, or does not know one of the entries.
     """
     if visible == "":
         return []
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,driver_version",
+        "--format=csv,noheader,nounits",
+    ]
     if visible:
         command.append(f"--id={visible.replace(' ', '')}")
     gpus = []
     with suppress(OSError, subprocess.SubprocessError, ValueError):
         answer = subprocess.check_output(command, text=True, timeout=20, stderr=subprocess.DEVNULL)
         for line in answer.splitlines():
-            name, mib = line.split(", ")
-            gpus.append((name, int(mib) * MIB if mib.isdecimal() else None))
+            name, mib, driver = line.split(", ")
+            gpus.append((name, int(mib) * MIB if mib.isdecimal() else None, driver))
     return gpus
 
 

@@ -21,7 +21,9 @@ from importlib import metadata
 from typing import NoReturn
 
 from torchtitan_lite import IS_INSTALLED, REPOSITORY
+from torchtitan_lite.config.machine import OLDER_INDEX, PYPI_CUDA, explain_misfit
 from torchtitan_lite.faults.orphans import end_with_parent
+from torchtitan_lite.tools.detect import detect_machine
 
 try:  # tensorboard depends on packaging, so a Python without packaging also lacks tensorboard
     from packaging.requirements import Requirement
@@ -114,8 +116,15 @@ def create_venv() -> None:
 def install(python: str, requirements: list[str]) -> None:
     """Install the requirements with pip in the tested versions. Exits with the reason on failure."""
     packages = shlex.join(requirements)
+    gets_torch = any(text.startswith("torch>") for text in requirements)
+    chooses_index = any(map(os.environ.get, ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")))
+    if gets_torch and not chooses_index:
+        again = f"set PIP_EXTRA_INDEX_URL={OLDER_INDEX} and start again"
+        misfit = explain_misfit(detect_machine(), PYPI_CUDA, again)
+        if misfit:
+            sys.exit(f"Not installing torch: {'. '.join(misfit)}.")
     print(f"Installing once, with {python} -m pip: {packages}.", file=sys.stderr, flush=True)
-    if any(text.startswith("torch>") for text in requirements):
+    if gets_torch:
         print(SIZE, file=sys.stderr, flush=True)
     command = [python, "-m", "pip", "install", "--disable-pip-version-check"]
     remedy = f"Other allowed versions will do: {python} -m pip install {packages}"
