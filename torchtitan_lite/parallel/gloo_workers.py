@@ -15,6 +15,7 @@ Effect: replaces a method of torch, the only place that all groups pass, also th
 import logging
 import os
 from datetime import timedelta
+from functools import cache
 
 from torch.distributed import ProcessGroupGloo, Store
 
@@ -50,10 +51,13 @@ def start_with_one_worker(
     options._timeout = timeout
     for name, value in settings.items():  # torch 2.15 gives enable_reconfigure
         setattr(options, name, value)
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if interfaces:
-        names = interfaces.split(",")
-        options._devices = [ProcessGroupGloo.create_device(interface=name) for name in names]
-    else:  # the network interface of this host's name
-        options._devices = [ProcessGroupGloo.create_default_device()]
+    options._devices = open_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     start_with_options(self, store, rank, size, options)
+
+
+@cache
+def open_devices(interfaces: str) -> list:
+    """Return gloo's devices. Each has a thread that reads and writes sockets, so all groups share them."""
+    if interfaces:
+        return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+    return [ProcessGroupGloo.create_default_device()]  # the interface of this host's name
