@@ -244,6 +244,7 @@ def count_opened(rank: int, world_size: int, many_ranks: int) -> int:
     """Worker: return the number of files that a group opens when it is created."""
     with patch.dict(os.environ), patch.object(process_groups, "MANY_RANKS", many_ranks):
         process_groups.connect_late(world_size)
+        gloo_workers.open_devices.cache_clear()  # of an earlier job
         before = len(os.listdir("/proc/self/fd"))
         group = dist.new_group(backend="gloo")
         opened = len(os.listdir("/proc/self/fd")) - before

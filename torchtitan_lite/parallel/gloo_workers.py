@@ -1,4 +1,4 @@
-"""One worker thread for each gloo group, because torch's gloo corrupts memory with two.
+"""One worker thread for each gloo group, because torch's gloo corrupts memory with two, and one device for all groups.
 
 torch starts two workers per group. After a collective, each writes the name of that collective into one std::string of
 the group without a lock (ProcessGroupGloo::runLoop). A name of more than 15 letters is on the heap, so two writes at
@@ -8,6 +8,9 @@ with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 A race cannot be probed, so a group has one worker with every torch. Ranks start the collectives of a group in the same
 order, so a second worker is never needed to make progress. Sends and receives do not use workers.
+
+All groups share one device, whose thread reads and writes the sockets. By default, torch opens a device and starts its
+thread for each group.
 
 Effect: replaces a method of torch, the only place that all groups pass, also those that DeviceMesh creates.
 """
